@@ -162,9 +162,9 @@ def test_what_cannot_be_is_refused() -> None:
         Conv2d(4, 6, 3, groups=3)
     with pytest.raises(ConfigError, match="stride is 0"):
         Conv2d(4, 6, 3, stride=0)
-    with pytest.raises(ConfigError, match="kernel is 2"):
+    with pytest.raises(ConfigError, match="kernel_size is 2"):
         ConvTranspose2d(4, 6, 2, stride=3)
-    with pytest.raises(ConfigError, match="kernel is 2 at stride 1"):
+    with pytest.raises(ConfigError, match="kernel_size is 2 at stride 1"):
         ConvTranspose2d(4, 6, 2, stride=1)
     with pytest.raises(ConfigError, match="kernel is 4"):
         ResizeConv(4, 6, 4)

@@ -109,7 +109,7 @@ def test_batch_norm_equals_torch_in_training_and_evaluation(
 
 
 def test_batch_norm_has_no_variance_of_one_value() -> None:
-    with pytest.raises(ConfigError, match="1 value a channel"):
+    with pytest.raises(ConfigError, match="1 value per channel"):
         BatchNorm(6)(torch.randn(1, 6))
     assert BatchNorm(6)(torch.randn(1, 6, 2)).shape == (1, 6, 2)
     assert BatchNorm(6).eval()(torch.randn(1, 6)).shape == (1, 6)

@@ -156,7 +156,7 @@ def test_the_lstm_learns_to_remember_a_first_symbol() -> None:
 def test_bad_input_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="d_hidden is 0"):
         RNN(4, 0)
-    with pytest.raises(ConfigError, match="path is 'quick'"):
+    with pytest.raises(ConfigError, match="backend is 'quick'"):
         RNN(4, backend="quick")  # type: ignore[arg-type]
     layer = GRU(4, backend="fused")
     with pytest.raises(ConfigError, match="x has the shape"):

@@ -82,7 +82,7 @@ def conv_transpose2d_reference(
 
 
 def he_std(fan_in: float) -> float:
-    """Return the std that keeps the size of activations through a layer and a ReLU (He et al. 2015, arXiv:1502.01852, eq. 10)."""
+    """Return the std that keeps activations' size before a ReLU (He et al. 2015, arXiv:1502.01852, eq. 10)."""
     return float((2.0 / fan_in) ** 0.5)
 
 

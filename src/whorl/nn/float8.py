@@ -104,10 +104,10 @@ def _scaled_matmul(
     """
     if is_native(a):
         # The second operand must be column-major: the transpose of a row-major matrix.
-        found: Tensor = torch._scaled_mm(
+        product: Tensor = torch._scaled_mm(
             a.contiguous(), b.contiguous().t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
         )  # fmt: skip
-        return found
+        return product
     return ((a.float() @ b.float().t()) * (a_scale * b_scale)).to(dtype)
 
 

@@ -135,10 +135,10 @@ class _Scan(torch.autograd.Function):
         write = delta * x
         for r in _chunk_slices(batch, rows):
             now = memory[r]
-            room = _ScanBuffers(chunk, now)
+            buffers = _ScanBuffers(chunk, now)
             for i, t in enumerate(_chunk_slices(length, chunk)):
                 before[i, r] = now
-                _, states = room.run_chunk(
+                _, states = buffers.run_chunk(
                     write[t, r], delta[t, r], b[t, r], a, None if keep is None else keep[t, r], now
                 )
                 y[t, r] = (c[t, r, None] @ states[1:]).squeeze(-2)
@@ -159,10 +159,10 @@ class _Scan(torch.autograd.Function):
         d_write, d_delta, d_b, d_c = (torch.empty_like(t) for t in (write, delta, b, c))
         d_a = torch.zeros_like(a)
         for r in _chunk_slices(batch, rows):
-            room, arriving = _ScanBuffers(chunk, before[0, r]), torch.zeros_like(before[0, r])
-            spare = torch.empty_like(room.decay)
+            buffers, arriving = _ScanBuffers(chunk, before[0, r]), torch.zeros_like(before[0, r])
+            spare = torch.empty_like(buffers.decay)
             for i, t in reversed(list(enumerate(_chunk_slices(length, chunk)))):
-                decay, states = room.run_chunk(
+                decay, states = buffers.run_chunk(
                     write[t, r], delta[t, r], b[t, r], a, None if keep is None else keep[t, r], before[i, r]
                 )
                 # d_h[t] = c[t] dy[t] + decay[t + 1] d_h[t + 1]: the same recurrence, from the end.

@@ -26,7 +26,9 @@ EPS = 1e-6
 
 
 def rms_norm(x: Tensor, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """Return x / rms(x) * gain. x: [..., d], same shape and dtype out; gain: [d], [heads, 1] (x: [..., heads, d]) or None for 1.
+    """Return x / rms(x) * gain, in the shape and dtype of x.
+
+    x: [..., d]; gain: [d], [heads, 1] (x: [..., heads, d]) or None for 1.
 
     On a GPU it runs a Triton kernel where one was selected (`nn/kernels/autotune.py`), elsewhere `rms_norm_reference`.
     """
@@ -172,10 +174,10 @@ class BatchNorm(nn.Module):
                 do="make the batch larger, drop the last incomplete one, or call eval()",
             )
         self.num_batches_tracked.add_(1)
-        share = 1.0 / self.num_batches_tracked if self.momentum is None else self.momentum
+        momentum = 1.0 / self.num_batches_tracked if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1))
         for running, batch in ((self.running_mean, mean), (self.running_var, unbiased)):
-            running.add_(share * (batch.flatten() - running))
+            running.add_(momentum * (batch.flatten() - running))
 
 
 def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

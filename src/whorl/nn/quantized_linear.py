@@ -95,7 +95,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Return int4 codes [out, in] in -8 .. 7 as [out, in / 2] uint8: the earlier column in the low bits, each as code + 8."""
+    """Return int4 codes [out, in] in -8 .. 7 as [out, in / 2] uint8, each as code + 8, the earlier column low."""
     pairs = (codes.to(torch.int16) + 8).view(len(codes), -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
 
@@ -131,7 +131,8 @@ class QuantizedLinear(Linear):
     scales: Tensor
 
     def __init__(
-        self, d_in: int, d_out: int, kind: WeightFormat, group_size: int | None = None, *, dynamic: bool = False, bias: bool = False
+        self, d_in: int, d_out: int, kind: WeightFormat, group_size: int | None = None, *, dynamic: bool = False,
+        bias: bool = False,
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         check_group(d_in, group_size, kind)
@@ -189,11 +190,11 @@ class QuantizedLinear(Linear):
     def torch_int4_operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return codes and scales in the layout of torch's int4 product; cached until the codes are replaced."""
         if self._packed is None or self._packed[0] is not self.codes:
-            made = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
                 self.unpacked_codes.to(torch.int32) + 8, 1
             )
             pairs = torch.stack([self.scales, torch.zeros_like(self.scales)], dim=-1)  # scale and zero point
-            self._packed = self.codes, made, pairs.transpose(0, 1).contiguous().to(dtype)
+            self._packed = self.codes, packed, pairs.transpose(0, 1).contiguous().to(dtype)
         return self._packed[1], self._packed[2]
 
     def extra_repr(self) -> str:
@@ -225,10 +226,8 @@ def _torch_packed_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
     if layer.kind == "int8":
         return torch._weight_int8pack_mm(x, layer.codes, layer.scales[:, 0].to(x.dtype))
     packed, pairs = layer.torch_int4_operands(x.dtype)
-    found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x, packed, layer.group_size or layer.d_in, pairs
-    )
-    return found
+    y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, layer.group_size or layer.d_in, pairs)
+    return y
 
 
 def _int8_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
@@ -241,10 +240,10 @@ def _int8_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
 def _float8_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
     """Return a GPU's fp8 product, with a scale per row of both operands. Not run on a GPU yet."""
     codes, scale = quantize_rows_float8(x)
-    found: Tensor = torch._scaled_mm(
+    y: Tensor = torch._scaled_mm(
         codes, layer.codes.t(), scale_a=scale, scale_b=layer.scales.t().contiguous(), out_dtype=torch.bfloat16
     )
-    return found.to(x.dtype)
+    return y.to(x.dtype)
 
 
 def quantize_rows_float8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,12 +323,12 @@ class QuantizedNGramEmbedding(nn.Module):
     @classmethod
     def from_embedding(cls, embedding: NGramEmbedding) -> QuantizedNGramEmbedding:
         """Return `embedding` quantized, each row with the scale of its largest number."""
-        made = cls(embedding.orders, embedding.buckets, embedding.tables[0].shape[1])
+        quantized = cls(embedding.orders, embedding.buckets, embedding.tables[0].shape[1])
         for order, table in zip(embedding.orders, embedding.tables, strict=True):
             codes, scales = quantize_rows(table.detach())
-            setattr(made, f"codes_{order}", codes)
-            setattr(made, f"scales_{order}", scales)
-        return made
+            setattr(quantized, f"codes_{order}", codes)
+            setattr(quantized, f"scales_{order}", scales)
+        return quantized
 
     def forward(
         self, ids: Tensor, segments: Tensor | None = None, prefix_ids: Tensor | None = None

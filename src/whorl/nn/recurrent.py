@@ -173,7 +173,7 @@ class Recurrent(nn.Module):
     def _run_sequence(
         self, x: Tensor, memory: tuple[Tensor, ...], begins: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return h of all positions and the last hidden states. x: [B, T, d_model]; begins: [B, T], True where a state is reset."""
+        """Return h of all positions and the last hidden states. begins: [B, T], True where a state is reset."""
         resets = begins is not None and bool(begins.any())
         if self.backend == "loop" or resets:
             if self.backend == "fused":

@@ -201,5 +201,5 @@ def test_the_blocked_path_is_the_loop_and_has_the_references_gradients(name: str
 
 @pytest.mark.parametrize("name", ["open", "window", "padded"])
 def test_the_blocked_path_refuses_what_it_cannot_do(name: str) -> None:
-    with pytest.raises(ConfigError, match="that stand last in their row"):
+    with pytest.raises(ConfigError, match="at the end of their row"):
         attend(*inputs(2, MASKS[name]), MASKS[name], backend="blocked")

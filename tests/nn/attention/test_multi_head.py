@@ -231,7 +231,7 @@ def test_what_cannot_be_is_refused() -> None:
     for message, options in [
         ("n_heads is 4 and n_kv_heads is 3", {"n_kv_heads": 3}),
         ("n_kv_heads is 0", {"n_kv_heads": 0}),
-        ("that of rotary 8", {"rotary": ROTARY, "head_dim": 16}),
+        ("rotary.head_dim is 8", {"rotary": ROTARY, "head_dim": 16}),
         ("backend is 'fast'", {"backend": "fast"}),
         ("window is 0", {"window": 0}),
         ("rotary and context_dim", {"rotary": ROTARY, "context_dim": 8}),

@@ -281,7 +281,7 @@ def test_the_bias_evens_out_the_loads_and_is_no_parameter() -> None:
     assert float(gini(before.requested)) > 0.2 and float(gini(after.requested)) < 0.05
     assert "router.balance_bias" in module.state_dict()
     assert "router.balance_bias" not in dict(module.named_parameters())
-    with pytest.raises(ConfigError, match="keeps no bias"):
+    with pytest.raises(ConfigError, match="no balance bias"):
         layer().router.update_balance_bias(torch.zeros(8))
 
 
@@ -342,7 +342,9 @@ def test_usage_of_loads_known_by_hand() -> None:
     )  # fmt: skip
     numbers = routing_metrics([one])
     assert numbers["moe/0/tokens/0"] == 2 and numbers["moe/0/max_over_mean_load"] == pytest.approx(2 * 4 / 3)
-    assert numbers["moe/0/dropped_fraction"] == pytest.approx(0.25) and numbers["moe/0/unrouted_fraction"] == 0
+    assert (
+        numbers["moe/0/dropped_fraction"] == pytest.approx(0.25) and numbers["moe/0/unrouted_fraction"] == 0
+    )
     assert numbers["moe/0/router_entropy"] == pytest.approx(0.5)
     want = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)) / math.log(4)
     assert numbers["moe/0/load_entropy"] == pytest.approx(want)

@@ -128,7 +128,11 @@ def test_cross_entropy_through_the_objective(
     head = torch.randn(101, 24, generator=gen(1), requires_grad=True)
     targets, mask = torch.randint(0, 101, (40,), generator=gen(2)), torch.rand(40, generator=gen(3)) > 0.3
     found = []
-    for f, more in ((next_token, {"select_step": by_kernel_step}), (next_token, {}), (next_token_reference, {})):
+    for f, more in (
+        (next_token, {"select_step": by_kernel_step}),
+        (next_token, {}),
+        (next_token_reference, {}),
+    ):
         loss = f(hidden, head, targets, mask, z_loss, softcap, **more)
         gradients = torch.autograd.grad(loss.total * 0.5, (hidden, head))
         found.append([loss.total, loss.metrics["nll"], *gradients])

@@ -54,7 +54,9 @@ def test_compiles_for_gpus_and_fits_their_shared_memory(capability: str, tmp_pat
 
 @needs_triton
 def test_the_benchmark_is_whole() -> None:
-    done = run(str(Path(__file__).parents[3] / "bench" / "nn" / "gpu_kernels.py"), "--check", TRITON_INTERPRET="1")
+    done = run(
+        str(Path(__file__).parents[3] / "bench" / "nn" / "gpu_kernels.py"), "--check", TRITON_INTERPRET="1"
+    )
     assert done.returncode == 0 and done.stdout.count("agrees") == 8, done.stdout + done.stderr
 
 
@@ -154,7 +156,7 @@ def test_a_kernel_has_to_be_right_then_faster() -> None:
     assert wins(lambda: nearly, 1.0, 1.2)
     assert not wins(lambda: nearly, 1.0, 1.02)  # a tie is no reason
     for bad in (wrong, [torch.full((3,), torch.nan)], [torch.ones(4)], right * 2):
-        with pytest.warns(UserWarning, match="other results: a sum"):
+        with pytest.warns(UserWarning, match="results differ: a sum"):
             assert not wins(lambda bad=bad: bad, 1.0, 9.0)  # type: ignore[misc]
 
     def broken() -> list[Tensor]:

@@ -44,8 +44,8 @@ def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, segments: Tensor
     length, n_keys = q.shape[2], k.shape[2]
     allowed = torch.ones(length, n_keys, dtype=torch.bool, device=q.device).tril(n_keys - length)
     if segments is not None:
-        ours = segments[:, n_keys - length :]
-        allowed = allowed & (ours[:, None, :, None] == segments[:, None, None, :])
+        query_segments = segments[:, n_keys - length :]
+        allowed = allowed & (query_segments[:, None, :, None] == segments[:, None, None, :])
     scores = (q.float() @ k.float().transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
     return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)
 
@@ -111,8 +111,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
     """
     if q.is_cuda and not torch.compiler.is_compiling():
         before = k.shape[2] - q.shape[2]
-        ours = None if segments is None else segments[:, before:]
-        seen = Mask(query_segments=ours, key_segments=segments, offset=before)
+        query_segments = None if segments is None else segments[:, before:]
+        seen = Mask(query_segments=query_segments, key_segments=segments, offset=before)
         return dispatch.attention(q, k, v, seen, 1.0, lambda q, k, v: _sdpa(q, k, v, segments))
     if q.is_cuda:
         return _sdpa(q, k, v, segments)
@@ -216,7 +216,7 @@ class Attention(nn.Module):
             return k + share * (state.predecessors(k) - k)
         previous = (
             k[:, :1] if state is None or state.length == 0 else state.last_key
-        )  # the first position is its own predecessor
+        )  # its own predecessor at first
         if k.shape[1] > 1:
             previous = torch.cat([previous, k[:, :-1]], dim=1)
         if state is not None:

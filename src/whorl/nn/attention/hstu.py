@@ -81,23 +81,23 @@ def hstu_attention(
         stop = rows.stop
         step = torch.arange(stop, device=q.device)
         distance = step[rows, None] - step[None, :]  # [t, s]
-        # index_select and embedding have gradients that are sums over rows; the gradient of an index runs element by element.
+        # The gradients of index_select and embedding are sums over rows; that of an index runs element by element.
         near = distance.clamp(0, position_bias.shape[1] - 1)
         bias = (
             position_bias.float().index_select(1, near.flatten()).view(-1, *near.shape)[None]
         )  # [1, H, t, s]
         if time_bias is not None and times is not None:
-            passed = (
+            elapsed = (
                 times[:, rows, None] - times[:, None, :stop]
             )  # [B, t, s], subtracted before rounding to fp32
-            bucket = time_buckets(passed, time_bias.shape[1])
+            bucket = time_buckets(elapsed, time_bias.shape[1])
             bias = bias + F.embedding(bucket, time_bias.float().t()).permute(0, 3, 1, 2)
         allowed = (distance >= 0)[None, None]  # [1 or B, 1, t, s]
         if segments is not None:
             allowed = allowed & (segments[:, None, rows, None] == segments[:, None, None, :stop])
         scores = (q[:, :, start : start + block] @ k[:, :, :stop].transpose(-1, -2)).float() + bias
-        share = allowed / allowed.sum(-1, keepdim=True)  # every position may attend to its own key: never 0
-        out.append((F.silu(scores) * share).to(v.dtype) @ v[:, :, :stop])
+        weight = allowed / allowed.sum(-1, keepdim=True)  # every position may attend to its own key: never 0
+        out.append((F.silu(scores) * weight).to(v.dtype) @ v[:, :, :stop])
     return torch.cat(out, dim=2)
 
 

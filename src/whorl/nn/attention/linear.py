@@ -106,12 +106,12 @@ def _chunks(
     before: Tensor | None,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return y [B, H, T, dv + 1] and the state over T / size whole chunks at once. Only the sums between chunks are a loop."""
+    """Return y [B, H, T, dv + 1] and the state over T / size whole chunks at once; the state is a loop."""
     n = q.shape[2] // size
     q, k, v = (t.view(*t.shape[:2], n, size, -1) for t in (q, k, v))  # [B, H, N, C, ...]
     step = torch.arange(size, device=q.device)
     weights = (q @ k.transpose(-1, -2)).tril()  # [B, H, N, C, C]
-    kept: Tensor | None = None  # factor of the previous state after a chunk: [B or 1, H, N, 1, 1]
+    carry: Tensor | None = None  # factor of the previous state after a chunk: [B or 1, H, N, 1, 1]
     arriving, leaving = q, k
     if log_decay is not None:
         log_g = log_decay.float()[:, None, None]  # [H, 1, 1]
@@ -119,7 +119,7 @@ def _chunks(
         weights = weights * (log_g * distance).exp()[:, None]
         arriving = q * (log_g * (step + 1)[:, None]).exp()[:, None]
         leaving = k * (log_g * (size - 1 - step)[:, None]).exp()[:, None]
-        kept = (log_g * size).exp()[None, :, :, None].expand(-1, -1, n, -1, -1)
+        carry = (log_g * size).exp()[None, :, :, None].expand(-1, -1, n, -1, -1)
     if runs is not None:
         assert before is not None
         runs = runs.view(-1, n, size)  # [B, N, C]
@@ -129,12 +129,12 @@ def _chunks(
         arriving = arriving * (runs == previous)[:, None, ..., None]
         leaving = leaving * (runs == last)[:, None, ..., None]
         same = (last == previous)[:, None, ..., None].to(q.dtype)
-        kept = same if kept is None else kept * same
+        carry = same if carry is None else carry * same
     sums = leaving.transpose(-1, -2) @ v  # [B, H, N, d, dv + 1]
     memories = []
     for i in range(n):
         memories.append(memory)
-        memory = sums[:, :, i] + (memory if kept is None else memory * kept[:, :, i])
+        memory = sums[:, :, i] + (memory if carry is None else memory * carry[:, :, i])
     y = weights @ v + arriving @ torch.stack(memories, dim=2)
     return y.flatten(2, 3), memory
 

@@ -129,9 +129,13 @@ class Mask:
             if self.stride is not None:
                 allowed = allowed & ((distance.abs() < self.stride) | (distance % self.stride == 0))
             if self.block is not None:
-                ours, theirs = (at, key) if document is None else (document[row, at], document[row, key])
-                ours, theirs = ours // self.block, theirs // self.block
-                allowed = allowed & ((ours == theirs) if self.layout is None else self.layout[ours, theirs])
+                query_block, key_block = (
+                    (at, key) if document is None else (document[row, at], document[row, key])
+                )
+                query_block, key_block = query_block // self.block, key_block // self.block
+                allowed = allowed & (
+                    (query_block == key_block) if self.layout is None else self.layout[query_block, key_block]
+                )
             if self.query_segments is not None and self.key_segments is not None:
                 allowed = allowed & (self.query_segments[row, query] == self.key_segments[row, key])
             if self.key_allowed is not None:

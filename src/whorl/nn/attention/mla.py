@@ -221,7 +221,10 @@ class MultiHeadLatentAttention(nn.Module):
         return expanding <= pairs * (2 * self.kv_rank - narrow)
 
     def _expanded(self, q: Tensor, rows: Tensor, mask: Mask) -> Tensor:
-        """Return the expanded form, [B, T, H, v_dim]. q: [B, T, H, nope_dim + rope_dim]; rows: [B, S, kv_rank + rope_dim]."""
+        """Return the expanded form, [B, T, H, v_dim].
+
+        q: [B, T, H, nope_dim + rope_dim]; rows: [B, S, kv_rank + rope_dim].
+        """
         batch, n_keys, _ = rows.shape
         latent, shared = rows[..., : self.kv_rank], rows[..., self.kv_rank :]
         k, v = (

@@ -198,7 +198,7 @@ class MultiHeadAttention(nn.Module):
             self._check_shared_kv(keys, batch, length)
             if state is not None and not self.has_kv_proj:
                 state.check(batch, length)
-                state.length += length  # counted, so that all layers of a model have equal lengths; the keys are in the other layer's state
+                state.length += length  # equal in all layers; the keys are in the other layer's state
         else:
             keys = self.project_kv(x, positions, segments, state, key_allowed=key_allowed)  # type: ignore[assignment]
         offset = 0 if self.context_dim is not None else keys.k.shape[2] - length
@@ -240,7 +240,7 @@ class MultiHeadAttention(nn.Module):
         *,
         key_allowed: Tensor | None = None,
     ) -> KeyValues | PagedState:
-        """Return the keys and values for the queries of x: those of the state, extended by those of x. Arguments as in `forward`.
+        """Return the keys and values of the state, extended by those of x. Arguments as in `forward`.
 
         Raises:
             ConfigError: as `forward`; the layer has no key projection.
@@ -255,7 +255,7 @@ class MultiHeadAttention(nn.Module):
                 f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
             )
         start = 0
-        short = state if isinstance(state, PagedState) or state is None else state.smear_state
+        smear_state = state if isinstance(state, PagedState) or state is None else state.smear_state
         if isinstance(state, KeyValueState):
             if key_allowed is not None:
                 raise ConfigError(
@@ -268,7 +268,7 @@ class MultiHeadAttention(nn.Module):
         k = self.k(x).view(batch, length, self.n_kv_heads, self.head_dim)
         v = self.v(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
         if self.smear is not None:
-            k = self.smear(k, segments, short)
+            k = self.smear(k, segments, smear_state)
         if self.k_norm is not None:
             k = self.k_norm(k)
         k = self._rotate(k, positions, start).transpose(1, 2)
@@ -287,7 +287,7 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> KeyValueState:
-        """Return an empty state for `batch` rows of up to `capacity` positions. With a window, it keeps window - 1 positions.
+        """Return an empty state for `batch` rows of up to `capacity` positions; with a window it keeps window - 1.
 
         Raises:
             ConfigError: `batch` or `capacity` below 1; the layer is not causal, so later positions change earlier ones.
@@ -308,10 +308,10 @@ class MultiHeadAttention(nn.Module):
         k, v = (
             torch.zeros(batch, self.n_kv_heads, size, self.head_dim, dtype=dtype, device=device) for _ in "kv"
         )
-        short = None
+        smear_state = None
         if self.smear is not None:
-            short = self.smear.new_state(batch, self.head_dim, dtype=dtype, device=device)
-        return KeyValueState(k, v, capacity, smear_state=short)
+            smear_state = self.smear.new_state(batch, self.head_dim, dtype=dtype, device=device)
+        return KeyValueState(k, v, capacity, smear_state=smear_state)
 
     def _rotate(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
         """Return x [B, T, heads, head_dim] rotated by `positions`, by default those from `start` on."""
@@ -327,25 +327,31 @@ class MultiHeadAttention(nn.Module):
 
     def _mask(self, keys: KeyValues, segments: Tensor | None, offset: int, length: int) -> Mask:
         """Return the layer's mask with the segments and padding of these queries and keys."""
-        ours, theirs = segments, keys.segments
+        query_segments, key_segments = segments, keys.segments
         if self.context_dim is not None:
-            if theirs is not None and ours is None:
+            if key_segments is not None and query_segments is None:
                 raise ConfigError(
                     "the context has segments and x has none",
                     expected="segments of x, to match with those of the context",
                 )
-            ours = None if theirs is None else ours
-        elif theirs is not None and ours is None:
-            ours = theirs[:, offset : offset + length]  # the state's: each row continues its last document
-        elif theirs is None and ours is not None:
+            query_segments = None if key_segments is None else query_segments
+        elif key_segments is not None and query_segments is None:
+            query_segments = key_segments[
+                :, offset : offset + length
+            ]  # the state's: each row continues its last document
+        elif key_segments is None and query_segments is not None:
             if offset > 0:
                 raise ConfigError(
                     "segments are given, and shared_kv has none of its earlier positions",
                     expected="shared_kv as a KeyValues with segments",
                 )
-            theirs = ours
+            key_segments = query_segments
         return replace(
-            self.mask, query_segments=ours, key_segments=theirs, key_allowed=keys.allowed, offset=offset
+            self.mask,
+            query_segments=query_segments,
+            key_segments=key_segments,
+            key_allowed=keys.allowed,
+            offset=offset,
         )
 
     def _context_kv(

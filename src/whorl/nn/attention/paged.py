@@ -20,7 +20,7 @@ class PagedState(ABC):
 
     @abstractmethod
     def predecessors(self, k: Tensor) -> Tensor:
-        """Store raw keys k [1, N, KV, d] and return each position's predecessor in its row (its own key at a row's start)."""
+        """Store raw keys k [1, N, KV, d]; return each position's predecessor (at a row's start, its own key)."""
 
     @abstractmethod
     def write(self, k: Tensor, v: Tensor) -> None:

@@ -86,20 +86,20 @@ def predecessors(
         ids = torch.cat([state.segments, segments], dim=1)
     full = torch.cat([past, x], dim=1)  # [B, n + T, ...]
     at = torch.arange(length, device=x.device)
-    found = []
+    pairs = []
     for i in range(1, n + 1):
         there = (at - i >= -held)[None]
         if ids is not None:
             there = there & (ids[:, n - i : n - i + length] == ids[:, n:])
         earlier = full[:, n - i : n - i + length]
         wide = there.reshape(*there.shape, *(1,) * (x.dim() - 2))
-        found.append((torch.where(wide, earlier, 0.0), there))
+        pairs.append((torch.where(wide, earlier, 0.0), there))
     if state is not None:
         assert ids is not None
         state.past = full[:, length:].detach().to(state.past.dtype).clone()
         state.segments = ids[:, length:].to(state.segments.dtype).clone()
         state.length += length
-    return found
+    return pairs
 
 
 class Smear(nn.Module):

@@ -88,11 +88,11 @@ class KeyValueState:
 
         Gradients reach the new keys and stop at the state (as in Transformer-XL, arXiv:1901.02860).
         """
-        held, more = self.n_held, k.shape[2]
+        held, n_new = self.n_held, k.shape[2]
         start = self.length - held
-        self.check(k.shape[0], more)
+        self.check(k.shape[0], n_new)
         with_grad = torch.is_grad_enabled()  # then a graph may hold these keys while the next call writes
-        self.length += more
+        self.length += n_new
         whole = [_append(self.k, k, held, with_grad, 2), _append(self.v, v, held, with_grad, 2)]
         ids = None
         if segments is not None and self.segments is not None:
@@ -105,10 +105,10 @@ def _append(kept: Tensor, new: Tensor, held: int, copy: bool, dim: int) -> Tenso
 
     Returns [.., held + new, ..], the held and the new positions: a view of `kept` where all fit, or a copy with `copy`.
     """
-    more, size = new.shape[dim], kept.shape[dim]
-    stop = held + more
+    n_new, size = new.shape[dim], kept.shape[dim]
+    stop = held + n_new
     if stop <= size and not copy:
-        kept.narrow(dim, held, more).copy_(new)
+        kept.narrow(dim, held, n_new).copy_(new)
         return kept.narrow(dim, 0, stop).to(new.dtype)
     whole = torch.cat([kept.narrow(dim, 0, held).to(new.dtype), new], dim=dim)
     keep = min(stop, size)

@@ -1,4 +1,4 @@
-"""Mixture of experts: `router` assigns tokens to experts, `experts` computes them, `layer` combines both, `monitor` measures."""
+"""Mixture of experts: `router` assigns tokens, `experts` computes, `layer` combines both, `monitor` measures."""
 
 from whorl.nn.experts.experts import Experts, apply_experts, apply_experts_reference
 from whorl.nn.experts.layer import MixtureOfExperts, expert_lr_scales, freeze_routers, router_parameter_names

@@ -72,9 +72,9 @@ class MixtureOfExperts(nn.Module):
             raise ConfigError("shared_gate without a shared expert", expected="shared_hidden above 0")
         self.d = d
         self.router = MoERouter(
-            d, n_experts, top_k, routing=routing, scoring=scoring, norm_topk_prob=norm_topk_prob, capacity_factor=capacity_factor,
-            overflow=overflow, scale=scale, groups=groups, bias_balance=bias_balance, expert_dropout=expert_dropout,
-            token_dropout=token_dropout, generator=generator,
+            d, n_experts, top_k, routing=routing, scoring=scoring, norm_topk_prob=norm_topk_prob,
+            capacity_factor=capacity_factor, overflow=overflow, scale=scale, groups=groups, bias_balance=bias_balance,
+            expert_dropout=expert_dropout, token_dropout=token_dropout, generator=generator,
         )  # fmt: skip
         self.experts = Experts(n_experts, d, hidden, kind, generator=generator)
         self.shared = MLP(d, shared_hidden, kind, generator=generator) if shared_hidden else None
@@ -124,11 +124,11 @@ def expert_lr_scales(network: nn.Module, scales: Mapping[int, float]) -> dict[st
         ConfigError: an expert that no layer has, a negative multiplier, or a network without experts.
     """
     result: dict[str, float] = {}
-    most = 0
+    n_experts = 0
     for path, module in network.named_modules():
         if not isinstance(module, Experts):
             continue
-        most = max(most, len(module))
+        n_experts = max(n_experts, len(module))
         for name, _ in module.named_parameters():
             number = int(name.rsplit(".", 1)[1])  # "up.3"
             result[f"{path}.{name}" if path else name] = float(scales.get(number, 1.0))
@@ -137,8 +137,8 @@ def expert_lr_scales(network: nn.Module, scales: Mapping[int, float]) -> dict[st
             "the network has no experts", expected="at least one MixtureOfExperts in the network"
         )
     for number, rate in scales.items():
-        if not 0 <= number < most:
-            raise ConfigError(f"scales names expert {number}", expected=f"from 0 to {most - 1}")
+        if not 0 <= number < n_experts:
+            raise ConfigError(f"scales names expert {number}", expected=f"from 0 to {n_experts - 1}")
         if not rate >= 0:
-            raise ConfigError(f"the rate of expert {number} is {rate}", expected="at least 0")
+            raise ConfigError(f"the scale of expert {number} is {rate}", expected="at least 0")
     return result

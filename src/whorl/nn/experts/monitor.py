@@ -62,12 +62,12 @@ def routing_stats(routing: Routing) -> dict[str, Tensor]:
     n_tokens, n_experts = routing.scores.shape
     served = torch.zeros(n_tokens, device=routing.counts.device)
     served[routing.tokens] = 1.0
-    wished = torch.full_like(routing.counts, n_tokens * routing.top_k, dtype=torch.double) / n_experts
-    found = load_stats(routing.counts, wished)
-    del found["load_fraction"]
+    requested = torch.full_like(routing.counts, n_tokens * routing.top_k, dtype=torch.double) / n_experts
+    stats = load_stats(routing.counts, requested)
+    del stats["load_fraction"]
     return {
         "tokens": routing.counts,
-        **found,
+        **stats,
         "router_entropy": entropy(routing.scores).sum() / max(1, n_tokens),
         "unrouted_fraction": 1 - served.mean() if n_tokens else served.sum(),
     }

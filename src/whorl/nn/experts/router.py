@@ -89,21 +89,21 @@ def assign_with_capacity(
     allowed = preference != float("-inf")  # not isfinite, because NaN should propagate to the output
     placed = torch.zeros_like(preference, dtype=torch.bool)
     for rank in range(top_k if overflow == "drop" else n_experts):
-        short = placed.sum(dim=1) < top_k  # [N]: tokens that still need an expert
-        if not bool(short.any()):
+        unplaced = placed.sum(dim=1) < top_k  # [N]: tokens that still need an expert
+        if not bool(unplaced.any()):
             break
-        asks = F.one_hot(ranked[:, rank], n_experts) * short[:, None]  # [N, E]
-        asks = asks * allowed
-        queue = placed.sum(dim=0) + asks.cumsum(dim=0)  # [N, E]: the position in the expert's queue, from 1
-        placed |= (asks > 0) & (queue <= capacity)
+        requests = F.one_hot(ranked[:, rank], n_experts) * unplaced[:, None]  # [N, E]
+        requests = requests * allowed
+        queue = placed.sum(dim=0) + requests.cumsum(dim=0)  # [N, E]: position in the expert's queue, from 1
+        placed |= (requests > 0) & (queue <= capacity)
     return placed
 
 
 def group_limited_scores(preference: Tensor, n_groups: int, top_groups: int) -> Tensor:
     """Return preference [N, E] with -inf outside each token's best groups."""
     grouped = preference.view(len(preference), n_groups, preference.shape[1] // n_groups)  # [N, G, E / G]
-    worth = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)  # [N, G]
-    outside = ~top_k_mask(worth, top_groups)[:, :, None]
+    group_score = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)  # [N, G]
+    outside = ~top_k_mask(group_score, top_groups)[:, :, None]
     return grouped.masked_fill(outside, float("-inf")).view_as(preference)
 
 
@@ -206,7 +206,7 @@ class MoERouter(nn.Module):
         logits = F.linear(x.float(), self.weight)  # [N, E]: near ties are common, so always fp32
         scores = logits.softmax(dim=-1) if self.scoring == "softmax" else logits.sigmoid()
         with torch.no_grad():
-            chosen, wished = self._choose(scores.detach())
+            chosen, requested = self._choose(scores.detach())
             experts, tokens = chosen.t().nonzero(as_tuple=True)  # sorted by expert, then by token
             counts = chosen.sum(dim=0)
         if self.norm_topk_prob and self.routing != "expert_choice":
@@ -215,7 +215,7 @@ class MoERouter(nn.Module):
             weights = scores[tokens, experts] / (total[tokens] + 1e-20)
         else:
             weights = scores[tokens, experts]
-        return Routing(logits, scores, tokens, weights * self.scale, counts, wished, self.top_k)
+        return Routing(logits, scores, tokens, weights * self.scale, counts, requested, self.top_k)
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts [N, E] bool and the requested loads [E]. scores: [N, E]."""
@@ -229,10 +229,10 @@ class MoERouter(nn.Module):
             chosen = torch.zeros_like(scores, dtype=torch.bool)
             chosen.scatter_(0, preference.topk(capacity, dim=0).indices, True)
             chosen &= preference != float("-inf")  # a dropped expert takes no token
-            wished = chosen.sum(dim=0)
+            requested = chosen.sum(dim=0)
         else:
             wanted = top_k_mask(preference, self.top_k) & (preference != float("-inf"))
-            wished = wanted.sum(dim=0)
+            requested = wanted.sum(dim=0)
             if self.routing == "dropless" or capacity >= len(scores):
                 chosen = wanted
             else:
@@ -240,17 +240,17 @@ class MoERouter(nn.Module):
         if self.training and self.token_dropout:
             kept = torch.rand(len(scores), 1, device=scores.device) >= self.token_dropout
             chosen = chosen & kept
-        return chosen, wished
+        return chosen, requested
 
     def _dropped_experts(self, preference: Tensor) -> Tensor:
-        """Return [E] bool: experts that are dropped for this batch. At least `top_k` stay, in every group if groups exist."""
-        luck = torch.rand(self.n_experts, device=preference.device)
-        out = luck < self.expert_dropout
-        pools = luck.view(self.groups[0], -1) if self.groups is not None else luck[None]
+        """Return [E] bool: experts dropped for this batch. At least `top_k` stay, in every group if groups exist."""
+        draw = torch.rand(self.n_experts, device=preference.device)
+        dropped = draw < self.expert_dropout
+        pools = draw.view(self.groups[0], -1) if self.groups is not None else draw[None]
         # A token may choose any `top_groups` groups, so each group keeps enough experts.
         keep = min(self.top_k, pools.shape[1])
         safe = torch.zeros_like(pools, dtype=torch.bool).scatter_(1, pools.topk(keep, dim=1).indices, True)
-        return out & ~safe.flatten()
+        return dropped & ~safe.flatten()
 
     @torch.no_grad()
     def update_balance_bias(self, loads: Tensor, rate: float = 1e-3) -> None:

@@ -80,8 +80,8 @@ def use_kernel(kind: Hashable, x: Tensor, kernel: BenchmarkFn, reference: Benchm
     """
     if not x.is_cuda or torch.compiler.is_compiling():
         return False
-    asked = kernel_mode()
-    if asked != "auto":
+    mode = kernel_mode()
+    if mode != "auto":
         return mode == "triton"
     if not triton_installed() or torch.are_deterministic_algorithms_enabled():
         return False
@@ -115,8 +115,8 @@ def is_correct_and_faster(
     except Exception as error:  # any kind: a compiler, a driver, no memory for both at once
         warnings.warn(f"a Triton kernel is not used: {label}, {type(error).__name__}: {error}", stacklevel=2)
         return False
-    ours, theirs = (median(times) for times in zip(*turns, strict=True))
-    return bool(ours * MIN_SPEEDUP < theirs)
+    kernel_time, reference_time = (median(times) for times in zip(*turns, strict=True))
+    return bool(kernel_time * MIN_SPEEDUP < reference_time)
 
 
 def mismatch(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
@@ -146,9 +146,9 @@ def forward_and_backward(function: Callable[..., Tensor], *inputs: Tensor | None
                 t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in inputs
             ]
             y = function(*leaves)
-            learning = [t for t in leaves if t is not None and t.requires_grad]
+            differentiable = [t for t in leaves if t is not None and t.requires_grad]
             upstream = torch.arange(y.numel(), device=y.device).mul(0.7).cos().view(y.shape).to(y.dtype)
-            return y.detach(), *torch.autograd.grad(y, learning, upstream)
+            return y.detach(), *torch.autograd.grad(y, differentiable, upstream)
 
     return work
 

@@ -29,9 +29,9 @@ def rms_norm(
 
     if kernel.supports(x, gain):
         kind = ("rms_norm", x.shape[-1], None if gain is None else gain.shape, next_power_of_2(x.numel()))
-        ours = forward_and_backward(lambda x, gain: kernel.rms_norm(x, gain, eps), x, gain)
-        theirs = forward_and_backward(lambda x, gain: reference(x, gain, eps), x, gain)
-        if use_kernel(kind, x, ours, theirs):
+        kernel_fn = forward_and_backward(lambda x, gain: kernel.rms_norm(x, gain, eps), x, gain)
+        reference_fn = forward_and_backward(lambda x, gain: reference(x, gain, eps), x, gain)
+        if use_kernel(kind, x, kernel_fn, reference_fn):
             return kernel.rms_norm(x, gain, eps)
     return reference(x, gain, eps)
 
@@ -44,8 +44,8 @@ def rotary(
 
     if kernel.supports(x, cos, sin):
         kind = ("rotary", x.shape[-1], cos.shape[-1], layout, next_power_of_2(x.numel()))
-        ours = forward_and_backward(lambda x: kernel.rotary(x, cos, sin, layout), x)
-        if use_kernel(kind, x, ours, forward_and_backward(lambda x: reference(x, cos, sin), x)):
+        kernel_fn = forward_and_backward(lambda x: kernel.rotary(x, cos, sin, layout), x)
+        if use_kernel(kind, x, kernel_fn, forward_and_backward(lambda x: reference(x, cos, sin), x)):
             return kernel.rotary(x, cos, sin, layout)
     return reference(x, cos, sin)
 
@@ -58,7 +58,7 @@ def attention(
     scale: float,
     reference: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return attention on a GPU; `reference` is torch's. Single queries (decoding) use torch, because a block would be idle."""
+    """Return attention on a GPU; `reference` is torch's, which also serves single queries (decoding)."""
     from whorl.nn.kernels import attention as kernel
 
     if q.shape[2] > 1 and kernel.supports(q, k, v, mask):
@@ -69,11 +69,11 @@ def attention(
             v.shape[3],
         )
         parts = (mask.causal, mask.window, mask.key_segments is not None, mask.key_allowed is not None)
-        ours = forward_and_backward(lambda q, k, v: kernel.attention(q, k, v, mask, scale), q, k, v)
+        kernel_fn = forward_and_backward(lambda q, k, v: kernel.attention(q, k, v, mask, scale), q, k, v)
         if use_kernel(
             ("attention", next_power_of_2(q.shape[0]), *sizes, *parts),
             q,
-            ours,
+            kernel_fn,
             forward_and_backward(reference, q, k, v),
         ):
             y: Tensor = kernel.attention(q, k, v, mask, scale)
@@ -103,5 +103,5 @@ def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, reference: 
         return step(logits, at % vocab, (at % 7 > 0).float(), 1e-4, softcap)
 
     kind = ("cross_entropy", vocab, next_power_of_2(rows), softcap is None)
-    ours, theirs = functools.partial(trial, cross_entropy_), functools.partial(trial, reference)
-    return cross_entropy_ if use_kernel(kind, hidden, ours, theirs) else reference
+    kernel_fn, reference_fn = functools.partial(trial, cross_entropy_), functools.partial(trial, reference)
+    return cross_entropy_ if use_kernel(kind, hidden, kernel_fn, reference_fn) else reference

@@ -61,16 +61,24 @@ def make_mask_bounds(mask: Mask, q: Tensor, k: Tensor, blocks: tuple[int, int]) 
     """Return the mask's tensors for blocks of (queries, keys)."""
     batch, n_queries, n_keys = q.shape[0], q.shape[2], k.shape[2]
     mask.check(n_queries, n_keys)
-    ours, theirs = mask.query_segments, mask.key_segments
-    if mask.key_allowed is not None and theirs is None:
-        ours, theirs = (torch.zeros(1, n, device=q.device, dtype=torch.int32) for n in (n_queries, n_keys))
+    query_documents, key_documents = mask.query_segments, mask.key_segments
+    if mask.key_allowed is not None and key_documents is None:
+        query_documents, key_documents = (
+            torch.zeros(1, n, device=q.device, dtype=torch.int32) for n in (n_queries, n_keys)
+        )
     parts: tuple[Tensor | None, ...] = (None, None, None, None)
-    if ours is not None and theirs is not None:
-        ours, theirs = ours.to(q.device, torch.int32), theirs.to(q.device, torch.int32)
+    if query_documents is not None and key_documents is not None:
+        query_documents, key_documents = (
+            query_documents.to(q.device, torch.int32),
+            key_documents.to(q.device, torch.int32),
+        )
         if mask.key_allowed is not None:
-            theirs = torch.where(mask.key_allowed.to(q.device), theirs, PADDING_DOCUMENT)
-        ours, theirs = ours.contiguous().expand(batch, -1), theirs.contiguous().expand(batch, -1)
-        parts = (ours, theirs, *document_bounds(ours, theirs, blocks))
+            key_documents = torch.where(mask.key_allowed.to(q.device), key_documents, PADDING_DOCUMENT)
+        query_documents, key_documents = (
+            query_documents.contiguous().expand(batch, -1),
+            key_documents.contiguous().expand(batch, -1),
+        )
+        parts = (query_documents, key_documents, *document_bounds(query_documents, key_documents, blocks))
     return MaskBounds(mask.causal, mask.window or 0, mask.offset, *parts)
 
 
@@ -98,9 +106,9 @@ def _block_min_max(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def _block_bounds(meet: Tensor, size: int) -> Tensor:
     """Return [B, n, 2] int32: the first block and one past the last block with True in meet [B, n, m]; 0, 0 for none."""
-    found = meet.int()
-    first = found.argmax(-1)
-    stop = torch.where(meet.any(-1), found.shape[-1] - found.flip(-1).argmax(-1), first)
+    hits = meet.int()
+    first = hits.argmax(-1)
+    stop = torch.where(meet.any(-1), hits.shape[-1] - hits.flip(-1).argmax(-1), first)
     return (torch.stack([first, stop], dim=-1) * size).int().contiguous()
 
 
@@ -109,10 +117,9 @@ def allowed(
     query, key, n_keys, ours, theirs, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Whether a query may attend to a key, bool. `ours` and `theirs` are their documents.
-    query: [m, 1] or [1, m]; key: transposed.
+    """Whether a query may attend to a key, bool. Queries count from the first key.
 
-    Queries count from the first key.
+    query: [m, 1] or [1, m]; key: transposed. `ours` and `theirs` are their documents.
     """
     ok = (key < n_keys) & (query == query)
     if CAUSAL:
@@ -129,7 +136,10 @@ def keys_of(
     first, last, n_keys, window, bounds,
     BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """(start, full, stop) of keys to loop over, for queries first .. last counted from the first key; no mask before `full`."""
+    """(start, full, stop) of keys to loop over, for queries first .. last; no mask before `full`.
+
+    Queries count from the first key.
+    """
     start = first * 0
     stop = start + n_keys
     full = n_keys // BLOCK_K * BLOCK_K

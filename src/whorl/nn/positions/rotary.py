@@ -203,13 +203,13 @@ class Rotary:
 
     def tables_upto(self, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) of positions 0 .. at least `stop` - 1, each [>= stop, 1, rotary_dim]."""
-        kept = self._tables
-        if kept is None or kept[0].shape[0] < stop or kept[0].device != device:
-            room = 1 << (stop - 1).bit_length()
+        tables = self._tables
+        if tables is None or tables[0].shape[0] < stop or tables[0].device != device:
+            size = 1 << (stop - 1).bit_length()
             # Tables made while sampling must also serve a training step, which may not save inference tensors.
             with torch.inference_mode(False):
-                kept = self._tables = self.tables_at(torch.arange(room, device=device))
-        return kept
+                tables = self._tables = self.tables_at(torch.arange(size, device=device))
+        return tables
 
     def tables_between(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) of positions start .. stop - 1, each [stop - start, 1, rotary_dim]."""
