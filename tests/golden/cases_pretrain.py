@@ -89,9 +89,9 @@ def _branch() -> Result:
         schedule = {"warmup_ratio": 0.1, "decay_ratio": 0.4}
         whole = golden_job("decoder", tokens, steps=2 * STEPS, schedule=schedule, ema=0.9)
         at = branches.branch_step(whole, 0.5)
-        pretrain(whole, folder / "whole", Losses(), stable=[at], stop_after=at + 1)  # type: ignore[arg-type]
+        pretrain(whole, folder / "whole", Losses(), branch_points=[at], stop_after=at + 1)  # type: ignore[arg-type]
         start = branches.branch_folder(folder / "whole", at) / f"step-{at:08d}"
-        return train(branches.branch_job(whole, 0.5), start=start)
+        return train(branches.branch_job(whole, 0.5), branch_start=start)
 
 
 @case("embedder")

@@ -6,20 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.train.tiny import job, make_tokens
-from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
-from tests.train.lm.test_pretrain import train, weights
+from tests.support.train.model_shapes import EXPERTS, HEADS, shape
+from tests.support.train.pretraining import train, weights
+from tests.support.train.tiny import job
 
 from whorl.nn.experts import experts
 from whorl.objectives.next_token import Loss
 from whorl.train.determinism import deterministic
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.objective import LMObjective
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def state() -> tuple[object, ...]:
@@ -52,9 +47,9 @@ def test_the_library_that_was_measured_to_be_faster_is_not_asked(monkeypatch: py
     left, right = torch.ones(3, 4), torch.ones(4, 5)
     with deterministic():
         assert torch.equal(experts.matmul(left, right), left @ right)
-    monkeypatch.setattr(experts, "forced", "onednn")
+    monkeypatch.setattr(experts, "forced_library", "onednn")
     torch.testing.assert_close(experts.matmul(left, right), left @ right)
-    monkeypatch.setattr(experts, "forced", None)
+    monkeypatch.setattr(experts, "forced_library", None)
     with pytest.raises(AssertionError, match="timed"):
         experts.matmul(left, right)
 

@@ -113,7 +113,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     index = tmp_path / "step-00000002" / "state.json"
     index.write_text(json.dumps({"body": {"format": 4, "step": 2}}))
     for read in (lambda: load_latest(tmp_path), CheckpointManager(tmp_path, {}).resume):
-        with pytest.raises(NewerFormatError, match="checkpoint format 3") as raised:
+        with pytest.raises(NewerFormatError, match="checkpoint format 4") as raised:
             read()
         assert "use the version that wrote it" in str(raised.value)
 

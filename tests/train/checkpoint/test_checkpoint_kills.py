@@ -22,12 +22,12 @@ from whorl.train.checkpoint.format import load_latest
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.lm.pretrain import pretrain
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 
 
 def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / "keeping.py"), str(folder), "24", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, "-m", "tests.support.train.checkpoint_states", str(folder), "24", *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -103,9 +103,9 @@ FULL = """
     import psutil, resource, sys
     from pathlib import Path
     sys.path.insert(0, sys.argv[1])
-    from tiny import Notes, job
+    from tests.support.train.tiny import Notes, job
     from whorl.errors import DiskFullError
-    from whorl.train.pretrain import pretrain
+    from whorl.train.lm.pretrain import pretrain
 
     if __name__ == "__main__":
         class Filling(Notes):
@@ -129,7 +129,7 @@ def test_a_run_on_a_full_disk_stops_cleanly_and_goes_on_when_there_is_room(tmp_p
     wanted = job(tokens, steps=40, replicas=2)
     undisturbed = pretrain(wanted, tmp_path / "a", Notes())
     (tmp_path / "full.py").write_text(textwrap.dedent(FULL))
-    command = [sys.executable, str(tmp_path / "full.py"), str(HERE), str(tokens), str(tmp_path / "b")]
+    command = [sys.executable, str(tmp_path / "full.py"), str(ROOT), str(tokens), str(tmp_path / "b")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "stopped" in done.stdout and "no space left" in done.stdout, done.stderr
     assert not list((tmp_path / "b").glob("writing-*"))

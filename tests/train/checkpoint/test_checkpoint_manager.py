@@ -57,7 +57,7 @@ def test_a_second_one_that_comes_too_soon_is_put_off_said_and_counted(
         time.sleep(0.5)
         return really(*words, **more)
 
-    monkeypatch.setattr(writer, "write", slowly)
+    monkeypatch.setattr(writer, "write_checkpoint", slowly)
     said: list[str] = []
     with CheckpointManager(tmp_path, {}, seconds=0.1, thread=True, log=said.append) as keeper:
         assert keeper.save(1, state()) < 0.4
@@ -80,17 +80,17 @@ class Disk:
     def submit(self, order: dict[str, Any]) -> None:
         self.ends.append(self.clock.now + self.seconds)
 
-    def answer(self, patience: float | None = 0.0) -> dict[str, Any] | None:
+    def poll_reply(self, timeout: float | None = 0.0) -> dict[str, Any] | None:
         if self.told == len(self.ends):
             return None
-        if patience is None:
+        if timeout is None:
             self.clock.now = max(self.clock.now, self.ends[self.told])
         if self.clock.now < self.ends[self.told]:
             return None
         self.told += 1
         return {"tier": "local", "seconds": self.seconds, "bytes": 1}
 
-    def close(self, patience: float) -> bool:
+    def close(self, timeout: float) -> bool:
         return True
 
 
@@ -299,7 +299,7 @@ def test_a_download_that_fails_does_not_hide_the_ones_before(
             monkeypatch.undo()
         return really(self, each, folder)
 
-    monkeypatch.setattr(RemoteStore, "fetch", fetch)
+    monkeypatch.setattr(RemoteStore, "download", fetch)
     with CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=tiers, log=said.append) as keeper:
         found = keeper.resume()
     assert found is not None and found.step == 1 and sum("the line is dead" in text for text in said) == 2
@@ -334,7 +334,7 @@ def test_the_last_before_the_end_is_uploaded_even_behind_another(
         time.sleep(0.5)
         return really(self, *words)
 
-    monkeypatch.setattr(RemoteStore, "push", slowly)
+    monkeypatch.setattr(RemoteStore, "upload", slowly)
     tiers = durable(f"file://{tmp_path}/far")
     with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=tiers, thread=True) as keeper:
         keeper.save(1, state(1))

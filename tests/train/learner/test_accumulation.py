@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.train.tiny import job, make_tokens
-from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
-from tests.train.lm.test_pretrain import assert_close, train, weights
+from tests.support.train.model_shapes import EXPERTS, HEADS, shape
+from tests.support.train.pretraining import assert_close, train, weights
+from tests.support.train.tiny import job
 
 from whorl.models import make_model
 from whorl.parallel.process_group import ProcessGroup
@@ -24,17 +24,15 @@ from whorl.train.lm.objective import LMObjective
 from whorl.train.metrics.moe_balance import MoEBalancer
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
-
-
 @pytest.mark.parametrize("balance", [0.0, 0.01])
 def test_experts_take_the_same_step_however_the_batch_is_cut(
     balance: float, tokens: Path, tmp_path: Path
 ) -> None:
     wanted = job(
-        tokens, model=shape(HEADS, experts=EXPERTS), steps=3, routing={"aux_loss_coef": balance, "z_loss_coef": 0.01}
+        tokens,
+        model=shape(HEADS, experts=EXPERTS),
+        steps=3,
+        routing={"aux_loss_coef": balance, "z_loss_coef": 0.01},
     )
     ways: list[dict[str, Any]] = [{}, {"micro_batch_size": 4}, {"micro_batch_size": 1}, {"replicas": 2}]
     ends = [train(wanted.model_copy(update=way), tmp_path / str(number)) for number, way in enumerate(ways)]

@@ -7,35 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.support.train.learners import networks, part, squared
 from torch import nn
 
 from whorl.errors import ConfigError
-from whorl.objectives.next_token import Loss
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, ParamOptim, TargetNetwork, Update, all_adamw
-
-
-def networks() -> nn.ModuleDict:
-    torch.manual_seed(0)
-    made = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("a", "b", "target")})
-    for p in made["target"].parameters():
-        p.requires_grad_(False)
-    return made
-
-
-def squared(net: nn.Module):
-    def objective(part: MicroBatch) -> Loss:
-        error = (net(part["x"]) - part["y"]).square()
-        return Loss(error.sum(), torch.tensor(float(len(error))), {"error": error.sum().detach()})
-
-    return objective
-
-
-def part(rows: int = 8, seed: int = 0) -> MicroBatch:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 2, generator=g)
-    return {"x": x, "y": x.sum(dim=1, keepdim=True)}
 
 
 def test_each_update_trains_its_own_parameters_as_often_as_it_says() -> None:

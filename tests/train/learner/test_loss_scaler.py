@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job, make_tokens
-from tests.train.learner.test_learner import networks, part, squared
-from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
-from tests.train.lm.test_pretrain import train, weights
-from tests.train.resilience.test_spike_guard import figures, guard
+from tests.support.train.learners import networks, part, squared
+from tests.support.train.model_shapes import EXPERTS, HEADS, shape
+from tests.support.train.pretraining import train, weights
+from tests.support.train.spike_guards import figures, guard
+from tests.support.train.tiny import Notes, job
 from torch import nn
 
 from whorl.nn import Linear
@@ -28,11 +28,6 @@ from whorl.train.learner.update import MicroBatch, Update, all_adamw
 from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
 from whorl.train.profiling.step_timer import random_batch
 from whorl.train.resilience import monitor as vigil
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def steps(
@@ -113,7 +108,7 @@ def test_limits_of_the_scale_and_whose_matter_an_overflow_is() -> None:
     assert scaling.scale == MAX_SCALE
     assert not scaling.check_overflow(math.nan, math.nan) and scaling.scale == MAX_SCALE  # the guard's
     assert scaling.check_overflow(1.0, 1.0, rows_finite=False) and scaling.scale == MAX_SCALE / 2
-    smallest = LossScaler({"scale": MIN_SCALE, "good": 0, "overflows": 9})
+    smallest = LossScaler({"scale": MIN_SCALE, "growth_tracker": 0, "overflows": 9})
     assert not smallest.check_overflow(1.0, math.inf)  # no scale's fault any more
     assert LossScaler(scaling.state).state == scaling.state
 
@@ -183,13 +178,13 @@ def test_a_run_that_was_stopped_among_overflows_goes_on_exactly(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a scale that fp16 cannot hold, so that the first steps overflow."""
-    monkeypatch.setattr(vigil, "LossScaling", partial(LossScaler, init_scale=2.0**24, growth_interval=10))
+    monkeypatch.setattr(vigil, "LossScaler", partial(LossScaler, init_scale=2.0**24, growth_interval=10))
     wanted, notes = job(tokens, steps=24, dtype="float16", evaluations=1), Notes()
     undisturbed = weights(train(wanted, tmp_path / "a", notes))
     assert not notes.events and 1.0 <= notes.steps[-1]["loss_scale"] <= 2.0**17
     first = train(wanted, tmp_path / "b", stop_after=4, checkpoint_seconds=0.0)
     kept = load_latest(tmp_path / "b")
-    assert kept is not None and kept.metadata["scaling"]["overflows"] == 4
+    assert kept is not None and kept.metadata["loss_scaler"]["overflows"] == 4
     fresh = build_model(wanted)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), fresh.parameters(), strict=True))
     again = weights(train(wanted, tmp_path / "b"))
@@ -215,10 +210,10 @@ def test_experts_in_fp16_learn_and_an_overflow_moves_none_of_them(
     mixture = shape(HEADS, experts=EXPERTS)
     wanted = job(tokens, model=mixture, steps=24, evaluations=1, dtype="float16", replicas=replicas)
     with monkeypatch.context() as high:
-        high.setattr(vigil, "LossScaling", partial(LossScaler, init_scale=2.0**24))
+        high.setattr(vigil, "LossScaler", partial(LossScaler, init_scale=2.0**24))
         first = train(wanted, tmp_path / "over", stop_after=3, checkpoint_seconds=0.0)
     kept, fresh = load_latest(tmp_path / "over"), build_model(wanted)
-    assert kept is not None and kept.metadata["scaling"]["overflows"] == 3
+    assert kept is not None and kept.metadata["loss_scaler"]["overflows"] == 3
     assert all(torch.equal(t, first.state_dict()[n]) for n, t in fresh.state_dict().items())
     notes, full = Notes(), Notes()
     last = train(wanted, tmp_path / "fp16", notes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job, make_tokens
+from tests.support.train.tiny import Notes, job
 from torch import nn
 
 from whorl.models import Decoder, DecoderConfig, TransformerConfig, make_model
@@ -141,11 +141,6 @@ def test_no_decay_is_told_by_one_treatment() -> None:
     found = {**all_adamw(nets, 0.1, "a."), **{f"b.{n}": ParamOptim("adamw", 0.1) for n in ("weight", "bias")}}
     left = still(nets, found)
     assert left == pytest.approx({"a.weight": 0.95, "a.bias": 1.0, "b.weight": 1.0, "b.bias": 1.0}, abs=1e-6)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def curve(wanted: Any) -> list[dict[str, float]]:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from tests.support.train.tiny import job, make_tokens
+from tests.support.train.tiny import job
 
 from whorl.models.activation_checkpointing import LiveTensorTracker
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
 from whorl.train.profiling.step_timer import random_batch
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def test_steps_use_the_same_memory_and_nothing_grows(tokens: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.train.model_shapes import EXPERTS, HEADS, shape
+from tests.support.train.pretraining import assert_close, train, weights
 from tests.support.train.tiny import Notes, job, make_tokens
-from tests.train.lm.test_pretrain import assert_close, train, weights
 
 from whorl.engine import SamplingParams, generate
-from whorl.models import Transformer, TransformerConfig, load_model, save_model
+from whorl.models import Transformer, load_model, save_model
 from whorl.train.checkpoint.format import load_latest
 
-HEADS = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
 MIXERS: dict[str, dict[str, Any]] = {
     "heads": HEADS,
     "window": {**HEADS, "window": 5, "smear": True},
@@ -27,18 +27,11 @@ MIXERS: dict[str, dict[str, Any]] = {
     "lstm": {"kind": "lstm"},
     "rnn": {"kind": "rnn"},
 }
-EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 32, "bias_balance": True, "scoring": "sigmoid"}
 
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokens(tmp_path_factory.mktemp("tokens"), alphabet="abcd")
-
-
-def shape(mixer: dict[str, Any], **more: Any) -> TransformerConfig:
-    return TransformerConfig.model_validate(
-        {"vocab_size": 300, "d_model": 32, "n_layers": 2, "mixers": {"m": mixer}, "mlp_hidden": 64, **more}
-    )
 
 
 @pytest.mark.parametrize("kind", [*MIXERS, "experts", "capped"])
@@ -67,14 +60,18 @@ def test_it_learns_is_stored_and_samples(kind: str, tokens: Path, tmp_path: Path
 
 def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path, tmp_path: Path) -> None:
     config = shape(HEADS, experts=EXPERTS)
-    wanted = job(tokens, model=config, steps=10, routing={"bias_rate": 0.01})
+    wanted = job(tokens, model=config, steps=10, routing={"bias_update_rate": 0.01})
     notes = Notes()
     undisturbed = train(wanted, tmp_path / "a", notes)
     biases = {n: b for n, b in undisturbed.state_dict().items() if n.endswith("balance_bias")}
     assert len(biases) == 2 and all(b.abs().max() > 0.01 for b in biases.values())
     last = notes.steps[-1]
-    assert last["experts/0/dropped"] == 0 and 0 <= last["experts/1/gini"] < 0.75 and last["balance"] >= 0.99
-    assert sum(last[f"experts/0/share/{e}"] for e in range(4)) == pytest.approx(1)
+    assert (
+        last["moe/0/dropped_fraction"] == 0
+        and 0 <= last["moe/1/gini"] < 0.75
+        and last["moe/aux_loss"] >= 0.99
+    )
+    assert sum(last[f"moe/0/load_fraction/{e}"] for e in range(4)) == pytest.approx(1)
     train(wanted, tmp_path / "b", stop_after=4, checkpoint_seconds=0.0)
     found = load_latest(tmp_path / "b")
     assert found is not None and "buffers/blocks.0.mlp.router.balance_bias" in found.tensors

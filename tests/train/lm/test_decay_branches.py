@@ -12,8 +12,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.support.train.poisoned_tokens import poisoned
+from tests.support.train.pretraining import raw_text
 from tests.support.train.tiny import Notes, job, make_tokens
-from tests.train.lm.test_pretrain import raw_text
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import TransformerConfig, load_model
@@ -29,11 +29,6 @@ from whorl.train.lm import decay_branches as branches
 from whorl.train.lm import pretrain as module
 from whorl.train.lm.pretrain import pretrain
 from whorl.train.optim.lr_schedule import lr_scale
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object) -> dict[str, torch.Tensor]:
@@ -150,9 +145,11 @@ def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
         parts[0]["tokens"][:] = ord("x")
         return parts
 
-    monkeypatch.setattr(module, "_share", spoilt)
+    monkeypatch.setattr(module, "_micro_batches", spoilt)
     notes = Notes()
-    back = train(branches.branch_job(whole, 0.5), tmp_path / "branch", notes, branch_start=start, stop_after=5)
+    back = train(
+        branches.branch_job(whole, 0.5), tmp_path / "branch", notes, branch_start=start, stop_after=5
+    )
     assert "those of step 3" in notes.events[-1]["action"]
     kept = load(start).tensors
     assert all(torch.equal(w.nan_to_num(7), kept[f"weights/{n}"].nan_to_num(7)) for n, w in back.items())
@@ -161,11 +158,11 @@ def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["branches=[0.5, 1.0]"], "branches: 1 is no share of the run: between 0 and 1"),
-        (["branches=[0.5, 0.5]"], r"branches: \[0.5, 0.5\] names one twice"),
-        (["branches=[0.03, 0.5]"], r"branches: 0.03 would decay within the warm-up: above 0.04"),
+        (["decay_branches=[0.5, 1.0]"], "branches: 1 is no share of the run: between 0 and 1"),
+        (["decay_branches=[0.5, 0.5]"], r"branches: \[0.5, 0.5\] names one twice"),
+        (["decay_branches=[0.03, 0.5]"], r"branches: 0.03 would decay within the warm-up: above 0.04"),
         (
-            ["branches=[0.5]", "schedule.kind=cosine"],
+            ["decay_branches=[0.5]", "schedule.kind=cosine"],
             "a plateau, which a schedule of kind = 'cosine' does not",
         ),
     ],
@@ -201,11 +198,11 @@ parents = ["ingest", "curate", "plan"]
 parents = ["ingest", "curate", "tokenizer"]
 [steps.pretrain]
 parents = ["plan", "tokens", "tokenizer"]
-branches = [0.5]
+decay_branches = [0.5]
 [steps.half]
-uses = "branch"
+uses = "decay_branch"
 parents = ["pretrain", "tokens", "tokenizer"]
-share = 0.5
+fraction = 0.5
 """
 
 
@@ -221,7 +218,7 @@ def test_a_recipe_makes_a_branch_that_is_a_model_like_any_other(
     sets = [
         f'ingest.sources=["{tmp_path / "code"}"]', 'ingest.include=["*.py"]', "curate.validation_bytes=3000",
         "curate.test_bytes=3000", "plan.steps=24", "plan.d_model=32", "plan.n_layers=1", "plan.vocab_size=300",
-        "plan.length=32", "plan.ngram_buckets=64", "plan.replicas=1", "plan.deterministic=true",
+        "plan.seq_len=32", "plan.ngram_buckets=64", "plan.replicas=1", "plan.deterministic=true",
         "pretrain.serial_loader=true",
     ]  # fmt: skip
     recipe = parse_recipe(RECIPE, "budgets.toml", sets=sets)
@@ -236,6 +233,6 @@ def test_a_recipe_makes_a_branch_that_is_a_model_like_any_other(
     ours, theirs = load_model(half.path), load_model(stable.path)
     assert not torch.equal(ours.embedding, theirs.embedding)
     assert made["pretrain"].address in str(half.parents)
-    other = parse_recipe(RECIPE, "budgets.toml", sets=[*sets, "half.share=0.25"])
+    other = parse_recipe(RECIPE, "budgets.toml", sets=[*sets, "half.fraction=0.25"])
     with pytest.raises(ConfigError, match=r"no stable state at the share 0.25"):
         run_recipe(other, Store(tmp_path / "store"), Progress.silent())

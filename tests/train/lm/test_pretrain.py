@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import subprocess
@@ -11,35 +10,16 @@ import textwrap
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
+from tests.support.train.pretraining import assert_close, raw_text, train, weights
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.errors import BudgetError, CheckpointError
-from whorl.models import Decoder
 from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_replicas
-from whorl.train.job import Job
-from whorl.train.lm.pretrain import pretrain
 
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
-
-
-def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object) -> Decoder:
-    return pretrain(wanted, scratch, notes or Notes(), **more)  # type: ignore[arg-type]
-
-
-def weights(model: Decoder) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+ROOT = Path(__file__).parents[3]
 
 
 def test_micro_batches_and_replicas_take_the_same_step(tokens: Path, tmp_path: Path) -> None:
@@ -65,15 +45,6 @@ def test_stopped_and_continued_equals_undisturbed_bit_for_bit(tokens: Path, tmp_
     continued = weights(train(job(tokens), tmp_path / "b", log=said.append))
     assert any("continues at step 5 of 12" in line for line in said)
     assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
-
-
-def raw_text(tokens: Path, folder: Path, seed: int = 1) -> dict[str, object]:
-    """A job's `raw`: a JSONL file of documents like those of the token set."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
-    texts = ["".join(c + c for c in rng.choice(list("abcdefgh"), rng.integers(10, 90))) for _ in range(80)]
-    (folder / "raw.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    return {"tokenizer": str(tokens), "sources": [{"files": [str(folder / "raw.jsonl")]}]}
 
 
 def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path, tmp_path: Path) -> None:
@@ -121,8 +92,8 @@ SCRIPT = """
     import sys
     from pathlib import Path
     sys.path.insert(0, sys.argv[1])
-    from tiny import Notes, job
-    from whorl.train.pretrain import pretrain
+    from tests.support.train.tiny import Notes, job
+    from whorl.train.lm.pretrain import pretrain
 
     if __name__ == "__main__":
         pretrain(job(Path(sys.argv[2]), replicas=2, serial_loader=False, steps=200000), Path(sys.argv[3]), Notes())
@@ -132,9 +103,7 @@ SCRIPT = """
 def test_nothing_survives_a_killed_run(tokens: Path, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    run = subprocess.Popen(
-        [sys.executable, str(script), str(Path(__file__).parent), str(tokens), str(tmp_path / "scratch")]
-    )
+    run = subprocess.Popen([sys.executable, str(script), str(ROOT), str(tokens), str(tmp_path / "scratch")])
     parent = psutil.Process(run.pid)
     deadline = time.monotonic() + 60
     while len(parent.children(recursive=True)) < 3 and time.monotonic() < deadline:  # a replica, two loaders

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job, make_tokens
+from tests.support.train.tiny import Notes, job
 
 from whorl.models import Decoder
 from whorl.train.job import Job
@@ -16,14 +16,9 @@ from whorl.train.metrics import layer_stats as figures
 from whorl.train.metrics.layer_stats import layer_group
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
-
-
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "LEAST_EVERY", 4)
+    monkeypatch.setattr(figures, "MIN_INTERVAL", 4)
 
 
 def train(wanted: Job, scratch: Path, **more: Any) -> tuple[Decoder, Notes]:
@@ -51,7 +46,7 @@ def test_looking_often_leaves_the_same_bits(
 ) -> None:
     found = {}
     for every in (1, 1000):
-        monkeypatch.setattr(figures, "LEAST_EVERY", every)
+        monkeypatch.setattr(figures, "MIN_INTERVAL", every)
         model, notes = train(job(tokens), tmp_path / str(every))
         found[every] = dict(model.named_parameters()), [m["loss"] for m in notes.steps], len(looks(notes))
     often, rarely = found[1], found[1000]
@@ -150,6 +145,6 @@ def test_learning_rates_and_speed_are_told_at_every_step(tokens: Path, tmp_path:
     model = job(tokens).model
     for m in notes.steps:
         assert m["learning_rate/embedding"] / m["learning_rate"] == pytest.approx(0.006 / 0.02)
-        assert m["learning_rate/memory"] / m["learning_rate"] == pytest.approx(0.05 / 0.02)
+        assert m["learning_rate/ngram"] / m["learning_rate"] == pytest.approx(0.05 / 0.02)
         flops = Decoder(model).flops_per_token(32)  # type: ignore[arg-type]
         assert m["flops_per_second"] == pytest.approx(m["tokens_per_second"] * flops)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job, make_tokens
+from tests.support.train.tiny import Notes, job
 from torch import Tensor, nn
 
 from whorl.objectives.next_token import Loss
@@ -76,16 +76,16 @@ class Listener:
     def __init__(self) -> None:
         self.noise, self.found = NoiseScale(), list[tuple[float, float]]()
 
-    def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
+    def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
         self.noise.add(gradients, count, scale)
 
-    def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
+    def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         whole = sum(float(g.double().square().sum()) for g in gradients.values()) / clipped**2
         parts, tokens, weighted = self.noise.local_sums()
         self.found.append(unbiased_estimates(int(parts), tokens, weighted, whole))
         self.noise.reset()
 
-    def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None: ...
+    def on_sparse_gradients(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None: ...
 
 
 @pytest.mark.parametrize("cut", [[8, 8], [4] * 4, [2, 6, 8]])
@@ -122,11 +122,6 @@ def test_linear_regression_through_the_learner(cut: list[int]) -> None:
     assert spread < 0.2 and trace / square == pytest.approx(n + 1 + s**2 * n / d, rel=spread)
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
-
-
 def noise_of(wanted: Job, scratch: Path, **more: object) -> dict[str, float]:
     notes = Notes()
     pretrain(wanted, scratch, notes, **more)  # type: ignore[arg-type]
@@ -136,7 +131,7 @@ def noise_of(wanted: Job, scratch: Path, **more: object) -> dict[str, float]:
 def test_micro_batches_and_replicas_find_the_same_and_a_single_part_none(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figures, "LEAST_EVERY", 2)
+    monkeypatch.setattr(figures, "MIN_INTERVAL", 2)
     parts = noise_of(job(tokens, steps=2, micro_batch_size=4), tmp_path / "parts")
     replicas = noise_of(job(tokens, steps=2, replicas=2), tmp_path / "replicas")
     assert parts["noise_scale/tr_sigma"] > 0 and parts["noise_scale/sequences"] > 0
@@ -151,7 +146,9 @@ def test_ratios_are_of_averages_and_none_is_told_where_there_is_no_signal() -> N
     noise = NoiseScale()
     assert noise.finalize(1, 10, 3.0, 0.2, 2) == {} and noise.finalize(2, 10, math.nan, 0.2, 2) == {}
     first = noise.finalize(2, 10, 8.0, 0.5, 2)  # trace 3, square 0.2
-    assert first["noise_scale/tokens"] == pytest.approx(15) and first["noise_scale/sequences"] == pytest.approx(3)
+    assert first["noise_scale/tokens"] == pytest.approx(15) and first[
+        "noise_scale/sequences"
+    ] == pytest.approx(3)
     second = noise.finalize(2, 10, 8.0, 0.2, 2)  # trace 6, square -0.4
     assert second["noise_scale/grad_sq"] == pytest.approx(-0.4) and set(second) == {
         "noise_scale/tr_sigma", "noise_scale/grad_sq"

@@ -84,12 +84,18 @@ def test_the_kinds_are_what_their_names_say() -> None:
     ("settings_", "words"),
     [
         (["warmup_ratio=0.7"], r"warmup \(0.7\) and decay \(0.5\) make 1.2 of the steps: together at most 1"),
-        (["kind=cosine", "decay_ratio=0.3"], r"decay \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from the end"),
+        (
+            ["kind=cosine", "decay_ratio=0.3"],
+            r"decay \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from the end",
+        ),
         (
             ["kind=constant", "min_lr_ratio=0.1"],
             r"floor \(0.1\) belongs to a schedule that falls; 'constant' does not",
         ),
-        (["warmup_ratio=0.1", "warmup_steps=10"], r"warmup \(0.1\) stands beside warmup_steps \(10\): give one"),
+        (
+            ["warmup_ratio=0.1", "warmup_steps=10"],
+            r"warmup \(0.1\) stands beside warmup_steps \(10\): give one",
+        ),
         (["kind=cosin"], r"pretrain.schedule.kind cannot be 'cosin'.*'cosine'"),
         (["min_lr_ratio=-1"], r"pretrain.schedule.floor cannot be '-1'.*greater than or equal to 0"),
         (["rise=1"], "no setting 'rise'"),

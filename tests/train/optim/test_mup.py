@@ -74,10 +74,10 @@ def growth(shape: str, **optim: object) -> dict[str, float]:
 
 def test_the_coordinate_check_passes_with_mup_and_fails_without() -> None:
     for shape in ("decoder", "llama"):
-        with_it = growth(shape, matrices="adamw", mup_base_width=64)
+        with_it = growth(shape, optimizer="adamw", mup_base_width=64)
         assert max(with_it.values()) < 0.2, with_it
         assert min(with_it.values()) > -0.6, with_it
-        without = growth(shape, matrices="adamw")
+        without = growth(shape, optimizer="adamw")
         assert without["logits"] > 0.5
         assert sum(e > 0.45 for n, e in without.items() if n.endswith((".out", ".down"))) >= 3, without
 

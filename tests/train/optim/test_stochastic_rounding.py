@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.support.train.tiny import Notes, job, make_tokens
-from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
-from tests.train.lm.test_pretrain import train, weights
+from tests.support.train.model_shapes import EXPERTS, HEADS, shape
+from tests.support.train.pretraining import train, weights
+from tests.support.train.tiny import Notes, job
 
 from whorl.errors import ConfigError
 from whorl.models import load_model, save_model
@@ -21,11 +21,6 @@ from whorl.train.optim.optimizers import Muon
 from whorl.train.optim.stochastic_rounding import Rounding, stochastic_bf16
 
 DRAWS = 20_000
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.mark.parametrize("x", [1.001, -1.001, 3.1415927, 1e-30, -6.0221e23, 255.3])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job, make_tokens
+from tests.support.train.tiny import Notes, job
 from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
@@ -35,11 +35,6 @@ from whorl.train.profiling.trace import (
     estimate_cost,
     read_trace,
 )
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.fixture(scope="module")

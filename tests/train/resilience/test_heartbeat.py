@@ -13,18 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job, make_tokens
-from tests.train.lm.test_pretrain import train
+from tests.support.train.pretraining import train
+from tests.support.train.tiny import Notes, job
 
 from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_replicas
 from whorl.train.lm.objective import LMObjective
 from whorl.train.resilience.heartbeat import Heartbeat, register_stack_dump, stacks_file
 from whorl.train.resilience.oom_advice import OutOfMemoryError, is_out_of_memory, suggest
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def wait_for(what: Any, seconds: float = 20.0) -> None:
@@ -50,7 +45,7 @@ def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path
             tmp_path,
             9,
             replicas=world.children,
-            phase=lambda: "gradients",
+            phase=lambda: "backward",
             log=said.append,
             stall_seconds=0.2,
         )
@@ -58,10 +53,10 @@ def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path
             pulse.beat(1)
             pulse.beat(2)
             wait_for(lambda: said)
-            assert "no progress for" in said[0] and "after step 2" in said[0] and "in: gradients" in said[0]
+            assert "no progress for" in said[0] and "after step 2" in said[0] and "in: backward" in said[0]
             theirs = stacks_file(tmp_path, 1, world.children[0].pid)
             wait_for(lambda: "_stuck_here" in theirs.read_text())
-            assert "in exchange" in theirs.read_text()
+            assert "in all_gather_scalars" in theirs.read_text()
             mine = stacks_file(tmp_path, 0, os.getpid()).read_text()
             assert "test_a_stall_writes" in mine and "_watch" in mine, "all threads"
             wait_for(lambda: json.loads((tmp_path / "heartbeat.json").read_text())["state"] == "stalled")

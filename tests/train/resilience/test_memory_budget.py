@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.support.train.tiny import Notes, job, make_tokens
-from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
+from tests.support.train.model_shapes import EXPERTS, HEADS, shape
+from tests.support.train.tiny import Notes, job
 
 from whorl.errors import BudgetError, ConfigError
 from whorl.machine import memory
@@ -25,11 +25,6 @@ from whorl.train.resilience.memory_budget import (
 from whorl.train.resilience.oom_advice import suggest
 
 MIXTURE = shape(HEADS, experts={**EXPERTS, "token_dropout": 0.2})
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def least(wanted: Job) -> int:

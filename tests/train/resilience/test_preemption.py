@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job, make_tokens
-from tests.train.lm.test_pretrain import raw_text, train, weights
+from tests.support.train.pretraining import raw_text, train, weights
+from tests.support.train.tiny import Notes, job
 
 from whorl.train.checkpoint import format as checkpoint
 from whorl.train.checkpoint import manager as keeper
@@ -25,10 +25,7 @@ from whorl.train.lm.objective import LMObjective
 from whorl.train.metrics.validation import Validator
 from whorl.train.resilience.preemption import PreemptedError
 
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
+ROOT = Path(__file__).parents[3]
 
 
 def on_call(
@@ -54,8 +51,8 @@ MOMENTS = {
     "the update": (UpdateState, "step", 7, True),
     "a look at held-out text": (Validator, "__call__", 1, False),
     "a record in the log": (Notes, "on_step", 7, False),
-    "a checkpoint": (keeper, "stage", 4, False),
-    "a copy put aside": (keeper.CheckpointManager, "put_aside", 3, True),
+    "a checkpoint": (keeper, "copy_to_staging", 4, False),
+    "a copy put aside": (keeper.CheckpointManager, "save_named", 3, True),
 }
 
 
@@ -73,7 +70,9 @@ def test_sigterm_at_any_moment_keeps_what_was_learnt(
 
         module, _, attribute = owner.rpartition(".")
         owner = getattr(importlib.import_module(module), attribute)
-    text = {"stream": {**raw_text(tokens, tmp_path), "shuffle_bytes": 3000, "block_bytes": 1000}} if raw else {}
+    text = (
+        {"stream": {**raw_text(tokens, tmp_path), "shuffle_bytes": 3000, "block_bytes": 1000}} if raw else {}
+    )
     wanted = job(tokens, **text)
     undisturbed = weights(train(wanted, tmp_path / "a"))
     before = signal.getsignal(signal.SIGTERM)
@@ -112,11 +111,11 @@ SCRIPT = """
     import sys, time
     from pathlib import Path
     sys.path.insert(0, sys.argv[1])
-    from tiny import Notes, job
-    from whorl.train.language import LossOf
-    from whorl.train.held_out import HeldOut
-    from whorl.train.pretrain import pretrain
-    from whorl.train.stopping import StoppedError
+    from tests.support.train.tiny import Notes, job
+    from whorl.train.lm.objective import LMObjective
+    from whorl.train.metrics.validation import Validator
+    from whorl.train.lm.pretrain import pretrain
+    from whorl.train.resilience.preemption import PreemptedError
 
     class Slow(Notes):
         def on_step(self, step, metrics):
@@ -133,11 +132,11 @@ SCRIPT = """
         owner.__call__ = call
 
     if __name__ == "__main__":
-        slow({"step": LossOf, "look": HeldOut}[sys.argv[4]])
+        slow({"step": LMObjective, "look": Validator}[sys.argv[4]])
         wanted = job(Path(sys.argv[2]), replicas=2, serial_loader=False, steps=60, evaluations=6)
         try:
             pretrain(wanted, Path(sys.argv[3]), Slow(), checkpoint_seconds=1e9, folder=Path(sys.argv[3]) / "watch")
-        except StoppedError as error:
+        except PreemptedError as error:
             print(error, file=sys.stderr)
             sys.exit(error.exit_code)
 """
@@ -151,7 +150,7 @@ def test_the_whole_group_is_told_in_a_step_or_a_look_of_a_minute(
     script, scratch = tmp_path / "run.py", tmp_path / "scratch"
     script.write_text(textwrap.dedent(SCRIPT))
     run = subprocess.Popen(
-        [sys.executable, str(script), str(Path(__file__).parent), str(tokens), str(scratch), slow, str(after)],
+        [sys.executable, str(script), str(ROOT), str(tokens), str(scratch), slow, str(after)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert run.stdout is not None and run.stderr is not None

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.train.learners import networks, part, squared
+from tests.support.train.model_shapes import EXPERTS, HEADS, shape
 from tests.support.train.poisoned_tokens import BAD, make_poisoned, poisoned
+from tests.support.train.pretraining import raw_text, train
+from tests.support.train.spike_guards import figures, guard
 from tests.support.train.tiny import Notes, job, make_tokens
-from tests.train.learner.test_learner import networks, part, squared
-from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
-from tests.train.lm.test_pretrain import raw_text, train
 
 from whorl.errors import DataError
 from whorl.models import Decoder
@@ -29,15 +30,6 @@ from whorl.train.learner.loop import train_loop
 from whorl.train.learner.update import DivergedError, Update, all_adamw
 from whorl.train.lm import pretrain as module
 from whorl.train.resilience.spike_guard import SpikeGuard
-
-
-def guard(state: dict[str, Any] | None = None, first: int = 0, **settings: Any) -> SpikeGuard:
-    config = SpikeGuardConfig(**{"window": 32, "patience": 3, **settings})
-    return SpikeGuard(config, uniform_loss=math.log(300), steps=1000, first=first, state=state)
-
-
-def figures(loss: float = 2.0, norm: float = 0.5, count: float = 8.0) -> dict[str, float]:
-    return {"loss": loss, "nll": loss, "grad_norm": norm, "loss_tokens": count}
 
 
 def ripple(step: int) -> dict[str, float]:
@@ -54,11 +46,11 @@ def test_a_spike_of_the_loss_or_of_the_norm_is_refused_and_ripples_are_not() -> 
         and "norm of the gradient is 20" in judge.events[-1]["message"]
     )
     assert [e["step"] for e in judge.events] == [42, 43] and judge.skipped == 2
-    assert all(guard(spike=0.0).accept_step(f) for f in (*map(ripple, range(40)), figures(1e9, 1e9)))
+    assert all(guard(threshold=0.0).accept_step(f) for f in (*map(ripple, range(40)), figures(1e9, 1e9)))
 
 
 def test_a_loss_that_rose_above_guessing_must_come_back() -> None:
-    judge = guard(spike=0.0)
+    judge = guard(threshold=0.0)
     for nll in (5.7, 6.0, 8.0, 9.0, 5.6, 5.9, 5.0, 5.7):  # up, and back below
         judge.accept_step(figures(nll))
     assert judge.diverged_steps == 0
@@ -68,7 +60,7 @@ def test_a_loss_that_rose_above_guessing_must_come_back() -> None:
     assert judge.needs_rollback
     with pytest.raises(DivergedError, match=r"64 steps ago the loss rose far above the 5\.70 nats"):
         judge.roll_back()
-    slow = guard(spike=0.0)
+    slow = guard(threshold=0.0)
     assert (
         all(slow.accept_step(figures(9.0 - step / 100)) for step in range(200)) and not slow.diverged_steps
     ), "begins high"
@@ -245,7 +237,9 @@ def texts_of(tokens: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("watch", [{"patience": 1000}, {"patience": 1, "max_rollbacks": 1000, "snapshot_every": 4}])
+@pytest.mark.parametrize(
+    "watch", [{"patience": 1000}, {"patience": 1, "max_rollbacks": 1000, "snapshot_every": 4}]
+)
 def test_a_run_with_events_that_was_killed_ends_with_the_same_bits(
     tokens: Path, tmp_path: Path, watch: dict[str, object]
 ) -> None:
@@ -292,7 +286,7 @@ def test_going_back_restores_the_weights_of_the_last_good_copy(tmp_path: Path) -
         return parts
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "_share", spoilt)
+        patched.setattr(module, "_micro_batches", spoilt)
         poisoned(tokens, tmp_path / "a", steps=9, spike_guard=watch)
         notes = Notes()
         back = train(
@@ -311,7 +305,7 @@ def test_a_skipped_step_moves_nothing_not_even_a_routers_bias(
     tokens: Path, tmp_path: Path, replicas: int
 ) -> None:
     change: dict[str, Any] = {
-        "model": shape(HEADS, experts=EXPERTS, tie_embeddings=False), "routing": {"bias_rate": 0.01}, "steps": 6
+        "model": shape(HEADS, experts=EXPERTS, tie_embeddings=False), "routing": {"bias_update_rate": 0.01}, "steps": 6
     }  # fmt: skip
     wanted = poisoned(tokens, tmp_path, ids=slice(None), **change).model_copy(update={"replicas": replicas})
     before = module.build_model(wanted).state_dict()
@@ -333,7 +327,7 @@ def test_a_batch_without_a_target_is_skipped(
             parts[0]["loss_mask"][:] = False
         return parts
 
-    monkeypatch.setattr(module, "_share", masked)
+    monkeypatch.setattr(module, "_micro_batches", masked)
     notes = Notes()
     model = train(job(tokens, spike_guard={"max_skipped": 1.0}), tmp_path, notes)
     assert [(e["step"], e["kind"]) for e in notes.events] == [(n, "empty") for n in (2, 5, 8, 11)]

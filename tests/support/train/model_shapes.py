@@ -1,0 +1,16 @@
+"""Model configurations for tests: attention heads, a mixture of experts, a tiny transformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whorl.models import TransformerConfig
+
+HEADS = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 32, "bias_balance": True, "scoring": "sigmoid"}
+
+
+def shape(mixer: dict[str, Any], **more: Any) -> TransformerConfig:
+    return TransformerConfig.model_validate(
+        {"vocab_size": 300, "d_model": 32, "n_layers": 2, "mixers": {"m": mixer}, "mlp_hidden": 64, **more}
+    )
