@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused() -> None:
         ConvTranspose2d(4, 6, 2, stride=3)
     with pytest.raises(ConfigError, match="kernel_size is 2 at stride 1"):
         ConvTranspose2d(4, 6, 2, stride=1)
-    with pytest.raises(ConfigError, match="kernel is 4"):
+    with pytest.raises(ConfigError, match="kernel_size is 4"):
         ResizeConv(4, 6, 4)
     with pytest.raises(ConfigError, match="mode is 'cubic'"):
         ResizeConv(4, 6, mode="cubic")  # type: ignore[arg-type]

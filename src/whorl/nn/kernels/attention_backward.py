@@ -272,7 +272,8 @@ def launch_backward(
     documents_q, documents_k, bounds, *rows = mask_bounds.tensors(logs, mask_bounds.query_bounds)
     _keys[(-(-n_keys // blocks[1]), batch * kv_heads)](
         q, k, v, d_o, logs, sums, d_k, d_v, documents_q, documents_k, bounds, scale, mask_bounds.offset, mask_bounds.window,
-        kv_heads, heads // kv_heads, n_queries, n_keys, *strides, *d_k.stride()[:3], *d_v.stride()[:3], *rows, **sizes, **launch,
+        kv_heads, heads // kv_heads, n_queries, n_keys, *strides, *d_k.stride()[:3], *d_v.stride()[:3], *rows,
+        **sizes, **launch,
     )  # fmt: skip
     documents_q, documents_k, bounds, *rows = mask_bounds.tensors(logs, mask_bounds.key_bounds)
     _queries[of_queries](
