@@ -245,7 +245,7 @@ def test_what_cannot_be_learnt_from_is_told(topics: Path, tmp_path: Path) -> Non
     said: list[str] = []
     with pytest.raises(DataError, match=r"(?s)240 documents.*at least the 256.*lower batch_size or min_span"):
         train_embedder(job(topics, batch_size=256), log=said.append)
-    assert "6 of 246 documents passed over" in said[0]
+    assert "6 of 246 documents skipped" in said[0]
     with pytest.raises(DataError, match="ids and the encoder 300"):
         shape = job(topics).encoder.model_copy(update={"vocab_size": 300})
         train_embedder(job(topics, encoder=shape))

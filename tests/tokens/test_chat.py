@@ -128,7 +128,7 @@ def test_a_template_that_rewrites_earlier_turns_has_no_mask() -> None:
     ],
 )
 def test_what_a_template_refuses_is_told(source: str) -> None:
-    with pytest.raises(DataError, match="cannot write these messages"):
+    with pytest.raises(DataError, match="rejects these messages"):
         ChatTemplate(CHATML, source).encode_prompt(TALK)
 
 

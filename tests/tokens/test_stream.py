@@ -163,5 +163,5 @@ def test_mixtures_that_cannot_be_are_refused(place: Path) -> None:
     for sources in ([], [Source(a, -1.0)], [Source(a, 1.0, 0.0)]):
         with pytest.raises(ConfigError, match="mixture"):
             StreamConfig(place, sources, 32)
-    with pytest.raises(ConfigError, match="one of rows and tokens"):
+    with pytest.raises(ConfigError, match="one of batch_size and min_targets"):
         StreamBatches(config(place), batch_size=4, min_targets=100)

@@ -1,24 +1,21 @@
-"""The sentence embedder at work: texts in, unit vectors out, and the nearest of many by an exact product.
+"""The sentence embedder: texts to unit vectors, and exact nearest neighbors.
 
-    vector(text) = normalise(mean over windows w of encoder.embed(ids[w]))             [d], fp32
+    vector(text) = normalize(mean over windows w of encoder.embed(ids[w]))             [d], fp32
     cosine(a, b) = vector(a) . vector(b)
 
-A text is what its bytes say: ids without bos and eos, as the spans that `embedding/train.py` learns from are. One that is longer
-than the encoder's `max_length` is cut into as few windows as that takes, all of one length up to a token, so that no window
-is a tail of three tokens that would count as much as a full one; the unit vectors of the windows are averaged, and the mean
-is made a unit vector again. So a long text stands where most of it stands. What it says once, in one window of forty, is all
-but gone: to find passages, embed passages.
+A text is its ids without bos and eos, as the spans in `embedding/train.py`. A text longer than the encoder's `max_length` is
+split into the fewest windows, of equal length up to one token, so that no short tail counts as much as a full window. The
+unit vectors of the windows are averaged and normalized again. A long text is thus represented by most of its content; to
+find passages, embed passages.
 
-The subtle part is what batches mean: nothing. Windows are sorted by length before they are batched, so that little is
-padding, and the encoder shows no token any padding; a text has the same vector alone, among others and in any order, up to
-the rounding of sums (a test).
+The subtle point is batch invariance. Windows are sorted by length before batching, to reduce padding, and the encoder masks
+padding. A text has the same vector alone and in any batch, up to the rounding of sums (tested).
 
-The tokenizer is an argument (`Words` says what is asked of it): rooms on one floor do not know each other. Both live in one
-folder, `Embedder.load(folder, Tokenizer.load(folder))`:
+The tokenizer is an argument (`TokenizerProtocol`). Both live in one folder, `Embedder.load(folder, Tokenizer.load(folder))`:
 
-    config.json         the encoder's shape
+    config.json         the encoder's configuration
     model.safetensors   its weights by name, fp32
-    tokenizer.json      the words it was trained with
+    tokenizer.json      its tokenizer
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ KIND = "embedder"
 
 
 class TokenizerProtocol(Protocol):
-    """What is asked of a tokenizer: `tokens.tokenizer.Tokenizer` is one."""
+    """The methods of a tokenizer that the embedder uses; `tokens.tokenizer.Tokenizer` has them."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -54,45 +51,45 @@ class TokenizerProtocol(Protocol):
 
 
 class Embedder:
-    """An encoder with its words.
+    """An encoder with its tokenizer.
 
     Args:
-        encoder: computes where its weights are.
-        words: the tokenizer that it was trained with.
+        encoder: computes on the device of its weights.
+        tokenizer: the one that the encoder was trained with.
 
     Raises:
-        ConfigError: the tokenizer has ids that the encoder does not know.
+        ConfigError: the tokenizer has more ids than the encoder.
     """
 
     def __init__(self, encoder: Encoder, tokenizer: TokenizerProtocol) -> None:
         if tokenizer.vocab_size > encoder.config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {tokenizer.vocab_size:,} ids and the encoder {encoder.config.vocab_size:,}",
-                expected="the tokenizer that the encoder was trained with",
+                expected="the tokenizer of the encoder's training",
             )
         self.encoder, self.tokenizer = encoder, tokenizer
 
     @property
     def dim(self) -> int:
-        """The length of a vector."""
+        """Length of a vector."""
         return self.encoder.config.d_model
 
     @property
     def max_seq_length(self) -> int:
-        """Ids that are seen together at most."""
+        """Maximum ids per window."""
         return self.encoder.config.max_length
 
     @classmethod
     def load(cls, folder: Path, tokenizer: TokenizerProtocol, device: str = "cpu") -> Embedder:
-        """What `save` wrote.
+        """Load an embedder that `save` wrote.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or is of another kind of model.
+            CheckpointError: a file is missing or damaged, or is of another type of model.
         """
         return cls(load_encoder(folder).to(device), tokenizer)
 
     def save(self, folder: Path) -> None:
-        """Writes the files that the top of this file names; the folder is made."""
+        """Write the files listed at the top of this file; creates the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         shape = {"kind": KIND, "encoder": self.encoder.config.model_dump(mode="json")}
         (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
@@ -101,32 +98,30 @@ class Embedder:
         self.tokenizer.save(folder)
 
     def embed(self, texts: Sequence[str | bytes], batch_size: int = 64) -> Vectors:
-        """Unit vectors of `texts`: -> [n, d] fp32.
+        """Return unit vectors of `texts`: [n, d] fp32.
 
         Args:
-            batch: windows that are computed together; the result does not depend on it.
+            batch_size: windows computed together; the result does not depend on it.
 
         Raises:
-            DataError: a text is empty; its number is named.
-            ConfigError: one text instead of several, or an impossible batch.
+            DataError: a text is empty; the message has its number.
+            ConfigError: one text instead of several, or an invalid batch size.
         """
         if isinstance(texts, str | bytes):
-            raise ConfigError("embed was given one text", expected="a sequence of texts", do="embed([text])")
+            raise ConfigError("embed received one text", expected="a sequence of texts", do="embed([text])")
         found = [self.tokenizer.encode(text) for text in texts]
         for number, ids in enumerate(found):
             if not len(ids):
-                raise DataError(
-                    f"text {number} is empty", expected="at least one character", do="leave it out"
-                )
+                raise DataError(f"text {number} is empty", expected="at least one character", do="remove it")
         return embed_ids(self.encoder, found, batch_size)
 
 
 @torch.inference_mode()
 def embed_ids(encoder: Encoder, texts: Sequence[Ids], batch_size: int = 64) -> Vectors:
-    """Unit vectors of texts that are ids already, none of them empty: -> [n, d] fp32.
+    """Return unit vectors [n, d] fp32 of texts given as ids, none of them empty.
 
     Raises:
-        ConfigError: batch below 1.
+        ConfigError: batch_size below 1.
     """
     if batch_size < 1:
         raise ConfigError(f"batch is {batch_size}", expected="at least 1")
@@ -146,26 +141,26 @@ def embed_ids(encoder: Encoder, texts: Sequence[Ids], batch_size: int = 64) -> V
 
 
 def split_windows(length: int, max_length: int) -> list[tuple[int, int]]:
-    """(start, stop) of as few stretches of at most `most` as cover `length`, all of one length up to 1."""
+    """Return (start, stop) of the fewest spans of at most `max_length` that cover `length`, of equal length up to 1."""
     n = -(-length // max_length)
     ends = [length * i // n for i in range(n + 1)] if n else [0]
     return list(pairwise(ends))
 
 
 def pad(sequences: Sequence[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ids of several lengths as one rectangle: ids [n, T] int64 and mask [n, T], True = real."""
+    """Pad rows of ids to one length: ids [n, T] int64 and mask [n, T], True = real."""
     lengths = np.array([len(piece) for piece in sequences])
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
-    ids = np.zeros(mask.shape, np.int64)  # what stands at padding means nothing
+    ids = np.zeros(mask.shape, np.int64)  # values at padding are unused
     if len(sequences):
         ids[mask] = np.concatenate(sequences)
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
 def nearest(vectors: Vectors, query: Vectors, k: int) -> list[tuple[int, float]]:
-    """The `k` rows of `vectors` with the largest product with `query`, best first: (row, cosine of unit vectors).
+    """Return the `k` rows of `vectors` with the largest product with `query`, best first: (row, cosine of unit vectors).
 
-    Exact: every row is looked at. Of equal ones the earlier row comes first; with fewer than k rows, all.
+    Exact: every row is compared. Of equal rows the earlier one comes first; with fewer than k rows, all.
 
     Args:
         vectors: [n, d]; query: [d].
@@ -185,7 +180,7 @@ def nearest(vectors: Vectors, query: Vectors, k: int) -> list[tuple[int, float]]
 
 
 def load_encoder(folder: Path) -> Encoder:
-    """The encoder of an embedder's folder, fp32.
+    """Load the encoder of an embedder's folder, fp32.
 
     Raises:
         CheckpointError: as `Embedder.load`.
@@ -193,14 +188,14 @@ def load_encoder(folder: Path) -> Encoder:
     try:
         shape = json.loads((folder / "config.json").read_text())
         if not isinstance(shape, dict) or shape.get("kind") != KIND:
-            raise ValueError(f"config.json is of no {KIND}")
+            raise ValueError(f"config.json is not of an {KIND}")
         config = EncoderConfig.model_validate(shape["encoder"])
         weights = load_file(folder / "model.safetensors")
     except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
         raise CheckpointError(
-            f"no embedder could be read from {folder}: {error}",
-            expected="config.json and model.safetensors as `Embedder.save` writes them",
-            do="name an embedder that `whorl ls` lists",
+            f"cannot read an embedder from {folder}: {error}",
+            expected="config.json and model.safetensors from `Embedder.save`",
+            do="use an embedder that `whorl ls` lists",
         ) from error
     encoder = Encoder(config)
     wanted = {name: tuple(p.shape) for name, p in encoder.named_parameters()}
@@ -211,5 +206,5 @@ def load_encoder(folder: Path) -> Encoder:
             f"{folder / 'model.safetensors'}: tensor {name!r} is {found.get(name, 'missing')}",
             expected=f"{wanted.get(name, 'no such tensor')} by config.json",
         )
-    encoder.load_state_dict(weights, strict=False)  # what a layer can compute for itself is in no file
+    encoder.load_state_dict(weights, strict=False)  # buffers that a layer computes are in no file
     return encoder.eval()

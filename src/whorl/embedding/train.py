@@ -1,22 +1,21 @@
-"""Training an embedder without labels: two stretches of one document belong together.
+"""Training an embedder without labels: two spans of one document are a positive pair.
 
     document d   ids[0 .. n)                       without bos and eos
-    pair         ids[s .. s + a),  ids[t .. t + b)   least <= a, b <= min(max_length, n / 2),  disjoint
+    pair         ids[s .. s + a),  ids[t .. t + b)   min_span <= a, b <= min(max_length, n / 2),  disjoint
     loss         info_nce(encoder(first), encoder(second), 1 / temperature)          over the pairs of a batch
 
-Contriever (Izacard et al. 2021, arXiv:2112.09118, section 3.1): a text and another crop of the same text are a pair, and
-the crops of other texts are the negatives. Here the negatives are those of the batch (its section 3.2, first kind), each
-side's in turn. Two differences. Its crops may overlap; ours may not, since a shared sentence is matched by its words alone.
-And lengths are drawn evenly on a logarithmic scale, so that a few words, which is what people type, are as common as pages.
+Contriever (Izacard et al. 2021, arXiv:2112.09118, section 3.1): two crops of a text are a pair, and crops of other texts are
+negatives. Here the negatives are those of the batch (its section 3.2, first kind), for both sides. Two differences: its
+crops may overlap, ours may not, since a shared sentence is matched by its words alone; and lengths are log-uniform, so that
+short queries are as common as pages.
 
-The subtle part is what is no negative. Every pass over the documents has an order of its own, and where one ends inside of a
-batch, a document may be in it twice: its two pairs belong together as well, and `groups` keeps them apart. Copies of a
-document under other names would be wrong negatives too; curation removes them.
+The subtle point is false negatives. Every pass over the documents has its own order, so a document may occur twice in the
+batch at the end of a pass. Its two pairs are positives too, and `groups` keeps them from being negatives. Copies of a
+document under other names would be false negatives too; curation removes them.
 
-Everything that decides the weights is in `EmbedJob` and the step number: batch s is made from (seed, s), so a run that was
-killed goes on with the same batches and ends with the same bits. The loss of a contrastive batch depends on which batch it
-is, so it does not say how good the embedder is. `Recall` does: for each span of N documents that were never trained on, the
-other span of the same document is sought among all N.
+The weights depend on `EmbedJob` and the step number only: batch s is made from (seed, s), so a killed run resumes with the
+same batches and ends with the same bits. The contrastive loss depends on the batch and does not measure quality.
+`RecallEvaluator` does: for each span of N held-out documents, it searches the other span of the same document among all N.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from whorl.train.learner.update import MicroBatch, OptimizerName, ParamOptim, Up
 from whorl.train.optim.decay_mask import decayed_parameters
 from whorl.train.optim.lr_schedule import warmup_stable_decay
 
-BUCKET_SIZE = 32  # spans that are encoded together
+BUCKET_SIZE = 32  # spans encoded together
 
 
 class EmbedJob(BaseModel):
-    """All that decides the weights of an embedder."""
+    """All settings that determine the weights of an embedder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -61,20 +60,24 @@ class EmbedJob(BaseModel):
     encoder: EncoderConfig
     min_span: int = Field(default=16, ge=1, description="ids of the shortest span")
     batch_size: int = Field(
-        default=128, ge=2, description="pairs a step: one positive and batch - 1 negatives each"
+        default=128, ge=2, description="pairs per step; each has one positive and batch_size - 1 negatives"
     )
     steps: int = Field(default=2000, ge=1)
     seed: int = 0
     temperature: float = Field(default=0.05, gt=0)
     optimizer: Literal["muon", "adamw"] = "muon"
-    lr_muon: float = Field(default=0.02, gt=0, description="peak, matrices of the blocks under Muon")
-    lr_adamw: float = Field(default=0.01, gt=0, description="peak, AdamW: all else, or all")
+    lr_muon: float = Field(
+        default=0.02, gt=0, description="peak learning rate of Muon, for the blocks' matrices"
+    )
+    lr_adamw: float = Field(
+        default=0.01, gt=0, description="peak learning rate of AdamW, for the other parameters (or all)"
+    )
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     warmup_ratio: float = Field(default=0.02, ge=0, le=1)
     decay_ratio: float = Field(default=0.5, gt=0, le=1)
-    held_out: int = Field(default=512, ge=2, description="documents among which recall is measured, at most")
-    evaluations: int = Field(default=10, ge=1, description="looks at them during the run")
+    held_out: int = Field(default=512, ge=2, description="maximum number of held-out documents for recall")
+    evaluations: int = Field(default=10, ge=1, description="recall evaluations during the run")
     threads: int = Field(default=1, ge=1)
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -82,7 +85,9 @@ class EmbedJob(BaseModel):
     @model_validator(mode="after")
     def _possible(self) -> EmbedJob:
         if self.min_span > self.encoder.max_length:
-            raise ValueError(f"min_span ({self.min_span}) is more than max_length ({self.encoder.max_length})")
+            raise ValueError(
+                f"min_span ({self.min_span}) is more than max_length ({self.encoder.max_length})"
+            )
         return self
 
 
@@ -98,8 +103,8 @@ class SpanPairs:
     """The documents of a split that are long enough for two spans.
 
     Args:
-        most: ids of the longest span.
-        least: of the shortest; documents of fewer than twice as many are passed over, and counted in `skipped`.
+        max_span: ids of the longest span.
+        min_span: ids of the shortest; documents of fewer than twice as many are skipped and counted in `skipped`.
     """
 
     def __init__(self, split: TokenSplit, max_span: int, min_span: int) -> None:
@@ -112,17 +117,17 @@ class SpanPairs:
         return len(self.documents)
 
     def batch(self, seed: int, step: int, size: int) -> Spans:
-        """The pairs of a step, a function of the arguments; each pass over the documents has its own order."""
+        """Return the pairs of a step, a function of the arguments; each pass over the documents has its own order."""
         places = range(step * size, (step + 1) * size)
         return self.spans(
             np.array([self._document_at(seed, place) for place in places]), numpy_rng(seed, "spans", step)
         )
 
     def spans(self, documents: NDArray[np.int64], rng: np.random.Generator) -> Spans:
-        """Two spans of each of `documents`, drawn by `rng`."""
+        """Draw two spans of each of `documents`."""
         n = self.split.lengths[documents] - 2  # [N]
         longest = np.minimum(self.max_span, n // 2)
-        # Log-uniform over [least, longest + 1), rounded down: each of the two lengths on its own.
+        # Log-uniform over [min_span, longest + 1), rounded down, independently for each of the two lengths.
         sizes = self.min_span * ((longest + 1) / self.min_span) ** rng.random((2, len(n)))
         a, b = np.minimum(sizes.astype(np.int64), longest)
         low, high = np.sort(rng.integers(0, n - a - b + 1, (2, len(n))), axis=0)
@@ -132,7 +137,7 @@ class SpanPairs:
             (self.split[s : s + m], self.split[t : t + k])
             for s, m, t, k in zip(earlier.tolist(), a.tolist(), later.tolist(), b.tolist(), strict=True)
         ]
-        turned = rng.random(len(n)) < 0.5  # neither side is always the earlier one
+        turned = rng.random(len(n)) < 0.5  # either side may be the earlier one
         first = [pair[int(turn)] for pair, turn in zip(taken, turned, strict=True)]
         second = [pair[1 - int(turn)] for pair, turn in zip(taken, turned, strict=True)]
         return Spans(first, second, documents)
@@ -146,9 +151,9 @@ class SpanPairs:
 
 
 class RecallEvaluator:
-    """How often the other span of a document that was not trained on is among the nearest of all N.
+    """How often the other span of a held-out document is among the nearest of all N.
 
-    The spans are the same for every job with the same lengths, so that figures can be compared.
+    The spans are the same for every job with the same lengths, so that values can be compared.
     """
 
     def __init__(self, pairs: SpanPairs, max_documents: int) -> None:
@@ -159,15 +164,15 @@ class RecallEvaluator:
         return len(self.spans.documents)
 
     def __call__(self, embed: Callable[[list[Ids]], Vectors]) -> dict[str, float]:
-        """recall_at_1 and recall_at_10, over both ways."""
+        """Return recall_at_1 and recall_at_10, averaged over both directions."""
         x, y = embed(self.spans.first), embed(self.spans.second)
         return {f"recall_at_{k}": recall(x, y, k) for k in (1, 10)}
 
 
 def recall(x: Vectors, y: Vectors, k: int) -> float:
-    """Share of rows of x whose own row of y is among the k nearest of all of y, and the other way round; averaged.
+    """Fraction of rows of x whose own row of y is among the k nearest of all of y, averaged over both directions.
 
-    x, y: [N, d]. What is as near as the own row counts as nearer: vectors that are all alike have found nothing.
+    x, y: [N, d]. A tie with the own row counts as nearer, so equal vectors have recall 0.
     """
     cosines = x @ y.T
     found = []
@@ -178,7 +183,7 @@ def recall(x: Vectors, y: Vectors, k: int) -> float:
 
 
 def build_encoder(job: EmbedJob) -> Encoder:
-    """The untrained encoder of `job`, the same bits for the same seed."""
+    """Return the untrained encoder of `job`, the same bits for the same seed."""
     return Encoder(job.encoder, generator(job.seed, "weights"), getattr(torch, job.dtype)).to(job.device)
 
 
@@ -190,16 +195,16 @@ def train_embedder(
     checkpoint_seconds: float = 30.0,
     log: Callable[[str], None] = lambda text: None,
 ) -> Encoder:
-    """Trains `job` to its end, from the newest checkpoint in `scratch` if there is one, and returns the encoder.
+    """Train `job` to its end, from the newest checkpoint in `scratch` if there is one; returns the encoder.
 
     Args:
-        observe: called after every step with the number of steps that are done and their metrics: loss, correct (share of
-            pairs that were nearest in their batch), gradient_norm, pairs_per_second; and recall_at_1 and recall_at_10 where
-            held-out documents were looked at.
+        observe: called after every step with the number of finished steps, the metrics and the encoder. Metrics: loss,
+            correct (fraction of pairs that were nearest in their batch), grad_norm, pairs_per_second; at evaluations also
+            recall_at_1 and recall_at_10.
         scratch: folder for checkpoints; None keeps none.
 
     Raises:
-        DataError: no training split, or fewer documents than a batch that are long enough.
+        DataError: no training split, or fewer long enough documents than a batch needs.
         CheckpointError: the checkpoint in `scratch` is of another job.
     """
     threads = torch.get_num_threads()
@@ -272,7 +277,7 @@ def _train(
 def open_pairs(
     job: EmbedJob, log: Callable[[str], None] = lambda text: None
 ) -> tuple[SpanPairs, RecallEvaluator | None]:
-    """What is learnt from, and what recall is measured on: None with fewer than two held-out documents.
+    """Return the training pairs and the recall evaluator, None with fewer than two held-out documents.
 
     Raises:
         DataError: as `train_embedder`.
@@ -286,14 +291,14 @@ def open_pairs(
     pairs = SpanPairs(tokens.split("train"), job.encoder.max_length, job.min_span)
     if pairs.skipped:
         log(
-            f"{pairs.skipped:,} of {pairs.split.n_documents:,} documents passed over: "
+            f"{pairs.skipped:,} of {pairs.split.n_documents:,} documents skipped: "
             f"fewer than {2 * job.min_span} ids, too short for two spans"
         )
     if len(pairs) < job.batch_size:
         raise DataError(
             f"{len(pairs):,} documents are long enough for two spans of {job.min_span} ids",
             expected=f"at least the {job.batch_size} of a batch",
-            do="lower batch_size or min_span, or give it more documents",
+            do="lower batch_size or min_span, or use more documents",
         )
     held = (
         SpanPairs(tokens.split("validation"), job.encoder.max_length, job.min_span)
@@ -301,14 +306,14 @@ def open_pairs(
         else ()
     )
     if len(held) < 2:
-        log("there are no two held-out documents that are long enough: recall is not measured")
+        log("fewer than two held-out documents are long enough: recall is not measured")
     return pairs, RecallEvaluator(held, job.held_out) if isinstance(held, SpanPairs) and len(
         held
     ) > 1 else None
 
 
 def build_update(encoder: Encoder, job: EmbedJob) -> Update:
-    """The only line of the learner: InfoNCE, by Muon for the blocks' matrices (or not) and AdamW for the rest."""
+    """Return the learner's only update: InfoNCE, with Muon for the blocks' matrices (optional) and AdamW for the rest."""
 
     def objective(part: MicroBatch) -> Loss:
         x, y = encode_in_buckets(encoder, part["ids"], part["mask"]).chunk(2)
@@ -326,17 +331,16 @@ def build_update(encoder: Encoder, job: EmbedJob) -> Update:
 
 
 def collate(spans: Spans, device: str = "cpu") -> dict[str, Tensor]:
-    """ids and mask [2 N, T], the first spans above the second; documents [N]."""
+    """Return ids and mask [2 N, T], the first spans above the second; documents [N]."""
     ids, mask = pad([*spans.first, *spans.second])
     made = {"ids": ids, "mask": mask, "documents": torch.from_numpy(spans.documents)}
     return {name: t.to(device) for name, t in made.items()}
 
 
 def encode_in_buckets(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
-    """`encoder.embed` of rows [n, T] of very different lengths, in bundles of about one length: -> [n, d] fp32.
+    """`encoder.embed` of rows [n, T] of different lengths, in buckets of similar length: [n, d] fp32.
 
-    Spans fill not much more than half of the rectangle they are padded to. The negatives are those of the whole batch
-    all the same: only the encoder runs in bundles, and the loss sees every row.
+    Spans fill little more than half of a padded batch. Only the encoder runs in buckets; the loss uses the whole batch.
     """
     lengths = mask.sum(dim=1)
     order = lengths.argsort(stable=True)

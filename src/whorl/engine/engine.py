@@ -1,28 +1,27 @@
-"""The engine: requests in, one step of the model at a time, tokens out. What serves people also rolls out and scores.
+"""The engine: requests in, one model step at a time, tokens out. Serving, rollouts and scoring all use it.
 
-    engine = Engine(model, EngineConfig(), token_bytes=..., forbidden=...)
+    engine = Engine(model, EngineConfig(), token_bytes=..., banned_ids=...)
     engine.add(Request(id="a", ids=(1, 2, 3)))
     while engine.busy:
         for delta in engine.step(): ...
 
-A step is: the scheduler says which rows, the rows become a `Batch`, the runner makes logits, the sampler draws, and every
-sequence that got further is told of. Nothing here waits or runs in a thread; a server puts that around it.
+In each step the scheduler selects rows, `build_batch` makes an `InputBatch`, the runner computes logits, and the sampler
+draws tokens. `step` returns one `Delta` per sequence that advanced. The engine neither blocks nor starts threads.
 
-Drafts. A sequence may have guesses at what follows (`speculate.py`). They are computed as further positions of its row, and
-then every position's token is drawn as if there were no guesses, with the random number that belongs to its place; the
-guesses are kept as long as they are what was drawn. So a guess, however bad, never changes a token, let alone the
-distribution: the same seed writes the same text with and without.
+Drafts. A sequence may have draft tokens (`speculative.py`). They are computed as extra positions of its row. Every
+position's token is then sampled as if there were no drafts, with the random number of that position. Drafts are kept as
+long as they equal the sampled tokens. So drafts never change a token: the same seed gives the same text with and without.
 
-New weights come in between two steps (`update_weights`, or `follow` for a board); each token says which version it came
-from. The subtle part is the cache, which holds what old weights computed: no beginning of before is found again, and what
-runs either goes on with keys of mixed age (never to be shared), or is read in anew (`recompute`).
+Weights change between two steps (`update_weights`, or `follow_board`). Each token carries its weight version. The subtle
+point is the KV cache: cached prefixes are invalidated; running sequences keep a KV cache computed by a mix of weight
+versions, which is never shared, or are recomputed (`recompute=True`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Sequence as SequenceABC
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -52,38 +51,38 @@ from whorl.tracking.seeds import derive
 
 
 class Proposer(Protocol):
-    """Guesses at what follows (`speculate.py`). wants_hidden: `saw` is of use to it."""
+    """Proposes draft tokens (`speculative.py`). needs_hidden_states: `observe` needs the hidden states."""
 
     needs_hidden_states: bool
 
-    def propose(self, sequences: Many[Sequence]) -> None:
-        """Fills `drafts` of each."""
+    def propose(self, sequences: SequenceABC[Sequence]) -> None:
+        """Set `drafts` of each sequence."""
         ...
 
     def observe(self, sequence: Sequence, hidden: Tensor) -> None:
-        """hidden: [n, d_model] of the positions that were computed last, wrong guesses left out."""
+        """Receive the hidden states [n, d_model] of the positions computed last, without rejected drafts."""
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """It is finished."""
+        """Release the state of a finished sequence."""
         ...
 
 
 class Engine:
-    """See the top of this file.
+    """Runs many requests through one model, step by step.
 
     Args:
-        model: in its compute type, on its device.
-        config: sizes.
-        token_bytes: the bytes of each id, to make text of; without them `Delta.text` stays empty.
-        forbidden: ids that are never drawn (pad, bos, rows that only round the matrix up).
-        proposer: of drafts.
-        compile_grammar: makes a matcher of a `Grammar`; without it such requests are refused.
-        adapters: LoRA adapters of `model` that requests may name (`adapters.py`).
+        model: in its compute dtype, on its device.
+        config: sizes and scheduling limits.
+        token_bytes: the bytes of each id; without them `Delta.text` stays empty.
+        banned_ids: ids that are never sampled (pad, bos, padding rows of the output matrix).
+        proposer: makes draft tokens.
+        compile_grammar: compiles a `Grammar` to a `LogitConstraint`; without it, requests with a grammar are rejected.
+        adapters: LoRA adapters of `model` that requests may name (`multi_lora.py`).
         clock: seconds.
 
     Raises:
-        ConfigError: a model that cannot be run; texts longer than it can take.
+        ConfigError: the engine cannot run the model, or the sequences are too long for it.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class Engine:
         model: LanguageModel,
         config: EngineConfig | None = None,
         *,
-        token_bytes: Many[bytes] = (),
-        banned_ids: Many[int] = (),
+        token_bytes: SequenceABC[bytes] = (),
+        banned_ids: SequenceABC[int] = (),
         proposer: Proposer | None = None,
         compile_grammar: Callable[[Any], Any] | None = None,
         adapters: Adapters | None = None,
@@ -110,8 +109,8 @@ class Engine:
         )
         if config.batch_invariant and proposer is not None:
             raise ConfigError(
-                "batch_invariant is given with drafts, which change the size of products",
-                expected="one of both",
+                "batch_invariant is set together with a proposer; drafts change the sizes of matrix products",
+                expected="only one of the two",
             )
         windows = layer_windows(model)
         tokens = config.kv_cache_tokens or max(
@@ -120,13 +119,13 @@ class Engine:
         pages: dict[int | None, int] = {}
         for window in {w for w in windows if w != -1} or {None}:
             n = tokens
-            if window is not None:  # what all hold at once, and beginnings to be found again
-                held = (
+            if window is not None:  # live positions of all sequences, plus prefixes that can be reused
+                live = (
                     config.max_num_seqs * (window + config.block_size)
                     + config.max_num_batched_tokens
                     + window
                 )
-                n = min(tokens, held + tokens // 4)
+                n = min(tokens, live + tokens // 4)
             pages[window] = max(1, -(-n // config.block_size))
         same = config.batch_invariant
         self.runner = make_runner(
@@ -144,7 +143,7 @@ class Engine:
         self.prefill_budget = PrefillBudget(config.max_decode_slowdown, config.slo_tpot)
         swaps = (
             same or config.preemption == "swap"
-        )  # what is read in anew is computed in other pieces than it was
+        )  # recomputation would split the positions differently, and so change bits
         self.scheduler = Scheduler(
             self.cache, config.max_num_seqs, config.max_num_batched_tokens, self.prefill_budget, same,
             self.runner.swap_out if swaps else None, self.runner.swap_in if swaps else None,
@@ -162,7 +161,7 @@ class Engine:
     def _sorted_vocabulary(self) -> SortedVocabulary:
         return SortedVocabulary(self.token_bytes, self.model.config.vocab_size)
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -171,40 +170,44 @@ class Engine:
 
     @property
     def max_positions(self) -> int:
-        """Positions that a text may have here, prompt and output: by the model, the settings and the cache."""
+        """Maximum positions of a sequence (prompt and output) that the model, the settings and the cache allow."""
         return self._max_positions
 
     def add(self, request: Request) -> None:
-        """Takes a request in.
+        """Add a request.
 
         Raises:
-            ConfigError: it cannot be served by this model and this cache; the field is named.
+            ConfigError: this model or this cache cannot serve it; the message names the field.
         """
         vocab, n = self.model.config.vocab_size, len(request.ids)
         if request.id in self._sequences:
-            raise ConfigError(f"id {request.id!r} is that of a request on its way", expected="a new one")
+            raise ConfigError(
+                f"id {request.id!r} is the id of an unfinished request", expected="an unused id"
+            )
         if max(request.ids) >= vocab:
             raise ConfigError(
-                f"ids: {max(request.ids)} is no id of this model",
+                f"ids: {max(request.ids)} is not an id of this model",
                 expected=f"0 to {vocab - 1}",
-                do="encode with its own tokenizer",
+                do="encode the prompt with this model's tokenizer",
             )
         if n >= self._max_positions:
-            what = "the model's context" if self._max_positions == self.max_model_len else "the cache"
+            limit = "the model's context" if self._max_positions == self.max_model_len else "the cache"
             raise ConfigError(
-                f"ids: the prompt is {n:,} tokens long and {what} holds {self._max_positions:,}",
-                expected=f"at most {self._max_positions - 1:,}, so that one can be written",
+                f"ids: the prompt has {n:,} tokens and {limit} holds {self._max_positions:,}",
+                expected=f"at most {self._max_positions - 1:,}, which leaves one position for the output",
             )
         request.sampling.check_ids(vocab)
         if request.grammar is not None and self.compile_grammar is None:
             raise ConfigError(
-                "grammar is given, and this engine has no grammars", expected="a request without"
+                "grammar is set, and the engine has no compile_grammar",
+                expected="a request without a grammar",
             )
         if request.forced_prefix and not self.token_bytes:
             raise ConfigError(
-                "forced_prefix is given, and the engine has no token_bytes", expected="a request without"
+                "forced_prefix is set, and the engine has no token_bytes",
+                expected="a request without forced_prefix",
             )
-        self.adapters.index_of(request.adapter)  # which says so if there is none
+        self.adapters.index_of(request.adapter)  # raises if there is no such adapter
         self._n_added += 1
         seed = (
             request.sampling.seed
@@ -224,7 +227,7 @@ class Engine:
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request where it is; the next step says so. False if it is not (or no longer) on its way."""
+        """End a request; the next step returns its last `Delta`. Returns False if the request is unknown or finished."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -233,8 +236,8 @@ class Engine:
         return True
 
     def step(self) -> list[Delta]:
-        """One step of the model: -> what it did, request by request; [] when there is nothing to do."""
-        began = self.clock()
+        """Run one step of the model; returns one `Delta` per request that advanced, or [] if there is nothing to do."""
+        started = self.clock()
         deltas, self._aborted = self._aborted, []
         if self._board is not None:
             self.sync_weights(self._board)
@@ -254,32 +257,39 @@ class Engine:
             logits = self.runner.logits(hidden[batch.logit_indices])
         else:
             logits = self.runner.run(batch)
-        ran = self.clock()
-        drawn = self.sampler.sample_or_none(
+        model_done = self.clock()
+        sampled_tokens = self.sampler.sample_or_none(
             logits if batch.sample_indices is None else logits[batch.sample_indices], rows
         )
-        sampled = self.clock()
+        sample_done = self.clock()
         before = [(sequence, sequence.n_computed) for sequence, _ in schedule.rows]
-        deltas += self._process_outputs(schedule, logits, drawn)
+        deltas += self._process_outputs(schedule, logits, sampled_tokens)
         if hidden is not None and self.proposer is not None:
             for (sequence, first), at in zip(before, batch.starts, strict=False):
                 if sequence.finish_reason is None:
                     self.proposer.observe(sequence, hidden[at : at + sequence.n_computed - first])
         n_decode = schedule.decode_tokens
         done = self.clock()
-        self.prefill_budget.record_step(n_decode, schedule.tokens - n_decode, done - began)
+        self.prefill_budget.record_step(n_decode, schedule.tokens - n_decode, done - started)
         self.stats.record_step(
-            began, schedule, n_decode, model_seconds=ran - ready, sample_seconds=sampled - ran, seconds=done - began,
-            running=len(self.scheduler.running), waiting=len(self.scheduler.waiting),
-        )  # fmt: skip
+            started,
+            schedule,
+            n_decode,
+            model_seconds=model_done - ready,
+            sample_seconds=sample_done - model_done,
+            seconds=done - started,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+        )
         return deltas
 
     def update_weights(self, tensors: Mapping[str, Tensor], version: int, recompute: bool = False) -> None:
-        """New weights from the next step on.
+        """Use new weights from the next step on.
 
         Args:
-            tensors: by parameter name, all or some of them.
-            recompute: read in anew what runs, rather than going on with keys of the old weights.
+            tensors: by parameter name, all or some of the parameters.
+            version: number of the new weights.
+            recompute: preempt and recompute running sequences instead of keeping KV of the old weights.
 
         Raises:
             ConfigError: a name or a shape that the model does not have; nothing has changed then.
@@ -295,48 +305,52 @@ class Engine:
         self._on_weights_updated(version, recompute)
 
     def follow_board(self, board: Board | None) -> None:
-        """Takes the newest weights of `board` before each step; None: goes on with those that it has."""
+        """Read the newest weights of `board` before each step; None keeps the current weights."""
         self._board = board
 
     def sync_weights(self, board: Board) -> None:
-        """Takes the newest weights of `board` now, unless it has them."""
+        """Read the newest weights of `board` now if their version differs."""
         if board.version != self.version:
             with torch.no_grad():
                 version = board.read(dict(self.model.named_parameters()))
             self._on_weights_updated(version)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError when books, queues and sequences disagree: a leaked page, a lost request."""
+        """Raise RuntimeError if page accounting, queues and sequences disagree: a leaked page, a lost request."""
         self.scheduler.check_integrity(self._sequences.values())
 
     def sequences(self) -> list[Sequence]:
-        """All that are on their way."""
+        """Return all unfinished sequences."""
         return list(self._sequences.values())
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _process_outputs(self, schedule: Schedule, logits: Tensor, drawn: list[Token | None]) -> list[Delta]:
-        """Takes the drawn tokens in; -> what is told of each sequence that got further."""
+    def _process_outputs(
+        self, schedule: Schedule, logits: Tensor, sampled_tokens: list[Token | None]
+    ) -> list[Delta]:
+        """Append the sampled tokens; returns one `Delta` per sequence that advanced."""
         deltas = []
-        at = row = 0  # in `logits`, in `drawn`
+        at = row = 0  # offsets in `logits` and in `sampled`
         for sequence, n in schedule.rows:
             stop = sequence.n_computed + n
-            told: tuple[float, ...] = ()
+            prompt_scores: tuple[float, ...] = ()
             if scores_prompt(sequence):
                 score_prompt(sequence, logits[at : at + n], stop)
                 at += n
-                count = int(stop == len(sequence.ids))
-                told = tuple(sequence.prompt_log_probs) if count else ()
+                n_sampled = int(stop == len(sequence.ids))
+                prompt_scores = tuple(sequence.prompt_log_probs) if n_sampled else ()
             else:
-                count = max(0, stop - len(sequence.ids) + 1)
-                at += count
-                if count and sequence.request.prompt_log_probs and not sequence.n_output:
-                    told = tuple(sequence.prompt_log_probs)  # its last position was a step of its own
-            new = drawn[row : row + count]
-            row += count
+                n_sampled = max(0, stop - len(sequence.ids) + 1)
+                at += n_sampled
+                if n_sampled and sequence.request.prompt_log_probs and not sequence.n_output:
+                    prompt_scores = tuple(
+                        sequence.prompt_log_probs
+                    )  # the prompt's last position ran in its own step
+            new = sampled_tokens[row : row + n_sampled]
+            row += n_sampled
             pages = sequence.n_computed // self.config.block_size
             sequence.n_computed = min(stop, len(sequence.ids))
-            delta = self._accept_tokens(sequence, new, told) if new else None
+            delta = self._accept_tokens(sequence, new, prompt_scores) if new else None
             if sequence.n_computed // self.config.block_size > pages or self.cache.has_windows:
                 self.cache.commit_full_pages(sequence)
             if delta is not None:
@@ -347,14 +361,14 @@ class Engine:
         return deltas
 
     def _accept_tokens(
-        self, sequence: Sequence, drawn: list[Token | None], prompt_log_probs: tuple[float, ...]
+        self, sequence: Sequence, sampled_tokens: list[Token | None], prompt_log_probs: tuple[float, ...]
     ) -> Delta:
         first = sequence.n_output == 0
         if first:
             sequence.first_token_time = self.clock()
         n_drafts = len(sequence.drafts)
         taken, text, finish = accept_tokens(
-            sequence, drawn, self.token_bytes, self._max_positions, self.version
+            sequence, sampled_tokens, self.token_bytes, self._max_positions, self.version
         )
         self.stats.output_tokens += len(taken)
         if n_drafts:
@@ -373,7 +387,7 @@ class Engine:
     # -- weights and sizes ---------------------------------------------------------------------------------------------
 
     def _on_weights_updated(self, version: int, recompute: bool = False) -> None:
-        """The model's weights are others now."""
+        """Invalidate what depends on the old weights."""
         self.runner.refresh()
         self.version = version
         self.cache.invalidate_all()
@@ -391,7 +405,7 @@ class Engine:
         return f"{self.version} {self.adapters.cache_key(request.adapter)} ".encode()
 
     def _max_cacheable_positions(self) -> int:
-        """The longest text that the cache could hold, were it alone."""
+        """The longest sequence that an otherwise empty cache could hold."""
         low, high = 0, self.max_model_len
         while low < high:
             middle = (low + high + 1) // 2

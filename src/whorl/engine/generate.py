@@ -1,8 +1,7 @@
-"""Generation, token by token, with a state: `generate` streams one sequence, `complete` finishes many.
+"""Generation with a model state: `generate` streams one sequence, `complete` finishes many.
 
-With the state (keys and values, or whatever a model keeps of the past) a new token costs one position's products; without
-it the whole text is run again for every token (bench/engine/kv_cache.py measures both). Token ids in, token ids out: text is
-the caller's business.
+With the state (for example keys and values) a new token costs one position's matrix products. Without it, the whole
+sequence runs again for every token; bench/engine/kv_cache.py measures both. Token ids in, token ids out.
 """
 
 from __future__ import annotations
@@ -34,12 +33,16 @@ def generate(
     top_log_probs: int = 0,
     use_cache: bool = True,
 ) -> Iterator[Token]:
-    """Streams up to `max_tokens` tokens that follow `prompt` (ids, at least one).
+    """Yield up to `max_tokens` tokens that follow `prompt` (ids, at least one).
 
-    The seed is that of `sampling`; where it has none, `generator` gives one. forbidden: ids that are never produced (pad,
-    bos). required: bytes that the output begins with (a healed prompt), in tokens of the model's choice, whose bytes
-    `token_bytes` gives by id. top_log_probs: alternatives told with each token. Stopping at eos or at a text is left to the
-    caller, who simply stops iterating. `use_cache=False` is the slow reference.
+    The seed is that of `sampling`, or else comes from `generator`. The caller stops iterating at eos or at a stop string.
+
+    Args:
+        banned_ids: ids that are never sampled (pad, bos).
+        forced_prefix: bytes that the output starts with (a healed prompt), in any tokens.
+        token_bytes: the bytes of each id, for `forced_prefix`.
+        top_log_probs: number of alternatives returned with each token.
+        use_cache: False recomputes the whole sequence for every token (the slow reference).
     """
     device = model.embedding.device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
@@ -78,10 +81,10 @@ def complete(
     forced_prefixes: Sequence[bytes] = (),
     token_bytes: Sequence[bytes] = (),
 ) -> list[list[int]]:
-    """Completes many prompts, those of one length together; each ends before its eos or at `max_tokens`.
+    """Return the completion ids of each prompt, up to but without eos, at most `max_tokens` each.
 
-    The prompt of number n draws with the seed of `sampling` (or of `generator`) + n. required: for each prompt the bytes
-    that its completion begins with, as in `generate`.
+    Prompts of one length form a batch. Prompt n uses the seed of `sampling` (or of `generator`) plus n. forced_prefixes: one
+    per prompt, as in `generate`.
     """
     out: list[list[int]] = [[] for _ in prompts]
     by_length: dict[int, list[int]] = {}
@@ -123,7 +126,7 @@ def _seed(sampling: SamplingParams, generator: torch.Generator) -> int:
 def _forced_prefixes(
     texts: Sequence[bytes], token_bytes: Sequence[bytes], model: LanguageModel
 ) -> list[ForcedPrefix | None]:
-    """One for each text, None where nothing is required."""
+    """Return one constraint per prefix, None for an empty prefix."""
     if not any(texts):
         return [None] * len(texts)
     vocabulary = SortedVocabulary(token_bytes, model.config.vocab_size)
@@ -131,14 +134,14 @@ def _forced_prefixes(
 
 
 def decode_step(model: LanguageModel) -> DecodeStep | None:
-    """The flattened step of our own decoder; every other model decodes by its forward."""
+    """Return the fused decode step of a `Decoder`, or None: other models decode through their forward."""
     return DecodeStep(model) if isinstance(model, Decoder) else None
 
 
 def _logits(
     model: LanguageModel, step: DecodeStep | None, fed: torch.Tensor, state: ModelState | None
 ) -> torch.Tensor:
-    """[B, V] after `fed` [B, T]: a prompt, the whole text so far, or with a state the newest token alone."""
+    """Logits [B, V] after `fed` [B, T]: a prompt, the whole sequence, or with a state the newest token alone."""
     if step is not None and isinstance(state, DecoderState) and fed.shape[1] == 1:
         return step(fed, state)
     return model.logits(model(fed, state=state)[:, -1])

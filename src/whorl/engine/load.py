@@ -1,8 +1,8 @@
-"""Loading a model to sample from, in the type in which this machine samples fastest.
+"""Load a model in the dtype in which this machine decodes fastest.
 
-Training multiplies thousands of rows at a time, sampling one: bound by how fast weights are read and by what a call costs.
-A CPU that trains fastest in bf16 may well sample twice as fast in fp32, as long as the weights stay in its caches, and
-no flag says where the border lies. So the products of one step are timed, in both types, with the model's own shapes.
+Training multiplies thousands of rows at a time. Decoding multiplies few rows, and is bound by weight bandwidth and call
+overhead. A CPU that trains fastest in bf16 may decode twice as fast in fp32 while the weights fit its caches, and no CPU
+flag gives the size where this changes. So one step's matrix products are timed in both dtypes, with the model's shapes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, ModelConfig, load_model, make_model, read_config
 from whorl.nn import Linear
 
-MAX_TIMED_BYTES = 256e6  # of fp32 weights: beyond that none stay in a cache, and fewer layers tell the same
+MAX_TIMED_BYTES = (
+    256e6  # of fp32 weights; larger models do not fit a cache, and fewer layers give the same answer
+)
 ROUNDS = 5
 
 
 def load_for_sampling(folder: Path, machine: Machine, batch_size: int = 1) -> LanguageModel:
-    """The model of `folder`, ready to sample `rows` sequences at a time.
+    """Load the model of `folder`, ready to decode `batch_size` sequences at a time.
 
     Raises:
         CheckpointError: as `load_model`.
@@ -32,13 +34,13 @@ def load_for_sampling(folder: Path, machine: Machine, batch_size: int = 1) -> La
 
 @torch.inference_mode()
 def fastest_dtype(config: ModelConfig, machine: Machine, batch_size: int = 1) -> torch.dtype:
-    """The compute type for decoding `rows` sequences of a model of this shape; takes a few milliseconds."""
+    """Return the faster compute dtype for decoding `batch_size` sequences of this shape; takes a few milliseconds."""
     if machine.device != "cpu" or machine.torch_dtype == torch.float32:
         return machine.torch_dtype
     with torch.device("meta"):
         blocks = make_model(config).blocks
-    # A mixture's experts are left out: a token meets few of them, one after another
-    layers = [[tuple(m.weight.shape) for m in one.modules() if isinstance(m, Linear)] for one in blocks]
+    # Expert layers are left out: a token uses few of them, one after another.
+    layers = [[tuple(m.weight.shape) for m in block.modules() if isinstance(m, Linear)] for block in blocks]
     shapes: list[tuple[int, ...]] = []
     for layer in layers:
         if not shapes or 4 * sum(a * b for a, b in shapes + layer) <= MAX_TIMED_BYTES:

@@ -1,8 +1,8 @@
-"""What a step's draws mean for a sequence: which tokens it takes, what may be shown of them, and whether it is over."""
+"""Apply the sampled tokens of a step to a sequence: accepted tokens, visible text, finish reason."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 
 import torch
@@ -14,33 +14,35 @@ from whorl.engine.sequence import Sequence
 
 def accept_tokens(
     sequence: Sequence,
-    sampled: Many[Token | None],
-    token_bytes: Many[bytes],
+    sampled: SequenceABC[Token | None],
+    token_bytes: SequenceABC[bytes],
     max_positions: int,
     version: int,
 ) -> tuple[list[Token], bytes, FinishReason | None]:
-    """Takes in the tokens drawn for one sequence, one behind each draft, as far as the drafts were right.
+    """Append the tokens sampled for one sequence, one after each draft, as far as the drafts are correct.
 
     Args:
-        drawn: None where nothing could be drawn; token_bytes: of each id, or empty where nobody wants text; longest:
-            positions that a text may have; version: of the weights.
+        sampled: one token per position; None where nothing could be sampled.
+        token_bytes: the bytes of each id, or empty if no text is needed.
+        max_positions: maximum length of a sequence.
+        version: version of the weights.
 
     Returns:
-        The tokens that it took, the bytes that may be shown now, and why it ended, if it did.
+        The accepted tokens, the bytes that may be shown now, and the finish reason or None.
     """
-    r, text = sequence.request, b""
+    request, text = sequence.request, b""
     finish: FinishReason | None = None
-    taken: list[Token] = []
+    accepted: list[Token] = []
     drafts, sequence.drafts = sequence.drafts, []
-    for k, one in enumerate(sampled):
-        if one is None:  # its logits are no numbers, or everything was forbidden
+    for k, candidate in enumerate(sampled):
+        if candidate is None:  # the logits were not finite, or every id was banned
             finish = "abort"
             text += sequence.stop_checker.flush()
             break
-        token = replace(one, version=version) if version else one
-        taken.append(token)
+        token = replace(candidate, version=version) if version else candidate
+        accepted.append(token)
         sequence.ids.append(token.id)
-        if token.id in r.stop_ids:
+        if token.id in request.stop_ids:
             finish = "stop"
         else:
             if sequence.constraint is not None:
@@ -53,22 +55,22 @@ def accept_tokens(
                 finish = "stop"
             elif sequence.constraint is not None and sequence.constraint.ended:
                 finish = "stop" if sequence.constraint.failed is None else "abort"
-            elif sequence.n_output >= r.max_tokens or len(sequence.ids) >= max_positions:
+            elif sequence.n_output >= request.max_tokens or len(sequence.ids) >= max_positions:
                 finish = "length"
         if finish is not None:
-            text += sequence.stop_checker.flush()  # nothing, if a stop text was met
+            text += sequence.stop_checker.flush()  # empty if a stop string matched
             break
         if k >= len(drafts) or drafts[k] != token.id:
             break
-        sequence.n_computed += 1  # the draft's own position was computed with it, and is right
-    return taken, text, finish
+        sequence.n_computed += 1  # the draft's position was computed in this step, and the draft is correct
+    return accepted, text, finish
 
 
 def score_prompt(sequence: Sequence, logits: Tensor, stop: int) -> None:
-    """Log-probabilities of the prompt's ids behind the positions computed .. stop, of whose logits [n, vocab] these are."""
+    """Append log-probabilities of prompt ids n_computed + 1 .. stop, from the logits [n, vocab] that predict them."""
     targets = sequence.ids[sequence.n_computed + 1 : stop + 1]
     log_probs = logits[: len(targets)].log_softmax(-1)
-    found = log_probs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])
-    # What was scored before it was preempted and read in anew is not told twice.
+    selected = log_probs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])
+    # After a preemption, positions are scored again.
     del sequence.prompt_log_probs[sequence.n_computed :]
-    sequence.prompt_log_probs += found[:, 0].tolist()
+    sequence.prompt_log_probs += selected[:, 0].tolist()

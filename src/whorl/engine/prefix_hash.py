@@ -1,4 +1,4 @@
-"""Chained hashes of full pages of token ids, by which cached prefixes are found."""
+"""Chained hashes of full pages of token ids; the key of the prefix cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PageHash = bytes
 def prefix_hashes(
     seed: PageHash, ids: Sequence[int], page_size: int, hashes: list[PageHash]
 ) -> list[PageHash]:
-    """Extends `known` by the hashes of the further full pages of `ids`, and returns it."""
+    """Append the hashes of further full pages of `ids` to `hashes` and return it."""
     for page in range(len(hashes), len(ids) // page_size):
         before = hashes[-1] if hashes else seed
         block = np.asarray(ids[page * page_size : (page + 1) * page_size], np.int64).tobytes()

@@ -1,14 +1,13 @@
-"""What is asked of the engine and what it answers: requests in, pieces of text as tokens out.
+"""Requests to the engine and the tokens it returns.
 
-    engine.add(request)                    -> nothing yet; the scheduler holds it
-    for delta in engine.step(): ...        every request that got further in this step, with its new tokens
+    engine.add(request)                    -> the scheduler queues it
+    for delta in engine.step(): ...        one Delta per request that advanced, with its new tokens
     engine.abort(request.id)
 
-Token ids in, token ids out, with the bytes that may be shown beside them: a stop text that may have begun is held back, and
-a character is never cut in two by whoever shows `text` through an incremental decoder. All that a reader of tokens could
-need travels with each token, under names that are not confused (`Token`).
+Token ids in, token ids out. `Delta.text` has the bytes that may be shown: a possible start of a stop string is held back.
+Text may end inside a character; decode it with an incremental decoder.
 
-A request is checked where it is made, field by field; whether it fits this model and this cache, the engine checks in `add`.
+A request validates its own fields. `Engine.add` checks it against the model and the cache.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Grammar(BaseModel):
-    """What the output must be a sentence of; exactly one of the fields."""
+    """A constraint on the whole output; exactly one field is set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     json_schema: str | None = Field(default=None, description="a JSON schema, as JSON")
     regex: str | None = Field(
-        default=None, description="of the whole output; \\d and \\w as Unicode has them"
+        default=None, description="regular expression for the whole output; \\d and \\w follow Unicode"
     )
     lark: str | None = Field(default=None, description="a context-free grammar in Lark's notation")
 
@@ -42,7 +41,7 @@ class Grammar(BaseModel):
 
 
 class Request(BaseModel):
-    """One sequence to be continued. Several answers to one prompt (`n`) are several requests: their prompt is shared."""
+    """One sequence to continue. Several completions of one prompt (`n`) are several requests that share cached pages."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,20 +49,24 @@ class Request(BaseModel):
     ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, description="the prompt")
     sampling: SamplingParams = SamplingParams()
     max_tokens: int = Field(default=256, ge=1)
-    stop: tuple[bytes, ...] = Field(default=(), description="texts that end it, themselves left out")
-    stop_ids: frozenset[int] = Field(default=frozenset(), description="ids that end it, themselves left out")
-    forced_prefix: bytes = Field(default=b"", description="what the output begins with (a healed prompt)")
+    stop: tuple[bytes, ...] = Field(default=(), description="stop strings, excluded from the text")
+    stop_ids: frozenset[int] = Field(default=frozenset(), description="stop ids, excluded from the text")
+    forced_prefix: bytes = Field(
+        default=b"", description="bytes that the output starts with (a healed prompt)"
+    )
     grammar: Grammar | None = None
-    priority: int = Field(default=0, description="lower is served first")
-    top_log_probs: int = Field(default=0, ge=0, le=20, description="likeliest alternatives told a token")
-    prompt_log_probs: bool = Field(default=False, description="score the prompt's own tokens too")
-    client: str = Field(default="", description="whom it is for: clients are served in equal measure")
+    priority: int = Field(default=0, description="lower is scheduled first")
+    top_log_probs: int = Field(default=0, ge=0, le=20, description="alternatives returned per token")
+    prompt_log_probs: bool = Field(
+        default=False, description="return log-probabilities of the prompt's tokens"
+    )
+    client: str = Field(default="", description="client id; clients get equal shares of the engine")
     adapter: str | None = Field(default=None, description="name of a loaded LoRA adapter")
 
     @model_validator(mode="after")
     def _check_stop(self) -> Request:
         if any(not text for text in self.stop):
-            raise ValueError("stop: an empty text would end every output; leave it out")
+            raise ValueError("stop: an empty string would end every output; remove it")
         return self
 
 
@@ -71,8 +74,10 @@ class Request(BaseModel):
 class Token:
     """One sampled token.
 
-    log_prob: under the distribution sampled from (temperature, penalties, cuts); raw_log_prob: under the model's own;
-    alternatives: the model's likeliest ids with their raw log-probabilities; version: of the weights that it came from.
+    log_prob: under the sampling distribution (temperature, penalties, cuts).
+    raw_log_prob: under the model's own distribution.
+    alternatives: the model's most likely ids with their raw log-probabilities.
+    version: of the weights that produced it.
     """
 
     id: int
@@ -84,10 +89,10 @@ class Token:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step did for one request.
+    """The result of one step for one request.
 
-    tokens: new ones, in order. text: bytes that may be shown now (held back while they may begin a stop text).
-    finish: why it ended, or None. cached: positions of the prompt that were found in the cache, told with the first token.
+    tokens: new tokens, in order. text: bytes that may be shown now. finish_reason: None while the request runs.
+    cached_tokens: prompt positions found in the prefix cache, returned with the first token.
     """
 
     request_id: str

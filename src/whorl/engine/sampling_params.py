@@ -1,11 +1,11 @@
-"""How the next token is chosen: the settings of one sequence. What they mean is told in `sampler.py`, in a few lines.
+"""Sampling settings of one sequence. `sampler.py` defines what they do.
 
-They apply in this order, whatever the order of the fields:
+They apply in this order:
 
-    logit_bias, and what a grammar forbids     added to logits; -inf
+    logit_bias, grammar mask                   added to logits; -inf
     repetition, frequency, presence penalty    `penalties.py`
     temperature                                logits are divided by it
-    top_k, then top_p, then min_p              the likeliest are kept; each looks at what the one before has left
+    top_k, then top_p, then min_p              each applies to the ids that remain
 
 (min-p: arXiv:2407.01082; top-p: arXiv:1904.09751.)
 """
@@ -23,44 +23,44 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class SamplingParams(BaseModel):
-    """How to choose the next token. The defaults sample the model's own distribution, slightly sharpened."""
+    """Settings for the next token. The defaults sample the model's distribution, slightly sharpened."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    temperature: Finite = Field(default=0.8, ge=0, description="0 takes the likeliest token")
-    top_k: int = Field(default=0, ge=0, description="keep the k likeliest; 0 keeps all")
-    top_p: float = Field(default=0.95, gt=0, le=1, description="keep the likeliest that together reach p")
+    temperature: Finite = Field(default=0.8, ge=0, description="0 is greedy")
+    top_k: int = Field(default=0, ge=0, description="keep the k most likely ids; 0 keeps all")
+    top_p: float = Field(
+        default=0.95, gt=0, le=1, description="keep the most likely ids that together reach p"
+    )
     min_p: float = Field(
-        default=0, ge=0, le=1, description="keep those at least this share of the likeliest's probability"
+        default=0, ge=0, le=1, description="keep ids with at least this fraction of the highest probability"
     )
     repetition_penalty: Finite = Field(
-        default=1, gt=0, description="above 1 makes what prompt or output holds less likely; 1 is none"
+        default=1, gt=0, description="above 1 makes ids of prompt and output less likely; 1 is off"
     )
     presence_penalty: float = Field(
-        default=0, ge=-2, le=2, description="taken off the logit of what was put out"
+        default=0, ge=-2, le=2, description="subtracted once from the logit of each id in the output"
     )
     frequency_penalty: float = Field(
-        default=0, ge=-2, le=2, description="taken off the logit for each time that it was put out"
+        default=0, ge=-2, le=2, description="subtracted from the logit for each occurrence in the output"
     )
     logit_bias: dict[Id, Finite] = Field(default_factory=dict, description="added to the logits of these ids")
-    seed: int | None = Field(
-        default=None, description="the same seed draws the same tokens; without, a fresh one"
-    )
+    seed: int | None = Field(default=None, description="the same seed gives the same tokens; None picks one")
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what came before changes what is likely now."""
+        """Whether earlier tokens change the logits."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     def check_ids(self, vocab_size: int) -> None:
-        """That every biased id is one of the vocabulary.
+        """Check that every biased id is in the vocabulary.
 
         Raises:
-            ConfigError: the first that is not.
+            ConfigError: an id of `logit_bias` is not.
         """
-        for number in self.logit_bias:
-            if number >= vocab_size:
+        for token_id in self.logit_bias:
+            if token_id >= vocab_size:
                 raise ConfigError(
-                    f"logit_bias names the id {number}",
+                    f"logit_bias has the id {token_id}",
                     expected=f"0 to {vocab_size - 1}, the ids of this model",
                 )

@@ -1,10 +1,10 @@
-"""A sequence: one request on its way, and all that the engine knows of it.
+"""A sequence: one request and its state in the engine.
 
-    waiting -> running -> finished           `computed` counts the positions whose state is in the cache
-    running -> waiting                       preempted: its pages are given back, or copied out (`swapped`)
+    waiting -> running -> finished           `n_computed` counts the positions whose state is in the cache
+    running -> waiting                       preempted: its pages are freed, or copied out (`swapped`)
 
-`ids` are prompt and output together, and between steps exactly one of them (the newest) is not computed yet, unless a
-prompt is still being read in. A preempted sequence simply has more to read in again: nothing else tells it apart.
+`ids` holds prompt and output. Between steps exactly one id (the newest) is not computed, unless prefill is still running.
+A preempted sequence has more positions to compute again; nothing else distinguishes it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """One request on its way.
+    """State of one unfinished request.
 
-    ids: prompt and output; computed: positions in the cache; pages: of each layer group, in the order of the text
-    (`pool.NOWHERE` where a window left them behind); hashes: of the full pages of `ids`, as far as they were needed; slot:
-    its row in everything that has one a sequence; swapped: what was copied out of its pages when it was preempted.
+    ids: prompt and output.
+    n_computed: positions in the cache.
+    pages: of each layer group, in text order (`EVICTED` where a window freed them).
+    page_hashes: of the full pages of `ids`, as far as needed.
+    slot: row in per-sequence tensors.
+    swapped: the copy of its pages while it is preempted.
     """
 
     request: Request
@@ -41,21 +44,19 @@ class Sequence:
     n_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
     page_hashes: list[PageHash] = field(default_factory=list)
-    n_committed_pages: int = 0  # full pages that the pool knows of
+    n_committed_pages: int = 0  # full pages registered in the pool
     slot: int = -1
-    cached_tokens: int = 0  # positions found in the cache when it was first admitted
-    n_preemptions: int = 0  # times
+    cached_tokens: int = 0  # positions found in the prefix cache at first admission
+    n_preemptions: int = 0
     swapped: Any = None
-    drafts: list[int] = field(
-        default_factory=list
-    )  # guesses at what follows `ids`, to be verified in this step
+    drafts: list[int] = field(default_factory=list)  # draft tokens to verify in this step
     prompt_log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    stop_checker: Any = None  # `stops.Stops`
-    constraint: Any = None  # of its grammar, or of the bytes that its output begins with
-    token_counts: Any = None  # `penalties.Seen`, where its settings have penalties
+    stop_checker: Any = None  # `StopStringChecker`
+    constraint: Any = None  # `LogitConstraint` of its grammar or its forced prefix
+    token_counts: Any = None  # `TokenCounts`, if its settings have penalties
     arrival_time: float = 0.0  # seconds, by the engine's clock
-    first_token_time: float = 0.0  # when its first token came
+    first_token_time: float = 0.0  # seconds, by the engine's clock
 
     @property
     def n_prompt(self) -> int:
@@ -67,7 +68,7 @@ class Sequence:
 
     @property
     def n_uncomputed(self) -> int:
-        """Positions that are not in the cache yet: 1 while decoding, more while a prompt is read in."""
+        """Positions not yet in the cache: 1 while decoding, more during prefill."""
         return len(self.ids) - self.n_computed
 
     @property
@@ -75,5 +76,5 @@ class Sequence:
         return self.n_uncomputed == 1 and self.n_computed > 0
 
     def compute_page_hashes(self, page_size: int) -> list[PageHash]:
-        """Hashes of all full pages of `ids`."""
+        """Return the hashes of all full pages of `ids`."""
         return prefix_hashes(self.hash_seed, self.ids, page_size, self.page_hashes)

@@ -1,28 +1,24 @@
-"""Speculation: cheap guesses at what follows, verified by the model several at a time.
+"""Speculative decoding: cheap draft tokens, verified by the model several at a time.
 
-A step of decoding reads all weights to make one token. A few more positions of the same row cost hardly more (Leviathan et
-al. 2023, Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318):
-so guesses that often come true are tokens for nothing. Who guesses is a `Proposer` of the engine:
+A decode step reads all weights to make one token; a few more positions of the same row cost little more (Leviathan et al.
+2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). The engine's proposers are:
 
-- `Lookup`: what followed the last time that the newest few ids stood in this text (prompt look-up, Saxena 2023; in code and
-  in answers that quote, much is said again). Costs a dictionary.
-- `DraftModel`: a smaller model with the same ids.
-- `Ahead`: heads that were trained to predict several tokens on (`models/multi_token.py`, arXiv:2404.19737).
+- `PromptLookup`: the tokens that followed the last occurrence of the newest n-gram in this sequence (Saxena 2023).
+- `DraftModel`: a smaller model with the same vocabulary.
+- `MultiTokenDraft`: heads trained to predict several tokens ahead (`models/multi_token.py`, arXiv:2404.19737).
 
-How a guess is verified is the engine's business, and simpler than in the papers: every position's token is drawn from the
-model's own distribution with the random number of its place, and a guess is kept if it is what was drawn. For a guess x that
-is certain of itself this *is* the papers' rule: it is accepted with probability p(x), and what comes instead follows p
-without x. It is lossless in a stronger sense than theirs: not only the distribution, the very tokens are those of the same
-seed without speculation. `DraftModel` wins back what the papers gain by drafting from a distribution: it draws with the same
-random numbers, so where both distributions are alike, both draw the same.
+The engine verifies: each position's token is sampled from the model's own distribution with the random number of that
+position, and a draft is kept if it equals the sampled token. For a deterministic draft x this is the papers' rule: x is
+accepted with probability p(x), and otherwise the token follows p without x. The output is also bit-identical to the same
+seed without speculation. `DraftModel` samples with the same random numbers, so similar distributions give equal tokens.
 
-The subtle part is when not to guess: a guess costs a position of the step. `Patience` follows, for each sequence, how many
-of its guesses came true, and doubles or halves how far it looks; one whose guesses fail is asked again only now and then.
+The subtle point is the draft length: each draft costs a position of the step. `AdaptiveDraftLength` doubles or halves it by
+the acceptance of each sequence, and pauses after drafts fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 
 import torch
@@ -40,33 +36,33 @@ from whorl.models import LanguageModel
 from whorl.models.multi_token import MultiTokenPrediction
 from whorl.nn.attention.state import KeyValueState
 
-MAX_NGRAM, MIN_NGRAM = 4, 2  # ids that `Lookup` looks for
-COOLDOWN_TOKENS = 16  # tokens without guesses after they failed
+MAX_NGRAM, MIN_NGRAM = 4, 2  # n-gram lengths of `PromptLookup`
+COOLDOWN_TOKENS = 16  # tokens without drafts after all drafts failed
 
 
 @dataclass
 class AdaptiveDraftLength:
-    """How far to guess for one sequence: 1 .. most, or 0 while it rests."""
+    """Draft length of one sequence: 1 .. max_length, or 0 during the cooldown."""
 
     max_length: int
     length: int = 0
     cooldown: int = 0
-    last_n_output: int = 0  # tokens of the sequence when it was last looked at
+    last_n_output: int = 0  # output length at the last call
     n_proposed: int = 0
 
     def next_length(self, n_output: int) -> int:
-        """Guesses that are worth making now, `n_output` tokens having been written."""
-        written, self.last_n_output = n_output - self.last_n_output, n_output
-        if self.n_proposed:  # the last guesses: all but the last of what was written then came true
-            right = min(written - 1, self.n_proposed)
-            if right == self.n_proposed:
+        """Return the number of drafts to make now, after `n_output` output tokens."""
+        n_new, self.last_n_output = n_output - self.last_n_output, n_output
+        if self.n_proposed:  # of the last drafts, all but the newest output token were accepted
+            n_accepted = min(n_new - 1, self.n_proposed)
+            if n_accepted == self.n_proposed:
                 self.length = min(self.max_length, 2 * self.length)
-            elif right * 2 < self.n_proposed:
+            elif n_accepted * 2 < self.n_proposed:
                 self.length = self.length // 2
             self.cooldown = 0 if self.length else COOLDOWN_TOKENS
             self.n_proposed = 0
         elif self.cooldown:
-            self.cooldown = max(0, self.cooldown - written)
+            self.cooldown = max(0, self.cooldown - n_new)
         if not self.cooldown and not self.length:
             self.length = min(2, self.max_length)
         return 0 if self.cooldown else self.length
@@ -74,7 +70,7 @@ class AdaptiveDraftLength:
 
 @dataclass
 class _NgramIndex:
-    """Where each run of ids ended last: (ids) -> position behind it; how many positions were entered."""
+    """End position of the last occurrence of each n-gram, and the number of positions indexed."""
 
     draft_length: AdaptiveDraftLength
     end_of_ngram: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -82,10 +78,10 @@ class _NgramIndex:
 
 
 class PromptLookup:
-    """Guesses from the sequence's own text.
+    """Proposes drafts from the sequence's own text.
 
     Args:
-        most: guesses a step.
+        max_drafts: drafts per step.
     """
 
     needs_hidden_states = False
@@ -94,17 +90,17 @@ class PromptLookup:
         self.max_drafts = max_drafts
         self._indexes: dict[int, _NgramIndex] = {}
 
-    def propose(self, sequences: Many[Sequence]) -> None:
+    def propose(self, sequences: SequenceABC[Sequence]) -> None:
         for sequence in sequences:
-            known = self._indexes.setdefault(
+            index = self._indexes.setdefault(
                 sequence.arrival_index, _NgramIndex(AdaptiveDraftLength(self.max_drafts))
             )
-            far = min(known.draft_length.next_length(sequence.n_output), _max_useful_drafts(sequence))
-            sequence.drafts = self._find(known, sequence.ids, far) if far > 0 else []
-            known.draft_length.n_proposed = len(sequence.drafts)
+            n_drafts = min(index.draft_length.next_length(sequence.n_output), _max_useful_drafts(sequence))
+            sequence.drafts = self._find(index, sequence.ids, n_drafts) if n_drafts > 0 else []
+            index.draft_length.n_proposed = len(sequence.drafts)
 
     def _find(self, index: _NgramIndex, ids: list[int], n_drafts: int) -> list[int]:
-        # The newest position is not entered yet: it would find itself.
+        # The newest position is not indexed yet, or the search would find it.
         for stop in range(max(index.n_indexed, 1), len(ids)):
             for n in range(MIN_NGRAM, MAX_NGRAM + 1):
                 if stop >= n:
@@ -114,34 +110,34 @@ class PromptLookup:
             at = index.end_of_ngram.get(tuple(ids[-n:])) if len(ids) >= n else None
             if at is not None:
                 found = ids[at : at + n_drafts]
-                while 0 < len(found) < n_drafts:  # it repeats itself: and so do we
+                while 0 < len(found) < n_drafts:  # the match runs into the end: repeat it
                     found += found[: n_drafts - len(found)]
                 return found
         return []
 
     def observe(self, sequence: Sequence, hidden: Tensor) -> None:
-        """Nothing to learn from."""
+        """Do nothing: only the ids are needed."""
 
     def release(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence.arrival_index, None)
 
 
 def _max_useful_drafts(sequence: Sequence) -> int:
-    """Guesses that could still be of use before the output's end."""
+    """Return the number of drafts that still fit before the end of the output."""
     return sequence.request.max_tokens - sequence.n_output - 1
 
 
 class DraftModel:
-    """Guesses by a smaller model with the same vocabulary.
+    """Proposes drafts by a smaller model with the same vocabulary.
 
     Args:
-        model: in its compute type.
-        most: guesses a step.
-        max_sequences, max_length, page_size: as the engine's.
-        forbidden: ids that are never drawn.
+        model: in its compute dtype.
+        max_drafts: drafts per step.
+        max_num_seqs, max_model_len, page_size: as the engine's.
+        banned_ids: ids that are never sampled.
 
     Raises:
-        ConfigError: a model whose layers keep a state of fixed size, which cannot be taken back by a position.
+        ConfigError: the model has windows or recurrent states, which cannot be rolled back by a position.
     """
 
     needs_hidden_states = False
@@ -154,7 +150,7 @@ class DraftModel:
         max_num_seqs: int = 32,
         max_model_len: int = 2048,
         page_size: int = 32,
-        banned_ids: Many[int] = (),
+        banned_ids: SequenceABC[int] = (),
     ) -> None:
         if any(w is not None for w in layer_windows(model)):
             raise ConfigError(
@@ -172,43 +168,43 @@ class DraftModel:
         self._draft_sequences: dict[int, Sequence] = {}
         self._draft_lengths: dict[int, AdaptiveDraftLength] = {}
 
-    def propose(self, sequences: Many[Sequence]) -> None:
-        wanted: list[tuple[Sequence, Sequence, int]] = []
+    def propose(self, sequences: SequenceABC[Sequence]) -> None:
+        drafting: list[tuple[Sequence, Sequence, int]] = []
         for sequence in sequences:
-            patience = self._draft_lengths.setdefault(
+            draft_length = self._draft_lengths.setdefault(
                 sequence.arrival_index, AdaptiveDraftLength(self.max_drafts)
             )
-            far = min(patience.next_length(sequence.n_output), _max_useful_drafts(sequence))
-            if far > 0 and (twin := self._draft_sequence(sequence)) is not None:
-                wanted.append((sequence, twin, far))
+            n_drafts = min(draft_length.next_length(sequence.n_output), _max_useful_drafts(sequence))
+            if n_drafts > 0 and (draft := self._draft_sequence(sequence)) is not None:
+                drafting.append((sequence, draft, n_drafts))
             sequence.drafts = []
-        for k in range(max((far for _, _, far in wanted), default=0)):
-            rows = [(s, twin) for s, twin, far in wanted if k < far]
-            for (sequence, twin), token in zip(rows, self._draft_tokens([t for _, t in rows]), strict=True):
+        for k in range(max((n_drafts for _, _, n_drafts in drafting), default=0)):
+            rows = [(s, draft) for s, draft, n_drafts in drafting if k < n_drafts]
+            for (sequence, draft), token in zip(rows, self._draft_tokens([t for _, t in rows]), strict=True):
                 sequence.drafts.append(token)
-                twin.ids.append(token)
-        for sequence, twin, _ in wanted:
+                draft.ids.append(token)
+        for sequence, draft, _ in drafting:
             self._draft_lengths[sequence.arrival_index].n_proposed = len(sequence.drafts)
-            # What is right of this, the next look will see: up to there the cache stays as it is.
-            twin.n_computed = min(twin.n_computed, len(sequence.ids))
+            # The next call keeps the positions whose drafts were accepted.
+            draft.n_computed = min(draft.n_computed, len(sequence.ids))
 
     def _draft_sequence(self, sequence: Sequence) -> Sequence | None:
-        """The sequence as the draft model knows it, brought up to date."""
-        twin = self._draft_sequences.get(sequence.arrival_index)
-        if twin is None:
+        """Return the draft model's copy of the sequence, with the target's ids, or None without a free slot."""
+        draft = self._draft_sequences.get(sequence.arrival_index)
+        if draft is None:
             if not self._free_slots:
                 return None
-            twin = Sequence(sequence.request, sequence.arrival_index, [], sequence.seed)
-            twin.status, twin.slot, twin.pages = SequenceStatus.RUNNING, self._free_slots.pop(), [[]]
-            self._draft_sequences[sequence.arrival_index] = twin
-        same = 0  # positions whose ids are what they were when they were computed
-        most = min(twin.n_computed, len(sequence.ids) - 1)
-        start = max(0, most - self.max_drafts - 1)  # only what was a guess can have turned out otherwise
-        same = start
-        while same < most and twin.ids[same] == sequence.ids[same]:
-            same += 1
-        twin.n_computed, twin.ids = same, list(sequence.ids)
-        return twin
+            draft = Sequence(sequence.request, sequence.arrival_index, [], sequence.seed)
+            draft.status, draft.slot, draft.pages = SequenceStatus.RUNNING, self._free_slots.pop(), [[]]
+            self._draft_sequences[sequence.arrival_index] = draft
+        unchanged = 0  # leading positions whose ids are unchanged since they were computed
+        limit = min(draft.n_computed, len(sequence.ids) - 1)
+        start = max(0, limit - self.max_drafts - 1)  # only drafts can have changed
+        unchanged = start
+        while unchanged < limit and draft.ids[unchanged] == sequence.ids[unchanged]:
+            unchanged += 1
+        draft.n_computed, draft.ids = unchanged, list(sequence.ids)
+        return draft
 
     def _draft_tokens(self, draft_sequences: list[Sequence]) -> list[int]:
         schedule = Schedule([(t, t.n_uncomputed) for t in draft_sequences])
@@ -218,31 +214,31 @@ class DraftModel:
         batch, rows = build_batch(
             schedule, self.cache, self.runner.ngram_context, self.model.embedding.device
         )
-        drawn = self.sampler(self.runner.run(batch), rows)
+        sampled = self.sampler(self.runner.run(batch), rows)
         out = [0] * len(draft_sequences)
-        for (twin, _), token in zip(schedule.rows, drawn, strict=True):
-            twin.n_computed = len(twin.ids)
-            out[order[id(twin)]] = token.id
+        for (draft, _), token in zip(schedule.rows, sampled, strict=True):
+            draft.n_computed = len(draft.ids)
+            out[order[id(draft)]] = token.id
         return out
 
     def observe(self, sequence: Sequence, hidden: Tensor) -> None:
-        """Nothing to learn from."""
+        """Do nothing: only the ids are needed."""
 
     def release(self, sequence: Sequence) -> None:
         self._draft_lengths.pop(sequence.arrival_index, None)
-        twin = self._draft_sequences.pop(sequence.arrival_index, None)
-        if twin is not None:
-            self.cache.release(twin)
-            self._free_slots.append(twin.slot)
+        draft = self._draft_sequences.pop(sequence.arrival_index, None)
+        if draft is not None:
+            self.cache.release(draft)
+            self._free_slots.append(draft.slot)
 
 
 class MultiTokenDraft:
-    """Guesses by heads that look several tokens on from the trunk's hidden states.
+    """Proposes drafts by heads that predict several tokens ahead from the trunk's hidden states.
 
     Args:
-        heads: trained with the model; the first predicts what the model itself does, the others guess.
-        output: [vocab, d_model], the model's output matrix.
-        max_length: positions of one text.
+        heads: trained with the model; the first predicts the next token, as the model does; the others make drafts.
+        output_weight: [vocab, d_model], the model's output matrix.
+        max_model_len: maximum positions of one sequence.
     """
 
     needs_hidden_states = True
@@ -255,18 +251,18 @@ class MultiTokenDraft:
         self._drafts: dict[int, list[int]] = {}
         self._draft_lengths: dict[int, AdaptiveDraftLength] = {}
 
-    def propose(self, sequences: Many[Sequence]) -> None:
+    def propose(self, sequences: SequenceABC[Sequence]) -> None:
         for sequence in sequences:
-            patience = self._draft_lengths.setdefault(
+            draft_length = self._draft_lengths.setdefault(
                 sequence.arrival_index, AdaptiveDraftLength(self.heads.n - 1)
             )
-            far = min(patience.next_length(sequence.n_output), _max_useful_drafts(sequence))
-            sequence.drafts = self._drafts.get(sequence.arrival_index, [])[: max(0, far)]
-            patience.n_proposed = len(sequence.drafts)
+            n_drafts = min(draft_length.next_length(sequence.n_output), _max_useful_drafts(sequence))
+            sequence.drafts = self._drafts.get(sequence.arrival_index, [])[: max(0, n_drafts)]
+            draft_length.n_proposed = len(sequence.drafts)
 
     @torch.inference_mode()
     def observe(self, sequence: Sequence, hidden: Tensor) -> None:
-        """hidden: [n, d_model] of the newest computed positions, those of wrong guesses left out."""
+        """Compute drafts from the hidden states [n, d_model] of the newest computed positions, without rejected drafts."""
         n, stop = len(hidden), sequence.n_computed
         states = self._states.get(sequence.arrival_index)
         if states is None or states[0].length + n > states[0].capacity:
@@ -275,9 +271,9 @@ class MultiTokenDraft:
             self._states[sequence.arrival_index] = states
         positions = torch.arange(stop - n, stop, device=hidden.device)[None]
         drafts = self.heads.draft(hidden[None].to(self.heads.dtype), self.output_weight, positions, states)
-        # The first head says again what the model has said with its own head.
+        # The first head predicts the token that the model itself has sampled.
         self._drafts[sequence.arrival_index] = drafts[0, 1:].tolist()
 
     def release(self, sequence: Sequence) -> None:
-        for kept in (self._states, self._drafts, self._draft_lengths):
-            kept.pop(sequence.arrival_index, None)
+        for per_sequence in (self._states, self._drafts, self._draft_lengths):
+            per_sequence.pop(sequence.arrival_index, None)

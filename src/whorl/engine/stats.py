@@ -1,7 +1,6 @@
-"""What an engine has done: counters since it began, and its recent steps one by one.
+"""Engine counters since the start, and its recent steps.
 
-Counters only ever grow, so that whoever looks twice knows what happened in between; a page that draws the batch's timeline
-reads `recent`.
+Counters only grow, so a client that reads twice can take differences. The timeline page reads `recent_steps`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ MAX_RECENT_STEPS = 512
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step. at: seconds, by the engine's clock; model, sample: seconds of the two; the rest of `seconds` is our own."""
+    """One step. started: seconds by the engine's clock. model_seconds, sample_seconds: parts of `seconds`."""
 
     started: float
     prefill_tokens: int
@@ -31,18 +30,18 @@ class StepStats:
 
 @dataclass
 class EngineStats:
-    """Counters, and the last `RECENT` steps."""
+    """Counters, and the last `MAX_RECENT_STEPS` steps."""
 
     steps: int = 0
-    prompt_tokens: int = 0  # positions of prompts that were computed
+    prompt_tokens: int = 0  # prompt positions computed
     output_tokens: int = 0
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # drafts that were right
+    accepted_tokens: int = 0  # drafts accepted
     n_preemptions: int = 0
     seconds: float = 0.0
     model_seconds: float = 0.0
     sample_seconds: float = 0.0
-    finished: dict[str, int] = field(default_factory=dict)  # by reason
+    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     recent_steps: deque[StepStats] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_STEPS))
 
     def record_step(
@@ -57,7 +56,7 @@ class EngineStats:
         running: int,
         waiting: int,
     ) -> None:
-        """Counts one step."""
+        """Add one step to the counters."""
         self.steps += 1
         n_prefill = schedule.tokens - n_decode
         self.prompt_tokens += n_prefill

@@ -1,15 +1,14 @@
-"""One decoding step with everything taken out of it that is the same at every step.
+"""One decode step of a `Decoder` with everything constant taken out.
 
-Decoding a small model is bound neither by its products nor by memory but by the number of operations: the decoder's
-forward spends four fifths of a token on some 230 tensor operations of a few microseconds each. `DecodeStep` is that
-forward for one new token a row, told as differences:
+Decoding a small model is bound by the number of operations: the decoder's forward takes about 230 tensor operations of a
+few microseconds each, four fifths of the time per token. `DecodeStep` is that forward for one new token per row, with
+these differences:
 
-- the gain of a norm and its sqrt(d) are multiplied into the weights of the product behind it, once;
-- queries and keys are normalised and turned together;
-- modules, splits and the document mask are gone.
+- the gain of a norm and its sqrt(d) are folded into the weights of the next product, once;
+- queries and keys are normalized and rotated together;
+- modules, splits and the document mask are left out.
 
-The decoder's own forward is the definition (the model that trains is the model that samples); a test holds the two
-together, and prompts still go through it, since they are many tokens at once.
+`Decoder.forward` is the reference, and a test compares them. Prompts still run through it.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from whorl.nn.norm import EPS
 
 @dataclass
 class _Layer:
-    """A block's weights as one step uses them; matrices [out, in] in the compute type."""
+    """A block's weights for decoding; matrices [out, in] in the compute dtype."""
 
     qkv: Tensor
-    scale: Tensor  # [n_heads + n_kv_heads, 1] fp32: temperature x sqrt(head_dim) for queries, sqrt(head_dim) for keys
-    smear: Tensor | None  # [n_kv_heads, 1] share of the key before
+    scale: Tensor  # [n_heads + n_kv_heads, 1] fp32: temperature * sqrt(head_dim) for queries, sqrt(head_dim) for keys
+    smear: Tensor | None  # [n_kv_heads, 1] fraction of the previous key
     out: Tensor
     up: Tensor
     down: Tensor
 
 
 class DecodeStep:
-    """`model.logits(model(ids, state=state)[:, -1])` for one id a row, up to rounding.
+    """Computes `model.logits(model(ids, state=state)[:, -1])` for one id per row, up to rounding.
 
-    It holds copies of the weights as they are now: make a new one after they change.
+    It holds copies of the current weights: make a new one after they change.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -82,7 +81,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, state: DecoderState) -> Tensor:
-        """ids: [B, 1], the newest token of each row -> logits [B, vocab] fp32; the state is extended by one position."""
+        """Return logits [B, vocab] fp32 for ids [B, 1], the newest token of each row; extends the state by one position."""
         at = state.length
         rotary = self.model.rotary_for(state.capacity)
         cos, sin = (t[0] for t in rotary.tables_between(at, at + 1, ids.device))  # [1, head_dim]
@@ -113,6 +112,6 @@ class DecodeStep:
 
 
 def _unit(x: Tensor, floor: Tensor) -> Tensor:
-    """x: [..., d] -> fp32 of norm 1, which is its RMS norm over sqrt(d); floor: [] sqrt(epsilon d)."""
+    """Scale x [..., d] to norm 1 in fp32, which is its RMS norm over sqrt(d); floor: [] sqrt(epsilon d)."""
     x32 = x.float()
     return x32 / torch.hypot(torch.linalg.vector_norm(x32, dim=-1, keepdim=True), floor)

@@ -1,7 +1,6 @@
-"""Tokens: from documents to fixed rows of token ids that a trainer reads in place.
+"""Tokens: from documents to fixed-length rows of token ids that a trainer reads in place.
 
-The way through the room: `pretokens` cuts text into pieces that no token may cross and counts them, `bpe`
-learns merges from the counts, `tokenizer` encodes with them, `shards` keeps whole corpora of ids on disk
-with a way back to every document, `packing` lays documents into rows, and `loader` fills slots with batches
-of rows.
+`pretokens` splits and counts text, `bpe` learns merges from the counts, and `tokenizer` encodes with them. `shards` stores
+a corpus as ids on disk with the provenance of every token. `packing` puts documents into rows, and `loader` fills slots
+with batches of rows. `stream` does the same from raw text. `chat` applies chat templates.
 """

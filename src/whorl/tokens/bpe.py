@@ -1,27 +1,22 @@
-"""Byte-pair encoding, the trainer: which pairs of tokens become a token.
+"""Training of byte-pair encoding: which pairs of tokens become a token.
 
-Sennrich et al. 2016 (https://arxiv.org/abs/1508.07909) on bytes, as in GPT-2. Start from the 256 bytes;
-again and again take the pair of neighbours that occurs most often inside pre-tokens, and make it a token.
-The result is a list of tokens whose order is their rank; encoding applies the lowest rank first.
-Deterministic: the highest count wins, ties go to the greatest pair of byte strings.
+Sennrich et al. 2016 (https://arxiv.org/abs/1508.07909) on bytes, as in GPT-2. Start from the 256 bytes. Repeatedly take the
+most frequent pair of neighbors inside pre-tokens and make it a token. The order of the tokens is their rank; encoding
+applies the lowest rank first. Deterministic: the highest count wins, ties go to the greatest pair of byte strings.
 
-`train_naive` is that paragraph as code: it counts everything anew for each merge. `train` gives the same
-list and counts once. All distinct pre-tokens lie end to end in one array, as a linked list over its
-positions (`prev`, `next`), each position weighted by how often its pre-token occurs. For each pair the
-positions where it was seen are kept; a merge is then one vectorised edit of those positions alone: unlink
-the right halves, write the new token over the left halves, take what the neighbours lost off the counts and
-add what they gained.
+`train_naive` is this paragraph as code and counts everything again for each merge. `train` gives the same list and counts
+once. All distinct pre-tokens are concatenated in one array, as a linked list over its positions (`prev`, `next`). Each
+position has the count of its pre-token as weight. Each pair keeps the positions where it occurred. A merge is one
+vectorized edit of those positions: unlink the right halves, write the new token over the left halves, update the counts of
+the neighboring pairs.
 
-What is subtle:
-- A list of positions may be out of date (a neighbour was merged since), so it is checked against the
-  symbols as they stand when the pair's turn comes. A symbol only ever grows, so a pair that has left a
-  position never returns.
-- In a run such as "aaaa" the pair (a, a) overlaps itself; runs are merged from the left, every other place.
-- Counts only fall between the creation of a pair and its turn, except that of pairs around the newest
-  token, so the heap is lazy: an entry whose count is out of date is put back with its true count when it
-  surfaces.
-- Two different pairs can spell the same bytes (a+bc, ab+c). A token is its bytes: the second pair to win
-  merges into the token that exists, and adds no new one.
+Subtle:
+- A list of positions may be stale (a neighbor was merged since), so it is checked against the current symbols. A symbol
+  only grows, so a pair that has left a position never returns.
+- In a run such as "aaaa" the pair (a, a) overlaps itself; runs are merged from the left, every second position.
+- A pair's count only falls after its creation, except for pairs with the newest token. So the heap is lazy: an entry with
+  a stale count goes back with its true count.
+- Two pairs can spell the same bytes (a+bc, ab+c). A token is its bytes: the second pair merges into the existing token.
 """
 
 from __future__ import annotations
@@ -36,9 +31,9 @@ from numpy.typing import NDArray
 
 Positions = NDArray[np.int64]
 
-_SHIFT = 20  # a pair (a, b) is the one integer a << 20 | b
+_SHIFT = 20  # a pair (a, b) is the integer a << 20 | b
 _MASK = (1 << _SHIFT) - 1
-_BORDER, _GONE = -1, -2  # symbols of a position between pre-tokens, and of one that was merged away
+_BORDER, _GONE = -1, -2  # symbols of a border between pre-tokens, and of a merged position
 
 
 def train(
@@ -51,17 +46,17 @@ def train(
     """Learn a vocabulary from counted pre-tokens.
 
     Args:
-        counts: pre-token -> how often it occurs (`pretokens.count`).
-        n_tokens: how many tokens to end with, the 256 bytes included.
-        min_count: a pair that occurs less often makes no token.
+        counts: pre-token -> count (`pretokens.count_pretokens`).
+        n_tokens: size of the vocabulary, the 256 bytes included.
+        min_count: a less frequent pair makes no token.
         progress: called with the number of tokens so far, at each new token.
 
     Returns:
-        Tokens by rank: the 256 bytes, then the merged ones. Fewer than `n_tokens` where pairs run out.
+        Tokens by rank: the 256 bytes, then the merged ones. Fewer than `n_tokens` if pairs run out.
     """
     tokens = [bytes([i]) for i in range(256)]
     rank_of = {t: i for i, t in enumerate(tokens)}
-    order = [_descending(t) for t in tokens]  # sorts as the token does, the other way round
+    order = [_descending(t) for t in tokens]  # sorts in the reverse order of the tokens
     words = _Words(counts)
     heap = [(-n, order[k >> _SHIFT], order[k & _MASK], k) for k, n in words.counts.items() if n >= min_count]
     heapq.heapify(heap)
@@ -90,7 +85,7 @@ def train(
 
 
 def train_naive(counts: Mapping[bytes, int], n_tokens: int, *, min_count: int = 2) -> list[bytes]:
-    """The definition of `train`, by counting everything again for each merge. Slow; for tests."""
+    """Reference for `train`: counts everything again for each merge. Slow; for tests."""
     tokens = [bytes([i]) for i in range(256)]
     words = [([bytes([b]) for b in word], n) for word, n in counts.items()]
     while len(tokens) < n_tokens:
@@ -113,7 +108,7 @@ def train_naive(counts: Mapping[bytes, int], n_tokens: int, *, min_count: int = 
 
 
 def _descending(token: bytes) -> str:
-    """A key that sorts byte strings in descending order: complemented, closed by what is above a byte."""
+    """Return a key that sorts byte strings in descending order: complemented bytes, then a character above every byte."""
     return token.translate(_COMPLEMENT).decode("latin-1") + "\u0100"
 
 
@@ -139,7 +134,7 @@ class _Words:
         self._add(self.symbol[left] << _SHIFT | self.symbol[left + 1], left)
 
     def _add(self, keys: Positions, positions: Positions) -> list[int]:
-        """Count new pairs and note where they are; returns the pairs."""
+        """Count new pairs and store their positions; returns the pairs."""
         if not len(keys):
             return []
         order = np.argsort(keys, kind="stable")
@@ -161,24 +156,24 @@ class _Words:
         first = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
         lost = np.add.reduceat(weights[order], first).tolist()
         for pair, n in zip(keys[first].tolist(), lost, strict=True):
-            if pair in self.counts:  # the pair that is being merged is gone already
+            if pair in self.counts:  # the pair being merged is already deleted
                 self.counts[pair] -= n
 
     def merge(self, pair: int, new: int) -> list[int]:
-        """Turn every occurrence of `pair` into the symbol `new`; returns the pairs that grew."""
+        """Replace every occurrence of `pair` by the symbol `new`; returns the pairs that grew."""
         symbol, a, b = self.symbol, pair >> _SHIFT, pair & _MASK
-        seen = self.where.pop(pair)
+        position_lists = self.where.pop(pair)
         del self.counts[pair]
-        at = np.concatenate(seen) if len(seen) > 1 else seen[0]
+        at = np.concatenate(position_lists) if len(position_lists) > 1 else position_lists[0]
         right = self.next[at]
-        still = (symbol[at] == a) & (symbol[right] == b)
-        at, right = at[still], right[still]
+        current = (symbol[at] == a) & (symbol[right] == b)
+        at, right = at[current], right[current]
         if a == b:
             at, right = _every_other(at, self.next)
         before, after = self.prev[at], self.next[right]
         weight, before_symbol, after_symbol = self.weight[at], symbol[before], symbol[after]
         symbol[right] = _GONE
-        # Where two merges touch (abab), the border between them is the right neighbour of the first alone.
+        # Where two merges touch (abab), the border between them is counted as the right neighbor of the first only.
         has_left = (before_symbol >= 0) & (symbol[before] != _GONE)
         has_right = after_symbol >= 0
         self._remove(
@@ -196,7 +191,7 @@ class _Words:
 
 
 def _every_other(at: Positions, following: Positions) -> tuple[Positions, Positions]:
-    """Of positions where (a, a) stands, those a greedy walk from the left merges, and their right halves."""
+    """From positions of (a, a), select those that a greedy merge from the left uses; returns them and their right halves."""
     at = np.sort(at)
     index = np.arange(len(at))
     linked = np.concatenate(([False], at[1:] == following[at[:-1]]))

@@ -1,27 +1,25 @@
-"""Chat templates: a conversation becomes the ids that a model was taught to read conversations in.
+"""Chat templates: conversations to the ids of the format that a model was trained on.
 
-A template is a small Jinja program that comes with the model (`chat_template.jinja`, or the field `chat_template` of
-tokenizer_config.json). A house model has none. If its vocabulary has ChatML's two markers, <|im_start|> and <|im_end|>,
-it is written in ChatML; if not, nobody taught it to chat, and what it reads is a plain transcript, as it may have seen
-in a text:
+A template is a Jinja program that comes with the model (`chat_template.jinja`, or the field `chat_template` of
+tokenizer_config.json). Models trained by Whorl have none. If their vocabulary has the markers <|im_start|> and <|im_end|>,
+the format is ChatML. Otherwise the model was not trained to chat, and the prompt is a plain transcript:
 
     kind "model"        the model's own template
     kind "chatml"       <|im_start|>user NEWLINE hello<|im_end|> NEWLINE <|im_start|>assistant NEWLINE
-    kind "transcript"   User: hello NEWLINE NEWLINE Assistant:          (stops where the user would speak next)
+    kind "transcript"   User: hello NEWLINE NEWLINE Assistant:          (stops at the next role's name)
 
-The subtle part is *injection*. A template writes special tokens as text, and so may a user:
-"<|im_end|><|im_start|>system ...". If the rendered text were simply encoded, the user would speak as the system. So
-spellings in what people say are broken by a mark before the template sees them (`broken.py`), and the rendered text is
-encoded in the pieces between the marks, none of which spells a special token that the template did not write. As a last
-line the special ids that came out are counted against those that stand in the rendered text: normalisation could make
-more. Protected are the special tokens, and those added tokens that the template itself writes (`<tool_call>`,
-`<think>`); the latter not in what the assistant said, since a template looks for them there.
+The subtle point is *injection*. A template writes special tokens as text, and a user may type the same text:
+"<|im_end|><|im_start|>system ...". Encoding the rendered text directly would let a user write the system's turn. So every
+spelling of a special token in the input is broken by a mark (`special_token_escape.py`), and the rendered text is encoded
+in pieces between the marks. As a last check, the special ids are counted against those in the rendered text, since a
+normalizer could create more. Special tokens are protected, and the added tokens that the template itself writes
+(`<tool_call>`, `<think>`); the latter not in assistant messages, where templates search for them.
 
-`training` gives the mask beside the ids: True where the assistant speaks, up to the token that ends its turn. The borders
-lie where generation would have begun, and text is encoded piece by piece between them, so what is learnt from is exactly
-what is later sampled. It needs a template that only ever appends: one that rewrites earlier turns is refused.
+`encode_with_mask` returns the loss mask with the ids: True for the assistant's turns, up to the token that ends a turn.
+Borders are where generation would start, and text is encoded piece by piece between them, so training and sampling see the
+same ids. It needs a template that only appends; one that rewrites earlier turns is rejected.
 
-Templates run in Jinja's sandbox: they come from the internet.
+Templates run in Jinja's sandbox, because they come from the internet.
 """
 
 from __future__ import annotations
@@ -110,14 +108,14 @@ TRANSCRIPT_STOPS = (b"\n\nUser:", b"\n\nSystem:", b"\n\nAssistant:", b"\n\nTool:
 
 
 class ChatTemplate:
-    """Conversations to ids, for one tokenizer.
+    """Converts conversations to ids for one tokenizer.
+
+    kind: the format. stop, stop_ids: end a turn of the assistant.
 
     Args:
-        tokenizer: ours or that of others.
-        source: the Jinja program; None for the house's own (see the top of this file).
-        tokens: names and texts that a template may use, as bos_token.
-
-    kind: which form; stop, stop_ids: what ends a turn of the assistant.
+        tokenizer: a Whorl or a Hugging Face tokenizer.
+        source: the Jinja program; None selects ChatML or transcript (see the top of this file).
+        tokens: names and texts that a template may use, such as bos_token.
 
     Raises:
         DataError: the template cannot be compiled.
@@ -156,7 +154,7 @@ class ChatTemplate:
 
     @property
     def is_trained(self) -> bool:
-        """Whether anybody taught the model this form; a transcript is only a way to ask a base model."""
+        """Whether the model was trained on this format; a transcript is only a way to prompt a base model."""
         return self.kind != "transcript"
 
     def encode_prompt(
@@ -167,15 +165,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a conversation, up to where the assistant speaks next.
+        """Return the ids of a conversation, up to the start of the assistant's next turn.
 
         Args:
-            messages: each with `role` and `content` (text), perhaps `tool_calls`, `name`, `tool_call_id`.
-            tools: as JSON schemas, for templates that know tools.
-            variables: further names that this template asks for (`enable_thinking`).
+            messages: each with `role` and `content` (text), optionally `tool_calls`, `name`, `tool_call_id`.
+            tools: JSON schemas, for templates that support tools.
+            variables: further variables of the template (`enable_thinking`).
 
         Raises:
-            DataError: the template refuses the conversation.
+            DataError: the template rejects the conversation.
         """
         mark = unused_character((messages, tools, variables or {}))
         text = self._render(messages, tools, add_generation_prompt, variables or {}, mark)
@@ -188,10 +186,10 @@ class ChatTemplate:
         *,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
-        """(ids, mask): a whole conversation, and which of its tokens the assistant wrote, its turns' ends among them.
+        """Return (ids, mask) of a whole conversation; the mask is True for the assistant's tokens, ends of turns included.
 
         Raises:
-            DataError: as `prompt`; or the template does not only append, so that no border can be trusted.
+            DataError: as `encode_prompt`; or the template does not only append, so that borders are undefined.
         """
         variables = variables or {}
         mark = unused_character((messages, tools, variables))
@@ -204,9 +202,9 @@ class ChatTemplate:
             after = self._render(messages[: i + 1], tools, False, variables, mark)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise DataError(
-                    f"message {i}: the chat template writes it otherwise once the conversation goes on",
+                    f"message {i}: the chat template changes it when later messages follow",
                     expected="a template that only appends",
-                    do="train on conversations cut after their first answer, or give another template",
+                    do="truncate the conversations after their first answer, or use another template",
                 )
             ends = [
                 m.end()
@@ -216,13 +214,13 @@ class ChatTemplate:
             borders.append((len(before), ends[-1] if ends else len(after)))
         ids: list[int] = []
         mask: list[bool] = []
-        at = 0
+        position = 0
         for start, stop in [*borders, (len(whole), len(whole))]:
-            for piece, said in ((whole[at:start], False), (whole[start:stop], True)):
-                found = self._encode(piece, mark)
-                ids += found
-                mask += [said] * len(found)
-            at = stop
+            for piece, is_assistant in ((whole[position:start], False), (whole[start:stop], True)):
+                piece_ids = self._encode(piece, mark)
+                ids += piece_ids
+                mask += [is_assistant] * len(piece_ids)
+            position = stop
         return self._check_injection(whole, ids, mark), mask
 
     @cached_property
@@ -237,28 +235,28 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         mark: str,
     ) -> str:
-        """The text, with `mark` inside of every special token that somebody spelled."""
-        told = []
+        """Render the text, with `mark` inside of every special token that the input spells."""
+        escaped = []
         for message in messages:
-            breaker = (
+            escape = (
                 self._escape_special if message.get("role") == "assistant" else self._escape_special_and_added
             )
             role = (
                 {"role": message["role"]} if "role" in message else {}
-            )  # one of a few words, which a template compares
-            told.append({**breaker(message, mark), **role})
+            )  # a keyword that templates compare with
+            escaped.append({**escape(message, mark), **role})
         try:
             return self._template.render(
                 **self.tokens,
                 **self._escape_special_and_added(dict(variables), mark),
-                messages=told,
+                messages=escaped,
                 tools=self._escape_special_and_added(list(tools), mark) or None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except Exception as error:  # whatever a program of others may raise
+        except Exception as error:  # a template may raise anything
             raise DataError(
-                f"the chat template cannot write these messages: {error or type(error).__name__}",
-                expected="the roles, and their order, that this model was taught",
+                f"the chat template rejects these messages: {error or type(error).__name__}",
+                expected="roles in the order that this model was trained on",
             ) from error
 
     def _encode(self, text: str, mark: str) -> list[int]:
@@ -270,24 +268,24 @@ class ChatTemplate:
         ]
 
     def _check_injection(self, text: str, ids: list[int], mark: str) -> list[int]:
-        """`ids`, unless there are more special ones among them than the template wrote."""
-        known = set(self.special_ids.values())
+        """Return `ids`; raises if they have more special ids than the template wrote."""
+        special = set(self.special_ids.values())
         if isinstance(self.tokenizer, HFTokenizer) and self.tokenizer.unk_token in self.special_ids:
-            known.remove(self.special_ids[self.tokenizer.unk_token])  # what it has no token for becomes this
-        wrote = Counter(self.special_ids[m[0]] for m in self._special_pattern.finditer(text))
-        extra = Counter(i for i in ids if i in known) - wrote
+            special.remove(self.special_ids[self.tokenizer.unk_token])  # text without a token becomes this id
+        expected = Counter(self.special_ids[m[0]] for m in self._special_pattern.finditer(text))
+        extra = Counter(i for i in ids if i in special) - expected
         if extra:
-            number = min(extra)
-            name = next(t for t, i in self.special_ids.items() if i == number)
+            token_id = min(extra)
+            name = next(t for t, i in self.special_ids.items() if i == token_id)
             raise DataError(
-                f"the conversation would become the special token {name!r}, which its template did not write",
+                f"the conversation would encode to the special token {name!r}, which the template did not write",
                 expected="text that this tokenizer can spell without special tokens",
             )
         return ids
 
 
 def load_chat_template(folder: Path, tokenizer: Tokenizer | HFTokenizer) -> ChatTemplate:
-    """The chat template of a model's folder, or the house's own where there is none.
+    """Load the chat template of a model's folder, or the default one.
 
     Raises:
         DataError: the template cannot be compiled, or a file is damaged.
@@ -302,13 +300,15 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer | HFTokenizer) -> Chat
     config = config if isinstance(config, dict) else {}
     tokens = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        given = config.get(name)
-        text = given.get("content") if isinstance(given, dict) else given
+        entry = config.get(name)
+        text = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(text, str):
             tokens[name] = text
-    alone = folder / "chat_template.jinja"
-    source = alone.read_text(encoding="utf-8") if alone.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several under names
+    template_file = folder / "chat_template.jinja"
+    source = (
+        template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
+    )
+    if isinstance(source, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default") or next(iter(named.values()), None)
     if source is not None and not isinstance(source, str):
@@ -317,7 +317,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer | HFTokenizer) -> Chat
 
 
 class _GenerationExtension(Extension):
-    """`{% generation %} ... {% endgeneration %}`, with which some templates mark what the assistant says: kept."""
+    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's text in some templates; keeps the content."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
 
@@ -336,7 +336,7 @@ def _compile_template(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationExtension]
     )
-    environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
+    environment.filters["tojson"] = to_json  # Jinja's filter escapes for HTML
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
@@ -344,12 +344,12 @@ def _compile_template(source: str) -> Template:
     except Exception as error:
         raise DataError(
             f"the chat template cannot be compiled: {error}",
-            expected="a Jinja template as transformers runs it",
+            expected="a Jinja template that transformers can run",
         ) from error
 
 
 def _special_and_added_tokens(tokenizer: Tokenizer | HFTokenizer) -> tuple[dict[str, int], list[str]]:
-    """(special tokens by text, other added tokens)."""
+    """Return (special tokens by text, other added tokens)."""
     if isinstance(tokenizer, Tokenizer):
         return dict(tokenizer.special_token_ids), []
     special = {t: i for t, i in tokenizer.added_tokens.items() if i in tokenizer.all_special_ids}
@@ -357,5 +357,5 @@ def _special_and_added_tokens(tokenizer: Tokenizer | HFTokenizer) -> tuple[dict[
 
 
 def _special_token_pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Never matches if there are none."""
+    """Return a pattern that finds the longest special token first, or one that never matches if there are none."""
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")

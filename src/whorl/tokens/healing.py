@@ -1,9 +1,9 @@
-"""Healing the border between a prompt and what is generated.
+"""Token healing: the border between a prompt and the generated text.
 
-A prompt is cut where a person stopped typing, not where a token ends. "def f():" + newline ends in a lone newline token, but
-in training the newline was merged with the indentation behind it, and stood alone only at the ends of files: the model,
-rightly, expects the file to end. So the last pre-token of the prompt is taken back, and generation must begin by writing
-its bytes again, with whatever tokens it likes (known as token healing). Before it lies a border that no token crosses.
+A prompt ends where the user stopped typing, not at the end of a token. "def f():" + newline ends in a single newline token.
+In training, the newline was merged with the indentation after it; alone it occurred only at the ends of files, so the model
+predicts the end of the file. So the last pre-token of the prompt is removed, and generation is forced to start with its
+bytes, in any tokens. No token crosses the border before it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from whorl.tokens.tokenizer import Tokenizer
 
 
 class HealedPrompt(NamedTuple):
-    """ids: bos and the text up to the last pre-token; required: the bytes that generation begins with."""
+    """ids: bos and the text up to the last pre-token. forced_prefix: bytes that generation starts with."""
 
     ids: list[int]
     forced_prefix: bytes
 
 
 def heal(tokenizer: Tokenizer, text: str) -> HealedPrompt:
-    """A prompt ready for generation."""
+    """Return a prompt ready for generation."""
     last = split_pretokens(text)[-1] if text else ""
     kept = text[: len(text) - len(last)]
     return HealedPrompt([tokenizer.bos_id, *tokenizer.encode(kept).tolist()], last.encode())

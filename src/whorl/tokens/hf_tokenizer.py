@@ -1,13 +1,12 @@
-"""Tokenizers of others, as `transformers` keeps them: what an imported model needs to be sampled from.
+"""Tokenizers in the format of Hugging Face `transformers`, for imported models.
 
-Encoding is the `tokenizers` library's business. What the house adds is the bytes of every token, since text is handed to
-people, and held back, as bytes (a token may end in the middle of a character). Two alphabets are known: byte-level BPE
-(GPT-2, Llama 3, Qwen), where each byte is written as a printable character, and SentencePiece's (Llama 2, Gemma), where
-a space is written U+2581 and a byte without a character of its own as <0xE2>. A WordPiece vocabulary does not spell
-bytes and is refused.
+The `tokenizers` library encodes. This file adds the bytes of every token, since the engine returns and holds back bytes (a
+token may end in the middle of a character). Two alphabets are supported: byte-level BPE (GPT-2, Llama 3, Qwen), where each
+byte is a printable character, and SentencePiece (Llama 2, Gemma), where a space is U+2581 and a byte without a character is
+<0xE2>. A WordPiece vocabulary does not spell bytes and is rejected.
 
-Which ids end a text is said in three files that need not agree; all that any of them names end it here. And ids need not
-be without gaps: a vocabulary may leave numbers out, which stand for nothing, and which a model should not write.
+Three files may name end-of-text ids, and may disagree; the union is used. A vocabulary may have gaps: unused ids, which
+must not be sampled.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class HFTokenizer:
-    """The tokenizer in `folder`: tokenizer.json, and what stands about ids in the files beside it.
+    """The tokenizer in `folder`: tokenizer.json, and the ids in the files next to it.
 
-    vocab_size: the largest id + 1. token_bytes: of each id, b"" for special tokens and for ids that stand for nothing.
-    end_ids: those that end a text. control_ids: special ids, and ids that stand for nothing, which a model should not write.
+    vocab_size: the largest id + 1. token_bytes: of each id, b"" for special and unused ids. end_ids: those that end a text.
+    control_ids: special and unused ids, which must not be sampled.
 
     Raises:
-        DataError: no tokenizer.json, or one that does not spell bytes; a file beside it is damaged, or names no ids.
+        DataError: no tokenizer.json, or one that does not spell bytes; a file next to it is damaged or has no ids.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,11 +42,11 @@ class HFTokenizer:
         try:
             self._core = Core.from_file(str(path))
             self._tokenizer_json: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises the bare class
+        except Exception as error:  # the library raises plain Exception
             raise DataError(
                 f"{path} cannot be read as a tokenizer: {error}",
-                expected="a tokenizer.json as `save_pretrained` writes it",
-                do="put the tokenizer's files beside the weights, and import again",
+                expected="a tokenizer.json from `save_pretrained`",
+                do="copy the tokenizer's files next to the weights, and import again",
             ) from error
         self.folder = folder
         known = set(self._core.get_vocab(with_added_tokens=True).values())
@@ -60,24 +59,24 @@ class HFTokenizer:
         self.control_ids = tuple(sorted(silent - set(self.end_ids)))
 
     def _read_end_ids(self) -> tuple[int, ...]:
-        found: list[int] = []
+        end_ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
-            given = _read_json_object(path).get("eos_token_id")
-            ids = given if isinstance(given, list) else [] if given is None else [given]
+            value = _read_json_object(path).get("eos_token_id")
+            ids = value if isinstance(value, list) else [] if value is None else [value]
             if any(type(i) is not int or i < 0 for i in ids):
                 raise DataError(
-                    f"{path}: field 'eos_token_id' is {given!r}", expected="an id, or a list of ids"
+                    f"{path}: field 'eos_token_id' is {value!r}", expected="an id, or a list of ids"
                 )
-            found += ids
+            end_ids += ids
         path = self.folder / "tokenizer_config.json"
         token = _read_json_object(path).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         if text is not None and not isinstance(text, str):
             raise DataError(f"{path}: field 'eos_token' is {token!r}", expected="the text of a token")
-        number = None if text is None else self._core.token_to_id(text)
-        found += [] if number is None else [number]
-        return tuple(dict.fromkeys(found))
+        eos_id = None if text is None else self._core.token_to_id(text)
+        end_ids += [] if eos_id is None else [eos_id]
+        return tuple(dict.fromkeys(end_ids))
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -93,7 +92,7 @@ class HFTokenizer:
             raise DataError(
                 f"{self.folder / TOKENIZER_FILE}: its decoder is {parts.get('type')!r}",
                 expected="byte-level BPE or SentencePiece, whose tokens spell bytes",
-                do="sample from this model with the library that it comes from",
+                do="run this model with its own library",
             )
         out = []
         for i in range(self.vocab_size):
@@ -106,10 +105,10 @@ class HFTokenizer:
         return out
 
     def encode_prompt(self, text: str) -> list[int]:
-        """A prompt's ids as the model saw them in training, with what the tokenizer puts before a text.
+        """Return a prompt's ids as in training, with the prefix that the tokenizer adds.
 
         Raises:
-            DataError: `text` holds half of a surrogate pair, which no bytes spell.
+            DataError: `text` holds a lone surrogate, which has no bytes.
         """
         try:
             text.encode()
@@ -120,55 +119,55 @@ class HFTokenizer:
             ) from error
         ids = list(self._core.encode(text, add_special_tokens=True).ids)
         while ids and ids[-1] in self.end_ids and len(ids) > 1:
-            ids.pop()  # some templates close the text
+            ids.pop()  # some templates append an end token
         return ids or [self.end_ids[0] if self.end_ids else 0]
 
     def heal_prompt(self, text: str) -> HealedPrompt:
-        """A prompt ready for generation: `whole`, the last token taken back (see `heal`).
+        """Return a prompt ready for generation: `encode_prompt` without its last token (see `heal`).
 
         Raises:
-            DataError: as `whole`.
+            DataError: as `encode_prompt`.
         """
         ids = self.encode_prompt(text)
         ordinary = [i for i in ids if i not in self.all_special_ids]
-        if len(ordinary) < 2:  # the first token may carry a space that the text has not
+        if len(ordinary) < 2:  # the first token may add a space that the text lacks
             return HealedPrompt(ids, b"")
         return HealedPrompt(ids[:-1], self.token_bytes[ids[-1]])
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of tokens that are found in text as a whole, special or not, by their text."""
+        """Ids by text of the tokens that are matched as a whole, special or not."""
         return {token.content: i for i, token in self._core.get_added_tokens_decoder().items()}
 
     @property
     def unk_token(self) -> str | None:
-        """What stands for text that has no token, if the vocabulary has such a thing."""
+        """The token for text without a token, or None."""
         unknown = self._tokenizer_json["model"].get("unk_token")
         return None if unknown is None else str(unknown)
 
     @cached_property
     def _core_without_special(self) -> Any:
-        """The same, but for it special tokens are ordinary text."""
+        """The same tokenizer, for which special tokens are ordinary text."""
         core = type(self._core).from_str(self._core.to_str())
         core.encode_special_tokens = True
         return core
 
     def encode(self, data: str, *, allow_special: bool = False) -> list[int]:
-        """Ids of `data` as it stands, nothing put before or behind. Special tokens are text unless `allow_special`."""
+        """Return the ids of `data` without added prefix or suffix. Special tokens are text unless `allow_special`."""
         core = self._core if allow_special else self._core_without_special
         return list(core.encode(data, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        """The bytes that `ids` stand for; special tokens have none."""
+        """Return the bytes of `ids`; special tokens have none."""
         table = self.token_bytes
         return b"".join(table[i] for i in ids if 0 <= i < len(table))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | HFTokenizer:
-    """The tokenizer in a model's folder, ours or that of others.
+    """Load the tokenizer in a model's folder, a Whorl or a Hugging Face one.
 
     Raises:
-        DataError: there is none, or it cannot be used.
+        DataError: the tokenizer is missing or cannot be used.
     """
     try:
         return Tokenizer.load(folder)
@@ -177,7 +176,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | HFTokenizer:
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, an empty one if there is no file."""
+    """Read the JSON object in a file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:

@@ -1,14 +1,13 @@
 """The token loader: a producer that fills slots with batches of packed rows.
 
-The order of the data is one global fact: for each epoch a permutation of the batches, drawn from (seed, epoch). Record
-number s of the run is batch s mod B of epoch s div B, whoever fills it and whenever it is asked for. So resuming is
-starting at another number, on any number of producers or readers, and a fingerprint of the data says whether the
-numbers still mean the same.
+The data order is global: for each epoch a permutation of the batches, drawn from (seed, epoch). Record s of the run is
+batch s mod B of epoch s div B, for any number of producers and readers. So a resumed run just starts at another number, and
+a fingerprint of the data shows whether the numbers still mean the same.
 
-Plain rows (one document each) are batched with plain rows, because a batch without a document mask is faster. Mixed rows
-are batched apart, their last batch filled up with plain rows, so that every mixed row is read in every epoch. Rows are
-permuted within their kind, cut into batches, then all batches are permuted together. The plain rows that do not fill a
-last batch (fewer than batch_rows) sit this epoch out; the next epoch permutes anew.
+Rows with a single segment form their own batches, because a batch without a document mask is faster. Rows with several
+segments form mixed batches, the last of which is completed with single-segment rows, so that each is read in every epoch.
+Rows are permuted within their kind and cut into batches, then all batches are permuted together. Single-segment rows that
+do not fill a batch are left out of this epoch; the next epoch permutes again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PICKLED_FIELDS = ("folder", "split", "seq_len", "batch_size", "seed", "rank", "
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What a slot holds. See `packing` for the fields of a row; `plain`: no row needs a document mask."""
+    """A batch in a slot. `packing` defines the fields of a row. single_segment: no row needs a document mask."""
 
     tokens: Annotated[NDArray[np.int64], "B", "T"]
     targets: Annotated[NDArray[np.int64], "B", "T"]
@@ -45,8 +44,9 @@ class TokenBatch:
 
 @dataclass
 class TokenProducer:
-    """Fills slots with the batches of one split, or with rank `rank`'s share of each. It pickles small: the token set is
-    opened where it runs.
+    """Fills slots with the batches of one split, or with rank `rank`'s share of each.
+
+    Its pickle is small: the token set is opened in the process that reads it.
 
     Raises:
         BudgetError: the split does not fill one batch.
@@ -69,7 +69,7 @@ class TokenProducer:
 
     @cached_property
     def rows(self) -> PackedRows:
-        """The split's documents laid into rows."""
+        """The split's documents packed into rows."""
         stream = self._tokens.split(self.split)
         return pack(stream.starts, stream.lengths, self.seq_len)
 
@@ -79,26 +79,26 @@ class TokenProducer:
 
     @cached_property
     def _batch_counts(self) -> tuple[int, int]:
-        """Batches of mixed rows (filled up with plain ones), and batches of plain rows alone."""
-        plain, mixed = (len(kind) for kind in self._single_and_mixed_rows)
-        n_mixed = min(-(-mixed // self.batch_size), (plain + mixed) // self.batch_size)
-        return n_mixed, (plain - max(0, n_mixed * self.batch_size - mixed)) // self.batch_size
+        """Number of mixed batches (completed with single-segment rows), and of single-segment batches."""
+        single, mixed = (len(kind) for kind in self._single_and_mixed_rows)
+        n_mixed = min(-(-mixed // self.batch_size), (single + mixed) // self.batch_size)
+        return n_mixed, (single - max(0, n_mixed * self.batch_size - mixed)) // self.batch_size
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many full batches an epoch has."""
+        """Number of full batches per epoch."""
         return sum(self._batch_counts)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """[batches, batch_rows] row numbers of each batch of an epoch, in reading order."""
+        """Return the row numbers [batches, batch_size] of an epoch, in reading order."""
         rng = seeds.numpy_rng(self.seed, "order", epoch)
-        plain, mixed = (rng.permutation(kind) for kind in self._single_and_mixed_rows)
-        n_mixed, n_plain = self._batch_counts
-        borrowed = max(0, n_mixed * self.batch_size - len(mixed))
-        first = np.concatenate((mixed, plain[:borrowed]))[: n_mixed * self.batch_size]
-        rest = plain[borrowed:][: n_plain * self.batch_size]
-        together = np.concatenate((first, rest)).reshape(-1, self.batch_size)
-        return together[rng.permutation(len(together))]
+        single, mixed = (rng.permutation(kind) for kind in self._single_and_mixed_rows)
+        n_mixed, n_single = self._batch_counts
+        n_filler = max(0, n_mixed * self.batch_size - len(mixed))
+        first = np.concatenate((mixed, single[:n_filler]))[: n_mixed * self.batch_size]
+        rest = single[n_filler:][: n_single * self.batch_size]
+        batches = np.concatenate((first, rest)).reshape(-1, self.batch_size)
+        return batches[rng.permutation(len(batches))]
 
     @property
     def stream(self) -> TokenSplit:
@@ -106,29 +106,31 @@ class TokenProducer:
         return self._tokens.split(self.split)
 
     def documents_in_batch(self, number: int) -> NDArray[np.int64]:
-        """The documents, by their number in the split, that batch `number` of the run is made of (all ranks' rows)."""
-        epoch, place = divmod(number, self.batches_per_epoch)
-        rows = self.order(epoch)[place]
+        """Return the numbers of the documents in batch `number` of the run (rows of all ranks)."""
+        epoch, index = divmod(number, self.batches_per_epoch)
+        rows = self.order(epoch)[index]
         starts = [start for row in rows.tolist() for start, _ in self.rows.segments(row)]
-        found: NDArray[np.int64] = np.unique(np.searchsorted(self.stream.starts, starts, side="right") - 1)
-        return found
+        documents: NDArray[np.int64] = np.unique(
+            np.searchsorted(self.stream.starts, starts, side="right") - 1
+        )
+        return documents
 
     def fill(self, slot: Slot[TokenBatch], weights: Any, rng: Any) -> int:
-        """Write this rank's rows of batch number `slot.sequence` of the run; returns their number of targets."""
+        """Write this rank's rows of batch `slot.sequence` of the run; returns their number of targets."""
         if not self.batches_per_epoch:
             raise BudgetError(
                 f"the split {self.split!r} has {len(self.rows)} rows of {self.seq_len} tokens",
                 expected=f"at least one batch of {self.batch_size} rows of a kind",
                 do="give more text, or a smaller batch or row length (--set plan.batch_size=..., plan.seq_len=...)",
             )
-        epoch, place = divmod(slot.sequence, self.batches_per_epoch)
+        epoch, index = divmod(slot.sequence, self.batches_per_epoch)
         if getattr(self, "_epoch", None) != epoch:
             self._order, self._epoch = self.order(epoch), epoch
-        batch = self._order[place]
+        batch = self._order[index]
         share = self.batch_size // self.world_size
-        mine = batch[self.rank * share : (self.rank + 1) * share]
+        own_rows = batch[self.rank * share : (self.rank + 1) * share]
         slot.data.single_segment[...] = self.rows.single_segment[batch].all()
-        return self.rows.write(self._tokens.split(self.split), mine, slot.data, self._tokens.pad_id)
+        return self.rows.write(self._tokens.split(self.split), own_rows, slot.data, self._tokens.pad_id)
 
 
 def open_batches(
@@ -143,10 +145,10 @@ def open_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> FIFOReader[TokenBatch]:
-    """Batches of a split for ever, from number `start`; a context manager that ends the producer.
+    """Read batches of a split without end, from number `start`; a context manager that ends the producer.
 
-    rank, world: read only this rank's batch_rows / world rows of each batch.
-    serial: fill each batch when it is asked for, in this process; the bits are the same.
+    rank, world_size: read only this rank's batch_size / world_size rows of each batch.
+    serial: fill each batch on request, in this process; the bits are the same.
     """
     spec = Spec.from_dataclass(TokenBatch, B=batch_size // world_size, T=seq_len)
     ring = SlotRing(spec, N_SLOTS)

@@ -1,25 +1,22 @@
-"""Pre-tokens: the pieces that text is cut into before byte-pair encoding, and their counts.
+"""Pre-tokens: the pieces of text that byte-pair encoding works on, and their counts.
 
-A token never crosses the border of a pre-token, so the pattern below decides what a vocabulary can learn.
-It is in the line of GPT-2 (Radford et al. 2019) and its successors, bent towards source code: a word takes
-along one character before it (a space, a dot, an underscore, an opening bracket), digits come in threes at
-most, and a run of signs takes along the blanks on both its sides, line break and indentation included, so
-that " = " and "):, next line, one level deeper" can each be a single token. (Measured on the standard
-library, trained on one half: with 8,192 tokens 4.18 bytes a token, against 3.73 for GPT-4's pattern and
-3.82 without the blanks behind signs; 2.74, 2.56 and 2.63 with 1,024. An n-gram model on top gains 1 to 3 %
-in bits per byte as well.)
+A token never crosses the border of a pre-token, so the pattern below limits the vocabulary. It follows GPT-2 (Radford et al.
+2019) and its successors, adapted to source code. A word includes one character before it (a space, a dot, an underscore, an
+opening bracket). Digits come in threes at most. A run of signs includes the blanks on both sides, line break and
+indentation included. So " = ", or "):" with the next line's indentation, can be one token.
 
-What is subtle: the pattern looks at most one character past the end of a match, and never back. Hence (1)
-it needs no lookaround, so that every engine runs it as a plain automaton, and (2) a piece that ends before
-the end of what has been read so far is final, whatever comes later. Streams rest on that, and also on this:
-between a letter or digit and a space or line break there is always a border (`SAFE_BORDER`).
+    bytes per token, standard library, trained on one half      8,192 tokens    1,024 tokens
+    this pattern                                                        4.18            2.74
+    GPT-4's pattern                                                     3.73            2.56
+    this pattern without the blanks after signs                         3.82            2.63
 
-Bytes that are not UTF-8 are no text: each run of them is a piece of its own (`segments`), so that any bytes
-can be learnt from, encoded and given back exactly.
+An n-gram model on top gains 1 to 3 % in bits per byte as well.
 
-Counting is the expensive half of training a tokenizer. Nearly all text is ASCII, where the standard
-library's `re` gives the same pieces as `regex` in half the time; only texts with other characters take the
-slow engine.
+Subtle: the pattern reads at most one character past the end of a match, and never back. Hence (1) it needs no lookaround,
+and every engine runs it as a plain automaton, and (2) a piece that ends before the end of the text so far is final. Streams
+rely on that, and on `SAFE_BORDER`: between a letter or digit and a space or line break there is always a border. Bytes that
+are not UTF-8 form separate pieces (`split_invalid_utf8`), so any bytes are learned from, encoded and decoded exactly.
+ASCII text uses `re`, which gives the same pieces as `regex` in half the time.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ import regex
 # indentation after them | other blanks.
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^ \t\r\n\p{L}\p{N}]+[\r\n]*[ \t]*|[\r\n]+[ \t]*|[ \t]+"
 
-# Where a letter or digit meets a blank there is a border in any text whatever stands around it.
+# Between a letter or digit and a blank there is a border in any text, for any surroundings.
 SAFE_BORDER = regex.compile(r"(?r)(?<=[A-Za-z0-9])[ \t\r\n]")
 
 _unicode_pattern = regex.compile(PATTERN)
@@ -52,19 +49,19 @@ _ascii_pattern = re.compile(
 # Invalid bytes, as Python's "surrogateescape" writes them.
 INVALID_RUN = re.compile("[\udc80-\udcff]+")
 
-_BATCH_BYTES = 1 << 20  # what is sent to a worker at a time
+_BATCH_BYTES = 1 << 20  # text sent to a worker at a time
 _MIN_POOL_BYTES = 4 << 20  # below this, starting processes costs more than it saves
 
 
 def split_pretokens(text: str) -> list[str]:
-    """Cut valid text into pre-tokens; their concatenation is the text."""
+    """Split valid text into pre-tokens; their concatenation is the text."""
     return (_ascii_pattern if text.isascii() else _unicode_pattern).findall(text)
 
 
 def split_invalid_utf8(data: str | bytes) -> Iterator[str | bytes]:
-    """Cut data into valid text (`str`) and runs of bytes that are not UTF-8 (`bytes`), in order.
+    """Split data into valid text (`str`) and runs of bytes that are not UTF-8 (`bytes`), in order.
 
-    A `str` with lone surrogates, which UTF-8 cannot hold, counts as the bytes "surrogatepass" makes of it.
+    A `str` with lone surrogates, which UTF-8 cannot hold, counts as the bytes that "surrogatepass" gives.
     """
     if isinstance(data, str):
         try:
@@ -87,7 +84,7 @@ def split_invalid_utf8(data: str | bytes) -> Iterator[str | bytes]:
 
 
 def special_token_pattern(special_tokens: Sequence[str]) -> re.Pattern[str] | None:
-    """A pattern that finds special tokens, the longest where several begin; None where there are none."""
+    """Return a pattern that finds special tokens, the longest first; None if there are none."""
     if not special_tokens:
         return None
     return re.compile("|".join(re.escape(s) for s in sorted(special_tokens, key=len, reverse=True)))
@@ -96,9 +93,9 @@ def special_token_pattern(special_tokens: Sequence[str]) -> re.Pattern[str] | No
 def count_pretokens(
     texts: Iterable[str | bytes], special_tokens: Sequence[str] = (), workers: int | None = None
 ) -> Counter[bytes]:
-    """How often each pre-token occurs, in `workers` processes (None: the cores at hand, at most two).
+    """Count each pre-token, in `workers` processes (None: the available cores, at most two).
 
-    Special tokens are cut out first and are not counted. Memory: the counts, plus a few MB a worker.
+    Special tokens are removed first and are not counted. Memory: the counts, plus a few MB per worker.
     """
     workers = min(2, available_cores()) if workers is None else workers
     batches = _batches(texts)

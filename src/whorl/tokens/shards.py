@@ -1,14 +1,13 @@
-"""Token shards: a split of a corpus as one stream of ids on disk, with a way back to every document.
+"""Token shards: a split of a corpus as one stream of ids on disk, with the provenance of every document.
 
-    train-00000.bin, train-00001.bin, ...   ids, uint16 or uint32, nothing else: memory-mapped, never loaded
-    train-documents.parquet                 a row a document: start, length, bytes, id, source, path, offset
-    tokens.json                             what the ids are: type, special ids, shard sizes, a fingerprint
+    train-00000.bin, train-00001.bin, ...   ids, uint16 or uint32, no header; memory-mapped
+    train-documents.parquet                 one row per document: start, length, bytes, id, source, path, offset
+    tokens.json                             dtype, special ids, shard sizes, a fingerprint
 
-The stream is the shards end to end, each document as bos, its tokens, eos. No document crosses a shard's
-end, so a shard can be read alone and a stretch of a document is always one slice of one map.
+The stream is the concatenation of the shards; each document is bos, its tokens, eos. No document crosses the end of a
+shard, so a shard can be read alone, and a span of a document is one slice of one map.
 
-The fingerprint covers every id in order. A loader keeps it in its state, so that a run resumed on other
-data says so instead of training on.
+The fingerprint covers every id in order. A loader keeps it in its state, so a run resumed on other data raises an error.
 """
 
 from __future__ import annotations
@@ -34,22 +33,24 @@ if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
 INDEX_FILE = "tokens.json"
-_BATCH_BYTES = 4 << 20  # text that is encoded at a time, so that threads have something to share
+_BATCH_BYTES = 4 << 20  # text encoded at a time, enough work for all threads
 
 
 class TokensConfig(BaseModel):
-    """How a corpus becomes token shards."""
+    """Settings of the step that writes token shards."""
 
     model_config = ConfigDict(extra="forbid")
 
     shard_tokens: int = Field(
-        default=1 << 27, ge=1 << 10, description="most ids in a shard file (a longer document gets its own)"
+        default=1 << 27,
+        ge=1 << 10,
+        description="maximum ids per shard file (a longer document gets a separate file)",
     )
     splits: list[str] = Field(default=["train", "validation", "test"], min_length=1)
 
 
 class TokenProvenance(NamedTuple):
-    """Where a token came from: the record at byte `offset` of `path`, `within` bytes into its text."""
+    """Origin of a token: the record at byte `offset` of `path`, `text_offset` bytes into its text."""
 
     document: str
     source: str
@@ -67,10 +68,10 @@ def write_shards(
     progress: Progress | None = None,
     total_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Encode the documents of one split into `out` and enter it in `out/tokens.json`.
+    """Encode the documents of one split into `out` and add it to `out/tokens.json`.
 
     Args:
-        total_bytes: the documents' size, if known: the progress bar's whole.
+        total_bytes: the size of the documents, if known; the total of the progress bar.
 
     Returns:
         documents, tokens, bytes, bytes_per_token, fingerprint.
@@ -108,7 +109,7 @@ def write_shards(
 
 
 class TokenSplit:
-    """One split, open for reading: ids by stretch, documents by number."""
+    """One split, open for reading: ids by span, documents by number."""
 
     def __init__(self, folder: Path, split: str, entry: dict[str, Any], dtype: np.dtype[Any]) -> None:
         self.folder, self.name = folder, split
@@ -122,50 +123,50 @@ class TokenSplit:
         self._memmaps: dict[int, Ids] = {}
 
     def __len__(self) -> int:
-        """How many ids the stream has."""
+        """Number of ids in the stream."""
         return int(self._shard_ends[-1]) if len(self._shard_ends) else 0
 
     def __getitem__(self, where: slice) -> Ids:
-        """ids[start:stop], without a copy where the stretch lies in one shard (a document always does)."""
+        """ids[start:stop], without a copy if the span lies in one shard (a document always does)."""
         start, stop, step = where.indices(len(self))
         if step != 1:
-            raise ValueError("a token stream is read in steps of 1")
+            raise ValueError("a token stream supports slices of step 1 only")
         parts: list[Ids] = []
         while start < stop:
             shard = int(np.searchsorted(self._shard_ends, start, side="right"))
-            begin = int(self._shard_ends[shard - 1]) if shard else 0
+            shard_start = int(self._shard_ends[shard - 1]) if shard else 0
             end = min(stop, int(self._shard_ends[shard]))
-            parts.append(self._open_shard(shard)[start - begin : end - begin])
+            parts.append(self._open_shard(shard)[start - shard_start : end - shard_start])
             start = end
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, self._dtype)
 
     def take(self, positions: NDArray[np.int64]) -> Ids:
-        """The ids at [rows, n] places, of which each row is a stretch of one document."""
+        """Return the ids at positions [rows, n]; each row lies within one document."""
         if not len(positions):
             return np.empty(positions.shape, self._dtype)
         if len(self._shard_ends) == 1:
             return self._open_shard(0).take(positions)
         shards = np.searchsorted(self._shard_ends, positions[:, 0], side="right")
-        found = np.empty(positions.shape, self._dtype)
+        ids = np.empty(positions.shape, self._dtype)
         for shard in np.unique(shards).tolist():
-            begin = int(self._shard_ends[shard - 1]) if shard else 0
-            found[shards == shard] = self._open_shard(shard).take(positions[shards == shard] - begin)
-        return found
+            shard_start = int(self._shard_ends[shard - 1]) if shard else 0
+            ids[shards == shard] = self._open_shard(shard).take(positions[shards == shard] - shard_start)
+        return ids
 
     def _open_shard(self, shard: int) -> Ids:
         if shard not in self._memmaps:
             path = self.folder / _shard_name(self.name, shard)
-            begin = int(self._shard_ends[shard - 1]) if shard else 0
-            n = int(self._shard_ends[shard]) - begin
+            shard_start = int(self._shard_ends[shard - 1]) if shard else 0
+            n = int(self._shard_ends[shard]) - shard_start
             if not path.exists() or path.stat().st_size != n * self._dtype.itemsize:
                 raise DataError(
-                    f"{path} is missing or has another size than its index says",
+                    f"{path} is missing or its size differs from the index",
                     expected=f"{n * self._dtype.itemsize} bytes",
                     do="run `whorl verify`, then make the token set again",
                 )
-            # As a plain array: every slice of a memmap pays for its bookkeeping.
+            # A plain array: every slice of a memmap has overhead.
             self._memmaps[shard] = np.asarray(np.memmap(path, self._dtype, "r"))
         return self._memmaps[shard]
 
@@ -178,30 +179,30 @@ class TokenSplit:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """[documents] where each document begins in the stream."""
+        """[documents] start of each document in the stream."""
         return np.asarray(self.documents["start"], np.int64)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """[documents] how many ids each document has, bos and eos included."""
+        """[documents] ids of each document, bos and eos included."""
         return np.asarray(self.documents["length"], np.int64)
 
     def document(self, number: int) -> Ids:
-        """The ids of one document, bos and eos included."""
+        """Return the ids of one document, bos and eos included."""
         start = int(self.starts[number])
         return self[start : start + int(self.lengths[number])]
 
     def iter_documents(self) -> Iterator[Ids]:
-        """The ids of every document, in stream order."""
+        """Yield the ids of every document, in stream order."""
         for number in range(self.n_documents):
             yield self.document(number)
 
 
 class TokenSet:
-    """A folder that `write_shards` filled.
+    """A folder that `write_shards` wrote.
 
     Raises:
-        DataError: no token set there, or (on `split`) no such split.
+        DataError: there is no token set, or (on `split`) no such split.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -215,7 +216,7 @@ class TokenSet:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.folder} holds no token set: {type(error).__name__}: {error}",
-                expected=f"a folder with {INDEX_FILE}, as the step `tokens` writes it",
+                expected=f"a folder with {INDEX_FILE}, written by the step `tokens`",
             ) from error
         self._opened_splits: dict[str, TokenSplit] = {}
 
@@ -233,9 +234,9 @@ class TokenSet:
     def trace(
         self, position: int, split: str = "train", tokenizer: Tokenizer | None = None
     ) -> TokenProvenance:
-        """Which document, and where in it, the id at `position` of a split's stream came from.
+        """Return the document, and the offset in it, of the id at `position` of a split's stream.
 
-        Without the tokenizer `within` is 0: the bytes before a token are known from the tokens before it.
+        Without the tokenizer `text_offset` is 0: the bytes before a token follow from the tokens before it.
         """
         stream = self.split(split)
         if not 0 <= position < len(stream):
@@ -245,15 +246,15 @@ class TokenSet:
             name: stream.documents[name][number].as_py()
             for name in ("id", "source", "path", "offset", "bytes")
         }
-        within = 0
+        text_offset = 0
         if tokenizer is not None:
             before = stream[int(stream.starts[number]) + 1 : max(position, int(stream.starts[number]) + 1)]
-            within = min(len(tokenizer.decode(before)), row["bytes"])
-        return TokenProvenance(row["id"], row["source"], row["path"], row["offset"], within)
+            text_offset = min(len(tokenizer.decode(before)), row["bytes"])
+        return TokenProvenance(row["id"], row["source"], row["path"], row["offset"], text_offset)
 
 
 class _ShardWriter:
-    """Appends documents to shard files, a new file where the next document would not fit."""
+    """Appends documents to shard files; starts a new file if the next document does not fit."""
 
     def __init__(self, out: Path, split: str, shard_tokens: int) -> None:
         self.out, self.split, self.limit = out, split, shard_tokens
@@ -263,7 +264,7 @@ class _ShardWriter:
         self._file: Any = None
 
     def add(self, ids: Ids) -> int:
-        """Append one document; returns where it begins in the stream."""
+        """Append one document; returns its start in the stream."""
         if self._file is None or (self.sizes[-1] and self.sizes[-1] + len(ids) > self.limit):
             self.close()
             self._file = (self.out / _shard_name(self.split, len(self.sizes))).open("wb")

@@ -1,17 +1,16 @@
-"""Training on raw text: workers that read, tokenise and pack while the learner learns.
+"""Training on raw text: workers read, tokenize and pack while the learner trains.
 
-Record number s of a run is a fixed set of blocks of raw text (`corpus/blocks.py`), whoever makes it and whenever:
-its source by the mixture's weights, its blocks by a global permutation of that source's, drawn from (seed, epoch).
-A worker tokenises their documents, shuffles them among each other and packs them into rows. So a run resumes at any
-row, on any number of workers and ranks, and sees what it would have seen; nothing but two numbers and the data's
-fingerprint is kept.
+Record s of a run is a fixed set of blocks of raw text (`corpus/blocks.py`), for any number of workers. The mixture's weights
+select its source, and a global permutation of the source's blocks, drawn from (seed, epoch), selects its blocks. A worker
+tokenizes their documents, shuffles them and packs them into rows. So a run resumes at any row, on any number of workers and
+ranks, with the same data. Its state is two numbers and the fingerprint of the data.
 
-A record holds as many rows as its text needs. Its slot has room for the worst case (a token for each byte), which
-costs nothing: memory that is never touched is never there.
+A record has as many rows as its text needs. Its slot is sized for the worst case (one token per byte); memory pages that
+are never written cost nothing.
 
-How random is that? Blocks come from anywhere; documents of one block stay in one record, shuffled among those of its
-other blocks. `bench/tokens/stream_loader.py` measures how far apart neighbours on disk are read. Smaller blocks mix better, larger
-ones suit files that are read from afar.
+Randomness: blocks come from the whole source; documents of one block stay in one record, shuffled with those of its other
+blocks. `bench/tokens/stream_loader.py` measures how far neighbors on disk end up from each other. Smaller blocks mix
+better; larger ones suit remote files.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ROW_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 @dataclass(frozen=True)
 class StreamRecord:
-    """Rows of packed text (see `packing`), the first `n_rows` of R; set_aside: records that could not be read."""
+    """Rows of packed text (see `packing`), the first `n_rows` of R. n_rejected: records that could not be read."""
 
     tokens: Annotated[NDArray[np.int64], "R", "T"]
     targets: Annotated[NDArray[np.int64], "R", "T"]
@@ -51,10 +50,11 @@ class StreamRecord:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """What decides the rows.
+    """Settings that determine the rows.
 
-    length: tokens a row; record_bytes: of raw text in a record, read in blocks from anywhere (one at least: a Parquet row
-    group or a tar member may be larger); horizon: records over which weights go from first to final.
+    seq_len: tokens per row.
+    shuffle_bytes: raw text per record, in blocks (at least one: a Parquet row group or a tar member may be larger).
+    mixture_warmup_records: records over which weights go from initial to final.
     """
 
     tokenizer: Path
@@ -74,7 +74,7 @@ class StreamConfig:
         if not self.sources or min(weights) < 0 or sum(weights[::2]) <= 0 or sum(weights[1::2]) <= 0:
             raise ConfigError(
                 f"the mixture has the weights {weights}",
-                expected="at least one source, no weight below 0, some above",
+                expected="at least one source, no weight below 0, at least one above",
             )
         if self.seq_len < 2 or min(self.shuffle_bytes, self.block_bytes, self.mixture_warmup_records) < 1:
             raise ConfigError(
@@ -85,7 +85,7 @@ class StreamConfig:
 
 
 class Mixture:
-    """Which source a record is of, and the how-manieth of it: drawn by weights that may change over the run."""
+    """Source of each record, and its index within the source; drawn by weights that may change over the run."""
 
     def __init__(self, config: StreamConfig) -> None:
         self.config = config
@@ -100,34 +100,35 @@ class Mixture:
         self._chunk_cache: dict[int, NDArray[np.int64]] = {}
 
     def _chunk(self, number: int) -> NDArray[np.int64]:
-        """[_CHUNK] the source of each record of a chunk."""
-        place = np.arange(number * _MIXTURE_CHUNK, (number + 1) * _MIXTURE_CHUNK)
-        progress = np.minimum(place / self.config.mixture_warmup_records, 1.0)[:, None]
-        reached = (self.initial_weights * (1 - progress) + self.final_weights * progress).cumsum(axis=1)
+        """Return the source of each record of a chunk, [_MIXTURE_CHUNK]."""
+        record = np.arange(number * _MIXTURE_CHUNK, (number + 1) * _MIXTURE_CHUNK)
+        progress = np.minimum(record / self.config.mixture_warmup_records, 1.0)[:, None]
+        cumulative = (self.initial_weights * (1 - progress) + self.final_weights * progress).cumsum(axis=1)
         draw = (
-            seeds.numpy_rng(self.config.seed, "mixture", number).random((_MIXTURE_CHUNK, 1)) * reached[:, -1:]
+            seeds.numpy_rng(self.config.seed, "mixture", number).random((_MIXTURE_CHUNK, 1))
+            * cumulative[:, -1:]
         )
-        chosen: NDArray[np.int64] = (reached[:, :-1] <= draw).sum(axis=1)
-        return chosen
+        blocks: NDArray[np.int64] = (cumulative[:, :-1] <= draw).sum(axis=1)
+        return blocks
 
     def source_and_index(self, sequence: int) -> tuple[int, int]:
-        """(source, how many records of it came before) of a record."""
-        number, within = divmod(sequence, _MIXTURE_CHUNK)
+        """Return (source, number of earlier records from it) of a record."""
+        number, offset = divmod(sequence, _MIXTURE_CHUNK)
         while len(self._counts_before_chunk) <= number:
-            counted = np.bincount(
+            counts = np.bincount(
                 self._chunk(len(self._counts_before_chunk) - 1), minlength=len(self.initial_weights)
             )
-            self._counts_before_chunk.append(self._counts_before_chunk[-1] + counted)
+            self._counts_before_chunk.append(self._counts_before_chunk[-1] + counts)
         if number not in self._chunk_cache:
             self._chunk_cache = {number: self._chunk(number)}
         chunk = self._chunk_cache[number]
-        source = int(chunk[within])
-        return source, int(self._counts_before_chunk[number][source] + (chunk[:within] == source).sum())
+        source = int(chunk[offset])
+        return source, int(self._counts_before_chunk[number][source] + (chunk[:offset] == source).sum())
 
 
 @dataclass
 class StreamProducer:
-    """Fills slots with packed rows of raw text. It pickles small: files are opened where it runs."""
+    """Fills slots with packed rows of raw text. Its pickle is small: files are opened in the worker."""
 
     config: StreamConfig
     _state: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -145,22 +146,22 @@ class StreamProducer:
         }
 
     def blocks_in_record(self, sequence: int) -> tuple[int, list[int]]:
-        """(source, its blocks) of a record: the next few of the source's permutation, epoch after epoch."""
+        """Return (source, its blocks) of a record: the next blocks of the source's permutation, epoch after epoch."""
         if not self._state:
             self._open_sources()
         source, nth = self._state["mixture"].source_and_index(sequence)
-        files, chosen = self._state["files"][source], []
-        n_blocks, many = len(files.blocks), blocks_per_record(files, self.config.shuffle_bytes)
-        for place in range(nth * many, (nth + 1) * many):
-            epoch, at = divmod(place, n_blocks)
+        files, blocks = self._state["files"][source], []
+        n_blocks, n_per_record = len(files.blocks), blocks_per_record(files, self.config.shuffle_bytes)
+        for index in range(nth * n_per_record, (nth + 1) * n_per_record):
+            epoch, position = divmod(index, n_blocks)
             if self._state["order"].get(source, (-1, None))[0] != epoch:
                 rng = seeds.numpy_rng(self.config.seed, "blocks", source, epoch)
                 self._state["order"][source] = (epoch, rng.permutation(n_blocks))
-            chosen.append(int(self._state["order"][source][1][at]))
-        return source, chosen
+            blocks.append(int(self._state["order"][source][1][position]))
+        return source, blocks
 
     def files(self, source: int) -> RawFiles:
-        """The files of a source."""
+        """Return the files of a source."""
         if not self._state:
             self._open_sources()
         files: RawFiles = self._state["files"][source]
@@ -168,11 +169,11 @@ class StreamProducer:
 
     def fill(self, slot: Slot[StreamRecord], weights: Any, rng: np.random.Generator) -> int:
         """Write the rows of record `slot.sequence`; returns their number of targets."""
-        source, chosen = self.blocks_in_record(slot.sequence)
-        aside = RejectCounter()
+        source, blocks = self.blocks_in_record(slot.sequence)
+        rejects = RejectCounter()
         files, tokenizer = self._state["files"][source], self._state["tokenizer"]
-        texts = [text for block in chosen for text in files.texts(block, aside)]
-        # Every worker draws the same: from the record's number alone, not from the worker's.
+        texts = [text for block in blocks for text in files.texts(block, rejects)]
+        # The order depends on the record's number only, not on the worker.
         shuffled = seeds.numpy_rng(self.config.seed, "documents", slot.sequence).permutation(len(texts))
         ids = [tokenizer.encode_document(texts[i]) for i in shuffled]
         lengths = np.array([len(i) for i in ids], np.int64)
@@ -184,39 +185,40 @@ class StreamProducer:
                 f"record {slot.sequence} needs {n} rows", expected=f"at most {slot.data.tokens.shape[0]}"
             )
         if n:
-            used = StreamRecord(**{name: getattr(slot.data, name)[:n] for name in ROW_FIELDS}, n_rows=slot.data.n_rows,
+            row_views = StreamRecord(**{name: getattr(slot.data, name)[:n] for name in ROW_FIELDS}, n_rows=slot.data.n_rows,
                                 n_rejected=slot.data.n_rejected)  # fmt: skip
-            rows.write(np.concatenate(ids), np.arange(n), used, tokenizer.pad_id)
+            rows.write(np.concatenate(ids), np.arange(n), row_views, tokenizer.pad_id)
         slot.data.n_rows[...] = n
-        slot.data.n_rejected[...] = aside.count
+        slot.data.n_rejected[...] = rejects.count
         return rows.n_targets
 
 
 def blocks_per_record(files: RawFiles, record_bytes: int) -> int:
-    """How many blocks of these files make a record."""
+    """Return how many blocks of these files make a record."""
     mean = sum(block.size for block in files.blocks) / len(files.blocks)
     return max(1, round(record_bytes / max(1.0, mean)))
 
 
 def stream_spec(config: StreamConfig) -> Spec[StreamRecord]:
-    """Room for the most rows that a record can need."""
+    """Return the slot spec, sized for the largest possible number of rows."""
     most = 0
     for source in config.sources:
         files = RawFiles(source.files, source.text_field, config.block_bytes)
         largest = max(block.size for block in files.blocks) + MAX_DOCUMENT_BYTES
         most = max(most, blocks_per_record(files, config.shuffle_bytes) * largest)
-    # A token is a byte at least, bos and eos come with each document; packed rows are half full at the least.
+    # A token is at least a byte, each document adds bos and eos, and packed rows are at least half full.
     return Spec.from_dataclass(StreamRecord, R=4 * most // config.seq_len + 2, T=config.seq_len)
 
 
 class StreamBatches:
-    """Batches of rows from raw text, for ever: fixed rows, or as many as hold a budget of tokens.
+    """Batches of rows from raw text, without end: a fixed number of rows, or as many as hold a number of targets.
 
     Args:
-        rows, tokens: rows a batch, over all ranks; or the least number of targets in a batch, whose rows then vary.
-        workers: processes; 0 makes the same bits in line.
-        state: where to go on (`state` of an earlier one).
-        rank, world: give out only every world-th row of each batch, from the rank-th.
+        batch_size: rows per batch, over all ranks.
+        min_targets: instead of batch_size, the least number of targets in a batch; the number of rows then varies.
+        workers: processes; 0 makes the same bits in this process.
+        state: position to resume from (`state` of an earlier reader).
+        rank, world_size: return only every world_size-th row of each batch, from row `rank`.
 
     Raises:
         CheckpointError: the state is of other data.
@@ -235,8 +237,8 @@ class StreamBatches:
     ) -> None:
         if (batch_size is None) == (min_targets is None) or (batch_size or min_targets or 0) < world_size:
             raise ConfigError(
-                f"rows={batch_size}, tokens={min_targets}, world={world_size}",
-                expected="one of rows and tokens",
+                f"batch_size={batch_size}, min_targets={min_targets}, world_size={world_size}",
+                expected="one of batch_size and min_targets, at least world_size",
             )
         self.batch_size, self.min_targets, self.rank, self.world_size = (
             batch_size,
@@ -244,7 +246,9 @@ class StreamBatches:
             rank,
             world_size,
         )
-        prints = [RawFiles(s.files, s.text_field, config.block_bytes).fingerprint for s in config.sources]
+        fingerprints = [
+            RawFiles(s.files, s.text_field, config.block_bytes).fingerprint for s in config.sources
+        ]
         settings: list[Any] = [
             config.seq_len,
             config.seed,
@@ -254,14 +258,18 @@ class StreamBatches:
         ]
         settings += [(s.weight, s.final_weight) for s in config.sources]
         settings += [(config.tokenizer / "tokenizer.json").read_text()]
-        self.fingerprint = f"{'-'.join(prints)}-{seeds.derive(0, *map(str, settings)):x}"
+        self.fingerprint = f"{'-'.join(fingerprints)}-{seeds.derive(0, *map(str, settings)):x}"
         if state is not None and state["fingerprint"] != self.fingerprint:
             raise CheckpointError(
                 f"the data or the settings of the stream changed: {state['fingerprint']}, now {self.fingerprint}",
-                expected="the files, row length, seed and blocks that the run began with",
+                expected="the files, seq_len, seed and blocks of the run's start",
             )
-        at = state or {"record": 0, "row": 0, "tokens": 0}
-        self._record, self._row, self.tokens_consumed = int(at["record"]), int(at["row"]), int(at["tokens"])
+        position = state or {"record": 0, "row": 0, "tokens": 0}
+        self._record, self._row, self.tokens_consumed = (
+            int(position["record"]),
+            int(position["row"]),
+            int(position["tokens"]),
+        )
         self.n_rejected = 0
         ring: SlotRing[StreamRecord] = SlotRing(stream_spec(config), 2 * max(1, workers))
         kind: Any = ProducerProcess if workers else SerialProducer
@@ -271,7 +279,7 @@ class StreamBatches:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where the next batch begins: JSON, and all that a checkpoint needs."""
+        """Position of the next batch, as JSON; all that a checkpoint needs."""
         return {
             "record": self._record, "row": self._row, "tokens": self.tokens_consumed, "fingerprint": self.fingerprint
         }  # fmt: skip
@@ -280,9 +288,9 @@ class StreamBatches:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """tokens, targets, segment_ids, positions, loss_mask, each [rows, T], this rank's.
+        """Return this rank's tokens, targets, segment_ids, positions, loss_mask, each [rows, T].
 
-        They are valid until the next batch is asked for: a batch from within one record is a view of its slot.
+        They are valid until the next call: a batch within one record is a view of its slot.
         """
         parts: list[dict[str, torch.Tensor]] = []
         rows = targets = 0
@@ -290,7 +298,7 @@ class StreamBatches:
             (rows < self.batch_size) if self.batch_size is not None else (targets < (self.min_targets or 0))
         ):
             if self._slot is None:
-                # The reader takes the last record back as it hands out the next.
+                # The reader frees the previous record when it returns the next one.
                 parts = [{name: view.clone() for name, view in part.items()} for part in parts]
                 self._slot = next(self.reader)
                 self.n_rejected += int(self._slot.data.n_rejected)
@@ -298,8 +306,8 @@ class StreamBatches:
             if self.batch_size is not None:
                 end = min(n, self._row + self.batch_size - rows)
             else:
-                reached = targets + mask[self._row : n].sum(axis=1).cumsum()
-                end = min(n, self._row + int((reached < (self.min_targets or 0)).sum()) + 1)
+                cumulative = targets + mask[self._row : n].sum(axis=1).cumsum()
+                end = min(n, self._row + int((cumulative < (self.min_targets or 0)).sum()) + 1)
             views = self._slot.tensors()
             parts.append({name: views[name][self._row : end] for name in ROW_FIELDS})
             rows += end - self._row
@@ -308,11 +316,11 @@ class StreamBatches:
             if end >= n:
                 self._record, self._row, self._slot = self._record + 1, 0, None
         self.tokens_consumed += targets
-        whole = parts[0]
+        batch = parts[0]
         if len(parts) > 1:
-            whole = {name: torch.cat([part[name] for part in parts]) for name in ROW_FIELDS}
+            batch = {name: torch.cat([part[name] for part in parts]) for name in ROW_FIELDS}
         return (
-            whole if self.world_size == 1 else {n: t[self.rank :: self.world_size] for n, t in whole.items()}
+            batch if self.world_size == 1 else {n: t[self.rank :: self.world_size] for n, t in batch.items()}
         )
 
     def close(self) -> None:

@@ -1,21 +1,17 @@
 """The tokenizer: bytes to token ids and back, exactly, for any bytes.
 
-Ids: the 256 bytes in order, then the merged tokens by rank, then the special tokens. Encoding runs in
-tiktoken's core, which takes ranks for ids; `tokenizer.json` is the Hugging Face form of the same thing, and
-reads back here.
+Ids: the 256 bytes in order, then the merged tokens by rank, then the special tokens. Encoding runs in tiktoken's core,
+which uses ranks as ids; `tokenizer.json` is the Hugging Face form of the same tokenizer.
 
-What is subtle:
-- *No injection.* A special token's text in ordinary input is ordinary text. Only `allow_special=True` turns
-  it into the special id, the longest first where several begin at one place (tiktoken's own search would
-  take any).
-- *Any bytes.* tiktoken's core wants valid text. Runs of bytes that are not UTF-8 are pieces of their own,
-  encoded from their bytes; decoding gives bytes back, never "replacement characters".
-- *The standard file.* Hugging Face merges by a list of pairs, tiktoken by the rank of the result. So the
-  file lists, for each token by rank, every pair that spells it, and `ignore_merges` says that a pre-token
-  which is a token is taken whole, as tiktoken does.
-- *Streams.* A pre-token that ends before the end of what has arrived is final (`pretokens` says why), so a
-  stream is encoded up to such a place and gives the ids of the whole. Memory is bounded by the chunk and
-  the longest pre-token, not by the length of a line; the time is linear.
+Subtle:
+- *No injection.* A special token's text in ordinary input is ordinary text. Only `allow_special=True` maps it to the
+  special id, the longest first where several start at one position (tiktoken's own search may take any).
+- *Any bytes.* tiktoken's core needs valid text. Runs of bytes that are not UTF-8 are separate pieces, encoded from their
+  bytes; decoding returns bytes, never replacement characters.
+- *The standard file.* Hugging Face merges by a list of pairs, tiktoken by the rank of the result. So the file lists, for
+  each token by rank, every pair that spells it. `ignore_merges` takes a pre-token that is a token whole, as tiktoken does.
+- *Streams.* A pre-token that ends before the end of the text so far is final (see `pretokens`), so a stream is encoded up to
+  such a position and gives the ids of the whole. Memory is bounded by the chunk and the longest pre-token; time is linear.
 - *pad is not eos*: a model must learn to end, and must never learn from padding.
 """
 
@@ -46,14 +42,14 @@ class Tokenizer:
 
     Args:
         tokens: byte strings by rank, the 256 single bytes first.
-        specials: further special tokens, after `<|bos|>`, `<|eos|>` and `<|pad|>`.
+        special_tokens: further special tokens, after `<|bos|>`, `<|eos|>` and `<|pad|>`.
     """
 
     def __init__(self, tokens: Sequence[bytes], special_tokens: Sequence[str] = ()) -> None:
         ranks = {token: rank for rank, token in enumerate(tokens)}
         if len(ranks) != len(tokens) or list(tokens[:256]) != [bytes([i]) for i in range(256)]:
             raise DataError(
-                "these tokens are no byte-level vocabulary",
+                "these tokens are not a byte-level vocabulary",
                 expected="the 256 single bytes in order, then distinct longer byte strings",
                 do="train the tokenizer again",
             )
@@ -72,8 +68,8 @@ class Tokenizer:
         self.dtype: Any = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self._special_pattern = pretokens.special_token_pattern(self.special_tokens)
         self._longest_special = max(map(len, self.special_tokens))
-        # The core is never asked for specials; it gets them because with none it looks for the empty string
-        # at every character, which halves its speed.
+        # The core receives the special tokens although they are encoded here: without any, it searches for the empty
+        # string at every character, which halves its speed.
         self._core = tiktoken.Encoding(
             "whorl", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens=self.special_token_ids
         )._core_bpe
@@ -85,7 +81,7 @@ class Tokenizer:
 
     @property
     def control_ids(self) -> tuple[int, ...]:
-        """Special ids that a model should not write."""
+        """Special ids that must not be sampled."""
         return (self.pad_id, self.bos_id)
 
     @property
@@ -105,10 +101,10 @@ class Tokenizer:
     ) -> Tokenizer:
         """Learn a vocabulary of at most `vocab_size` ids (special tokens and bytes included).
 
-        A text too small or too uniform for so many tokens gives fewer: read `vocab_size` of the result.
+        A small or uniform text gives fewer: read `vocab_size` of the result.
 
         Raises:
-            ConfigError: `vocab_size` leaves no room for a merge, or is beyond 2**20.
+            ConfigError: `vocab_size` leaves no space for a merge, or is above 2**20.
         """
         all_specials = list(dict.fromkeys((BOS, EOS, PAD, *special_tokens)))
         least = 256 + len(all_specials)
@@ -122,7 +118,7 @@ class Tokenizer:
         return cls(bpe.train(counts, vocab_size - len(all_specials), progress=progress), special_tokens)
 
     def encode(self, data: str | bytes, *, allow_special: bool = False) -> Ids:
-        """Ids of `data`. Special tokens in it are ordinary text unless `allow_special`."""
+        """Return the ids of `data`. Special tokens in it are ordinary text unless `allow_special`."""
         parts: list[Ids] = []
         for segment in pretokens.split_invalid_utf8(data):
             if isinstance(segment, bytes):
@@ -131,17 +127,17 @@ class Tokenizer:
                 parts.extend(self._encode_with_special(segment))
             else:
                 parts.append(self._encode_text(segment))
-        if len(parts) == 1:  # nearly always: no copy
+        if len(parts) == 1:  # the common case: no copy
             return parts[0]
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
     def encode_document(self, data: str | bytes) -> Ids:
-        """Ids of a whole document: bos, its tokens, eos."""
+        """Return the ids of a whole document: bos, its tokens, eos."""
         ids = self.encode(data)
         return np.concatenate(([self.bos_id], ids, [self.eos_id]), dtype=self.dtype, casting="unsafe")
 
     def encode_batch(self, data: Sequence[str | bytes], *, threads: int | None = None) -> list[Ids]:
-        """`encode` for many, in threads (the core drops the interpreter lock). None: the cores at hand."""
+        """`encode` for many, in threads (the core releases the interpreter lock). None: the available cores."""
         threads = pretokens.available_cores() if threads is None else threads
         if threads <= 1 or len(data) <= 1:
             return [self.encode(item) for item in data]
@@ -165,12 +161,14 @@ class Tokenizer:
             if cut:
                 yield self._encode_escaped(kept[:cut], allow_special)
             parts, size = [kept[cut:]], len(kept) - cut
-            enough = 0 if cut else 2 * size  # in a long pre-token: look again when twice as much is there
+            enough = (
+                0 if cut else 2 * size
+            )  # inside a long pre-token: try again when twice as much has arrived
         if size:
             yield self._encode_escaped("".join(parts), allow_special)
 
     def decode(self, ids: Iterable[int] | Ids) -> bytes:
-        """The bytes that `ids` stand for; special tokens as their text.
+        """Return the bytes of `ids`; special tokens as their text.
 
         Raises:
             DataError: an id outside the vocabulary.
@@ -183,7 +181,7 @@ class Tokenizer:
         return b"".join([table[i] for i in listed])
 
     def save(self, folder: Path) -> Path:
-        """Write `tokenizer.json` into `folder`, and beside it what `transformers` asks for; returns its path."""
+        """Write `tokenizer.json` into `folder`, with the file that `transformers` needs next to it; returns its path."""
         path = Path(folder) / TOKENIZER_FILE
         names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "clean_up_tokenization_spaces": False}
         (Path(folder) / "tokenizer_config.json").write_text(
@@ -194,10 +192,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read a `tokenizer.json` that `save` wrote (or one with the same splitting pattern).
+        """Read a `tokenizer.json` that `save` wrote (or one with the same split pattern).
 
         Raises:
-            DataError: no such file, no tokenizer in it, or one that splits text by other rules.
+            DataError: no such file, no tokenizer in it, or one with another split pattern.
         """
         path = Path(folder) / TOKENIZER_FILE
         try:
@@ -211,12 +209,12 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"{path} cannot be read as a tokenizer: {type(error).__name__}: {error}",
-                expected="a tokenizer.json that whorl wrote",
+                expected="a tokenizer.json written by whorl",
                 do="check the path, or train the tokenizer again",
             ) from error
         if pattern != pretokens.PATTERN or [i for i, _ in ordinary] != list(range(len(ordinary))):
             raise DataError(
-                f"{path} splits or numbers text by other rules than this version",
+                f"{path} has another split pattern or other ids than this version",
                 expected=f"the splitting pattern {pretokens.PATTERN}",
                 do="train the tokenizer again with this version",
             )
@@ -238,15 +236,15 @@ class Tokenizer:
             yield self._encode_text(text[start:])
 
     def _encode_escaped(self, text: str, allow_special: bool) -> Ids:
-        """Ids of text in which invalid bytes stand as lone surrogates (Python's "surrogateescape")."""
+        """Encode text in which invalid bytes are lone surrogates (Python's "surrogateescape")."""
         data = text if text.isascii() else text.encode("utf-8", "surrogateescape")
         return self.encode(data, allow_special=allow_special)
 
     def _stable_length(self, text: str, allow_special: bool) -> int:
-        """How much of the beginning of a stream's text is cut into the same pieces whatever follows."""
+        """Length of the prefix of a stream's text that is split into the same pieces for any continuation."""
         start, limit = 0, len(text)
         if allow_special:
-            # What begins before `limit` has all its text here; what begins later may become another special.
+            # A special token that starts before `limit` is complete here; one that starts later may become another.
             assert self._special_pattern is not None
             limit = max(0, limit - self._longest_special + 1)
             for match in self._special_pattern.finditer(text):
@@ -257,9 +255,9 @@ class Tokenizer:
             return start
         if border := pretokens.SAFE_BORDER.search(text, start, limit):
             return int(border.start())
-        # No plain border: cut the text as encoding will, from the last run of invalid bytes on.
+        # No safe border: split the text as encoding does, from the last run of invalid bytes.
         for run in pretokens.INVALID_RUN.finditer(text, start):
-            if run.end() == len(text):  # it may go on
+            if run.end() == len(text):  # the run may continue
                 return run.start()
             start = run.end()
         end = start
@@ -270,7 +268,7 @@ class Tokenizer:
         return end
 
     def _to_hf_json(self) -> dict[str, Any]:
-        """The content of a Hugging Face `tokenizer.json`."""
+        """Return the content of a Hugging Face `tokenizer.json`."""
         ordinary = self.token_bytes[: self.n_ordinary]
         rank = {token: i for i, token in enumerate(ordinary)}
         merges = []
@@ -316,7 +314,7 @@ class Tokenizer:
 
 
 def _decode_surrogateescape(chunks: Iterable[str | bytes]) -> Iterator[str]:
-    """Chunks as text in which invalid bytes stand as lone surrogates; characters that chunks cut are joined."""
+    """Decode chunks to text in which invalid bytes are lone surrogates; joins characters that chunks cut."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     for chunk in chunks:
         data = chunk.encode("utf-8", "surrogatepass") if isinstance(chunk, str) else chunk
@@ -325,7 +323,7 @@ def _decode_surrogateescape(chunks: Iterable[str | bytes]) -> Iterator[str]:
 
 
 def _printable_bytes() -> list[str]:
-    """GPT-2's way to write each byte as one printable character, which the standard file uses."""
+    """GPT-2's map from each byte to one printable character, which the standard file uses."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
     return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]

@@ -140,10 +140,10 @@ def test_damaged_books_are_noticed() -> None:
         pool = cache.groups[0].pool
         saved = list(pool.ref_counts), list(pool._free)
         damage(pool)
-        with pytest.raises(RuntimeError, match="books are wrong"):
+        with pytest.raises(RuntimeError, match="page accounting is wrong"):
             cache.check_integrity([one])
         pool.ref_counts, pool._free = saved
-    with pytest.raises(RuntimeError, match="references and 0 holders"):
+    with pytest.raises(RuntimeError, match="references, and 0 page lists"):
         cache.check_integrity([])
     with pytest.raises(ConfigError, match="page_size is 0"):
         BlockPool(1, 0)

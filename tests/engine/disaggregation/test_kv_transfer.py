@@ -158,7 +158,7 @@ def test_a_damaged_block_is_never_taken(data: st.DataObject) -> None:
     else:  # a sender that died before it wrote the head
         content[:36] = bytes(36)
     before, at_once = descriptors(), data.draw(st.booleans())
-    with pytest.raises(DataError, match="a block of pages"):
+    with pytest.raises(DataError, match="a block of KV pages"):
         block = KVBlock(memory_of(bytes(content)), verify_checksum=at_once)
         while not block.verify(1000):
             pass

@@ -92,8 +92,8 @@ RACE = """
 import sys
 from pathlib import Path
 from whorl.engine.native import build
-build.FLAGS = (("-O1",),)
-print(build.load(Path(sys.argv[1])).whorl_features())
+build.ARCH_FLAGS = (("-O1",),)
+print(build.load_library(Path(sys.argv[1])).whorl_features())
 """
 
 

@@ -223,9 +223,9 @@ def test_a_prompt_is_scored_by_the_way() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"ids": (50,)}, "50 is no id of this model"),
-        ({"ids": (1,) * 64}, "the prompt is 64 tokens long and the model's context holds 64"),
-        ({"sampling": SamplingParams(logit_bias={99: 1.0})}, "logit_bias names the id 99"),
+        ({"ids": (50,)}, "50 is not an id of this model"),
+        ({"ids": (1,) * 64}, "the prompt has 64 tokens and the model's context holds 64"),
+        ({"sampling": SamplingParams(logit_bias={99: 1.0})}, "logit_bias has the id 99"),
         ({"adapter": "nobody"}, "'nobody' is not loaded"),
         ({"forced_prefix": b"x"}, "no token_bytes"),
     ],

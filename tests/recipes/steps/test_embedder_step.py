@@ -109,7 +109,7 @@ def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(
     running.wait(timeout=60)
     done = subprocess.run(command, cwd=notes, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert killed and "continues at step" in done.stdout and "documents passed over" in done.stdout
+    assert killed and "continues at step" in done.stdout and "documents skipped" in done.stdout
     again = Store(notes / "killed").open("finder/embedder")
     assert again.file("model.safetensors").read_bytes() == whole.file("model.safetensors").read_bytes()
     assert again.summary["final"] == whole.summary["final"]

@@ -1,19 +1,18 @@
-"""Pages of a cache: who holds them, what they contain, and which is given up first.
+"""Block pool: reference counts, contents and eviction of KV cache pages.
 
 The cache of a layer group is `n_pages` pages of `page_size` positions (Kwon et al. 2023, PagedAttention, arXiv:2309.06180).
 A page is in one of three states:
 
-    free      nobody holds it and nothing in it is worth keeping
-    held      `references` sequences read it; only a page with one holder that is not yet full is ever written
-    cached    nobody holds it, but its contents are known by a hash: a prompt that begins so finds it again
+    free      not referenced, without reusable contents
+    used      referenced by `ref_counts` sequences; only a page with one reference that is not full is written
+    cached    not referenced, but its contents have a hash, so a prompt with this prefix can reuse it
 
-A full page is known by a chained hash: of the ids in it and of the hash of the page before it, so one number stands for the
-whole text up to there (`chain`). What else decides the contents (the adapter, the version of the weights) is the seed of the
-chain. Hashes are of 128 bits and keyed by nothing: blake2b, so that nobody can make two prompts collide on purpose and read
-another's text.
+The hash of a full page covers its ids and the hash of the page before it, so it identifies the whole prefix
+(`prefix_hashes`). The seed of the chain covers the adapter and the version of the weights. Hashes are 128-bit blake2b, so
+that a user cannot construct two prompts that collide and read another user's text.
 
-The subtle part is the order of giving up. Free pages go first, then cached ones, the least recently released first; and
-of one sequence the last page is released first, since without the pages before it a page is of no use.
+The subtle point is the eviction order. Free pages are used first, then cached pages, least recently released first. A
+sequence releases its last page first, since a page is useless without the pages before it.
 """
 
 from __future__ import annotations
@@ -24,14 +23,15 @@ from collections.abc import Iterable, Sequence
 from whorl.engine.prefix_hash import PageHash
 from whorl.errors import ConfigError
 
-EVICTED = -1  # in a sequence's list of pages: one that was given back, since a window left it behind
+EVICTED = -1  # entry of a sequence's page list: a page freed because it is outside of the window
 
 
 class BlockPool:
     """The pages of one group of layers.
 
     Args:
-        n_pages, page_size: how many, of how many positions.
+        n_pages: number of pages.
+        page_size: positions per page.
 
     Raises:
         ConfigError: one of them is below 1.
@@ -45,27 +45,27 @@ class BlockPool:
         self.ref_counts = [0] * n_pages
         self.page_hashes: list[PageHash | None] = [None] * n_pages
         self._free = list(range(n_pages - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently released first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._page_of_hash: dict[PageHash, int] = {}
-        self.n_evicted = 0  # cached pages given up, ever
+        self.n_evicted = 0  # cached pages evicted since the start
 
     @property
     def n_available(self) -> int:
-        """Pages that `take` could give now."""
+        """Pages that `allocate` can return now."""
         return len(self._free) + len(self._cached)
 
     @property
     def n_cached(self) -> int:
-        """Pages that nobody holds and a prompt may find."""
+        """Unreferenced pages with reusable contents."""
         return len(self._cached)
 
     @property
     def n_used(self) -> int:
-        """Pages that somebody holds."""
+        """Referenced pages."""
         return self.n_pages - self.n_available
 
     def allocate(self, n: int) -> list[int] | None:
-        """n pages of unknown contents, held once each; None (and nothing taken) if there are not so many."""
+        """Return n pages of undefined contents with one reference each; None (and no change) if there are too few."""
         if n > self.n_available:
             return None
         pages = []
@@ -81,28 +81,28 @@ class BlockPool:
         return pages
 
     def lookup(self, hashes: Iterable[PageHash]) -> list[int]:
-        """The pages of the longest known beginning; nobody holds them for it yet."""
+        """Return the pages of the longest cached prefix; adds no reference."""
         pages: list[int] = []
-        for one in hashes:
-            page = self._page_of_hash.get(one)
+        for page_hash in hashes:
+            page = self._page_of_hash.get(page_hash)
             if page is None:
                 break
             pages.append(page)
         return pages
 
     def page_of(self, page_hash: PageHash) -> int | None:
-        """The page of that contents, if there is one."""
+        """Return the page with these contents, or None."""
         return self._page_of_hash.get(page_hash)
 
     def acquire(self, pages: Iterable[int]) -> None:
-        """One more holder for each of `pages`, which are held or cached."""
+        """Add a reference to each of `pages`, which are used or cached."""
         for page in pages:
             if self.ref_counts[page] == 0:
                 del self._cached[page]
             self.ref_counts[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each of `pages` (in the order of the text; `NOWHERE` is passed over)."""
+        """Remove a reference from each of `pages` (in text order; `EVICTED` is skipped)."""
         for page in reversed(pages):
             if page == EVICTED:
                 continue
@@ -114,13 +114,13 @@ class BlockPool:
                     self._cached[page] = None
 
     def mark_full(self, page: int, page_hash: PageHash) -> None:
-        """`page` is full, and this is what is in it. Of two pages with one contents the first stays known."""
+        """Register a full page under the hash of its contents. If another page has equal contents, that one stays."""
         if page_hash not in self._page_of_hash:
             self.page_hashes[page] = page_hash
             self._page_of_hash[page_hash] = page
 
     def invalidate_all(self) -> None:
-        """No page is to be found again (the weights have changed)."""
+        """Drop all hashes: no cached page is reused (the weights have changed)."""
         self.page_hashes = [None] * self.n_pages
         self._page_of_hash.clear()
         self._free += self._cached
@@ -133,34 +133,34 @@ class BlockPool:
             self.page_hashes[page] = None
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Compares the books with the sequences' own lists of pages.
+        """Compare the accounting with the sequences' page lists.
 
         Raises:
-            RuntimeError: a page is leaked, counted wrongly, in two states at once, or known by a name that is not its.
+            RuntimeError: a page is leaked, has a wrong count, is in two states, or is registered under a wrong hash.
         """
-        counted = [0] * self.n_pages
+        n_holders = [0] * self.n_pages
         for pages in holders:
             for page in pages:
                 if page != EVICTED:
-                    counted[page] += 1
+                    n_holders[page] += 1
         free = set(self._free)
-        wrong = []
+        errors = []
         for page in range(self.n_pages):
             states = (page in free) + (page in self._cached) + (self.ref_counts[page] > 0)
             contents = self.page_hashes[page]
-            if counted[page] != self.ref_counts[page]:
-                wrong.append(
-                    f"page {page} has {self.ref_counts[page]} references and {counted[page]} holders"
+            if n_holders[page] != self.ref_counts[page]:
+                errors.append(
+                    f"page {page} has {self.ref_counts[page]}references, and {n_holders[page]} page lists contain it"
                 )
             elif states != 1:
-                wrong.append(f"page {page} is in {states} states")
+                errors.append(f"page {page} is in {states} states")
             elif contents is not None and self._page_of_hash.get(contents) != page:
-                wrong.append(f"page {page} is known by a name that is not its own")
+                errors.append(f"page {page} is registered under another page's hash")
             elif page in self._cached and contents is None:
-                wrong.append(f"page {page} is cached, and nothing is known of it")
+                errors.append(f"page {page} is cached without a hash")
         if len(free) != len(self._free) or len(self._page_of_hash) != sum(
             h is not None for h in self.page_hashes
         ):
-            wrong.append("a page is free twice, or a name leads nowhere")
-        if wrong:
-            raise RuntimeError("the cache's books are wrong: " + "; ".join(wrong[:5]))
+            errors.append("a page is free twice, or a hash has no page")
+        if errors:
+            raise RuntimeError("the cache's page accounting is wrong: " + "; ".join(errors[:5]))

@@ -1,19 +1,18 @@
-"""Keys and values in int8: a cache of half of bf16's size, a quarter of fp32's, and as much less to read a token.
+"""Keys and values in int8: half the size of a bf16 cache, a quarter of fp32, and as much less to read per token.
 
-    k[p, h] ~ codes[p, h] * scale[p, h]          a scale for each position and head, over head_dim numbers
+    k[p, h] ~ codes[p, h] * scale[p, h]          one scale per position and head, over head_dim numbers
 
-A scale for each position is known when the position is, so nothing written before is ever touched again: pages can be
-shared, moved and evicted as they are. (Scales by channel fit keys better, whose outliers lie in channels: Liu et al. 2024,
-KIVI, arXiv:2402.02750; they need many positions at once. Keys that are normalised over head_dim, as in the house's own
-decoder, have no such channels.)
+A scale per position is computed when the position is, so earlier contents never change: pages can be shared, moved and
+evicted. Scales per channel fit the outliers of keys better (Liu et al. 2024, KIVI, arXiv:2402.02750), but need many
+positions at once. Keys normalized over head_dim, as in `Decoder`, have no such channels.
 
-Nothing has to be written out again to be attended to, for a scale is a factor of a whole row:
+Attention need not dequantize, because a scale is a factor of a whole row:
 
     q . k[p] = (q . codes_k[p]) * scale_k[p]          sum_p w[p] v[p] = sum_p (w[p] * scale_v[p]) codes_v[p]
 
-`attend` does that, in the order of the second forms; `attend_reference` is the definition. `Int8Pages` are the engine's
-pages of such a cache (EngineConfig(cache="int8")); a step writes out what it attends to, since torch has no product of the
-one kind with the other. What it costs in bits per byte is in bench/models/quantization.py.
+`attend` computes the right-hand sides; `attend_reference` is the definition. `Int8KVPages` are the engine's pages
+(EngineConfig(kv_cache_dtype="int8")); a step dequantizes the pages it reads, since torch has no mixed int8 and float
+product. bench/models/quantization.py measures the cost in bits per byte.
 
 Shapes: q [B, H, T, d]; codes [B, KV, S, d] int8; scales [B, KV, S] fp32; bias [.., T, S] added to the scores, or None.
 """
@@ -41,25 +40,25 @@ class Int8KV(NamedTuple):
 
 
 def quantize_kv(t: Tensor) -> Int8KV:
-    """Keys or values [..., d], each position of each head by its own largest number."""
+    """Quantize keys or values [..., d]; each position and head is scaled by its largest magnitude."""
     codes, scale = quantize_rows(t)
     return Int8KV(codes, scale.squeeze(-1))
 
 
 def dequantize_kv(quantized: Int8KV, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[..., d] as `dtype`."""
+    """Return [..., d] as `dtype`."""
     return (quantized.codes.float() * quantized.scale[..., None]).to(dtype)
 
 
 def bytes_per_token(n_layers: int, n_kv_heads: int, head_dim: int) -> int:
-    """Of keys and values of all layers."""
+    """Bytes of keys and values of all layers per position."""
     return 2 * n_layers * n_kv_heads * (head_dim + 4)
 
 
 def attend_reference(
     q: Tensor, k: Int8KV, v: Int8KV, bias: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
-    """The definition: keys and values written out, then plain attention in fp32 -> [B, H, T, d] in the type of q."""
+    """Reference: dequantize, then attention in fp32; returns [B, H, T, d] in the dtype of q."""
     group = q.shape[1] // k.codes.shape[1]
     keys, values = (dequantize_kv(t).repeat_interleave(group, dim=1) for t in (k, v))
     scores = scale * (q.float() @ keys.transpose(-1, -2))
@@ -68,7 +67,7 @@ def attend_reference(
 
 
 def attend(q: Tensor, k: Int8KV, v: Int8KV, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """`attend_reference` with the scales behind the products; codes are cast to the type of q, which has room for them."""
+    """`attend_reference` with the scales applied after the products; codes are cast to the dtype of q, which is exact."""
     batch, heads, length, d = q.shape
     n_kv = k.codes.shape[1]
     grouped = q.reshape(batch, n_kv, -1, d)  # [B, KV, group * T, d]
@@ -82,9 +81,9 @@ def attend(q: Tensor, k: Int8KV, v: Int8KV, bias: Tensor | None = None, scale: f
 
 
 class Int8KVPages(KVPages):
-    """Keys and values of one layer in int8, their scales beside them; arguments as of `HeadPages`.
+    """Keys and values of one layer in int8, with scales; arguments as of `KVPages`.
 
-    dtype is that of the newest keys before they are smeared, which are kept as they are.
+    dtype: of the raw keys (before smearing), which are not quantized.
     """
 
     def __init__(

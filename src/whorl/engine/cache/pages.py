@@ -1,16 +1,16 @@
-"""What layers keep while serving: keys and values in pages, latents in pages, states of fixed size in slots.
+"""Storage of layer states: keys and values in pages, latents in pages, recurrent states in slots.
 
-A batch is rows of several sequences one behind another, N positions in all; those of one position stand first. Attention
-takes it in groups (`Piece`): the rows of one position together, their pages gathered side by side and what is too long for a
-row masked; each longer row by itself. That is the reference for every device; where a machine has kernels that read pages
-in place, they take the whole step (`engine/native`).
+A batch is the concatenated rows of several sequences, N positions in all; rows of one position come first. Attention runs
+in groups (`AttentionGroup`): the rows of one position together, their pages gathered and padded positions masked; each
+longer row separately. This is the reference on every device. Kernels that read pages in place take over the whole step
+(`engine/native`).
 
-    k, v      [n_pages, KV, page_size, d]     position p of a row: page pages[p // page_size], place p % page_size
-    raw       the same shape: keys as they were before they were smeared, where a model mixes each with its predecessor
+    k, v      [n_pages, KV, page_size, d]     position p of a row: page pages[p // page_size], offset p % page_size
+    raw_keys  the same shape: keys before smearing, where a model mixes each key with its predecessor
     latents   [n_pages, page_size, width]
 
-The subtle part is a window: what it left behind is another's page by now, so the gather begins at the first page that any
-query of the piece sees, and the mask hides the rest by position.
+The subtle point is a window: pages outside of it already belong to another sequence. So the gather starts at the first page
+that any query of the group sees, and the mask hides the rest by position.
 """
 
 from __future__ import annotations
@@ -31,17 +31,22 @@ from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.paged import PagedLatent, PagedState
 from whorl.nn.mixer import PooledState
 
-MAX_DISTINCT_LENGTH = 64  # beyond so many positions no state of fixed size asks how many there were
+MAX_DISTINCT_LENGTH = 64  # longer recurrent rows need not be grouped by length
 
 
 @dataclass
 class InputBatch:
-    """The rows of one step (see the top of this file).
+    """The rows of one step.
 
-    ids, positions: [N]; starts: borders of the rows among the N, R + 1 of them; lengths: [R] positions of each row after
-    this step; slots: [R]; pages: for each layer group [R, P] int32; wanted: [W] which of the N need logits; before:
-    [N, reach] ids before each, -1 where there are none (for n-gram memories), or None; n_single: rows of one position, which
-    stand first; adapters: [R] numbers of adapters, 0 for none, or None.
+    ids, positions: [N].
+    starts: R + 1 borders of the rows among the N positions.
+    lengths: [R] positions of each row after this step.
+    slots: [R].
+    pages: for each layer group [R, P] int32.
+    logit_indices: [W] positions among the N that need logits.
+    n_single: rows of one position; they come first.
+    previous_ids: [N, ngram_context] ids before each position, -1 where there are none, or None.
+    adapter_indices: [R] adapters, 0 for none, or None.
     """
 
     ids: Tensor
@@ -54,15 +59,15 @@ class InputBatch:
     n_single: int
     previous_ids: Tensor | None = None
     adapter_indices: list[int] | None = None
-    sample_indices: list[int] | None = None  # which of the W a token is drawn from; None: all
+    sample_indices: list[int] | None = None  # indices into the W logits to sample from; None: all
 
     def split_rows(self) -> Iterator[InputBatch]:
-        """Each row as a batch of its own."""
+        """Return each row as a separate batch."""
         for r, (a, b) in enumerate(pairwise(self.starts)):
-            wanted = self.logit_indices[(self.logit_indices >= a) & (self.logit_indices < b)] - a
+            logit_indices = self.logit_indices[(self.logit_indices >= a) & (self.logit_indices < b)] - a
             yield InputBatch(
                 self.ids[a:b], self.positions[a:b], [0, b - a], self.lengths[r : r + 1], self.slots[r : r + 1],
-                [table[r : r + 1] for table in self.pages], wanted, int(b - a == 1),
+                [table[r : r + 1] for table in self.pages], logit_indices, int(b - a == 1),
                 None if self.previous_ids is None else self.previous_ids[a:b],
                 None if self.adapter_indices is None else self.adapter_indices[r : r + 1],
             )  # fmt: skip
@@ -70,17 +75,17 @@ class InputBatch:
 
 @dataclass
 class AttentionGroup:
-    """Rows that are attended to together: where [B, T] among the N; pages [B, P]; at: [B, L] positions of the keys."""
+    """Rows that attend together: query_indices [B, T] among the N; pages [B, P]; key_positions [B, L]."""
 
     query_indices: Tensor
     pages: Tensor
     key_positions: Tensor
     query_positions: Tensor  # [B, T] positions
-    n_keys: int  # of the keys that there are, of a single row
+    n_keys: int  # number of keys, in a group of one row
 
 
 class PageIndex:
-    """Where a step's positions lie, for the layers of one group: made once a step, used by each of them."""
+    """Page and offset of a step's positions for one layer group; made once per step and shared by its layers."""
 
     def __init__(
         self, batch: InputBatch, group: int, page_size: int, window: int | None, device: str
@@ -89,25 +94,27 @@ class PageIndex:
         starts = torch.tensor(batch.starts)
         rows = torch.repeat_interleave(torch.arange(len(table)), starts.diff())
         positions = batch.positions.cpu()
-        self.page = table[rows, positions // page_size].to(device)  # [N] of each new position
+        self.page = table[rows, positions // page_size].to(device)  # [N] page of each new position
         self.page_offset = (positions % page_size).to(device)
-        back = (positions - 1).clamp_min(0)
-        self.previous_page = table[rows, back // page_size].to(device)
-        self.previous_page_offset = (back % page_size).to(device)
+        previous = (positions - 1).clamp_min(0)
+        self.previous_page = table[rows, previous // page_size].to(device)
+        self.previous_page_offset = (previous % page_size).to(device)
         self.is_first = (positions == 0).to(device)
         self.groups: list[AttentionGroup] = []
         n = batch.n_single
 
-        def piece(a: int, b: int, queries: Tensor, where: Tensor, longest: int, shortest: int) -> None:
+        def add_group(
+            a: int, b: int, queries: Tensor, query_indices: Tensor, longest: int, shortest: int
+        ) -> None:
             first = 0 if window is None else max(0, shortest - window) // page_size
             stop = -(-longest // page_size)
             pages = table[a:b, first:stop].to(device)
-            at = torch.arange(first * page_size, stop * page_size, device=device)
+            key_positions = torch.arange(first * page_size, stop * page_size, device=device)
             self.groups.append(
                 AttentionGroup(
-                    where.to(device),
+                    query_indices.to(device),
                     pages,
-                    at.expand(b - a, -1),
+                    key_positions.expand(b - a, -1),
                     queries.to(device),
                     longest - first * page_size,
                 )
@@ -115,11 +122,11 @@ class PageIndex:
 
         if n:
             lengths = batch.lengths[:n]
-            piece(0, n, positions[:n, None], torch.arange(n)[:, None], max(lengths), min(lengths))
+            add_group(0, n, positions[:n, None], torch.arange(n)[:, None], max(lengths), min(lengths))
         for r in range(n, len(batch.lengths)):
             a, b = batch.starts[r], batch.starts[r + 1]
             length = batch.lengths[r]
-            piece(r, r + 1, positions[None, a:b], torch.arange(a, b)[None], length, length - (b - a) + 1)
+            add_group(r, r + 1, positions[None, a:b], torch.arange(a, b)[None], length, length - (b - a) + 1)
 
 
 class KVPages(PagedState):
@@ -139,11 +146,11 @@ class KVPages(PagedState):
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
         self.raw_keys = torch.zeros(shape, dtype=dtype, device=device) if keep_raw_keys else None
         self.page_index: PageIndex | None = None
-        self.length = 0  # of no meaning here: rows differ
+        self.length = 0  # unused: rows have different lengths
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a page of this layer is; pages are the first dimension."""
+        """All tensors of the layer; their first dimension is the page."""
         return [self.k, self.v] if self.raw_keys is None else [self.k, self.v, self.raw_keys]
 
     @property
@@ -155,7 +162,7 @@ class KVPages(PagedState):
         assert self.raw_keys is not None
         self.raw_keys[p.page, :, p.page_offset] = k[0].to(
             self.raw_keys.dtype
-        )  # first: a row's second key wants its first
+        )  # written first: the second key of a row reads the first
         before = self.raw_keys[p.previous_page, :, p.previous_page_offset].to(k.dtype)
         return torch.where(p.is_first[:, None, None], k[0], before)[None]
 
@@ -177,21 +184,29 @@ class KVPages(PagedState):
         y = torch.empty_like(q)
         zero = torch.zeros((), dtype=torch.long, device=q.device)
         allows = mask.mask_mod()
-        for piece in self._require_page_index().groups:
-            k, v = self._gather_kv(piece, q.dtype)  # [B, KV, L, d]
-            distance = piece.query_positions[:, :, None] - piece.key_positions[:, None, :]  # [B, T, L]
-            seen = allows(zero, zero, piece.query_positions[:, :, None], piece.key_positions[:, None, :])
+        for add_group in self._require_page_index().groups:
+            k, v = self._gather_kv(add_group, q.dtype)  # [B, KV, L, d]
+            distance = (
+                add_group.query_positions[:, :, None] - add_group.key_positions[:, None, :]
+            )  # [B, T, L]
+            visible = allows(
+                zero, zero, add_group.query_positions[:, :, None], add_group.key_positions[:, None, :]
+            )
             slopes = None if bias is None else -bias[:, None, None] * distance[:, None].abs()
-            if piece.query_indices.shape[1] == 1:  # decoding rows: what a row sees differs by its length
-                each = Mask(causal=False, key_allowed=seen[:, 0])
+            if (
+                add_group.query_indices.shape[1] == 1
+            ):  # decoding rows: visible keys depend on the row's length
+                group_mask = Mask(causal=False, key_allowed=visible[:, 0])
             else:
-                k, v = k[:, :, : piece.n_keys], v[:, :, : piece.n_keys]
-                each = dataclasses.replace(mask, offset=piece.n_keys - piece.query_indices.shape[1])
+                k, v = k[:, :, : add_group.n_keys], v[:, :, : add_group.n_keys]
+                group_mask = dataclasses.replace(
+                    mask, offset=add_group.n_keys - add_group.query_indices.shape[1]
+                )
                 if slopes is not None:
-                    slopes = slopes[..., : piece.n_keys]
-            mine = q[0].transpose(0, 1)[piece.query_indices].transpose(1, 2)  # [B, H, T, d]
-            out = attend(mine, k, v, each, scale, slopes, softcap, sink, backend)
-            y[0].transpose(0, 1)[piece.query_indices] = out.transpose(1, 2)
+                    slopes = slopes[..., : add_group.n_keys]
+            queries_of_group = q[0].transpose(0, 1)[add_group.query_indices].transpose(1, 2)  # [B, H, T, d]
+            out = attend(queries_of_group, k, v, group_mask, scale, slopes, softcap, sink, backend)
+            y[0].transpose(0, 1)[add_group.query_indices] = out.transpose(1, 2)
         return y
 
     def _gather_kv(self, group: AttentionGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -203,7 +218,7 @@ class KVPages(PagedState):
         return got.transpose(1, 2).reshape(batch, heads, n * size, d)
 
     def _require_page_index(self) -> PageIndex:
-        assert self.page_index is not None, "a step begins with its places"
+        assert self.page_index is not None, "page_index is set at the start of a step"
         return self.page_index
 
 
@@ -217,7 +232,7 @@ class LatentPages(PagedLatent):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a page of this layer is."""
+        """All tensors of the layer; their first dimension is the page."""
         return [self.latents]
 
     @property
@@ -230,20 +245,20 @@ class LatentPages(PagedLatent):
 
     def attention_groups(self) -> list[tuple[Tensor, Tensor, Mask]]:
         assert self.page_index is not None
-        found = []
-        for piece in self.page_index.groups:
-            rows = self.latents[piece.pages].flatten(1, 2)  # [B, L, width]
-            if piece.query_indices.shape[1] == 1:
-                mask = Mask(causal=False, key_allowed=piece.key_positions <= piece.query_positions)
+        groups = []
+        for add_group in self.page_index.groups:
+            rows = self.latents[add_group.pages].flatten(1, 2)  # [B, L, width]
+            if add_group.query_indices.shape[1] == 1:
+                mask = Mask(causal=False, key_allowed=add_group.key_positions <= add_group.query_positions)
             else:
-                rows = rows[:, : piece.n_keys]
-                mask = Mask(offset=piece.n_keys - piece.query_indices.shape[1])
-            found.append((piece.query_indices, rows, mask))
-        return found
+                rows = rows[:, : add_group.n_keys]
+                mask = Mask(offset=add_group.n_keys - add_group.query_indices.shape[1])
+            groups.append((add_group.query_indices, rows, mask))
+        return groups
 
 
 class RecurrentStates(PooledState):
-    """States of fixed size, a row for each slot, of whatever kind the mixer makes."""
+    """Recurrent states of a mixer, one row per slot."""
 
     def __init__(self, mixer: Any, n_slots: int, capacity: int, dtype: torch.dtype, device: str) -> None:
         self.capacity, self.dtype, self.device = capacity, dtype, device
@@ -260,31 +275,33 @@ class RecurrentStates(PooledState):
         y = torch.empty_like(x)
         for rows in self._row_groups(self.batch):
             spans = [(self.batch.starts[r], self.batch.starts[r + 1]) for r in rows]
-            where = torch.tensor([list(range(a, b)) for a, b in spans], device=x.device)
-            held = self.batch.lengths[rows[0]] - where.shape[1]
+            query_indices = torch.tensor([list(range(a, b)) for a, b in spans], device=x.device)
+            n_before = self.batch.lengths[rows[0]] - query_indices.shape[1]
             slots = torch.tensor([self.batch.slots[r] for r in rows], device=x.device)
-            if held:
-                state = _map_tensors(self.states, functools.partial(_select_rows, slots=slots), held)
+            if n_before:
+                state = _map_tensors(self.states, functools.partial(_select_rows, slots=slots), n_before)
             else:
                 state = mixer.new_state(len(rows), self.capacity, dtype=self.dtype, device=self.device)
-            y[0, where] = mixer(x[0, where], positions=positions[0, where], state=state)
+            y[0, query_indices] = mixer(
+                x[0, query_indices], positions=positions[0, query_indices], state=state
+            )
             _scatter_rows(self.states, state, slots)
         return y
 
     def _row_groups(self, batch: InputBatch) -> list[list[int]]:
-        """Rows that are computed together: decoding ones of one length (or all far along), each longer one by itself."""
+        """Rows that run together: decoding rows of equal length (or all long ones); each longer row separately."""
         together: dict[int, list[int]] = {}
         for r in range(batch.n_single):
             together.setdefault(min(batch.lengths[r], MAX_DISTINCT_LENGTH + 1), []).append(r)
         return [*together.values(), *([r] for r in range(batch.n_single, len(batch.lengths)))]
 
     def read(self, slot: int) -> Any:
-        """A copy of one slot's state."""
-        at = torch.tensor([slot], device=self.device)
-        return _map_tensors(self.states, lambda t: t[at].clone(), 0)
+        """Return a copy of one slot's state."""
+        key_positions = torch.tensor([slot], device=self.device)
+        return _map_tensors(self.states, lambda t: t[key_positions].clone(), 0)
 
     def write(self, slot: int, state: Any) -> None:
-        """Puts back what `read` gave."""
+        """Write a state that `read` returned."""
         _scatter_rows(self.states, state, torch.tensor([slot], device=self.device))
 
 
@@ -293,7 +310,7 @@ def _select_rows(t: Tensor, slots: Tensor) -> Tensor:
 
 
 def _map_tensors(state: Any, change: Any, length: int) -> Any:
-    """The same kind of state with every tensor changed, `length` positions long."""
+    """Return a state of the same type with every tensor mapped, `length` positions long."""
     if isinstance(state, Tensor):
         return change(state)
     if isinstance(state, tuple):
@@ -307,7 +324,7 @@ def _map_tensors(state: Any, change: Any, length: int) -> Any:
 
 
 def _scatter_rows(whole: Any, part: Any, slots: Tensor) -> None:
-    """Writes the rows of `part` to `slots` of `whole`, tensor by tensor."""
+    """Write the rows of `part` to `slots` of `whole`, tensor by tensor."""
     if isinstance(whole, Tensor):
         whole[slots] = part.to(whole.dtype)
     elif isinstance(whole, tuple):

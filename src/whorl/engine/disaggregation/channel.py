@@ -1,11 +1,11 @@
-"""Objects and file descriptors between two processes: a socket pair, and who holds its ends.
+"""Objects and file descriptors between two processes, over a socket pair.
 
-A frame is its length, a flag and a pickle (both ends are our own processes: nothing that is received here comes from
-outside). A descriptor travels beside a frame as ancillary data (SCM_RIGHTS): the kernel gives the receiver one of its own,
-so what it leads to, a block of pages (`engine/disaggregation/kv_transfer.py`), is shared and not sent.
+A frame is a length, a flag and a pickle (both ends are processes of this engine, so the input is trusted). A descriptor is
+sent with a frame as ancillary data (SCM_RIGHTS): the receiver gets its own descriptor of the same memory, for example a
+block of KV pages (`engine/disaggregation/kv_transfer.py`), without a copy.
 
-The subtle part is that nobody may wait for somebody who waits for him: `WorkerProcess` sends from a thread of its own, so
-its owner never blocks on a process that is busy sending.
+The subtle point is deadlock: two processes must not both block in a send. `WorkerProcess` sends from its own thread, so the
+owner never blocks on a busy process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-_FRAME = struct.Struct("<QB")  # length of what follows, whether a descriptor comes along
+_FRAME = struct.Struct("<QB")  # length of the payload, whether a descriptor follows
 
 
 class Channel:
-    """Objects, and a descriptor beside each if need be, over one end of a socket pair."""
+    """Objects, each with an optional descriptor, over one end of a socket pair."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
     def send(self, message: Any, fd: int | None = None) -> None:
-        """Waits until the socket has taken all of it; the descriptor stays the caller's."""
+        """Send an object; blocks until the socket has taken all of it. The caller keeps the descriptor."""
         data = pickle.dumps(message)
         head = _FRAME.pack(len(data), fd is not None)
         if fd is None:
@@ -43,10 +43,10 @@ class Channel:
             self.sock.sendall(head[sent:] + data)
 
     def receive(self) -> tuple[Any, int | None]:
-        """The next object, and the descriptor that came with it, now the caller's.
+        """Return the next object and its descriptor, which the caller then owns.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other end is closed.
         """
         try:
             head, fds, _, _ = socket.recv_fds(self.sock, _FRAME.size, 1)
@@ -59,7 +59,7 @@ class Channel:
         return message, fds[0] if fds else None
 
     def poll(self, seconds: float | None) -> bool:
-        """Whether something is there to be received, waiting at most so long (None: until there is)."""
+        """Whether an object can be received, after waiting at most `timeout` seconds (None: until there is one)."""
         return bool(select.select([self.sock], [], [], seconds)[0])
 
     def _recv_exactly(self, n: int) -> bytes:
@@ -74,16 +74,16 @@ class Channel:
 
 
 class WorkerProcess:
-    """A process that calls `function` (of `module`) with its end of a channel.
+    """A process that calls a function with its end of a channel.
 
     Args:
         name: for messages.
         entry: "module:function"; it takes a `Channel`.
-        cores: that it runs on; () for any.
+        cores: CPU cores of the process; () for any.
     """
 
     def __init__(self, name: str, entry: str, cores: tuple[int, ...] = ()) -> None:
-        self.name, self.cores, self.ready = name, cores, False  # ready: its owner's note that it said so
+        self.name, self.cores, self.ready = name, cores, False  # ready: set by the owner
         ours, theirs = socket.socketpair()
         with theirs:
             self.popen = subprocess.Popen(
@@ -105,7 +105,7 @@ class WorkerProcess:
         self._sender.start()
 
     def post(self, message: Any, fd: int | None = None) -> None:
-        """The descriptor is closed once it is sent, or cannot be."""
+        """Queue a message. The descriptor is closed once it is sent or cannot be sent."""
         self._outgoing.put((message, fd))
 
     def _send(self) -> None:
@@ -116,21 +116,21 @@ class WorkerProcess:
                 if not broken:
                     self.channel.send(message, fd)
             except OSError:
-                broken = True  # whoever receives from it will see that it is gone
+                broken = True  # the receiver detects the closed channel
             finally:
                 if fd is not None:
                     os.close(fd)
 
     def exit_description(self) -> str:
-        """In words, how it ended; it is ended by force if it closed its socket and stays."""
+        """Describe the exit of the process; kills it if it closed its socket but still runs."""
         code = self._wait()
         by = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{self.name} (process {self.popen.pid}) {by}"
 
     def close(self) -> None:
-        """Returns when process and thread are gone."""
+        """Close the channel; returns when process and thread have ended."""
         with suppress(OSError):
-            self.channel.sock.shutdown(socket.SHUT_RDWR)  # also wakes a send that waits
+            self.channel.sock.shutdown(socket.SHUT_RDWR)  # also wakes a blocked send
         self._outgoing.put(None)
         self._sender.join()
         self.channel.sock.close()
@@ -144,7 +144,7 @@ class WorkerProcess:
             return self.popen.wait()
 
 
-# argv: the socket's descriptor, cores ("" for any), module, function. A terminal's Ctrl-C is the owner's to answer.
+# argv: socket descriptor, cores ("" for any), module, function. SIGINT (Ctrl-C) is left to the owner.
 _CHILD_SCRIPT = """
 import importlib, os, signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)

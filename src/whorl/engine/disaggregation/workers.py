@@ -1,14 +1,14 @@
-"""The two halves of an engine, each in a process: one reads prompts in, the other writes the answers.
+"""Prefill and decode processes of a disaggregated engine.
 
-What is said over the channel (`disaggregate.py` is at its other end):
+Messages over the channel (`serve/worker/disaggregated.py` is at the other end):
 
     to both       (role, make, threads), once; then ("abort", id)
-    to prefill    ("read", request)                 -> ("read", id, positions it had found itself) + block
+    to prefill    ("read", request)                 -> ("read", id, positions found in its cache) + block
     to decode     ("write", request) [+ block]      -> ("taken", id), ("deltas", [...])
     from both     ("ready", positions of its cache)   ("refused", id, error)   ("unusable", id, error): of a block
 
-A prefill process serves requests of one token, which it throws away: their pages are what is wanted. A decoder takes a block
-in by slices, between its steps, so that those who are being answered do not wait for the copy of a long prompt.
+A prefill process runs requests of one token and discards the token; it sends their pages. A decode process imports a block
+in slices between its steps, so that the copy of a long prompt does not stall running requests.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from whorl.errors import DataError, WhorlError
 Role = Literal["prefill", "decode"]
 EngineFactory = Callable[[Role], Engine]
 
-PAGES_PER_STEP = 4  # pages taken in between two steps
-CHECKSUM_BYTES_PER_STEP = 4 << 20  # bytes whose checksum is made between two steps: a millisecond
+PAGES_PER_STEP = 4  # pages imported between two steps
+CHECKSUM_BYTES_PER_STEP = 4 << 20  # bytes checksummed between two steps: about a millisecond
 
 
 def run_worker(channel: Channel) -> None:
-    """A process's life: told what to be, then one message and one step after another until the other end is gone."""
+    """Main function of a worker: receives its role, then alternates messages and steps until the other end closes."""
     with suppress(EOFError, BrokenPipeError, ConnectionError):
         (role, make, threads), _ = channel.receive()
         import torch
 
         torch.set_num_threads(threads)
         engine = make(role)
-        model_fingerprint(engine)  # now, not under the first prompt
+        model_fingerprint(engine)  # now, not during the first prompt
         channel.send(("ready", engine.cache.groups[0].pool.n_pages * engine.cache.page_size))
         (_PrefillWorker if role == "prefill" else _DecodeWorker)(channel, engine).run()
 
@@ -74,7 +74,7 @@ class _WorkerLoop:
 
 
 class _PrefillWorker(_WorkerLoop):
-    """Reads prompts in. A request of one token is one: the token is thrown away, the pages are what is wanted."""
+    """Runs prefill as requests of one token, which is discarded, and sends their pages."""
 
     def __init__(self, channel: Channel, engine: Engine) -> None:
         super().__init__(channel, engine)
@@ -86,12 +86,12 @@ class _PrefillWorker(_WorkerLoop):
             self.engine.abort(what)
             self.prefilling.pop(what, None)
             return
-        plain = Request(
+        prefill_request = Request(
             id=what.id, ids=what.ids, sampling=SamplingParams(temperature=0), max_tokens=1, priority=what.priority,
             client=what.client
         )  # fmt: skip
-        if self.add(plain):
-            self.prefilling[what.id] = plain
+        if self.add(prefill_request):
+            self.prefilling[what.id] = prefill_request
 
     def step(self) -> None:
         for delta in self.engine.step():
@@ -102,12 +102,15 @@ class _PrefillWorker(_WorkerLoop):
 
 
 class _DecodeWorker(_WorkerLoop):
-    """Writes answers."""
+    """Decodes, after importing the pages of a prompt."""
 
     def __init__(self, channel: Channel, engine: Engine) -> None:
         super().__init__(channel, engine)
         self.incoming_blocks: deque[tuple[Request, KVBlock]] = deque()
-        self.imported, self.verified = -1, False  # of the first of them: positions; whether it is whole
+        self.imported, self.verified = (
+            -1,
+            False,
+        )  # of the first incoming block: positions imported, checksum complete
 
     @property
     def busy(self) -> bool:
@@ -137,18 +140,18 @@ class _DecodeWorker(_WorkerLoop):
             self.channel.send(("deltas", deltas))
 
     def import_slice(self, request: Request, block: KVBlock) -> None:
-        """A slice more of the block; behind the last one the request begins."""
+        """Import a slice of the block; after the last slice, add the request."""
         before, error = self.imported, None
-        idle = not self.engine.busy  # then nobody waits for us
+        idle = not self.engine.busy  # no running request waits
         try:
             if not self.verified:
                 self.verified = block.verify(None if idle else CHECKSUM_BYTES_PER_STEP)
                 if not idle:
                     return
             self.imported = import_pages(self.engine, block, max_pages=None if idle else PAGES_PER_STEP)
-        except DataError as refusal:
-            error = refusal
-        # Where there is no room for more, what is missing will be computed
+        except DataError as rejected:
+            error = rejected
+        # If the cache is full, the missing positions are computed.
         if error is None and self.imported not in (before, block.n_positions):
             return
         self.imported, self.verified = -1, False

@@ -1,7 +1,7 @@
-"""From a schedule to what the runner and the sampler are given: one batch of rows, and a `Row` for each token to draw.
+"""From a schedule to the input of the runner and the sampler: one `InputBatch`, and a `SamplerRow` per token to sample.
 
-This runs at every step, for every sequence, in Python: at 32 sequences of a small model it is the engine's own cost that
-counts, so a decoding sequence takes the short way.
+This Python code runs at every step for every sequence. With 32 sequences of a small model it is the engine's main
+overhead, so a decoding sequence takes a short path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whorl.engine.sequence import Sequence
 
 
 def scores_prompt(sequence: Sequence) -> bool:
-    """Whether the positions that are read in now are asked for the log-probabilities of the prompt itself."""
+    """Whether the positions computed now need log-probabilities of the prompt."""
     return bool(
         sequence.request.prompt_log_probs
         and sequence.n_computed < sequence.n_prompt - 1
@@ -30,89 +30,91 @@ def scores_prompt(sequence: Sequence) -> bool:
 def build_batch(
     schedule: Schedule, cache: KVCacheManager, ngram_context: int, device: torch.device
 ) -> tuple[InputBatch, list[SamplerRow]]:
-    """The rows as one batch, those of a single position first (`schedule.rows` is sorted so), and what is to be drawn.
+    """Return the rows as one batch, rows of one position first (sorts `schedule.rows`), and the sampler rows.
 
     Args:
-        reach: ids before a position that its embedding wants.
+        ngram_context: ids before a position that its embedding reads.
     """
-    schedule.rows.sort(key=lambda row: row[1] > 1)  # stable: single ones keep their order
+    schedule.rows.sort(key=lambda row: row[1] > 1)  # stable: rows of one position keep their order
     ids: list[int] = []
     positions: list[int] = []
     starts: list[int] = [0]
     lengths: list[int] = []
     slots: list[int] = []
-    wanted: list[int] = []
+    logit_indices: list[int] = []
     rows: list[SamplerRow] = []
-    drawn: list[int] = []  # where in `wanted` they stand
+    sample_indices: list[int] = []  # indices into `logit_indices`
     n_single = 0
     for sequence, n in schedule.rows:
-        first, begin, have = sequence.n_computed, starts[-1], len(sequence.ids)
+        first, start, n_ids = sequence.n_computed, starts[-1], len(sequence.ids)
         stop = first + n
-        starts.append(begin + n)
+        starts.append(start + n)
         lengths.append(stop)
         slots.append(sequence.slot)
         n_single += n == 1
-        if n == 1 and stop == have:
+        if n == 1 and stop == n_ids:
             ids.append(sequence.ids[first])
             positions.append(first)
-            drawn.append(len(wanted))
-            wanted.append(begin)
+            sample_indices.append(len(logit_indices))
+            logit_indices.append(start)
             rows.append(_sampler_row(sequence, 0))
             continue
         ids += (sequence.ids + sequence.drafts)[first:stop] if sequence.drafts else sequence.ids[first:stop]
         positions += range(first, stop)
         if scores_prompt(sequence):
-            wanted += range(begin, begin + n)
-            if stop == have:
-                drawn.append(len(wanted) - 1)
+            logit_indices += range(start, start + n)
+            if stop == n_ids:
+                sample_indices.append(len(logit_indices) - 1)
                 rows.append(_sampler_row(sequence, 0))
-        elif stop >= have:  # the newest token, and any drafts behind it
-            drawn += range(len(wanted), len(wanted) + stop - have + 1)
-            wanted += range(begin + n - 1 - (stop - have), begin + n)
-            rows += [_sampler_row(sequence, k) for k in range(stop - have + 1)]
-    at = np.array(slots)
-    longest = -(-max(lengths) // cache.page_size)
+        elif stop >= n_ids:  # the newest token and its drafts
+            sample_indices += range(len(logit_indices), len(logit_indices) + stop - n_ids + 1)
+            logit_indices += range(start + n - 1 - (stop - n_ids), start + n)
+            rows += [_sampler_row(sequence, k) for k in range(stop - n_ids + 1)]
+    slot_index = np.array(slots)
+    n_pages = -(-max(lengths) // cache.page_size)
     batch = InputBatch(
         torch.tensor(ids, device=device),
         torch.tensor(positions, device=device),
         starts,
         lengths,
         slots,
-        [table[at, :longest] for table in cache.page_tables],
-        torch.tensor(wanted, dtype=torch.long, device=device),
+        [table[slot_index, :n_pages] for table in cache.page_tables],
+        torch.tensor(logit_indices, dtype=torch.long, device=device),
         n_single,
         _previous_ids(schedule, ngram_context, device) if ngram_context else None,
-        sample_indices=None if len(drawn) == len(wanted) else drawn,
+        sample_indices=None if len(sample_indices) == len(logit_indices) else sample_indices,
     )
     return batch, rows
 
 
 def _previous_ids(schedule: Schedule, ngram_context: int, device: torch.device) -> Tensor:
-    """[N, reach] ids before each position, -1 where there are none."""
+    """[N, ngram_context] ids before each position, -1 where there are none."""
     out = []
     for sequence, n in schedule.rows:
         first = sequence.n_computed
-        known = (
+        context = (
             [-1] * max(0, ngram_context - first)
             + sequence.ids[max(0, first - ngram_context) : first + n]
             + sequence.drafts
         )
-        out += [known[k : k + ngram_context] for k in range(n)]
+        out += [context[k : k + ngram_context] for k in range(n)]
     return torch.tensor(out, device=device)
 
 
 def _sampler_row(sequence: Sequence, k: int) -> SamplerRow:
-    """What the sampler must know to draw the token behind `k` drafts."""
-    r = sequence.request
-    if r.sampling.has_penalties and sequence.token_counts is None:
-        sequence.token_counts = TokenCounts(r.ids)
+    """Return the sampler input for the token after `k` drafts."""
+    request = sequence.request
+    if request.sampling.has_penalties and sequence.token_counts is None:
+        sequence.token_counts = TokenCounts(request.ids)
     return SamplerRow(
-        sampling=r.sampling,
-        prompt=r.ids,
-        output=sequence.ids[sequence.n_prompt :] + sequence.drafts[:k] if r.sampling.has_penalties else (),
+        sampling=request.sampling,
+        prompt=request.ids,
+        output=sequence.ids[sequence.n_prompt :] + sequence.drafts[:k]
+        if request.sampling.has_penalties
+        else (),
         seed=sequence.seed,
         n_drawn=sequence.n_output + k,
         allowed_mask=None if sequence.constraint is None else sequence.constraint.mask(),
-        top_log_probs=r.top_log_probs,
+        top_log_probs=request.top_log_probs,
         token_counts=sequence.token_counts,
     )

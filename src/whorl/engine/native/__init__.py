@@ -1,4 +1,4 @@
-"""The model's step on a CPU in one call of a library that is compiled where it runs (`step.py`, `build.py`)."""
+"""The model step on a CPU as one call of a C++ library, compiled on the machine (`step.py`, `build.py`)."""
 
 from whorl.engine.native.step import NativeStep, unsupported_reason
 

@@ -1,31 +1,31 @@
-// Causal attention over pages, for one key head of one row: a decoding token or a piece of a prompt, the same code.
+// Causal attention over pages, for one key head of one row: the same code for a decoding token and a prefill chunk.
 //
-// Keys and values of a layer lie in pages [n_pages, n_kv_heads, page_size, head_dim]; position p of a row is in the page
-// pages[p / page_size] of its table. The keys of a row are gone through in tiles of 32, with the softmax kept as a running
-// maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3; Dao et al. 2022, FlashAttention,
-// arXiv:2205.14135, algorithm 1), so that no row of scores is ever written:
+// Keys and values are in pages [n_pages, n_kv_heads, page_size, head_dim]; position p of a row is in page
+// pages[p / page_size] of its table. The keys of a row are read in tiles of 32. The softmax is a running maximum and sum
+// (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3; Dao et al. 2022, FlashAttention, arXiv:2205.14135,
+// algorithm 1), so no row of scores is ever written:
 //
 //     m' = max(m, max_j s_j),  c = e^(m - m'),  p_j = e^(s_j - m')
 //     l' = c l + sum_j p_j,    o' = c o + sum_j p_j v_j            and at the end y = o / l
 //
-// All query heads that share the key head are done together, so a key is read once for all of them. Up to three queries
-// take their products straight from the keys; more than that are worth a transposed copy of the tile, [head_dim][32], from
-// which 8 queries by 32 keys are summed in registers without a single horizontal sum.
+// All query heads that share the key head run together, so a key is read once for all of them. Up to three queries use the
+// keys in place. More queries use a transposed copy of the tile, [head_dim][32]: 8 queries by 32 keys are summed in
+// registers without a horizontal sum.
 //
-// Subtle: nothing of a position that the row does not have, or that is before its window, gets into a sum: the rest of a page
-// may hold anything (NaN in the tests), and pages that have left the window may be gone from the table.
+// Subtle: positions outside of the row or of its window never enter a sum. The rest of a page may hold anything (NaN in the
+// tests), and pages outside of the window may be missing from the table.
 #pragma once
 
 #include "lanes.h"
 
 
-constexpr int KEYS = 32;      // a tile
-constexpr int QUERIES = 32;   // a task has at most so many, or one token's
+constexpr int KEYS = 32;      // keys per tile
+constexpr int QUERIES = 32;   // maximum queries of a task
 constexpr float LOWEST = -1e30f;
 
 struct Heads {
     int32_t n_heads, n_kv_heads, head_dim, page_size;
-    int64_t window;  // 0: all
+    int64_t window;  // 0: full attention
     float scale, softcap;
     const float* sink;  // [n_heads] or null
 };
@@ -40,13 +40,13 @@ struct Cache {
     }
 };
 
-// Floats of scratch that `attend` wants.
+// Scratch size of `attend`, in floats.
 INLINE int64_t attention_room(const Heads& h, int64_t queries) {
     const int64_t d = (h.head_dim + WIDTH - 1) / WIDTH * WIDTH;
     return 3 * queries * d + queries * (KEYS + 4) + 3 * KEYS * d;
 }
 
-// in: 16 rows of 16 -> out: their columns, `stride` apart.
+// Transpose: in 16 rows of 16 -> out, with distance `stride` between columns.
 INLINE void transpose16(Lanes* v, float* out, int64_t stride) {
     Lanes w[WIDTH];
     UNROLL for (int i = 0; i < 8; i++) {
@@ -63,7 +63,7 @@ INLINE void transpose16(Lanes* v, float* out, int64_t stride) {
     UNROLL16 for (int i = 0; i < WIDTH; i++) store(out + i * stride, w[i]);
 }
 
-// One row in fp32, padded with zeros.
+// Convert one row to fp32, padded with zeros.
 template <class T>
 INLINE const float* widened(const T* from, int64_t head_dim, float* to) {
     int64_t c = 0;
@@ -72,7 +72,7 @@ INLINE const float* widened(const T* from, int64_t head_dim, float* to) {
     return to;
 }
 
-// 32 rows of d, `stride` apart -> [d][32].
+// Transpose 32 rows of d, at distance `stride` -> [d][32].
 template <class T>
 INLINE void turn_keys(const T* k, int64_t stride, int64_t d, float* turned) {
     Lanes rows[WIDTH];
@@ -87,8 +87,8 @@ INLINE void fetch(const void* from, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)from + b);
 }
 
-// scores[32] of one query, straight from 32 rows: 16 sums side by side in registers, then all their lanes at once. The rows
-// of the next tile, which may lie anywhere, are fetched meanwhile.
+// scores[32] of one query from 32 rows in place: 16 sums in registers, then the sums of their lanes. The rows of the next
+// tile are prefetched.
 template <class T>
 INLINE void few_scores(const float* q, const bf16* short_q, int64_t d, const T* k, const T* next, int64_t stride,
                        float* scores) {
@@ -98,7 +98,7 @@ INLINE void few_scores(const float* q, const bf16* short_q, int64_t d, const T* 
         UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = Lanes{};
         int64_t c = 0;
 #ifdef __AVX512BF16__
-        if (sizeof(T) == 2)  // two features a lane, exact products; the query is rounded as torch rounds it
+        if (sizeof(T) == 2)  // two features per lane, exact products; the query is rounded as in torch
             for (; c + 2 * WIDTH <= d; c += 2 * WIDTH) {
                 const __m512bh part = (__m512bh)load<Bits>(short_q + c);
                 UNROLL16 for (int j = 0; j < WIDTH; j++)
@@ -114,7 +114,7 @@ INLINE void few_scores(const float* q, const bf16* short_q, int64_t d, const T* 
     }
 }
 
-// scores[QN][32] of queries q[QN][d] and turned keys [d][32].
+// scores[QN][32] of queries q[QN][d] and transposed keys [d][32].
 template <int QN>
 INLINE void scores_of(const float* q, int64_t d, const float* turned, float* scores) {
     Lanes low[QN], high[QN];
@@ -159,8 +159,8 @@ INLINE void all_values_of(const float* p, const float* correction, const T* v, c
     for (; column < d; column += WIDTH) values_of<QN, 1>(p, correction, v, next, stride, column, from, to, out, d);
 }
 
-// One query's scores of a tile -> probabilities against its running maximum, in place; returns the correction.
-// [from, to): the keys that it sees.
+// Convert one query's scores of a tile to probabilities relative to its running maximum, in place; returns the correction.
+// [from, to): the visible keys.
 INLINE float soften(float* scores, int from, int to, float softcap, float& most, float& sum) {
     if (to <= from) {
         store(scores, Lanes{});
@@ -191,7 +191,7 @@ INLINE float soften(float* scores, int from, int to, float softcap, float& most,
     return correction;
 }
 
-// q: [tokens][q_stride] from the first of the group's heads; y: [tokens][y_stride], the same; position: of the first token.
+// q: [tokens][q_stride] from the first head of the group; y: [tokens][y_stride], likewise; position: of the first token.
 template <class T>
 void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t kv, int64_t position, int64_t tokens,
             const float* q, int64_t q_stride, float* y, int64_t y_stride, float* room) {
@@ -209,7 +209,7 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
         most[i] = LOWEST;
         sum[i] = 0;
     }
-    // A tile that lies in one page is read where it is; others are copied together, in fp32 and padded.
+    // A tile within one page is read in place; others are copied, in fp32 and padded.
     const bool in_place = h.head_dim % WIDTH == 0 && h.page_size % KEYS == 0, many = n > 3;
     const int64_t last = position + tokens - 1, stride = cache.position;
     const int64_t first = h.window > 0 && position - h.window + 1 > 0 ? position - h.window + 1 : 0;
@@ -250,7 +250,7 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
             }
         }
         for (int64_t i = 0; i < n; i++) {
-            const int64_t own = position + i / group - start;  // its own place in the tile
+            const int64_t own = position + i / group - start;  // position in the tile
             const int low = h.window > 0 && own - h.window + 1 > from ? int(own - h.window + 1) : from;
             const int high = own + 1 < to ? int(own + 1) : to;
             correction[i] = soften(scores + i * KEYS, low, high, h.softcap, most[i], sum[i]);

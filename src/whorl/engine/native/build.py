@@ -1,15 +1,14 @@
-"""The library is compiled where it runs, once: a few seconds, for this very CPU.
+"""Compile the native library on the machine, once, for its CPU; takes a few seconds.
 
-    WHORL_NATIVE=0     never: the torch path is taken
-    CXX                the compiler; by default the first of g++, c++ and clang++ that is there
+    WHORL_NATIVE=0     never; the torch path runs
+    CXX                the compiler; default: the first of g++, c++ and clang++ found
 
-Shipping a binary would mean the smallest CPU that anyone has, or a build for each; a source of 1,400 lines compiles with
-`-march=native` while a model loads. What was compiled is kept under `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default),
-under a name that is the hash of the sources, the flags, the compiler's version and the CPU's: on a home folder that several
-machines share, each finds its own.
+A shipped binary would target the oldest CPU or need a build for each. A source of 1,400 lines compiles with `-march=native`
+while a model loads. Libraries are kept in `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default). The file name is the hash
+of sources, flags, compiler version and CPU, so machines that share a home folder do not collide.
 
-Subtle: several processes may start at once. One compiles, under a lock that dies with its owner; the others wait and find
-the file. It is written aside and renamed, so a file that is there is whole, whoever was killed meanwhile.
+Subtle: several processes may start at once. One compiles under a file lock, which the kernel releases if it dies; the
+others wait and find the file. It is written under a temporary name and renamed, so an existing file is always complete.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ COMMON_FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # in turn, until one compiles
+ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # tried in turn until one compiles
 COMPILE_TIMEOUT_SECONDS = 300.0
 
 
 class BuildError(Exception):
-    """No library, and why."""
+    """The library could not be built; the message has the reason."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, compiled if need be; None (told once) when it cannot be had, or WHORL_NATIVE=0."""
+    """Return the library, compiled if needed; None (logged once) if the build fails or WHORL_NATIVE=0."""
     if os.environ.get("WHORL_NATIVE") == "0":
         return None
     try:
@@ -58,15 +57,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept."""
+    """Folder of the compiled libraries."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl" / "native"
 
 
 def load_library(folder: Path) -> ctypes.CDLL:
-    """The library from `folder`, put there if it is missing.
+    """Load the library from `folder`; compiles it if it is missing.
 
     Raises:
-        BuildError: there is no compiler, it fails, or what it made cannot be loaded.
+        BuildError: there is no compiler, it fails, or its output cannot be loaded.
     """
     compiler = find_compiler()
     target = folder / f"{fingerprint(compiler)}.so"
@@ -74,7 +73,7 @@ def load_library(folder: Path) -> ctypes.CDLL:
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # released when closed, or by the owner's death
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released on close or when the process dies
                 if not target.exists():
                     compile_into(compiler, target)
         return declare_signatures(ctypes.CDLL(str(target)))
@@ -83,10 +82,10 @@ def load_library(folder: Path) -> ctypes.CDLL:
 
 
 def find_compiler() -> str:
-    """The compiler's path.
+    """Return the path of the compiler.
 
     Raises:
-        BuildError: there is none.
+        BuildError: no compiler was found.
     """
     named = os.environ.get("CXX")
     for name in (named,) if named else ("g++", "c++", "clang++"):
@@ -97,7 +96,7 @@ def find_compiler() -> str:
 
 
 def fingerprint(compiler: str) -> str:
-    """Of all that a compiled library depends on."""
+    """Hash of everything a compiled library depends on."""
     sources = sorted(p for p in FOLDER.iterdir() if p.suffix in (".h", ".cpp"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [version, cpu_description(), platform.machine(), repr((COMMON_FLAGS, ARCH_FLAGS))]
@@ -106,7 +105,7 @@ def fingerprint(compiler: str) -> str:
 
 
 def cpu_description() -> str:
-    """What `-march=native` depends on: the CPU's name and its instructions."""
+    """Input of `-march=native`: the CPU's name and its instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -116,10 +115,10 @@ def cpu_description() -> str:
 
 
 def compile_into(compiler: str, target: Path) -> None:
-    """Compiles aside, then renames.
+    """Compile to a temporary file, then rename it.
 
     Raises:
-        BuildError: the compiler does not come to an end with any of the flags.
+        BuildError: the compiler fails with all flags.
     """
     told = ""
     for flags in ARCH_FLAGS:
@@ -142,7 +141,7 @@ def compile_into(compiler: str, target: Path) -> None:
 
 
 def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions' arguments."""
+    """Declare the argument types of the library's functions and return it."""
     p, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     for name, result, arguments in (
         ("features", i32, []),

@@ -1,12 +1,12 @@
-// Sixteen numbers at a time, in the compiler's own vector types.
+// Vectors of sixteen numbers, in the compiler's vector types.
 //
 // Every kernel of this folder is written once, for vectors of 16 floats (`Lanes`) and of 16 integers (`Ints`). The compiler
-// lowers them to what the CPU has: one register with AVX-512, two with AVX2, four with SSE or NEON. So there is one source
-// for all, and intrinsics appear only where a CPU has an instruction that the vector types cannot say (products of pairs of
-// bf16, products of four bytes). The flags decide nothing about what is run: what is run is measured (engine/native/step.py).
+// lowers them to the CPU's registers: one with AVX-512, two with AVX2, four with SSE or NEON. Intrinsics appear only for
+// instructions that vector types cannot express (products of pairs of bf16, products of four bytes). Flags do not select the
+// path; measurements do (engine/native/runner.py).
 //
-// Subtle: no -ffast-math. Sums keep the order they are written in, so a row's result does not depend on which other rows are
-// beside it, and `exp_lanes` may use the rounding trick (add 1.5 * 2^23 and take it away), which fast-math would delete.
+// Subtle: no -ffast-math. Sums keep their written order, so a row's result does not depend on the other rows. `exp_lanes`
+// rounds by adding and subtracting 1.5 * 2^23, which fast-math would delete.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")  // sums live in registers only if every index is a constant
+#define UNROLL _Pragma("GCC unroll 8")  // sums stay in registers only if every index is a constant
 #define UNROLL16 _Pragma("GCC unroll 16")
 
 typedef float Lanes __attribute__((vector_size(64)));
@@ -52,7 +52,7 @@ INLINE float widen(bf16 h) {
     return x;
 }
 
-// To the nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; a NaN stays a NaN.
 INLINE bf16 narrow(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -62,13 +62,13 @@ INLINE bf16 narrow(float x) {
 
 INLINE Lanes load_lanes(const float* from) { return load<Lanes>(from); }
 INLINE Lanes load_lanes(const bf16* from) {
-#ifdef __AVX512F__  // the compiler would take halves apart and put them together again
+#ifdef __AVX512F__  // otherwise the compiler splits and joins halves
     return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
 #endif
     return as_lanes(__builtin_convertvector(load<Halves>(from), Bits) << 16);
 }
 
-// The first n of 16, the others 0: nothing behind them is read.
+// The first n of 16, the others 0; nothing after them is read.
 template <class T>
 INLINE Lanes load_some(const T* from, int n) {
     T room[WIDTH] = {};
@@ -105,7 +105,7 @@ INLINE float max_of(Lanes v) {
 #endif
 }
 
-// The sums of sixteen vectors as one vector: a transpose that adds on its way, 15 additions instead of 16 * 4.
+// The sums of sixteen vectors as one vector: a transpose with additions, 15 instead of 16 * 4.
 INLINE Lanes sums16(Lanes* v) {
     UNROLL for (int i = 0; i < 8; i++)
         v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
@@ -120,8 +120,8 @@ INLINE Lanes sums16(Lanes* v) {
            __builtin_shufflevector(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, and n put into the
-// exponent. Below -87 it stays at e^-87 (1e-38); callers that want 0 there put it in.
+// e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, and n added to the
+// exponent. Below -87 it is e^-87 (1e-38); the caller sets 0 where it needs 0.
 INLINE Lanes exp_lanes(Lanes x) {
     x = min_lanes(max_lanes(x, all(-87.0f)), all(88.0f));
     const Lanes magic = all(12582912.0f);  // 1.5 * 2^23

@@ -1,6 +1,6 @@
 """The structures of `model.h`, field by field, and memory for packed matrices.
 
-A test compares the sizes with those that the compiler found; a field that is added on one side alone is seen there.
+A test compares the sizes with those of the compiler, so a field added on one side only is detected.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ KINDS: dict[str, int] = {name: n for n, name in enumerate(get_args(WeightKind))}
 ACTIVATIONS = {
     name: n for n, name in enumerate(("relu2", "gelu", "gelu_tanh", "quick_gelu", "swiglu", "geglu"), 1)
 }
-MAX_NGRAM_ORDERS = 4  # of n-gram memories
-MATRIX_ALIGNMENT = 64  # bytes: where every matrix begins
+MAX_NGRAM_ORDERS = 4  # of n-gram tables
+MATRIX_ALIGNMENT = 64  # bytes: alignment of every matrix
 
 Fields = list[tuple[str, Any]]
 
@@ -93,7 +93,7 @@ ABI_STRUCTURES = (Matrix, Norm, Layer, Model, LayerCache, Batch)  # in the order
 
 
 def check_sizes(library: ctypes.CDLL) -> None:
-    """Raises RuntimeError when a structure here is not the one that was compiled."""
+    """Raise RuntimeError if a structure here differs from the compiled one."""
     for n, mirrored in enumerate(ABI_STRUCTURES):
         theirs = library.whorl_sizeof(n)
         if theirs != ctypes.sizeof(mirrored):
@@ -103,10 +103,10 @@ def check_sizes(library: ctypes.CDLL) -> None:
 
 
 def make_matrix(kind: str, group: int | None, n: int, k: int, gated: bool = False) -> Matrix:
-    """An empty matrix [n, k]. group: of k that share a scale; None for all of k.
+    """Return an empty matrix [n, k]. group: of the k inputs, how many share a scale; None for all of them.
 
     Raises:
-        ConfigError: `kind` is unknown; `group` is not what the kernels can take.
+        ConfigError: unknown `kind`, or a `group` that the kernels do not support.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind is {kind!r}", expected=one_of(kind, list(KINDS)))
@@ -119,7 +119,7 @@ def make_matrix(kind: str, group: int | None, n: int, k: int, gated: bool = Fals
 
 
 class Arena:
-    """One block of memory on large pages, for matrices one behind another: a pass over a model is one stream."""
+    """One block of memory on large pages for consecutive matrices, so that a pass over a model is one stream."""
 
     def __init__(self, library: ctypes.CDLL, matrices: list[Matrix]) -> None:
         sizes = []

@@ -1,4 +1,4 @@
-// What a dense decoder is, as numbers and addresses; engine/native/layout.py mirrors these structures field by field.
+// A dense decoder as numbers and addresses; engine/native/layout.py mirrors these structures field by field.
 #pragma once
 
 #include "attention.h"
@@ -14,12 +14,12 @@ struct Norm {
 };
 
 struct Layer {
-    Norm mixer_norm, mixer_after, mlp_norm, mlp_after;  // `after`: of a sandwich, behind the branch
+    Norm mixer_norm, mixer_after, mlp_norm, mlp_after;  // `after`: post-norms of a sandwich block
     Matrix qkv, out, up, down;
     Heads heads;
     Norm q_norm, k_norm;      // over head_dim; gains for all heads, [n_heads * head_dim], [n_kv_heads * head_dim]
-    const float* smear;       // [n_kv_heads], the part of the key before, or null
-    const float *cos, *sin;   // [positions][rotary_dim], or null: no rotary
+    const float* smear;       // [n_kv_heads], fraction of the previous key, or null
+    const float *cos, *sin;   // [positions][rotary_dim], or null: no rotary embedding
     int64_t rotary_dim;
     int32_t interleaved;
     int32_t activation;
@@ -30,19 +30,19 @@ constexpr int ORDERS = 4;
 struct Model {
     int64_t vocab, d_model, n_layers;
     const float* embedding;  // [vocab][d_model]
-    const float* positions;  // [longest][d_model], learned, or null
+    const float* positions;  // [max_length][d_model], learned, or null
     float embedding_scale;
     float logit_softcap;     // 0: none
-    Norm first_norm, final_norm;  // first: of the embedded ids, in the house's Decoder
+    Norm first_norm, final_norm;  // first: of the embedded ids, in `Decoder`
     Matrix head;
     const Layer* layers;
     int64_t parallel;        // attention and MLP read the same norm
-    int64_t n_orders, orders[ORDERS], buckets;  // n-gram memory
+    int64_t n_orders, orders[ORDERS], buckets;  // n-gram embedding
     const float* tables[ORDERS];                // [buckets][d_model]
 };
 
-// k, v, raw: [n_pages][n_kv_heads][page_size][head_dim] with the strides given; position p of a row is in page
-// pages[row][p / page_size]. raw: keys before they were smeared, or null.
+// k, v, raw: [n_pages][n_kv_heads][page_size][head_dim] with the given strides; position p of a row is in page
+// pages[row][p / page_size]. raw: keys before smearing, or null.
 struct LayerCache {
     void *k, *v, *raw;
     int64_t page, head, position;  // strides, in elements
@@ -54,7 +54,7 @@ struct Batch {
     int64_t n, rows, wanted, cache_bf16;
     const int64_t* ids;
     const int32_t *starts, *lengths;
-    const int64_t* which;   // [wanted]
+    const int64_t* which;   // [W] positions that need logits
     const int64_t* before;  // [n][reach] ids before each, the nearest last, -1 where there are none; or null
     const LayerCache* caches;
     float* hidden;          // [n][d_model], the final norm of every position, or null
@@ -95,7 +95,7 @@ inline void normalise(const Norm& norm, const float* x, int64_t d, float* y) {
     }
 }
 
-// Turns the first rotary_dim features by the tables of a position, in place; see nn/positions/rotary.py for the two layouts.
+// Rotate the first rotary_dim features by the tables of a position, in place; nn/positions/rotary.py has the two layouts.
 inline void turn(const Layer& layer, int64_t position, float* x) {
     if (!layer.cos) return;
     const int64_t dim = layer.rotary_dim, half = dim / 2;
@@ -109,7 +109,7 @@ inline void turn(const Layer& layer, int64_t position, float* x) {
     }
 }
 
-// nn/ngram.py, `_hash`: the rows of the n-gram memory for one id and the ids before it; 32-bit arithmetic, as there.
+// nn/ngram.py, `_hash`: rows of the n-gram tables for one id and the ids before it; 32-bit arithmetic, as there.
 inline void add_memory(const Model& model, const int64_t* past, float* x) {
     const uint64_t multiplier = 0x9E3779B1u, mask = 0xffffffffu;
     uint64_t state = uint64_t(past[0] + 1) * multiplier & mask;

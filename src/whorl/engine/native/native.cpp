@@ -1,7 +1,7 @@
-// What Python calls (engine/native/library.py): plain C functions over the structures of model.h.
+// The functions that Python calls (engine/native/build.py): plain C functions over the structures of model.h.
 //
-// Nothing here knows torch. Every address comes from the caller, who keeps it alive; sizes that could make a kernel write
-// where it must not (ids, pages) are checked before the first write, and the answer says which was wrong.
+// No dependency on torch. The caller owns all memory. Ids and page numbers, which could make a kernel write out of bounds, are
+// checked before the first write; the result code names the error.
 #include <cstdlib>
 #include <new>
 #ifdef __linux__
@@ -31,7 +31,7 @@ Room::~Room() { free(data); }
 
 enum Answer : int32_t { FINE = 0, BAD_ID, BAD_PAGE, NO_MEMORY };
 
-// A page number counts if some position of this step may look into it; what a window has left may be anything.
+// A page number is checked if some position of this step may read it; entries outside of the window may hold anything.
 static bool pages_exist(const Heads& h, const LayerCache& kept, const Batch& batch) {
     for (int64_t row = 0; row < batch.rows; row++) {
         const int64_t length = batch.lengths[row], first = length - (batch.starts[row + 1] - batch.starts[row]);
@@ -131,7 +131,7 @@ void whorl_packed_bytes(const Matrix* w, int64_t* bytes) {
     bytes[2] = w->kind == INT8 ? 4 * per_output : 0;
 }
 
-// Asks for large pages wherever [from, from + bytes) has room for one, also if it has been written to.
+// Requests large pages for [from, from + bytes) where they fit, also after the memory has been written.
 void whorl_large_pages(void* from, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     const size_t large = size_t(1) << 21, first = (size_t(from) + large - 1) / large * large;
@@ -190,7 +190,7 @@ int32_t whorl_step(void* step, const Model* model, const Batch* batch, float* lo
     return FINE;
 }
 
-// Reads memory as the products do, and does nothing with it: the bandwidth that they are held against.
+// Reads memory as the products do, without arithmetic: the bandwidth reference.
 void whorl_read(void* step, const void* from, int64_t bytes, int32_t threads) {
     const int64_t piece = int64_t(1) << 17;
     ((Step*)step)->pool.together(threads, 1, [from, bytes, piece](Team& team) {
@@ -204,7 +204,7 @@ void whorl_read(void* step, const void* from, int64_t bytes, int32_t threads) {
                 }
         });
         const Ints total = sum[0] + sum[1] + sum[2] + sum[3];
-        volatile int32_t kept = total[0];  // so that it is read at all
+        volatile int32_t kept = total[0];  // keeps the compiler from deleting the reads
         (void)kept;
     });
 }

@@ -1,19 +1,18 @@
-// Weights into the order of tiles.h, once; activations into the type of a weight, at every product.
+// Pack weights into the order of tiles.h, once; convert activations to the type of a weight, at every product.
 //
-// A gated MLP asks for pairs: its matrix is [gate; up], and what is used is act(gate_i) * up_i. So its rows are packed 32 of
-// the gate, then the 32 of up that belong to them: a block of 64 outputs is 32 finished numbers, and nothing is written in
-// between.
+// A gated MLP's matrix is [gate; up], and its output is act(gate_i) * up_i. Its rows are packed 32 of the gate, then the
+// matching 32 of up. So a block of 64 outputs gives 32 final numbers without an intermediate write.
 //
-// Rounding of weights. int8: scale = the largest size in the group / 127. int4: scale = the number of largest size / -8,
-// so that one side of the range is used in full (as in the Q4_0 of llama.cpp). The scale is rounded to bf16 first, and the
-// weights with what is left of it, so that no error of the scale is added to theirs.
+// Rounding of weights. int8: scale = largest magnitude in the group / 127. int4: scale = the number of largest magnitude / -8,
+// so that one side of the range is used in full (as Q4_0 of llama.cpp). The scale is rounded to bf16 first, and the weights
+// are rounded with the rounded scale, so that its error is not added.
 #pragma once
 
 #include <cmath>
 
 #include "tiles.h"
 
-// Row of the matrix as given, for an output as packed; -1 for padding.
+// Row of the given matrix for a packed output; -1 for padding.
 INLINE int64_t source_row(const Matrix& w, int64_t output) {
     if (!w.gated) return output < w.n ? output : -1;
     const int64_t hidden = w.n / 2, i = output / BLOCK * (BLOCK / 2) + output % (BLOCK / 2);
@@ -69,7 +68,7 @@ inline void pack_integers(const Matrix& w, int64_t block, const float* weights) 
     }
 }
 
-// One row x[k] -> the type of w; `scales` and `sums` [groups] for integers.
+// Convert one row x[k] to the type of w; `scales` and `sums` [groups] for integers.
 inline void ready_row(const Matrix& w, const float* x, char* to, float* scales, int32_t* sums) {
     const int64_t k_padded = padded(w);
     if (w.kind == FLOAT32 || (w.kind == BFLOAT16 && sizeof(BfActivation) == 4)) {
@@ -96,7 +95,7 @@ inline void ready_row(const Matrix& w, const float* x, char* to, float* scales, 
         largest = max_of(most);
         for (; k < size; k++) largest = std::fabs(from[k]) > largest ? std::fabs(from[k]) : largest;
         const float inverse = largest > 0 ? 127 / largest : 0;
-        const float magic = 12582912.0f;  // its last bits are the rounded integer's
+        const float magic = 12582912.0f;  // its last bits are the rounded integer
         const uint8_t shift = w.kind == INT8 ? 0x80 : 0;
         int32_t sum = 0;
         for (k = 0; k < size; k++) {

@@ -1,10 +1,10 @@
-// A product over the team, and what is done with its numbers while they are still in the first-level cache.
+// A product over all threads, and the processing of its results while they are in the first-level cache.
 #pragma once
 
 #include "pack.h"
 #include "team.h"
 
-// As nn/mlp.py names them; the gated ones last.
+// Names as in nn/mlp.py; the gated ones last.
 enum Activation : int32_t { NONE = 0, RELU2, GELU, GELU_TANH, QUICK_GELU, SWIGLU, GEGLU };
 enum Use : int32_t { PUT, ADD, ACTIVATE };
 
@@ -24,7 +24,7 @@ INLINE Lanes activated(Lanes x, Activation kind) {
     return x;
 }
 
-// Where y goes: PUT y, ADD it to what is there, or ACTIVATE it (a gated block leaves 32 numbers).
+// Destination of y: PUT it, ADD it to y, or ACTIVATE it (a gated block gives 32 numbers).
 struct Target {
     Use use;
     float* data;
@@ -33,7 +33,7 @@ struct Target {
     float cap = 0;  // of logits: cap * tanh(y / cap)
 };
 
-// tile: [rows][64] of block `block`, rows from `row` on.
+// tile: [rows][64] of block `block`, from row `row`.
 inline void finish(const Matrix& w, int64_t block, const float* tile, int64_t row, int rows, const Target& to) {
     const int width = w.gated ? BLOCK / 2 : BLOCK;
     const int64_t first = block * width, total = w.gated ? w.n / 2 : w.n;
@@ -90,7 +90,7 @@ static const TileOf tiles[] = {tile_of<1>, tile_of<2>, tile_of<3>, tile_of<4>,
 // y = x w^T for m rows; all threads of the team call it.
 inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const Target& to) {
     const int64_t n_blocks = blocks(w), n_tiles = (m + TILE - 1) / TILE;
-    // Rows are split too where there are too few blocks for the threads.
+    // Rows are split too if there are fewer blocks than the threads need.
     int64_t parts = (4 * team.size + n_blocks - 1) / n_blocks;
     if (parts > n_tiles) parts = n_tiles;
     team.share(n_blocks * parts, [&](int64_t task) {
@@ -105,7 +105,7 @@ inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const
     });
 }
 
-// Memory that only grows, on large pages where the system gives them.
+// Memory that only grows, on large pages if the system provides them.
 struct Room {
     void* data = nullptr;
     size_t bytes = 0;
@@ -115,7 +115,7 @@ struct Room {
 
 INLINE int64_t ready_stride(const Matrix& w) { return round_up(padded(w) * activation_bytes(w), 64); }
 
-// Where rows on their way into a product are.
+// Buffer of converted rows, the input of a product.
 struct Ready {
     char* data;
     float* scales;
@@ -127,7 +127,7 @@ struct Ready {
 struct ReadyRoom {
     Room data, scales, sums;
 
-    // Before the threads start.
+    // Called before the threads start.
     Ready reserve(const Matrix& w, int64_t m) {
         const size_t per_group = size_t(4 * m * groups(w));
         data.at_least(size_t(m * ready_stride(w)));

@@ -1,12 +1,12 @@
-"""A runner whose step is the native one where that is faster, and how that is found out.
+"""A runner that uses the native step where measurements show that it is faster.
 
     WHORL_NATIVE=0     never
-    WHORL_NATIVE=1     wherever the model is supported, unmeasured
-    (unset)            both are timed where the engine starts, on a step of one row and one of several
+    WHORL_NATIVE=1     for every supported model, without measuring
+    (unset)            both are timed when the engine starts, on a step of one row and one of several
 
-Nothing is taken from CPU flags: a machine may have bf16 products and be faster without, two threads may share one core. So
-torch's path and ours, with one thread and with all, run the same small batches on the engine's own empty cache, and the
-smallest geometric mean of their times wins. What cannot be run natively (adapters, replaced products) goes by torch, step by
+CPU flags do not decide: a machine may have bf16 products and run faster without, and two threads may share one core. So the
+torch path and the native step, with one thread and with all, run the same small batches on the empty cache. The smallest
+geometric mean of the times wins. Batches that the native step cannot run (adapters, replaced products) use torch, step by
 step, over the same cache: both write the same pages.
 """
 
@@ -30,12 +30,12 @@ from whorl.machine.device_probe import usable_cores
 from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
 
-TIMED_BATCH_SIZES = (1, 8)  # of the steps that are timed
+TIMED_BATCH_SIZES = (1, 8)  # rows of the timed steps
 ROUNDS = 3
 
 
 class NativeRunner(ModelRunner):
-    """A `Runner` over the same cache; arguments beyond its own are those of `NativeStep`."""
+    """A `ModelRunner` over the same cache; further arguments are those of `NativeStep`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class NativeRunner(ModelRunner):
 
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor:
-        """As `Runner`. A row's bits depend on no other row anyway: `invariant` costs nothing here."""
+        """As `ModelRunner.run`. A row's bits never depend on other rows, so `invariant` has no cost."""
         if self._needs_torch(batch):
             return super().run(batch)
         return self.native_step.run(batch, self.layers, self.group_of)  # type: ignore[arg-type]
@@ -68,8 +68,8 @@ class NativeRunner(ModelRunner):
         if self._needs_torch(batch):
             return super().hidden(batch)
         hidden = torch.empty(len(batch.ids), self.model.config.d_model)
-        none = InputBatch(**{**vars(batch), "logit_indices": batch.logit_indices[:0]})
-        self.native_step.run(none, self.layers, self.group_of, hidden)  # type: ignore[arg-type]
+        no_logits = InputBatch(**{**vars(batch), "logit_indices": batch.logit_indices[:0]})
+        self.native_step.run(no_logits, self.layers, self.group_of, hidden)  # type: ignore[arg-type]
         return hidden
 
     def refresh(self) -> None:
@@ -81,7 +81,7 @@ class NativeRunner(ModelRunner):
             return True
         return any(
             m.matmul is not None or m._forward_hooks
-            for m in self._linears  # fp8's, and somebody's who looks on
+            for m in self._linears  # fp8 products and forward hooks
         )
 
 
@@ -92,51 +92,52 @@ def make_runner(
     weight_group_size: int | None = None,
     **kwargs: Any,
 ) -> ModelRunner:
-    """The faster runner for `model` here; arguments as of `Runner` and `NativeStep`.
+    """Return the faster runner for `model` on this machine; arguments as of `ModelRunner` and `NativeStep`.
 
     Raises:
-        ConfigError: `kind` is given, and the native step, which alone has kinds, cannot run.
+        ConfigError: `weight_dtype` is set, and the native step cannot run; only it has weight formats.
     """
-    wish = os.environ.get("WHORL_NATIVE", "")
-    reason = "WHORL_NATIVE=0" if wish == "0" else unsupported_reason(model)
+    setting = os.environ.get("WHORL_NATIVE", "")
+    reason = "WHORL_NATIVE=0" if setting == "0" else unsupported_reason(model)
     if kwargs.get("dtype") == torch.int8:
-        reason = reason or "its cache is of bfloat16 or float32, and int8 was asked for"
+        reason = reason or "its cache is bfloat16 or float32, and kv_cache_dtype is int8"
     if reason is not None:
         if weight_dtype is not None:
             raise ConfigError(
-                f"weights are asked for in {weight_dtype}: {reason}", expected="a model of the native step"
+                f"weight_dtype is {weight_dtype}, which needs the native step: {reason}",
+                expected="a model that the native step supports",
             )
         return ModelRunner(model, *args, **kwargs)
     runner = NativeRunner(
         model, *args, weight_dtype=weight_dtype, weight_group_size=weight_group_size, **kwargs
     )
-    if wish != "1":
+    if setting != "1":
         autotune(runner, native_only=weight_dtype is not None)
     return runner
 
 
 def autotune(runner: NativeRunner, native_only: bool = False) -> dict[str, float]:
-    """Sets the way and the number of threads that were fastest; -> seconds of each (a geometric mean over `ROWS`).
+    """Select the fastest path and number of threads; returns the seconds of each (geometric mean over batch sizes).
 
-    The cache must be empty: its first pages are written to.
+    The cache must be empty: its first pages are written.
 
     Args:
-        forced: torch's way is not among those compared.
+        native_only: leave out the torch path.
     """
     seconds: dict[str, float] = {}
 
     def measure(name: str, run: Callable[[InputBatch], Tensor]) -> None:
-        means = []
+        log_means = []
         for rows in TIMED_BATCH_SIZES:
             batch = _timing_batch(runner, rows)
             run(batch)
             times = []
             for _ in range(ROUNDS):
-                began = time.perf_counter()
+                started = time.perf_counter()
                 run(batch)
-                times.append(time.perf_counter() - began)
-            means.append(math.log(min(times)))
-        seconds[name] = math.exp(sum(means) / len(means))
+                times.append(time.perf_counter() - started)
+            log_means.append(math.log(min(times)))
+        seconds[name] = math.exp(sum(log_means) / len(log_means))
 
     threads = sorted({1, max(1, usable_cores())})
     for n in threads:
@@ -151,11 +152,18 @@ def autotune(runner: NativeRunner, native_only: bool = False) -> dict[str, float
 
 
 def _timing_batch(runner: ModelRunner, batch_size: int) -> InputBatch:
-    """A decoding step of rows at their first position, each in a page of its own as far as there are pages."""
+    """A decode step of rows at their first position, each in a separate page as far as there are pages."""
     n_pages = min(len(layer.tensors[0]) for layer in runner.layers)  # type: ignore[union-attr]
     pages = (np.arange(batch_size, dtype=np.int32) % n_pages)[:, None]
-    before = torch.full((batch_size, runner.ngram_context), -1) if runner.ngram_context else None
+    previous_ids = torch.full((batch_size, runner.ngram_context), -1) if runner.ngram_context else None
     return InputBatch(
-        torch.arange(batch_size) % runner.model.config.vocab_size, torch.zeros(batch_size, dtype=torch.long), list(range(batch_size + 1)),
-        [1] * batch_size, list(range(batch_size)), [pages for _ in runner.windows], torch.arange(batch_size), batch_size, before,
-    )  # fmt: skip
+        torch.arange(batch_size) % runner.model.config.vocab_size,
+        torch.zeros(batch_size, dtype=torch.long),
+        list(range(batch_size + 1)),
+        [1] * batch_size,
+        list(range(batch_size)),
+        [pages for _ in runner.windows],
+        torch.arange(batch_size),
+        batch_size,
+        previous_ids,
+    )

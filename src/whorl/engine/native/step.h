@@ -1,18 +1,18 @@
-// One step of a dense decoder over a batch of ragged rows, from ids to logits: prompts' pieces and decoding tokens together.
+// One step of a dense decoder over a batch of ragged rows, from ids to logits: prefill chunks and decoding tokens together.
 //
-// It is the torch model's forward (models/transformer.py, models/decoder.py) with three differences. The residual stream
-// and everything between two products is fp32, whatever the type of the products. Keys and values go to the pages
-// of a cache, and attention reads them there. And all of it is one call: a token of a small model is some hundred
-// operations of a few microseconds each, and calling them from Python costs more than doing them.
+// It is the torch model's forward (models/transformer.py, models/decoder.py) with three differences. The residual stream and
+// everything between two products is fp32, for any type of the products. Keys and values go to the pages of a cache, and
+// attention reads them there. The step is one call: a token of a small model takes some hundred operations of a few
+// microseconds each, and calling them from Python costs more than running them.
 //
-// A layer is nine phases (`share`), each split among the threads; the next begins when all of it is done:
+// A layer is nine phases (`share`), each split among the threads; a phase starts when the previous one is complete:
 //
 //     qkv = W h                              blocks of outputs
-//     norm and turn q and k; k, v -> pages; attend     (row, key head, piece of tokens); two phases if a row has two pieces
-//     ready(y)                               rows, into the type of the next weight
+//     norm and rotate q and k; k, v -> pages; attend   (row, key head, tokens); two phases if a row has two chunks
+//     ready(y)                               rows, to the type of the next weight
 //     x += W y                               blocks
 //     h = ready(norm(x))                     rows
-//     a = act(W h)                           blocks, the gate's and the up projection's side by side
+//     a = act(W h)                           blocks, gate and up projection interleaved
 //     ready(a)                               rows
 //     x += W a                               blocks
 //     h = ready(norm(x)) of the next layer   rows
@@ -22,25 +22,25 @@
 
 struct Piece {
     int32_t row;
-    int32_t from, to;  // of the row's tokens in this batch
+    int32_t from, to;  // range of the row's tokens in this batch
 };
 
 struct Step {
     Room x, normed, qkv, y, hidden, branch, attention;
     ReadyRoom input, second, between, chosen;
     std::vector<Piece> pieces;
-    Pool pool;           // last: its threads end before what they may look at
+    Pool pool;           // last member: its threads end before the data that they read
 };
 
 template <class T>
 struct Run {
-    const Model& model;  // of the caller, who keeps it as long as the pool
+    const Model& model;  // owned by the caller, as long as the pool
     Batch batch;         // a copy
-    // Copies: a helper that comes too late may still look at them.
+    // Copies: a helper thread that arrives late may still read them.
     Ready input, second, between, chosen;
     const Piece* pieces;
     int64_t n_pieces;
-    bool split;  // some row has several pieces
+    bool split;  // some row has several chunks
     float *x, *normed, *qkv, *y, *hidden, *branch, *attention;
     int64_t d, normed_room, qkv_width, attention_floats;
 
@@ -66,7 +66,7 @@ struct Run {
         if (model.first_norm.kind) normalise(model.first_norm, to, d, to);
     }
 
-    // Queries of a piece in place; its keys and values into the pages.
+    // Process a chunk's queries in place; write its keys and values to the pages.
     void turn_piece(const Layer& layer, const LayerCache& kept, const Piece& piece, int64_t kv) {
         const Heads& h = layer.heads;
         const Cache<T> cache{(T*)kept.k, (T*)kept.v, kept.page, kept.head, kept.position};
@@ -88,7 +88,7 @@ struct Run {
             const int64_t at = cache.at(h, pages, kv, first + i);
             if (layer.smear) {
                 T* raw = (T*)kept.raw;
-                if (first + i > 0) {  // k itself stays as it is: the next position reads it
+                if (first + i > 0) {  // k itself is not changed: the next position reads it
                     const T* before = raw + cache.at(h, pages, kv, first + i - 1);
                     for (int64_t c = 0; c < hd; c++)
                         key[c] += layer.smear[kv] * ((i > 0 ? k[c - qkv_width] : get(before + c)) - key[c]);
@@ -118,13 +118,13 @@ struct Run {
     void operator()(Team& team, float* logits) {
         const int64_t n = batch.n;
         const Layer* layers = model.layers;
-        // Rows for the products that read a layer's first norm.
+        // Prepare the rows for the products that read a layer's first norm.
         const auto ready_layer = [&](const Layer& layer, int64_t t) {
             normalise(layer.mixer_norm, x + t * d, d, own(team));
             ready_row(layer.qkv, input.rows(layer.qkv), t, own(team));
             if (model.parallel) ready_row(layer.up, second.rows(layer.up), t, own(team));
         };
-        // Adds a branch that has a norm of its own behind it.
+        // Add a branch that has a post-norm.
         const auto add_normed = [&](const Norm& after, int64_t t) {
             if (!after.kind) return;
             normalise(after, branch + t * d, d, branch + t * d);

@@ -1,14 +1,14 @@
-"""The step of the model as one call: what the runner's torch path does, on a CPU's own terms.
+"""The model step as one native call: the same function as the runner's torch path, for CPUs.
 
-    step = NativeStep(model, page_size=32, kind="bfloat16", threads=2)
-    logits = step.run(batch, layers, group_of)          [W, vocab] fp32; the pages of `layers` then hold all N positions
+    step = NativeStep(model, page_size=32, weight_dtype="bfloat16", threads=2)
+    logits = step.run(batch, layers, group_of)     [W, vocab] fp32; the pages of `layers` then hold all N positions
 
-`engine/model/runner.py` is the reference, and a test holds the two together for each kind of weight and each thing that a model
-may have. Which of them is faster, with how many threads, is measured where the engine starts (`fastest`).
+`engine/model/runner.py` is the reference; a test compares the two for each weight format and model option. `autotune`
+measures which of them is faster, and with how many threads, when the engine starts.
 
-What it costs beside its products. A step of a small model is tens of microseconds of arithmetic in some hundred pieces; by
-torch each piece costs a few microseconds of Python and dispatch. Here Python fills one structure with addresses, and that is
-all: the interpreter's lock is free meanwhile.
+Overhead: a step of a small model is tens of microseconds of arithmetic in hundreds of operations, and torch adds a few
+microseconds of Python and dispatch to each. Here Python fills one structure with addresses and makes one call, which
+releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary tables
 
 
 def unsupported_reason(model: LanguageModel) -> str | None:
-    """Why the native step cannot run `model` here; None if it can."""
+    """Return the reason why the native step cannot run `model` here, or None."""
     return unsupported_model_reason(model) or (
-        "there is no native library" if build.library() is None else None
+        "the native library could not be built" if build.library() is None else None
     )
 
 
 class NativeStep:
-    """See the top of this file.
+    """Runs the steps of one model in the native library.
 
     Args:
-        model: its weights are packed as they are now; see `refresh`.
+        model: its current weights are packed; see `refresh`.
         page_size: of the cache.
-        kind: of the packed weights: float32, bfloat16, int8, int4; by default the model's compute type.
-        group: for int8 and int4, how many inputs share a scale; by default all for int8, 32 for int4.
-        threads: by default torch's number.
-        room: positions that a row may come to; our own decoder turns long rows by other tables.
+        weight_dtype: of the packed weights: float32, bfloat16, int8, int4; default the model's compute dtype.
+        weight_group_size: for int8 and int4, how many inputs share a scale; default all for int8, 32 for int4.
+        threads: default torch's number.
+        max_positions: of a row; `Decoder` uses other rotary tables for long rows.
 
     Raises:
-        ConfigError: `supports` says why not; a kind or group that there is not.
+        ConfigError: the model is not supported (`unsupported_reason`); unknown weight_dtype or group size.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class NativeStep:
 
     @property
     def n_bytes(self) -> int:
-        """Of the packed weights."""
+        """Bytes of the packed weights."""
         return self.weights.arena.n_bytes
 
     def refresh(self) -> None:
-        """Packs the model's weights anew; not while a step runs."""
+        """Pack the model's weights again; must not run during a step."""
         self.weights.refresh()
 
     def run(
@@ -108,52 +108,53 @@ class NativeStep:
         group_of: Sequence[int],
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """-> logits [W, vocab] fp32 of the wanted positions.
+        """Return logits [W, vocab] fp32 at `logit_indices`.
 
         Args:
-            layers: the cache, float32 or bfloat16; group_of: which of `batch.pages` is each layer's.
-            hidden: [N, d_model] fp32, filled with the normalised hidden states, where somebody wants them.
+            layers: the cache, float32 or bfloat16.
+            group_of: index into `batch.pages` of each layer.
+            hidden: [N, d_model] fp32, filled with the normalized hidden states, or None.
 
         Raises:
-            ConfigError: an id or a page that there is not; nothing has been written then.
+            ConfigError: an id or a page does not exist; nothing has been written then.
         """
         if self._bound_layers is not layers:
             self._bind_cache(layers)
         longest = max(batch.lengths)
         if longest > self._rotary_length:
             self._extend_rotary(longest)
-        # Held in names: what a structure points to must outlive the call.
+        # Named, because tensors that a structure points to must outlive the call.
         pages = [np.ascontiguousarray(table, dtype=np.int32) for table in batch.pages]
-        where = [table.ctypes.data for table in pages]
+        addresses = [table.ctypes.data for table in pages]
         for cache, group in zip(self._caches, group_of, strict=True):
-            cache.pages, cache.pages_stride = where[group], pages[group].shape[1]
+            cache.pages, cache.pages_stride = addresses[group], pages[group].shape[1]
         starts, lengths = np.array(batch.starts, np.int32), np.array(batch.lengths, np.int32)
-        ids, wanted = batch.ids.contiguous(), batch.logit_indices.contiguous()
-        before = (
+        ids, logit_indices = batch.ids.contiguous(), batch.logit_indices.contiguous()
+        previous_ids = (
             batch.previous_ids.contiguous() if self.uses_ngrams and batch.previous_ids is not None else None
         )
-        logits = torch.empty(len(wanted), self.vocab_size)
-        given = layout.Batch(
-            len(ids), len(lengths), len(wanted), int(layers[0].k.dtype == torch.bfloat16),
-            ids.data_ptr(), starts.ctypes.data, lengths.ctypes.data, wanted.data_ptr(),
-            None if before is None else before.data_ptr(), ctypes.addressof(self._caches),
+        logits = torch.empty(len(logit_indices), self.vocab_size)
+        c_batch = layout.Batch(
+            len(ids), len(lengths), len(logit_indices), int(layers[0].k.dtype == torch.bfloat16),
+            ids.data_ptr(), starts.ctypes.data, lengths.ctypes.data, logit_indices.data_ptr(),
+            None if previous_ids is None else previous_ids.data_ptr(), ctypes.addressof(self._caches),
             None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
-        answer = self.library.whorl_step(
+        status = self.library.whorl_step(
             self._step,
             ctypes.byref(self.weights.struct),
-            ctypes.byref(given),
+            ctypes.byref(c_batch),
             logits.data_ptr(),
             self.threads,
         )
-        if answer:
+        if status:
             raise ConfigError(
-                f"the native step was given {ERROR_MESSAGES[answer]}", expected="a batch of this engine"
+                f"the native step was given {ERROR_MESSAGES[status]}", expected="a batch of this engine"
             )
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[W, d_model] -> [W, vocab] fp32, by the packed head."""
+        """Return logits [W, vocab] fp32 of hidden states [W, d_model], by the packed head."""
         x = hidden.float().contiguous()
         logits = torch.empty(len(x), self.vocab_size)
         struct = self.weights.struct
@@ -164,15 +165,17 @@ class NativeStep:
         return logits
 
     def _bind_cache(self, layers: Sequence[KVPages]) -> None:
-        """Remembers where the cache's tensors are."""
-        kinds = {t.dtype for layer in layers for t in layer.tensors}
-        if len(kinds) != 1 or not kinds <= {torch.float32, torch.bfloat16}:
+        """Store the addresses of the cache's tensors."""
+        dtypes = {t.dtype for layer in layers for t in layer.tensors}
+        if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
             raise ConfigError(
-                f"the cache is of {sorted(map(str, kinds))}", expected="float32 or bfloat16, in all layers"
+                f"the cache is of {sorted(map(str, dtypes))}", expected="float32 or bfloat16, in all layers"
             )
         for cache, layer in zip(self._caches, layers, strict=True):
             if layer.k.stride() != layer.v.stride() or layer.k.stride(3) != 1:
-                raise ConfigError("keys and values lie differently", expected="[n_pages, KV, page_size, d]")
+                raise ConfigError(
+                    "keys and values have different strides", expected="[n_pages, KV, page_size, d]"
+                )
             cache.k, cache.v = layer.k.data_ptr(), layer.v.data_ptr()
             cache.raw = None if layer.raw_keys is None else layer.raw_keys.data_ptr()
             cache.page, cache.head, cache.position = layer.k.stride()[:3]
@@ -182,7 +185,7 @@ class NativeStep:
         self._bound_layers = layers
 
     def _extend_rotary(self, stop: int) -> None:
-        """Rotary tables in fp32 (of the values that the model's own have) of at least `stop` positions."""
+        """Extend the rotary tables in fp32 (same values as the model's) to at least `stop` positions."""
         self._rotary_tables = []
         for rotary, layers in self.weights.rotaries.values():
             cos, sin = (t.float().contiguous() for t in rotary.tables_upto(stop, torch.device("cpu")))

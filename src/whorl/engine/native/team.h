@@ -1,17 +1,17 @@
-// The threads of one step: whoever is there goes through the same phases and takes pieces of them.
+// The threads of one step: each runs the same phases and takes pieces of work from them.
 //
-// A layer has nine phases of a few microseconds, so threads must not be started, nor waited for, more than the work demands.
-// A phase is two counters, pieces handed out and pieces done. A thread takes pieces until there are none, then waits until all
-// are done. So a thread is waited for only while it has a piece in hand. One that the system holds up, or that wakes late,
-// costs its share of the work and no more; a barrier (OpenMP's, at the end of a region) would cost its whole absence, several
-// milliseconds wherever another process wants the core too. Which thread does a piece changes nothing in its result.
+// A layer has nine phases of a few microseconds, so starting threads and waiting for them must cost little. A phase is two
+// counters: pieces taken and pieces done. A thread takes pieces until there are none, then waits until all are done. So the
+// team waits for a thread only while it works on a piece. A thread that the system delays costs its share of the work and no
+// more; a barrier (as of OpenMP) would cost the whole delay, several milliseconds when another process uses the core. Results
+// do not depend on which thread runs a piece.
 //
-// Subtle: a helper may wake when the step is over, or in the middle of a later one. So counters carry the number of their step
-// in the upper half, pieces are taken by compare-and-swap, and who finds another number than his own has nothing more to do
-// there. All that he may have looked at until then lives as long as the pool: a job is copied when it is joined, and what it
-// points to is either the pool's owner's or not touched without a piece.
+// Subtle: a helper may wake after the step, or during a later one. So counters carry the step number in the upper half, and
+// pieces are taken by compare-and-swap; a thread that finds another step number stops. The data that it may have read lives as
+// long as the pool: a job is copied when a thread joins it, and its pointers lead to data of the pool's owner or are used only
+// within a piece.
 //
-// Helpers that wait spin for a tenth of a millisecond (the next step of a server that decodes comes sooner), then sleep.
+// Waiting helpers spin for a tenth of a millisecond (a decoding server's next step comes sooner), then sleep.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@
 #include "lanes.h"
 
 constexpr int SPINS = 4000;
-constexpr size_t PHASES = 8192;  // of one step at most
+constexpr size_t PHASES = 8192;  // maximum phases of a step
 
 INLINE void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -42,12 +42,12 @@ struct Phase {
 
 struct Team {
     Phase* phases;
-    uint64_t tag;  // number of the step << 32
+    uint64_t tag;  // step number << 32
     int id, size;
-    size_t at = 0;      // the phase that comes next
-    bool over = false;  // the step is; only ever true of a helper
+    size_t at = 0;      // next phase
+    bool over = false;  // the step has ended; only ever true for a helper
 
-    // Calls work(i) for every i below n, split among the threads; all are done when it returns.
+    // Runs work(i) for every i below n, split among the threads; all are done when it returns.
     template <class F>
     INLINE void share(int64_t n, F work) {
         if (size == 1) {
@@ -86,7 +86,7 @@ class Pool {
     std::vector<std::thread> helpers;
     std::mutex lock;
     std::condition_variable wake;
-    std::atomic<uint64_t> number{0};  // of the step
+    std::atomic<uint64_t> number{0};  // step number
     int size = 1, sleepers = 0;
     bool closing = false;
     Job job;
@@ -113,7 +113,7 @@ class Pool {
     }
 
    public:
-    // body(team) on this thread, and on up to threads - 1 others as far as they come in time. `body` is copied.
+    // Runs body(team) on this thread, and on up to threads - 1 helpers that arrive in time. `body` is copied.
     template <class F>
     void together(int threads, size_t n_phases, const F& body) {
         if (threads < 2 || n_phases > PHASES) {
@@ -145,7 +145,7 @@ class Pool {
         F mine = body;
         mine(team);
         std::unique_lock<std::mutex> held(lock);
-        job = nullptr;  // who comes now has come too late
+        job = nullptr;  // late helpers find no job
     }
 
     ~Pool() {

@@ -1,25 +1,25 @@
 // Products of activations with packed weights: y[m, n] = x[m, k] w[n, k]^T, from one row to thousands.
 //
-// A weight is packed once, in the order in which it is read: blocks of 64 outputs, inside of a block k outermost. One row is
-// then one stream through memory, which the prefetcher follows; that is all that matters at m = 1, where every weight is used
-// once. With more rows, a tile of up to 6 rows by 64 outputs stays in registers (24 of 32 with AVX-512) while a block, which
-// fits the second-level cache, is gone through once for each tile: each weight loaded serves 6 rows, each activation 64
-// outputs (Goto & van de Geijn 2008, Anatomy of high-performance matrix multiplication, ACM TOMS 34(3), sec. 4 and 5).
+// A weight is packed once, in the order in which it is read: blocks of 64 outputs, with k outermost in a block. At m = 1 every
+// weight is used once, and the product is one stream through memory that the prefetcher follows. With more rows, a tile of up
+// to 6 rows by 64 outputs stays in registers (24 of 32 with AVX-512). A block fits the second-level cache and is read once per
+// tile: each loaded weight serves 6 rows, each activation 64 outputs (Goto & van de Geijn 2008, Anatomy of high-performance
+// matrix multiplication, ACM TOMS 34(3), sec. 4 and 5).
 //
 //     kind      a block in memory                                  sums
 //     float32   [k][64] float                                      fused multiply-adds
 //     bfloat16  [k / 2][64][2] bf16                                pairs (vdpbf16ps), else widened, two multiply-adds
-//     int8      [k / 4][64][4] int8, a scale a group and output    fours (vpdpbusd), exact in int32 inside of a group
-//     int4      [k / 8][64][4] bytes of two, the same              fours, a byte's halves half a group apart
+//     int8      [k / 4][64][4] int8, scale per group and output    fours (vpdpbusd), exact in int32 within a group
+//     int4      [k / 8][64][4] bytes of two, likewise              fours, a byte's halves half a group apart
 //
-// Integers: w = scale * q, a bf16 scale for each output and group of k (q is rounded with the scale as kept). Activations
-// are rounded to int8 as they come, with one scale for each row and group. vpdpbusd multiplies unsigned by signed bytes:
-// for int8 the activations are moved up by 128, for int4 the weights by 8, and what that adds is taken away again: for
-// int8 128 times the sum of the weights (kept beside them), for int4 8 times the sum of the activations.
+// Integers: w = scale * q, with a bf16 scale per output and group of k (q is rounded with the stored scale). Activations are
+// rounded to int8 with one scale per row and group. vpdpbusd multiplies unsigned by signed bytes, so for int8 the activations
+// are shifted by 128 and for int4 the weights by 8. The offset is subtracted again: for int8, 128 times the sum of the weights
+// (stored with them); for int4, 8 times the sum of the activations.
 //
-// Subtle: a row is summed in the same order whatever m is and wherever its tile begins, so its result does not depend on
-// the rows beside it, to the bit. A single accumulator for each output is enough even at m = 1: four independent chains of
-// 64 bytes a step are faster than any memory below the first-level cache.
+// Subtle: a row is summed in the same order for any m and any tile, so its result does not depend on the other rows, to the
+// bit. One accumulator per output is enough even at m = 1: four independent chains of 64 bytes per step are faster than any
+// memory below the first-level cache.
 #pragma once
 
 #include "lanes.h"
@@ -36,12 +36,12 @@ constexpr int TILE = 4, SPAN = 1;
 
 struct Matrix {
     int32_t kind;
-    int32_t group;  // of k, for one scale; 0 for floats
+    int32_t group;  // of k, per scale; 0 for floats
     int64_t n, k;
     int64_t gated;   // [gate; up] of a gated MLP, see pack.h
     void* data;
     bf16* scales;    // [n / 64][groups][64]
-    int32_t* moved;  // int8: 128 times the sum of a group's weights, as scales
+    int32_t* moved;  // int8: 128 times the sum of a group's weights, laid out as `scales`
     float* bias;     // [n] or null
 };
 
@@ -56,7 +56,7 @@ INLINE int64_t block_bytes(const Matrix& w) {
     return w.kind == FLOAT32 ? 4 * k : w.kind == BFLOAT16 ? 2 * k : w.kind == INT8 ? k : k / 2;
 }
 
-// Rows made ready for a matrix.
+// Rows converted for a matrix.
 struct Rows {
     int64_t stride;   // bytes from row to row
     const char* data; // float, bf16 or int8, padded with 0
@@ -67,7 +67,7 @@ struct Rows {
 #ifdef __AVX512BF16__
 typedef bf16 BfActivation;
 #else
-typedef float BfActivation;  // no instruction for pairs: activations need not be rounded
+typedef float BfActivation;  // no instruction for pairs: activations are not rounded
 #endif
 
 INLINE int64_t activation_bytes(const Matrix& w) {
@@ -140,7 +140,7 @@ INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int
         UNROLL for (int p = 0; p < P; p++) store(out + m * BLOCK + p * WIDTH, acc[m][p]);
 }
 
-// `scales` and `moved` point at this block's, first panel.
+// `scales` and `moved` point to this block's first panel.
 template <int M, int P, bool HALF>
 INLINE void tile_integer(const Matrix& w, const char* block, const bf16* scales, const int32_t* moved, const Rows& x,
                          int64_t row, float* out) {

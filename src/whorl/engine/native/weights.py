@@ -1,11 +1,10 @@
-"""A model of the house as the native step takes it: its matrices packed, its vectors in fp32, its shape in structures.
+"""A model packed for the native step: matrices packed, vectors in fp32, its shape in structures.
 
-The native step knows dense decoders: `Decoder`, and a `Transformer` of attention with heads and dense MLPs, with all that
-`nn/attention/multi_head.py` and `nn/mlp.py` vary but what `unsupported` names. Those go on by torch.
+The native step supports dense models: `Decoder`, and a `Transformer` of attention and dense MLPs, with the options of
+`nn/attention/multi_head.py` and `nn/mlp.py` except those that `unsupported_model_reason` lists. Other models use torch.
 
-Queries, keys and values are one matrix here, so one product makes all three. Vectors (gains, biases, shares) are copies in
-fp32; the embedding is not copied, it is read where the model has it. `refresh` packs anew, in place, after the weights of
-the model have changed: addresses stay as they are.
+Queries, keys and values are one matrix, so one product computes all three. Vectors (gains, biases, fractions) are copied in
+fp32; the embedding is read in place. `refresh` packs again in place after a change of weights: addresses stay the same.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ TensorGetter = Callable[[], Tensor | None]
 
 
 def unsupported_model_reason(model: LanguageModel) -> str | None:
-    """Why the native step cannot run this model; None if it can."""
+    """Return the reason why the native step cannot run this model, or None."""
     if model.embedding.device.type != "cpu":
         return f"the model is on {model.embedding.device.type}"
     if any(isinstance(m, Linear) and m.matmul is not None for m in model.modules()):
-        return "its products are replaced (fp8)"
+        return "its matrix products are replaced (fp8)"
     if isinstance(model, Decoder):
         c = model.config
         if model.memory is not None and not isinstance(model.memory, NGramEmbedding):
-            return "its n-gram memory is kept in few bits"
+            return "its n-gram embedding is quantized"
         if len(c.ngram_orders) > layout.MAX_NGRAM_ORDERS or max(c.ngram_orders, default=0) > MAX_NGRAM_ORDER:
             return f"n-grams of orders {c.ngram_orders}"
         return f"head_dim is {c.head_dim}" if c.head_dim > MAX_HEAD_DIM else None
     if not isinstance(model, Transformer):
-        return f"a {type(model).__name__} is no dense decoder"
+        return f"a {type(model).__name__} is not a dense decoder"
     t = model.config
     if t.experts is not None:
         return "a mixture of experts"
     if t.post_norm:
-        return "norms behind the sums (post_norm)"
+        return "norms after the residual sums (post_norm)"
     if t.kv_sharing_factor > 1:
-        return "keys shared between layers (share_keys)"
+        return "keys shared between layers (kv_sharing_factor)"
     for mixer in t.layer_mixers():
         if not isinstance(mixer, AttentionConfig):
             return f"a {mixer.kind} layer"
@@ -65,12 +64,12 @@ def unsupported_model_reason(model: LanguageModel) -> str | None:
 
 
 class PackedWeights:
-    """`model` packed; see the top of this file.
+    """The packed weights of `model`.
 
     Args:
-        kind, group: of every matrix (`layout.matrix`).
+        weight_dtype, group_size: of every matrix (`layout.make_matrix`).
         page_size: of the cache.
-        threads: to pack with.
+        threads: for packing.
     """
 
     def __init__(
@@ -108,12 +107,12 @@ class PackedWeights:
             self.refresh()
 
     def refresh(self) -> None:
-        """Takes the model's weights as they are now."""
+        """Pack the model's current weights."""
         with torch.no_grad():
-            for kept, source in self._vectors:
+            for copy, source in self._vectors:
                 value = source()
                 assert value is not None
-                kept.copy_(value.reshape(kept.shape))
+                copy.copy_(value.reshape(copy.shape))
             for matrix, source in self._matrices:
                 value = source()
                 assert value is not None
@@ -121,32 +120,32 @@ class PackedWeights:
                 self.library.whorl_pack(ctypes.byref(matrix), dense.data_ptr(), self.threads)
             self._set_table_pointers()
 
-    # -- the parts -----------------------------------------------------------------------------------------------------
+    # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _vector(self, source: TensorGetter) -> int | None:
-        """The address of a copy of what `source` gives, which `refresh` renews."""
+        """Return the address of a copy of what `source` returns; `refresh` updates it."""
         value = source()
         if value is None:
             return None
-        kept = value.detach().float().clone().contiguous()
-        self._vectors.append((kept, source))
-        return kept.data_ptr()
+        copy = value.detach().float().clone().contiguous()
+        self._vectors.append((copy, source))
+        return copy.data_ptr()
 
     def _set_matrix(
         self, to: layout.Matrix, source: TensorGetter, bias: TensorGetter = lambda: None, gated: bool = False
     ) -> layout.Matrix:
-        """Makes `to` (a part of a structure) the matrix that `source` gives, [n, k]."""
+        """Make `to` (a field of a structure) the matrix that `source` returns, [n, k]."""
         value = source()
         assert value is not None
         n, k = value.shape
-        made = layout.make_matrix(self.weight_dtype, self.group_size, n, k, gated)
-        ctypes.memmove(ctypes.byref(to), ctypes.byref(made), ctypes.sizeof(made))
+        matrix = layout.make_matrix(self.weight_dtype, self.group_size, n, k, gated)
+        ctypes.memmove(ctypes.byref(to), ctypes.byref(matrix), ctypes.sizeof(matrix))
         to.bias = self._vector(bias)
         self._matrices.append((to, source))
         return to
 
     def _norm(self, module: nn.Module, heads: int = 1) -> layout.Norm:
-        """heads: how many times the gain is repeated, one head after another."""
+        """heads: how many times the gain is repeated, one copy per head."""
         if isinstance(module, RMSNorm):
             offset = module.offset
             return layout.Norm(
@@ -184,7 +183,7 @@ class PackedWeights:
         self._set_matrix(layer.qkv, lambda: a.qkv.weight)
         self._set_matrix(layer.out, lambda: a.out.weight)
         self._mlp(block.mlp, layer)
-        # Its temperature is the gain of the queries' norm, and takes the place of a scale.
+        # The temperature is folded into the gain of the queries' norm and replaces a scale.
         layer.heads = layout.Heads(a.n_heads, a.n_kv_heads, a.head_dim, self.page_size, 0, 1.0, 0.0, None)
         gain = self._vector(lambda: a.temperature.expand(-1, a.head_dim))
         layer.q_norm, layer.k_norm = (
@@ -206,7 +205,7 @@ class PackedWeights:
         self.rotaries.setdefault(id(rotary), (rotary, []))[1].append(layer)
 
     def _set_model_fields(self) -> None:
-        """What is there once in a model."""
+        """Set the fields that a model has once."""
         model, c, to = self.model, self.model.config, self.struct
         to.vocab, to.d_model, to.n_layers = c.vocab_size, c.d_model, len(self._blocks)
         to.logit_softcap, to.embedding_scale = model.logit_softcap or 0.0, 1.0
@@ -223,18 +222,18 @@ class PackedWeights:
         self._set_matrix(to.head, lambda: model.head_weight)
 
     def _set_table_pointers(self) -> None:
-        """Where the tables of ids and positions are now."""
+        """Set the addresses of the id and position tables."""
         model, to = self.model, self.struct
         self._table_tensors = [
             t for t in (model.embedding, getattr(model, "positions", None)) if t is not None
         ]
         if isinstance(model, Decoder) and model.memory is not None:
             self._table_tensors += list(model.memory.tables)
-        held = self._table_tensors = [
+        tables = self._table_tensors = [
             t.detach().float().contiguous() for t in self._table_tensors
-        ]  # no copy of what is fp32
-        to.embedding = held[0].data_ptr()
+        ]  # no copy of fp32 tables
+        to.embedding = tables[0].data_ptr()
         if isinstance(model, Decoder):
-            to.tables[: to.n_orders] = [t.data_ptr() for t in held[1:]]
-        elif len(held) > 1:
-            to.positions = held[1].data_ptr()
+            to.tables[: to.n_orders] = [t.data_ptr() for t in tables[1:]]
+        elif len(tables) > 1:
+            to.positions = tables[1].data_ptr()

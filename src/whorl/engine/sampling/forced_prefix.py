@@ -1,13 +1,12 @@
-"""Bytes that an output must begin with, in tokens of the model's choice: a healed prompt (`tokens/healing.py`).
+"""Force an output to start with given bytes, in any tokens: a healed prompt (`tokens/healing.py`).
 
-    fits(t) = t begins with the rest of the required bytes, or the rest begins with t (t not empty)
+    allowed(t) = t starts with the rest of the prefix, or the rest starts with t (t not empty)
 
-The vocabulary is put in order once: those that begin with the rest are then one stretch of it, found by two searches, and
-those that the rest begins with are looked up by each of its beginnings. No step looks at all token bytes.
+The vocabulary is sorted once. Tokens that start with the rest form one range of it, found by two binary searches. Tokens
+that the rest starts with are looked up by each prefix of the rest. So no step scans all token bytes.
 
-`Required` is a `Matcher`, as a grammar is: what may come next, one id on, some ids back. `Then` writes one after another, a
-required beginning and behind it a sentence of a grammar; no token crosses the border between the two, since neither side
-could judge it.
+`ForcedPrefix` is a `LogitConstraint`, as a grammar is. `Sequenced` runs two constraints one after the other: a forced
+prefix, then a grammar. No token crosses the border between the two, since neither constraint covers both sides.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ TokenMask = NDArray[Any]
 
 
 class LogitConstraint(Protocol):
-    """What an output may be: a state that moves with the output's ids."""
+    """A constraint on the output: a state that advances with the output's ids."""
 
     @property
     def can_end(self) -> bool:
@@ -32,37 +31,37 @@ class LogitConstraint(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether it must: nothing but an end id is allowed, or nothing at all."""
+        """Whether the output must end: only an end id is allowed, or nothing at all."""
         ...
 
     @property
     def failed(self) -> str | None:
-        """Why it can neither go on nor end as it should; None while it can."""
+        """Reason why no valid continuation exists, or None."""
         ...
 
     def mask(self) -> TokenMask | None:
-        """Ids that may come next: [V] bool, or packed in int32 (see `Row.allowed`); None if all may, from here on."""
+        """Allowed next ids: [V] bool, or packed in int32 (`SamplerRow.allowed_mask`); None once everything is allowed."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """Takes in one id that the mask allows."""
+        """Advance by one id that the mask allows."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Takes back the last `count` ids."""
+        """Undo the last `count` ids."""
         ...
 
     def copy(self) -> Self:
-        """Another one in the same state."""
+        """Return an independent copy in the same state."""
         ...
 
 
 class SortedVocabulary:
-    """Token bytes in order.
+    """Token bytes in sorted order.
 
     Args:
-        token_bytes: of each id; empty for one that writes nothing (an id of control).
-        size: V of the logits, if there are more ids than have bytes.
+        token_bytes: of each id; empty for control ids without text.
+        vocab_size: V of the logits, if larger than len(token_bytes).
     """
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int | None = None) -> None:
@@ -74,9 +73,9 @@ class SortedVocabulary:
         self.max_token_bytes = max(map(len, self.sorted_bytes), default=0)
 
     def ids_with_prefix(self, prefix: bytes) -> NDArray[np.int64]:
-        """Ids of the tokens that begin with `text`, itself among them: [n]."""
+        """Ids of the tokens that start with `prefix`, itself included: [n]."""
         start = bisect_left(self.sorted_bytes, prefix)
-        stem = prefix.rstrip(b"\xff")  # the texts behind them begin with the next larger stem
+        stem = prefix.rstrip(b"\xff")  # the next larger stem starts the range behind them
         end = (
             bisect_left(self.sorted_bytes, stem[:-1] + bytes([stem[-1] + 1]))
             if stem
@@ -85,25 +84,25 @@ class SortedVocabulary:
         return self.sorted_ids[start:end]
 
     def ids_of_proper_prefixes(self, text: bytes) -> NDArray[np.int64]:
-        """Ids of the tokens that `text` begins with, but is longer than: [n]."""
+        """Ids of the tokens that `text` starts with and that are shorter than it: [n]."""
         found = []
         for length in range(1, min(self.max_token_bytes + 1, len(text))):
             start = bisect_left(self.sorted_bytes, text[:length])
             while (
                 start < len(self.sorted_bytes) and self.sorted_bytes[start] == text[:length]
-            ):  # several ids may share a text
+            ):  # several ids may have the same bytes
                 found.append(self.sorted_ids[start])
                 start += 1
         return np.array(found, np.int64)
 
     def ids_of(self, text: bytes) -> NDArray[np.int64]:
-        """Ids of the tokens that are `text`."""
+        """Ids of the tokens that equal `text`."""
         return self.sorted_ids[
             bisect_left(self.sorted_bytes, text) : bisect_left(self.sorted_bytes, text + b"\0")
         ]
 
     def encode_greedy(self, text: bytes) -> list[int]:
-        """Ids whose tokens write `text`, each the longest that fits; it ends before a byte that no token begins with."""
+        """Encode `text` by the longest matching token at each position; stops at a byte that no token starts with."""
         found: list[int] = []
         while text:
             ids = self.ids_of(text) if len(text) <= self.max_token_bytes else self.sorted_ids[:0]
@@ -117,16 +116,16 @@ class SortedVocabulary:
 
 
 class ForcedPrefix:
-    """The output begins with `text`; behind it everything is allowed.
+    """The output starts with `prefix`; afterwards everything is allowed.
 
     Args:
-        exact: a token ends where `text` does.
+        exact: a token must end where `prefix` ends.
     """
 
     def __init__(self, vocabulary: SortedVocabulary, prefix: bytes, exact: bool = False) -> None:
         self.vocabulary, self.prefix, self.exact = vocabulary, prefix, exact
-        self.n_matched = [0]  # bytes of it, after each id
-        self._cached_mask: tuple[int, TokenMask | None] = -1, None  # bytes written, and the mask there
+        self.n_matched = [0]  # bytes of the prefix after each id
+        self._cached_mask: tuple[int, TokenMask | None] = -1, None  # (bytes matched, mask at that point)
 
     @property
     def can_end(self) -> bool:
@@ -169,11 +168,11 @@ class ForcedPrefix:
 
 
 class Sequenced:
-    """`first`, and when it is through, `second`. `first` must allow no token that goes beyond it (`exact`)."""
+    """`first`, then `second`. `first` must not allow a token that crosses its end (`exact`)."""
 
     def __init__(self, first: ForcedPrefix, second: LogitConstraint) -> None:
         self.first, self.second = first, second
-        self.n_second = 0  # ids that went to the second
+        self.n_second = 0  # ids that `second` has received
 
     @property
     def can_end(self) -> bool:

@@ -1,15 +1,14 @@
-"""What came before makes a token less likely now: three penalties on the logits z of ids that were seen.
+"""Repetition, frequency and presence penalties on the logits z of ids that already occurred.
 
-    repetition r (CTRL, arXiv:1909.05858, section 4.1)    z / r where z > 0, z r where z < 0; seen in prompt or output
-    frequency  f (OpenAI's API)                           z - f n, n times in the output
+    repetition r (CTRL, arXiv:1909.05858, section 4.1)    z / r where z > 0, z r where z < 0; ids of prompt and output
+    frequency  f (OpenAI's API)                           z - f n, n occurrences in the output
     presence   p (OpenAI's API)                           z - p where n > 0
 
-in this order. CTRL's quotient assumes that logits are positive; dividing a negative one would make it likelier, so it is
-multiplied instead, as everyone does. The prompt does not count for the other two: they are about what is being said.
+They apply in this order. CTRL divides, which assumes positive logits; dividing a negative one would make it more likely,
+so it is multiplied, as in other implementations.
 
-Only seen ids change, so only they are looked at, those of all rows of a batch together: a gather and a scatter whatever the
-batch, and rows without penalties are not touched, bit for bit. `Seen` keeps the counts of a sequence, and
-follows its output as it grows or, when speculation is taken back, shrinks.
+Only ids that occurred are touched, for all rows of a batch in one gather and one scatter. Rows without penalties keep
+their bits. `TokenCounts` holds the counts of a sequence and follows its output, also when speculation shrinks it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ToBackend = Callable[[Any], Any]
 
 
 class TokenCounts:
-    """Which ids a prompt holds, and how often each is in the output so far."""
+    """The set of prompt ids, and the count of each id in the output."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         size = max(prompt, default=-1) + 1
@@ -39,7 +38,7 @@ class TokenCounts:
         self.output: list[int] = []
 
     def update(self, output: Sequence[int]) -> None:
-        """Counts `output`, all of it; only what is different from the last time costs anything."""
+        """Update the counts to `output`; costs only the difference from the last call."""
         same = min(len(output), len(self.output))
         if list(output[:same]) != self.output[:same]:
             pairs = zip(output, self.output, strict=False)
@@ -56,7 +55,7 @@ class TokenCounts:
         self.output[same:] = new
 
     def penalties(self, sampling: SamplingParams) -> Penalties:
-        """(ids [n] that are penalised, each once; what their logit is divided by [n]; what is taken off [n])."""
+        """Return (ids [n] with a penalty, each once; divisors of their logits [n]; amounts subtracted [n])."""
         said = self.counts > 0
         ids = np.flatnonzero(said | self.in_prompt if sampling.repetition_penalty != 1 else said)
         counts = self.counts[ids]
@@ -67,9 +66,9 @@ class TokenCounts:
 def apply_logit_bias(
     logits: Any, biases: Sequence[tuple[int, int, float]], to_backend: ToBackend = np.asarray
 ) -> None:
-    """Adds to logits [W, V], in place: biases (row, id, what is added), each (row, id) once.
+    """Add to logits [W, V], in place: biases (row, id, amount), each (row, id) once.
 
-    lift: where logits are a tensor, makes one beside it of an array.
+    to_backend: turns an array into a tensor on the device of the logits, if they are a tensor.
     """
     rows, ids, values = (np.array(part) for part in zip(*biases, strict=True))
     logits[to_backend(rows), to_backend(ids)] += to_backend(values.astype(np.float32))
@@ -78,10 +77,10 @@ def apply_logit_bias(
 def apply_penalties(
     logits: Any, penalties: Sequence[tuple[int, Penalties]], to_backend: ToBackend = np.asarray
 ) -> None:
-    """Penalises logits [W, V], in place: (row, what `Seen.penalties` says of it), each row once."""
+    """Apply penalties to logits [W, V], in place: (row, result of `TokenCounts.penalties`), each row once."""
     rows = np.concatenate([np.full(len(found[0]), row) for row, found in penalties])
     ids, divisor, off = (np.concatenate(part) for part in zip(*(f for _, f in penalties), strict=True))
     at = to_backend(rows), to_backend(ids)
     z, divisor = logits[at], to_backend(divisor)
-    # -inf stays -inf: its positive part is 0
+    # -inf stays -inf: its positive part is 0.
     logits[at] = z.clip(0, None) / divisor + z.clip(None, 0) * divisor - to_backend(off)

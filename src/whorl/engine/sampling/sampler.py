@@ -1,17 +1,16 @@
-"""From logits to tokens, for a batch of rows that each have their own settings.
+"""From logits to tokens, for a batch of rows with their own settings.
 
-What is sampled from is `distribution`, the definition in a few lines of torch: sort, weigh, cut, renormalise. `Sampler`
-draws from it. On a GPU it does just that; on a CPU `draws.py` computes the same without the sort.
+`distribution` defines the sampling distribution in a few lines of torch: sort, mask, cut, normalize. `Sampler` samples from
+it. On a GPU it uses `distribution`; on a CPU, `cpu_sampler.py` computes the same without the sort.
 
-The subtle part is that a row does not know the batch. The number u that it draws with is a hash of its own (seed, number of
-tokens drawn), not the next of a stream that other rows draw from too (counters as in Salmon et al. 2011,
-doi:10.1145/2063384.2063405; the hash is SplitMix64, Steele et al. 2014, doi:10.1145/2660193.2660195). And on a CPU each of a
-row's floating-point operations is its own, in an order that the batch does not change (`draws.py` says which they are). So
-the same logits and seed give the same token and log-probabilities, bit for bit, in any batch: a test. Where the logits
-themselves differ in their last bits, which is the model's business, u is still the same.
+The subtle point is batch invariance. The random number u of a row is a hash of (seed, number of tokens drawn), not the next
+number of a shared stream (counters as in Salmon et al. 2011, doi:10.1145/2063384.2063405). The hash is SplitMix64 (Steele
+et al. 2014, doi:10.1145/2660193.2660195). On a CPU, each row's floating-point operations run in an order that the batch
+does not change (`cpu_sampler.py`). So equal logits and seeds give bit-identical tokens and log-probabilities in any batch;
+a test checks it. Where the logits differ in their last bits, u is still the same.
 
-Three numbers are told with a token (`Token`): log_prob under `distribution` (0 for a greedy row), raw_log_prob under
-softmax(logits) before any treatment and over all ids, and of the likeliest alternatives, raw too.
+A `Token` has log_prob under `distribution` (0 for a greedy row), raw_log_prob under softmax(logits) over all ids before any
+processing, and the raw log-probabilities of the most likely alternatives.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ STREAM_MULTIPLIER = 0xD1B54A32D192ED03
 
 
 class NoValidTokenError(DataError):
-    """Rows that nothing can be drawn from: logits that are not finite, or a mask that allows nothing. The others are fine.
+    """Rows without a valid token: logits that are not finite, or a mask that allows nothing. Other rows are unaffected.
 
     rows: their numbers in the batch.
     """
@@ -58,13 +57,13 @@ class NoValidTokenError(DataError):
 
 @dataclass
 class SamplerRow:
-    """One sequence as the sampler sees it, at one place of its output.
+    """One sequence at one output position, as input of the sampler.
 
-    seed, drawn: what the next draw is a hash of: the request's seed and the number of tokens drawn so far.
-    prompt, output: ids; looked at only where the settings have penalties, and `output` may be the sequence's own list.
-    allowed: what a grammar or a required beginning leaves: [V] bool, or bits packed little-endian in int32 [ceil(V / 32)].
-    top_log_probs: how many alternatives are told.
-    seen: counts that are kept from step to step with the sequence; without, they are made anew each time.
+    seed, n_drawn: input of the hash: the request's seed and the number of tokens drawn so far.
+    prompt, output: ids; read only if the settings have penalties. `output` may be the sequence's own list.
+    allowed_mask: ids that a constraint allows: [V] bool, or bits packed little-endian in int32 [ceil(V / 32)].
+    top_log_probs: number of alternatives to return.
+    token_counts: counts kept with the sequence; None counts again in every step.
     """
 
     sampling: SamplingParams
@@ -78,7 +77,7 @@ class SamplerRow:
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int], stream: int = 0) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, counter): [n]. Any integers; another stream is as good as another seed."""
+    """One number in [0, 1) for each (seed, counter): [n]. Any integers; `stream` selects an independent stream."""
     start = np.array([(seed + stream * STREAM_MULTIPLIER) & UINT64_MASK for seed in seeds], np.uint64)
     state = (
         _splitmix64(start)
@@ -88,7 +87,7 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int], stream: int = 0) -> 
 
 
 def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's number after `state`: a bijection of 64 bits that changes all of them."""
+    """SplitMix64's output for `state`: a bijection of 64 bits."""
     x = state + GOLDEN_GAMMA
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -98,10 +97,12 @@ def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def distribution(
     logits: Tensor, rows: Sequence[SamplerRow], banned_ids: Sequence[int] | Array = ()
 ) -> Tensor:
-    """What each row is sampled from: the definition.
+    """Sampling distribution of each row: the reference.
 
     Args:
-        logits: [W, V] fp32; forbidden: ids that no row may draw.
+        logits: [W, V] fp32.
+        rows: their settings.
+        banned_ids: ids that no row may sample.
 
     Returns:
         Probabilities [W, V] fp32; one-hot for a greedy row.
@@ -114,8 +115,8 @@ def distribution(
     z = logits.clone()
     _apply_logit_processors(z, rows, banned_ids, lambda array: torch.as_tensor(array, device=z.device))
     temperature = column([clamped_temperature(s) for s in settings]).float()
-    weights = ((z - z.amax(dim=-1, keepdim=True)) / temperature).exp().double()  # the likeliest weighs 1
-    # Of equal ones the smaller id is the likelier
+    weights = ((z - z.amax(dim=-1, keepdim=True)) / temperature).exp().double()  # the largest weight is 1
+    # Of equal logits the smaller id ranks first.
     weights, ids = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(z.shape[1], device=z.device)
     weights *= rank < column([s.top_k or z.shape[1] for s in settings])
@@ -128,7 +129,7 @@ def distribution(
 
 
 def _apply_logit_processors(z: Any, rows: Sequence[SamplerRow], banned_ids: Any, to_backend: Any) -> None:
-    """Masks, biases and penalties, on logits z [W, V] in place: an array, or a tensor and its `lift` (`penalties.py`)."""
+    """Apply masks, biases and penalties to logits z [W, V] in place: an array, or a tensor with its `to_backend`."""
     size = z.shape[1]
     if len(banned_ids):
         z[:, to_backend(np.asarray(banned_ids, np.int64))] = -torch.inf
@@ -142,27 +143,27 @@ def _apply_logit_processors(z: Any, rows: Sequence[SamplerRow], banned_ids: Any,
     for number, row in enumerate(rows):
         if row.sampling.has_penalties:
             seen = row.token_counts or TokenCounts(row.prompt)
-            seen.update(row.output)  # and then at once: rows of one sequence share it
+            seen.update(row.output)  # at once, because rows of one sequence share the counts
             penalties.append((number, seen.penalties(row.sampling)))
     if penalties:
         apply_penalties(z, penalties, to_backend)
 
 
 def _unpack_mask(allowed: Array, size: int) -> NDArray[np.bool_]:
-    """[V] bool of a mask in either form."""
+    """Convert a mask of either form to [V] bool."""
     if allowed.dtype != np.bool_:
         allowed = np.unpackbits(allowed.view(np.uint8), count=size, bitorder="little").view(np.bool_)
     return allowed
 
 
 class Sampler:
-    """Draws one token a row.
+    """Samples one token per row.
 
     Args:
-        vocab_size: V, of the logits.
-        forbidden: ids that are never drawn, nor told as alternatives (pad, bos, rows that only round a matrix up).
-        device: where logits are. Elsewhere than on a CPU the definition is computed, and its draws are those of the CPU up
-            to the rounding of sums.
+        vocab_size: V of the logits.
+        banned_ids: ids that are never sampled nor returned as alternatives (pad, bos, padding rows of the output matrix).
+        device: of the logits. On other devices than a CPU the reference runs; its tokens equal those of the CPU up to the
+            rounding of sums.
     """
 
     def __init__(
@@ -172,10 +173,10 @@ class Sampler:
         self._cpu_sampler = CPUSampler(vocab_size, np.unique(np.asarray(list(banned_ids), np.int64)))
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Token]:
-        """logits: [W, V] fp32, left as they are -> the next token of each of W rows; its `version` is the caller's to fill.
+        """Return the next token of each of W rows, given logits [W, V] fp32 (not changed). The caller sets `version`.
 
         Raises:
-            DeadRowsError: nothing can be drawn from some row.
+            NoValidTokenError: some row has no valid token.
         """
         if not rows:
             return []
@@ -191,7 +192,7 @@ class Sampler:
         return [Token(*one, alternatives) for one, alternatives in zip(told, best, strict=True)]
 
     def sample_or_none(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Token | None]:
-        """The same, with None for a row that nothing can be drawn from: the others shall not suffer from it."""
+        """As `__call__`, with None for a row without a valid token."""
         try:
             return list(self(logits, rows))
         except NoValidTokenError as error:
@@ -200,10 +201,10 @@ class Sampler:
             return [None if n in error.rows else next(tokens) for n in range(len(rows))]
 
     def distribution(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-        """`distribution` of these rows [W, V] fp32, computed as the draws are.
+        """`distribution` of these rows [W, V] fp32, computed as the samples are.
 
         Raises:
-            DeadRowsError: nothing can be drawn from some row.
+            NoValidTokenError: some row has no valid token.
         """
         if self.device.type != "cpu" or not rows:
             return distribution(logits, rows, self._cpu_sampler.banned_ids)
@@ -216,7 +217,7 @@ class Sampler:
         return torch.from_numpy(out)
 
     def _sample_cpu(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Array, Array, Array, Array]:
-        """(ids, log-probabilities, raw ones, log-sums of the raw logits), each [W]."""
+        """Return (ids, log-probabilities, raw log-probabilities, log-sum-exp of the raw logits), each [W]."""
         told = logits.numpy()
         z, ids, highest = self._process_logits(told, rows)
         log_sums, log_probs, sampled = (
@@ -231,14 +232,14 @@ class Sampler:
         return ids, log_probs, told[np.arange(len(rows)), ids] - log_sums, log_sums
 
     def _weights(self, z: Floats, max_logits: Floats, rows: Sequence[SamplerRow], sampled: Array) -> Floats:
-        """`Draws.weights` of some of the rows."""
+        """`CPUSampler.weights` of some of the rows."""
         mine = z if len(sampled) == len(rows) else z[sampled]
         return self._cpu_sampler.weights(mine, max_logits[sampled], [rows[n].sampling for n in sampled])
 
     def _sample_reference(
         self, logits: Tensor, rows: Sequence[SamplerRow]
     ) -> tuple[Array, Array, Array, Array]:
-        """The same of logits anywhere."""
+        """The same for logits on any device."""
         probabilities = distribution(logits, rows, self._cpu_sampler.banned_ids)
         log_sums = logits.logsumexp(dim=-1)
         reached = probabilities.double().cumsum(dim=-1)
@@ -250,7 +251,7 @@ class Sampler:
         return found[0], found[1], found[2], log_sums.cpu().numpy()
 
     def _process_logits(self, logits: Floats, rows: Sequence[SamplerRow]) -> tuple[Floats, Array, Array]:
-        """(logits after masks, biases and penalties [W, V], their likeliest id [W], its logit [W])."""
+        """Return (logits after masks, biases and penalties [W, V], argmax [W], its logit [W])."""
         z = logits
         if any(
             row.allowed_mask is not None or row.sampling.logit_bias or row.sampling.has_penalties
@@ -264,7 +265,7 @@ class Sampler:
         return z, best, highest
 
     def _top_log_probs(self, raw: Floats, n: int) -> tuple[tuple[int, float], ...]:
-        """raw: [V] log-probabilities -> the `n` likeliest ids of those that may be drawn at all, likeliest first."""
+        """The `n` most likely ids that are not banned, by the raw log-probabilities [V], most likely first."""
         n = min(n, self.vocab_size - len(self._cpu_sampler.banned_ids))
         raw = np.where(self._cpu_sampler.is_banned, -np.inf, raw)
         ids = np.flatnonzero(raw >= np.partition(raw, -n)[-n])
@@ -273,7 +274,7 @@ class Sampler:
 
 
 def _non_greedy_rows(rows: Sequence[SamplerRow]) -> Array:
-    """Numbers of the rows that are not greedy."""
+    """Indices of the rows that are not greedy."""
     return np.flatnonzero([row.sampling.temperature > 0 for row in rows])
 
 
@@ -282,7 +283,7 @@ def _row_uniforms(rows: Sequence[SamplerRow]) -> NDArray[np.float64]:
 
 
 def _check_finite(values: Array) -> None:
-    """values: [W], finite where a row can be drawn from."""
+    """Raise if a value of `values` [W] is not finite."""
     dead = tuple(np.flatnonzero(~np.isfinite(values)).tolist())
     if dead:
         error = NoValidTokenError(

@@ -1,11 +1,11 @@
-"""Stop texts in a stream of tokens: what may be shown, what is held back, and when it is over.
+"""Stop strings in a token stream: visible text, held-back text, and the end of the output.
 
-A stop text may straddle tokens, so the end of what has come is held back for as long as it may be the beginning of one.
-Everything is bytes: a token may end inside a character, and so may the match.
+A stop string may span tokens, so the end of the stream is held back while it may be the start of one. Everything is bytes:
+a token, and a match, may end inside a character.
 
-Of several stop texts the one that is complete first ends the stream, and of those that are complete with the same byte the
-one that began first. Read like this the result depends on the bytes alone, not on how they were cut into tokens, and is what
-somebody who looks at the stream byte by byte would do ("abcd" and "bc" in "abcd": it is over at "abc", and "a" was shown).
+Among several stop strings, the one that is complete first ends the stream; of those complete at the same byte, the one that
+started first. So the result depends on the bytes alone, not on the tokens ("abcd" and "bc" in "abcd": the stream ends at
+"abc", and "a" is shown).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 
 class StopStringChecker:
-    """Holds back what may begin a stop text.
+    """Holds back bytes that may start a stop string.
 
-    met: the stop text that ended the stream, or None; left_out: that text, and what followed it in the same piece.
+    matched: the stop string that ended the stream, or None. excluded: that string and what followed it in the same piece.
 
     Args:
-        texts: none empty (an empty one would end everything; `Request` refuses it).
+        stop_strings: none empty (`Request` rejects an empty one).
     """
 
     def __init__(self, stop_strings: Sequence[bytes]) -> None:
@@ -29,7 +29,7 @@ class StopStringChecker:
         self.excluded = b""
 
     def add(self, piece: bytes) -> bytes:
-        """The bytes that may be shown now that `piece` has come; nothing after a stop text was met."""
+        """Return the bytes that may be shown after `piece`; nothing after a match."""
         if not self.stop_strings:
             return piece
         if self.matched is not None:
@@ -46,13 +46,13 @@ class StopStringChecker:
         return text[:shown]
 
     def flush(self) -> bytes:
-        """What was held back, now that nothing more comes."""
+        """Return the bytes held back, at the end of the stream."""
         held, self.pending = self.pending, b""
         return held
 
 
 def _overlap(text: bytes, stop: bytes) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

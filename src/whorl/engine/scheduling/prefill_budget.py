@@ -1,20 +1,19 @@
-"""The pace: how much of a prompt may be read in beside sequences that decode.
+"""Prefill budget: how many prompt positions may run in a step with decoding sequences.
 
-A step that reads n positions in beside decoding rows takes about
+A step that computes n prompt positions together with decoding rows takes about
 
     seconds = decode(rows) + n * per_token
 
-and every decoding sequence waits for all of it: that is its time per output token. So the piece is chosen to keep the step
-within `stretch` times a step that decodes alone, or within the time per token that was promised (`slo_tpot`), whichever
-is longer. Both terms are learnt from the steps themselves, since they depend on model, machine and load; the first for
-each number of rows, up to a power of 2. Where nobody decodes, nobody waits, and the whole budget is spent. With an infinite
-`stretch` it always is: then no step depends on how long another took, and the same requests make the same steps, in a new
-engine as in an old one.
+and every decoding sequence waits for all of it (its time per output token). So n is chosen to keep the step within
+`max_decode_slowdown` times a decode-only step, or within `slo_tpot`, whichever is longer. Both terms are measured from the
+steps themselves, since they depend on model, machine and load; decode(rows) for each number of rows up to a power of 2.
+Without decoding rows the whole budget is used. With an infinite `max_decode_slowdown` it always is: then no step depends on
+measured times, and the same requests make the same steps in any engine.
 
-The subtle part is that both terms move and are noisy. A machine that does something else for a moment makes single steps
-many times longer; texts grow, and what decoding costs grows with them. So each is the median of the newest `KEPT`
-measurements, which a few odd ones do not move; and while a long prompt is read in, every so many steps one is left to
-decoding alone, to be measured. One position goes in at least, however slow the machine, or a prompt would never end.
+The subtle point is that both terms drift and are noisy: background load slows single steps many times, and longer sequences
+cost more. So each is the median of the newest `MEDIAN_WINDOW` measurements. During a long prefill, every
+`MAX_CONSECUTIVE_MIXED_STEPS` steps one step only decodes, to be measured. At least one position is always allowed, so that
+every prompt finishes.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ import math
 from collections import deque
 from statistics import median
 
-INITIAL_PREFILL_TOKENS = 8  # positions, before anything is known
-MAX_CONSECUTIVE_MIXED_STEPS = 16  # steps that read in, before one that does not
+INITIAL_PREFILL_TOKENS = 8  # positions, before the first measurement
+MAX_CONSECUTIVE_MIXED_STEPS = 16  # mixed steps before a decode-only step
 MEDIAN_WINDOW = 7  # measurements
 
 
 class PrefillBudget:
-    """Learns from `took`, answers `prefill_budget`.
+    """Measures steps with `record_step` and answers `max_prefill_tokens`.
 
     Args:
-        stretch: how much longer than decoding alone a step may take.
-        slo_tpot: seconds per output token that were promised, or None.
+        max_decode_slowdown: limit of a step's time, relative to a decode-only step.
+        slo_tpot: target seconds per output token, or None.
     """
 
     def __init__(self, max_decode_slowdown: float = 1.8, slo_tpot: float | None = None) -> None:
         self.max_decode_slowdown, self.slo_tpot = max_decode_slowdown, slo_tpot
         self._decode_samples: dict[
             int, deque[float]
-        ] = {}  # seconds of steps that only decoded, by rows up to a power of 2
+        ] = {}  # seconds of decode-only steps, by rows up to a power of 2
         self._seconds_per_prefill_token: deque[float] = deque(
             maxlen=MEDIAN_WINDOW
-        )  # seconds of a position that was read in
-        self._n_mixed_steps = 0  # steps of both kinds since one that only decoded
+        )  # seconds per prefill position
+        self._n_mixed_steps = 0  # mixed steps since the last decode-only step
 
     def record_step(self, n_decode: int, n_prefill: int, seconds: float) -> None:
-        """A step of so many decoding rows and positions of prompts is over."""
+        """Record a finished step with so many decoding rows and prompt positions."""
         if n_prefill:
             self._n_mixed_steps += n_decode > 0
             self._seconds_per_prefill_token.append(
@@ -60,7 +59,7 @@ class PrefillBudget:
             )
 
     def max_prefill_tokens(self, n_decode: int, limit: int) -> int:
-        """Positions of prompts that the next step may read in beside `n_decode` decoding rows, `most` at most."""
+        """Return how many prompt positions, at most `limit`, may run in a step with `n_decode` decoding rows."""
         if not n_decode or self.max_decode_slowdown == math.inf:
             return limit
         if self._n_mixed_steps >= MAX_CONSECUTIVE_MIXED_STEPS:
@@ -72,7 +71,7 @@ class PrefillBudget:
         return min(limit, max(1, int(spare / median(self._seconds_per_prefill_token))))
 
     def _decode_seconds(self, n_decode: int) -> float | None:
-        """Seconds of a step that decodes so many rows alone, by the nearest size that was seen."""
+        """Seconds of a decode-only step with so many rows, by the nearest measured size."""
         if not n_decode or not self._decode_samples:
             return None
         size = (n_decode - 1).bit_length()

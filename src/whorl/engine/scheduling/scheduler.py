@@ -1,18 +1,17 @@
-"""The scheduler: which sequences get how many positions in the next step of the model.
+"""The scheduler assigns the positions of the next step to sequences.
 
-Continuous batching (Yu et al. 2022, Orca): the batch is made anew at every step, so that whoever is done leaves and whoever
-waits enters. Chunked prefill (Agrawal et al. 2024, Sarathi-Serve, arXiv:2403.02310): a step computes at most `token_budget`
-positions; those that decode come first, one each (and their drafts), and what is left of the budget reads prompts in,
-in pieces, so that no long prompt holds up the others. How large the pieces may be while others decode, `Pace` says.
+Continuous batching (Yu et al. 2022, Orca): the batch is formed again at every step, so finished sequences leave and waiting
+ones enter. Chunked prefill (Agrawal et al. 2024, Sarathi-Serve, arXiv:2403.02310): a step computes at most
+`max_num_batched_tokens` positions. Decoding sequences come first, one position each plus their drafts. The rest of the
+budget goes to prefill in chunks, so that a long prompt does not stall the others. `PrefillBudget` bounds the chunk size.
 
-Who comes first: the lower `priority`; then the client that was served least (the virtual token counter of Sheng et al. 2024,
-Fairness in Serving Large Language Models, arXiv:2401.00588: a client's counter goes up by what it is served, and one that
-comes back from idleness starts at the lowest of the active ones); then whoever came first.
+The order is: lower `priority` first; then the client that was served least; then arrival order. Service is counted by the
+virtual token counter of Sheng et al. 2024 (Fairness in Serving Large Language Models, arXiv:2401.00588). A client's counter
+grows with its tokens, and a client that returns from idleness starts at the lowest counter of the active ones.
 
-When pages run out, the sequence that would have come last is preempted: its pages are given back and it waits again, to be
-read in once more, which costs products and no memory ("recompute"), or its pages are copied out and back ("swap"). The
-subtle part is that this must end: the sequence for which room is made comes before the one that goes, so the first of all
-always gets on.
+When pages run out, the last sequence in this order is preempted. Its pages are freed and it is computed again later
+("recompute"), or its pages are copied out and back ("swap"). The subtle point is progress: a sequence only preempts ones
+that come after it, so the first sequence always advances.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from whorl.engine.cache.cache_manager import KVCacheManager
 from whorl.engine.scheduling.prefill_budget import PrefillBudget
 from whorl.engine.sequence import Sequence, SequenceStatus
 
-OUTPUT_WEIGHT = 2.0  # a token written costs so many tokens read (the paper's weights)
+OUTPUT_WEIGHT = 2.0  # an output token costs as much as this many prompt tokens (the paper's weights)
 
 
 @dataclass
 class Schedule:
-    """What the next step computes: positions `computed` .. `computed + n` of each sequence; decoding rows come first.
+    """The next step: positions n_computed .. n_computed + n of each sequence; decoding rows come first.
 
-    A decoding row of n > 1 has n - 1 guesses behind its newest token.
+    A decoding row with n > 1 has n - 1 drafts after its newest token.
     """
 
     rows: list[tuple[Sequence, int]] = field(default_factory=list)
-    decode_tokens: int = 0  # positions of rows that decode, drafts included
+    decode_tokens: int = 0  # positions of decoding rows, drafts included
     preempted: list[Sequence] = field(default_factory=list)
 
     @property
@@ -45,16 +44,16 @@ class Schedule:
 
 
 class Scheduler:
-    """Decides; it never touches a tensor.
+    """Forms steps; it never touches a tensor.
 
     Args:
-        cache: the books of the pages.
-        max_sequences: that run at once.
-        token_budget: positions a step at most.
-        pace: bounds what is read in beside decoding sequences.
-        by_page: read prompts in page by page, wherever the budget ends, so that the pieces are always the same.
-        swap: called with a sequence before its pages are given back, to copy them out; None recomputes.
-        restore: called with a sequence that has pages and a slot again, to copy them back.
+        cache: page accounting.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: maximum positions per step.
+        prefill_budget: bounds prefill in steps with decoding sequences.
+        page_aligned_prefill: prefill in whole pages, so that chunks do not depend on the budget.
+        swap_out: called with a sequence before its pages are freed, to copy them out; None recomputes.
+        swap_in: called with a sequence that has pages and a slot again, to copy them back.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
-        """One more that waits."""
+        """Queue a sequence."""
         client = sequence.request.client
         active = {s.request.client for s in (*self.waiting, *self.running)}
         if client not in active:
@@ -90,7 +89,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """One less, whatever it was doing; its pages and its slot are given back."""
+        """Remove a sequence in any state; frees its pages and its slot."""
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._free(sequence)
@@ -100,7 +99,7 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> Schedule:
-        """The next step; empty when nothing waits or runs."""
+        """Return the next step; empty if nothing waits or runs."""
         out = Schedule()
         budget = self.max_num_batched_tokens
         queue = sorted(self.running, key=self._sort_key)
@@ -115,7 +114,7 @@ class Scheduler:
             del sequence.drafts[n - 1 :]
             out.rows.append((sequence, n))
             budget -= n
-        # Making room for a later one may have preempted an earlier entry of this step.
+        # Allocating for a later sequence may have preempted an earlier entry of this step.
         out.rows = [(s, n) for s, n in out.rows if s.status is SequenceStatus.RUNNING]
         out.decode_tokens = out.tokens
         budget = min(
@@ -132,7 +131,7 @@ class Scheduler:
         return out
 
     def _schedule_prefill(self, sequence: Sequence, budget: int, out: Schedule) -> int:
-        """Gives `sequence` positions of what it has to read in: -> how many."""
+        """Assign prefill positions to `sequence`; returns how many."""
         n = min(sequence.n_uncomputed, budget)
         if self.page_aligned_prefill:
             piece = min(
@@ -146,7 +145,7 @@ class Scheduler:
             n = min(n, room)
             if n < 1 or not self.cache.allocate_slots(sequence, sequence.n_computed + n):
                 if out.rows:
-                    return 0  # others get on, and will give pages back
+                    return 0  # other sequences advance and will free pages
                 n = min(sequence.n_uncomputed, budget)
                 if not self._allocate_or_preempt(sequence, sequence.n_computed + n, out):
                     return 0
@@ -154,13 +153,13 @@ class Scheduler:
         return n
 
     def _allocatable_positions(self, sequence: Sequence) -> int:
-        """Positions that `sequence` could enter with the pages that are free now."""
+        """Positions that the free pages allow for `sequence`."""
         held = min(len(pages) for pages in sequence.pages)
         free = min(group.pool.n_available for group in self.cache.groups)
         return (held + free) * self.cache.page_size - sequence.n_computed
 
     def _schedule_waiting(self, budget: int, out: Schedule) -> None:
-        """Lets in those that wait, as far as the budget, the slots and the pages go."""
+        """Start waiting sequences, as far as the budget, the slots and the pages allow."""
         if not self.waiting or budget < 1:
             return
         for sequence in sorted(self.waiting, key=self._sort_key):
@@ -175,7 +174,7 @@ class Scheduler:
                 self.cache.acquire_prefix(sequence)
                 n = min(sequence.n_uncomputed, budget)
                 stop = sequence.n_computed + n
-                # Besides its own, a page for each that runs: or whoever enters would drive out those who are further.
+                # Keep one spare page per running sequence, so that the new one does not preempt them at once.
                 spare = len(self.running) if self.running else 0
                 lacking = self.cache.pages_needed(sequence, stop)
                 pools = [group.pool for group in self.cache.groups]
@@ -195,7 +194,7 @@ class Scheduler:
             budget -= self._schedule_prefill(sequence, budget, out)
 
     def _resume_swapped(self, sequence: Sequence) -> bool:
-        """Gives a swapped-out sequence pages and a slot again, and its contents back."""
+        """Give a swapped-out sequence pages and a slot, and copy its contents back."""
         assert self.swap_in is not None
         sequence.pages = [[] for _ in self.cache.groups]
         need = -(-(sequence.n_computed + 1) // self.cache.page_size)
@@ -204,7 +203,7 @@ class Scheduler:
         self._start_running(sequence)
         self.cache.allocate_slots(sequence, sequence.n_computed + 1)
         self.swap_in(sequence)
-        # What had been left behind a window came back empty, and must not be taken for what it was.
+        # Pages before the window come back empty and must not be used.
         self.cache.free_out_of_window(sequence)
         return True
 
@@ -221,7 +220,7 @@ class Scheduler:
         sequence.slot = -1
 
     def _allocate_or_preempt(self, sequence: Sequence, stop: int, out: Schedule) -> bool:
-        """Pages for `sequence` up to `stop`, others being preempted if need be; False if it went itself."""
+        """Allocate pages for `sequence` up to `stop`, preempting others if needed; False if it was preempted itself."""
         while not self.cache.allocate_slots(sequence, stop):
             last = max(self.running, key=self._sort_key)
             self.preempt(last, out)
@@ -230,7 +229,7 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence, out: Schedule | None = None) -> None:
-        """Takes pages and slot from one that runs; it waits again."""
+        """Free the pages and the slot of a running sequence; it waits again."""
         self.running.remove(sequence)
         if self.swap_out is not None and sequence.n_computed:
             self.swap_out(sequence)
@@ -247,7 +246,7 @@ class Scheduler:
 
     def _sort_key(self, sequence: Sequence) -> tuple[int, float, int]:
         r = sequence.request
-        # Those who run keep their place among themselves: fairness decides who enters, not who is thrown out.
+        # Fairness decides which sequence starts, not which one is preempted.
         fair = (
             0.0
             if sequence.status is SequenceStatus.RUNNING or sequence.n_preemptions
@@ -256,7 +255,7 @@ class Scheduler:
         return r.priority, fair, sequence.arrival_index
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises RuntimeError when a sequence is in no queue or in two, or a slot is held twice or by nobody."""
+        """Raise RuntimeError if a sequence is in no queue or in two, or a slot is held twice or lost."""
         waiting, running = set(map(id, self.waiting)), set(map(id, self.running))
         alive = [s for s in sequences if s.status is not SequenceStatus.FINISHED]
         if waiting & running or len(waiting) != len(self.waiting) or len(running) != len(self.running):
