@@ -1,4 +1,4 @@
-"""Recipes: TOML lists of steps, checked before any work, run by look-up; their steps wire the rooms."""
+"""Recipes: TOML lists of steps, validated before any work and run by look-up in the store."""
 
 from whorl.recipes.recipe import Recipe, RecipeStep, load_recipe, parse_recipe, ready_recipes
 from whorl.recipes.registry import StepContext, StepKind, step, step_kinds

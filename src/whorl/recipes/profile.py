@@ -1,4 +1,4 @@
-"""Profiling a recipe: its steps up to training looked up or made, then a few steps of its training looked at."""
+"""Profile the training step of a recipe, after its earlier steps are made or looked up."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def find_training_step(recipe: Recipe, name: str | None = None) -> RecipeStep:
-    """The step that pretrains, or the one called `name` among several.
+    """Return the step that pretrains, or the one called `name` if there are several.
 
     Raises:
-        ConfigError: there is none, or several and none was named.
+        ConfigError: the recipe has none, or several and no name is given.
     """
     found = {step.name: step for step in recipe.steps.values() if step.kind.name == "pretrain"}
     if name is not None and name not in found:
-        raise ConfigError(f"--step {name}: no such step that trains", expected=one_of(name, list(found)))
+        raise ConfigError(f"--step {name}: no such pretraining step", expected=one_of(name, list(found)))
     if name is None and len(found) != 1:
         raise ConfigError(
-            f"the recipe {recipe.name} has {len(found) or 'no'} steps that pretrain",
+            f"the recipe {recipe.name} has {len(found) or 'no'} pretraining steps",
             expected="one",
-            do=f"name one: --step {next(iter(found))}" if found else "profile another recipe",
+            do=f"select one: --step {next(iter(found))}" if found else "profile another recipe",
         )
     return found[name] if name is not None else next(iter(found.values()))
 
@@ -44,32 +44,32 @@ def profile_recipe(
     compiled: bool | None = None,
     trace: Path | None = None,
 ) -> Profile:
-    """Profiles the training of a recipe; nothing of it is kept but what training would need anyway, and the trace.
+    """Profile the training of a recipe; only the artifacts of earlier steps and the trace are kept.
 
     Args:
-        step: which step, where a recipe pretrains several times.
-        steps: how many are timed, and as many again traced.
-        compiled: compiled or not; by default as planned.
-        trace: where the trace goes; by default into the run folder.
+        step: name of the step, if the recipe pretrains several times.
+        steps: number of timed steps; as many again are traced.
+        compiled: whether to compile; default: as planned.
+        trace: path of the trace; default: in the run folder.
     """
-    wanted = find_training_step(recipe, step)
-    before = {n: s for n, s in recipe.with_ancestors(wanted.name).steps.items() if n != wanted.name}
-    outcome = run_recipe(Recipe(recipe.name, recipe.about, before), store, progress)
+    training = find_training_step(recipe, step)
+    before = {n: s for n, s in recipe.with_ancestors(training.name).steps.items() if n != training.name}
+    result = run_recipe(Recipe(recipe.name, recipe.about, before), store, progress)
     from whorl.recipes.steps.model import PretrainConfig, build_job
     from whorl.train.profiling.profiler import profile
 
     config = (
-        wanted.kind.complete_config(wanted.config)
-        if wanted.kind.complete_config is not None
-        else wanted.config
+        training.kind.complete_config(training.config)
+        if training.kind.complete_config is not None
+        else training.config
     )
     assert isinstance(config, PretrainConfig)
-    parents = {role: outcome.artifacts[name] for role, name in wanted.parents.items()}
-    folder = outcome.run.dir
-    job = build_job(StepContext(wanted.name, folder, folder, parents, outcome.run, progress, store), config)
+    parents = {role: result.artifacts[name] for role, name in training.parents.items()}
+    folder = result.run.dir
+    job = build_job(StepContext(training.name, folder, folder, parents, result.run, progress, store), config)
     if compiled is not None:
         job = job.model_copy(update={"compile": compiled})
-    path = trace if trace is not None else folder / f"trace-{wanted.name}.json.gz"
+    path = trace if trace is not None else folder / f"trace-{training.name}.json.gz"
     compiles = ", after compiling" if job.compile else ""
-    progress.log(f"{wanted.name}: {steps} steps timed and {steps} traced{compiles}")
+    progress.log(f"{training.name}: {steps} steps timed and {steps} traced{compiles}")
     return profile(job, path, steps=steps)

@@ -9,9 +9,9 @@
     [steps.curate]
     parents = ["ingest"]            # by kind; or by role: parents = {documents = "ingest"}
 
-A mistake raises ConfigError with file, line, the value found and the value expected. Mistakes are: an unknown key or step
-(the error gives the nearest known one), an old name (the error gives the new one), a missing parent or one of the wrong
-kind, a cycle, and a value out of range. `--set step.field=value` replaces one value and is checked in the same way.
+A mistake raises ConfigError with file, line, the value found and the value expected. For an unknown key or step the error
+gives the nearest known one, for a renamed one the new name. Parents, cycles and values are checked too.
+`--set step.field=value` replaces one value and is checked in the same way.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Recipe:
             if STEPS.get(name) in self.steps:
                 raise ConfigError(f"--until {name}: the step `{name}` is now `{STEPS[name]}`")
             raise ConfigError(f"--until {name}: no such step", expected=one_of(name, list(self.steps)))
-        wanted, waiting = set[str](), [name]
-        while waiting:
-            step = waiting.pop()
-            wanted.add(step)
-            waiting += self.steps[step].parents.values()
-        kept = {key: step for key, step in self.steps.items() if key in wanted}
+        needed, pending = set[str](), [name]
+        while pending:
+            step = pending.pop()
+            needed.add(step)
+            pending += self.steps[step].parents.values()
+        kept = {key: step for key, step in self.steps.items() if key in needed}
         return Recipe(self.name, self.about, kept, self.log)
 
 
@@ -116,8 +116,8 @@ def load_recipe(
     name: str, *, sets: Iterable[str] = (), budget: str | None = None, deterministic: bool = False
 ) -> Recipe:
     """Read and validate a recipe with `--set`, `--budget` and `--deterministic` applied. Raises ConfigError."""
-    text, where = read_recipe_text(name)
-    return parse_recipe(text, where, sets=sets, budget=budget, deterministic=deterministic)
+    text, source_name = read_recipe_text(name)
+    return parse_recipe(text, source_name, sets=sets, budget=budget, deterministic=deterministic)
 
 
 def parse_recipe(
@@ -136,15 +136,15 @@ def parse_recipe(
         raise ConfigError(
             f"{source_name}: not TOML: {error}", expected="a recipe in TOML; see docs/recipes.md"
         ) from error
-    reader = _RecipeParser(text, source_name, kinds if kinds is not None else step_kinds())
-    return reader.parse(data, sets, budget, deterministic)
+    parser = _RecipeParser(text, source_name, kinds if kinds is not None else step_kinds())
+    return parser.parse(data, sets, budget, deterministic)
 
 
 class _RecipeParser:
     """Validates one recipe and finds the line of each key for error messages."""
 
-    def __init__(self, text: str, where: str, kinds: Mapping[str, StepKind]) -> None:
-        self.lines, self.source_name, self.kinds = key_lines(text), where, kinds
+    def __init__(self, text: str, source_name: str, kinds: Mapping[str, StepKind]) -> None:
+        self.lines, self.source_name, self.kinds = key_lines(text), source_name, kinds
         self.flag_of_key: dict[tuple[str, ...], str] = {}  # key path -> command-line flag that set it
 
     def location(self, *path: str) -> str:
@@ -192,13 +192,13 @@ class _RecipeParser:
         return Recipe(name, str(data.get("about", "")), steps, log)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
-        here = self.location("steps", step)
+        location = self.location("steps", step)
         if not STEP_NAME.fullmatch(step):
             raise ConfigError(
-                f"{here}: a step cannot be called {step!r}", expected="letters, digits, _ and -"
+                f"{location}: a step cannot be called {step!r}", expected="letters, digits, _ and -"
             )
         if not isinstance(table, dict):
-            raise ConfigError(f"{here}: the step {step} is not a table", expected=f"[steps.{step}]")
+            raise ConfigError(f"{location}: the step {step} is not a table", expected=f"[steps.{step}]")
         uses = table.get("uses", step)
         if uses not in self.kinds and isinstance(uses, str) and uses in STEPS:
             raise ConfigError(
@@ -215,7 +215,7 @@ class _RecipeParser:
 
     def parents_of(self, step: str, tables: dict[str, Any], kinds: dict[str, StepKind]) -> dict[str, str]:
         """Return role -> step. In a list, the kind of a parent decides its role."""
-        here, given, kind = (
+        location, given, kind = (
             self.location("steps", step, "parents"),
             tables[step].get("parents", []),
             kinds[step],
@@ -225,37 +225,39 @@ class _RecipeParser:
         values = list(given.values()) if named else given
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise ConfigError(
-                f"{here}: the parents of {step} are neither a list nor a table of steps",
+                f"{location}: the parents of {step} are neither a list nor a table of steps",
                 expected='parents = ["ingest"] or parents = {documents = "ingest"}',
             )
         for parent in values:
             if parent not in tables:
                 raise ConfigError(
-                    f"{here}: the parent {parent!r} of {step} is not a step of this recipe",
+                    f"{location}: the parent {parent!r} of {step} is not a step of this recipe",
                     expected=one_of(parent, [other for other in tables if other != step]),
                 )
         found: dict[str, str] = {}
         for role, parent in given.items() if named else ((None, parent) for parent in values):
             if role not in roles and ROLES.get(role or "") in roles:
-                raise ConfigError(f"{here}: the parent role `{role}` of {step} is now `{ROLES[role or '']}`")
-            makes = kinds[parent].output_kind
-            fitting = [r for r, (wanted, _) in roles.items() if wanted == makes and r not in found]
-            if (role is None and not fitting) or (role in roles and roles[role][0] != makes):
+                raise ConfigError(
+                    f"{location}: the parent role `{role}` of {step} is now `{ROLES[role or '']}`"
+                )
+            kind_made = kinds[parent].output_kind
+            fitting = [r for r, (wanted, _) in roles.items() if wanted == kind_made and r not in found]
+            if (role is None and not fitting) or (role in roles and roles[role][0] != kind_made):
                 wanted = ", ".join(f"{r} ({kind})" for r, (kind, _) in roles.items()) or "no parents"
                 raise ConfigError(
-                    f"{here}: {step} cannot use {parent}, which makes {makes!r}",
+                    f"{location}: {step} cannot use {parent}, which makes {kind_made!r}",
                     expected=f"for {kind.name}: {wanted}",
                 )
             if role is not None and role not in roles:
                 raise ConfigError(
-                    f"{here}: {step} has no parent role {role!r}", expected=one_of(role, list(roles))
+                    f"{location}: {step} has no parent role {role!r}", expected=one_of(role, list(roles))
                 )
             found[role if role is not None else fitting[0]] = parent
         for role, (wanted, optional) in roles.items():
             if role not in found and not optional:
                 makers = [other for other in tables if kinds[other].output_kind == wanted]
                 raise ConfigError(
-                    f"{here}: {step} has no parent in the role {role!r}",
+                    f"{location}: {step} has no parent in the role {role!r}",
                     expected=f"a step that makes {wanted!r}" + (f": {', '.join(makers)}" if makers else ""),
                 )
         return found
@@ -289,20 +291,20 @@ class _RecipeParser:
         except ValidationError as error:
             first = error.errors()[0]
             path = [str(part) for part in first["loc"]]
-            here = self.location("steps", step, *path)
+            location = self.location("steps", step, *path)
             dotted = ".".join([step, *path])
             if first["type"] == "extra_forbidden":
                 allowed = [*kind.config.model_fields, "uses", "parents"]
                 raise ConfigError(
-                    f"{here}: the step {step} has no setting {path[-1]!r}",
+                    f"{location}: the step {step} has no setting {path[-1]!r}",
                     expected=one_of(path[-1], allowed) if len(path) == 1 else "",
                 ) from error
             message = first["msg"].removeprefix("Value error, ")
             about = kind.config.model_fields[path[0]].description if path else ""
             raise ConfigError(
-                f"{here}: {dotted} cannot be {first['input']!r}"
+                f"{location}: {dotted} cannot be {first['input']!r}"
                 if path
-                else f"{here}: the settings of {step} contradict each other",
+                else f"{location}: the settings of {step} contradict each other",
                 expected=f"{message[:1].lower()}{message[1:]}" + (f" ({about})" if about else ""),
             ) from error
 
@@ -316,10 +318,10 @@ class _RecipeParser:
         description: str,
     ) -> None:
         """Set a field in every step that has it (`--budget`, `--deterministic`)."""
-        takers = [step for step, kind in kinds.items() if field in kind.config.model_fields]
-        if not takers:
+        steps = [step for step, kind in kinds.items() if field in kind.config.model_fields]
+        if not steps:
             raise ConfigError(f"{flag}: no step of this recipe takes {description}")
-        for step in takers:
+        for step in steps:
             tables[step][field] = value
             self.flag_of_key["steps", step, field] = flag
 
@@ -341,12 +343,12 @@ class _RecipeParser:
                 f"--set {text}: the step {step} has no setting {path[0]!r}",
                 expected=one_of(path[0], list(fields)),
             )
-        inside = tables[step]
+        table = tables[step]
         for part in path[:-1]:
-            inside = inside.setdefault(part, {})
-            if not isinstance(inside, dict):
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
                 raise ConfigError(f"--set {text}: {part!r} is not a table")
-        inside[path[-1]] = _parse_value(value, fields[path[0]].annotation if len(path) == 1 else None)
+        table[path[-1]] = _parse_value(value, fields[path[0]].annotation if len(path) == 1 else None)
         self.flag_of_key["steps", step, *path] = f"--set {text}"
 
 

@@ -1,6 +1,6 @@
-"""What a step is, and the register of them.
+"""The step decorator and the registry of steps.
 
-A step is one function of its parents and its configuration, that writes files into a folder:
+A step is a function of its parents and its configuration; it writes files into a folder:
 
     @step("tokens", config=TokensConfig, parents={"documents": "documents", "tokenizer": "tokenizer"})
     def tokens(ctx: StepContext, config: TokensConfig) -> None:
@@ -8,12 +8,11 @@ A step is one function of its parents and its configuration, that writes files i
         tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
         ...
 
-Its name in recipes (`uses = "tokens"`) is the function's name. Adding a step to the house is one such
-function in a module of `recipes/steps/`, where it is found by itself. Those modules are imported for every
-`whorl run`, also when all is looked up: import torch and the like inside the function.
+The function name is the name in recipes (`uses = "tokens"`). A new step is one such function in a module below
+`recipes/steps/`; it is found without registration elsewhere. Every `whorl run` imports these modules, so import torch
+inside the function.
 
-Raise `version` whenever the same parents and configuration would give another result: then old artifacts
-are no longer found, and nothing stale is used.
+Raise `version` when the same parents and configuration give another result. Old artifacts then have another address.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ Config = TypeVar("Config", bound=BaseModel)
 
 @dataclass
 class StepContext:
-    """What a step may use.
+    """The inputs and outputs of a running step.
 
     Attributes:
-        name: the step's name in the recipe.
-        out: the empty folder that becomes the artifact.
-        scratch: a folder that survives a crash; what a resumed step finds there is its own.
+        name: name of the step in the recipe.
+        out: empty folder that becomes the artifact.
+        scratch: folder that survives a crash, for checkpoints.
         parents: role -> artifact; an optional role may be absent.
-        summary: figures for the manifest; `summary["headline"]` is shown on the step's line.
+        summary: figures for the manifest; `summary["headline"]` is shown in the log line of the step.
     """
 
     name: str
@@ -61,7 +60,7 @@ class StepContext:
 
     @cached_property
     def machine(self) -> Machine:
-        """The machine, measured (or its cached measurement)."""
+        """The device properties, measured or from the cache."""
         from whorl.machine.device_probe import probe
 
         return probe()
@@ -69,14 +68,14 @@ class StepContext:
 
 @dataclass(frozen=True)
 class StepKind:
-    """A step as registered.
+    """A registered step.
 
     Attributes:
-        makes: the kind of artifact.
-        parents: role -> kind of artifact; a role that ends in "?" may be left out.
-        resolve: completes a configuration before the address is taken from it.
-        unseen: fields that decide nothing of what is made; the address does not cover them, so an interrupted step goes on
-            under another value.
+        output_kind: kind of the artifact.
+        parents: role -> kind of artifact; a role that ends in "?" is optional.
+        complete_config: completes a configuration before the address is computed.
+        not_hashed: fields that do not affect the result and are not part of the address, so that an interrupted step can
+            continue with other values.
     """
 
     name: str
@@ -90,7 +89,7 @@ class StepKind:
     not_hashed: frozenset[str] = frozenset()
 
     def parent_roles(self) -> dict[str, tuple[str, bool]]:
-        """Role -> (kind, whether it may be left out)."""
+        """Return role -> (kind, whether it is optional)."""
         return {role.rstrip("?"): (kind, role.endswith("?")) for role, kind in self.parents.items()}
 
 
@@ -106,16 +105,14 @@ def step(
     complete_config: Callable[[Config], Config] | None = None,
     not_hashed: Collection[str] = (),
 ) -> Callable[[Callable[[StepContext, Config], None]], Callable[[StepContext, Config], None]]:
-    """Register the decorated function as a step; see the file's opening. Its docstring's first line is its
-    help.
-    """
+    """Register the decorated function as a step; the first line of its docstring is its help text."""
 
     def register(function: Callable[[StepContext, Config], None]) -> Callable[[StepContext, Config], None]:
         name = function.__name__
         about = (function.__doc__ or "").strip().splitlines()[0]
-        known = _registered.get(name)
-        if known is not None and known.function.__module__ != function.__module__:
-            raise ValueError(f"two steps are called {name!r}")
+        other = _registered.get(name)
+        if other is not None and other.function.__module__ != function.__module__:
+            raise ValueError(f"two steps have the name {name!r}")
         _registered[name] = StepKind(
             name,
             output_kind,
@@ -133,7 +130,7 @@ def step(
 
 
 def step_kinds() -> Mapping[str, StepKind]:
-    """Every step of the house, by name."""
+    """Return name -> step for every step of the package."""
     from whorl.recipes import steps
 
     for module in pkgutil.walk_packages(steps.__path__, f"{steps.__name__}."):

@@ -1,10 +1,10 @@
-"""Running a recipe: each step looked up or made, in order, and one line said about each.
+"""Run a recipe: look up or make every step in order, and log one line per step.
 
-The runner holds no state of its own. Which steps are done is what the store answers; a step that was
-interrupted finds its scratch folder; so the same command continues after Ctrl-C or kill -9, and two runs at
-once on one store share the work (the second waits for the first one's lock, then looks up).
+The runner has no state. The store decides which steps are done, and an interrupted step finds its scratch
+folder. So the same command continues after Ctrl-C or kill -9. Two concurrent runs on one store share the work: the second
+waits for the lock of the first and then looks up the artifact.
 
-`RUN/steps.json` records what each step of the run came to, for the report:
+`RUN/steps.json` records the result of each step for the report:
 {step: {"address", "kind", "state": "made" | "looked up", "seconds"}}.
 """
 
@@ -29,7 +29,7 @@ from whorl.tracking.sinks import SafeSinks, Sink
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: its folder, and the artifact of each step."""
+    """A finished run: its folder, and step name -> artifact."""
 
     run: Run
     artifacts: Mapping[str, Artifact]
@@ -37,9 +37,9 @@ class RunResult:
 
 
 def run_folder(recipe: Recipe, store: Store) -> Path:
-    """Where a recipe's run is recorded: the same settings, the same folder."""
-    mark = hashlib.sha256(canonical_json(recipe.to_json())).hexdigest()[:8]
-    return store.root / "runs" / f"{recipe.name}-{mark}"
+    """Return the folder of a recipe's run; equal settings give the same folder."""
+    digest = hashlib.sha256(canonical_json(recipe.to_json())).hexdigest()[:8]
+    return store.root / "runs" / f"{recipe.name}-{digest}"
 
 
 def run_recipe(
@@ -51,35 +51,36 @@ def run_recipe(
     sinks: Iterable[Sink] = (),
     existing: Mapping[str, Artifact] | None = None,
 ) -> RunResult:
-    """Make (or look up) every step of a recipe, or only those that `until` needs.
+    """Make or look up every step of a recipe, or only the steps that `until` needs.
 
-    sinks: who else hears the metrics; no failure of theirs stops the run. given: artifacts that are there already, by the
-    name under which steps have them as parents.
+    Args:
+        sinks: further receivers of the metrics; their failures do not stop the run.
+        existing: name -> artifact of parents that no step of the recipe makes.
 
     Raises:
-        WhorlError: what a step or the store raised; everything finished before it is kept.
+        WhorlError: from a step or the store; finished steps are kept.
     """
-    began = time.monotonic()
-    wanted = recipe.with_ancestors(until) if until is not None else recipe
-    heard = SafeSinks(sinks, progress.log)
+    start = time.monotonic()
+    selected = recipe.with_ancestors(until) if until is not None else recipe
+    safe_sinks = SafeSinks(sinks, progress.log)
     try:
         store.make_folders()
-        run = Run(run_folder(recipe, store), config=recipe.to_json(), sinks=heard)
+        run = Run(run_folder(recipe, store), config=recipe.to_json(), sinks=safe_sinks)
         progress.sinks.append(run.log)
     except OSError as error:
         raise store.wrap_os_error(error) from error
     try:
-        steps = "1 step" if len(wanted.steps) == 1 else f"{len(wanted.steps)} steps"
+        steps = "1 step" if len(selected.steps) == 1 else f"{len(selected.steps)} steps"
         progress.log(f"{recipe.name}: {steps}; store {store.location}; run {run.dir}")
         artifacts: dict[str, Artifact] = dict(existing or {})
         records: dict[str, Any] = {}
-        for number, step in enumerate(wanted.steps.values(), start=1):
-            mark = f"[{number}/{len(wanted.steps)}] {step.name}"
+        for number, step in enumerate(selected.steps.values(), start=1):
+            label = f"[{number}/{len(selected.steps)}] {step.name}"
             started = time.monotonic()
-            artifact, state = _run_step(recipe, step, artifacts, store, run, progress, mark)
+            artifact, state = _run_step(recipe, step, artifacts, store, run, progress, label)
             artifacts[step.name] = artifact
-            took = f"made in {format_duration(time.monotonic() - started)}" if state == "made" else state
-            progress.log(f"{mark}: {took}. {artifact.summary.get('headline', '')}".rstrip())
+            outcome = f"made in {format_duration(time.monotonic() - started)}" if state == "made" else state
+            progress.log(f"{label}: {outcome}. {artifact.summary.get('headline', '')}".rstrip())
             records[step.name] = {
                 "address": artifact.address,
                 "kind": artifact.kind,
@@ -88,9 +89,9 @@ def run_recipe(
             }
             write_json(run.dir / "steps.json", records)
     finally:
-        heard.close()
+        safe_sinks.close()
         progress.sinks.remove(run.log)
-    return RunResult(run, artifacts, time.monotonic() - began)
+    return RunResult(run, artifacts, time.monotonic() - start)
 
 
 def _run_step(
@@ -100,7 +101,7 @@ def _run_step(
     store: Store,
     run: Run,
     progress: Progress,
-    mark: str,
+    label: str,
 ) -> tuple[Artifact, str]:
     kind = step.kind
     config = kind.complete_config(step.config) if kind.complete_config is not None else step.config
@@ -116,9 +117,7 @@ def _run_step(
             on_message=progress.log,
         ) as build:
             if build.existing is None:
-                progress.log(
-                    f"{mark}: {'continues where it was interrupted' if build.resumed else kind.about}"
-                )
+                progress.log(f"{label}: {'continues after an interruption' if build.resumed else kind.about}")
                 run.record_environment()
                 kind.function(
                     StepContext(
@@ -127,8 +126,8 @@ def _run_step(
                     config,
                 )
     except WhorlError as error:
-        how = "stopped" if error.exit_code > 128 else "failed"  # by a signal
-        progress.log(f"{mark}: {how}; the steps before it are kept")
+        verb = "stopped" if error.exit_code > 128 else "failed"  # stopped by a signal
+        progress.log(f"{label}: {verb}; finished steps are kept")
         raise
     assert build.artifact is not None
     return build.artifact, "looked up" if build.existing is not None else "made"

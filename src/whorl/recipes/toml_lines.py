@@ -1,8 +1,7 @@
-"""Where in a recipe's text a key stands, so that an error can name the line.
+"""Line numbers of the keys in a TOML text, for error messages.
 
-`tomllib` gives values without places. This walks the text once, following table headers and top-level keys
-of each table, and skips what stands inside multi-line strings (a recipe may hold a SQL query, full of `=`).
-It is a finder for messages, not a parser: the file is parsed by `tomllib` alone.
+`tomllib` returns values without positions. This module scans the text once for table headers and keys and skips
+multi-line strings (a recipe may hold a SQL query with `=`). Only `tomllib` parses the file; the scan serves messages.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ STRING_DELIMITERS = ('"""', "'''")
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line (from 1) of every table header and key, by its full path."""
+    """Return the line (from 1) of every table header and key, by full path."""
     found: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
-    fence = ""
+    delimiter = ""
     for number, line in enumerate(text.splitlines(), start=1):
-        if fence:
-            if fence in line:
-                fence = ""
+        if delimiter:
+            if delimiter in line:
+                delimiter = ""
             continue
         if header := HEADER.match(line):
             table = _split_key(header[1])
             _record_line(found, (), table, number)
         elif key := KEY.match(line):
             _record_line(found, table, _split_key(key[1]), number)
-            fence = _unclosed_delimiter(line[key.end() :])
+            delimiter = _unclosed_delimiter(line[key.end() :])
     return found
 
 
 def line_of(lines: dict[tuple[str, ...], int], *path: str) -> int:
-    """The line of a key, or of the nearest table around it; 1 if neither stands in the text."""
+    """Return the line of a key, or of the nearest enclosing table, or 1."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
             return lines[path[:length]]
@@ -56,9 +55,9 @@ def _split_key(dotted: str) -> tuple[str, ...]:
 
 
 def _unclosed_delimiter(value: str) -> str:
-    """The fence of a multi-line string that begins in `value` and does not end there, or ""."""
+    """Return the delimiter of a multi-line string that starts in `value` and does not end there, or ""."""
     value = value.strip()
-    for fence in STRING_DELIMITERS:
-        if value.startswith(fence) and value.count(fence) == 1:
-            return fence
+    for delimiter in STRING_DELIMITERS:
+        if value.startswith(delimiter) and value.count(delimiter) == 1:
+            return delimiter
     return ""

@@ -1,3 +1,1 @@
-"""The steps that wire the rooms together, a file for each stretch of the way; found by
-`registry.step_kinds`.
-"""
+"""The recipe steps, which connect the packages; `registry.step_kinds` finds them."""

@@ -1,8 +1,8 @@
-"""Agents over several seeds: the step `agents`, which `whorl rl train` runs.
+"""The step `agents`: train an agent over several seeds; `whorl rl train` runs it.
 
-One artifact holds the weights of every seed, their returns on episodes of their own, the inter-quartile mean over the
-seeds, and a page with the learning curves. A seed that is done is kept until all are; the one under way goes on from
-its newest checkpoint.
+The artifact holds the weights of every seed, the returns on separate evaluation episodes, the inter-quartile mean over the
+seeds, and a page with the learning curves. A finished seed stays in the scratch folder until all are finished. An
+interrupted seed continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ CURVE_POINTS = 500
 
 
 class AgentsConfig(BaseModel):
-    """What is learnt where, and how often."""
+    """Algorithm, environment and number of runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     algorithm: str = Field(default="ppo", description="a2c, ppo or impala")
-    environment: str = Field(default="CartPole-v1", description="a gymnasium name, as CartPole-v1")
+    environment: str = Field(default="CartPole-v1", description="a gymnasium name, e.g. CartPole-v1")
     steps: int | None = Field(
-        default=None, ge=1, description="steps of the environment for each seed; left out, the preset's"
+        default=None, ge=1, description="environment steps per seed; default: the preset's"
     )
     seed: int = Field(default=0, ge=0, description="the first seed")
     seeds: int = Field(default=5, ge=1, description="independent runs")
-    episodes: int = Field(default=20, ge=1, description="episodes that each result is measured over")
+    episodes: int = Field(default=20, ge=1, description="evaluation episodes per seed")
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
-    settings: dict[str, Any] = Field(default={}, description="what differs from the algorithm's preset")
+    settings: dict[str, Any] = Field(default={}, description="overrides of the algorithm's preset")
 
     def agent(self, seed: int) -> AgentConfig:
-        """All settings of one seed.
+        """Return all settings of one seed.
 
         Raises:
-            ConfigError: no such algorithm or setting, or an impossible value.
+            ConfigError: an unknown algorithm or setting, or a value out of range.
         """
         from whorl.agents.config import AgentConfig, parse_config
         from whorl.recipes.old_names import refuse_old_key
 
         for name in self.settings:
             refuse_old_key("agent settings", "agents", AgentConfig, (name,))
-        given = {**self.settings, "seed": seed, **({"steps": self.steps} if self.steps else {})}
-        return parse_config(self.algorithm, self.environment, given)
+        changes = {**self.settings, "seed": seed, **({"steps": self.steps} if self.steps else {})}
+        return parse_config(self.algorithm, self.environment, changes)
 
 
 def _with_preset(config: AgentsConfig) -> AgentsConfig:
-    """Every setting written out, so that the address changes with the presets."""
-    whole = config.agent(config.seed).model_dump(mode="json")
-    given = {n: v for n, v in whole.items() if n not in ("algorithm", "environment", "steps", "seed")}
-    return config.model_copy(update={"settings": given, "steps": whole["steps"]})
+    """Write out every setting, so that the address changes with the presets."""
+    preset = config.agent(config.seed).model_dump(mode="json")
+    settings = {n: v for n, v in preset.items() if n not in ("algorithm", "environment", "steps", "seed")}
+    return config.model_copy(update={"settings": settings, "steps": preset["steps"]})
 
 
 @step("agents", config=AgentsConfig, complete_config=_with_preset)
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
-    """Train an agent over several seeds, and measure it on episodes of their own."""
+    """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
 
     from whorl.agents.registration import make_env
@@ -73,20 +73,20 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     from whorl.report.charts import Series
     from whorl.report.curve import write_curve_page
 
-    make_env(config.environment, 1).close()  # an environment that cannot be used is told before any work
+    make_env(config.environment, 1).close()  # raises for an unusable environment before any work
     results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
     scores = [result["score"] for result in results]
-    found = summarize_seeds([scores], np.random.default_rng(0))
+    returns = summarize_seeds([scores], np.random.default_rng(0))
     for file in sorted(ctx.scratch.glob("seed-*.safetensors")):
         (ctx.out / file.name).write_bytes(file.read_bytes())
-    about = {"returns": scores, "inter_quartile_mean": [found.mean, found.low, found.high]}
-    whole = {**config.model_dump(mode="json"), **about, "lag": [r["lag"] for r in results]}
-    (ctx.out / "result.json").write_text(json.dumps(whole, indent=1) + "\n")
+    summary = {"returns": scores, "inter_quartile_mean": [returns.mean, returns.low, returns.high]}
+    record = {**config.model_dump(mode="json"), **summary, "lag": [r["lag"] for r in results]}
+    (ctx.out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
     facts = [
         ("algorithm", config.algorithm),
         ("environment", config.environment),
         ("steps", f"{config.steps or 0:,}"),
-        ("return, inter-quartile mean of the seeds", str(found)),
+        ("return, inter-quartile mean over the seeds", str(returns)),
         *((f"seed {result['seed']}", f"{result['score']:.1f}") for result in results),
     ]
     curves = [
@@ -94,17 +94,17 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
         for r in results
         if r["curve"]
     ]
-    if curves:  # before an episode ended there is no return
+    if curves:  # no return exists before the first episode ends
         write_curve_page(
             ctx.out / "curve.html", f"{config.algorithm.upper()} on {config.environment}", facts, curves,
-            y="Return of the last 100 episodes", x="steps of the environment",
+            y="Return of the last 100 episodes", x="environment steps",
         )  # fmt: skip
-    headline = f"return {found}, inter-quartile mean of {config.seeds} seeds with its 95 % interval"
-    ctx.summary.update(**about, headline=headline)
+    headline = f"return {returns}, inter-quartile mean of {config.seeds} seeds with its 95 % interval"
+    ctx.summary.update(**summary, headline=headline)
 
 
 def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, Any]:
-    """Trains and measures one seed, or finds that it is done; -> seed, score, lag, curve [(steps, return)]."""
+    """Train and evaluate one seed, or return its stored result: seed, score, lag, curve [(steps, return)]."""
     import numpy as np
     from safetensors.torch import save_file
 
@@ -114,25 +114,27 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
 
     done = ctx.scratch / f"seed-{seed}.json"
     if done.exists():
-        kept: dict[str, Any] = json.loads(done.read_text())
-        ctx.progress.log(f"    seed {seed}: return {kept['score']:.1f}, done before")
-        return kept
+        stored: dict[str, Any] = json.loads(done.read_text())
+        ctx.progress.log(f"    seed {seed}: return {stored['score']:.1f}, finished earlier")
+        return stored
     agent = config.agent(seed)
     title = f"{config.algorithm} on {config.environment}, seed {seed}"
     with ctx.progress.task(title, total=agent.steps, unit="steps") as task:
-        watch = _AgentObserver(ctx, f"{ctx.name}-seed-{seed}", task, max(1, agent.n_rollouts // CURVE_POINTS))
+        observer = _AgentObserver(
+            ctx, f"{ctx.name}-seed-{seed}", task, max(1, agent.n_rollouts // CURVE_POINTS)
+        )
         networks = train(
             agent,
-            watch,
+            observer,
             scratch=Path(ctx.scratch) / f"seed-{seed}",
             checkpoint_seconds=config.checkpoint_seconds,
             log=ctx.progress.log,
         )
-    curve = watch.close()
+    curve = observer.close()
     returns = evaluate(networks, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31))
-    score, lag = float(np.mean(returns)), watch.mean_policy_lag
-    older = f", weights {lag:.1f} versions old" if agent.actors else ""
-    ctx.progress.log(f"    seed {seed}: return {score:.1f} (mean of {config.episodes} episodes{older})")
+    score, lag = float(np.mean(returns)), observer.mean_policy_lag
+    lag_note = f", mean policy lag {lag:.1f}" if agent.actors else ""
+    ctx.progress.log(f"    seed {seed}: return {score:.1f} (mean of {config.episodes} episodes{lag_note})")
     save_file(
         {n: p.detach() for n, p in networks.named_parameters()}, ctx.scratch / f"seed-{seed}.safetensors"
     )
@@ -142,7 +144,7 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
 
 
 class _AgentObserver:
-    """Called after each record: shows and keeps how far training is."""
+    """Writes metrics and updates the progress bar after each record."""
 
     def __init__(self, ctx: StepContext, name: str, task: ProgressTask, every: int) -> None:
         self.ctx, self.name, self.task, self.log_interval = ctx, name, task, every
@@ -163,11 +165,11 @@ class _AgentObserver:
 
     @property
     def mean_policy_lag(self) -> float:
-        """By how many versions the acting weights were behind, on average."""
+        """Mean number of versions by which the acting weights were behind."""
         return self.total_lag / max(1, self.n_calls)
 
     def close(self) -> list[tuple[int, float]]:
-        """The learning curve, of what was trained before a crash too: (steps, return)."""
+        """Return the learning curve [(steps, return)], including the part before an interruption."""
         if self.log is not None:
             self.log.close()
-        return [(found["step"], found["return"]) for found in self.ctx.run.read_metrics(self.name)]
+        return [(record["step"], record["return"]) for record in self.ctx.run.read_metrics(self.name)]

@@ -1,4 +1,4 @@
-"""From bytes on a disk to a selected and split corpus: the steps `ingest` and `curate`."""
+"""The steps `ingest` and `curate`: from files to a selected and split corpus."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.recipes.registry import StepContext, step
 
-CORPUS_PARENTS = {"documents": "documents", "selection": "selection"}  # the parents that make a corpus
+CORPUS_PARENTS = {"documents": "documents", "selection": "selection"}  # the two parents that form a corpus
 
 
 def open_corpus(ctx: StepContext) -> Corpus:
-    """The corpus that a step's parents `documents` and `selection` are, its files checked."""
+    """Return the corpus formed by the parents `documents` and `selection`, with their files checked."""
     for role in CORPUS_PARENTS:
         ctx.parents[role].check()
     return Corpus(ctx.parents["documents"].path, ctx.parents["selection"].path)
@@ -22,22 +22,22 @@ def format_counts(documents: int, n_bytes: int) -> str:
 
 
 def with_fingerprint(config: IngestConfig) -> IngestConfig:
-    """The sources have no address of their own: their content's hash joins the configuration."""
+    """Add a hash of the sources' content to the configuration; sources have no address."""
     return config.model_copy(update={"fingerprint": fingerprint(config)})
 
 
 @step("documents", config=IngestConfig, complete_config=with_fingerprint)
 def ingest(ctx: StepContext, config: IngestConfig) -> None:
-    """Read the sources into documents; set unreadable records aside."""
+    """Read the sources into documents; write unreadable records to the quarantine."""
     found = ingest_sources(config, ctx.out, ctx.progress)
-    aside = sum(reason["documents"] for reason in found["quarantine"].values())
+    n_quarantined = sum(reason["documents"] for reason in found["quarantine"].values())
     headline = format_counts(found["documents"], found["bytes"])
-    ctx.summary.update(found, headline=f"{headline}; {aside:,} records in quarantine")
+    ctx.summary.update(found, headline=f"{headline}; {n_quarantined:,} records in quarantine")
 
 
 @step("selection", config=CurateConfig, parents={"documents": "documents"})
 def curate(ctx: StepContext, config: CurateConfig) -> None:
-    """Measure the documents, select, and split without near-copies across."""
+    """Measure and select documents, and split them without near-duplicates across splits."""
     documents = ctx.parents["documents"]
     documents.check()
     found = curate_documents(config, document_files(documents.path), ctx.out, ctx.progress)

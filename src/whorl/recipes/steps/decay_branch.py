@@ -1,16 +1,16 @@
-"""A model for a smaller budget from a run that is there already: the step `branch`.
+"""The step `decay_branch`: a model for a smaller budget from an existing pretraining run.
 
     [steps.pretrain]
     parents = ["plan", "tokens", "tokenizer"]
-    branches = [0.25, 0.5]
+    decay_branches = [0.25, 0.5]
 
     [steps.quarter]
-    uses = "branch"
+    uses = "decay_branch"
     parents = ["pretrain", "tokens", "tokenizer"]
-    share = 0.25
+    fraction = 0.25
 
-The branch goes on from the state that the pretraining kept at the end of that share's plateau, and decays. What comes out is
-the model that a run planned for a quarter of the steps would have given (`train/lm/decay_branches.py`), for the price of its decay.
+The branch starts from the state that pretraining stored at this fraction of its plateau, and decays the learning rate. The
+result equals a run planned for a quarter of the steps (`train/lm/decay_branches.py`), at the cost of the decay alone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from whorl.train.checkpoint.remote import CheckpointConfig
 
 
 class DecayBranchConfig(BaseModel):
-    """Which branch; all else is as the pretraining was."""
+    """The branch to train; all other settings are those of the pretraining run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     fraction: float = Field(
-        default=0.5, gt=0, lt=1, description="of the pretraining's steps, one of its `branches`"
+        default=0.5, gt=0, lt=1, description="of the pretraining steps; one of its `decay_branches`"
     )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
     checkpoints: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="how many stay, and where else they go"
+        default=CheckpointConfig(), description="how many are kept, and a remote copy"
     )
 
 
@@ -45,7 +45,7 @@ class DecayBranchConfig(BaseModel):
     parents={"model": "model", "tokens": "tokens", "tokenizer": "tokenizer"},
 )
 def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
-    """Decay from the plateau of a pretraining run."""
+    """Decay the learning rate from the plateau of a pretraining run."""
     from whorl.train.job import Job
     from whorl.train.lm import decay_branches as branches
 
@@ -54,12 +54,15 @@ def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
         ctx.parents[role].check()
     start = branches.branch_state_folder(folder, config.fraction)
     trained = json.loads((folder / "job.json").read_text())
-    trained["tokens"] = str(ctx.parents["tokens"].path)  # where they lie today
+    trained["tokens"] = str(ctx.parents["tokens"].path)  # the path may differ from the one during pretraining
     if trained["stream"] is not None:
         trained["stream"]["tokenizer"] = str(ctx.parents["tokenizer"].path)
-    stable = Job.model_validate(trained)
-    job, at = branches.branch_job(stable, config.fraction), branches.branch_step(stable, config.fraction)
-    ctx.progress.log(f"    {at:,} of {job.steps:,} steps are those of {ctx.parents['model'].name}")
+    parent_job = Job.model_validate(trained)
+    job, at = (
+        branches.branch_job(parent_job, config.fraction),
+        branches.branch_step(parent_job, config.fraction),
+    )
+    ctx.progress.log(f"    {at:,} of {job.steps:,} steps come from {ctx.parents['model'].name}")
     curve = json.loads((folder / "curve.json").read_text())
     train_and_save(
         ctx,

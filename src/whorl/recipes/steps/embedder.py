@@ -1,7 +1,7 @@
-"""A sentence embedder from a corpus without labels: the step `embedder`.
+"""The step `embedder`: a sentence embedder from a corpus without labels.
 
-The artifact is what `embedding/embedder.py` loads (shape, weights, tokenizer), with the curve beside it and a page that draws it.
-`whorl embed` turns texts into vectors with it, and finds the nearest.
+The artifact holds the files that `embedding/embedder.py` loads (shape, weights, tokenizer), the metrics, and a page with
+the learning curve. `whorl embed` computes vectors with it and finds the nearest texts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CURVE_POINTS = 500
 
 
 class EmbedderConfig(BaseModel):
-    """The shape of the embedder and how it learns; `embedding/train.py` says what from."""
+    """Shape and training of the embedder; the objective is described in `embedding/train.py`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,31 +33,37 @@ class EmbedderConfig(BaseModel):
     n_heads: int = Field(default=4, ge=1)
     mlp_hidden: int = Field(default=64, ge=8)
     max_length: int = Field(
-        default=64, ge=2, description="ids seen together; longer texts are averaged over windows"
+        default=64, ge=2, description="ids per window; longer texts are averaged over windows"
     )
     min_span: int = Field(
         default=16, ge=1, description="ids of the shortest span; documents need twice as many"
     )
-    batch_size: int = Field(default=128, ge=2, description="documents a step, each against all the others")
+    batch_size: int = Field(
+        default=128, ge=2, description="documents per step; each is contrasted with all others"
+    )
     steps: int = Field(default=2000, ge=1)
-    temperature: float = Field(default=0.05, gt=0, description="what cosines are divided by")
-    optimizer: Literal["muon", "adamw"] = Field(default="muon", description="for the matrices of the blocks")
+    temperature: float = Field(default=0.05, gt=0, description="divisor of the cosines")
+    optimizer: Literal["muon", "adamw"] = Field(
+        default="muon", description="for the weight matrices of the blocks"
+    )
     lr_muon: float = Field(default=0.02, gt=0, description="peak learning rate under Muon")
     lr_adamw: float = Field(default=0.01, gt=0, description="peak learning rate under AdamW")
     held_out: int = Field(default=512, ge=2, description="documents among which recall is measured, at most")
-    evaluations: int = Field(default=10, ge=1, description="looks at held-out documents during the run")
+    evaluations: int = Field(
+        default=10, ge=1, description="evaluations on held-out documents during training"
+    )
     seed: int = Field(default=0, ge=0)
     dtype: Literal["float32", "bfloat16", "machine"] = Field(
         default="float32",
-        description='of products; "machine": what it multiplies fastest, which pays from a width of 256 or so',
+        description='compute type; "machine": the fastest type of the machine, worthwhile from a width of about 256',
     )
     threads: int | None = Field(
-        default=None, ge=1, description="left alone, as many as this machine multiplies fastest with"
+        default=None, ge=1, description="default: the fastest number for matrix products"
     )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
 
     @model_validator(mode="after")
-    def _possible(self) -> EmbedderConfig:
+    def _validate(self) -> EmbedderConfig:
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model ({self.d_model}) must be a multiple of n_heads ({self.n_heads})")
         if self.min_span > self.max_length:
@@ -67,7 +73,7 @@ class EmbedderConfig(BaseModel):
 
 @step("embedder", config=EmbedderConfig, parents={"tokens": "tokens", "tokenizer": "tokenizer"}, version=2)
 def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
-    """Train an embedder: two spans of one document belong together."""
+    """Train an embedder by contrasting two spans of one document with those of others."""
     from whorl.embedding.embedder import Embedder
     from whorl.embedding.train import open_pairs, train_embedder
     from whorl.report.charts import Series
@@ -78,48 +84,55 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
         ctx.parents[role].check()
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     job = _build_job(ctx, config)
-    pairs, held = open_pairs(job)
-    began = time.monotonic()
+    pairs, held_out = open_pairs(job)
+    started = time.monotonic()
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
-        watch = _EmbedderObserver(ctx, task, job.steps)
+        observer = _EmbedderObserver(ctx, task, job.steps)
         encoder = train_embedder(
             job,
-            watch,
+            observer,
             scratch=Path(ctx.scratch),
             checkpoint_seconds=config.checkpoint_seconds,
             log=ctx.progress.log,
         )
-    watch.close()
+    observer.close()
     Embedder(encoder, tokenizer).save(ctx.out)
     curve = list(ctx.run.read_metrics(ctx.name))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2, exclude={"tokens"}) + "\n")
-    looks = [record for record in curve if "recall_at_10" in record]
-    final = {name: looks[-1][name] for name in ("recall_at_1", "recall_at_10")} if held is not None else {}
-    told = (
-        f"held-out recall@1 {final['recall_at_1']:.3f}, recall@10 {final['recall_at_10']:.3f} among {len(held):,} documents"
-        if held is not None
+    evaluations = [record for record in curve if "recall_at_10" in record]
+    final = (
+        {name: evaluations[-1][name] for name in ("recall_at_1", "recall_at_10")}
+        if held_out is not None
+        else {}
+    )
+    result = (
+        f"held-out recall@1 {final['recall_at_1']:.3f}, recall@10 {final['recall_at_10']:.3f} "
+        f"among {len(held_out):,} documents"
+        if held_out is not None
         else "no held-out documents to measure recall on"
     )
-    if held is not None:
+    if held_out is not None:
         facts = [
             ("documents", f"{len(pairs):,}"),
-            ("held out", f"{len(held):,}"),
+            ("held out", f"{len(held_out):,}"),
             ("steps", f"{job.steps:,}"),
         ]
-        at = [float(record["step"]) for record in looks]
-        curves = [Series(f"recall@{k}", at, [record[f"recall_at_{k}"] for record in looks]) for k in (1, 10)]
+        at = [float(record["step"]) for record in evaluations]
+        curves = [
+            Series(f"recall@{k}", at, [record[f"recall_at_{k}"] for record in evaluations]) for k in (1, 10)
+        ]
         write_curve_page(
-            ctx.out / "curve.html", "Finding the other span of a document", [*facts, ("result", told)], curves,
+            ctx.out / "curve.html", "Finding the other span of a document", [*facts, ("result", result)], curves,
             y="Recall among held-out documents", x="steps",
         )  # fmt: skip
     ctx.summary.update(
         documents=len(pairs),
         skipped=pairs.skipped,
-        held_out=len(held) if held is not None else 0,
+        held_out=len(held_out) if held_out is not None else 0,
         steps=job.steps,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - started,
         final=final,
-        headline=f"{told}; {pairs.skipped:,} documents too short for two spans",
+        headline=f"{result}; {pairs.skipped:,} documents too short for two spans",
     )
 
 
@@ -151,12 +164,12 @@ def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
 
 
 def _trainable_dtype(dtype: str) -> str:
-    """The machine's type, or the next wider one where its training would need what an embedder's has not (a loss scale)."""
+    """Return the machine's type, or the next wider one that needs no loss scaling."""
     return {"float16": "float32", "float8": "bfloat16"}.get(dtype, dtype)
 
 
 class _EmbedderObserver:
-    """Called after each step: shows and keeps how far training is."""
+    """Writes metrics and updates the progress bar after each step."""
 
     def __init__(self, ctx: StepContext, task: ProgressTask, steps: int) -> None:
         self.ctx, self.task, self.log_interval = ctx, task, max(1, steps // CURVE_POINTS)

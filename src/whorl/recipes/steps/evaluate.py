@@ -1,6 +1,6 @@
-"""How good the model is: the step `evaluate`, which writes `evaluation.json`.
+"""The step `evaluate`: measure a model on the test split and write `evaluation.json`.
 
-Everything is measured on the test split, which neither the tokenizer nor the model has seen, each file scored alone.
+Neither the tokenizer nor the model has seen the test split. Each file is scored separately.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ if TYPE_CHECKING:
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
 
-TOP_LOGPROBS = 5  # told beside each token of a sample
+TOP_LOGPROBS = 5  # alternatives per token of a sample
 
 
-COMPLETION_WINDOW = 512  # tokens of a prompt and its completion: prompts cut to one length go as one batch
+COMPLETION_WINDOW = 512  # tokens of a prompt and its completion; prompts cut to one length form one batch
 
 
 class EvaluateConfig(BaseModel):
-    """What is measured."""
+    """The measurements and their sizes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     window: int | None = Field(
-        default=None, ge=16, description="tokens of context at most; default what the model reads well"
+        default=None,
+        ge=16,
+        description="tokens of context at most; default: the evaluation window of the model",
     )
     baselines: bool = Field(default=True, description="compressors and an n-gram model on the same files")
     ngram_order: int = Field(default=4, ge=1, le=8)
     completions: int = Field(default=64, ge=0, description="held-out functions to complete")
     completion_tokens: int = Field(default=160, ge=1)
-    samples: int = Field(default=4, ge=0, description="shown in the report, with probabilities")
+    samples: int = Field(default=4, ge=0, description="samples in the report, with probabilities")
     sample_tokens: int = Field(default=120, ge=1)
     seed: int = 0
 
@@ -53,7 +55,7 @@ class EvaluateConfig(BaseModel):
     version=2,
 )
 def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
-    """Measure bits per byte beside compressors, completions that parse, and speed."""
+    """Measure bits per byte against compressors, completions that parse, and speed."""
     import torch
 
     from whorl.evals.likelihood import bits_per_byte, document_nats
@@ -87,13 +89,13 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
         nats = document_nats(model, test.iter_documents(), window, lambda n: task.advance(n))
     seconds = time.perf_counter() - began
     total_bytes = sum(d.n_bytes for d in held_out)
-    figure = bits_per_byte(sum(nats), total_bytes)
-    scored = (len(test) - test.n_documents) * 1.5  # half of each window is read again for context
+    score = bits_per_byte(sum(nats), total_bytes)
+    scored = (len(test) - test.n_documents) * 1.5  # half of each window is read again as context
     forward = model.flops_per_token(window) / 3
     result: dict[str, Any] = {
         "files": len(held_out),
         "bytes": total_bytes,
-        "bits_per_byte": figure,
+        "bits_per_byte": score,
         "by_domain": _by_domain(held_out, nats),
         "scoring_tokens_per_second": scored / seconds,
         "scoring_mfu": scored / seconds * forward / machine.peak_flops,
@@ -106,7 +108,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
             result["completions"] = _completions(ctx, config, model, tokenizer, held_out)
         result["samples"] = _samples(ctx, config, tokenizer, held_out)
     (ctx.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
-    headline = f"{figure:.3f} bits per byte on {len(held_out)} held-out files"
+    headline = f"{score:.3f} bits per byte on {len(held_out)} held-out files"
     best = {b["name"]: b["bits_per_byte"] for b in result.get("baselines", [])}
     if "xz -9e, one stream" in best:
         headline += (
@@ -118,7 +120,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
 
 
 def _by_domain(documents: list[Document], nats: list[float]) -> list[dict[str, Any]]:
-    """Bits per byte by the first folder of a document's path."""
+    """Return bits per byte by the first folder of a document's path."""
     sums: dict[str, list[float]] = {}
     for document, cost in zip(documents, nats, strict=True):
         domain = document.path.split("/")[0] if "/" in document.path else "(top)"
@@ -191,12 +193,12 @@ def _completions(
             ((d.id, d.text.encode()) for d in held_out), config.completions, config.seed
         )
     except DataError:
-        return None  # no Python in this corpus: the measure does not apply
+        return None  # no Python in this corpus
     context = max(1, min(config.window or COMPLETION_WINDOW, COMPLETION_WINDOW) - config.completion_tokens)
     speed = {"tokens": 0, "seconds": 0.0}
 
     def generate(texts: list[bytes]) -> list[bytes]:
-        # The longest prompts are cut to the context: most have one length and are completed as one batch.
+        # The longest prompts are cut to the context, so that most have one length and form one batch.
         healed = [heal(tokenizer, t.decode()) for t in texts]
         began = time.perf_counter()
         ends = complete(
@@ -220,13 +222,13 @@ def _completions(
 
     with ctx.progress.task("Completing held-out functions", total=None):
         found = parse_rate(chosen, generate)
-    real = reference_parse_rate(chosen)
+    reference = reference_parse_rate(chosen)
     return {
         "prompts": found.n,
         "parsed": found.parsed,
         "unfinished": found.unfinished,
         "median_bytes": found.median_bytes,
-        "real_parsed": real.parsed,
+        "real_parsed": reference.parsed,
         "tokens_per_second": speed["tokens"] / max(1e-9, speed["seconds"]),
     }
 
@@ -237,7 +239,7 @@ def _samples(
     tokenizer: Tokenizer,
     held_out: list[Document],
 ) -> list[dict[str, Any]]:
-    """Continuations with the probability of every token: two free beginnings, then held-out files' own."""
+    """Return samples with the probability of every token: two fixed prompts, then the start of held-out files."""
     from whorl.engine import SamplingParams, generate, load_for_sampling
     from whorl.tokens.healing import heal
     from whorl.tracking.seeds import generator

@@ -1,8 +1,7 @@
-"""Models of others as artifacts: the steps `import_model` and `import_vision`, which `whorl import` runs.
+"""The steps `import_model` and `import_vision`, which `whorl import` runs: external models as artifacts.
 
-A language model becomes a folder in our own format (`models/exchange`, family "whorl"), with the tokenizer's files beside
-it; a model of pictures stays in its own.
-Its address covers the bytes that were read, so importing the same folder again is a look-up.
+A language model is stored in Whorl's format (`models/exchange`, family "whorl") with its tokenizer files. A vision model
+keeps the format of its family. The address covers the bytes of the source files, so a second import finds the artifact.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from whorl.recipes.registry import StepContext, step
 
 
 class ImportConfig(BaseModel):
-    """Which folder, and what in it may be passed over."""
+    """The source folder and the fields to ignore."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    folder: str = Field(default="", description="as `transformers` writes it: config.json and safetensors")
-    ignore: list[str] = Field(default=[], description="fields of config.json known not to change the result")
-    sha256: dict[str, str] = Field(default={}, description="of its files; found by reading them")
+    folder: str = Field(default="", description="in the format of transformers: config.json and safetensors")
+    ignore: list[str] = Field(default=[], description="fields of config.json that do not affect the result")
+    sha256: dict[str, str] = Field(default={}, description="of its files; computed")
 
 
 def _with_file_hashes(config: ImportConfig) -> ImportConfig:
@@ -31,7 +30,7 @@ def _with_file_hashes(config: ImportConfig) -> ImportConfig:
     files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
     if not config.folder or not (folder / "config.json").exists():
         raise ConfigError(
-            f"{config.folder!r} holds no model",
+            f"{config.folder!r} contains no model",
             expected="a folder with config.json and model.safetensors, or shards with their index",
         )
     hashes = {}
@@ -43,7 +42,7 @@ def _with_file_hashes(config: ImportConfig) -> ImportConfig:
 
 @step("model", config=ImportConfig, complete_config=_with_file_hashes, version=2)
 def import_model(ctx: StepContext, config: ImportConfig) -> None:
-    """Read a model as transformers writes it."""
+    """Read a language model in the format of transformers."""
     from whorl.models.exchange import export_model
     from whorl.models.exchange import import_model as read
     from whorl.models.exchange.safetensors_io import read_json
@@ -56,13 +55,13 @@ def import_model(ctx: StepContext, config: ImportConfig) -> None:
     ctx.summary.update(
         params=sizes,
         family=family,
-        headline=f"{family}: {sizes['total'] / 1e6:.1f} M parameters, {model.kv_bytes_per_token():,} cache bytes a token",
+        headline=f"{family}: {sizes['total'] / 1e6:.1f} M parameters, {model.kv_bytes_per_token():,} cache bytes per token",
     )
 
 
 @step("vision", config=ImportConfig, complete_config=_with_file_hashes)
 def import_vision(ctx: StepContext, config: ImportConfig) -> None:
-    """Read a model of pictures (ViT, CLIP) as transformers writes it."""
+    """Read a vision model (ViT, CLIP) in the format of transformers."""
     from whorl.models.exchange import export_vision
     from whorl.models.exchange import import_vision as read
     from whorl.models.exchange.safetensors_io import read_json
@@ -78,10 +77,10 @@ def import_vision(ctx: StepContext, config: ImportConfig) -> None:
 
 
 def import_step_for(folder: Path) -> str:
-    """Which of the two steps reads this folder.
+    """Return the name of the step that reads this folder.
 
     Raises:
-        ConfigError: there is no model, or one of an unknown kind.
+        ConfigError: there is no model, or one of an unknown family.
     """
     from whorl.models.exchange import FAMILIES, VISION_FAMILIES
     from whorl.models.exchange.fields import model_type
@@ -89,6 +88,6 @@ def import_step_for(folder: Path) -> str:
 
     path = folder / "config.json"
     if not path.is_file():
-        return "import_model"  # which says what a folder must hold
+        return "import_model"  # this step raises the error for a folder without a model
     kind = model_type(read_json(path), str(path), [*FAMILIES, *VISION_FAMILIES])
     return "import_vision" if kind in VISION_FAMILIES else "import_model"

@@ -1,4 +1,4 @@
-"""From a budget to a trained model: the steps `plan` and `pretrain`."""
+"""The steps `plan` and `pretrain`: from a budget to a trained model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLE_TOKENS = 48
 
 @step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=4)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
-    """Time real steps on this machine and choose what the budget buys."""
+    """Time training steps on this machine and choose the configuration for the budget."""
     from whorl.plan.planner import make_plan
 
     corpus = open_corpus(ctx)
@@ -55,77 +55,84 @@ def plan(ctx: StepContext, config: PlanConfig) -> None:
 
 
 class PretrainStreamConfig(BaseModel):
-    """Raw files that training tokenises on its way, in place of the token set's training split."""
+    """Raw files that are tokenized during training, instead of the training split of the token set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sources: list[Source] = Field(min_length=1, description="files (patterns, URLs), weight, final_weight")
     shuffle_bytes: int = Field(
-        default=1 << 19, ge=1, description="raw text whose documents are shuffled together"
+        default=1 << 19, ge=1, description="bytes of raw text that are shuffled together"
     )
     block_bytes: int = Field(
         default=1 << 14,
         ge=1,
-        description="raw text that is read in one piece; for files read from afar 1000000",
+        description="raw text per read; for remote files use 1000000",
     )
     mixture_warmup_records: int = Field(
-        default=1000, ge=1, description="records over which weights become the final ones"
+        default=1000, ge=1, description="records over which the weights change to final_weight"
     )
-    workers: int = Field(default=1, ge=1, description="processes that tokenise, for each replica")
-    fingerprints: list[str] = Field(default=[], description="of the files; found by looking at them")
+    workers: int = Field(default=1, ge=1, description="tokenizing processes per replica")
+    fingerprints: list[str] = Field(default=[], description="of the files; computed")
 
 
 class PretrainConfig(BaseModel):
-    """How the planned run is carried out; what is learned is decided by the plan."""
+    """Execution of the planned run; the plan decides model, data and number of steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     stream: PretrainStreamConfig | None = Field(
-        default=None, description="learn from raw files, tokenised on the way, instead of the token set"
+        default=None, description="train on raw files, tokenized during training, instead of the token set"
     )
 
-    seed: int | None = Field(default=None, description="another seed than the plan's")
+    seed: int | None = Field(default=None, description="default: the seed of the plan")
     ema: float | None = Field(
-        default=None, ge=0, lt=1, description="decay a step of averaged weights, 0 for none; else the plan's"
+        default=None,
+        ge=0,
+        lt=1,
+        description="decay per step of averaged weights, 0 for none; default: the plan's",
     )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
     micro_batch_size: int | None = Field(
-        default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
+        default=None,
+        ge=1,
+        description="rows per forward pass and replica; fewer need less memory; default: all",
     )
     activation_budget: MemoryText | None = Field(
         default=None,
-        description="memory for activations, 2GB or 25%; blocks beyond it are computed again in the backward; default all",
+        description="memory for activations, 2GB or 25%; blocks beyond it are recomputed in the backward; default: no limit",
     )
     bf16_weights: Literal["nearest", "stochastic"] | None = Field(
         default=None,
-        description="keep the blocks' matrices in bfloat16, rounded so at each update; default fp32 masters",
+        description="store the weight matrices of the blocks in bfloat16 with this rounding; default: fp32 master weights",
     )
     schedule: ScheduleConfig = ScheduleConfig()
     decay_branches: list[float] = Field(
         default=[],
-        description="shares of the steps for which a step `branch` may decay from this run's plateau",
+        description="fractions of the steps at which a step `decay_branch` may start to decay",
     )
     spike_guard: SpikeGuardConfig = SpikeGuardConfig()
-    deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
+    deterministic: bool = Field(default=False, description="no timing affects the result")
     checkpoints: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="how many stay, and where else they go"
+        default=CheckpointConfig(), description="how many are kept, and a remote copy"
     )
-    serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
+    serial_loader: bool = Field(
+        default=False, description="fill batches in the training process, for debugging"
+    )
 
     @model_validator(mode="after")
-    def _possible(self) -> PretrainConfig:
+    def _validate(self) -> PretrainConfig:
         check_branches(self.decay_branches, self.schedule)
         return self
 
 
 def _with_file_hashes(config: PretrainConfig) -> PretrainConfig:
-    """Patterns replaced by files, and what these hold, so that the address changes with them."""
+    """Replace patterns by files and add their fingerprints, so that the address changes with the content."""
     if config.stream is None:
         return config
     sources = [replace(source, files=expand_globs(source.files)) for source in config.stream.sources]
-    prints = [RawFiles(source.files, source.text_field).fingerprint for source in sources]
-    raw = config.stream.model_copy(update={"sources": sources, "fingerprints": prints})
-    return config.model_copy(update={"stream": raw})
+    fingerprints = [RawFiles(source.files, source.text_field).fingerprint for source in sources]
+    stream = config.stream.model_copy(update={"sources": sources, "fingerprints": fingerprints})
+    return config.model_copy(update={"stream": stream})
 
 
 @step(
@@ -163,36 +170,38 @@ def train_and_save(
     start: Path | None = None,
     previous_curve: Iterable[dict[str, Any]] = (),
 ) -> None:
-    """Trains `job` and writes the model, its tokenizer, its curve (after that of `earlier`) and what it came to.
+    """Train `job` and write the model, its tokenizer, its curve and a summary.
 
-    stable, start: as of `train.pretrain`.
+    Args:
+        branch_steps, start: `branch_points` and `branch_start` of `train.lm.pretrain.pretrain`.
+        previous_curve: metrics of the run that the job continues.
     """
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train.checkpoint import size_report as anatomy
+    from whorl.train.checkpoint import size_report
     from whorl.train.checkpoint.manager import CheckpointStats
     from whorl.train.lm.pretrain import pretrain as run_training
 
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
-    began, account = time.monotonic(), CheckpointStats()
-    per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
+    started, stats = time.monotonic(), CheckpointStats()
+    bytes_per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
-        watch = _PretrainObserver(ctx, job, per_token, tokenizer, task)
+        observer = _PretrainObserver(ctx, job, bytes_per_token, tokenizer, task)
         model = run_training(
             job,
             ctx.scratch,
-            watch,
+            observer,
             checkpoint_seconds=checkpoint_seconds,
             checkpoint_config=checkpoints,
-            checkpoint_stats=account,
+            checkpoint_stats=stats,
             log=ctx.progress.log,
             branch_points=branch_steps,
             branch_start=start,
             folder=ctx.run.dir / "watch" / ctx.name,
         )
-    watch.close()
+    observer.close()
     save_model(model, ctx.out)
     tokenizer.save(ctx.out)
     ids = {
@@ -200,14 +209,12 @@ def train_and_save(
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
     }
-    (ctx.out / "generation_config.json").write_text(
-        json.dumps(ids, indent=1) + "\n"
-    )  # for those who read an export
+    (ctx.out / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
     curve = [*previous_curve, *ctx.run.read_metrics(ctx.name)]
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
-    seconds = time.monotonic() - began
-    last: dict[str, float] = {}  # of all of the run's lives
+    seconds = time.monotonic() - started
+    last: dict[str, float] = {}  # over all attempts of the run
     for record in curve:
         last |= {name: value for name, value in record.items() if isinstance(value, float | int)}
     speeds = sorted(record["tokens_per_second"] for record in curve if "tokens_per_second" in record)
@@ -217,14 +224,14 @@ def train_and_save(
         steps=job.steps,
         tokens=job.steps * job.batch_size * job.seq_len,
         params=model.params(),
-        peak_memory_bytes=watch.peak_memory,
+        peak_memory_bytes=observer.peak_memory,
         events=sum("event" in record for record in curve),
         final=last,
         tokens_per_second=speed,
         checkpoints={
-            **asdict(account),
-            "line": account.summary(),
-            "anatomy": anatomy.format_line(account.size_report),
+            **asdict(stats),
+            "line": stats.summary(),
+            "size_report": size_report.format_line(stats.size_report),
         },
         headline=(
             f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
@@ -234,7 +241,7 @@ def train_and_save(
 
 
 def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
-    """The planned job over the parents' tokens: what `pretrain` trains and `whorl profile` looks at."""
+    """Return the planned job on the parents' tokens; `pretrain` trains it and `whorl profile` measures it."""
     from whorl.tokens.shards import TokenSet
     from whorl.train.job import Job
 
@@ -257,28 +264,28 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             **({"seed": config.seed} if config.seed is not None else {}),
         }
     )
-    words = TokenSet(ctx.parents["tokens"].path).vocab_size
-    if words > job.model.vocab_size:
-        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": words})})
+    vocab_size = TokenSet(ctx.parents["tokens"].path).vocab_size
+    if vocab_size > job.model.vocab_size:
+        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": vocab_size})})
     return job
 
 
 def _stream_settings(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
     if config.stream is None:
         return None
-    words = str(ctx.parents["tokenizer"].path)
-    return {**config.stream.model_dump(mode="json", exclude={"fingerprints"}), "tokenizer": words}
+    tokenizer = str(ctx.parents["tokenizer"].path)
+    return {**config.stream.model_dump(mode="json", exclude={"fingerprints"}), "tokenizer": tokenizer}
 
 
 class _PretrainObserver:
-    """What training tells, into metrics, the progress bar and the log."""
+    """Writes the metrics and events of training to the run, the progress bar and the log."""
 
     def __init__(
         self, ctx: StepContext, job: Job, bytes_per_token: float, tokenizer: Tokenizer, task: ProgressTask
     ) -> None:
         self.ctx, self.steps, self.bytes_per_token = ctx, job.steps, bytes_per_token
-        flops = ctx.machine.flops  # of the planned type, which may have been forced then and is not now
-        self.peak_flops = flops.get(job.dtype, flops["float32"])  # what utilisation is a share of
+        flops = ctx.machine.flops  # for the planned type, which may differ from the machine's choice
+        self.peak_flops = flops.get(job.dtype, flops["float32"])  # denominator of `mfu`
         self.tokenizer, self.task = tokenizer, task
         self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
@@ -302,7 +309,9 @@ class _PretrainObserver:
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None:
         import math
 
-        self._log(step + 1)  # one that was broken off and is made up for: what was told of its step stays
+        self._log(
+            step + 1
+        )  # keeps the metrics of `step` itself if the evaluation is repeated after an interruption
         assert self.metrics is not None
         self.peak_memory = max(self.peak_memory, _memory_in_use())
         values: dict[str, float | str] = dict(metrics)
@@ -314,19 +323,19 @@ class _PretrainObserver:
         self.metrics.write(step, values)
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
-        self.ctx.run.log(f"checkpoint of step {step}: the step waited {seconds:.3f} s")
+        self.ctx.run.log(f"checkpoint of step {step}: stall {seconds:.3f} s")
 
     def on_event(self, step: int, event: dict[str, Any]) -> None:
         self._log(step)
         assert self.metrics is not None
-        told = {
+        record = {
             "event": event["kind"],
             "message": event["message"],
             "action": event["action"],
             "documents": json.dumps(event.get("documents", []), ensure_ascii=False),
             "n_documents": event.get("n_documents", 0),
         }
-        self.metrics.write(step, told)
+        self.metrics.write(step, record)
 
     def _sample(self, model: LanguageModel, step: int) -> str:
         from whorl.engine import SamplingParams, generate
@@ -359,21 +368,21 @@ class _PretrainObserver:
 
 
 def _memory_in_use() -> int:
-    """Bytes that this process and its helpers hold, what they share counted once (where the system tells)."""
+    """Return the bytes held by this process and its children; shared pages count once where the system reports them."""
     import psutil
 
-    me = psutil.Process()
+    parent = psutil.Process()
     total = 0
-    for process in [me, *me.children(recursive=True)]:
+    for process in [parent, *parent.children(recursive=True)]:
         try:
             info = process.memory_full_info()
             total += getattr(info, "pss", 0) or info.uss
         except psutil.Error:
-            continue  # it ended between the listing and the look
+            continue  # the process ended in the meantime
     return total
 
 
 def model_folder(ctx: StepContext) -> Path:
-    """The folder of the parent `model`, its files checked."""
+    """Return the folder of the parent `model`, with its files checked."""
     ctx.parents["model"].check()
     return ctx.parents["model"].path

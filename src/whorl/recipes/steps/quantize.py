@@ -1,7 +1,7 @@
-"""A model in few bits as an artifact: the step `quantize`, which `whorl quantize` runs.
+"""The step `quantize`: a model with low-bit weights; `whorl quantize` runs it.
 
-Its parents are the model and, to calibrate with, the token set that the model was trained on. The text is drawn from the
-training split: what the model is measured on must not have shaped it.
+The parents are the model and, for calibration, the token set that it was trained on. Calibration uses the training split,
+since the evaluation split must not influence the model.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ BATCH_ROWS = 8
 
 
 class QuantizeConfig(BaseModel):
-    """Into which bits, and how they are found."""
+    """Number format and calibration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # A `Scheme`, as data: its home imports torch, and a recipe is read without.
+    # A `QuantizationConfig` as a dict: the class needs torch, and recipes are read without it.
     scheme: dict[str, Any] = Field(
         default={}, description="format, group_size, dynamic, rounding, head, ngram"
     )
     calibration_samples: int = Field(
         default=64, ge=1, description="rows of training text, for rounding = 'calibrated'"
     )
-    seq_len: int = Field(default=512, ge=2, description="tokens a row")
+    seq_len: int = Field(default=512, ge=2, description="tokens per row")
     seed: int = 0
 
     @field_validator("scheme")
     @classmethod
-    def _possible(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _validate(cls, value: dict[str, Any]) -> dict[str, Any]:
         from whorl.models.quantization.weights import QuantizationConfig
 
         return QuantizationConfig.model_validate(value).model_dump()
@@ -47,7 +47,7 @@ class QuantizeConfig(BaseModel):
 
 @step("model", config=QuantizeConfig, parents={"model": "model", "tokens?": "tokens"})
 def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
-    """Keep a model's matrices in few bits."""
+    """Round the weight matrices of a model to few bits."""
     from whorl.models import load_model, save_model
     from whorl.models.exchange.safetensors_io import TOKENIZER_FILES
     from whorl.models.quantization.gptq import quantize_model
@@ -61,7 +61,7 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
     if scheme.rounding == "calibrated":
         if "tokens" not in ctx.parents:
             raise ConfigError(
-                "rounding 'calibrated' needs text, and the step has no token set",
+                "rounding 'calibrated' needs text, but the step has no token set",
                 expected="a parent that makes tokens, encoded with the model's own tokenizer",
             )
         length = config.seq_len if model.max_positions is None else min(config.seq_len, model.max_positions)
@@ -79,11 +79,11 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
 
 
 def calibration_rows(folder: Path, n: int, length: int, seed: int) -> list[Tensor]:
-    """`n` rows of `length` ids (fewer, if there are no more) from places of a token set's training split that `seed` draws,
-    a few rows a tensor.
+    """Return `n` rows of up to `length` ids, at positions of the training split drawn from `seed`, in small batches.
 
     Raises:
-        DataError: no token set, or one without a training split. ConfigError: that is empty.
+        DataError: no token set, or one without a training split.
+        ConfigError: the training split is empty.
     """
     import numpy as np
     import torch

@@ -1,13 +1,12 @@
-"""The page that explains a run: the step `report`, and what `whorl report` calls for a run at any stage.
+"""The step `report`: the page that explains a run; `whorl report` makes it for a run in any state.
 
-    [steps.report]                      # by role: more than one parent makes a model
+    [steps.report]                      # by role, since several parents are models
     parents = { model = "pretrain", sft = "sft", rl = "rl" }
 
-A parent that is a model made of another model is told as a stage after pretraining, whichever role it has. Sections for
-which a recipe has no parent are left off the page; those whose parent is not made yet say so.
+A parent that was made from another model is shown as a stage after pretraining; its role does not matter. The
+page omits sections for which the recipe has no parent. If a parent is not made yet, its section names the missing step.
 
-Everything on the page comes from the artifacts themselves (their summaries, the training curve, the evaluation), so a
-report can be made again years later from the store alone.
+All content comes from artifacts (summaries, training curve, evaluation), so a report can be rebuilt from the store.
 """
 
 from __future__ import annotations
@@ -20,7 +19,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.stage_report import derived_models, next_commands, stage_summary, with_ancestors
+from whorl.recipes.stage_report import (
+    derived_models,
+    minimized_objective,
+    next_commands,
+    stage_summary,
+    with_ancestors,
+)
 from whorl.report import ReportData, render
 from whorl.store import Artifact, Store
 
@@ -39,7 +44,7 @@ REPORT_PARENTS = {
     "rl?": "model",
     "distil?": "model",
 }
-SECTION_PARENTS = {  # of the page, and the roles of which it needs one
+SECTION_PARENTS = {  # section -> roles, of which it needs one
     "scores": {"evaluation"},
     "samples": {"evaluation"},
     "training": {"model"},
@@ -51,7 +56,7 @@ SECTION_PARENTS = {  # of the page, and the roles of which it needs one
 
 
 class ReportConfig(BaseModel):
-    """What the page adds to the figures."""
+    """Title and cost of the page."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -64,7 +69,7 @@ class ReportConfig(BaseModel):
 
 @step("report", config=ReportConfig, parents=REPORT_PARENTS, version=2)
 def report(ctx: StepContext, config: ReportConfig) -> None:
-    """Write the page: what went in, what was planned, what came out."""
+    """Write the report: inputs, plan, and results."""
     for artifact in ctx.parents.values():
         artifact.check()
     data = report_data(ctx.parents, ctx.store, config, run=str(ctx.run.name), roles=ctx.parents)
@@ -81,9 +86,10 @@ def report_data(
     run: str = "",
     roles: Collection[str] | None = None,
 ) -> ReportData:
-    """What can be said about `artifacts` (role -> artifact; any may be missing).
+    """Collect the content of the page from `artifacts` (role -> artifact; any may be missing).
 
-    roles: those that the recipe has or will have; None, all of them.
+    Args:
+        roles: roles that the recipe has; None means all.
     """
     stages = derived_models(artifacts.values())
     pretrained = artifacts.get("model")
@@ -94,7 +100,7 @@ def report_data(
         "title": config.title,
         "run": run,
         "created": time.strftime("%Y-%m-%d %H:%M"),
-        "about": "Trained, measured and explained by `whorl run`. Every figure below was measured by its steps.",
+        "about": "Written by `whorl run`. Every figure was measured by the steps of the run.",
     }
     if "selection" in artifacts and "documents" in artifacts:
         found["corpus"] = _corpus(artifacts)
@@ -122,12 +128,12 @@ def report_data(
         found["stages"] = [stage_summary(stage) for stage in stages]
         found["next_commands"] = [*next_commands(stages[-1]), *found.get("next_commands", [])[-1:]]
     if roles is not None:
-        has = {
+        present = {
             name
             for name, needed in SECTION_PARENTS.items()
             if not needed.isdisjoint(roles) or found.get(name)
         }
-        found["omitted_sections"] = [name for name in SECTION_PARENTS if name not in has]
+        found["omitted_sections"] = [name for name in SECTION_PARENTS if name not in present]
     found["time"] = {
         "steps": [
             {"step": a.name.split("/")[-1], "seconds": a.seconds, "bytes": a.manifest.size}
@@ -184,18 +190,18 @@ def _plan(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     }
     names = {
         "seconds": ("training time", "s"),
-        "tokens": ("tokens seen", "tokens"),
+        "tokens": ("tokens", "tokens"),
         "tokens_per_second": ("speed", "tokens/s"),
-        "mfu": ("share of the measured peak", "share"),
+        "mfu": ("MFU, of the measured peak", "share"),
         "parameters": ("parameters", "parameters"),
-        "flops_per_token": ("arithmetic a token", "FLOP"),
+        "flops_per_token": ("FLOPs per token", "FLOP"),
         "memory_bytes": ("peak memory", "bytes"),
         "epochs": ("epochs", ""),
         "bits_per_byte": ("held-out bits per byte", "bits/byte"),
     }
     rows = [
-        {"quantity": what, "planned": expected.get(key), "actual": actual.get(key), "unit": unit}
-        for key, (what, unit) in names.items()
+        {"quantity": quantity, "planned": expected.get(key), "actual": actual.get(key), "unit": unit}
+        for key, (quantity, unit) in names.items()
         if key in expected
     ]
     return {"budget": summary["budget"], "rows": rows, "arithmetic": summary["arithmetic"]}
@@ -205,25 +211,25 @@ def _model(model: Artifact) -> dict[str, Any]:
     shape = json.loads(model.file("config.json").read_text())
     shape = shape.get("transformer", shape)
     params = model.summary["params"]
-    known = {
+    shape_rows = {
         "layers": f"{shape['n_layers']}",
         "width": f"{shape['d_model']}",
         "vocabulary": f"{shape['vocab_size']:,}",
         "embedding and head": f"{params['embedding']:,}",
     }
     if "mixers" in shape:
-        known["mixers"] = ", ".join(sorted({m["kind"] for m in shape["mixers"].values()}))
+        shape_rows["mixers"] = ", ".join(sorted({m["kind"] for m in shape["mixers"].values()}))
         if experts := shape.get("experts"):
-            known["experts"] = f"{experts['n_experts']}, {experts['top_k']} for each token"
-            known["met by a token"] = f"{params['active']:,}"
+            shape_rows["experts"] = f"{experts['n_experts']}, {experts['top_k']} per token"
+            shape_rows["active parameters"] = f"{params['active']:,}"
     else:
-        known["heads"] = f"{shape['n_heads']} of {shape['head_dim']}"
-        known["in blocks"] = f"{params['matmul']:,}"
-        known["n-gram tables"] = f"{params['ngram']:,}"
-    if kept := model.summary.get("checkpoints"):
-        known["state in training"] = kept["anatomy"]
-        known["checkpoints"] = kept["line"]
-    return {"name": model.name, "parameters": params["total"], "shape": known}
+        shape_rows["heads"] = f"{shape['n_heads']} of {shape['head_dim']}"
+        shape_rows["weight matrices"] = f"{params['matmul']:,}"
+        shape_rows["n-gram tables"] = f"{params['ngram']:,}"
+    if stored := model.summary.get("checkpoints"):
+        shape_rows["state in training"] = stored["size_report"]
+        shape_rows["checkpoints"] = stored["line"]
+    return {"name": model.name, "parameters": params["total"], "shape": shape_rows}
 
 
 def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
@@ -253,6 +259,7 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     if speed and expected.get("tokens_per_second"):
         mfu = min(1.0, expected["mfu"] * speed / expected["tokens_per_second"])
     return {
+        "objective": minimized_objective(model),
         "points": points,
         "held_out": held_out,
         "induction": induction,

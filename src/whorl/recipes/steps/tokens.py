@@ -1,7 +1,7 @@
-"""From text to token ids: the steps `tokenizer` and `tokens`.
+"""The steps `tokenizer` and `tokens`: from text to token ids.
 
-The vocabulary is part of the budget (the smaller the model, the more its embedding and head weigh), so the
-size comes from the plan unless the recipe gives one.
+The vocabulary size comes from the plan unless the recipe sets it: the smaller the model, the larger the share of its
+embedding and head.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from whorl.tokens.tokenizer import Tokenizer
 
 
 class TokenizerConfig(BaseModel):
-    """How the vocabulary is learnt."""
+    """Size of the vocabulary and special tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     vocab_size: int | None = Field(
-        default=None, ge=300, le=65_536, description="ids in all; left out, the plan's"
+        default=None, ge=300, le=65_536, description="number of ids; default: the plan's"
     )
-    special_tokens: list[str] = Field(default=[], description="further special tokens, never merged or split")
+    special_tokens: list[str] = Field(
+        default=[], description="additional special tokens, never merged or split"
+    )
 
 
 def read_plan(ctx: StepContext) -> dict[str, Any]:
-    """The values that the parent `plan` chose: `plan.json`."""
+    """Return the content of the parent plan's `plan.json`."""
     return dict(json.loads(ctx.parents["plan"].file("plan.json").read_text()))
 
 
 @step("tokenizer", config=TokenizerConfig, parents={**CORPUS_PARENTS, "plan?": "plan"})
 def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
-    """Learn a byte-level BPE vocabulary from the training split alone."""
+    """Train a byte-level BPE tokenizer on the training split."""
     size = config.vocab_size
     if size is None:
         if "plan" not in ctx.parents:
@@ -48,23 +50,23 @@ def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
             )
         size = int(read_plan(ctx)["vocab_size"])
     corpus = open_corpus(ctx)
-    with ctx.progress.task("Learning merges", size, "tokens") as task:
-        learnt = Tokenizer.train(
+    with ctx.progress.task("Training BPE", size, "tokens") as task:
+        trained = Tokenizer.train(
             (document.text for document in corpus.documents("train")),
             size,
             special_tokens=config.special_tokens,
             progress=lambda done: task.update(done=done),
         )
-        task.update(done=learnt.vocab_size)
-    learnt.save(ctx.out)
-    domains = _compression(learnt, corpus.documents("validation"))
+        task.update(done=trained.vocab_size)
+    trained.save(ctx.out)
+    domains = _compression(trained, corpus.documents("validation"))
     ctx.summary.update(
-        vocab_size=learnt.vocab_size, domains=domains, headline=f"{learnt.vocab_size:,} tokens"
+        vocab_size=trained.vocab_size, domains=domains, headline=f"{trained.vocab_size:,} tokens"
     )
 
 
 def _compression(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[dict[str, Any]]:
-    """Bytes and tokens of held-out text by domain: the first folder of a document's path."""
+    """Return bytes and tokens of held-out text by domain, the first folder of a document's path."""
     sums: dict[str, list[int]] = {}
     for document in documents:
         domain = document.path.split("/")[0] if "/" in document.path else "(top)"
@@ -89,5 +91,5 @@ def tokens(ctx: StepContext, config: TokensConfig) -> None:
     }
     parts = [f"{name} {found['tokens']:,}" for name, found in splits.items()]
     per_token = next(iter(splits.values()))["bytes_per_token"]
-    headline = f"tokens: {', '.join(parts)}; {per_token:.2f} bytes a token"
+    headline = f"tokens: {', '.join(parts)}; {per_token:.2f} bytes per token"
     ctx.summary.update(splits=splits, headline=headline)

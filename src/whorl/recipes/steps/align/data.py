@@ -1,18 +1,18 @@
-"""What is learnt after pretraining: the steps `tasks` and `preferences`.
+"""The steps `tasks` and `preferences`: data for the stages after pretraining.
 
-    [steps.tasks]                       # what is to be learnt, and what says whether it was
+    [steps.tasks]                       # tasks with a verifier, and solutions
     parents = ["ingest", "curate"]      # for source = "python"
 
-    [steps.talks]                       # conversations of one's own, for `sft`
+    [steps.talks]                       # conversations for `sft`
     uses = "tasks"
     source = "files"
     path = "talks.jsonl"                # or .parquet, or a folder of such files
     shape = "conversations"             # or pairs, or tasks
 
-    [steps.preferences]                 # of two answers one is the better
+    [steps.preferences]                 # pairs of completions, one of them preferred
     parents = ["ingest", "curate"]
 
-The files' content is part of the address: a set is made anew when what stands in a file changes.
+The content of the files is part of the address: a changed file gives a new data set.
 """
 
 from __future__ import annotations
@@ -34,70 +34,69 @@ BugKind = Literal["syntax", "operator", "variable", "constant", "return"]
 
 
 class SetConfig(BaseModel):
-    """Where a set comes from, and how much of it is used."""
+    """Source and size of a data set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     seed: int = 0
-    max_train: int = Field(default=2000, ge=1, description="to train on, at most")
-    max_test: int = Field(default=128, ge=1, description="held out, at most")
-    max_files: int = Field(default=700, ge=1, description="python: files of a split to look into, at most")
-    max_prompt_bytes: int = Field(
-        default=600, ge=1, description="python: the longest signature and docstring"
-    )
-    max_completion_bytes: int = Field(default=240, ge=20, description="python: the longest body")
+    max_train: int = Field(default=2000, ge=1, description="training items, at most")
+    max_test: int = Field(default=128, ge=1, description="held-out items, at most")
+    max_files: int = Field(default=700, ge=1, description="python: files read per split, at most")
+    max_prompt_bytes: int = Field(default=600, ge=1, description="python: longest signature and docstring")
+    max_completion_bytes: int = Field(default=240, ge=20, description="python: longest function body")
     path: str = Field(default="", description="files: a JSONL or Parquet file, or a folder of them")
-    test_path: str = Field(default="", description="files: what is held out; default: a share of the prompts")
+    test_path: str = Field(
+        default="", description="files: held-out records; default: a fraction of the prompts"
+    )
     test_fraction: float = Field(
-        default=0.1, ge=0, lt=1, description="files: of the prompts, where there is no test_path"
+        default=0.1, ge=0, lt=1, description="files: held-out fraction of the prompts without test_path"
     )
-    content_hashes: list[str] = Field(
-        default=[], description="files: hashes of them; found by looking at them"
-    )
+    content_hashes: list[str] = Field(default=[], description="files: their hashes; computed")
 
     @model_validator(mode="after")
-    def _whole(self) -> SetConfig:
+    def _validate(self) -> SetConfig:
         source = getattr(self, "source", "")
         if (source == "files") != bool(self.path):
-            raise ValueError('path goes with source = "files", and that with a path')
+            raise ValueError('path and source = "files" must be given together')
         return self
 
 
 class TasksConfig(SetConfig):
-    """What is to be learnt."""
+    """Tasks, solutions or conversations."""
 
     source: Literal["python", "arithmetic", "files"] = "python"
     shape: Literal["conversations", "pairs", "tasks"] = Field(
-        default="conversations", description="files: what a record is"
+        default="conversations", description="files: type of the records"
     )
     levels: dict[int, float] = Field(
         default={1: 2.0, 2: 1.0, 5: 1.0},
-        description="arithmetic: how often each level (align/data/arithmetic.py)",
+        description="arithmetic: level -> weight (align/data/arithmetic.py)",
     )
-    columns: bool = Field(default=True, description="arithmetic: solutions digit by digit")
+    columns: bool = Field(default=True, description="arithmetic: solve digit by digit")
     answer_only_fraction: float = Field(
-        default=0.0, ge=0, le=1, description="arithmetic: share of solutions that are the answer alone"
+        default=0.0, ge=0, le=1, description="arithmetic: fraction of solutions that are only the answer"
     )
     first_problem: int = Field(default=0, ge=0, description="arithmetic: number of the first problem")
 
 
 class PreferencesConfig(SetConfig):
-    """Which of two answers is the better."""
+    """Pairs of completions, or single completions with a label."""
 
     source: Literal["python", "files"] = "python"
     shape: Literal["preferences", "unpaired"] = Field(
-        default="preferences", description="files: pairs of answers, or single ones with a label (for KTO)"
+        default="preferences",
+        description="files: pairs of completions, or single ones with a label (for KTO)",
     )
     bug_kinds: tuple[BugKind, ...] = Field(
         default=("syntax", "operator", "variable", "constant", "return"),
         min_length=1,
-        description="python: what is wrong with the rejected body (align/data/code/bug_injection.py)",
+        description="python: bugs of the rejected body (align/data/code/bug_injection.py)",
     )
-    max_pairs_per_function: int = Field(default=1, ge=1, description="python: pairs of a function, at most")
+    max_pairs_per_function: int = Field(default=1, ge=1, description="python: pairs per function, at most")
 
 
 def _with_content_hashes(config: Any) -> Any:
-    """With the hashes of its files."""
+    """Add the hashes of the files."""
     if not config.path:
         return config
     from whorl.align.data.dataset_files import content_hash
@@ -108,7 +107,7 @@ def _with_content_hashes(config: Any) -> Any:
 
 @step("tasks", config=TasksConfig, parents=OPTIONAL_CORPUS_PARENTS, complete_config=_with_content_hashes)
 def tasks(ctx: StepContext, config: TasksConfig) -> None:
-    """Make tasks whose answers can be checked, and solutions to learn from."""
+    """Make tasks with a verifier, and solutions to train on."""
     from whorl.align.data.dataset_files import write_dataset
 
     if config.source == "files":
@@ -120,9 +119,9 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
         }
         _write_summary(ctx, counts, config.shape)
         return
-    mined = _python_tasks(ctx, config) if config.source == "python" else _arithmetic_tasks(config)
+    splits = _python_tasks(ctx, config) if config.source == "python" else _arithmetic_tasks(config)
     counts = {}
-    for split, (found, solutions) in mined.items():
+    for split, (found, solutions) in splits.items():
         if not found:
             raise _empty_split_error(ctx, f"{split} task")
         counts[split] = write_dataset(ctx.out, "tasks", split, found)
@@ -137,7 +136,7 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
     complete_config=_with_content_hashes,
 )
 def preferences(ctx: StepContext, config: PreferencesConfig) -> None:
-    """Make pairs of answers of which one is the better."""
+    """Make pairs of a preferred and a rejected completion."""
     from whorl.align.data.dataset_files import write_dataset
 
     made = (
@@ -150,39 +149,41 @@ def preferences(ctx: StepContext, config: PreferencesConfig) -> None:
 
 
 def _write_summary(ctx: StepContext, counts: dict[str, int], noun: str = "") -> None:
-    """Counts, and what is aside, in the summary and the headline."""
+    """Write the counts and the number of quarantined records into the summary and the headline."""
     headline = ", ".join(
         f"{n:,}{f' {noun}' if noun and number == 0 else ''} to {split}"
         for number, (split, n) in enumerate(counts.items())
     )
-    aside = sum(n for reason, n in ctx.summary.get("quarantine", {}).items() if reason != "accepted")
-    headline += f"; {aside:,} record{'s' * (aside != 1)} in quarantine" if aside else ""
+    n_quarantined = sum(n for reason, n in ctx.summary.get("quarantine", {}).items() if reason != "accepted")
+    headline += (
+        f"; {n_quarantined:,} record{'s' * (n_quarantined != 1)} in quarantine" if n_quarantined else ""
+    )
     ctx.summary.update(counts=counts, headline=headline)
 
 
 def _empty_split_error(ctx: StepContext, what: str) -> DataError:
     return DataError(
-        f"there is no {what}", expected="one at least",
+        f"there is no {what}", expected="at least one",
         do=f"give more text, or raise {ctx.name}.max_prompt_bytes and {ctx.name}.max_completion_bytes",
     )  # fmt: skip
 
 
 def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str, list[Any]]:
-    """Records of files, those that cannot be used in `quarantine.jsonl`."""
+    """Read the records of files; unusable ones are written to `quarantine.jsonl`."""
     from whorl.align.data import read
     from whorl.align.data.dataset_files import split_by_prompt
     from whorl.align.data.quarantine import Quarantine
 
-    aside = Quarantine(ctx.out / "quarantine.jsonl")
+    quarantine = Quarantine(ctx.out / "quarantine.jsonl")
     reader = getattr(read, config.shape)
     with ctx.progress.task("Reading", total=None, unit="records") as bar:
 
         def items(path: str, split: str) -> list[Any]:
             found = []
-            for item in reader(Path(path), aside, split=split):
+            for item in reader(Path(path), quarantine, split=split):
                 found.append(item)
                 if len(found) % 1000 == 0:
-                    bar.update(done=aside.accepted, note=f"{len(aside):,} in quarantine")
+                    bar.update(done=quarantine.accepted, note=f"{len(quarantine):,} in quarantine")
             return found
 
         if config.test_path:
@@ -190,16 +191,16 @@ def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
             made = {"train": train, "test": items(config.test_path, "test")}
         else:
             made = split_by_prompt(items(config.path, "train"), config.test_fraction, config.seed)
-        bar.update(done=aside.accepted, note=f"{len(aside):,} in quarantine")
-    for first in list(aside)[:3]:
+        bar.update(done=quarantine.accepted, note=f"{len(quarantine):,} in quarantine")
+    for first in list(quarantine)[:3]:
         ctx.progress.log(f"    in quarantine: {first}")
-    ctx.summary["quarantine"] = aside.summary()
+    ctx.summary["quarantine"] = quarantine.summary()
     made = {"train": made["train"][: config.max_train], "test": made["test"][: config.max_test]}
     for split, found in made.items():
         if not found and (split == "train" or needs_test):
             raise DataError(
-                f"{config.path}: nothing is left to {split}", expected="records with two prompts at least",
-                do=f"name a {ctx.name}.test_path, or raise {ctx.name}.test_fraction",
+                f"{config.path}: no record is left to {split}", expected="records with at least two prompts",
+                do=f"set {ctx.name}.test_path, or raise {ctx.name}.test_fraction",
             )  # fmt: skip
     return made
 
@@ -207,23 +208,23 @@ def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
 def _python_functions(
     ctx: StepContext, config: SetConfig, split: str
 ) -> tuple[list[Any], list[PythonFunction]]:
-    """(files, functions in some of them): those of training files to learn from, those of test files to be held out."""
+    """Return (Python files of a split, functions in some of them)."""
     from whorl.align.data.code.functions import extract_functions
     from whorl.tracking.seeds import derive
 
-    every = [(d.path, d.text) for d in _open_parent_corpus(ctx).documents(split) if d.path.endswith(".py")]
-    files = sorted(every, key=lambda file: derive(config.seed, file[0]))[: config.max_files]
+    sources = [(d.path, d.text) for d in _open_parent_corpus(ctx).documents(split) if d.path.endswith(".py")]
+    files = sorted(sources, key=lambda file: derive(config.seed, file[0]))[: config.max_files]
     found = extract_functions(
         files,
         seed=config.seed,
         body_bytes=(20, config.max_completion_bytes),
         header_bytes=config.max_prompt_bytes,
     )
-    return every, found
+    return sources, found
 
 
 def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Functions of the corpus as tasks, and their bodies as solutions."""
+    """Make tasks of the functions of the corpus, with their bodies as solutions."""
     from whorl.align.data.code.tasks import body_tasks, doctest_tasks, filter_solvable
     from whorl.align.data.formats import PromptCompletion
     from whorl.evals.verify import verify_all
@@ -232,36 +233,40 @@ def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list
     made = {}
     with Sandbox() as sandbox:
         for split, most in (("train", config.max_train), ("test", config.max_test)):
-            every, found = _python_functions(ctx, config, split)
+            sources, found = _python_functions(ctx, config, split)
             mined = body_tasks(one for one in found if ">>>" not in one.docstring)[:most]
-            if split == "train":  # there are few: none is spared for the test
-                examples = doctest_tasks(every, seed=config.seed, context_bytes=config.max_prompt_bytes)
+            if split == "train":  # doctests are rare, so all of them are used for training
+                examples = doctest_tasks(sources, seed=config.seed, context_bytes=config.max_prompt_bytes)
                 short = [m for m in examples if len(m.task.prompt.encode()) <= 2 * config.max_prompt_bytes]
-                kept, _ = filter_solvable(short, lambda given, said: verify_all(given, said, sandbox))
+                kept, _ = filter_solvable(
+                    short, lambda tasks, solutions: verify_all(tasks, solutions, sandbox)
+                )
                 mined = [*kept, *mined][:most]
-                ctx.progress.log(f"    {len(kept)} functions come with examples that can be run")
+                ctx.progress.log(f"    {len(kept)} functions have a doctest")
             pairs = [PromptCompletion(m.task.prompt, m.solution, "python", m.task.id) for m in mined]
             made[split] = ([m.task for m in mined], pairs)
     return made
 
 
 def _python_preferences(ctx: StepContext, config: PreferencesConfig) -> dict[str, list[Any]]:
-    """Functions of the corpus with their body, and with a body that has one fault."""
+    """Pair each function body with a copy that contains one bug."""
     from collections import Counter
 
-    from whorl.align.data.code.bug_injection import bug_preferences as broken
+    from whorl.align.data.code.bug_injection import bug_preferences
 
     made: dict[str, list[Any]] = {}
-    faults = dict[str, dict[str, int]]()
+    bug_kinds = dict[str, dict[str, int]]()
     for split, most in (("train", config.max_train), ("test", config.max_test)):
         counts: Counter[str] = Counter()
         _, found = _python_functions(ctx, config, split)
         kinds, each = config.bug_kinds, config.max_pairs_per_function
-        made[split] = broken(found, kinds=kinds, per_function=each, seed=config.seed, counts=counts)[:most]
-        faults[split] = dict(sorted(counts.items()))
+        made[split] = bug_preferences(found, kinds=kinds, per_function=each, seed=config.seed, counts=counts)[
+            :most
+        ]
+        bug_kinds[split] = dict(sorted(counts.items()))
         if not made[split]:
-            raise _empty_split_error(ctx, f"function to {split} with that offers a spot for a fault")
-    ctx.summary["faults"] = faults
+            raise _empty_split_error(ctx, f"function to {split} with in which a bug can be injected")
+    ctx.summary["bug_kinds"] = bug_kinds
     return made
 
 
@@ -293,7 +298,7 @@ def _open_parent_corpus(ctx: StepContext) -> Corpus:
     missing = [role for role in CORPUS_PARENTS if role not in ctx.parents]
     if missing:
         raise ConfigError(
-            f"{ctx.name} from Python code needs the corpus, and there is no parent {missing[0]!r}",
+            f"{ctx.name} with the source python needs the corpus, but has no parent {missing[0]!r}",
             expected='parents = ["ingest", "curate"]',
         )
     return open_corpus(ctx)

@@ -1,24 +1,23 @@
-"""A smaller model learns what a larger one says: the step `distil`.
+"""The step `distil`: train a smaller model on the distribution of a larger one.
 
     [steps.distil]
-    parents = ["rlvr", "tasks"]             # the teacher, and the tasks whose prompts are answered
-    student = {layers = 2}                  # or width = 0.5, or heads, mlp_hidden (pruning)
-    given = "teacher"                       # learn from the teacher's own answers; "solutions": from those of the tasks
-    own = 0.5                               # share of a step's prompts that the student answers itself
+    parents = ["rl", "tasks"]               # the teacher, and the tasks whose prompts are completed
+    student = {n_layers = 2}                # or width_multiplier, or n_heads, mlp_hidden (pruning)
+    completions_from = "teacher"            # "solutions": the solutions of the tasks
+    on_policy_fraction = 0.5                # share of a step's prompts that the student completes
 
     [steps.smaller]
     uses = "distil"
     parents = {model = "pretrain", tokens = "tokens", student = "other"}
 
-Without tasks it learns from documents of pretraining. With `top` the teacher says its likeliest ids once, before the first
-step, and is not asked again: that is kept in the scratch folder, so that a run that goes on does not ask twice.
+Without tasks the student trains on pretraining documents. With `teacher_top_k` the teacher's likeliest logits are computed
+once, before the first step, and cached in the scratch folder, where a resumed run finds them.
 
-The first parent is the teacher, under the role `model`: what comes out is a stage of it, with its tokenizer.
+The teacher has the role `model`: the result counts as a stage of the teacher and keeps its tokenizer.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -38,6 +37,7 @@ from whorl.recipes.steps.align.common import (
     load_sft_examples,
     open_token_set,
     pad_id_of,
+    write_curve,
 )
 from whorl.recipes.steps.model import model_folder
 
@@ -48,29 +48,32 @@ if TYPE_CHECKING:
     from whorl.evals.verify.task import VerifiableTask
     from whorl.models import LanguageModel
 
-PRUNING_EXAMPLES = 64  # texts that say what may be pruned
+PRUNING_EXAMPLES = 64  # texts that measure the importance of heads and channels
 
 
 class DistilStepConfig(DistilConfig):
-    """Who the student is, and what it is taught with."""
+    """The student, and the texts it trains on."""
 
     student: StudentConfig | None = Field(
-        default=None, description="its shape, made from the teacher; or a parent `student`"
+        default=None, description="shape derived from the teacher; alternatively a parent `student`"
     )
     completions_from: Literal["solutions", "teacher"] = Field(
-        default="solutions", description="whose answers to the tasks are given: the tasks', or the teacher's"
+        default="solutions",
+        description="completions of the task prompts: the given solutions, or sampled from the teacher",
     )
     teacher_top_k: int = Field(
-        default=0, ge=0, description="ids that the teacher says once, before; 0: it is asked in every step"
+        default=0,
+        ge=0,
+        description="logits per position that the teacher caches before training; 0: it runs in every step",
     )
-    max_examples: int = Field(default=2000, ge=1, description="texts to learn from, at most")
+    max_examples: int = Field(default=2000, ge=1, description="training texts, at most")
 
     @model_validator(mode="after")
-    def _possible(self) -> DistilStepConfig:
+    def _validate(self) -> DistilStepConfig:
         if self.teacher_top_k and self.on_policy_fraction:
             raise ValueError(
-                f"on_policy_fraction is {self.on_policy_fraction:g} and teacher_top_k is {self.teacher_top_k}: cached teacher "
-                "logits cover given texts only; set teacher_top_k to 0"
+                f"on_policy_fraction is {self.on_policy_fraction:g} and teacher_top_k is {self.teacher_top_k}: cached "
+                "teacher logits cover given texts only; set teacher_top_k to 0"
             )
         return self
 
@@ -82,7 +85,7 @@ class DistilStepConfig(DistilConfig):
     not_hashed=NOT_HASHED,
 )
 def distil(ctx: StepContext, config: DistilStepConfig) -> None:
-    """Teach a smaller model what a larger one says."""
+    """Train a student on the distribution of its teacher."""
     from whorl.align.distillation.train import train_student
     from whorl.align.stage.io import (
         load_example_tokenizer,
@@ -94,36 +97,36 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
 
     folder, machine = model_folder(ctx), ctx.machine
     machine.apply()
-    scribe = load_example_tokenizer(folder)
+    tokenizer = load_example_tokenizer(folder)
     model = load_stage_model(folder, config, machine)
     model.context_hint = config.seq_len + 1
-    texts, left = _load_examples(ctx, config, scribe, model)
-    student, origin = _make_student(ctx, config, scribe, model, texts)
+    texts, left = _load_examples(ctx, config, tokenizer, model)
+    student, origin = _make_student(ctx, config, tokenizer, model, texts)
     network = make_policy_model(
-        student, scribe, config, context_hint=config.seq_len + 1, temperature=config.temperature
+        student, tokenizer, config, context_hint=config.seq_len + 1, temperature=config.temperature
     )
     tests: list[VerifiableTask] = []
     if "tasks" in ctx.parents:
         tests = read_tasks(ctx.parents["tasks"].path, "test")
-    teacher, texts = _make_teacher(ctx, config, scribe, model, texts)
-    as_taught = make_policy_model(
-        model, scribe, config.model_copy(update={"lora": None}), context_hint=config.seq_len + 1
+    teacher, texts = _make_teacher(ctx, config, tokenizer, model, texts)
+    teacher_policy = make_policy_model(
+        model, tokenizer, config.model_copy(update={"lora": None}), context_hint=config.seq_len + 1
     )
 
-    def look(at: PolicyModel) -> dict[str, float]:
+    def evaluate(policy: PolicyModel) -> dict[str, float]:
         return evaluate_held_out(
-            at, scribe, tests, {"accuracy": config.temperature, "accuracy_greedy": None},
+            policy, tokenizer, tests, {"accuracy": config.temperature, "accuracy_greedy": None},
             max_tokens=config.max_completion_tokens, length=config.seq_len + 1, seed=config.seed,
         )  # fmt: skip
 
-    solved = {"teacher": look(as_taught)}
+    measured = {"teacher": evaluate(teacher_policy)}
     model.requires_grad_(False)
-    solved["before"] = look(network)
-    bits = [held_out_bits_per_byte(ctx, network.model, scribe)]
-    last, began = dict[str, float](), time.monotonic()
+    measured["before"] = evaluate(network)
+    bits = [held_out_bits_per_byte(ctx, network.model, tokenizer)]
+    last, started = dict[str, float](), time.monotonic()
     with ctx.progress.task("Distilling", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
 
-        def observe(step: int, metrics: dict[str, float]) -> None:
+        def on_step(step: int, metrics: dict[str, float]) -> None:
             log.write(step, metrics)
             last.update(metrics)
             note = f"{config.divergence} divergence {metrics['kl']:.4f}"
@@ -132,74 +135,75 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
             bar.update(done=step, note=note)
 
         train_student(
-            network, teacher, texts, config, example_tokenizer=scribe, pad_id=pad_id_of(scribe), callback=observe,
+            network, teacher, texts, config, example_tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), callback=on_step,
             checkpoint_dir=ctx.scratch, log=ctx.progress.log,
         )  # fmt: skip
-    solved["after"] = look(network)
-    bits.append(held_out_bits_per_byte(ctx, network.model, scribe))
+    measured["after"] = evaluate(network)
+    bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
     save_stage_model(network, origin, ctx.out)
-    (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
+    write_curve(ctx)
     sizes = {"teacher": model.params()["total"], "student": student.params()["total"]}
     headline = f"{sizes['student'] / 1e6:.2f} M of the teacher's {sizes['teacher'] / 1e6:.2f} M parameters; "
     headline += f"divergence {last.get('kl', 0.0):.4f}"
     summary: dict[str, Any] = {}
-    if solved["after"]:
-        summary.update(eval=solved, tasks={"train": len(texts), "test": int(solved["after"]["tasks"])})
-        passed = [f"{solved[who]['accuracy_greedy']:.0%}" for who in ("before", "after", "teacher")]
+    if measured["after"]:
+        summary.update(eval=measured, tasks={"train": len(texts), "test": int(measured["after"]["tasks"])})
+        accuracy = [f"{measured[name]['accuracy_greedy']:.0%}" for name in ("before", "after", "teacher")]
         headline += (
-            f"; held-out tasks passed: {passed[0]}, then {passed[1]} (the teacher {passed[2]}), greedily"
+            f"; greedy accuracy on held-out tasks {accuracy[0]}, then {accuracy[1]} (teacher {accuracy[2]})"
         )
     ctx.summary.update(
         summary, texts=len(texts), left_out=left, final=last, sizes=sizes, params=student.params(),
-        bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - began,
+        bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - started,
         headline=headline + format_bits_change(*bits),
     )  # fmt: skip
 
 
 def _load_examples(
-    ctx: StepContext, config: DistilStepConfig, scribe: ExampleTokenizer, teacher: LanguageModel
+    ctx: StepContext, config: DistilStepConfig, tokenizer: ExampleTokenizer, teacher: LanguageModel
 ) -> tuple[list[TokenizedExample], dict[str, int]]:
-    """(texts to learn from, what was left out and why): of the tasks, else of pretraining.
+    """Return (training texts, reason -> number of rejected texts) from the tasks, else from pretraining documents.
 
     Raises:
-        ConfigError: neither is a parent. DataError: nothing is left.
+        ConfigError: neither is a parent.
+        DataError: no text is left.
     """
     if "tasks" not in ctx.parents and "tokens" not in ctx.parents:
         raise ConfigError(
-            f"{ctx.name} has nothing to learn from", expected="a parent that makes tasks, or tokens",
+            f"{ctx.name} has no training texts", expected="a parent that makes tasks, or tokens",
             do=f'add "tasks" to the parents of {ctx.name}',
         )  # fmt: skip
     if "tasks" not in ctx.parents:
         if config.completions_from == "teacher" or config.on_policy_fraction:
             raise ConfigError(
-                f"{ctx.name}: documents of pretraining have no prompts to be answered",
-                expected='tasks as a parent, for completions_from = "teacher" or on_policy_fraction above 0',
+                f"{ctx.name}: pretraining documents have no prompts to complete",
+                expected='a parent that makes tasks, for completions_from = "teacher" or on_policy_fraction above 0',
             )
-        return _pretraining_examples(ctx, config, scribe), {}
+        return _pretraining_examples(ctx, config, tokenizer), {}
     if config.completions_from == "teacher":
-        texts, left = _teacher_completions(ctx, config, scribe, teacher)
+        texts, left = _teacher_completions(ctx, config, tokenizer, teacher)
     else:
-        texts, room = load_sft_examples(ctx, scribe, config.seq_len + 1)
-        left = room.rejected
+        texts, length_filter = load_sft_examples(ctx, tokenizer, config.seq_len + 1)
+        left = length_filter.rejected
     if not texts:
         why = "; ".join(f"{n:,} {reason}" for reason, n in left.items())
         raise DataError(
-            f"no text is left to distil with: {why}", expected="one at least",
+            f"no text is left to distil with: {why}", expected="at least one",
             do=f"raise {ctx.name}.seq_len or max_completion_tokens",
         )  # fmt: skip
     return texts[: config.max_examples], left
 
 
 def _pretraining_examples(
-    ctx: StepContext, config: DistilStepConfig, scribe: ExampleTokenizer
+    ctx: StepContext, config: DistilStepConfig, tokenizer: ExampleTokenizer
 ) -> list[TokenizedExample]:
-    """The first documents of pretraining, each from its beginning on, as far as a row goes."""
+    """Return the first pretraining documents, each cut to one row."""
     import numpy as np
 
     from whorl.align.model.example import TokenizedExample
 
     found = []
-    for ids in islice(open_token_set(ctx, scribe).split("train").iter_documents(), config.max_examples):
+    for ids in islice(open_token_set(ctx, tokenizer).split("train").iter_documents(), config.max_examples):
         taken = np.asarray(ids[: config.seq_len + 1], np.int64)
         mask = np.ones(len(taken), np.bool_)
         mask[0] = False
@@ -209,9 +213,9 @@ def _pretraining_examples(
 
 
 def _teacher_completions(
-    ctx: StepContext, config: DistilStepConfig, scribe: ExampleTokenizer, teacher: LanguageModel
+    ctx: StepContext, config: DistilStepConfig, tokenizer: ExampleTokenizer, teacher: LanguageModel
 ) -> tuple[list[TokenizedExample], dict[str, int]]:
-    """The teacher's answers to the tasks' prompts; the same after a kill, for the draws are of the seed."""
+    """Return the teacher's completions of the task prompts; deterministic in the seed, so a resumed run gets the same."""
     from whorl.align.distillation.teacher import sample_teacher_completions
     from whorl.align.rl.rollout import filter_by_length
     from whorl.align.stage.io import read_tasks
@@ -219,30 +223,30 @@ def _teacher_completions(
 
     ctx.parents["tasks"].check()
     length = config.seq_len + 1
-    given = read_tasks(ctx.parents["tasks"].path, "train")[: config.max_examples]
-    kept, left = filter_by_length(scribe, given, length, config.max_completion_tokens)
-    prompts = [scribe.prompt(task.prompt or task.messages) for task in kept]
+    tasks = read_tasks(ctx.parents["tasks"].path, "train")[: config.max_examples]
+    kept, left = filter_by_length(tokenizer, tasks, length, config.max_completion_tokens)
+    prompts = [tokenizer.prompt(task.prompt or task.messages) for task in kept]
     if not prompts:
         return [], left
-    ctx.progress.log(f"    the teacher answers {len(prompts):,} prompts")
+    ctx.progress.log(f"    the teacher completes {len(prompts):,} prompts")
     texts, cut = sample_teacher_completions(
-        teacher, scribe, prompts, length=length, max_tokens=config.max_completion_tokens,
+        teacher, tokenizer, prompts, length=length, max_tokens=config.max_completion_tokens,
         temperature=config.temperature, seed=derive(config.seed, "distil", "teacher"),
     )  # fmt: skip
-    return texts, {**left, "the teacher's answer has no end": cut} if cut else left
+    return texts, {**left, "unfinished completion of the teacher": cut} if cut else left
 
 
 def _make_student(
     ctx: StepContext,
     config: DistilStepConfig,
-    scribe: ExampleTokenizer,
+    tokenizer: ExampleTokenizer,
     teacher: LanguageModel,
     texts: Sequence[TokenizedExample],
 ) -> tuple[LanguageModel, Path]:
-    """(the student, the folder whose tokenizer it has).
+    """Return (the student, the folder of its tokenizer).
 
     Raises:
-        ConfigError: no student, or two; another vocabulary than the teacher's.
+        ConfigError: no student, or two; or another vocabulary than the teacher's.
     """
     from whorl.align.distillation.student import make_student
     from whorl.align.distillation.teacher import check_same_vocabulary
@@ -253,17 +257,20 @@ def _make_student(
     if ("student" in ctx.parents) == (config.student is not None):
         raise ConfigError(
             f"{ctx.name} has {'two students' if config.student else 'no student'}",
-            expected=f"a parent in the role student, or {ctx.name}.student = {{n_layers = 2}}: one of them",
+            expected=f"a parent in the role student, or {ctx.name}.student = {{n_layers = 2}}, not both",
         )
     if config.student is None:
         ctx.parents["student"].check()
         folder = ctx.parents["student"].path
         names = ctx.parents["model"].name, ctx.parents["student"].name
-        check_same_vocabulary(scribe.tokenizer, load_example_tokenizer(folder).tokenizer, names=names)
+        check_same_vocabulary(tokenizer.tokenizer, load_example_tokenizer(folder).tokenizer, names=names)
         return load_stage_model(folder, config, ctx.machine), folder
-    part = pad(texts[:PRUNING_EXAMPLES], pad_id_of(scribe))
+    batch = pad(texts[:PRUNING_EXAMPLES], pad_id_of(tokenizer))
     made = make_student(
-        teacher, config.student, generator=generator(config.seed, "student"), calibration_ids=[part["tokens"]]
+        teacher,
+        config.student,
+        generator=generator(config.seed, "student"),
+        calibration_ids=[batch["tokens"]],
     )
     return made, ctx.parents["model"].path
 
@@ -271,11 +278,11 @@ def _make_student(
 def _make_teacher(
     ctx: StepContext,
     config: DistilStepConfig,
-    scribe: ExampleTokenizer,
+    tokenizer: ExampleTokenizer,
     model: LanguageModel,
     texts: list[TokenizedExample],
 ) -> tuple[Teacher, list[TokenizedExample]]:
-    """(the teacher beside, or what it says now, or has said before the run was interrupted; the texts)."""
+    """Return (the live teacher, or its cached top-k logits; the texts that these belong to)."""
     from whorl.align.distillation.teacher import (
         MANIFEST,
         CachedTeacher,
@@ -285,18 +292,18 @@ def _make_teacher(
     )
     from whorl.align.stage.trainer import dataset_fingerprint
 
-    words = tokenizer_fingerprint(scribe.tokenizer)
+    fingerprint = tokenizer_fingerprint(tokenizer.tokenizer)
     if not config.teacher_top_k:
-        return LiveTeacher(model, words), texts
-    place = ctx.scratch / "teacher_logits"
-    if (place / MANIFEST).is_file():
-        told = CachedTeacher.load(place)
-        if dataset_fingerprint(told.examples) == dataset_fingerprint(texts):
-            return told, list(told.examples)
-    with ctx.progress.task("The teacher speaks", total=len(texts), unit="texts") as bar:
-        told = cache_teacher_logits(
-            model, texts, pad_id=pad_id_of(scribe), top_k=config.teacher_top_k, temperature=config.temperature, vocab_fingerprint=words,
-            teacher_name=ctx.parents["model"].address, on_progress=bar.advance,
+        return LiveTeacher(model, fingerprint), texts
+    folder = ctx.scratch / "teacher_logits"
+    if (folder / MANIFEST).is_file():
+        cached = CachedTeacher.load(folder)
+        if dataset_fingerprint(cached.examples) == dataset_fingerprint(texts):
+            return cached, list(cached.examples)
+    with ctx.progress.task("Caching teacher logits", total=len(texts), unit="texts") as bar:
+        cached = cache_teacher_logits(
+            model, texts, pad_id=pad_id_of(tokenizer), top_k=config.teacher_top_k, temperature=config.temperature,
+            vocab_fingerprint=fingerprint, teacher_name=ctx.parents["model"].address, on_progress=bar.advance,
         )  # fmt: skip
-    told.save(place)
-    return told, list(told.examples)
+    cached.save(folder)
+    return cached, list(cached.examples)

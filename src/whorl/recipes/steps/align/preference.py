@@ -1,20 +1,20 @@
-"""Learning from preferences: the steps `prefer` and `reward`.
+"""The steps `preference` and `reward_model`: training on preferences.
 
     [steps.preferences]
     parents = ["ingest", "curate"]
 
-    [steps.prefer]                          # DPO, IPO, KTO, SimPO, ORPO
+    [steps.preference]                      # DPO, IPO, KTO, SimPO, ORPO
     parents = ["sft", "preferences"]
     objective = "dpo"
 
-    [steps.reward]                          # what is preferred, as a number for every answer
+    [steps.reward_model]                    # a scalar reward for every completion
     parents = ["sft", "preferences"]
 
-    [steps.rlvr]
-    parents = ["sft", "tasks", "reward"]    # where that number is the reward
+    [steps.rl]
+    parents = ["sft", "tasks", "reward_model"]
 
-Both are measured on pairs that they did not learn from. `prefer` leaves a model; `reward` leaves a folder of its own kind,
-with `report.json`: accuracy, calibration, length bias.
+Both are evaluated on held-out pairs. `preference` makes a model. `reward_model` makes an artifact of another
+kind, `reward_model`, with `report.json`: accuracy, calibration, length bias.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any
 from whorl.align.config import PreferenceConfig, PreferenceStageConfig, RewardConfig
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align.common import NOT_HASHED, format_bits_change, held_out_bits_per_byte, pad_id_of
+from whorl.recipes.steps.align.common import (
+    NOT_HASHED,
+    format_bits_change,
+    held_out_bits_per_byte,
+    pad_id_of,
+    write_curve,
+)
 from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
@@ -45,9 +51,9 @@ REFERENCE_FREE = ("simpo", "orpo")
     not_hashed=NOT_HASHED,
 )
 def preference(ctx: StepContext, config: PreferenceConfig) -> None:
-    """Learn which of two answers is the better."""
+    """Train the model to prefer one of two completions."""
     from whorl.align.model.policy_model import frozen_reference
-    from whorl.align.preference.dpo import train_preferences as learn_preferences
+    from whorl.align.preference.dpo import train_preferences
     from whorl.align.stage.io import (
         load_example_tokenizer,
         load_stage_model,
@@ -57,83 +63,86 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
 
     folder, machine = model_folder(ctx), ctx.machine
     machine.apply()
-    scribe = load_example_tokenizer(folder)
+    tokenizer = load_example_tokenizer(folder)
     network = make_policy_model(
-        load_stage_model(folder, config, machine), scribe, config, context_hint=config.seq_len
+        load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.seq_len
     )
-    reference = network  # of objectives that ask for none
+    reference = network  # unused by reference-free objectives
     if config.objective not in REFERENCE_FREE:
         reference = frozen_reference(load_stage_model(folder, config, machine), network)
-    train, test, room = _load_examples(ctx, scribe, config)
-    pad, began = pad_id_of(scribe), time.monotonic()
+    train, test, length_filter = _load_examples(ctx, tokenizer, config)
+    pad, started = pad_id_of(tokenizer), time.monotonic()
 
-    def look() -> dict[str, float]:
+    def evaluate() -> dict[str, float]:
         return _evaluate_held_out(network, reference, test, config, pad)
 
-    found, bits = [look()], [held_out_bits_per_byte(ctx, network.model, scribe)]
+    found, bits = [evaluate()], [held_out_bits_per_byte(ctx, network.model, tokenizer)]
     last = dict[str, float]()
-    each = (
-        "answers" if config.objective == "kto" and len(train) and not hasattr(train[0], "chosen") else "pairs"
+    noun = (
+        "completions"
+        if config.objective == "kto" and len(train) and not hasattr(train[0], "chosen")
+        else "pairs"
     )
-    with ctx.progress.task("Preferring", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
+    with ctx.progress.task("Preference", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
 
-        def observe(step: int, metrics: dict[str, float]) -> None:
+        def on_step(step: int, metrics: dict[str, float]) -> None:
             log.write(step, metrics)
             last.update(metrics)
-            note = f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}, margin {metrics['rewards/margin']:.3f}"
-            bar.update(done=step, note=note)
+            note = f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}, "
+            bar.update(done=step, note=note + f"margin {metrics['rewards/margin']:.3f}")
 
-        learn_preferences(
+        train_preferences(
             network,
             train,
             config,
             pad_id=pad,
-            callback=observe,
+            callback=on_step,
             checkpoint_dir=ctx.scratch,
             log=ctx.progress.log,
         )
-    found.append(look())
-    bits.append(held_out_bits_per_byte(ctx, network.model, scribe))
+    found.append(evaluate())
+    bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
     save_stage_model(network, folder, ctx.out)
-    (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
+    write_curve(ctx)
     before, after = found
-    headline = f"{len(train):,} {each}; held out: "
+    headline = f"{len(train):,} {noun}; held out: "
     if "implicit_accuracy" in before:
-        headline += f"the better one is the likelier in {before['implicit_accuracy']:.0%}, then {after['implicit_accuracy']:.0%}; "
+        headline += "implicit accuracy "
+        headline += f"{before['implicit_accuracy']:.0%}, then {after['implicit_accuracy']:.0%}; "
     headline += f"margin {before['rewards/margin']:.3f}, then {after['rewards/margin']:.3f}"
     ctx.summary.update(
-        objective=config.objective, items={"train": len(train), "test": len(test)}, left_out=room.rejected,
+        objective=config.objective, items={"train": len(train), "test": len(test)}, left_out=length_filter.rejected,
         final=last, held_out={"before": before, "after": after},
-        bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - began,
+        bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - started,
         params=network.model.params(), headline=headline + format_bits_change(*bits),
     )  # fmt: skip
 
 
 @step("reward_model", config=RewardConfig, parents=PREFERENCE_PARENTS, not_hashed=NOT_HASHED)
 def reward_model(ctx: StepContext, config: RewardConfig) -> None:
-    """Train a model that says how good an answer is, and report whether it can be believed."""
+    """Train a reward model and report its accuracy and calibration."""
     from whorl.align.preference.reward_model import RewardModel, save_reward_model, train_reward_model
     from whorl.align.preference.reward_report import evaluate_reward_model
     from whorl.align.stage.io import load_example_tokenizer, load_stage_model
 
     folder, machine = model_folder(ctx), ctx.machine
     machine.apply()
-    scribe = load_example_tokenizer(folder)
+    tokenizer = load_example_tokenizer(folder)
     model = RewardModel(load_stage_model(folder, config, machine), lora=config.lora, seed=config.seed)
-    train, test, room = _load_examples(ctx, scribe, config, pairs_only=True)
-    last, began = dict[str, float](), time.monotonic()
+    train, test, length_filter = _load_examples(ctx, tokenizer, config, pairs_only=True)
+    last, started = dict[str, float](), time.monotonic()
     with ctx.progress.task("Reward model", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
 
-        def observe(step: int, metrics: dict[str, float]) -> None:
+        def on_step(step: int, metrics: dict[str, float]) -> None:
             log.write(step, metrics)
             last.update(metrics)
             bar.update(
                 done=step,
-                note=f"loss {metrics['loss']:.3f}, right in {metrics['rewards/accuracy']:.0%} of the pairs",
+                note=f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}",
             )
 
         train_reward_model(
-            model, train, config, pad_id=pad_id_of(scribe), callback=observe, checkpoint_dir=ctx.scratch,
+            model, train, config, pad_id=pad_id_of(tokenizer), callback=on_step, checkpoint_dir=ctx.scratch,
             log=ctx.progress.log,
         )  # fmt: skip
     found = evaluate_reward_model(model, test)
@@ -141,30 +150,32 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
     trained_on = {
         "preferences": ctx.parents["preferences"].address,
         "pairs": len(train),
-        "left_out": room.rejected,
+        "left_out": length_filter.rejected,
     }
     save_reward_model(model, ctx.out, config=config, trained_on=trained_on, metrics=figures, base=folder)
     (ctx.out / "report.json").write_text(json.dumps(figures, indent=1))
-    (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
-    headline = f"{len(train):,} pairs; held out: right in {found.accuracy:.1%}, "
+    write_curve(ctx)
+    headline = f"{len(train):,} pairs; held out: accuracy {found.accuracy:.1%}, "
     headline += f"calibration error {found.calibration.expected_error:.3f}"
-    if found.length_bias.n_longer + found.length_bias.n_shorter:  # else all answers are as long as each other
-        headline += f", prefers the longer in {found.length_bias.model_longer_fraction:.0%} (the data in {found.length_bias.data_longer_fraction:.0%})"
+    bias = found.length_bias
+    if bias.n_longer + bias.n_shorter:  # otherwise all completions have the same length
+        headline += f", prefers the longer completion in {bias.model_longer_fraction:.0%}"
+        headline += f" (the data in {bias.data_longer_fraction:.0%})"
     ctx.progress.log("    " + found.table().replace("\n", "\n    "))
     ctx.summary.update(
-        items={"train": len(train), "test": len(test)}, left_out=room.rejected, final=last, held_out=figures,
-        seconds=time.monotonic() - began, params=model.model.params(),
+        items={"train": len(train), "test": len(test)}, left_out=length_filter.rejected, final=last, held_out=figures,
+        seconds=time.monotonic() - started, params=model.model.params(),
         headline=headline,
     )  # fmt: skip
 
 
 def _load_examples(
-    ctx: StepContext, scribe: ExampleTokenizer, config: PreferenceStageConfig, *, pairs_only: bool = False
+    ctx: StepContext, tokenizer: ExampleTokenizer, config: PreferenceStageConfig, *, pairs_only: bool = False
 ) -> tuple[list[Any], list[Any], LengthFilter]:
-    """(what is learnt from, what is held out, what was left out of both and why).
+    """Return (training examples, held-out examples, the filter with its counts).
 
     Raises:
-        DataError: single answers where pairs are needed; nothing is left.
+        DataError: single completions where pairs are needed, or no example is left.
     """
     from whorl.align.data.dataset_files import read_preferences, read_unpaired
     from whorl.align.model.example import LengthFilter
@@ -172,26 +183,26 @@ def _load_examples(
 
     given = ctx.parents["preferences"]
     given.check()
-    room, found = LengthFilter(config.seq_len), dict[str, list[Any]]()
+    length_filter, found = LengthFilter(config.seq_len), dict[str, list[Any]]()
     paired = bool(read_preferences(given.path, "train"))
     if not paired and (pairs_only or getattr(config, "objective", "") != "kto"):
         raise DataError(
-            f"{given.name} has single answers with a label, and {ctx.name} learns from pairs",
-            expected="chosen and rejected", do='set {ctx.name}.objective = "kto", or pair the answers',
+            f"{given.name} has single completions with a label, but {ctx.name} needs pairs",
+            expected="chosen and rejected", do='set {ctx.name}.objective = "kto", or give pairs',
         )  # fmt: skip
     for split in ("train", "test"):
         if paired:
-            found[split] = tokenize_pairs(scribe, read_preferences(given.path, split), room)
+            found[split] = tokenize_pairs(tokenizer, read_preferences(given.path, split), length_filter)
         else:
-            found[split] = tokenize_unpaired(scribe, read_unpaired(given.path, split), room)
+            found[split] = tokenize_unpaired(tokenizer, read_unpaired(given.path, split), length_filter)
         if not found[split]:
             raise DataError(
-                f"{given.name}: nothing is left to {split}; {room.summary}", expected="one pair at least",
+                f"{given.name}: no example is left to {split}; {length_filter.summary}", expected="at least one",
                 do=f"raise {ctx.name}.seq_len, now {config.seq_len}",
             )  # fmt: skip
-    if room.summary:
-        ctx.progress.log(f"    {room.summary}")
-    return found["train"], found["test"], room
+    if length_filter.summary:
+        ctx.progress.log(f"    {length_filter.summary}")
+    return found["train"], found["test"], length_filter
 
 
 def _evaluate_held_out(
@@ -201,8 +212,11 @@ def _evaluate_held_out(
     config: PreferenceConfig,
     pad: int,
 ) -> dict[str, float]:
-    """What the objective says of held-out items; of pairs also the share whose better answer is the likelier one, the only
-    figure that can be compared before learning and between objectives: a policy has no margin over itself."""
+    """Return the metrics of the objective on held-out examples.
+
+    For pairs, `implicit_accuracy` is the share in which the preferred completion is the likelier one. It is comparable
+    before training and between objectives; the margin is not, since a policy has no margin over itself.
+    """
     from whorl.align.preference.dpo import evaluate_preferences
     from whorl.align.preference.pairs import PreferencePair, sequence_log_probs
 
@@ -210,8 +224,8 @@ def _evaluate_held_out(
     found = evaluate_preferences(network, test, config, pad_id=pad, reference=reference)
     pairs = [item for item in test if isinstance(item, PreferencePair)]
     if pairs:
-        said = sequence_log_probs(
-            network, [text for pair in pairs for text in (pair.chosen, pair.rejected)], pad
+        log_probs = sequence_log_probs(
+            network, [example for pair in pairs for example in (pair.chosen, pair.rejected)], pad
         )
-        found["implicit_accuracy"] = float((said[0::2] > said[1::2]).float().mean())
+        found["implicit_accuracy"] = float((log_probs[0::2] > log_probs[1::2]).float().mean())
     return found
