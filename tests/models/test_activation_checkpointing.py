@@ -1,4 +1,4 @@
-"""Blocks remade in the backward: the same bits, fewer bytes, and a plan that keeps to its budget."""
+"""Activation checkpointing: bit-identical gradients, less memory, and a plan that keeps to its budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_transformer import KINDS, made
+from tests.support.models.transformer_shapes import KINDS, made
 from torch.nn import functional as F
 
 from whorl.errors import BudgetError
@@ -39,18 +39,18 @@ def network(kind: str) -> LanguageModel:
     return decoder() if kind == "decoder" else made(**KINDS[kind])
 
 
-def gradients(model: LanguageModel, remade: int, packed: bool = False) -> tuple[list[Any], list[Any]]:
-    """Of a loss that asks everything of the routing too; and the routing's records."""
-    model.checkpointed_blocks = remade
+def gradients(model: LanguageModel, n: int, packed: bool = False) -> tuple[list[Any], list[Any]]:
+    """Return the gradients of a loss that includes the routing, and the routings."""
+    model.checkpointed_blocks = n
     model.zero_grad()
     torch.manual_seed(7)
-    records: list[Any] = []
-    hidden = model(IDS, POSITIONS, SEGMENTS, None, records) if packed else model(IDS, routings=records)
+    routings: list[Any] = []
+    hidden = model(IDS, POSITIONS, SEGMENTS, None, routings) if packed else model(IDS, routings=routings)
     loss = F.cross_entropy(model.logits(hidden).flatten(0, 1), IDS.roll(-1, 1).flatten())
-    for r in records:
+    for r in routings:
         loss = loss + r.scores.square().mean() + 1e-2 * r.logits.square().mean()
     loss.backward()
-    return [None if p.grad is None else p.grad.to_dense() for p in model.parameters()], records
+    return [None if p.grad is None else p.grad.to_dense() for p in model.parameters()], routings
 
 
 def equal(a: list[Any], b: list[Any]) -> bool:
@@ -58,34 +58,34 @@ def equal(a: list[Any], b: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["decoder", *KINDS])
-def test_gradients_are_the_same_bits_and_routing_is_told_once(kind: str) -> None:
+def test_checkpointing_keeps_gradients_and_routings(kind: str) -> None:
     model = network(kind)
-    wanted, told = gradients(model, 0)
-    for remade in range(1, 4):
-        found, again = gradients(model, remade)
-        assert equal(found, wanted), remade
-        assert len(again) == len(told)
-        assert all(torch.equal(a.counts, b.counts) for a, b in zip(again, told, strict=True))
+    expected, routings = gradients(model, 0)
+    for n in range(1, 4):
+        found, again = gradients(model, n)
+        assert equal(found, expected), n
+        assert len(again) == len(routings)
+        assert all(torch.equal(a.counts, b.counts) for a, b in zip(again, routings, strict=True))
     packed, _ = gradients(model, 0, packed=True)
-    assert equal(gradients(model, 3, packed=True)[0], packed) and not equal(packed, wanted)
+    assert equal(gradients(model, 3, packed=True)[0], packed) and not equal(packed, expected)
 
 
-def test_chance_is_drawn_again_as_it_was() -> None:
-    """Experts and tokens that are left out."""
+def test_checkpointing_repeats_dropout() -> None:
+    """Expert and token dropout."""
     dropped = made(experts=MoEConfig(n_experts=4, top_k=2, hidden=24, token_dropout=0.3, expert_dropout=0.2))
-    wanted, _ = gradients(dropped, 0)
-    assert equal(gradients(dropped, 3)[0], wanted)
-    behind = torch.rand(1)
+    expected, _ = gradients(dropped, 0)
+    assert equal(gradients(dropped, 3)[0], expected)
+    after = torch.rand(1)
     gradients(dropped, 0)
-    assert torch.equal(torch.rand(1), behind), "and what is drawn after it is the same"
+    assert torch.equal(torch.rand(1), after), "the random state after it is the same"
 
 
-def test_half_precision_has_the_same_bits_too() -> None:
+def test_checkpointing_keeps_gradients_in_bf16() -> None:
     model = made(torch.bfloat16, **KINDS["gemma"])
     assert equal(gradients(model, 3)[0], gradients(model, 0)[0])
 
 
-def test_nothing_is_remade_without_gradients_or_while_decoding() -> None:
+def test_checkpointing_is_off_in_inference_and_decoding() -> None:
     model = decoder()
     model.checkpointed_blocks = 3
     with torch.no_grad():
@@ -96,14 +96,14 @@ def test_nothing_is_remade_without_gradients_or_while_decoding() -> None:
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
 
 
-def test_the_compiler_sees_remade_blocks_too() -> None:
-    """Traced whole, in the graph that autograd gets (no code is generated, which takes half a minute)."""
+def test_checkpointing_saves_memory_when_compiled() -> None:
+    """Traced as one graph, with the backend that stops before code generation."""
     torch.compiler.reset()
     model = made(**{**KINDS["shared keys"], "n_layers": 2})
     x, where = model.prepare(IDS)
     sizes, found = [], []
-    for remade in (0, 1):
-        model.checkpointed_blocks = remade
+    for n in (0, 1):
+        model.checkpointed_blocks = n
         model.zero_grad()
         fast = torch.compile(
             lambda x, where: model.trunk(x, where), backend="aot_eager_decomp_partition", fullgraph=True
@@ -119,79 +119,80 @@ def test_the_compiler_sees_remade_blocks_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["decoder", *KINDS])
-def test_what_is_measured_is_what_autograd_keeps(kind: str) -> None:
+def test_measured_memory_matches_autograd(kind: str) -> None:
     model = network(kind)
-    kept = measure_activation_memory(model, 24).at_rows(3)
-    own = [*model.parameters(), *model.buffers()]
-    for remade in range(
-        3
-    ):  # what the last would keep if remade, hooks cannot see: its input is none of autograd's
-        model.checkpointed_blocks = remade
-        plain = saved_bytes(lambda: model(IDS, routings=[]), own)
-        packed = saved_bytes(lambda: model(IDS, POSITIONS, SEGMENTS, None, []), own)
-        assert 0.9 * kept.peak(remade) < max(plain, packed) <= 1.002 * kept.peak(remade), remade
-    assert kept.peak(0) > kept.peak(1) > kept.peak(2) == kept.min_peak
+    memory = measure_activation_memory(model, 24).at_rows(3)
+    weights = [*model.parameters(), *model.buffers()]
+    for n in range(3):  # autograd does not save the input of the last block, so hooks do not see it
+        model.checkpointed_blocks = n
+        plain = saved_bytes(lambda: model(IDS, routings=[]), weights)
+        packed = saved_bytes(lambda: model(IDS, POSITIONS, SEGMENTS, None, []), weights)
+        assert 0.9 * memory.peak(n) < max(plain, packed) <= 1.002 * memory.peak(n), n
+    assert memory.peak(0) > memory.peak(1) > memory.peak(2) == memory.min_peak
 
 
-def test_the_peak_of_a_step_falls_as_planned() -> None:
-    """All tensors that are alive at one time, working memory of the operations included."""
+def test_peak_of_step_falls_as_predicted() -> None:
+    """The peak of live tensors, working memory of operations included."""
     model = decoder(6)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     ids = torch.randint(0, 50, (8, 64))
-    kept = measure_activation_memory(model, 64).at_rows(8)
+    memory = measure_activation_memory(model, 64).at_rows(8)
     peaks = []
-    for remade in range(6):
-        model.checkpointed_blocks = remade
+    for n in range(6):
+        model.checkpointed_blocks = n
         peaks.append(peak_bytes(lambda: model(ids).square().sum().backward()))
     for (a, b), count in zip(itertools.pairwise(peaks), range(5), strict=True):
-        assert a - b == pytest.approx(kept.peak(count) - kept.peak(count + 1), rel=0.1)
+        assert a - b == pytest.approx(memory.peak(count) - memory.peak(count + 1), rel=0.1)
     assert peaks[-1] < 0.35 * peaks[0]
 
 
-def drawn(rng: random.Random) -> ActivationMemory:
+def random_memory(rng: random.Random) -> ActivationMemory:
     n = rng.randint(1, 7)
-    held = [rng.randint(1, 4)] * n
-    inner = [rng.randint(1, 40) for _ in range(n)]
+    inputs = [rng.randint(1, 4)] * n
+    recomputed = [rng.randint(1, 40) for _ in range(n)]
     return ActivationMemory(
-        rng.randint(0, 9), tuple(h + i for h, i in zip(held, inner, strict=True)), tuple(held), tuple(inner)
+        rng.randint(0, 9),
+        tuple(h + i for h, i in zip(inputs, recomputed, strict=True)),
+        tuple(inputs),
+        tuple(recomputed),
     )
 
 
-def peak_of_any(kept: ActivationMemory, those: frozenset[int]) -> int:
-    """The oracle: walks forward and back with any choice of blocks remade."""
-    now, n = kept.outside_blocks, len(kept.saved)
+def peak_of_any(memory: ActivationMemory, blocks: frozenset[int]) -> int:
+    """Return the peak by simulation, with any set of checkpointed blocks."""
+    now, n = memory.outside_blocks, len(memory.saved)
     for b in range(n):
-        now += kept.checkpointed[b] if b in those else kept.saved[b]
+        now += memory.checkpointed[b] if b in blocks else memory.saved[b]
     peak = now
     for b in reversed(range(n)):
-        peak = max(peak, now + (kept.recomputed[b] if b in those else 0))
-        now -= kept.checkpointed[b] if b in those else kept.saved[b]
+        peak = max(peak, now + (memory.recomputed[b] if b in blocks else 0))
+        now -= memory.checkpointed[b] if b in blocks else memory.saved[b]
     return peak
 
 
-def test_the_plan_never_exceeds_a_budget_that_can_be_met_and_asks_for_no_more_than_it_must() -> None:
+def test_min_checkpointed_blocks_is_optimal() -> None:
     rng = random.Random(0)
     for _ in range(200):
-        kept = drawn(rng)
-        n = len(kept.saved)
+        memory = random_memory(rng)
+        n = len(memory.saved)
         subsets = [frozenset(c) for size in range(n + 1) for c in itertools.combinations(range(n), size)]
-        assert kept.min_peak == min(peak_of_any(kept, s) for s in subsets), (
-            "no other choice of blocks does better"
+        assert memory.min_peak == min(peak_of_any(memory, s) for s in subsets), (
+            "no other set of blocks has a lower peak"
         )
         last = n + 1
-        for budget in range(kept.min_peak, kept.peak(0) + 2):
-            count = min_checkpointed_blocks(kept, budget)
-            assert peak_of_any(kept, frozenset(range(count))) == kept.peak(count) <= budget
-            assert all(kept.peak(fewer) > budget for fewer in range(count))
-            assert count <= last, "a larger budget never remakes more"
+        for budget in range(memory.min_peak, memory.peak(0) + 2):
+            count = min_checkpointed_blocks(memory, budget)
+            assert peak_of_any(memory, frozenset(range(count))) == memory.peak(count) <= budget
+            assert all(memory.peak(smaller) > budget for smaller in range(count))
+            assert count <= last, "a larger budget never checkpoints more"
             last = count
         assert last == 0
-        with pytest.raises(BudgetError, match=f"at least {kept.min_peak:,}"):
-            min_checkpointed_blocks(kept, kept.min_peak - 1)
+        with pytest.raises(BudgetError, match=f"at least {memory.min_peak:,}"):
+            min_checkpointed_blocks(memory, memory.min_peak - 1)
 
 
-def test_rows_are_a_line() -> None:
+def test_activation_memory_is_linear_in_rows() -> None:
     one, two = ActivationMemory(5, (10, 20), (1, 1), (9, 19)), ActivationMemory(6, (18, 36), (2, 2), (16, 34))
     assert (
         LinearActivationMemory(one, two).at_rows(1) == one

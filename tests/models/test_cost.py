@@ -1,9 +1,10 @@
-"""Every network answers what it costs, and the answers are what torch counts and what autograd keeps."""
+"""FLOPs, parameters and activation bytes of every network, against torch's counter and autograd."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.models.initialization import generator
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.models import Decoder, DecoderConfig
@@ -17,29 +18,15 @@ from whorl.models.vision.resnet import ResNet
 from whorl.models.vision.vit import MLPMixer, ViT
 
 
-def gen() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
 def decoder() -> Decoder:
     shape = DecoderConfig(
         vocab_size=40, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64, ngram_buckets=64
     )  # fmt: skip
-    return Decoder(shape, gen())
+    return Decoder(shape, generator())
 
 
 def vit(classes: int = 8) -> ViT:
-    return ViT(
-        image_size=16,
-        patch=4,
-        channels=1,
-        classes=classes,
-        d_model=32,
-        n_layers=2,
-        n_heads=2,
-        mlp_hidden=64,
-        backend="reference",
-    )
+    return ViT(16, 4, 1, classes, d_model=32, n_layers=2, n_heads=2, mlp_hidden=64, backend="reference")
 
 
 def encoder() -> Encoder:
@@ -50,9 +37,9 @@ def encoder() -> Encoder:
 
 NETWORKS: dict[str, tuple[ProfiledModule, int]] = {
     "encoder": (encoder(), 16),
-    "two towers": (DualEncoder(vit(), encoder(), gen()), 16),
+    "clip": (DualEncoder(vit(), encoder(), generator()), 16),
     "captioner": (Captioner(decoder(), vit(0)), 12),
-    "further heads": (MultiTokenPrediction(32, 3, 2), 16),
+    "multi-token": (MultiTokenPrediction(32, 3, 2), 16),
     "ViT": (vit(), 16),
     "Mixer": (
         MLPMixer(image_size=16, patch=4, channels=1, classes=8, d_model=32, n_layers=2, token_hidden=16, mlp_hidden=64),
@@ -63,7 +50,7 @@ NETWORKS: dict[str, tuple[ProfiledModule, int]] = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_it_costs(name: str) -> None:
+def test_cost_matches_torch(name: str) -> None:
     network, size = NETWORKS[name]
     before = {n: t.clone() for n, t in network.state_dict().items()}
     inputs = network.example_inputs(3, size, torch.device("cpu"))
@@ -82,7 +69,7 @@ def test_what_it_costs(name: str) -> None:
     assert not [p for p in network.parameters() if p.grad is not None]
 
 
-def test_an_example_is_no_data() -> None:
+def test_profiling_keeps_running_statistics() -> None:
     network, size = NETWORKS["ResNet"]
     before = {n: t.clone() for n, t in network.state_dict().items()}
     network.flops(size)
@@ -90,7 +77,7 @@ def test_an_example_is_no_data() -> None:
     assert all(torch.equal(t, before[n]) for n, t in network.state_dict().items())
 
 
-def test_a_decoder_answers_too() -> None:
+def test_cost_of_decoder_matches_autograd() -> None:
     model = decoder()
     sizes = model.params()
     assert sizes["active"] == sizes["total"] - sizes["ngram"] + 2 * 32
@@ -99,5 +86,5 @@ def test_a_decoder_answers_too() -> None:
     assert model.activation_bytes(3, 16) == pytest.approx(kept, rel=0.15)
     states = [model.new_state(1, n).n_bytes for n in (5, 6)]
     assert states[1] - states[0] == model.kv_bytes_per_token() == 2 * 2 * 16 * 4
-    heads = NETWORKS["further heads"][0]
+    heads = NETWORKS["multi-token"][0]
     assert heads.kv_bytes_per_token() == 3 * 2 * 32 * 4

@@ -1,4 +1,4 @@
-"""One decoder: with a cache or without, packed or apart, saved or fresh, the logits are the same."""
+"""`Decoder`: the same logits with a cache, in packed rows and after saving."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.support.models.initialization import add_noise, generator
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import CheckpointError
@@ -25,17 +26,13 @@ def small(**change: object) -> DecoderConfig:
     return DecoderConfig.model_validate({**base, **change})
 
 
-def shaken(config: DecoderConfig, seed: int = 0) -> Decoder:
-    """A decoder in which every parameter matters (fresh ones have silent branches)."""
-    generator = torch.Generator().manual_seed(seed)
-    model = Decoder(config, generator)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
-    return model
+def noisy(config: DecoderConfig, seed: int = 0) -> Decoder:
+    """Return a decoder with noise on every parameter."""
+    rng = generator(seed)
+    return add_noise(Decoder(config, rng), 0.1, rng)
 
 
-IDS = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(3))
+IDS = torch.randint(0, 97, (2, 150), generator=generator(3))
 
 
 @settings(max_examples=12, deadline=None)
@@ -45,10 +42,10 @@ IDS = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(3))
     st.booleans(),
     st.sampled_from([None, 40, 150]),
 )
-def test_decoding_in_any_pieces_equals_one_forward(
+def test_decoder_decodes_in_pieces_like_one_forward(
     cuts: list[int], mlp: str, tied: bool, trained: int | None
 ) -> None:
-    model = shaken(small(mlp=mlp, tie_embeddings=tied, trained_length=trained))
+    model = noisy(small(mlp=mlp, tie_embeddings=tied, trained_length=trained))
     with torch.no_grad():
         whole = model.logits(model(IDS))
         state = model.new_state(2, 150)
@@ -57,21 +54,21 @@ def test_decoding_in_any_pieces_equals_one_forward(
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
 
 
-def test_only_rows_longer_than_those_of_training_are_turned_more_slowly() -> None:
-    plain, knows = shaken(small()), shaken(small(trained_length=100))
-    assert torch.equal(plain(IDS[:, :100]), knows(IDS[:, :100]))
-    assert not torch.allclose(plain(IDS), knows(IDS), atol=1e-3)
-    far, near = knows.rotary_for(101), knows.rotary_for(100)
+def test_yarn_applies_only_beyond_trained_length() -> None:
+    plain, extended = noisy(small()), noisy(small(trained_length=100))
+    assert torch.equal(plain(IDS[:, :100]), extended(IDS[:, :100]))
+    assert not torch.allclose(plain(IDS), extended(IDS), atol=1e-3)
+    far, near = extended.rotary_for(101), extended.rotary_for(100)
     scaling = far.scaling
     assert near.scaling is None and scaling is not None
     fast, slow = (rotary_frequencies(8, scaling=s)[[0, -1]] for s in (None, scaling))
     assert fast[0] == slow[0] and slow[1] == fast[1] / scaling.factor
-    assert scaling.attention_scaling > 1, "more keys, sharper scores"
-    assert plain.eval_window == 512 and knows.eval_window == 400
+    assert scaling.attention_scaling > 1, "sharper scores"
+    assert plain.eval_window == 512 and extended.eval_window == 400
 
 
-def test_a_packed_row_equals_its_documents_apart() -> None:
-    model = shaken(small())
+def test_decoder_packed_row_equals_documents() -> None:
+    model = noisy(small())
     segments = torch.tensor([[1] * 60 + [2] * 90]).expand(2, -1)
     positions = torch.cat([torch.arange(60), torch.arange(90)])
     packed = model(IDS, positions, segments)
@@ -79,15 +76,15 @@ def test_a_packed_row_equals_its_documents_apart() -> None:
     torch.testing.assert_close(packed, apart, atol=2e-5, rtol=1e-4)
 
 
-def test_the_future_is_never_seen() -> None:
-    model = shaken(small())
+def test_decoder_is_causal() -> None:
+    model = noisy(small())
     changed = IDS.clone()
     changed[:, 100:] = 0
     assert torch.equal(model(IDS)[:, :100], model(changed)[:, :100])
 
 
-def test_every_parameter_receives_a_gradient() -> None:
-    model = shaken(small())
+def test_decoder_every_parameter_gets_a_gradient() -> None:
+    model = noisy(small())
     hidden = model(IDS[:, :-1]).flatten(0, 1)
     targets = IDS[:, 1:].flatten()
     next_token_reference(hidden, model.head_weight, targets, torch.ones_like(targets)).total.backward()
@@ -96,9 +93,9 @@ def test_every_parameter_receives_a_gradient() -> None:
         assert gradient is not None and float(gradient.to_dense().abs().sum()) > 0, name
 
 
-def test_flops_and_parameters_are_what_torch_counts() -> None:
+def test_decoder_flops_and_params_match_torch() -> None:
     config = small(n_kv_heads=4)
-    model = shaken(config)
+    model = noisy(config)
     length = 256
     ids = torch.randint(0, 97, (2, length))
     with FlopCounterMode(display=False) as counter:
@@ -115,18 +112,18 @@ def test_flops_and_parameters_are_what_torch_counts() -> None:
     assert model.kv_bytes_per_token() == 2 * 2 * 4 * 8 * 4
 
 
-def test_the_same_seed_is_the_same_network_and_saving_keeps_it(tmp_path: Path) -> None:
-    one, two = (Decoder(small(), torch.Generator().manual_seed(5)) for _ in range(2))
+def test_decoder_is_seeded_and_survives_saving(tmp_path: Path) -> None:
+    one, two = (Decoder(small(), generator(5)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    model = shaken(small())
+    model = noisy(small())
     save_model(model, tmp_path)
     assert torch.equal(load_model(tmp_path)(IDS), model(IDS))
 
 
-def test_damaged_models_are_refused_by_name(tmp_path: Path) -> None:
+def test_load_model_names_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read a model"):
         load_model(tmp_path)
-    save_model(shaken(small()), tmp_path)
+    save_model(noisy(small()), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "mlp_hidden": 32}))
     with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.down\.weight"):
@@ -137,7 +134,7 @@ def test_damaged_models_are_refused_by_name(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_impossible_shapes_are_refused() -> None:
+def test_decoder_config_rejects_impossible_shapes() -> None:
     with pytest.raises(ValidationError, match="multiple of n_kv_heads"):
         small(n_kv_heads=3)
     with pytest.raises(ValidationError, match="must be even"):

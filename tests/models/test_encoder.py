@@ -1,9 +1,11 @@
-"""The encoder against torch's own; padding means nothing; it learns what needs both directions."""
+"""The encoder: against torch's layer, with padding, and learning a task that needs both directions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.models.initialization import draw_zeros
+from tests.support.models.initialization import generator as gen
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
@@ -15,23 +17,11 @@ from whorl.train.learner.loop import train_loop
 from whorl.train.learner.update import Update, all_adamw
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def encoder(dtype: torch.dtype = torch.float32, **change: int) -> Encoder:
-    """A small one, in which no branch is silent."""
+    """Return a small encoder without zero parameters."""
     shape = {"vocab_size": 11, "d_model": 16, "n_layers": 2, "n_heads": 2, "mlp_hidden": 24, "max_length": 12}
-    made = Encoder(EncoderConfig.model_validate({**shape, "n_classes": 3, **change}), gen(1), dtype)
-    awake(made)
-    return made
-
-
-@torch.no_grad()
-def awake(module: nn.Module) -> None:
-    for name, p in module.named_parameters():
-        if not p.any():
-            p.normal_(0.0, 0.3, generator=gen(len(name)))
+    config = EncoderConfig.model_validate({**shape, "n_classes": 3, **change})
+    return draw_zeros(Encoder(config, gen(1), dtype))
 
 
 TEXTS = ([1, 2, 3, 4, 5], [6, 7], [8], [])
@@ -48,54 +38,53 @@ def rows(left: int, right: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def test_a_block_equals_torchs_own_with_gradients() -> None:
-    block = EncoderBlock(16, 2, 24, generator=gen())
-    awake(block)
-    theirs = nn.TransformerEncoderLayer(16, 2, 24, 0.0, "gelu", batch_first=True, norm_first=True)
+def test_encoder_block_matches_torch_with_gradients() -> None:
+    block = draw_zeros(EncoderBlock(16, 2, 24, generator=gen()))
+    reference = nn.TransformerEncoderLayer(16, 2, 24, 0.0, "gelu", batch_first=True, norm_first=True)
     a, m = block.attention, block.mlp
     with torch.no_grad():
-        attention = theirs.self_attn
+        attention = reference.self_attn
         attention.in_proj_weight.copy_(torch.cat([a.q.weight, a.k.weight, a.v.weight]))
         attention.in_proj_bias.copy_(torch.cat([a.q.bias, a.k.bias, a.v.bias]))
         for to, source in (
-            (attention.out_proj, a.out), (theirs.linear1, m.up), (theirs.linear2, m.down),
-            (theirs.norm1, block.attention_norm), (theirs.norm2, block.mlp_norm),
+            (attention.out_proj, a.out), (reference.linear1, m.up), (reference.linear2, m.down),
+            (reference.norm1, block.attention_norm), (reference.norm2, block.mlp_norm),
         ):  # fmt: skip
             to.weight.copy_(source.weight)
             to.bias.copy_(source.bias)
     x = torch.randn(3, 7, 16, generator=gen(2), requires_grad=True)
     mask = torch.arange(7) < torch.tensor([[7], [4], [1]])
-    ours, want = block(x, segments=mask.long()), theirs(x, src_key_padding_mask=~mask)
-    torch.testing.assert_close(ours[mask], want[mask], atol=1e-5, rtol=1e-4)
+    output, want = block(x, segments=mask.long()), reference(x, src_key_padding_mask=~mask)
+    torch.testing.assert_close(output[mask], want[mask], atol=1e-5, rtol=1e-4)
     upstream = torch.randn(x.shape, generator=gen(3)) * mask[..., None]
     for one, other in zip(
-        torch.autograd.grad(ours, [x, a.q.weight], upstream, retain_graph=True),
-        torch.autograd.grad(want, [x, theirs.self_attn.in_proj_weight], upstream),
+        torch.autograd.grad(output, [x, a.q.weight], upstream, retain_graph=True),
+        torch.autograd.grad(want, [x, reference.self_attn.in_proj_weight], upstream),
         strict=True,
     ):
         torch.testing.assert_close(one, other[: len(one)], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("left", "right"), [(0, 3), (3, 0), (2, 1)])
-def test_padding_changes_nothing(left: int, right: int) -> None:
+def test_encoder_ignores_padding(left: int, right: int) -> None:
     model = encoder()
     torch.testing.assert_close(model(*rows(left, right)), model(*rows(0, 0)), atol=1e-5, rtol=1e-4)
     alone = torch.cat([model(torch.tensor([t])) for t in TEXTS if t])
     torch.testing.assert_close(model(*rows(left, right))[: len(alone)], alone, atol=1e-5, rtol=1e-4)
 
 
-def test_a_row_of_padding_is_0_and_sends_no_nan_back() -> None:
+def test_encoder_empty_row_is_zero_without_nan() -> None:
     model = encoder()
     ids, mask = rows(1, 1)
     pooled = model.pool(ids, mask)
     assert not pooled[-1].any() and pooled[:-1].any(dim=1).all()
     model.embed(ids, mask).square().sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-    poison = torch.full((2, 3, 4), float("nan"))  # what stands at padding may be anything
+    poison = torch.full((2, 3, 4), float("nan"))  # values at padding are arbitrary
     assert not mean_pool(poison, torch.zeros(2, 3, dtype=torch.bool)).any()
 
 
-def test_every_position_sees_every_other() -> None:
+def test_encoder_attends_in_both_directions() -> None:
     model = encoder()
     ids = torch.tensor([[1, 2, 3, 4]])
     first = model.hidden(ids)[0, 0]
@@ -105,14 +94,12 @@ def test_every_position_sees_every_other() -> None:
         assert (model.hidden(other)[0, 0] - first).abs().max() > 1e-4
 
 
-def test_a_causal_text_with_an_end_is_the_vector_of_its_first_end() -> None:
+def test_encoder_causal_pools_first_end_token() -> None:
     model = encoder(causal=True, end_id=9, norm_eps=1e-2)
     ids = torch.tensor([[1, 2, 9, 4, 9], [9, 5, 6, 7, 8], [0, 9, 3, 2, 9]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).bool()
     pooled = model.pool(ids, mask)
-    for row, text in enumerate(
-        ([1, 2, 9], [9], [3, 2, 9])
-    ):  # what stands behind, or is padding, means nothing
+    for row, text in enumerate(([1, 2, 9], [9], [3, 2, 9])):  # without later tokens and padding
         hidden = model.hidden(torch.tensor([text]))
         torch.testing.assert_close(pooled[row], hidden[0, -1], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(model.pool(torch.tensor([text]))[0], hidden[0, -1])
@@ -123,7 +110,7 @@ def test_a_causal_text_with_an_end_is_the_vector_of_its_first_end() -> None:
     torch.testing.assert_close(compiled(ids, mask), pooled)
 
 
-def test_embeddings_are_unit_vectors_in_fp32_whatever_is_computed_in() -> None:
+def test_encoder_embeddings_are_fp32_unit_vectors_in_bf16() -> None:
     ids, mask = rows(0, 0)
     exact, low = (encoder(t).embed(ids, mask) for t in (torch.float32, torch.bfloat16))
     assert low.dtype == torch.float32
@@ -131,22 +118,18 @@ def test_embeddings_are_unit_vectors_in_fp32_whatever_is_computed_in() -> None:
     torch.testing.assert_close(low, exact, atol=0.05, rtol=0)
 
 
-def test_every_parameter_has_a_gradient() -> None:
+def test_encoder_every_parameter_gets_a_gradient() -> None:
     model = encoder()
     ids = torch.randint(0, 11, (8, 12), generator=gen(3))
     ids[0, :11] = torch.arange(11)  # every word
     (model(ids) * torch.randn(8, 3, generator=gen(4))).sum().backward()
     for name, p in model.named_parameters():
-        if name.endswith(
-            "attention.k.bias"
-        ):  # adds one number to all scores of a query: a softmax does not see it
-            assert p.grad is not None
-        else:
-            assert p.grad is not None and p.grad.abs().max() > 1e-6, name
+        # softmax cancels a key bias
+        assert p.grad is not None and (p.grad.abs().max() > 1e-6 or name.endswith("attention.k.bias")), name
 
 
-def test_learns_which_of_two_words_comes_first() -> None:
-    """Bags of words are equal in both classes: only their order, anywhere in a padded row, tells."""
+def test_encoder_learns_word_order() -> None:
+    """Both classes have the same words; only the order of two words differs."""
     model = Encoder(
         EncoderConfig(
             vocab_size=8, d_model=32, n_layers=2, n_heads=2, mlp_hidden=64, max_length=9, n_classes=2
@@ -175,12 +158,12 @@ def test_learns_which_of_two_words_comes_first() -> None:
         last=200,
         lr_scale=lambda s: min(1, (s + 1) / 20),
     )
-    judged = batch(0, 500)
-    right = (model(judged["ids"], judged["mask"]).argmax(dim=1) == judged["labels"]).float().mean()
-    assert right > 0.95
+    test = batch(0, 500)
+    correct = model(test["ids"], test["mask"]).argmax(dim=1) == test["labels"]
+    assert correct.float().mean() > 0.95
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_encoder_rejects_bad_input() -> None:
     with pytest.raises(ConfigError, match="n_classes is 0"):
         encoder(n_classes=0)(torch.tensor([[1]]))
     with pytest.raises(ConfigError, match="mask is"):

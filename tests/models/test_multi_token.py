@@ -1,9 +1,11 @@
-"""Heads that look ahead: targets position by position, the loss by hand, and drafts that come true."""
+"""Multi-token prediction: targets and loss against a loop, and learning to draft."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.models.initialization import draw_zeros
+from tests.support.models.initialization import generator as gen
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,21 +17,12 @@ from whorl.train.learner.loop import train_loop
 from whorl.train.learner.update import Update, all_adamw
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def heads(n: int = 3) -> MultiTokenPrediction:
-    made = MultiTokenPrediction(16, n, 2, generator=gen())
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            if not p.any():
-                p.normal_(0.0, 0.3, generator=gen(len(name)))
-    return made
+    return draw_zeros(MultiTokenPrediction(16, n, 2, generator=gen()))
 
 
-# Two rows of 8. The first: documents of 2, 3 and 3 tokens, of which the third has the first's number again. The second: one
-# document, a prompt of two tokens that are no targets, and filler at the end.
+# Two rows of 8. The first has documents of 2, 3 and 3 tokens; the third repeats the first's segment id. The second has one
+# document that begins with a prompt of two tokens (no targets) and ends in padding.
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 0, 0]])
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, -1, -1]])
 TARGETS = torch.tensor([[2, 0, 4, 5, 0, 7, 8, 0], [10, 11, 12, 13, 14, 0, 0, 0]])
@@ -37,7 +30,7 @@ MASK = torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0], [0, 1, 1, 1, 1, 0, 0, 0]]).bool()
 
 
 def allowed(row: int, t: int, ahead: int) -> int | None:
-    """The token that position t of a row may learn at a distance, from the documents written out."""
+    """Return the target of position t at distance `ahead`, or None, from the documents as lists."""
     documents = ([[1, 2], [3, 4, 5], [6, 7, 8]], [[9, 10, 11, 12, 13, 14]])[row]
     prompt = {10}
     token = int(TOKENS[row, t])
@@ -49,7 +42,7 @@ def allowed(row: int, t: int, ahead: int) -> int | None:
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 5, 7, 8, 30])
-def test_targets_stay_in_their_document(ahead: int) -> None:
+def test_shift_targets_stay_in_document(ahead: int) -> None:
     targets, mask = shift_targets(TARGETS, MASK, SEGMENTS, ahead)
     for row in range(2):
         for t in range(8):
@@ -57,13 +50,13 @@ def test_targets_stay_in_their_document(ahead: int) -> None:
             assert found == allowed(row, t, ahead), (row, t)
 
 
-def test_without_segments_a_row_is_one_document() -> None:
+def test_shift_targets_without_segments() -> None:
     ids = torch.arange(7)[None]
     targets, mask = shift_targets(ids[:, 1:], torch.ones(1, 6, dtype=torch.bool), None, 3)
     assert targets[0, :4].tolist() == [3, 4, 5, 6] and mask.tolist() == [[True] * 4 + [False] * 2]
 
 
-def test_the_loss_is_the_sum_over_heads_and_positions() -> None:
+def test_multi_token_loss_sums_heads_and_positions() -> None:
     model = heads()
     hidden = torch.randn(2, 8, 16, generator=gen(1), requires_grad=True)
     output = torch.randn(15, 16, generator=gen(2), requires_grad=True)
@@ -79,25 +72,25 @@ def test_the_loss_is_the_sum_over_heads_and_positions() -> None:
     torch.testing.assert_close(loss.total, want)
     assert [float(loss.metrics[f"count_{i}"]) for i in (1, 2, 3)] == counts and loss.count == sum(counts)
     torch.testing.assert_close(sum(loss.metrics[f"nll_{i}"] for i in (1, 2, 3)), want.detach())
-    wanted = [hidden, output, model.blocks[2].mlp.up.weight]
-    for ours, theirs in zip(
-        torch.autograd.grad(loss.total, wanted), torch.autograd.grad(want, wanted), strict=True
+    inputs = [hidden, output, model.blocks[2].mlp.up.weight]
+    for found, expected in zip(
+        torch.autograd.grad(loss.total, inputs), torch.autograd.grad(want, inputs), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_heads_see_no_later_position_and_no_other_document() -> None:
+def test_heads_are_causal_and_stay_in_document() -> None:
     model = heads()
     hidden = torch.randn(2, 8, 16, generator=gen(1))
     whole = model(hidden)
-    for ours, part in zip(whole, model(hidden[:, :5]), strict=True):
-        torch.testing.assert_close(ours[:, :5], part)
+    for out, part in zip(whole, model(hidden[:, :5]), strict=True):
+        torch.testing.assert_close(out[:, :5], part)
     packed = model(hidden, torch.arange(8) % 4, torch.arange(8).expand(2, -1) // 4)
-    for ours, second in zip(packed, model(hidden[:, 4:]), strict=True):
-        torch.testing.assert_close(ours[:, 4:], second, atol=1e-5, rtol=1e-4)
+    for out, second in zip(packed, model(hidden[:, 4:]), strict=True):
+        torch.testing.assert_close(out[:, 4:], second, atol=1e-5, rtol=1e-4)
 
 
-def test_a_draft_from_states_is_the_draft_from_all_positions() -> None:
+def test_draft_with_states_equals_draft_from_all() -> None:
     model = heads()
     hidden, output = torch.randn(2, 8, 16, generator=gen(1)), torch.randn(15, 16, generator=gen(2))
     for cuts in ([1] * 8, [1, 3, 4]):
@@ -110,7 +103,7 @@ def test_a_draft_from_states_is_the_draft_from_all_positions() -> None:
         assert [state.length for state in states] == [8] * 3
 
 
-def test_every_parameter_has_a_gradient() -> None:
+def test_heads_every_parameter_gets_a_gradient() -> None:
     model = heads()
     hidden = torch.randn(2, 8, 16, generator=gen(1))
     multi_token_loss(
@@ -119,25 +112,13 @@ def test_every_parameter_has_a_gradient() -> None:
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-def test_drafts_come_true() -> None:
-    """Rows that count up in steps of 1 to 4, modulo 11: two tokens tell all that follows."""
-    shape = {
-        "vocab_size": 11,
-        "d_model": 32,
-        "n_layers": 2,
-        "n_heads": 2,
-        "n_kv_heads": 2,
-        "head_dim": 16,
-        "mlp_hidden": 64,
-    }
-    networks = torch.nn.ModuleDict(
-        {
-            "trunk": Decoder(DecoderConfig.model_validate({**shape, "ngram_orders": ()}), gen()),
-            "heads": MultiTokenPrediction(32, 3, 2, mlp_hidden=64, generator=gen(1)),
-        }
-    )
-    trunk, ahead = networks["trunk"], networks["heads"]
-    assert isinstance(trunk, Decoder) and isinstance(ahead, MultiTokenPrediction)
+def test_heads_learn_to_draft() -> None:
+    """Rows count up in steps of 1 to 4, modulo 11, so two tokens determine the rest."""
+    config = DecoderConfig(
+        vocab_size=11, d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=16, mlp_hidden=64, ngram_orders=()
+    )  # fmt: skip
+    trunk, ahead = Decoder(config, gen()), MultiTokenPrediction(32, 3, 2, mlp_hidden=64, generator=gen(1))
+    networks = torch.nn.ModuleDict({"trunk": trunk, "heads": ahead})
 
     def rows(seed: int, n: int = 32) -> Tensor:
         g = gen(seed)
@@ -156,18 +137,18 @@ def test_drafts_come_true() -> None:
         last=120,
         lr_scale=lambda step: min(1.0, (step + 1) / 20),
     )
-    judged = rows(5000, 200)
-    right = ahead.draft(trunk(judged[:, :10]), trunk.head_weight) == judged[:, 10:]
-    assert right.shape == (200, 3) and right.float().mean(dim=0).min() > 0.95
+    test = rows(5000, 200)
+    correct = ahead.draft(trunk(test[:, :10]), trunk.head_weight) == test[:, 10:]
+    assert correct.shape == (200, 3) and correct.float().mean(dim=0).min() > 0.95
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_multi_token_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="n is 0"):
         MultiTokenPrediction(16, 0, 2)
     with pytest.raises(ConfigError, match="n_heads is 3"):
         MultiTokenPrediction(16, 2, 3)
     model, hidden = heads(), torch.zeros(1, 4, 16)
-    with pytest.raises(ConfigError, match="ahead is 4"):
+    with pytest.raises(ConfigError, match="offset is 4"):
         model.head(4, hidden)
     with pytest.raises(ConfigError, match="targets is"):
         multi_token_loss(

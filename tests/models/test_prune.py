@@ -80,7 +80,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
-def test_pruning_nothing_is_the_identity(kind: str, changes: dict[str, Any]) -> None:
+def test_prune_of_nothing_is_identity(kind: str, changes: dict[str, Any]) -> None:
     model = made(kind, **changes)
     same = prune(model, [ids()], heads=4, mlp_hidden=40)
     assert same.config == model.config
@@ -89,9 +89,7 @@ def test_pruning_nothing_is_the_identity(kind: str, changes: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("measure", ["obs", "activation", "magnitude"])
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
-def test_what_says_nothing_is_what_goes_and_nothing_changes(
-    kind: str, changes: dict[str, Any], measure: Any
-) -> None:
+def test_prune_removes_silent_units_without_change(kind: str, changes: dict[str, Any], measure: Any) -> None:
     model = made(kind, **changes)
     grouped = mixer_of(model, 0).n_kv_heads == 2
     for n in range(2):
@@ -119,7 +117,7 @@ def test_what_says_nothing_is_what_goes_and_nothing_changes(
         ("transformer", {"mixer": {"n_kv_heads": 2}}, {"heads": 1, "kv_heads": 1, "mlp_hidden": 16}),
     ],
 )
-def test_a_pruned_model_has_the_size_that_was_asked_for(
+def test_prune_gives_requested_size(
     kind: str, changes: dict[str, Any], wanted: dict[str, int], tmp_path: Path
 ) -> None:
     model = made(kind, **changes)
@@ -144,7 +142,7 @@ def correlated(d: int, n: int, seed: int) -> Tensor:
     )
 
 
-def test_the_surgeon_costs_and_refits_by_least_squares() -> None:
+def test_optimal_brain_surgeon_matches_least_squares() -> None:
     x, w = (
         correlated(12, 200, 0).double(),
         torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).double(),
@@ -175,7 +173,7 @@ def test_the_surgeon_costs_and_refits_by_least_squares() -> None:
     ]))  # fmt: skip
 
 
-def test_of_two_heads_that_say_the_same_one_goes() -> None:
+def test_prune_obs_removes_one_of_two_equal_heads() -> None:
     model = made("decoder", smear_keys=False)
     with torch.no_grad():
         for n in range(2):
@@ -192,7 +190,7 @@ def test_of_two_heads_that_say_the_same_one_goes() -> None:
     assert error["obs"] < 0.35 * min(error["activation"], error["magnitude"])
 
 
-def test_the_surgeon_hurts_less_than_the_controls() -> None:
+def test_prune_obs_beats_other_criteria() -> None:
     model = made("transformer")
     before = said(model)
     g = torch.Generator().manual_seed(0)
@@ -205,7 +203,7 @@ def test_the_surgeon_hurts_less_than_the_controls() -> None:
     assert error["obs"] < 0.9 * error["activation"] and error["activation"] < error["random"]
 
 
-def test_a_teacher_says_what_its_logits_say() -> None:
+def test_teacher_log_probs_match_logits() -> None:
     model = made("decoder")
     want = said(model).log_softmax(-1)
     values, found = teacher_log_probs(model, ids(seed=5))
@@ -227,7 +225,7 @@ def test_a_teacher_says_what_its_logits_say() -> None:
         ("transformer", {"experts": MoEConfig(n_experts=4, top_k=2, hidden=16)}, {"mlp_hidden": 8}, "mixture"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said(
+def test_prune_rejects_impossible_requests(
     kind: str, changes: dict[str, Any], wanted: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

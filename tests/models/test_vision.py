@@ -50,7 +50,7 @@ each = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
 
 
 @each
-def test_every_parameter_receives_a_gradient_and_a_seed_gives_the_same_network(build: Build) -> None:
+def test_network_is_seeded_and_gets_gradients(build: Build) -> None:
     assert all(torch.equal(a, b) for a, b in zip(build().parameters(), build().parameters(), strict=True))
     model = loud(build())
     logits = model(torch.randn(3, 3, 16, 16, generator=gen(1)))
@@ -63,7 +63,7 @@ def test_every_parameter_receives_a_gradient_and_a_seed_gives_the_same_network(b
 
 
 @each
-def test_costs_are_those_that_are_counted(build: Build) -> None:
+def test_flops_and_params_match_torch(build: Build) -> None:
     model = build().eval()
     with FlopCounterMode(display=False) as counter:
         model(torch.randn(1, 3, 16, 16, generator=gen()))
@@ -74,7 +74,7 @@ def test_costs_are_those_that_are_counted(build: Build) -> None:
 
 
 @each
-def test_activations_may_be_bf16(build: Build) -> None:
+def test_features_in_bf16_are_close(build: Build) -> None:
     model = loud(build()).eval()
     images = torch.randn(2, 3, 16, 16, generator=gen(1))
     low, high = model.features(images.bfloat16()), model.features(images)
@@ -83,12 +83,12 @@ def test_activations_may_be_bf16(build: Build) -> None:
 
 
 @each
-def test_images_of_another_shape_are_refused(build: Build) -> None:
+def test_forward_rejects_images_of_another_shape(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"images are \[1, 2, 16, 16\]"):
         build()(torch.zeros(1, 2, 16, 16))
 
 
-def test_settings_that_make_no_network_are_refused() -> None:
+def test_constructor_rejects_bad_settings() -> None:
     with pytest.raises(ConfigError, match="depths"):
         ResNet(1, 2, widths=(4, 8), depths=(1,))
     with pytest.raises(ConfigError, match="stem is 'tiny'"):
@@ -107,7 +107,7 @@ def test_settings_that_make_no_network_are_refused() -> None:
             attempt()
 
 
-def test_a_vit_without_a_head_has_features_and_one_with_a_type_takes_any_images() -> None:
+def test_vit_without_head_and_with_dtype() -> None:
     shape = {"d_model": 12, "n_layers": 2, "n_heads": 3, "backend": "reference"}
     model = loud(ViT(16, 4, 3, 0, **shape, generator=gen()))
     images = torch.randn(2, 3, 16, 16, generator=gen(1))
@@ -126,7 +126,7 @@ def test_a_vit_without_a_head_has_features_and_one_with_a_type_takes_any_images(
     assert ViT(**model.config.model_dump()).config == model.config
 
 
-def test_published_models_have_their_published_sizes() -> None:
+def test_published_models_have_published_sizes() -> None:
     with torch.device("meta"):
         eighteen = ResNet(3, 1000, stem="large")
         twenty = ResNet(3, 10, widths=(16, 32, 64), depths=(3, 3, 3))
@@ -145,7 +145,7 @@ def put(target: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
         target.bias.data.copy_(bias)
 
 
-def test_resnet_equals_transformers_with_gradients() -> None:
+def test_resnet_matches_transformers_with_gradients() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ResNetConfig(
         num_channels=3, embedding_size=4, hidden_sizes=[4, 8, 8], depths=[2, 1, 2], layer_type="basic", num_labels=5
@@ -183,7 +183,7 @@ def test_resnet_equals_transformers_with_gradients() -> None:
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
-def test_vit_equals_transformers_with_gradients() -> None:
+def test_vit_matches_transformers_with_gradients() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
         hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, image_size=16, patch_size=4,
@@ -224,7 +224,7 @@ def test_vit_equals_transformers_with_gradients() -> None:
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_mixer_equals_its_formula_token_by_token_and_channel_by_channel() -> None:
+def test_mixer_matches_formula() -> None:
     model = loud(MLPMixer(8, 2, 1, 3, d_model=6, n_layers=2, token_hidden=5, mlp_hidden=9, generator=gen()))
     images = torch.randn(2, 1, 8, 8, generator=gen(1))
 
@@ -250,7 +250,7 @@ def test_mixer_equals_its_formula_token_by_token_and_channel_by_channel() -> Non
         torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-4)
 
 
-def test_every_block_starts_as_the_identity() -> None:
+def test_blocks_start_as_identity() -> None:
     """But for the ReLU and where the shape changes."""
     for model in (MODELS["vit_mean"](), MODELS["mixer"]()):
         x = torch.randn(2, 16, 12, generator=gen())
@@ -260,7 +260,7 @@ def test_every_block_starts_as_the_identity() -> None:
     assert torch.equal(MODELS["resnet_2016"]().blocks[0](x), x)
 
 
-def test_pre_activation_normalises_before_each_convolution() -> None:
+def test_pre_activation_block_matches_formula() -> None:
     block = loud(MODELS["resnet_2016"]()).eval().blocks[2]  # 4 -> 8 channels at stride 2
     x = torch.randn(2, 4, 8, 8, generator=gen())
 
@@ -273,7 +273,7 @@ def test_pre_activation_normalises_before_each_convolution() -> None:
     torch.testing.assert_close(block(x), want, atol=1e-5, rtol=1e-4)
 
 
-def test_a_mixed_up_picture_is_the_same_to_a_vit_without_positions_and_not_to_one_with() -> None:
+def test_vit_depends_on_patch_order_through_positions() -> None:
     model = loud(MODELS["vit_class"]()).eval()
     images = torch.randn(2, 3, 16, 16, generator=gen(1))
     rolled = images.roll(4, 2)  # by one patch
@@ -286,7 +286,7 @@ def test_a_mixed_up_picture_is_the_same_to_a_vit_without_positions_and_not_to_on
 @pytest.mark.parametrize(
     ("name", "passes", "bar"), [("ResNet", 12, 0.96), ("ViT", 20, 0.85), ("MLPMixer", 12, 0.85)]
 )
-def test_digits_are_learnt(name: str, passes: int, bar: float) -> None:
+def test_networks_learn_digits(name: str, passes: int, bar: float) -> None:
     """A short run of the benchmark (which asks for 99 % and 97.5 % of three seeds)."""
     pytest.importorskip("sklearn")
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))

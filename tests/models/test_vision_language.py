@@ -65,7 +65,7 @@ def images(n: int = 3) -> torch.Tensor:
 # --- CLIP
 
 
-def test_both_towers_give_unit_vectors_of_one_width_and_padding_means_nothing() -> None:
+def test_clip_towers_give_unit_vectors_despite_padding() -> None:
     model = dual()
     ids = torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8], [0, 0, 0, 0, 0]])
     x, y, scale = model(images(), ids, ids != 0)
@@ -76,7 +76,7 @@ def test_both_towers_give_unit_vectors_of_one_width_and_padding_means_nothing() 
     assert float(scale.detach()) == pytest.approx(1 / 0.07, rel=1e-5)
 
 
-def test_every_parameter_of_both_towers_has_a_gradient() -> None:
+def test_clip_every_parameter_gets_a_gradient() -> None:
     model = dual()
     ids = torch.arange(9).repeat(2)[:15].view(3, 5)
     info_nce(*model(images(), ids)).total.backward()
@@ -84,7 +84,7 @@ def test_every_parameter_of_both_towers_has_a_gradient() -> None:
         assert p.grad is not None and (p.grad.any() or name.endswith("k.bias")), name
 
 
-def test_the_scale_is_bounded_and_comes_back() -> None:
+def test_clip_scale_is_bounded_and_can_decrease() -> None:
     model = dual()
     model.log_scale.data.fill_(5.0)
     assert float(model.scale.detach()) == pytest.approx(100.0, rel=1e-5)
@@ -94,7 +94,7 @@ def test_the_scale_is_bounded_and_comes_back() -> None:
         assert float(gradient) == (sign if passes else 0.0)
 
 
-def test_scores_are_scaled_products_and_a_larger_bound_is_kept() -> None:
+def test_clip_scores_are_scaled_products() -> None:
     model = dual()
     ids = torch.arange(9).repeat(2)[:10].view(2, 5)
     x, y, scale = model(images(), ids)
@@ -114,7 +114,7 @@ def test_scores_are_scaled_products_and_a_larger_bound_is_kept() -> None:
 
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
-def test_image_tokens_are_what_the_vits_head_pools(pooling: Any) -> None:
+def test_vit_tokens_are_pooled_by_head(pooling: Any) -> None:
     model = vit(pooling)
     tokens = model.tokens(images())
     assert tokens.shape == (3, 5 if pooling == "class" else 4, 12)
@@ -124,7 +124,7 @@ def test_image_tokens_are_what_the_vits_head_pools(pooling: Any) -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_at_first_the_language_model_is_unchanged_to_the_bit(every: int, dtype: torch.dtype) -> None:
+def test_captioner_starts_as_unchanged_language_model(every: int, dtype: torch.dtype) -> None:
     language = decoder(dtype=dtype)
     ids = torch.randint(0, 9, (3, 6), generator=gen(4))
     want = language(ids)
@@ -141,7 +141,7 @@ def test_at_first_the_language_model_is_unchanged_to_the_bit(every: int, dtype: 
     ).abs().max() > 1e-2  # it depends on the picture
 
 
-def test_gates_wake_first_then_all_of_the_new_layers_and_nothing_frozen_moves() -> None:
+def test_captioner_trains_gates_first_and_bridges_only() -> None:
     captioner = Captioner(decoder(), vit(), generator=gen(5))
     ids = torch.randint(0, 9, (3, 6), generator=gen(4))
 
@@ -166,7 +166,7 @@ def test_gates_wake_first_then_all_of_the_new_layers_and_nothing_frozen_moves() 
         assert torch.equal(p, before[name]) is not name.startswith("bridges."), name
 
 
-def test_a_caption_word_by_word_is_the_caption_at_once() -> None:
+def test_captioner_decodes_in_pieces_like_one_forward() -> None:
     captioner = Captioner(decoder((2, 3)), vit(), cross_attn_every=2, generator=gen(5))
     awake(captioner.bridges)  # gates too
     context = captioner.encode_images(images())
@@ -178,7 +178,7 @@ def test_a_caption_word_by_word_is_the_caption_at_once() -> None:
         torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
 
 
-def test_captions_are_the_likeliest_words_up_to_the_end() -> None:
+def test_captioner_generate_is_greedy_up_to_eos() -> None:
     captioner = Captioner(decoder(), vit(), generator=gen(5))
     awake(captioner.bridges)
     pictures = images(8)
@@ -195,7 +195,7 @@ def test_captions_are_the_likeliest_words_up_to_the_end() -> None:
     assert captioner.generate(pictures, 1, 2, 0) == [[]] * 8
 
 
-def test_cross_attention_equals_torchs_with_its_gate() -> None:
+def test_gated_cross_attention_matches_torch() -> None:
     captioner = Captioner(decoder(), vit(), generator=gen(5))
     bridge: Any = captioner.bridges[0]
     awake(bridge)
@@ -209,7 +209,7 @@ def test_cross_attention_equals_torchs_with_its_gate() -> None:
     torch.testing.assert_close(bridge(h, context), want, atol=1e-5, rtol=1e-4)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_captioner_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="every is 0"):
         Captioner(decoder(), vit(), cross_attn_every=0)
     with pytest.raises(ConfigError, match="n_heads is 3"):
@@ -219,14 +219,14 @@ def test_what_cannot_be_is_refused() -> None:
         captioner(torch.ones(2, 3, dtype=torch.int64), torch.zeros(3, 4, 12))
 
 
-def test_pictures_are_found_by_their_captions_and_put_into_words() -> None:
+def test_clip_and_captioner_learn_scenes() -> None:
     """One seed of the bench at a fraction of its steps; chance is 1 of 112."""
     found = vision_language.run(0, vision_language.Plan(clip=220, text=30, caption=200, judged=4))
     assert found["recall_trained"] > 0.4 and found["recall_held_out"] > 0.1
     assert found["caption_trained"] > 0.12
 
 
-def test_a_scene_is_drawn_as_its_caption_says() -> None:
+def test_bench_scene_matches_its_caption() -> None:
     number = vision_language.CAPTIONS.index("a red circle left of a blue square")
     picture = vision_language.draw(torch.tensor([number] * 50), gen()).mean(dim=0)  # [3, 32, 32]
     assert picture[:, 15, 8].argmax() == 0 and picture[:, 15, 23].argmax() == 2

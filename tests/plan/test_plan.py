@@ -43,7 +43,7 @@ def plan(**change: object) -> planner.TrainingPlan:
     return planner.make_plan(PlanConfig.model_validate(change), MACHINE, 30_000_000, Progress.silent())
 
 
-def test_the_plan_fills_its_budget_and_adds_up() -> None:
+def test_plan_fills_time_budget() -> None:
     for budget in ("60s", "5m", "1h"):
         made = plan(budget=budget)
         seconds = PlanConfig(budget=budget).budget
@@ -54,18 +54,18 @@ def test_the_plan_fills_its_budget_and_adds_up() -> None:
         assert any("FLOPs a token" in line for line in made.arithmetic)
 
 
-def test_more_budget_buys_a_larger_model_that_is_expected_to_be_better() -> None:
+def test_plan_larger_budget_gives_larger_better_model() -> None:
     short, long = plan(budget="60s"), plan(budget="4h")
     assert long.expected["matrix_parameters"] > short.expected["matrix_parameters"]
     assert long.expected["bits_per_byte"] < short.expected["bits_per_byte"]
 
 
-def test_a_budget_of_arithmetic_is_spent_as_arithmetic() -> None:
+def test_plan_fills_flop_budget() -> None:
     made = plan(budget="1e14flops")
     assert made.expected["tokens"] * made.expected["flops_per_token"] == pytest.approx(1e14, rel=0.01)
 
 
-def test_what_is_given_is_kept_and_given_steps_time_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_keeps_given_values_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(vocab_size=2048, d_model=128, n_layers=2)
     assert (made.vocab_size, made.job["model"]["d_model"], made.job["model"]["n_layers"]) == (2048, 128, 2)
 
@@ -76,13 +76,13 @@ def test_what_is_given_is_kept_and_given_steps_time_nothing(monkeypatch: pytest.
     assert plan(steps=7, d_model=64).job["steps"] == 7
 
 
-def test_a_budget_that_buys_nothing_says_what_would() -> None:
+def test_plan_rejects_too_small_budget_with_advice() -> None:
     with pytest.raises(BudgetError, match="a budget of 1s buys") as caught:
         plan(budget="1s")
     assert "--budget" in str(caught.value)
 
 
-def test_without_a_compiler_the_run_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_without_compiler_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan().job["compile"] is True
     monkeypatch.setattr(planner, "can_compile", lambda: False)
     assert plan().job["compile"] is False
@@ -90,7 +90,7 @@ def test_without_a_compiler_the_run_is_not_compiled(monkeypatch: pytest.MonkeyPa
         plan(compile=True)
 
 
-def test_deterministic_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_deterministic_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> StepTiming:
         raise AssertionError("timed")
 
@@ -118,7 +118,7 @@ def test_deterministic_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
         plan(budget="1000flops", deterministic=True)
 
 
-def test_the_law_falls_with_size_and_data_and_has_a_best_vocabulary() -> None:
+def test_scaling_law_is_monotone_with_optimal_vocabulary() -> None:
     assert expected_bits_per_byte(2e6, 2e7, 1024) < expected_bits_per_byte(1e6, 2e7, 1024)
     assert expected_bits_per_byte(1e6, 2e7, 1024) < expected_bits_per_byte(1e6, 1e7, 1024)
     best = fitted_law().optimal_vocab * 3**0.5
@@ -136,7 +136,7 @@ def test_memory_grows_with_width_batch_and_replicas() -> None:
     assert memory() < memory(width=256) and memory() < memory(tokens=8192) and memory() < memory(replicas=2)
 
 
-def test_real_steps_are_timed_with_real_replicas() -> None:
+def test_time_steps_runs_real_replicas() -> None:
     job = Job(
         tokens="",
         model=decoder_config(32, 1, 300, ngram_buckets=64),
@@ -159,7 +159,7 @@ LLAMA = {
 EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 32}
 
 
-def test_another_network_is_taken_as_it_is_and_fills_the_budget() -> None:
+def test_plan_of_given_transformer_fills_budget() -> None:
     for change in ({}, {"experts": EXPERTS}):
         made = planner.make_plan(
             PlanConfig.model_validate({"budget": "60s", "vocab_size": 512, "model": LLAMA | change}),
@@ -192,12 +192,12 @@ def test_another_network_is_taken_as_it_is_and_fills_the_budget() -> None:
         ({"model": LLAMA | {"learned_positions": True, "max_length": 128}, "seq_len": 256}, "max_length"),
     ],
 )
-def test_an_impossible_network_is_refused_by_name(change: dict[str, object], named: str) -> None:
+def test_plan_config_names_bad_model_field(change: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         PlanConfig.model_validate(change)
 
 
-def test_one_rate_of_its_own_leaves_the_others_as_they_are_for_that_network() -> None:
+def test_plan_optim_override_keeps_other_defaults() -> None:
     made = planner.make_plan(
         PlanConfig.model_validate({"steps": 5, "vocab_size": 512, "model": LLAMA, "optim": {"weight_decay": 0.1}}),
         MACHINE, 30_000_000, Progress.silent(),

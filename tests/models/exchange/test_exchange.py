@@ -17,7 +17,7 @@ from whorl.models.transformer_config import AttentionConfig, CustomMixer, MoECon
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_theirs_whole_cached_and_after_export(case: str, tmp_path: Path) -> None:
+def test_logits_match_whole_cached_and_after_export(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "theirs")
     with torch.no_grad():
         want = model(IDS).logits
@@ -47,7 +47,7 @@ def test_logits_are_theirs_whole_cached_and_after_export(case: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("case", ["llama-3", "gemma3", "qwen3"])
-def test_bf16_differs_from_fp32_no_more_than_theirs_does(case: str, tmp_path: Path) -> None:
+def test_bf16_noise_matches_transformers(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "theirs")
     with torch.no_grad():
         exact = model(IDS).logits
@@ -59,7 +59,7 @@ def test_bf16_differs_from_fp32_no_more_than_theirs_does(case: str, tmp_path: Pa
         assert ours.final_norm.weight.dtype == torch.float32
 
 
-def test_every_weight_of_an_import_receives_a_gradient(tmp_path: Path) -> None:
+def test_import_every_weight_gets_a_gradient(tmp_path: Path) -> None:
     saved("deepseek", tmp_path / "theirs")
     ours = import_model(tmp_path / "theirs")
     ours.get_buffer(
@@ -70,7 +70,7 @@ def test_every_weight_of_an_import_receives_a_gradient(tmp_path: Path) -> None:
     assert not silent
 
 
-def test_old_files_without_prefix_with_masks_and_with_a_stored_tied_head(tmp_path: Path) -> None:
+def test_import_reads_old_files(tmp_path: Path) -> None:
     saved("gpt2", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     want = logits(import_model(tmp_path / "m"))
@@ -101,7 +101,7 @@ def test_old_files_without_prefix_with_masks_and_with_a_stored_tied_head(tmp_pat
         ("bert", {}, "'model_type' is 'bert'"),
     ],
 )  # fmt: skip
-def test_a_model_that_a_family_cannot_express_is_refused(
+def test_export_rejects_unsupported_models(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -109,7 +109,7 @@ def test_a_model_that_a_family_cannot_express_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_our_own_family_carries_any_mixer_and_other_types(tmp_path: Path) -> None:
+def test_whorl_family_supports_any_mixer_and_dtype(tmp_path: Path) -> None:
     mixers = {
         "a": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, alibi=True, rope=None),
         "b": CustomMixer(kind="linear", options={"n_heads": 4}),
@@ -133,7 +133,7 @@ def test_our_own_family_carries_any_mixer_and_other_types(tmp_path: Path) -> Non
         import_model(tmp_path / "own")
 
 
-def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_import_skips_multi_token_layers_with_warning(tmp_path: Path) -> None:
     saved("deepseek", tmp_path / "m")
     path, want = tmp_path / "m" / "model.safetensors", logits(import_model(tmp_path / "m"))
     save_file({**load_file(path), "model.layers.2.eh_proj.weight": torch.ones(2, 2)}, path)
@@ -141,7 +141,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path
         assert torch.equal(logits(import_model(tmp_path / "m")), want)
 
 
-def test_the_balancing_bias_is_never_rounded(tmp_path: Path) -> None:
+def test_export_keeps_balance_bias_in_fp32(tmp_path: Path) -> None:
     model = saved("deepseek", tmp_path / "theirs")
     export_model(import_model(tmp_path / "theirs"), tmp_path / "low", "deepseek_v3", dtype=torch.bfloat16)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -152,12 +152,12 @@ def test_the_balancing_bias_is_never_rounded(tmp_path: Path) -> None:
     assert dict(back.named_buffers())[name].dtype == torch.float32  # so they keep it too
 
 
-def test_every_family_is_tested() -> None:
+def test_families_are_all_tested() -> None:
     types = {theirs(case).config.model_type for case in CASES}
     assert types == set(FAMILIES) - {"whorl"}
 
 
-def test_a_model_that_no_family_can_express_says_why_for_each() -> None:
+def test_find_family_gives_a_reason_per_family() -> None:
     shape = {
         "vocab_size": 20,
         "d_model": 32,

@@ -17,7 +17,7 @@ from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, MoEConfig, Rope, TransformerConfig
 
 
-def test_fields_of_older_files_mean_what_they_meant(tmp_path: Path) -> None:
+def test_read_config_supports_older_fields(tmp_path: Path) -> None:
     base = {k: v for k, v in SHAPE.items() if v is not None} | {"rms_norm_eps": 1e-5, "hidden_act": "silu"}
     old = base | {
         "model_type": "llama",
@@ -70,9 +70,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers":
         ("Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window_pattern": 2}),
     ],
 )
-def test_which_layers_slide_is_known_without_their_list(
-    stem: str, fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_read_config_infers_sliding_layers(stem: str, fields: dict[str, Any], tmp_path: Path) -> None:
     given = {k: v for k, v in {**SHAPE, **fields}.items() if v is not None}
     getattr(transformers, stem)(**given).save_pretrained(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
@@ -151,7 +149,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, float]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_files_are_read_and_have_the_published_number_of_parameters(name: str) -> None:
+def test_read_config_of_published_models_counts_params(name: str) -> None:
     fields, total, active = PUBLISHED[name]
     with torch.device("meta"):
         counted = Transformer(read_config(fields, name)).params()
@@ -213,7 +211,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("case", "change", "message"), WRONG)
-def test_a_field_that_would_change_the_result_is_named(
+def test_read_config_names_unsupported_field(
     case: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     stem, fields = CASES[case]
@@ -228,7 +226,7 @@ def test_a_field_that_would_change_the_result_is_named(
     assert "config.json" in str(raised.value)
 
 
-def test_an_unknown_field_can_be_vouched_for() -> None:
+def test_read_config_ignores_fields_on_request() -> None:
     data = {**SHAPE, "model_type": "llama", "zeal": 0.5}
     with pytest.raises(ConfigError, match=r"'zeal' is 0\.5[^$]*pass ignore=\('zeal',\), or --ignore zeal"):
         read_config(data, "config.json")
@@ -237,7 +235,7 @@ def test_an_unknown_field_can_be_vouched_for() -> None:
     )
 
 
-def test_a_width_that_nothing_has_is_no_difference(tmp_path: Path) -> None:
+def test_unused_mlp_width_is_no_config_difference(tmp_path: Path) -> None:
     experts = MoEConfig(n_experts=4, top_k=2, hidden=24)
     model = small(experts=experts, mlp_hidden=100)
     assert find_family(model.config) == "mixtral"
@@ -249,13 +247,13 @@ def test_a_width_that_nothing_has_is_no_difference(tmp_path: Path) -> None:
         export_model(some[0], tmp_path / "no", "mixtral")
 
 
-def test_all_features_turning_is_no_share_of_them() -> None:
+def test_full_rotary_dim_is_no_config_difference() -> None:
     whole = small(mixers={"m": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=8))})
     assert find_family(whole.config) == "llama"
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_bounds_that_a_scaling_leaves_to_its_kind_are_no_difference(kind: str, tmp_path: Path) -> None:
+def test_default_scaling_bounds_are_no_difference(kind: str, tmp_path: Path) -> None:
     heads = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
     scaling = {"kind": kind, "factor": 4.0, "original_length": 16}
     shape = {"vocab_size": 20, "d_model": 32, "n_layers": 1, "mlp_hidden": 32, "max_length": 64,

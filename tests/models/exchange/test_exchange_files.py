@@ -17,7 +17,7 @@ from whorl.models.exchange import Shards, export_model, import_model
 from whorl.models.exchange.safetensors_io import plan_shards
 
 
-def test_shards_are_cut_by_size_and_read_back(tmp_path: Path) -> None:
+def test_shards_split_by_size_and_load(tmp_path: Path) -> None:
     assert plan_shards({"a": 4, "b": 4, "c": 9, "d": 1}, 8) == [["a", "b"], ["c"], ["d"]]
     model = saved("llama", tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="10KB")
@@ -28,7 +28,7 @@ def test_shards_are_cut_by_size_and_read_back(tmp_path: Path) -> None:
     assert Shards(tmp_path / "many").names() == Shards(tmp_path / "one").names()
 
 
-def test_what_is_wrong_with_the_files_is_named(tmp_path: Path) -> None:
+def test_import_names_damaged_tensor(tmp_path: Path) -> None:
     saved("qwen2", tmp_path / "good")
     weights = load_file(tmp_path / "good" / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -58,7 +58,7 @@ def test_what_is_wrong_with_the_files_is_named(tmp_path: Path) -> None:
             import_model(folder())
 
 
-def test_truncated_missing_and_unfitting_files_are_named(tmp_path: Path) -> None:
+def test_import_names_truncated_and_missing_files(tmp_path: Path) -> None:
     model = saved("qwen2", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     whole = path.read_bytes()
@@ -96,7 +96,7 @@ def test_truncated_missing_and_unfitting_files_are_named(tmp_path: Path) -> None
         import_model(tmp_path / "s")
 
 
-def test_tokenizer_files_and_special_ids_are_carried_over(tmp_path: Path) -> None:
+def test_export_copies_tokenizer_and_special_ids(tmp_path: Path) -> None:
     saved("llama", tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_bytes(b'{"a": 1}')
     export_model(import_model(tmp_path / "theirs"), tmp_path / "ours", "llama", source=tmp_path / "theirs")
@@ -105,7 +105,7 @@ def test_tokenizer_files_and_special_ids_are_carried_over(tmp_path: Path) -> Non
     assert (tmp_path / "ours" / "generation_config.json").exists()
 
 
-def test_what_the_network_itself_finds_impossible_names_the_file(tmp_path: Path) -> None:
+def test_import_names_file_of_impossible_network(tmp_path: Path) -> None:
     saved("deepseek", tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"n_group": 3}))

@@ -36,7 +36,7 @@ from whorl.objectives.contrastive import info_nce
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_are_theirs_at_any_size_and_after_export(case: str, tmp_path: Path) -> None:
+def test_vision_outputs_match_at_any_size_and_after_export(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "theirs")
     want, stretched = their_outputs(model), their_outputs(model, 24)
     assert want[-1].std() > 0.1 and (want[0] - stretched[0][:, : want[0].shape[1]]).abs().max() > 0.01
@@ -64,7 +64,7 @@ def test_outputs_are_theirs_at_any_size_and_after_export(case: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("case", ["vit", "clip"])
-def test_bf16_differs_from_fp32_no_more_than_theirs_does(case: str, tmp_path: Path) -> None:
+def test_vision_bf16_noise_matches_transformers(case: str, tmp_path: Path) -> None:
     noise = torch.zeros(3, 3)  # of theirs, ours to train and ours to run (rows), in each output (columns)
     for seed in range(
         8
@@ -85,7 +85,7 @@ def test_bf16_differs_from_fp32_no_more_than_theirs_does(case: str, tmp_path: Pa
         assert tower.norm.weight.dtype == tower.positions.dtype == torch.float32
 
 
-def test_every_weight_of_an_import_receives_a_gradient(tmp_path: Path) -> None:
+def test_vision_import_every_weight_gets_a_gradient(tmp_path: Path) -> None:
     for case in ("vit", "clip"):
         saved(case, tmp_path / case)
         ours = import_vision(tmp_path / case)
@@ -97,7 +97,7 @@ def test_every_weight_of_an_import_receives_a_gradient(tmp_path: Path) -> None:
             assert p.grad is not None and (p.grad.any() or name.endswith("k.bias")), name
 
 
-def test_shards_and_other_types_are_read(tmp_path: Path) -> None:
+def test_vision_import_reads_shards_and_exports_bf16(tmp_path: Path) -> None:
     model = saved("clip", tmp_path / "many", max_shard_size="10KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     ours = import_vision(tmp_path / "many")
@@ -108,7 +108,7 @@ def test_shards_and_other_types_are_read(tmp_path: Path) -> None:
     assert type(model).from_pretrained(tmp_path / "low").dtype == torch.bfloat16
 
 
-def test_a_pooler_is_left_out_with_a_warning_and_a_headless_model_has_no_logits(tmp_path: Path) -> None:
+def test_vision_import_warns_about_pooler(tmp_path: Path) -> None:
     model = saved("vit-headless", tmp_path / "m")
     with pytest.warns(UserWarning, match=r"2 tensors are left out \('pooler.dense.bias'\)"):
         ours = import_vision(tmp_path / "m")
@@ -118,7 +118,7 @@ def test_a_pooler_is_left_out_with_a_warning_and_a_headless_model_has_no_logits(
         ours(images(ours))
 
 
-def test_old_files_hold_positions_and_their_end_is_the_largest_id(tmp_path: Path) -> None:
+def test_clip_import_reads_old_files(tmp_path: Path) -> None:
     model = saved("clip-old", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     weights = load_file(path)
@@ -136,7 +136,7 @@ def test_old_files_hold_positions_and_their_end_is_the_largest_id(tmp_path: Path
 
 
 @pytest.mark.parametrize("scale", [math.log(100.0), 5.5])
-def test_a_scale_beyond_the_papers_bound_is_kept(scale: float, tmp_path: Path) -> None:
+def test_clip_import_keeps_large_scale(scale: float, tmp_path: Path) -> None:
     model = theirs("clip")
     model.logit_scale.data.fill_(scale)
     model.save_pretrained(tmp_path / "m")
@@ -183,7 +183,7 @@ def tower(**change: Any) -> ViT:
         ),
     ],
 )
-def test_a_model_that_a_family_cannot_express_is_refused(
+def test_vision_export_rejects_unsupported_models(
     model: Any, family: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
@@ -191,7 +191,7 @@ def test_a_model_that_a_family_cannot_express_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_models_of_our_own_are_theirs_too(tmp_path: Path) -> None:
+def test_vision_export_of_new_models_matches(tmp_path: Path) -> None:
     own: list[tuple[str, Any, Any]] = [
         ("vit", vit(mlp="gelu_tanh"), transformers.ViTForImageClassification),
         ("clip", DualEncoder(tower(mlp="quick_gelu"), text(mlp="quick_gelu")), transformers.CLIPModel),
@@ -213,7 +213,7 @@ def test_models_of_our_own_are_theirs_too(tmp_path: Path) -> None:
             export_vision(model, tmp_path / family, family)
 
 
-def test_processors_labels_and_special_ids_are_carried_over(tmp_path: Path) -> None:
+def test_vision_export_copies_processor_labels_and_ids(tmp_path: Path) -> None:
     saved("vit", tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").write_bytes(b'{"image_mean": [0.5]}')
     config = json.loads((tmp_path / "vit" / "config.json").read_text())
@@ -236,5 +236,5 @@ def test_processors_labels_and_special_ids_are_carried_over(tmp_path: Path) -> N
     assert (part["bos_token_id"], part["eos_token_id"], part["pad_token_id"]) == (3, END, 7)
 
 
-def test_every_family_is_tested() -> None:
+def test_vision_families_are_all_tested() -> None:
     assert {theirs(case).config.model_type for case in CASES} == set(VISION_FAMILIES)

@@ -16,7 +16,7 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange import VISION_FAMILIES, import_vision, read_vision_config
 
 
-def test_a_towers_own_dictionary_comes_first_and_what_it_leaves_out_has_its_default() -> None:
+def test_clip_config_prefers_legacy_dictionaries() -> None:
     old = {"hidden_size": 99, "num_hidden_layers": 3, "eos_token_id": 2}
     given = {
         "text_config": old,
@@ -68,7 +68,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_files_are_read_and_have_the_published_number_of_parameters(name: str) -> None:
+def test_published_vision_configs_count_params(name: str) -> None:
     fields, total = PUBLISHED[name]
     with torch.device("meta"):
         model = VISION_FAMILIES[fields["model_type"]].build(read_vision_config(fields, name), torch.float32)
@@ -100,7 +100,7 @@ WRONG: list[tuple[str, str | None, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("case", "part", "change", "message"), WRONG)
-def test_a_field_that_would_change_the_result_is_named(
+def test_vision_config_names_unsupported_field(
     case: str, part: str | None, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     saved(case, tmp_path)
@@ -125,7 +125,7 @@ def test_a_field_that_would_change_the_result_is_named(
         ("clip", "logit_scale"),
     ],
 )
-def test_what_is_wrong_with_the_files_is_named(case: str, name: str, tmp_path: Path) -> None:
+def test_vision_import_names_damaged_tensor(case: str, name: str, tmp_path: Path) -> None:
     saved(case, tmp_path / "good")
     weights = load_file(tmp_path / "good" / "model.safetensors")
     for change, message in (

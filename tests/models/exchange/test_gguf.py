@@ -172,7 +172,7 @@ def written(config: TransformerConfig, folder: Path, **options: Any) -> tuple[Tr
 
 
 @pytest.mark.parametrize("case", THEIRS)
-def test_transformers_reads_the_same_model(case: str, tmp_path: Path) -> None:
+def test_gguf_logits_match_transformers(case: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -203,7 +203,7 @@ def logits_of_llama_cpp(file: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_llama_cpp_computes_the_same_logits(case: str, tmp_path: Path) -> None:
+def test_gguf_logits_match_llama_cpp(case: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     architecture, config = CASES[case]
     model, file = written(config, tmp_path)
@@ -252,7 +252,7 @@ def close(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", FIELDS)
-def test_fields_are_those_of_the_architecture(case: str, tmp_path: Path) -> None:
+def test_gguf_fields_follow_architecture(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     _, file = written(config, tmp_path)
     reader = gguf.GGUFReader(file)
@@ -261,7 +261,7 @@ def test_fields_are_those_of_the_architecture(case: str, tmp_path: Path) -> None
     assert {n: close(v) for n, v in got.items()} == {n: close(v) for n, v in FIELDS[case].items()}
 
 
-def test_tensors_that_no_reader_but_llama_cpp_looks_at(tmp_path: Path) -> None:
+def test_gguf_tensors_for_llama_cpp_only(tmp_path: Path) -> None:
     scaling = RopeScaling("llama3", 8.0, 16)
     _, file = written(CASES["llama-3"][1], tmp_path)
     tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors}
@@ -284,9 +284,7 @@ def field(file: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_matrices_are_of_the_type_asked_for_and_vectors_of_full_precision(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_gguf_dtype_applies_to_matrices_only(dtype: torch.dtype, tmp_path: Path) -> None:
     model, file = written(CASES["mixtral"][1], tmp_path, dtype=dtype)
     reader = gguf.GGUFReader(file)
     kinds = {t.name: t.tensor_type.name for t in reader.tensors}
@@ -303,7 +301,7 @@ def test_matrices_are_of_the_type_asked_for_and_vectors_of_full_precision(
     assert torch.equal(stored, ours.detach().to(dtype))
 
 
-def test_a_window_without_a_word_for_it_ends_the_context(tmp_path: Path) -> None:
+def test_gguf_unsupported_window_limits_context(tmp_path: Path) -> None:
     model = drawn(shaped(heads(window=20)))
     with pytest.warns(UserWarning, match="longest row is 20"):
         export_gguf(model, tmp_path / "m.gguf")
@@ -340,21 +338,19 @@ def test_a_window_without_a_word_for_it_ends_the_context(tmp_path: Path) -> None
         (shaped(heads(qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24, norm_topk_prob=False)), "norm_topk_prob"),
     ],
 )  # fmt: skip
-def test_a_network_that_llama_cpp_lacks_is_refused_by_field(
-    config: TransformerConfig, message: str, tmp_path: Path
-) -> None:
+def test_gguf_export_names_unsupported_field(config: TransformerConfig, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         export_gguf(Transformer(config), tmp_path / "m.gguf")
     assert not list(tmp_path.iterdir())
 
 
-def test_our_own_small_model_is_refused(tmp_path: Path) -> None:
+def test_gguf_export_rejects_decoder(tmp_path: Path) -> None:
     small = DecoderConfig(vocab_size=96, d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, mlp_hidden=32)
     with pytest.raises(ConfigError, match="is a Decoder"):
         export_gguf(Decoder(small), tmp_path / "m.gguf")  # type: ignore[arg-type]
 
 
-def test_a_file_in_the_way_and_a_weight_too_large_are_refused(tmp_path: Path) -> None:
+def test_gguf_export_rejects_bad_target_and_weights(tmp_path: Path) -> None:
     model, file = written(CASES["llama"][1], tmp_path)
     before = file.read_bytes()
     with pytest.raises(ConfigError, match="exists"):

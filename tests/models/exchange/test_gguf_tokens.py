@@ -82,9 +82,7 @@ def only_words(folder: Path, vocab_size: int, file: Path) -> Path:
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=SPLITS.values())
-def test_ids_of_byte_level_tokenizers_are_the_same_in_llama_cpp(
-    splits: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_byte_level_ids_match_llama_cpp(splits: tuple[str, ...], tmp_path: Path) -> None:
     made = byte_level(splits, tmp_path)
     file = only_words(tmp_path, 1000, tmp_path / "v.gguf")
     assert field(file, "tokenizer.ggml.pre") == SPLITS[splits]
@@ -131,7 +129,7 @@ def by_pieces(folder: Path, **changes: Any) -> Any:
     return library.Tokenizer.from_str(json.dumps(data))
 
 
-def test_ids_of_pieces_with_scores_are_the_same_in_llama_cpp(tmp_path: Path) -> None:
+def test_sentencepiece_ids_match_llama_cpp(tmp_path: Path) -> None:
     made = by_pieces(tmp_path)
     file = only_words(tmp_path, 900, tmp_path / "v.gguf")
     assert field(file, "tokenizer.ggml.model") == "llama"
@@ -145,7 +143,7 @@ def test_ids_of_pieces_with_scores_are_the_same_in_llama_cpp(tmp_path: Path) -> 
     engine.close()
 
 
-def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path) -> None:
+def test_vocabulary_rejects_merges_without_scores(tmp_path: Path) -> None:
     by_pieces(tmp_path)
     data = json.loads((tmp_path / "tokenizer.json").read_text())
     merges = data["model"]["merges"]
@@ -168,7 +166,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
     return made, folder
 
 
-def test_our_own_tokenizer_is_written_with_a_warning(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+def test_whorl_vocabulary_warns_and_keeps_merge_order(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     made, folder = ours
     assert WHORL_PATTERN == PATTERN  # which the floor below cannot import
     with pytest.warns(UserWarning, match="2 tokens in 100"):
@@ -187,9 +185,7 @@ def test_our_own_tokenizer_is_written_with_a_warning(ours: tuple[Tokenizer, Path
     assert first > 10
 
 
-def test_ids_of_our_own_tokenizer_in_llama_cpp_are_nearly_ours(
-    ours: tuple[Tokenizer, Path], tmp_path: Path
-) -> None:
+def test_whorl_ids_nearly_match_llama_cpp(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     made, folder = ours
     engine = llama_cpp(only_words(folder, made.vocab_size, tmp_path / "v.gguf"), vocab_only=True)
 
@@ -211,7 +207,7 @@ def test_ids_of_our_own_tokenizer_in_llama_cpp_are_nearly_ours(
     engine.close()
 
 
-def test_llama_cpp_continues_as_we_do(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+def test_llama_cpp_continues_like_whorl(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     made, folder = ours
     config = TransformerConfig(
         vocab_size=made.vocab_size, d_model=32, n_layers=2, max_length=64, mlp_hidden=48,
@@ -235,7 +231,7 @@ def test_llama_cpp_continues_as_we_do(ours: tuple[Tokenizer, Path], tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*2 tokens in 100")
-def test_tokenizers_without_a_form_are_refused(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+def test_vocabulary_rejects_unsupported_tokenizers(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     made, folder = ours
     with pytest.raises(CheckpointError, match="below 600"):
         read_vocabulary(folder, 600)

@@ -99,7 +99,7 @@ def gptq_by_definition(weight: Tensor, h: Tensor, scales: Tensor, kind: str, dam
 
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize(("kind", "group"), [("int4", None), ("int4", 8), ("int8", None)])
-def test_gptq_is_its_definition(
+def test_gptq_matches_definition(
     kind: str, group: int | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("whorl.models.quantization.gptq.BLOCK", block)
@@ -109,7 +109,7 @@ def test_gptq_is_its_definition(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_calibration_lowers_the_error_of_the_output(seed: int) -> None:
+def test_gptq_lowers_output_error(seed: int) -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
     h = moments_of(64, seed)
     scales = compute_scales(weight, "int4", 32)
@@ -120,7 +120,7 @@ def test_calibration_lowers_the_error_of_the_output(seed: int) -> None:
     assert calibrated < 0.6 * rescaled and rescaled < 1.1 * nearest
 
 
-def test_uncorrelated_inputs_are_rounded_to_the_nearest() -> None:
+def test_gptq_rounds_to_nearest_for_uncorrelated_inputs() -> None:
     weight = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     scales = compute_scales(weight, "int4")
     h = torch.diag(torch.rand(16, generator=torch.Generator().manual_seed(1)) + 0.1).double()
@@ -129,7 +129,7 @@ def test_uncorrelated_inputs_are_rounded_to_the_nearest() -> None:
     assert torch.equal(gptq(weight, h, scales, "int4"), encode(weight, scales, "int4"))
 
 
-def test_moments_are_the_sum_over_all_inputs() -> None:
+def test_second_moments_sum_over_all_inputs() -> None:
     model, seen = decoder(), []
     name = "blocks.1.mlp.down"
     hook = model.get_submodule(name).register_forward_pre_hook(
@@ -161,7 +161,7 @@ SCHEMES = [
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("kind", ["decoder", "tied decoder", "transformer"])
-def test_a_quantised_model_comes_back_from_its_folder(
+def test_quantized_model_survives_save_and_load(
     kind: str, scheme: QuantizationConfig, tmp_path: Path
 ) -> None:
     model = transformer() if kind == "transformer" else decoder(tie_embeddings="tied" in kind)
@@ -183,7 +183,7 @@ def test_a_quantised_model_comes_back_from_its_folder(
     assert (low.logits(low(ids())) - after).norm() < 0.1 * after.norm()
 
 
-def test_a_quantised_model_decodes_as_it_reads() -> None:
+def test_quantized_model_decodes_in_pieces_like_one_forward() -> None:
     model = quantize_model(decoder(), QuantizationConfig(format="int4", group_size=32, head=True, ngram=True))
     state = model.new_state(2, 12)
     text = ids(2, 12)
@@ -191,7 +191,7 @@ def test_a_quantised_model_decodes_as_it_reads() -> None:
     assert torch.allclose(torch.cat(parts, 1), model(text), atol=1e-4)
 
 
-def test_the_engine_runs_a_quantised_model() -> None:
+def test_engine_runs_quantized_model() -> None:
     model = quantize_model(decoder(), QuantizationConfig(dynamic=True, head=True, ngram=True))
     engine = Engine(
         model, EngineConfig(max_num_seqs=2, max_model_len=32, block_size=4, max_num_batched_tokens=7)
@@ -211,7 +211,7 @@ def test_the_engine_runs_a_quantised_model() -> None:
         assert found[str(n)] == text[9:]
 
 
-def test_matrices_that_are_not_plain_products_stay(tmp_path: Path) -> None:
+def test_quantize_skips_matrices_read_directly(tmp_path: Path) -> None:
     latent = MLAConfig(n_heads=2, kv_rank=16, nope_dim=16, rope_dim=16, v_dim=16)
     experts = MoEConfig(n_experts=4, top_k=2, hidden=32, shared_hidden=32, shared_gate=True)
     model = transformer(mixers={"latent": latent}, experts=experts)
@@ -224,7 +224,7 @@ def test_matrices_that_are_not_plain_products_stay(tmp_path: Path) -> None:
     assert torch.allclose(found.logits(found(ids())), model.logits(model(ids())), atol=1e-5)
 
 
-def test_what_cannot_be_is_said_before_any_work() -> None:
+def test_quantize_rejects_bad_input_before_any_work() -> None:
     with pytest.raises(ConfigError, match=r"calibrated.*no text"):
         quantize_model(decoder(), QuantizationConfig(format="int4", rounding="calibrated"))
     with pytest.raises(
@@ -242,7 +242,7 @@ def test_what_cannot_be_is_said_before_any_work() -> None:
         QuantizationConfig(dynamic=True, group_size=64)
 
 
-def test_damaged_folders_are_named(tmp_path: Path) -> None:
+def test_load_names_damaged_quantized_files(tmp_path: Path) -> None:
     save_model(quantize_model(decoder(), QuantizationConfig(format="int4", group_size=32)), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
 

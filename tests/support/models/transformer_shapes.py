@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.support.models.initialization import add_noise
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import (
     MIXERS,
@@ -65,10 +66,6 @@ def config(**changes: Any) -> TransformerConfig:
 
 
 def made(dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
-    """With every weight drawn: those that begin at zero would hide their part of the network."""
+    """Return a model with noise on every weight: zeros would hide their part of the network."""
     model = Transformer(config(**changes), torch.Generator().manual_seed(0), dtype)
-    generator = torch.Generator().manual_seed(1)
-    for p in model.parameters():
-        with torch.no_grad():
-            p.add_(torch.randn(p.shape, generator=generator) * 0.15)
-    return model
+    return add_noise(model, 0.15, torch.Generator().manual_seed(1))
