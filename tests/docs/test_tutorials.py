@@ -1,6 +1,7 @@
 """Run the code blocks of each tutorial, in order, in an empty folder.
 
-A fence ` ```bash ` is run by `bash -e`, ` ```python ` in one namespace for the page. `skip` after the language leaves a block out.
+A `bash` fence runs with `bash -e`. All `python` fences of a page share one namespace. `skip` after the language leaves a
+block out.
 """
 
 from __future__ import annotations
