@@ -1,11 +1,11 @@
-"""What every bench shares: its command line, and its last line, one JSON object.
+"""The command line of every bench, and its last line: one JSON object.
 
     args = parse(__doc__, lambda parser: parser.add_argument("--rounds", type=int, default=3), smoke={"rounds": 1})
     ...
     claim("...", ours=..., peer=..., unit="tokens/s", ratio=..., bar=..., ok=..., samples=[...])
 
-`--smoke` runs a script in seconds at sizes whose figures mean nothing. `--save` puts the line into `bench/results/`, from which
-`bench/report.py` writes docs/benchmarks.md.
+`--smoke` runs a script in seconds at sizes whose figures mean nothing. `--save` puts the line into `bench/results/`,
+from which `bench/report.py` writes docs/benchmarks.md.
 """
 
 from __future__ import annotations

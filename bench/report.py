@@ -1,9 +1,9 @@
 """Write docs/benchmarks.md from the JSON lines in bench/results/.
 
     python bench/report.py            write the page
-    python bench/report.py --check    exit 1 if the page is not what the results say
+    python bench/report.py --check    exit 1 if the page differs from the results
 
-`bench/results/*.jsonl` holds one record for each figure. Benches append theirs with `--save` (bench/_run.py). Records in
+`bench/results/*.jsonl` holds one record for each figure. Benches add records with `--save` (bench/_run.py). Records in
 `transcribed.jsonl` were measured in November 2026, before JSON lines were kept; running the script again replaces them.
 """
 

@@ -172,7 +172,7 @@ class _Log:
         self._at(step + 1).write(step, values)
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
-        """Checkpoints need no line of their own."""
+        """Checkpoints are not logged."""
 
     def on_event(self, step: int, event: dict[str, Any]) -> None:
         self._at(step).write(step, {k: json.dumps(v, default=str) for k, v in event.items()})

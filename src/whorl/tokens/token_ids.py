@@ -1,6 +1,6 @@
 """A token set from token ids that came without text: one's own tensors.
 
-Each document is framed by ids of its own: bos = n, eos = n + 1, pad = n + 2, for a vocabulary of n ids.
+Three further ids frame each document: bos = n, eos = n + 1, pad = n + 2, for a vocabulary of n ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whorl.tokens.shards import TokensConfig, _ShardWriter, _update_index, _writ
 
 @dataclass(frozen=True)
 class IdVocabulary:
-    """What a token set records of its vocabulary, without a tokenizer. n_ids: the caller's ids, 0 to n_ids - 1."""
+    """The vocabulary entries of a token set that has no tokenizer. n_ids: the caller's ids, 0 to n_ids - 1."""
 
     n_ids: int
 
