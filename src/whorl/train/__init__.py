@@ -1,6 +1,6 @@
-"""Training: `learner` and its optimisers (`optim`) and replicas (`world`), the loop (`pretrain`), checkpoints, timing.
+"""Training: learner, optimizers, language-model pretraining, checkpoints, metrics, resilience, profiling.
 
-Import from the modules; this file stays empty so that a recipe's settings (`config`) can be read without torch.
+Import from the modules. This file stays empty so that `train.config` can be read without importing torch.
 """
 
 import sys

@@ -1,5 +1,4 @@
-"""The settings of optimisers, schedules and routing, apart from them so that a recipe can be checked without importing
-torch."""
+"""Settings of optimizers, schedules, routing and the spike guard. Imports no torch, so a recipe can be checked fast."""
 
 from __future__ import annotations
 
@@ -9,52 +8,61 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class OptimConfig(BaseModel):
-    """Peak learning rates and what goes with them."""
+    """Peak learning rates and related settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     optimizer: Literal["muon", "adamw"] = Field(
-        default="muon", description="what trains the blocks' matrices"
+        default="muon", description="optimizer of the blocks' matrices"
     )
-    lr_muon: float = Field(default=0.02, gt=0, description="Muon, matrices of the blocks")
-    lr_adamw: float = Field(default=0.003, gt=0, description="AdamW, matrices of the blocks, if it has them")
+    lr_muon: float = Field(default=0.02, gt=0, description="peak, Muon: matrices of the blocks")
+    lr_adamw: float = Field(
+        default=0.003, gt=0, description="peak, AdamW: matrices of the blocks, if optimizer is adamw"
+    )
     muon_every: int = Field(
-        default=2, ge=1, description="steps between updates of a matrix, which then is as much larger"
+        default=2, ge=1, description="steps between updates of a matrix; the update is larger by this factor"
     )
-    lr_embedding: float = Field(default=0.006, gt=0, description="AdamW, embedding and head")
-    lr_scalar: float = Field(default=0.01, gt=0, description="AdamW, gains and temperatures")
-    lr_ngram: float = Field(default=0.05, gt=0, description="row Adagrad, n-gram memories")
+    lr_embedding: float = Field(default=0.006, gt=0, description="peak, AdamW: embedding and head")
+    lr_scalar: float = Field(default=0.01, gt=0, description="peak, AdamW: gains and temperatures")
+    lr_ngram: float = Field(default=0.05, gt=0, description="peak, sparse Adagrad: n-gram tables")
     momentum: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(
-        default=0.0, ge=0, description="of what layers multiply with; times the rate, a step"
+        default=0.0, ge=0, description="of weight matrices; times the learning rate, per step"
     )
     fused: bool | None = Field(
-        default=None, description="AdamW by torch's fused kernel, with other last bits; default: on CUDA only"
+        default=None,
+        description="torch's fused AdamW kernel, which differs in the last bits; default: on CUDA only",
     )
     mup_base_width: int | None = Field(
-        default=None, ge=1, description="muP: the width (d_model) that the rates were found at (mup.py)"
+        default=None,
+        ge=1,
+        description="muP: the width (d_model) at which the learning rates were tuned (mup.py)",
     )
-    clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient, dense parameters together")
+    clip_norm: float = Field(
+        default=1.0, gt=0, description="norm limit of the mean gradient, over all dense parameters"
+    )
 
 
 class ScheduleConfig(BaseModel):
-    """How the learning rates rise and fall (`schedule.py`). Shares are of the run's steps."""
+    """The shape of the learning-rate schedule (`optim/lr_schedule.py`). Ratios are fractions of the run's steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    warmup_ratio: float = Field(default=0.02, ge=0, lt=1, description="share that warms up")
+    warmup_ratio: float = Field(default=0.02, ge=0, lt=1, description="fraction of the steps for warm-up")
     warmup_steps: float | None = Field(
-        default=None, ge=0, description="steps that warm up, in place of the share"
+        default=None, ge=0, description="warm-up in steps, in place of the ratio"
     )
-    decay_ratio: float = Field(default=0.5, gt=0, le=1, description="share that decays, of wsd")
+    decay_ratio: float = Field(
+        default=0.5, gt=0, le=1, description="fraction of the steps for the decay of wsd"
+    )
     min_lr_ratio: float = Field(
-        default=0.02, ge=0, le=1, description="share of the peak that is left at the very end"
+        default=0.02, ge=0, le=1, description="final learning rate as a fraction of the peak"
     )
 
     @model_validator(mode="after")
     def _possible(self) -> ScheduleConfig:
-        def given(name: str) -> bool:  # by value: what was read from a file again names every field
+        def given(name: str) -> bool:  # by value: a configuration read from a file names every field
             return bool(getattr(self, name) != type(self).model_fields[name].default)
 
         if given("decay_ratio") and self.kind != "wsd":
@@ -82,21 +90,21 @@ class ScheduleConfig(BaseModel):
 
 
 class RoutingConfig(BaseModel):
-    """How mixtures of experts are kept in use (`nn/experts`); of no effect on a model without any."""
+    """Load balancing of mixtures of experts (`nn/experts`); ignored by models without experts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     aux_loss_coef: float = Field(
-        default=0.01, ge=0, description="weight of the load-balancing loss, each layer"
+        default=0.01, ge=0, description="weight of the load-balancing loss, per layer"
     )
-    z_loss_coef: float = Field(default=1e-3, ge=0, description="weight of the router's z-loss, each layer")
+    z_loss_coef: float = Field(default=1e-3, ge=0, description="weight of the router's z-loss, per layer")
     bias_update_rate: float = Field(
-        default=1e-3, ge=0, description="step of the balancing bias, for routers that have one"
+        default=1e-3, ge=0, description="step size of the balancing bias, for routers with one"
     )
 
 
 class SpikeGuardConfig(BaseModel):
-    """What is done about a step that went wrong (`guard.py`). All of it counts in steps: no clock decides a weight."""
+    """Settings of the spike guard (`resilience/spike_guard.py`). All counts are in steps: no clock decides a weight."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -105,12 +113,15 @@ class SpikeGuardConfig(BaseModel):
         ge=0,
         description="robust standard deviations above the median at which a batch is skipped; 0: never",
     )
-    window: int = Field(default=128, ge=8, description="steps whose losses and gradient norms are compared")
-    patience: int = Field(default=8, ge=1, description="bad steps in a row before the weights go back")
-    max_rollbacks: int = Field(default=2, ge=0, description="how often they may; then training stops")
+    window: int = Field(default=128, ge=8, description="number of recent steps in the statistics")
+    patience: int = Field(default=8, ge=1, description="bad steps in a row before a rollback")
+    max_rollbacks: int = Field(default=2, ge=0, description="rollbacks before training stops")
     max_skipped: float = Field(
-        default=0.05, ge=0, le=1, description="share of the steps that may be skipped; then training stops"
+        default=0.05,
+        ge=0,
+        le=1,
+        description="fraction of the steps that may be skipped before training stops",
     )
     snapshot_every: int | None = Field(
-        default=None, ge=1, description="steps between the copies to go back to; default an eighth of the run"
+        default=None, ge=1, description="steps between snapshots; default: an eighth of the run"
     )

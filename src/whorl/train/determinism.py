@@ -1,21 +1,19 @@
-"""Determinism: the same bits twice, at the price of what was faster.
+"""Deterministic mode: two runs of one recipe give the same bits, at a cost in speed.
 
-Training has no clock in it, and every sum is taken in a fixed order, so a run can be repeated on one machine as it is. What
-still differs between two runs of one recipe is what was *measured* for them: the plan's choices (how many steps, compiled or
-not, fp32 or bf16, how many replicas and threads), and the library that multiplies small matrices (`nn/experts`). With
-`--deterministic` none of these is measured:
+Training itself uses no clock and fixed summation orders. Two runs still differ in measured choices: the plan (steps,
+compilation, dtype, replicas, threads) and the library that multiplies small matrices (`nn/experts`). With `--deterministic`
+none of these is measured:
 
-    compiled      not, unless the recipe says so (then without the compiler's own timing of kernels)
-    type          float32 on a CPU, bfloat16 on a GPU, unless WHORL_DTYPE says otherwise
-    replicas      as the recipe says, else one for each usable core; on them the last bits depend
-    threads       one in each replica: a sum split over two threads is another sum
-    products      MKL's, never oneDNN's
-    steps         from the recipe or a budget of FLOPs: a budget of seconds is refused
-    torch         only algorithms that give the same bits each time (an operation that has none raises), no timing of
-                  convolutions, cuBLAS with a fixed workspace
+    compile       off, unless the recipe sets it (then without the compiler's kernel timing)
+    dtype         float32 on a CPU, bfloat16 on a GPU, unless WHORL_DTYPE is set
+    replicas      from the recipe, else one per usable core; the last bits depend on the number
+    threads       one per replica: another number changes the order of sums
+    products      MKL, never oneDNN
+    steps         from the recipe or a budget of FLOPs; a budget of seconds is rejected
+    torch         deterministic algorithms only (an operation without one raises), no timing of convolutions, cuBLAS with a
+                  fixed workspace
 
-What it cannot give: the same bits on another kind of processor or another version of torch, nor on another number of
-replicas, whose sums are other sums.
+Other processors, other versions of torch and other numbers of replicas still give other bits.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from whorl.nn.experts import experts
 
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Within it, nothing that torch or `nn/experts` would choose by measuring decides a bit. In every replica."""
+    """Within the context, no measurement by torch or `nn/experts` decides a bit. Every replica enters it."""
     if not enabled:
         yield
         return
-    import torch._inductor.config as inductor  # takes a second
+    import torch._inductor.config as inductor  # the import takes a second
 
-    # Before the first product on a GPU, or cuBLAS refuses; of no effect elsewhere.
+    # Must be set before the first product on a GPU, or cuBLAS raises. No effect elsewhere.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = (
         torch.are_deterministic_algorithms_enabled(),

@@ -1,1 +1,1 @@
-"""The learner: micro-batches, gradient accumulation, updates, the training loop."""
+"""The learner: gradient accumulation, updates, exponential moving average, loss scaling, the training loop."""

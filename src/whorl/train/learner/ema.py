@@ -1,14 +1,14 @@
-"""A running average of the weights: a model that was at many places at once, and often a better one than the last.
+"""Exponential moving average (EMA) of the weights.
 
-Weights late in training walk around a minimum as far as the learning rate carries them; their average lies nearer to
-it (Polyak and Juditsky 1992; for networks, Izmailov et al. 2018, arXiv:1803.05407). It is worth most at a high rate:
-a schedule that decays to zero does much of the same, so it is off unless asked for (`Job.ema`).
+The average lies closer to a minimum than the last iterate (Polyak and Juditsky 1992; for networks, Izmailov et al. 2018,
+arXiv:1803.05407). It helps most at a high learning rate. A schedule that decays to zero has much of the same effect, so the
+EMA is off by default (`Job.ema`).
 
     every 10th step:  average <- b average + (1 - b) weights,   b = min(decay^10, (1 + step) / (10 + step))
 
-Every 10th, because it is a pass over all weights, and one step moves them little. The second bound makes the
-beginning a plain mean, which forgets the untrained weights. Each replica averages its share of the tensors, which lie
-in shared memory and in checkpoints.
+The interval limits the cost: one update is a pass over all weights. The second bound on b makes early averages a plain mean,
+which discards the untrained weights. Each replica averages its share of the tensors. The averages are in shared memory and
+in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ UPDATE_INTERVAL = 10
 
 
 def allocate_ema(shared: SharedState, replicas: int) -> None:
-    """Averages of all weights of `shared`, which begin as these."""
+    """Allocate averages of all weights of `shared`, initialized with the weights."""
     for name, weight in shared.weights.items():
-        shared.ema[name] = weight.detach().float().clone()  # in bf16 an average would stand still
+        shared.ema[name] = weight.detach().float().clone()  # in bf16 small changes would round to zero
         if replicas > 1:
             shared.ema[name].share_memory_()  # type: ignore[no-untyped-call]
 
 
 class EMA:
-    """The averages of `shared` in training; without any, nothing happens."""
+    """Updates the averages of `shared` during training; does nothing if `shared.ema` is empty."""
 
     def __init__(self, shared: SharedState, decay: float, process_group: ProcessGroup) -> None:
         self.shared, self.decay, self.process_group = shared, decay, process_group
@@ -42,7 +42,7 @@ class EMA:
 
     @torch.no_grad()
     def on_step_end(self, steps_done: int) -> None:
-        """After `done` steps in all; called by every replica."""
+        """Update the averages. Every replica calls this after each step; `steps_done` counts from the start of the run."""
         if not self.shared.ema or steps_done % UPDATE_INTERVAL:
             return
         decay = min(self.decay**UPDATE_INTERVAL, (1 + steps_done) / (10 + steps_done))
@@ -52,7 +52,7 @@ class EMA:
 
     @contextmanager
     def average_parameters(self, model: nn.Module) -> Iterator[None]:
-        """Inside, `model` has the average weights."""
+        """Within the context, `model` has the average weights."""
         self.bind(model, use_ema=True)
         try:
             yield
@@ -60,7 +60,7 @@ class EMA:
             self.bind(model, use_ema=False)
 
     def bind(self, model: nn.Module, *, use_ema: bool) -> None:
-        """Gives `model` the average weights or the trained ones; the memory is shared either way."""
+        """Point the parameters of `model` at the averages or at the trained weights. Both stay in shared memory."""
         if self.shared.ema:
             for name, p in model.named_parameters():
                 p.data = (self.shared.ema if use_ema else self.shared.weights)[name]

@@ -1,15 +1,15 @@
-"""The learner: weights, gradients and optimiser state of some networks, updated together by all replicas.
+"""The learner: weights, gradients and optimizer state of some networks, updated together by all replicas.
 
-One step of an update, told once for 1 or N replicas:
+One step of an update, on 1 or N replicas:
 
-    each:     total, count, gradients of the *summed* loss of its share of the batch   (`accumulate`, any number of times)
-    exchange: the global count divides the gradients, once
-    each:     sums its share of the parameters over the replicas; exchange: the global gradient norm, for clipping
-    each:     updates its share in place
-    exchange: everybody sees the new weights
+    each rank    total, count and gradients of the *summed* loss of its share of the batch (`accumulate`, any number of times)
+    all-gather   the global count divides the gradients once
+    each rank    sums its share of the parameters over the replicas; all-gather of the global gradient norm, for clipping
+    each rank    updates its share in place
+    all-gather   barrier: all ranks see the new weights
 
-So 1 x 8, 2 x 4 and 8 x 1 micro-batches and any number of replicas take the same step up to the rounding of sums (a test).
-Parameters are split by what their update costs; rows of look-up tables by row number.
+So 1 x 8, 2 x 4 and 8 x 1 micro-batches, on any number of replicas, give the same step up to the rounding of sums (tested).
+Parameters are partitioned by update cost (`zero1.py`), rows of lookup tables by row number.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, flatten_vie
 
 @dataclass
 class SharedState:
-    """What all replicas see: tensors in shared memory, by name.
+    """Tensors in shared memory, visible to all replicas, by name.
 
-    weights and state: by parameter and by "parameter/moment"; gradients: [replicas, ...] for each dense parameter;
-    row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse one; buffers: what a network
-    keeps beside its weights (a router's balancing bias). Of those one rank writes, between two exchanges. averages: of
-    the weights, where they are kept (`average.py`).
+    weights, buffers: by parameter or buffer name; state: by "parameter/moment". gradients: [replicas, ...] for each dense
+    parameter. row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse parameter. ema: averages
+    of the weights if enabled (`ema.py`). Only rank 0 writes a buffer, between two barriers.
     """
 
     weights: dict[str, Tensor]
@@ -59,11 +58,12 @@ class SharedState:
         contiguous: bool = False,
         bf16_matrices: bool = False,
     ) -> SharedState:
-        """Memory for `networks`; `rows` is how often at most one replica looks into a table in a step.
+        """Allocate the tensors of `networks`.
 
-        together: lay all that AdamW trains end to end, so that its update is a few operations over everything and
-        not over each parameter, of which an agent has a dozen small ones. For a single replica.
-        narrow: keep Muon's matrices in bf16 (`rounding.py`).
+        Args:
+            max_rows: upper bound on lookups in one table per replica and step.
+            contiguous: place all AdamW parameters in one flat buffer, so that an update is a few operations. For one replica.
+            bf16_matrices: store Muon's matrices in bf16 (`stochastic_rounding.py`).
         """
 
         device = next(networks.parameters()).device
@@ -95,7 +95,7 @@ class SharedState:
             halved = bf16_matrices and name in param_optims and param_optims[name].optimizer == "muon"
             weights[name] = shared(*p.shape, dtype=torch.bfloat16 if halved else torch.float32)
             weights[name].copy_(p.detach())
-            if name not in param_optims:  # a target, or frozen
+            if name not in param_optims:  # a target network, or frozen
                 continue
             rule = param_optims[name].optimizer
             if rule == "sparse_adagrad":
@@ -110,15 +110,15 @@ class SharedState:
         for name, module, _, buffer in stored_buffers(networks):
             if replicas > 1 and isinstance(module, BatchNorm):
                 raise ConfigError(
-                    f"{name} moves with every forward, and {replicas} replicas would move it apart",
-                    expected="1 replica, or another norm (layer, group, RMS)",
+                    f"{name} changes in every forward pass, so it would differ between {replicas} replicas",
+                    expected="1 replica, or a layer, group or RMS norm",
                 )
             buffers[name] = shared(*buffer.shape, dtype=buffer.dtype)
             buffers[name].copy_(buffer)
         return cls(weights, state, gradients, ids, values, buffers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: weights, buffers, moments and averages."""
+        """The tensors of a checkpoint: weights, buffers, moments and averages."""
         return {
             **{f"weights/{n}": t for n, t in self.weights.items()},
             **{f"buffers/{n}": t for n, t in self.buffers.items()},
@@ -128,7 +128,7 @@ class SharedState:
 
 
 def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(name, the module that has it, its name there, the buffer), of those that are stored with the weights."""
+    """Yield (name, owning module, name in the module, buffer) for each buffer that is in the state dict."""
     stored = networks.state_dict().keys()
     for path, module in networks.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -138,7 +138,7 @@ def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, T
 
 
 def _contiguous_zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros of the shapes of `like`, in one piece of memory."""
+    """Zeros with the shapes of `like`, as views of one flat tensor."""
     sizes = [p.numel() for p in like.values()]
     flat = torch.zeros(sum(sizes), device=next((p.device for p in like.values()), None))
     return {
@@ -147,17 +147,17 @@ def _contiguous_zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Learner:
-    """One replica's view of the learner.
+    """One replica's learner.
 
     Args:
-        networks: their parameters are re-bound to the shared weights.
-        updates: taken in this order in every round.
-        shared: made once by rank 0 with `Shared.of`; by default made here, for a single replica.
-        averages: target networks.
-        steps_done: rounds taken before (a resumed run), for Adam's bias correction and Muon's turns.
+        networks: their parameters are bound to the shared weights.
+        updates: run in this order in every round.
+        shared: made by rank 0 with `SharedState.allocate`; allocated here by default, for one replica.
+        target_networks: pairs of a target and its source.
+        steps_done: rounds done before (a resumed run), for Adam's bias correction and Muon's groups.
 
     Raises:
-        ConfigError: a parameter that does not exist, or is trained twice.
+        ConfigError: a parameter does not exist or is trained twice.
     """
 
     def __init__(
@@ -191,12 +191,12 @@ class Learner:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The newest weights by name: the shared tensors themselves."""
+        """The current weights by name: the shared tensors, not copies."""
         return self.shared.weights
 
     @torch.no_grad()
     def end_round(self) -> None:
-        """After all updates of a round: target networks follow."""
+        """Move the target networks; called after all updates of a round."""
         if self.target_networks:
             if self.process_group.rank == 0:
                 for target, source, decay in self.target_networks:
@@ -206,20 +206,20 @@ class Learner:
 
 
 class GradHook(Protocol):
-    """Looks at what an update is about to do with this rank's share. Changes nothing."""
+    """Observer of the gradients of an update on this rank. Implementations must not change the tensors."""
 
     def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
-        """Of a micro-batch of this rank: gradients of its summed loss times `scale`, dense parameters; its count."""
+        """Called per micro-batch of this rank: gradients of the summed loss times `scale` (dense parameters), and the count."""
 
     def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
-        """Of the dense parameters, by name: means over the batch, times `clipped`."""
+        """Called before the step with the dense parameters' mean gradients over the batch, times `clipped`."""
 
     def on_sparse_gradients(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
-        """Of a look-up table: ids [n], with repeats; gradients [n, d]."""
+        """Called per lookup table: ids [n], with repeats; gradients [n, d]."""
 
 
 class UpdateState:
-    """An `Update` at work: its optimisers over this rank's share, and what has been accumulated for its next step."""
+    """Run-time state of an `Update`: optimizers over this rank's share, and the accumulated gradients."""
 
     def __init__(self, update: Update, learner: Learner, dtype: torch.dtype, steps_done: int) -> None:
         self.update, self.objective, self.every = update, update.objective, update.every
@@ -269,7 +269,7 @@ class UpdateState:
             allocate=allocate,
         )
         self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rate("sparse_adagrad"), allocate=allocate)
-        # The same memory in every step: a single replica's own gradients, or the sums over all.
+        # The same tensors in every step: the gradients of a single replica, or the sums over all replicas.
         parts = {name: self.shared.gradients[name] for name in self.dense_names}
         one = self.process_group.size == 1
         self.reduced_gradients = {
@@ -281,13 +281,13 @@ class UpdateState:
         self._reset()
 
     def _reset(self) -> None:
-        """Forgets the gradients: the next ones overwrite them."""
+        """Mark the gradients as empty: the next micro-batch overwrites them."""
         self.no_gradients = True
         self.metric_sums: dict[str, float] = {}
         self.row_counts = {name: 0 for name, _ in self.sparse_tables}
 
     def accumulate(self, loss: Loss) -> None:
-        """Adds the gradients of a micro-batch's summed loss (times the scale, if there is one)."""
+        """Add the gradients of a micro-batch's summed loss (times the loss scale, if any)."""
         scaling = self.update.loss_scaler
         scale = None if scaling is None else torch.full_like(loss.total, scaling.scale)
         loss.total.backward(scale)  # type: ignore[no-untyped-call]
@@ -320,11 +320,11 @@ class UpdateState:
 
     @torch.no_grad()
     def step(self, lr_scale: float) -> dict[str, float]:
-        """The update from all that was accumulated, on every replica together.
+        """Update the parameters from the accumulated gradients. All replicas call this together.
 
         Returns:
-            loss and every metric of the objective (means over the global count), count, gradient_norm (before clipping);
-            skipped, if the update's judge refused it: then no weight and no moment has moved, on any replica.
+            loss and each metric of the objective (means over the global count), loss_tokens, grad_norm (before clipping);
+            skipped = 1 if `accept_step` rejected the step: then no weight and no moment has changed on any replica.
         """
         filled = float(max(self.row_counts.values(), default=0))
         everybody = self.process_group.all_gather_scalars(*self.metric_sums.values(), filled)
@@ -340,7 +340,7 @@ class UpdateState:
         figures = {k: v / divisor for k, v in sums.items() if k != "loss_tokens"}
         scaling, infinite = self.update.loss_scaler, 0.0
         if scaling is not None:
-            divisor *= scaling.scale  # of gradients from here on
+            divisor *= scaling.scale  # for the gradients from here on
             infinite = self._nonfinite_rows()
         total, infinite = self.process_group.all_reduce_scalars(square, infinite)
         norm = total**0.5 / divisor
@@ -348,9 +348,9 @@ class UpdateState:
         if scaling is not None:
             figures["loss_scale"] = scaling.scale
             if scaling.check_overflow(figures["loss"], norm, not infinite):
-                figures["overflow"] = 1.0  # the judge leaves the step out, and knows why
-        if not self.update.accept_step(figures):  # the same numbers on every replica, so the same answer
-            self.muon.steps += 1  # a step is a record, taken or not: nothing else is to be remembered
+                figures["overflow"] = 1.0  # `accept_step` skips the step without an event
+        if not self.update.accept_step(figures):  # equal metrics on every replica, so equal decisions
+            self.muon.steps += 1  # skipped steps count too: the counters follow the batch number
             self.adamw.steps += 1
             self._reset()
             return {**figures, "skipped": 1.0}
@@ -370,7 +370,7 @@ class UpdateState:
         return figures
 
     def _nonfinite_rows(self) -> float:
-        """How many of this rank's gradients of look-up tables are not finite."""
+        """Number of non-finite values in this rank's gradients of lookup tables."""
         mine = (
             self.shared.row_gradients[n][self.process_group.rank, :filled]
             for n, filled in self.row_counts.items()
@@ -392,7 +392,7 @@ class UpdateState:
                 begin += n
             ids, values = ids[mine], torch.cat(parts)
         if len(ids):
-            values = values.div_(divisor)  # where they lie: the next step writes over them
+            values = values.div_(divisor)  # in place: the next step overwrites the buffer
             if self.grad_hook is not None:
                 self.grad_hook.on_sparse_gradients(name, table, ids, values)
             self.sparse_adagrad.step(name, table, ids, values, lr_scale)

@@ -1,12 +1,12 @@
-"""The loop: records in, updates out. A language model, A2C, PPO and IMPALA are all trained by the dozen lines of `learn`.
+"""The training loop. A language model, A2C, PPO and IMPALA all train with `train_loop`.
 
-    records   what producers made: batches of text, stretches of experience (a reader of slots, or any iterator)
-    passes    how a record is used: once, for text or A2C; several times in shuffled parts, for PPO. Each pass is a list of
-              micro-batches whose gradients are summed before the step
-    updates   what is learnt from each pass, in order: one for a language model, two for a GAN
-    publish   where the newest weights go, for producers that act with them
+    batches        records from producers: batches of text, rollouts (a slot reader, or any iterator)
+    minibatches    passes over a record: one for text and A2C, several with shuffled parts for PPO. Each pass is a list of
+                   micro-batches whose gradients are summed before the step
+    updates        the learner's updates, run in order on each pass: one for a language model, two for a GAN
+    sync_weights   publishes the new weights to producers that act with them
 
-Every algorithm is a choice of these four. What differs between algorithms is in their objectives, not here.
+An algorithm is a choice of these four. Differences in the loss belong in the objective.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StopTraining(Exception):
 
 
 class Stopwatch:
-    """Seconds by what they were spent on. Always on: a reading costs microseconds, a step milliseconds."""
+    """Accumulates seconds by activity. Always on: one reading costs microseconds, a step milliseconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -41,7 +41,7 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def pop_seconds(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """Return the seconds since the last call, and reset."""
         seconds, self.seconds = self.seconds, {}
         return seconds
 
@@ -58,15 +58,15 @@ def train_loop(
     on_step_end: Callable[[int, dict[str, float], Stopwatch], None] = lambda step, metrics, clock: None,
     stopwatch: Stopwatch | None = None,
 ) -> None:
-    """Learns from the records number `first` to `last` - 1.
+    """Train on records `first` to `last` - 1.
 
     Args:
-        factor: of a step number, on every learning rate.
-        publish: called when the weights of that many steps are in place.
-        after: called behind each record with how many there were, the means of all metrics, and where time went:
-            "wait" for records, "score" (all that `passes` asks between one pass and the next: what older weights, a
-            reference or a critic say of a record), "gradients", "step".
-        clock: counts that time.
+        lr_scale: maps a step number to a factor on every learning rate.
+        sync_weights: called with the number of steps done when the weights are in place.
+        on_step_end: called after each record with the number of steps done, the means of all metrics, and the stopwatch.
+            Phases: "data" (wait for a record), "logprobs" (everything `minibatches` computes, such as log-probabilities of
+            a reference or values of a critic), "backward" (forward and backward), "optimizer".
+        stopwatch: accumulates the phases.
     """
     stopwatch = stopwatch or Stopwatch()
     for step in range(first, last):
@@ -92,7 +92,7 @@ def train_loop(
 
 
 def _mean(found: list[dict[str, float]]) -> dict[str, float]:
-    """Means over a record's steps, weighted by their counts; `count` is the sum."""
+    """Means over a record's steps, weighted by `loss_tokens`; `loss_tokens` is the sum."""
     if len(found) == 1:
         return found[0]
     total = max(1.0, sum(f["loss_tokens"] for f in found))

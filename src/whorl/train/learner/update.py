@@ -1,7 +1,7 @@
-"""An update: what is learnt (an objective), by which parameters, how (an optimiser for each), and how often.
+"""An update: an objective, the parameters it trains, an optimizer for each, and a period.
 
-A learner is networks plus an ordered list of these. One update is a language model or PPO; two are a GAN; three, SAC. No two
-updates train the same parameter: what a backward leaves on parameters of another update is dropped.
+A learner is networks plus an ordered list of updates: one for a language model or PPO, two for a GAN, three for SAC. A
+parameter belongs to at most one update. Gradients that a backward leaves on parameters of another update are dropped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ AcceptStep = Callable[[Mapping[str, float]], bool]
 
 
 class DivergedError(WhorlError):
-    """Training went wrong and could not be mended by leaving out batches."""
+    """Training diverged, and skipping batches does not help."""
 
 
 def accept_if_finite(metrics: Mapping[str, float]) -> bool:
-    """The judge of a learner that has no other: what is not finite ends the run before it spoils the weights.
+    """Return True for finite metrics: the default `accept_step`. It stops a run before non-finite gradients reach the weights.
 
-    A step whose gradients overflowed because the loss was scaled too far (`scaling.py`) is left out, here as by a guard.
+    A step whose gradients overflowed because of the loss scale (`loss_scaler.py`) is skipped.
 
     Raises:
         DivergedError: the loss or the gradient norm is NaN or infinite.
@@ -39,10 +39,10 @@ def accept_if_finite(metrics: Mapping[str, float]) -> bool:
     if is_finite(metrics):
         return True
     raise DivergedError(
-        f"the loss is {metrics['loss']:g} and the norm of its gradient {metrics['grad_norm']:g}; "
-        "no weight was changed by it",
+        f"the loss is {metrics['loss']:g} and its gradient norm {metrics['grad_norm']:g}; "
+        "no weight was changed",
         expected="finite numbers",
-        do="look for NaN in the data or the rewards, or lower the learning rate",
+        do="check the data or the rewards for NaN, or lower the learning rate",
     )
 
 
@@ -50,30 +50,35 @@ def is_finite(figures: Mapping[str, float]) -> bool:
     return math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
 
 
-MicroBatch = Mapping[str, Tensor]  # a micro-batch: tensors by field name
+MicroBatch = Mapping[str, Tensor]  # tensors by field name
 OptimizerName = Literal["muon", "adamw", "sparse_adagrad"]
 
 
 @dataclass(frozen=True)
 class ParamOptim:
-    """How one parameter is optimised: "muon" (matrices), "adamw", or "rows" (look-up tables with sparse gradients)."""
+    """How one parameter is optimized: "muon" (matrices), "adamw", or "sparse_adagrad" (lookup tables with sparse gradients)."""
 
     optimizer: OptimizerName
     lr: float  # peak learning rate
     decay_scale: float = (
-        0.0  # times the update's weight_decay; 0 for all that no layer multiplies with (matrices.py)
+        0.0  # times the update's weight_decay; 0 for parameters outside `decay_mask.decayed_parameters`
     )
 
 
 @dataclass(frozen=True)
 class Update:
-    """One line of a learner.
+    """One update of a learner.
 
-    objective: part -> Loss, its networks bound to it; treatments: by parameter name, all that this update trains;
-    every: it is taken in every so-many-th round; clip_norm: of the mean gradient of its dense parameters together;
-    momentum, matrix_every: Muon's (see there); betas, eps, fused: AdamW's; weight_decay: of both, where a treatment has
-    one; judge: told the figures of a step before any weight moves, says whether it is to be taken (by default what is not
-    finite ends the run, `guard.py`); scaling: of the loss, for fp16; rounding: of matrices that are kept in bf16.
+    Args:
+        objective: micro-batch -> Loss, with its networks bound.
+        param_optims: by parameter name, all parameters that this update trains.
+        every: period in rounds.
+        clip_norm: limit on the mean gradient's norm, over all dense parameters.
+        momentum, muon_every: of Muon. betas, eps, fused: of AdamW.
+        weight_decay: times each parameter's decay_scale.
+        accept_step: maps a step's metrics to whether the step is applied (see `accept_if_finite`, `spike_guard.py`).
+        loss_scaler: for fp16.
+        rounding: of matrices stored in bf16.
     """
 
     objective: Callable[[MicroBatch], Loss]
@@ -91,14 +96,16 @@ class Update:
     rounding: Rounding | None = None
 
     def names_for(self, optimizer: str) -> list[str]:
-        """Its parameters under one rule."""
+        """Names of the parameters under one optimizer."""
         return [name for name, t in self.param_optims.items() if t.optimizer == optimizer]
 
 
 @dataclass(frozen=True)
 class TargetNetwork:
-    """Target networks: after every round the parameters under `target` move towards those under `source`,
-    target += (1 - decay) (source - target) (Polyak averaging, as in Lillicrap et al. 2016, arXiv:1509.02971)."""
+    """A target network: after every round the parameters under `target` move towards those under `source`.
+
+    target += (1 - decay) (source - target), Polyak averaging as in Lillicrap et al. 2016, arXiv:1509.02971.
+    """
 
     target: str
     source: str
@@ -106,7 +113,7 @@ class TargetNetwork:
 
 
 def all_adamw(networks: nn.Module, lr: float, prefix: str = "") -> dict[str, ParamOptim]:
-    """Every parameter whose name begins with `prefix`, under AdamW at one rate; matrices may decay."""
+    """Return AdamW at one learning rate for every parameter with this name prefix; matrices may decay."""
     decaying = decayed_parameters(networks)
     return {
         n: ParamOptim("adamw", lr, decay_scale=float(n in decaying))
@@ -116,19 +123,19 @@ def all_adamw(networks: nn.Module, lr: float, prefix: str = "") -> dict[str, Par
 
 
 def check_updates(networks: nn.Module, updates: list[Update], target_networks: list[TargetNetwork]) -> None:
-    """That every name exists, and that nothing is trained twice.
+    """Check that every name exists and that no parameter is trained twice.
 
     Raises:
-        ConfigError: it does not, or is.
+        ConfigError: a check failed.
     """
     known = dict(networks.named_parameters())
     taken: dict[str, int] = {}
     for number, update in enumerate(updates):
         if update.every < 1:
-            raise ConfigError(f"update {number} is taken every {update.every} rounds", expected="at least 1")
+            raise ConfigError(f"update {number} runs every {update.every} rounds", expected="at least 1")
         for rule in ("muon", "sparse_adagrad"):
             if len({update.param_optims[name].lr for name in update.names_for(rule)}) > 1:
-                raise ConfigError(f"update {number} has several rates under {rule!r}", expected="one")
+                raise ConfigError(f"update {number} has several learning rates for {rule!r}", expected="one")
         for name in update.param_optims:
             if name not in known:
                 raise ConfigError(
@@ -137,7 +144,7 @@ def check_updates(networks: nn.Module, updates: list[Update], target_networks: l
             if name in taken:
                 raise ConfigError(
                     f"{name!r} is trained by the updates {taken[name]} and {number}",
-                    expected="one update a parameter",
+                    expected="one update per parameter",
                 )
             taken[name] = number
     for average in target_networks:

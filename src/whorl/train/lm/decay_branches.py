@@ -1,28 +1,23 @@
 """Decay branches: one stable run that serves several budgets.
 
-Under warm-up, stable, decay (`schedule.py`) the plateau does not know how long the run will be. So the run planned for a
-quarter of the steps is, up to where its decay would begin, the *same* run; only the decay is its own (Hu et al. 2024,
-MiniCPM, arXiv:2404.06395, section 4; Haegele et al. 2024, arXiv:2405.18392). For T steps, of which the share d decays, and
-branches at the shares s of T, that is T (1 + d sum s) steps of training in place of T (1 + sum s). With d = 0.5:
+With the warmup-stable-decay schedule (`lr_schedule.py`) the plateau does not depend on the run's length. So a run for a
+quarter of the steps equals the long run until its decay starts (Hu et al. 2024, MiniCPM, arXiv:2404.06395, section 4; Haegele
+et al. 2024, arXiv:2405.18392). For T steps, decay ratio d and branches at fractions s of T, the cost is T (1 + d sum s) steps
+instead of T (1 + sum s). With d = 0.5:
 
-    steps         0       0.125 T   0.25 T           0.5 T                      T
-    stable run    warm-up ---+---------+---------------+ decay ................ model for T
-    share 0.25               + decay . model for 0.25 T
-    share 0.5                          + decay ....... model for 0.5 T
+    steps           0       0.125 T   0.25 T           0.5 T                      T
+    stable run      warm-up ---+---------+---------------+ decay ................ model for T
+    fraction 0.25              + decay . model for 0.25 T
+    fraction 0.5                         + decay ....... model for 0.5 T
 
-How the house is told: `pretrain.branches = [0.25, 0.5]` makes the step `pretrain` put the state aside where each decay
-would begin, and keep it in its artifact (`stable/0.25/`, in the checkpoints' format); a step of the kind `branch`, with the
-pretrained model as its parent and `share = 0.25`, resumes it and decays. A branch is a step of its own, and not a second
-product of `pretrain`, because then it is a model like any other: with an address, a lineage, an evaluation, a report, a
-resume of its own. It costs disk: a state is some three times the weights.
+`pretrain.decay_branches = [0.25, 0.5]` saves the state at each branch point and stores it in the model artifact
+(`stable/0.25/`, checkpoint format). A `decay_branch` step with `fraction = 0.25` and the model as parent resumes that state
+and decays. A branch is a separate step, so it is an ordinary model artifact. A state takes about three times the weights.
 
-The subtle part: equal means bit for bit, to the run that was planned as (this plateau, that decay). So a state carries all
-that the next step depends on: weights, moments, averages, the stream's position, the experts' loads, the guard's memory, the
-generators. The data order knows no number of steps. And a branch warms up over the stable run's *steps*, not over a share of
-its own. Where it begins is not computed but found: at the first step at which the two schedules differ.
-
-Not equal is what a run goes back to when it goes astray: copies to go back to are made every eighth of a run's own steps
-(`watch.good_every`). A branch begins with one, of where it branched.
+A branch equals, bit for bit, the run planned for its steps. The state holds everything that the next step depends on. The
+branch warms up over the stable run's warm-up *steps*. It starts at the first step at which the two schedules differ.
+Rollbacks are the exception: snapshots are taken every eighth of a run's own steps (`spike_guard.snapshot_every`), and a
+branch starts with a snapshot of its branch point.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ MAY_DIFFER = ("steps", "schedule")  # between a stable run and its branches
 
 
 def min_fraction(schedule: ScheduleConfig) -> float:
-    """The share above which the decay of a branch begins after the warm-up; 0 where that is given in steps."""
+    """The smallest fraction (exclusive) whose decay starts after the warm-up; 0 if the warm-up is given in steps."""
     return (
         schedule.warmup_ratio / (1 - schedule.decay_ratio)
         if schedule.warmup_steps is None and schedule.decay_ratio < 1
@@ -56,29 +51,29 @@ def min_fraction(schedule: ScheduleConfig) -> float:
 
 
 def check_fractions(fractions: Iterable[float], schedule: ScheduleConfig) -> None:
-    """What a recipe can be told before there is a plan.
+    """Check the fractions of a recipe before there is a plan.
 
     Raises:
-        ValueError: (for pydantic) shares that are none, or a schedule that cannot have them.
+        ValueError: (for pydantic) invalid fractions, or a schedule without a plateau.
     """
     fractions = list(fractions)
     for share in fractions:
         if not 0 < share < 1:
-            raise ValueError(f"branches: {share:g} is no share of the run: between 0 and 1")
+            raise ValueError(f"decay_branches: {share:g} is not a fraction of the run: between 0 and 1")
     if len(set(fractions)) < len(fractions):
-        raise ValueError(f"branches: {fractions} names one twice")
+        raise ValueError(f"decay_branches: {fractions} contains a duplicate")
     if fractions and (schedule.kind != "wsd" or schedule.decay_ratio == 1):
-        what = f"kind = {schedule.kind!r}" if schedule.kind != "wsd" else "decay = 1"
-        raise ValueError(f"branches leave a plateau, which a schedule of {what} does not have")
+        what = f"kind = {schedule.kind!r}" if schedule.kind != "wsd" else "decay_ratio = 1"
+        raise ValueError(f"decay_branches start on a plateau, which a schedule with {what} does not have")
     if fractions and min(fractions) <= min_fraction(schedule):
         raise ValueError(
-            f"branches: {min(fractions):g} would decay within the warm-up: above {min_fraction(schedule):.2g} "
-            f"(warmup / (1 - decay))"
+            f"decay_branches: {min(fractions):g} would decay within the warm-up: above {min_fraction(schedule):.2g} "
+            "(warmup_ratio / (1 - decay_ratio))"
         )
 
 
 def branch_job(job: Job, fraction: float) -> Job:
-    """The run for `share` of the steps of `job` that a branch is equal to: it warms up as long as `job` does."""
+    """Return the job that a branch is equal to: `fraction` of the steps of `job`, with the same warm-up in steps."""
     schedule = {
         "warmup_steps": warmup_steps(job.steps, job.schedule),
         "warmup_ratio": ScheduleConfig().warmup_ratio,
@@ -89,10 +84,10 @@ def branch_job(job: Job, fraction: float) -> Job:
 
 
 def branch_step(job: Job, fraction: float) -> int:
-    """After how many steps of `job` the branch begins.
+    """Return the number of steps of `job` after which the branch starts.
 
     Raises:
-        ConfigError: so few steps leave it no plateau, or nothing to decay.
+        ConfigError: with so few steps there is no plateau or no decay.
     """
     branch = branch_job(job, fraction)
 
@@ -104,9 +99,9 @@ def branch_step(job: Job, fraction: float) -> int:
     if not 0 < at < branch.steps or stable(at - 1) < 1:
         why = "no plateau between warm-up and decay" if at < branch.steps else "nothing to decay"
         raise ConfigError(
-            f"branches: {fraction:g} of {job.steps:,} steps are {branch.steps:,}, "
+            f"decay_branches: {fraction:g} of {job.steps:,} steps are {branch.steps:,}, "
             + ("all of them" if branch.steps == job.steps else f"which leaves {why}"),
-            do="name another share in pretrain.branches, or train longer",
+            do="choose another fraction in pretrain.decay_branches, or train longer",
         )
     return at
 
@@ -117,9 +112,9 @@ def export_branches(
     steps_by_fraction: Mapping[float, int],
     log: Callable[[str], None] = lambda _: None,
 ) -> list[float]:
-    """Copies what was put aside into `out`; returns the shares whose state was there.
+    """Copy the saved branch states to `out`; return the fractions whose state was found.
 
-    A run that was continued on another machine, from the durable tier, lacks what the first one had put aside.
+    A run that resumed on another machine from remote storage lacks the states saved by the first machine.
     """
     kept = []
     for share, step in steps_by_fraction.items():
@@ -128,25 +123,23 @@ def export_branches(
             shutil.copytree(found, out / BRANCH_FOLDER / str(share))
             kept.append(share)
         else:
-            log(
-                f"the stable state of step {step:,} is not here any more: no branch at {share:g} from this model"
-            )
+            log(f"the stable state of step {step:,} is missing: this model has no branch at {share:g}")
     return kept
 
 
 def branch_state_folder(model: Path, fraction: float) -> Path:
-    """The state of a branch in the folder of a pretrained model.
+    """Return the folder of a branch state in a pretrained model's folder.
 
     Raises:
-        ConfigError: it has none of this share.
+        ConfigError: there is no state for this fraction.
     """
     found = sorted(path.name for path in (model / BRANCH_FOLDER).glob("*"))
     if str(fraction) not in found:
         raise ConfigError(
-            f"the model keeps no stable state at the share {fraction:g}",
+            f"the model has no stable state for the fraction {fraction:g}",
             expected=one_of(str(fraction), found) if found else "",
-            do=f"name it before training, pretrain.branches = [{fraction:g}]; a run that was continued on another machine "
-            "from the durable tier has lost those of before",
+            do=f"set it before training, pretrain.decay_branches = [{fraction:g}]; a run that resumed on another machine "
+            "from remote storage lacks the earlier states",
         )
     return model / BRANCH_FOLDER / str(fraction)
 
@@ -154,7 +147,7 @@ def branch_state_folder(model: Path, fraction: float) -> Path:
 def resume_from_branch(
     checkpointer: CheckpointManager, folder: Path, tensors: Mapping[str, Tensor]
 ) -> tuple[int, dict[str, Any]]:
-    """Restores the state at `start` into `tensors`: how many steps are done, and the record.
+    """Restore the state in `folder` into `tensors`; return the number of steps done and the metadata.
 
     Raises:
         CheckpointError: damaged, or of a job that differs in more than its budget.

@@ -1,7 +1,7 @@
-"""What a language model learns, and how each of its parameters is treated: the one update of pretraining.
+"""The language-model update: next-token prediction, and the optimizer of each parameter.
 
-Every `LanguageModel` (`models/language_model.py`) is trained by this, whatever its layers are: the loss asks for `prepare`,
-`trunk` and the head, and nothing else. What of it is compiled is `trunk` with the loss, in rows of one shape.
+It trains every `LanguageModel` (`models/language_model.py`) and uses only `prepare`, `trunk` and the head. `trunk` and the
+loss are compiled together, for rows of one shape.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from whorl.train.optim.mup import inverse_width_mult
 
 
 def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOptim]:
-    """Muon (or AdamW: `optim.matrices`) for the matrices of the blocks, sparse rows for n-gram tables, AdamW for the rest.
+    """Return Muon (or AdamW, see `optim.optimizer`) for the blocks' matrices, sparse Adagrad for n-gram tables, else AdamW.
 
-    A matrix of a block is what a layer makes features with: a router, a convolution's taps or a state space's decays are
-    none. What decays is a little more (`matrices.py`), and has rates by width if these are asked for (`mup.py`).
+    The blocks' matrices are the weights of linear layers and experts; routers, convolution filters and state-space decay rates
+    are not included. Weight decay covers a larger set (`decay_mask.py`). muP scales learning rates by width (`mup.py`).
     """
     share, decaying = inverse_width_mult(model, optim), decayed_parameters(model)
 
@@ -58,17 +58,17 @@ def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOpt
 
 
 class LMObjective:
-    """The objective over a micro-batch. Plain rows (one document each, the many) take the compiled path, without a
-    document mask; mixed rows (the few) run uncompiled with segments and positions.
+    """Next-token loss of a micro-batch.
 
-    Mixtures of experts are never compiled: the shapes of their products depend on the routing.
+    Rows with one document each, the common case, take the compiled path without a document mask. Packed rows run uncompiled with
+    segments and positions. Models with experts are not compiled: the shapes of their products depend on the routing.
     """
 
     def __init__(self, model: LanguageModel, moe: MoEBalancer, *, z_loss: float, compile: bool) -> None:
         self.model, self.z_loss, self.moe = model, z_loss, moe
         self.compiled_loss: Callable[..., tuple[Tensor, ...]] = self._loss
         if compile and not moe:
-            # Another job's graphs would count against the limit of variants, beyond which nothing is compiled.
+            # Graphs of an earlier job would count towards the recompile limit, beyond which torch stops compiling.
             torch.compiler.reset()
             self.compiled_loss = torch.compile(self._loss, dynamic=False)
 

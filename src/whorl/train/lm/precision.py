@@ -1,14 +1,14 @@
-"""What a job's type of products means for the parts of training: activations, matrices, the loss, the optimiser.
+"""The compute types that follow from a job's `dtype`: activations, matrix products, loss, optimizer.
 
     dtype       activations   blocks' products       loss           Muon's products
-    float32     float32       float32                as it is       float32
-    bfloat16    bfloat16      bfloat16               as it is       bfloat16
+    float32     float32       float32                unscaled       float32
+    bfloat16    bfloat16      bfloat16               unscaled       bfloat16
     float16     float16       float16                scaled         float32
-    float8      bfloat16      E4M3, backward E5M2    as it is       bfloat16
+    float8      bfloat16      E4M3, backward E5M2    unscaled       bfloat16
 
-Master weights, their gradients as they are summed, and moments are fp32 in all four; with a `rounding` the blocks' matrices
-are kept in bf16 instead, whatever the products' type. Each has its file: `scaling.py`, `nn/float8.py`, `rounding.py`. Which
-type is chosen: `machine/device_probe.py`. What each costs in bits per byte: `bench/train/precision.py`.
+Master weights, summed gradients and moments are fp32 in all four. With `bf16_weights` the blocks' matrices are stored in
+bf16 instead. See `loss_scaler.py`, `nn/float8.py`, `stochastic_rounding.py`, and `machine/device_probe.py` for the choice of
+the type. Cost in bits per byte: `bench/train/precision.py`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from whorl.train.optim.stochastic_rounding import Rounding, RoundingMode
 
 
 def activation_dtype(dtype: str) -> torch.dtype:
-    """The type that a model of a job's `dtype` is made in."""
+    """The dtype of activations for a job's `dtype`."""
     found: torch.dtype = getattr(torch, "bfloat16" if dtype == "float8" else dtype)
     return found
 
 
 def muon_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of Muon's products, given that of activations: in fp16 the small entries of a gradient would be zeros."""
+    """The dtype of Muon's products. fp16 would flush a gradient's small entries to zero."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def make_rounding(
     mode: RoundingMode | None, seed: int, param_optims: Mapping[str, ParamOptim]
 ) -> Rounding | None:
-    """How narrow weights are rounded; None if they are fp32.
+    """Return the rounding of bf16 weights, or None for fp32 weights.
 
     Raises:
-        ConfigError: a rounding is asked for, and there is nothing to be rounded.
+        ConfigError: a rounding is set, but Muon trains no parameter.
     """
     if mode is None:
         return None
     if not any(t.optimizer == "muon" for t in param_optims.values()):
         raise ConfigError(
-            f"rounding is {mode!r}, but no parameter is trained by Muon",
-            expected="matrices of blocks under Muon: they are what can be kept in bfloat16",
-            do="leave the rounding out: --set pretrain.rounding=null",
+            f"bf16_weights is {mode!r}, but no parameter is trained by Muon",
+            expected="block matrices under Muon: only they can be stored in bfloat16",
+            do="remove it: --set pretrain.bf16_weights=null",
         )
     return Rounding(mode, seed)

@@ -1,9 +1,9 @@
-"""Pretraining: the loop of `loop.py` over batches of text, with a look at held-out text on the way.
+"""Pretraining: the training loop over batches of text, with periodic validation.
 
-Everything that decides the weights is in `Job` and in the step number: the data order, the learning rates, the seed. No
-clock, no measured speed. So a run that was killed and continued ends with the same bits as one that was not, and
-time decides only when a checkpoint is taken (rank 0 copies it from shared memory while the other replicas already
-compute the next gradients: weights change only after all have met).
+The weights depend only on `Job` and the step number: data order, learning rates, seed. No clock and no measured speed enters.
+So a run that was killed and resumed ends with the same bits as an undisturbed run. Time decides only when a checkpoint is
+taken. Rank 0 copies it from shared memory while the other replicas compute the next gradients: weights change only after a
+barrier.
 """
 
 from __future__ import annotations
@@ -49,14 +49,18 @@ from whorl.train.resilience.monitor import RunMonitor
 from whorl.train.resilience.oom_advice import with_oom_advice
 from whorl.train.resilience.rollback import ensure_local_snapshot
 
-UNPACKED_FIELDS = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
+UNPACKED_FIELDS = (
+    "tokens",
+    "targets",
+    "loss_mask",
+)  # the fields of a batch whose rows hold one document each
 
 
 def build_model(job: Job) -> LanguageModel:
-    """The untrained model of `job`, the same bits for the same seed.
+    """Return the untrained model of `job`; the seed determines its bits.
 
     Raises:
-        BudgetError: its activations do not fit into `activation_budget`.
+        BudgetError: the activations do not fit into `activation_budget`.
     """
     with deterministic(job.deterministic):
         model = make_model(job.model, generator(job.seed, "weights"), activation_dtype(job.dtype)).to(
@@ -83,28 +87,32 @@ def pretrain(
     branch_start: Path | None = None,
     folder: Path | None = None,
 ) -> LanguageModel:
-    """Trains `job` to its end, from the newest checkpoint if there is one, and returns the model.
+    """Train `job` to its end, from the newest checkpoint if there is one, and return the model.
 
     Args:
         scratch: folder for checkpoints.
+        callback: receives metrics, evaluations, checkpoints and events.
         checkpoint_seconds: time between checkpoints.
-        tiers: how many stay, and where else they go.
-        account: told what checkpoints came to.
-        stop_after: return after this many steps in all (the planner's timing, tests).
-        stable: after which steps the state is put aside in `scratch`, to branch from it (`branches.py`).
-        start: such a state, to go on from where there is no checkpoint yet.
-        folder: where the heartbeat and, after a stall, stacks are written; None for neither.
+        checkpoint_config: retention and remote storage.
+        checkpoint_stats: updated with counts and stall times.
+        stop_after: return after this many steps in total (planner timing, tests).
+        branch_points: steps after which the state is saved in `scratch` for a decay branch (`decay_branches.py`).
+        branch_start: such a state, used if there is no checkpoint yet.
+        folder: where the heartbeat and, after a stall, stack traces are written; None for neither.
 
     Raises:
-        BudgetError: fewer rows than one batch, or more activations than their budget. ConfigError: a warm-up that the steps
-            have no room for. ReplicaError, ProducerError: a helper process failed. DivergedError: it went astray and could
-            not be mended. MemoryFullError: what to make smaller. StoppedError: by SIGTERM. DiskFullError, CheckpointError: a
-            checkpoint could not be written; the one before is whole.
+        BudgetError: fewer rows than one batch, or activations above their budget.
+        ConfigError: the warm-up does not fit into the steps.
+        ReplicaError, ProducerError: a helper process failed.
+        DivergedError: training diverged and could not recover.
+        OutOfMemoryError: with the settings to reduce.
+        PreemptedError: SIGTERM.
+        DiskFullError, CheckpointError: a checkpoint could not be written; the previous one is intact.
     """
     if job.batch_size % job.replicas:
         raise BudgetError(
-            f"batch_rows is {job.batch_size}, for {job.replicas} replicas",
-            expected="a multiple of the replicas",
+            f"batch_size is {job.batch_size}, for {job.replicas} replicas",
+            expected="a multiple of the number of replicas",
         )
     check_schedule(job.steps, job.schedule)
     model = build_model(job)
@@ -172,7 +180,7 @@ def _train(
     callback: TrainCallback | None,
     checkpointer: CheckpointManager | None,
 ) -> None:
-    """What every replica runs."""
+    """The part that every replica runs."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
     mixtures = MoEBalancer(model, job.routing, process_group, monitor.expert_loads)
@@ -226,7 +234,7 @@ def _train(
             callback.on_checkpoint(done, monitor.save())
 
     def passes(record: Any) -> list[list[MicroBatch]]:
-        if mixtures.stochastic:  # by the step's number, so that a run goes on with what it would have drawn
+        if mixtures.stochastic:  # seeded by step number, so that a resumed run draws the same numbers
             torch.manual_seed(derive(job.seed, "dropout", learner.rounds, process_group.rank))
         return [_micro_batches(record, job)]
 
@@ -278,7 +286,7 @@ def _batches(
 
 
 def allocate_shared(model: LanguageModel, job: Job) -> SharedState:
-    """The memory that all replicas of `job` see."""
+    """Allocate the memory that all replicas of `job` share."""
     rows = job.batch_size // job.replicas * job.seq_len
     shared = SharedState.allocate(
         model, param_optims(model, job.optim), job.replicas, rows, bf16_matrices=bool(job.bf16_weights)
@@ -298,7 +306,7 @@ def build_learner(
     accept_step: AcceptStep = accept_if_finite,
     loss_scaler: LossScaler | None = None,
 ) -> Learner:
-    """The learner of a language model: one update, next-token prediction."""
+    """Return the learner of a language model: one update, next-token prediction."""
     optim, treated = job.optim, param_optims(model, job.optim)
     update = Update(
         LMObjective(
@@ -325,7 +333,7 @@ def build_learner(
 
 
 def _micro_batches(batch: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[MicroBatch]:
-    """This replica's rows of a batch, cut into micro-batches, copied out of the slot."""
+    """Copy this replica's rows of a batch out of the slot and split them into micro-batches."""
     if isinstance(batch, dict):
         views, plain = batch, bool((batch["segment_ids"] <= 1).all())
     else:

@@ -114,7 +114,9 @@ class MoEBalancer:
         for n, (wished, counts) in enumerate(self.logged_load):
             if counts.any():
                 even = load_stats(counts, wished)
-                found |= {f"moe/{n}/load_fraction/{e}": float(c) for e, c in enumerate(even.pop("load_fraction"))}
+                found |= {
+                    f"moe/{n}/load_fraction/{e}": float(c) for e, c in enumerate(even.pop("load_fraction"))
+                }
                 found |= {f"moe/{n}/{name}": float(value) for name, value in even.items()}
             wished.zero_()
             counts.zero_()

@@ -1,12 +1,11 @@
-"""The pulse: a file that says whether a run is alive, and what to look at when it is not.
+"""Heartbeat and stall detection of a run.
 
-`heartbeat.json`, in the run's folder, tells the step, what is being done, since when, and the memory held; anything that
-watches many runs can read it. A thread of the first replica keeps it, and notices a stall: no sign of progress for twenty
-times the usual step, and for two minutes at least. Then the stacks of all threads are written: of the first replica by that
-thread, of the others by themselves, asked by a signal. `faulthandler` writes them from C, so that it works also where
-Python no longer runs (a deadlock in a library, a lock held for ever).
+`heartbeat.json` in the run's folder holds the step, the current phase, timestamps and memory use, for external monitors. A
+thread of rank 0 writes it and detects stalls: no progress for twenty times the usual step, and at least two minutes. On a
+stall the stacks of all threads are dumped: by that thread for rank 0, by a signal for the other ranks. `faulthandler` writes
+them from C, so it also works when Python is blocked (a deadlock in a library, a lock that is never released).
 
-A process that the system kills for want of memory says nothing. But it leaves its heartbeat, and the next one reads it.
+A process that the kernel kills for memory leaves no message. The next process reads its last heartbeat and reports it.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from typing import IO
 from whorl.tracking.run import write_json
 
 STALL_SECONDS = 120.0
-STALL_STEPS = 20.0  # usual steps
-FIRST_STEP_SECONDS = 600.0  # the first step compiles
+STALL_STEPS = 20.0  # times the usual step
+FIRST_STEP_SECONDS = 600.0  # the first step includes compilation
 POLL_SECONDS = 1.0
-STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # not everywhere
+STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # missing on some systems
 
 
 def stacks_file(folder: Path, rank: int, pid: int | None) -> Path:
-    """Where a process writes its stacks. That it is there says that the process can be asked."""
+    """The file for a process's stack traces. It exists if the process handles the signal."""
     return folder / f"stacks-rank-{rank}-{pid}.txt"
 
 
 def register_stack_dump(folder: Path, rank: int) -> IO[str] | None:
-    """Have this process write its stacks to `folder` whenever it is sent SIGUSR1, until the file is closed."""
+    """Make this process dump its stacks to `folder` on SIGUSR1, until the returned file is closed."""
     if STACK_SIGNAL is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,14 +49,15 @@ def register_stack_dump(folder: Path, rank: int) -> IO[str] | None:
 
 
 class Heartbeat:
-    """The first replica's. Entered, it watches; `beat` is a sign of progress.
+    """Writes the heartbeat of a run and detects stalls; rank 0 only, as a context manager.
 
     Args:
-        folder: where the heartbeat and stacks are written.
+        folder: for the heartbeat and the stack traces.
+        steps: of the whole run.
         replicas: the other processes.
-        phase: what is being done just now.
-        stall_seconds, first_seconds: the least silence that is a stall; before the second step is done.
-        say: hears of a stall, and of its end.
+        phase: returns the current phase.
+        log: receives messages about stalls.
+        stall_seconds, first_step_seconds: minimum time without progress that counts as a stall; for the first step.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Heartbeat:
         self.stall_seconds, self.first_step_seconds = stall_seconds, first_step_seconds
         self.step, self.started_at = 0, time.time()
         self.step_seconds = deque[float](maxlen=50)
-        self.stall_messages: list[str] = []  # told once by the training thread
+        self.stall_messages: list[str] = []  # reported once by the training thread
         self.stalled = False
         self._last = self._step_at = time.monotonic()
         self._phase_seen = ""
@@ -98,41 +98,43 @@ class Heartbeat:
         if STACK_SIGNAL is not None and self._answers is not None:
             faulthandler.unregister(STACK_SIGNAL)
             self._answers.close()
-        for path in self.folder.glob("stacks-rank-*.txt"):  # of those who were never asked
+        for path in self.folder.glob(
+            "stacks-rank-*.txt"
+        ):  # remove empty files of processes that dumped nothing
             if not path.stat().st_size:
                 path.unlink(missing_ok=True)
 
     def beat(self, step: int) -> None:
-        """Step number `step` is done."""
+        """Record that step number `step` is done."""
         now = time.monotonic()
         if step > self.step > 0:
             self.step_seconds.append((now - self._step_at) / (step - self.step))
         self.step, self._step_at, self._last = step, now, now
 
     def stall_limit(self) -> float:
-        """Seconds without a sign after which the run counts as stalled."""
+        """Seconds without progress after which the run counts as stalled."""
         if not self.step_seconds:
             return self.first_step_seconds
         return max(self.stall_seconds, STALL_STEPS * median(list(self.step_seconds)))
 
     def report_previous_crash(self) -> None:
-        """Says so if the process before this one vanished in the middle of its work."""
+        """Log a message if the previous process ended without a final heartbeat."""
         try:
             last = json.loads((self.folder / "heartbeat.json").read_text())
             if last["state"] in ("training", "stalled") and not _alive(int(last["pid"])):
                 self.log(
-                    f"the process before this one ended without a word after step {last['step']:,}: killed, or out of "
-                    f"memory (it held {last['memory_bytes'] / 1e9:.2f} GB; {last['memory_free_bytes'] / 1e9:.2f} GB "
-                    "were free then)"
+                    f"the previous process ended without a final heartbeat after step {last['step']:,}: killed, or out of "
+                    f"memory (it used {last['memory_bytes'] / 1e9:.2f} GB; {last['memory_free_bytes'] / 1e9:.2f} GB "
+                    "were free)"
                 )
         except (OSError, ValueError, KeyError, TypeError):
-            return  # there was none, or it is damaged
+            return  # missing or damaged
 
     def _watch(self) -> None:
         wait = min(POLL_SECONDS, self.stall_seconds / 4)
         while not self._done.wait(wait):
             phase = self.phase()
-            if phase != self._phase_seen:  # another thing is being done: a sign of progress too
+            if phase != self._phase_seen:  # a new phase is progress too
                 self._phase_seen, self._last = phase, max(self._last, time.monotonic())
             quiet = time.monotonic() - self._last
             if not self.stalled and quiet > self.stall_limit():
@@ -140,12 +142,12 @@ class Heartbeat:
                 self._dump_stacks(quiet)
             elif self.stalled and quiet < self.stall_limit():
                 self.stalled = False
-                self.log(f"it goes on: step {self.step:,}")
-            with contextlib.suppress(OSError):  # a full disk is for the training thread to report
+                self.log(f"training resumed: step {self.step:,}")
+            with contextlib.suppress(OSError):  # the training thread reports a full disk
                 self._write("stalled" if self.stalled else "training")
 
     def _dump_stacks(self, quiet: float) -> None:
-        """Stacks of all threads of all replicas, into the folder."""
+        """Write the stacks of all threads of all replicas to the folder."""
         mine = stacks_file(self.folder, 0, os.getpid())
         with contextlib.suppress(OSError):
             with mine.open("a") as file:
@@ -159,7 +161,7 @@ class Heartbeat:
         gone = [str(rank) for rank, child in enumerate(self.replicas, start=1) if not child.is_alive()]
         usual = f" (usually {median(list(self.step_seconds)):.2g} s)" if self.step_seconds else ""
         words = (
-            f"no progress for {quiet:.0f} s after step {self.step:,}{usual}, in: {self.phase() or 'unknown'}; the stacks "
+            f"no progress for {quiet:.0f} s after step {self.step:,}{usual}, in phase {self.phase() or 'unknown'}; the stacks "
             f"of all threads are in {self.folder}/stacks-rank-*.txt"
             + (f"; dead replicas: {', '.join(gone)}" if gone else "")
         )

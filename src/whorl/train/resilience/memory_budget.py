@@ -1,19 +1,17 @@
-"""Activations within a budget: how many blocks of a job's model are remade in the backward (`models/activation_checkpointing.py`).
+"""Activation budget: the number of blocks to recompute in the backward (`models/activation_checkpointing.py`).
 
-The budget is of all replicas together, as `batch_rows` is: on one machine they share the memory. It is over what the
-forward keeps for the backward, one micro-batch at a time, logits and loss left out (`objectives/next_token.py` never holds
-all logits). Weights, gradients and moments are not in it, nor what an operation needs while it runs.
+The budget covers all replicas together, as `batch_size` does. It bounds the activations that a forward keeps for the
+backward of one micro-batch, without logits and loss (`objectives/next_token.py` never materializes all logits). Weights,
+gradients, moments and temporaries of operations are not included.
 
-What a block keeps is measured on one and on two rows, plain and packed, and the larger taken: a formula would have to be
-true of every mixer on every device. Measured uncompiled. A compiled trunk keeps up to a fifth less, so it stays within the
-budget too, and remakes a block more than it had to at most.
+A block's activations are measured on one row and on two rows, plain and packed; the larger value counts. A formula would have
+to hold for every mixer on every device. The measurement is uncompiled. A compiled trunk keeps up to a fifth less, so it stays
+within the budget and recomputes at most one block more than necessary.
 
-Why not the compiler's own dial (`activation_memory_budget` of functorch, a share between all and nothing that its
-partitioner is to keep). It does nothing in eager execution, is no number of bytes before everything is compiled, and at a
-dial of 0.7 was seen to keep 0.57; checkpointed blocks are seen by the compiler too, and give it the same bytes as in eager
-execution.
+Functorch's `activation_memory_budget` is not used: it has no effect in eager mode, is a fraction rather than bytes, and at
+0.7 it kept 0.57. The compiler also handles checkpointed blocks, with the same bytes as in eager mode.
 
-    python bench/train/activation_memory.py        bytes against time, for budgets from all to none
+    python bench/train/activation_memory.py        bytes against time, for several budgets
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ if TYPE_CHECKING:
 
 
 def resolve_micro_batch_size(job: Job) -> int:
-    """Rows that one replica takes in one forward."""
+    """Rows of one forward pass of one replica."""
     rows = job.batch_size // job.replicas
     return max(1, min(job.micro_batch_size or rows, rows))
 
 
 def apply_activation_checkpointing(model: LanguageModel, job: Job) -> LanguageModel:
-    """`model`, told how many of its blocks to remake so that a forward of `job` keeps no more than its budget.
+    """Set the number of recomputed blocks of `model` so that a forward pass of `job` stays within its budget; return it.
 
     Raises:
-        BudgetError: it cannot be met; names the least that can, and rows a forward with which it would be.
+        BudgetError: the budget is too small; the message has the minimum and a micro-batch size that fits.
     """
     if job.activation_budget is not None:
-        # Products in fp8 want sixteens of rows; one row of another length would be seen without them.
+        # fp8 products need multiples of 16 rows.
         length = -(-job.seq_len // 16) * 16 if job.dtype == "float8" else job.seq_len
         allowed = Memory.parse(job.activation_budget).resolve(device_memory(job.device)) // job.replicas
         model.checkpointed_blocks = blocks_to_checkpoint(
@@ -58,13 +56,15 @@ def apply_activation_checkpointing(model: LanguageModel, job: Job) -> LanguageMo
 def blocks_to_checkpoint(
     measured: LinearActivationMemory, budget_bytes: int, rows: int, replicas: int = 1
 ) -> int:
-    """How many blocks, from the first, are remade in forwards of `rows` rows. Pure.
+    """Return the number of blocks, counted from the first, to recompute in forward passes of `rows` rows.
 
     Args:
-        seen: what `measure` found. allowed: bytes for each replica. replicas: for the error, which speaks of all.
+        measured: result of `measure_activation_memory`.
+        budget_bytes: per replica.
+        replicas: for the error message, which states the total.
 
     Raises:
-        BudgetError: as `within_budget`.
+        BudgetError: as for `apply_activation_checkpointing`.
     """
     kept = measured.at_rows(rows)
     if kept.min_peak <= budget_bytes:
@@ -73,19 +73,19 @@ def blocks_to_checkpoint(
     cures = [f"--set pretrain.activation_budget={megabytes(kept.min_peak * replicas)}MB"]
     if fewer:
         cures.append(
-            f"--set pretrain.micro_rows={fewer[-1]} (now {rows} rows a forward; the same steps up to rounding)"
+            f"--set pretrain.micro_batch_size={fewer[-1]} (now {rows} rows per forward; the same steps up to rounding)"
         )
     raise BudgetError(
         f"pretrain.activation_budget is {megabytes(budget_bytes * replicas, up=False)} MB"
         + (f" for {replicas} replicas" if replicas > 1 else "")
-        + f", and {rows} rows a forward need more, whatever is remade",
-        expected=f"at least {megabytes(kept.min_peak * replicas)} MB; nothing is remade from "
-        f"{megabytes(kept.peak(0) * replicas)} MB on",
-        do="one of: " + "; ".join(cures) + "; --set plan.length=... (shorter rows)",
+        + f", but {rows} rows per forward need more, even if all blocks are recomputed",
+        expected=f"at least {megabytes(kept.min_peak * replicas)} MB; no block is recomputed from "
+        f"{megabytes(kept.peak(0) * replicas)} MB up",
+        do="one of: " + "; ".join(cures) + "; --set plan.seq_len=... (shorter rows)",
     )
 
 
 def megabytes(n_bytes: float, *, up: bool = True) -> str:
-    """In tenths of a megabyte, rounded up, so that what is typed suffices (or down)."""
+    """Format bytes in tenths of a megabyte, rounded up (or down), so that the printed value suffices."""
     tenths = -(-int(n_bytes) // 10**5) if up else int(n_bytes) // 10**5
     return f"{tenths / 10:.1f}"

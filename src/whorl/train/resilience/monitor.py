@@ -1,8 +1,8 @@
-"""The vigil: all that watches over a run, at the few places of the loop where it must.
+"""The run monitor: connects the training loop to the resilience features.
 
-`judge` before each update (the guard), `settle` after it (events told, anchors, going back), `record` for a checkpoint, and
-around the whole loop SIGTERM and, in the first replica, the pulse. How each works stands in its own file: `guard.py`,
-`anchors.py`, `stopping.py`, `pulse.py`.
+`accept_step` runs before each update (spike guard). `on_step_end` logs events, takes snapshots and rolls back.
+`state_dict` is part of a checkpoint. As a context manager it handles SIGTERM and, on rank 0, the heartbeat. See
+`spike_guard.py`, `rollback.py`, `preemption.py`, `heartbeat.py`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ if TYPE_CHECKING:
 
 
 class RunMonitor:
-    """One replica's. Entered, it watches over the loop.
+    """The monitor of one replica; the loop runs within its context.
 
     Args:
-        first: the step that comes first; record: what the checkpoint of the step before told besides tensors.
-        folder: where the heartbeat and stacks go; None keeps neither.
-        observer, keeper: of the first replica; stable: after which steps the state is put aside for a branch.
+        first: number of the first step.
+        metadata: of the checkpoint, or empty.
+        callback, checkpointer: of rank 0; None elsewhere.
+        branch_points: steps after which the state is saved for a decay branch.
+        folder: for the heartbeat and stack traces; None for neither.
 
     Raises:
-        StoppedError: (on leaving) SIGTERM came; what was learnt is in a checkpoint.
+        PreemptedError: (on exit) SIGTERM; a checkpoint of the last step is written.
     """
 
     def __init__(
@@ -62,14 +64,18 @@ class RunMonitor:
         self.job, self.process_group, self.shared = job, process_group, shared
         self.callback, self.checkpointer, self.log = callback, checkpointer, log
         self.steps_done = self.last_saved_step = first
-        self.stream_state: dict[str, Any] | None = metadata.get("stream")  # of the next batch, in raw text
+        self.stream_state: dict[str, Any] | None = metadata.get(
+            "stream"
+        )  # stream position of the next batch, for raw text
         self.expert_loads: list[list[float]] | None = metadata.get(
             "expert_loads"
-        )  # of the experts in the step before
+        )  # expert loads of the previous step
         self.moe: MoEBalancer | None = None
         self.loss_scaler = LossScaler(metadata.get("loss_scaler")) if job.dtype == "float16" else None
         self.meter = Meter(metadata.get("meter"))
-        self.validation_pending = bool(metadata.get("validation_pending"))  # at held-out text: SIGTERM broke it off
+        self.validation_pending = bool(
+            metadata.get("validation_pending")
+        )  # SIGTERM interrupted the validation
         self.guard = SpikeGuard(
             job.spike_guard, uniform_loss=math.log(job.model.vocab_size), steps=job.steps, first=first, state=metadata.get("spike_guard")
         )  # fmt: skip
@@ -102,13 +108,13 @@ class RunMonitor:
                 self.validation_pending = self.validation_pending or (
                     error is not None and self.preemption.phase == "validation"
                 )
-                self.save(upload=True)  # what was broken off had changed nothing
+                self.save(upload=True)  # the interrupted phase had changed no state
                 if self.checkpointer is not None:
                     self.checkpointer.finish()
                 raise self._preempted_error(f"a checkpoint of step {self.steps_done:,} is written") from None
             if (
                 isinstance(error, WhorlError) and self.preemption.requested
-            ):  # the signal took a helper too, in mid-step
+            ):  # a helper process received the signal during a step
                 raise self._preempted_error(
                     f"the last checkpoint is of step {self.last_saved_step:,}"
                 ) from error
@@ -118,14 +124,14 @@ class RunMonitor:
     def _preempted_error(self, kept: str) -> PreemptedError:
         return PreemptedError(
             f"stopped by SIGTERM after step {self.steps_done:,} of {self.job.steps:,}; {kept}",
-            do="run the same command again: it continues from there",
+            do="run the same command again to resume",
         )
 
     def on_step_end(self, steps_done: int, batches: object, *, skipped: bool) -> bool:
-        """After step number `done`, on every replica: tells what happened, and goes back if it must; whether it did.
+        """Log events, roll back if necessary, save snapshots; return whether a rollback happened. Every replica calls this.
 
         Raises:
-            DivergedError: training cannot be mended.
+            DivergedError: training cannot recover.
         """
         guard, before, went_back = self.guard, self.stream_state, False
         if skipped:
@@ -162,13 +168,13 @@ class RunMonitor:
             self.heartbeat.beat(steps_done)
             for words in self.heartbeat.stall_messages:
                 self._log_event(
-                    {"step": steps_done, "kind": "stall", "message": words, "action": "stacks were written"}
+                    {"step": steps_done, "kind": "stall", "message": words, "action": "stacks written"}
                 )
             self.heartbeat.stall_messages.clear()
         return went_back
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides tensors."""
+        """The metadata of a checkpoint."""
         kept: dict[str, Any] = {"spike_guard": self.guard.state, "meter": self.meter.state_dict()}
         if self.stream_state is not None:
             kept["stream"] = self.stream_state
@@ -181,7 +187,7 @@ class RunMonitor:
         return kept
 
     def save(self, *, upload: bool = False) -> float:
-        """Takes a checkpoint of the last step that is done, unless there is one; returns the seconds that this waited."""
+        """Save a checkpoint of the last finished step, unless one exists; return the stall in seconds."""
         if self.checkpointer is None:
             return 0.0
         if self.steps_done == self.last_saved_step and not (
@@ -198,7 +204,7 @@ class RunMonitor:
         return seconds
 
     def _report_event(self, steps_done: int, stream_state: dict[str, Any] | None) -> None:
-        """The guard's newest event, with the documents of its batch, to the log and the observer."""
+        """Send the guard's last event, with the documents of its batch, to the log and the callback."""
         event = self.guard.last_event
         if self.callback is None or event is None:
             return

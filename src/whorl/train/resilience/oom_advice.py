@@ -1,7 +1,7 @@
-"""Out of memory: which setting to change, and from what to what.
+"""Out of memory: error messages with the setting to reduce and its new value.
 
-The ways in which memory runs out are many (Python's MemoryError, torch's allocators, the kernel that kills the largest
-process, /dev/shm too small for what replicas share), the cure is nearly always one of four numbers.
+Memory runs out in many ways: Python's MemoryError, torch's allocators, the kernel's OOM killer, a small /dev/shm. The remedy
+is nearly always one of four settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# As torch's allocators on CPU and CUDA, C++ and the kernel say it.
+# Message fragments of torch's allocators on CPU and CUDA, of C++ and of the kernel.
 OOM_PATTERNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "MemoryError",
          "unable to allocate", "CUBLAS_STATUS_ALLOC_FAILED")  # fmt: skip
 SHM_PATTERNS = (
@@ -35,11 +35,11 @@ SHM_PATTERNS = (
 
 
 class OutOfMemoryError(WhorlError):
-    """There was not enough memory for what was asked."""
+    """Memory ran out."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says, in whatever words, that memory ran out."""
+    """Return whether `error` is any form of out of memory."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     if isinstance(error, ReplicaError) and error.killed:
@@ -51,53 +51,55 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
-    """What to change in `job` so that it fits."""
+    """Return an error that lists the settings of `job` to reduce."""
     micro = resolve_micro_batch_size(job)
     logits = micro * job.seq_len * job.model.vocab_size * 4
     text = str(error)
     first = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
     cures = []
     if isinstance(error, ReplicaError) and error.killed:
-        what = f"{error.what.splitlines()[0]}; on a machine whose memory is full that is the system's doing"
+        what = f"{error.what.splitlines()[0]}; if the machine's memory is full, the kernel does this"
         first = ""
     elif any(sign in text.lower() for sign in SHM_PATTERNS):
-        what = "there is no room for the memory that replicas share"
-        cures.append("make /dev/shm larger (docker run --shm-size=8g)")
+        what = "/dev/shm is too small for the replicas' shared memory"
+        cures.append("enlarge /dev/shm (docker run --shm-size=8g)")
     else:
         what = "the device has no memory left" if job.device != "cpu" else "memory ran out"
     if micro > 1:
         cures.append(
-            f"--set pretrain.micro_rows={micro // 2} (now {micro} rows a forward; the same steps up to rounding)"
+            f"--set pretrain.micro_batch_size={micro // 2} (now {micro} rows per forward; the same steps up to rounding)"
         )
     if job.activation_budget is None:
         cures.append(
-            "--set pretrain.activation_budget=25% (now none: no activation is computed again to save memory)"
+            "--set pretrain.activation_budget=25% (now none: no activation is recomputed to save memory)"
         )
     else:
         less = Memory.parse(job.activation_budget).halved()
         cures.append(f"--set pretrain.activation_budget={less} (now {job.activation_budget})")
     if job.batch_size > job.replicas:
         cures.append(
-            f"--set plan.batch_rows={max(job.replicas, job.batch_size // 2)} (now {job.batch_size} rows a step)"
+            f"--set plan.batch_size={max(job.replicas, job.batch_size // 2)} (now {job.batch_size} rows per step)"
         )
-    cures.append(f"--set plan.length={max(16, job.seq_len // 2)} (now {job.seq_len} tokens a row)")
+    cures.append(f"--set plan.seq_len={max(16, job.seq_len // 2)} (now {job.seq_len} tokens per row)")
     if job.replicas > 1:
-        cures.append(f"--set plan.replicas={job.replicas // 2} (now {job.replicas}, each with its own)")
+        cures.append(
+            f"--set plan.replicas={job.replicas // 2} (now {job.replicas}, each with separate activations)"
+        )
     return OutOfMemoryError(
         what + (f": {first}" if first else ""),
         expected=(
-            f"room for {micro} rows of {job.seq_len} tokens at a time in each of {job.replicas} replicas "
-            f"(their logits alone: {logits / 1e6:,.0f} MB)"
+            f"memory for {micro} rows of {job.seq_len} tokens at a time in each of {job.replicas} replicas "
+            f"(logits alone: {logits / 1e6:,.0f} MB)"
         ),
-        do="one of: " + "; ".join(cures) + ". Under another setting than activation_budget a run begins anew",
+        do="one of: " + "; ".join(cures) + ". A change of any setting but activation_budget restarts the run",
     )
 
 
 def with_oom_advice(work: Callable[Concatenate[Job, P], T]) -> Callable[Concatenate[Job, P], T]:
-    """`work`, with advice in place of what is raised when memory runs out.
+    """Wrap `work` so that out-of-memory errors carry advice.
 
     Raises:
-        MemoryFullError: it ran out.
+        OutOfMemoryError: memory ran out.
     """
 
     @functools.wraps(work)

@@ -1,13 +1,13 @@
-"""SIGTERM: the machine is wanted back. What was learnt is kept, and the same command continues.
+"""Preemption by SIGTERM: the run saves a checkpoint and exits; the same command resumes it.
 
-A scheduler sends SIGTERM and, some seconds later, SIGKILL. A step may take longer than that. But between two updates the
-weights and moments in shared memory *are* the state after the last step: gradients in the making lie elsewhere. So the
-signal may break off whatever does not change the state, at any bytecode, by an exception: waiting for a batch, forward and
-backward, a look at held-out text. Everything else (the update itself, a checkpoint being written, a record in a log) is
-short and finishes first. Which is which is a list of what may be broken off, not of what may not.
+A scheduler sends SIGTERM and, some seconds later, SIGKILL. A step may take longer. Between two updates the weights and
+moments in shared memory *are* the state after the last step, since gradients are stored separately. So the signal may
+interrupt, by an exception at any bytecode, every phase that changes no state: waiting for data, forward and backward,
+validation. The other phases (the update, a checkpoint, a log record) are short and finish first. `INTERRUPTIBLE` lists the
+former.
 
-Only the first replica hears the signal. The others ignore it (a scheduler may send it to the whole group) and end when the
-first one lets go of them.
+Only rank 0 handles the signal. The other ranks ignore it (a scheduler may signal the whole group) and end when rank 0 closes
+its pipes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 from whorl.errors import WhorlError
 from whorl.train.learner.loop import Stopwatch
 
-SIGTERM_EXIT_CODE = 128 + 15  # what a shell reports for a program that SIGTERM ended
+SIGTERM_EXIT_CODE = 128 + 15  # exit code that a shell reports for a program ended by SIGTERM
 
 
 class PreemptedError(WhorlError):
-    """SIGTERM came; a checkpoint was written."""
+    """SIGTERM arrived; a checkpoint was written."""
 
     exit_code = SIGTERM_EXIT_CODE
 
 
 class Preempted(BaseException):
-    """SIGTERM, on its way out of what it broke off. No `except Exception` on that way may hold it up."""
+    """Raised by the signal handler to interrupt a phase. A BaseException, so `except Exception` does not catch it."""
 
 
 class PreemptionHandler(Stopwatch):
-    """Hears SIGTERM while it is entered. A clock, since what may be broken off is told by what the time is spent on."""
+    """A stopwatch that handles SIGTERM while entered. The phase it times decides whether the signal may interrupt."""
 
     INTERRUPTIBLE = frozenset({"data", "backward", "validation"})
 
@@ -59,22 +59,22 @@ class PreemptionHandler(Stopwatch):
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True
         if self._breakable:
-            self._breakable = False  # once is enough
+            self._breakable = False  # raise only once
             raise Preempted
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Counts the time under `name`, and lets it be broken off if it may be.
+        """Time a phase; SIGTERM may interrupt it if it is in `INTERRUPTIBLE`.
 
         Raises:
-            Interrupted: SIGTERM came.
+            Preempted: SIGTERM.
         """
         with super().__call__(name), self.during(name):
             yield
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """The same without counting the time."""
+        """Like a call, without timing."""
         self.phase = name
         if name not in self.INTERRUPTIBLE:
             yield

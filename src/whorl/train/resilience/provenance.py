@@ -1,8 +1,7 @@
-"""Witnesses: which documents a batch was made of, asked when something went wrong with it.
+"""Provenance of a batch: the documents it contains, for error reports.
 
-Nothing is kept during training for that. The data's order is a function of the batch's number, so the question is answered
-by asking it again: which rows, which stretches of the token stream, which documents. Raw text has no index of documents;
-there the blocks that were read are named, by file and place.
+Training stores nothing for this. The data order is a function of the batch number, so the documents are computed on request.
+Raw text has no document index; there the blocks read are listed by file and offset.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamProducer
 from whorl.train.job import Job, TextStreamConfig, stream_config
 
-MAX_DOCUMENTS = 20  # are named; all are counted
+MAX_DOCUMENTS = 20  # listed at most; all are counted
 
 
 def documents_in_batch(job: Job, batch_index: int, stream_state: dict[str, Any] | None) -> dict[str, Any]:
-    """The documents of batch `number`: {"documents": [{"id", "path", "source", ...}], "n_documents"}.
+    """The documents of a batch: {"documents": [{"id", "path", "source", ...}], "n_documents"}.
 
-    place: where that batch begins in raw text.
+    stream_state: position at which the batch starts in raw text.
     """
     try:
         found = (
@@ -34,7 +33,7 @@ def documents_in_batch(job: Job, batch_index: int, stream_state: dict[str, Any] 
         OSError,
         ValueError,
         KeyError,
-    ) as error:  # what is asked in trouble must not make more
+    ) as error:  # an error report must not raise another error
         return {"documents": [], "n_documents": 0, "unknown": str(error)}
     return {"documents": found[:MAX_DOCUMENTS], "n_documents": len(found)}
 

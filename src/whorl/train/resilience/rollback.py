@@ -1,12 +1,11 @@
-"""Anchors: copies of the weights to go back to when training goes astray, at fixed step numbers.
+"""Snapshots of the weights for rollbacks, at fixed step numbers.
 
-Checkpoints are written when enough time has passed, so which steps have one depends on the machine's mood. What a run goes
-back to must not: it decides the weights that come out. Hence these copies, every eighth of the run by default, beside the
-checkpoints and in their format; and only where the steps just before went well.
+Checkpoints are written by time, so their steps differ between machines. A rollback decides the final weights, so its target
+must not. Snapshots are therefore taken at fixed steps, every eighth of the run by default, in the checkpoint format, and only
+if the previous steps were good.
 
-The subtle part is which may be removed. A run that was killed continues from an older checkpoint, whose guard knows of an
-older anchor; were that gone, the run could not do what the undisturbed one does. So anchors stay as long as one of the
-last few checkpoints may ask for them.
+The subtle point is retention. A killed run resumes from an older checkpoint, whose guard refers to an older snapshot. So a
+snapshot stays as long as one of the last few checkpoints refers to it.
 """
 
 from __future__ import annotations
@@ -32,13 +31,16 @@ def ensure_local_snapshot(
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """`record` of the state of `step`, with an anchor that is here: what was restored from far away left its own behind.
+    """Return the metadata of a restored state, with a snapshot that exists on this machine.
 
-    anew: whatever is here, the anchor is this state, unless it is itself in trouble.
+    A state downloaded from remote storage refers to a snapshot of the other machine; this state then becomes the snapshot.
+    overwrite: make this state the snapshot in any case, unless the guard has bad steps.
     """
     guard = dict(metadata.get("spike_guard") or {})
     anchors = RollbackStore(checkpointer)
-    if not guard or (not overwrite and (guard["snapshot_step"] is None or anchors.has(guard["snapshot_step"]))):
+    if not guard or (
+        not overwrite and (guard["snapshot_step"] is None or anchors.has(guard["snapshot_step"]))
+    ):
         return metadata
     guard["snapshot_step"] = None if guard["bad_steps"] or guard["diverged_steps"] else step
     if guard["snapshot_step"] is not None:
@@ -47,32 +49,32 @@ def ensure_local_snapshot(
 
 
 class RollbackStore:
-    """The anchors of one job. Rank 0's; a step number names each."""
+    """The snapshots of one job, by step number; rank 0 only."""
 
     def __init__(self, checkpointer: CheckpointManager) -> None:
         self.checkpointer, self.folder = checkpointer, checkpointer.folder / "good"
-        # The anchor that each checkpoint knows from which the run may still continue: those kept, and some being written.
+        # The snapshot of each checkpoint from which the run may resume: those on disk, and some being written.
         self.referenced = deque[int](maxlen=checkpointer.config.keep + 2)
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Writes the anchor of `step` (again, after a kill: the bits are the same)."""
+        """Write the snapshot of `step`; after a kill it is written again with the same bits."""
         self.checkpointer.save_named(self._path(step), step, tensors)
 
     def restore(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Copies the anchor of `step` into `tensors`.
+        """Copy the snapshot of `step` into `tensors`.
 
         Raises:
-            DivergedError: it is gone or damaged.
+            DivergedError: it is missing or damaged.
         """
         try:
             restore(tensors, self.checkpointer.load_named(self._path(step)))
         except CheckpointError as error:
             raise DivergedError(
-                f"training went astray, and the weights of step {step:,} cannot be read: {error}"
+                f"training diverged, and the snapshot of step {step:,} cannot be read: {error}"
             ) from error
 
     def release_unreferenced(self, step: int | None) -> None:
-        """A checkpoint was made that knows the anchor of `step`: what no checkpoint may ask for goes."""
+        """Remove snapshots that no checkpoint refers to; a checkpoint that refers to `step` was just saved."""
         self.referenced.append(step or 0)
         if len(self.referenced) < (self.referenced.maxlen or 0):
             return
@@ -81,7 +83,7 @@ class RollbackStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def has(self, step: int) -> bool:
-        """Whether the anchor of `step` is here."""
+        """Whether the snapshot of `step` exists."""
         return any(self._path(step).glob("step-*"))
 
     def _path(self, step: int) -> Path:
