@@ -1,4 +1,4 @@
-"""Pruned models: what stays is what was asked for, what goes is what is missed least, and the rest makes good."""
+"""Pruning: requested sizes, least-squares refits against a reference, and lower error than other criteria."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.models.initialization import add_noise
 from torch import Tensor
 
 from whorl.errors import ConfigError
@@ -26,7 +27,7 @@ from whorl.models.transformer_config import AttentionConfig, MoEConfig
 SIZE = {"vocab_size": 48, "d_model": 32, "n_layers": 2}
 
 
-def made(kind: str, **changes: Any) -> LanguageModel:
+def network(kind: str, **changes: Any) -> LanguageModel:
     g = torch.Generator().manual_seed(0)
     model: LanguageModel
     if kind == "decoder":
@@ -39,29 +40,19 @@ def made(kind: str, **changes: Any) -> LanguageModel:
         } | changes
         model = Decoder(DecoderConfig(**SIZE, **fields), g)
     else:
-        heads = {
-            "n_heads": 4,
-            "n_kv_heads": 4,
-            "head_dim": 8,
-            "bias": True,
-            "qk_norm": True,
-            "sink": True,
-            "smear": True,
-        }
-        mixer = AttentionConfig.model_validate(heads | changes.pop("mixer", {}))
+        heads = {"n_heads": 4, "n_kv_heads": 4, "head_dim": 8}
+        flags = {"bias": True, "qk_norm": True, "sink": True, "smear": True}
+        mixer = AttentionConfig.model_validate(heads | flags | changes.pop("mixer", {}))
         fields = {"mixers": {"a": mixer}, "mlp_hidden": 40, "mlp_bias": True} | changes
         model = Transformer(TransformerConfig(**SIZE, **fields), g)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=g) * 0.3)
-    return model.eval()
+    return add_noise(model, 0.3, g).eval()
 
 
 def ids(rows: int = 6, length: int = 24, seed: int = 0) -> Tensor:
     return torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def said(model: LanguageModel) -> Tensor:
+def logits(model: LanguageModel) -> Tensor:
     with torch.no_grad():
         return model.logits(model(ids(seed=5)))
 
@@ -81,30 +72,30 @@ KINDS = [
 
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_prune_of_nothing_is_identity(kind: str, changes: dict[str, Any]) -> None:
-    model = made(kind, **changes)
+    model = network(kind, **changes)
     same = prune(model, [ids()], heads=4, mlp_hidden=40)
     assert same.config == model.config
-    assert torch.equal(said(same), said(model))
+    assert torch.equal(logits(same), logits(model))
 
 
-@pytest.mark.parametrize("measure", ["obs", "activation", "magnitude"])
+@pytest.mark.parametrize("criterion", ["obs", "activation", "magnitude"])
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
-def test_prune_removes_silent_units_without_change(kind: str, changes: dict[str, Any], measure: Any) -> None:
-    model = made(kind, **changes)
+def test_prune_removes_silent_units_without_change(
+    kind: str, changes: dict[str, Any], criterion: Any
+) -> None:
+    model = network(kind, **changes)
     grouped = mixer_of(model, 0).n_kv_heads == 2
     for n in range(2):
-        silent = (
-            [(0, 2), (1, 3)][n] if grouped else [(1,), (3,)][n]
-        )  # one of each group; another in each layer
+        zeroed = [(0, 2), (1, 3)][n] if grouped else [(1,), (3,)][n]  # one per group, others in each layer
         block: Any = model.blocks[n]
         with torch.no_grad():
-            for head in silent:
+            for head in zeroed:
                 mixer_of(model, n).out.weight[:, 8 * head : 8 * head + 8] = 0
             block.mlp.down.weight[:, [3, 17, 20 + n]] = 0
-    before = said(model)
-    small = prune(model, [ids()], heads=4 - len(silent), mlp_hidden=37, criterion=measure)
-    assert torch.allclose(said(small), before, atol=2e-4)
-    assert torch.equal(said(model), before)  # which stays as it was
+    before = logits(model)
+    small = prune(model, [ids()], heads=4 - len(zeroed), mlp_hidden=37, criterion=criterion)
+    assert torch.allclose(logits(small), before, atol=2e-4)
+    assert torch.equal(logits(model), before)  # unchanged
 
 
 @pytest.mark.parametrize(
@@ -120,7 +111,7 @@ def test_prune_removes_silent_units_without_change(kind: str, changes: dict[str,
 def test_prune_gives_requested_size(
     kind: str, changes: dict[str, Any], wanted: dict[str, int], tmp_path: Path
 ) -> None:
-    model = made(kind, **changes)
+    model = network(kind, **changes)
     small = prune(model, [ids()], **wanted)
     assert type(small) is type(model)
     assert small.params() == make_model(small.config).params()
@@ -129,7 +120,7 @@ def test_prune_gives_requested_size(
     each = mixer_of(model, 1).n_heads // mixer_of(model, 1).n_kv_heads
     assert mixer.n_heads == wanted.get("heads", wanted.get("kv_heads", 0) * each or 4)
     save_model(small, tmp_path / "model")
-    assert torch.allclose(said(load_model(tmp_path / "model")), said(small), atol=1e-5)
+    assert torch.allclose(logits(load_model(tmp_path / "model")), logits(small), atol=1e-5)
     loss = small.logits(small(ids())).square().mean()
     loss.backward()
     assert all(p.grad is not None for name, p in small.named_parameters() if "memory" not in name)
@@ -174,38 +165,38 @@ def test_optimal_brain_surgeon_matches_least_squares() -> None:
 
 
 def test_prune_obs_removes_one_of_two_equal_heads() -> None:
-    model = made("decoder", smear_keys=False)
+    model = network("decoder", smear_keys=False)
     with torch.no_grad():
         for n in range(2):
             attention = mixer_of(model, n)
             qkv = attention.qkv.weight.view(3, 4, 8, 32)
-            qkv[:, 2] = qkv[:, 1]  # head 2 repeats head 1, and both say much
+            qkv[:, 2] = qkv[:, 1]  # head 2 repeats head 1, and both matter
             attention.temperature[2] = attention.temperature[1]
             attention.out.weight[:, 8:24] *= 3
-    before = said(model)
+    before = logits(model)
     error = {
-        measure: float((said(prune(model, [ids(16)], heads=3, criterion=measure)) - before).norm())
-        for measure in ("obs", "activation", "magnitude")
+        criterion: float((logits(prune(model, [ids(16)], heads=3, criterion=criterion)) - before).norm())
+        for criterion in ("obs", "activation", "magnitude")
     }
     assert error["obs"] < 0.35 * min(error["activation"], error["magnitude"])
 
 
 def test_prune_obs_beats_other_criteria() -> None:
-    model = made("transformer")
-    before = said(model)
+    model = network("transformer")
+    before = logits(model)
     g = torch.Generator().manual_seed(0)
     error = {
-        measure: float(
-            (said(prune(model, [ids(32)], mlp_hidden=24, criterion=measure, generator=g)) - before).norm()
+        criterion: float(
+            (logits(prune(model, [ids(32)], mlp_hidden=24, criterion=criterion, generator=g)) - before).norm()
         )
-        for measure in ("obs", "activation", "random")
+        for criterion in ("obs", "activation", "random")
     }
     assert error["obs"] < 0.9 * error["activation"] and error["activation"] < error["random"]
 
 
 def test_teacher_log_probs_match_logits() -> None:
-    model = made("decoder")
-    want = said(model).log_softmax(-1)
+    model = network("decoder")
+    want = logits(model).log_softmax(-1)
     values, found = teacher_log_probs(model, ids(seed=5))
     assert torch.allclose(values, want, atol=1e-6) and torch.equal(found[0, 0], torch.arange(48))
     values, found = teacher_log_probs(model, ids(seed=5), top_k=5)
@@ -221,7 +212,7 @@ def test_teacher_log_probs_match_logits() -> None:
         ("decoder", {}, {"mlp_hidden": 41}, "mlp_hidden is 41"),
         ("decoder", {}, {"mlp_hidden": 8, "criterion": "taste"}, "criterion is 'taste'"),
         ("transformer", {"mixer": {"alibi": True, "rope": None}}, {"heads": 2}, "alibi"),
-        ("transformer", {"mixer": {"smear": False}, "kv_sharing_factor": 2}, {"heads": 2}, "lend"),
+        ("transformer", {"mixer": {"smear": False}, "kv_sharing_factor": 2}, {"heads": 2}, "layers share them"),
         ("transformer", {"experts": MoEConfig(n_experts=4, top_k=2, hidden=16)}, {"mlp_hidden": 8}, "mixture"),
     ],
 )  # fmt: skip
@@ -229,4 +220,4 @@ def test_prune_rejects_impossible_requests(
     kind: str, changes: dict[str, Any], wanted: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        prune(made(kind, **changes), [ids()], **wanted)
+        prune(network(kind, **changes), [ids()], **wanted)

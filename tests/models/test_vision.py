@@ -1,13 +1,13 @@
-"""The vision models against transformers' and against their formulas, their costs against torch's counter, and digits."""
+"""Vision models: against `transformers` and formulas, cost against torch's counter, and learning digits."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.models.initialization import generator as gen
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,12 +19,8 @@ from whorl.models.vision.vit import MLPMixer, ViT
 Build = Callable[[], nn.Module]
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def loud(model: nn.Module) -> nn.Module:
-    """Every parameter and buffer at random: nothing that starts at 0 or 1 stays silent or hides a mistake."""
+def randomized(model: nn.Module) -> nn.Module:
+    """Draw every parameter and buffer: initial zeros and ones could hide a mistake."""
     for number, (name, p) in enumerate([*model.named_parameters(), *model.named_buffers()]):
         if p.is_floating_point():
             random = torch.randn(p.shape, generator=gen(number))
@@ -52,14 +48,15 @@ each = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
 @each
 def test_network_is_seeded_and_gets_gradients(build: Build) -> None:
     assert all(torch.equal(a, b) for a, b in zip(build().parameters(), build().parameters(), strict=True))
-    model = loud(build())
+    model = randomized(build())
     logits = model(torch.randn(3, 3, 16, 16, generator=gen(1)))
     assert logits.shape == (3, 5) and logits.dtype == torch.float32
     (logits * torch.randn(3, 5, generator=gen(2))).sum().backward()
-    without = [n for n, p in model.named_parameters() if float(p.grad.abs().max()) < 1e-5]
-    # Two that cannot have one. A bias of the keys adds the same to all scores of a query, which softmax takes away; one
-    # behind a mixer's token perceptron adds the same to all channels of a token, which every layer norm takes away.
-    assert all(name.endswith(("attention.k.bias", "token_mlp.down.bias")) for name in without), without
+    no_gradient = [n for n, p in model.named_parameters() if float(p.grad.abs().max()) < 1e-5]
+    # softmax cancels a key bias; layer norm cancels the last bias of a mixer's token MLP
+    assert all(name.endswith(("attention.k.bias", "token_mlp.down.bias")) for name in no_gradient), (
+        no_gradient
+    )
 
 
 @each
@@ -75,7 +72,7 @@ def test_flops_and_params_match_torch(build: Build) -> None:
 
 @each
 def test_features_in_bf16_are_close(build: Build) -> None:
-    model = loud(build()).eval()
+    model = randomized(build()).eval()
     images = torch.randn(2, 3, 16, 16, generator=gen(1))
     low, high = model.features(images.bfloat16()), model.features(images)
     assert low.dtype == torch.bfloat16
@@ -89,18 +86,18 @@ def test_forward_rejects_images_of_another_shape(build: Build) -> None:
 
 
 def test_constructor_rejects_bad_settings() -> None:
-    with pytest.raises(ConfigError, match="depths"):
-        ResNet(1, 2, widths=(4, 8), depths=(1,))
-    with pytest.raises(ConfigError, match="stem is 'tiny'"):
-        ResNet(1, 2, stem="tiny")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="patch is 3"):
-        ViT(8, 3, 1, 2, d_model=8, n_layers=1, n_heads=2)
-    with pytest.raises(ConfigError, match="n_heads is 3"):
-        ViT(8, 2, 1, 2, d_model=8, n_layers=1, n_heads=3)
-    with pytest.raises(ConfigError, match="pooling is 'max'"):
-        ViT(8, 2, 1, 2, d_model=8, n_layers=1, n_heads=2, pooling="max")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="n_layers is 0"):
-        ViT(8, 2, 1, 2, d_model=8, n_layers=0, n_heads=2)
+    vit = {"d_model": 8, "n_layers": 1, "n_heads": 2}
+    constructors: dict[str, Callable[[], nn.Module]] = {
+        "depths": lambda: ResNet(1, 2, widths=(4, 8), depths=(1,)),
+        "stem is 'tiny'": lambda: ResNet(1, 2, stem="tiny"),  # type: ignore[arg-type]
+        "patch is 3": lambda: ViT(8, 3, 1, 2, **vit),
+        "n_heads is 3": lambda: ViT(8, 2, 1, 2, **{**vit, "n_heads": 3}),
+        "pooling is 'max'": lambda: ViT(8, 2, 1, 2, **vit, pooling="max"),  # type: ignore[arg-type]
+        "n_layers is 0": lambda: ViT(8, 2, 1, 2, **{**vit, "n_layers": 0}),
+    }
+    for message, constructor in constructors.items():
+        with pytest.raises(ConfigError, match=message):
+            constructor()
     mixer = MLPMixer(8, 2, 1, 2, d_model=8, n_layers=1)
     for attempt in (lambda: mixer(torch.zeros(1, 1, 8, 10)), lambda: mixer.flops(10)):
         with pytest.raises(ConfigError, match="side of 10"):
@@ -109,7 +106,7 @@ def test_constructor_rejects_bad_settings() -> None:
 
 def test_vit_without_head_and_with_dtype() -> None:
     shape = {"d_model": 12, "n_layers": 2, "n_heads": 3, "backend": "reference"}
-    model = loud(ViT(16, 4, 3, 0, **shape, generator=gen()))
+    model = randomized(ViT(16, 4, 3, 0, **shape, generator=gen()))
     images = torch.randn(2, 3, 16, 16, generator=gen(1))
     assert model.params()["head"] == 0 and model.features(images).shape == (2, 12)
     assert model.params()["total"] == sum(
@@ -120,9 +117,9 @@ def test_vit_without_head_and_with_dtype() -> None:
     assert counter.get_total_flops() == model.flops(16)
     with pytest.raises(ConfigError, match="classes is 0"):
         model(images)
-    low = ViT(16, 4, 3, 0, **shape, dtype=torch.bfloat16)
-    low.load_state_dict(model.state_dict())
-    assert torch.equal(low.features(images), model.features(images.bfloat16()))
+    bf16 = ViT(16, 4, 3, 0, **shape, dtype=torch.bfloat16)
+    bf16.load_state_dict(model.state_dict())
+    assert torch.equal(bf16.features(images), model.features(images.bfloat16()))
     assert ViT(**model.config.model_dump()).config == model.config
 
 
@@ -139,7 +136,7 @@ def test_published_models_have_published_sizes() -> None:
     assert mixer.params()["total"] == 59_880_472  # Mixer-B/16
 
 
-def put(target: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
+def copy_weight(target: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
     target.weight.data.copy_(weight)
     if bias is not None:
         target.bias.data.copy_(bias)
@@ -150,32 +147,32 @@ def test_resnet_matches_transformers_with_gradients() -> None:
     config = transformers.ResNetConfig(
         num_channels=3, embedding_size=4, hidden_sizes=[4, 8, 8], depths=[2, 1, 2], layer_type="basic", num_labels=5
     )  # fmt: skip
-    theirs = loud(transformers.ResNetForImageClassification(config))
-    ours = ResNet(3, 5, widths=(4, 8, 8), depths=(2, 1, 2), stem="large")
+    reference = randomized(transformers.ResNetForImageClassification(config))
+    model = ResNet(3, 5, widths=(4, 8, 8), depths=(2, 1, 2), stem="large")
 
     def norm(target: nn.Module, source: nn.Module) -> None:
         target.load_state_dict(source.state_dict())
 
-    stem = theirs.resnet.embedder.embedder
-    put(ours.stem, stem.convolution.weight)
-    norm(ours.norm, stem.normalization)
-    layers = [layer for stage in theirs.resnet.encoder.stages for layer in stage.layers]
-    for block, layer in zip(ours.blocks, layers, strict=True):
+    stem = reference.resnet.embedder.embedder
+    copy_weight(model.stem, stem.convolution.weight)
+    norm(model.norm, stem.normalization)
+    layers = [layer for stage in reference.resnet.encoder.stages for layer in stage.layers]
+    for block, layer in zip(model.blocks, layers, strict=True):
         first, second = layer.layer
-        put(block.convolution1, first.convolution.weight)
-        put(block.convolution2, second.convolution.weight)
+        copy_weight(block.convolution1, first.convolution.weight)
+        copy_weight(block.convolution2, second.convolution.weight)
         norm(block.norm1, first.normalization)
         norm(block.norm2, second.normalization)
         assert (block.shortcut is None) == (not hasattr(layer.shortcut, "convolution"))
         if block.shortcut is not None:
-            put(block.shortcut, layer.shortcut.convolution.weight)
+            copy_weight(block.shortcut, layer.shortcut.convolution.weight)
             norm(block.shortcut_norm, layer.shortcut.normalization)
-    put(ours.head, theirs.classifier[1].weight, theirs.classifier[1].bias)
+    copy_weight(model.head, reference.classifier[1].weight, reference.classifier[1].bias)
     images = torch.randn(4, 3, 32, 32, generator=gen(1))
     for training in (False, True):
-        ours.train(training), theirs.train(training)
+        model.train(training), reference.train(training)
         results = []
-        for found in (ours, lambda x: theirs(x).logits):
+        for found in (model, lambda x: reference(x).logits):
             x = images.clone().requires_grad_()
             y = found(x)
             results.append((y, *torch.autograd.grad(y.square().sum(), x)))
@@ -189,34 +186,34 @@ def test_vit_matches_transformers_with_gradients() -> None:
         hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, image_size=16, patch_size=4,
         num_channels=3, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-6,
     )  # fmt: skip
-    theirs = loud(transformers.ViTForImageClassification(config)).eval()
-    ours = ViT(16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, mlp_hidden=20).eval()
-    source = dict(theirs.named_parameters())
+    reference = randomized(transformers.ViTForImageClassification(config)).eval()
+    model = ViT(16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, mlp_hidden=20).eval()
+    source = dict(reference.named_parameters())
     patches = "vit.embeddings.patch_embeddings.projection"
-    put(ours.embedding.linear, source[f"{patches}.weight"].flatten(1), source[f"{patches}.bias"])
-    ours.class_token.data.copy_(source["vit.embeddings.cls_token"].flatten())
-    ours.positions.data.copy_(source["vit.embeddings.position_embeddings"][0])
+    copy_weight(model.embedding.linear, source[f"{patches}.weight"].flatten(1), source[f"{patches}.bias"])
+    model.class_token.data.copy_(source["vit.embeddings.cls_token"].flatten())
+    model.positions.data.copy_(source["vit.embeddings.position_embeddings"][0])
 
     def find(layer: int, *ends: str) -> tuple[Tensor, Tensor]:
-        """The weight and bias of the layer's only module whose name ends in one of these (versions differ)."""
-        mine = [n for n in source if f".{layer}." in n and any(n.endswith(f"{e}.weight") for e in ends)]
-        assert len(mine) == 1, (ends, mine)
-        return source[mine[0]], source[mine[0].removesuffix("weight") + "bias"]
+        """Return weight and bias of the layer's only module with one of these name ends (versions differ)."""
+        names = [n for n in source if f".{layer}." in n and any(n.endswith(f"{e}.weight") for e in ends)]
+        assert len(names) == 1, (ends, names)
+        return source[names[0]], source[names[0].removesuffix("weight") + "bias"]
 
-    for number, block in enumerate(ours.blocks):
-        put(block.attention_norm, *find(number, "layernorm_before"))
-        put(block.mlp_norm, *find(number, "layernorm_after"))
-        put(block.attention.q, *find(number, "query", "q_proj"))
-        put(block.attention.k, *find(number, "key", "k_proj"))
-        put(block.attention.v, *find(number, "value", "v_proj"))
-        put(block.attention.out, *find(number, "attention.output.dense", "o_proj"))
-        put(block.mlp.up, *find(number, "intermediate.dense", "fc1"))
-        put(block.mlp.down, *find(number, f"{number}.output.dense", "fc2"))
-    put(ours.norm, source["vit.layernorm.weight"], source["vit.layernorm.bias"])
-    put(ours.head, source["classifier.weight"], source["classifier.bias"])
-    for size in (16, 24):  # of another size: positions are stretched
+    for number, block in enumerate(model.blocks):
+        copy_weight(block.attention_norm, *find(number, "layernorm_before"))
+        copy_weight(block.mlp_norm, *find(number, "layernorm_after"))
+        copy_weight(block.attention.q, *find(number, "query", "q_proj"))
+        copy_weight(block.attention.k, *find(number, "key", "k_proj"))
+        copy_weight(block.attention.v, *find(number, "value", "v_proj"))
+        copy_weight(block.attention.out, *find(number, "attention.output.dense", "o_proj"))
+        copy_weight(block.mlp.up, *find(number, "intermediate.dense", "fc1"))
+        copy_weight(block.mlp.down, *find(number, f"{number}.output.dense", "fc2"))
+    copy_weight(model.norm, source["vit.layernorm.weight"], source["vit.layernorm.bias"])
+    copy_weight(model.head, source["classifier.weight"], source["classifier.bias"])
+    for size in (16, 24):  # another size: positions are interpolated
         results = []
-        for found in (ours, lambda x: theirs(x, interpolate_pos_encoding=True).logits):
+        for found in (model, lambda x: reference(x, interpolate_pos_encoding=True).logits):
             x = torch.randn(2, 3, size, size, generator=gen(1)).requires_grad_()
             y = found(x)
             results.append((y, *torch.autograd.grad(y.square().sum(), x)))
@@ -225,7 +222,9 @@ def test_vit_matches_transformers_with_gradients() -> None:
 
 
 def test_mixer_matches_formula() -> None:
-    model = loud(MLPMixer(8, 2, 1, 3, d_model=6, n_layers=2, token_hidden=5, mlp_hidden=9, generator=gen()))
+    model = randomized(
+        MLPMixer(8, 2, 1, 3, d_model=6, n_layers=2, token_hidden=5, mlp_hidden=9, generator=gen())
+    )
     images = torch.randn(2, 1, 8, 8, generator=gen(1))
 
     def norm(layer: nn.Module, x: Tensor) -> Tensor:
@@ -251,7 +250,7 @@ def test_mixer_matches_formula() -> None:
 
 
 def test_blocks_start_as_identity() -> None:
-    """But for the ReLU and where the shape changes."""
+    """Except for the ReLU and where the shape changes."""
     for model in (MODELS["vit_mean"](), MODELS["mixer"]()):
         x = torch.randn(2, 16, 12, generator=gen())
         assert all(torch.equal(block(x), x) for block in model.blocks)
@@ -261,7 +260,7 @@ def test_blocks_start_as_identity() -> None:
 
 
 def test_pre_activation_block_matches_formula() -> None:
-    block = loud(MODELS["resnet_2016"]()).eval().blocks[2]  # 4 -> 8 channels at stride 2
+    block = randomized(MODELS["resnet_2016"]()).eval().blocks[2]  # 4 -> 8 channels at stride 2
     x = torch.randn(2, 4, 8, 8, generator=gen())
 
     def norm(layer: nn.Module, x: Tensor) -> Tensor:
@@ -274,7 +273,7 @@ def test_pre_activation_block_matches_formula() -> None:
 
 
 def test_vit_depends_on_patch_order_through_positions() -> None:
-    model = loud(MODELS["vit_class"]()).eval()
+    model = randomized(MODELS["vit_class"]()).eval()
     images = torch.randn(2, 3, 16, 16, generator=gen(1))
     rolled = images.roll(4, 2)  # by one patch
     with torch.no_grad():
@@ -287,14 +286,9 @@ def test_vit_depends_on_patch_order_through_positions() -> None:
     ("name", "passes", "bar"), [("ResNet", 12, 0.96), ("ViT", 20, 0.85), ("MLPMixer", 12, 0.85)]
 )
 def test_networks_learn_digits(name: str, passes: int, bar: float) -> None:
-    """A short run of the benchmark (which asks for 99 % and 97.5 % of three seeds)."""
+    """A short run of bench/models/digits.py."""
     pytest.importorskip("sklearn")
-    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-    try:
-        from bench.models.digits import PLANS, accuracy, digits, train
-    finally:
-        sys.path.pop(0)
-    from dataclasses import replace
+    from bench.models.digits import PLANS, accuracy, digits, train
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # networks this small are slower on more

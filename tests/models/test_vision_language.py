@@ -1,4 +1,4 @@
-"""Pictures and words: towers compared, a language model unchanged at first, and both learn (the bench in short)."""
+"""CLIP and the Flamingo captioner: interface, initialization, and learning on a short run of the bench."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from bench.models import vision_language
-from torch import nn
+from tests.support.models.initialization import draw_zeros
+from tests.support.models.initialization import generator as gen
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
@@ -23,29 +24,14 @@ from whorl.train.learner.learner import Learner
 from whorl.train.learner.update import Update, all_adamw
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-@torch.no_grad()
-def awake(module: nn.Module) -> None:
-    """No branch is silent, as after some training."""
-    for name, p in module.named_parameters():
-        if not p.any():
-            p.normal_(0.0, 0.3, generator=gen(len(name)))
-
-
 def vit(pooling: Any = "class") -> ViT:
-    made = ViT(8, 4, 3, 6, d_model=12, n_layers=2, n_heads=2, mlp_hidden=16, pooling=pooling, generator=gen())
-    awake(made)
-    return made
+    shape = {"d_model": 12, "n_layers": 2, "n_heads": 2, "mlp_hidden": 16}
+    return draw_zeros(ViT(8, 4, 3, 6, **shape, pooling=pooling, generator=gen()))
 
 
 def dual() -> DualEncoder:
     shape = EncoderConfig(vocab_size=9, d_model=16, n_layers=2, n_heads=2, mlp_hidden=24, max_length=5)
-    text = Encoder(shape, gen(1))
-    awake(text)
-    return DualEncoder(vit(), text, gen(2))
+    return DualEncoder(vit(), draw_zeros(Encoder(shape, gen(1))), gen(2))
 
 
 def decoder(ngrams: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32) -> Decoder:
@@ -53,16 +39,11 @@ def decoder(ngrams: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32) 
         vocab_size=9, d_model=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, mlp_hidden=24,
         ngram_orders=ngrams, ngram_buckets=32,
     )  # fmt: skip
-    made = Decoder(shape, gen(3), dtype)
-    awake(made)
-    return made
+    return draw_zeros(Decoder(shape, gen(3), dtype))
 
 
 def images(n: int = 3) -> torch.Tensor:
     return torch.randn(n, 3, 8, 8, generator=gen(9))
-
-
-# --- CLIP
 
 
 def test_clip_towers_give_unit_vectors_despite_padding() -> None:
@@ -110,9 +91,6 @@ def test_clip_scores_are_scaled_products() -> None:
         DualEncoder(ViT(8, 4, 3, 0, d_model=12, n_layers=1, n_heads=2), model.text)
 
 
-# --- the captioner
-
-
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 def test_vit_tokens_are_pooled_by_head(pooling: Any) -> None:
     model = vit(pooling)
@@ -138,7 +116,7 @@ def test_captioner_starts_as_unchanged_language_model(every: int, dtype: torch.d
     assert (changed - want).abs().max() > 1e-2
     assert (
         changed - captioner(ids, captioner.encode_images(images().flip(0)))
-    ).abs().max() > 1e-2  # it depends on the picture
+    ).abs().max() > 1e-2  # depends on the image
 
 
 def test_captioner_trains_gates_first_and_bridges_only() -> None:
@@ -168,7 +146,7 @@ def test_captioner_trains_gates_first_and_bridges_only() -> None:
 
 def test_captioner_decodes_in_pieces_like_one_forward() -> None:
     captioner = Captioner(decoder((2, 3)), vit(), cross_attn_every=2, generator=gen(5))
-    awake(captioner.bridges)  # gates too
+    draw_zeros(captioner.bridges)  # gates too
     context = captioner.encode_images(images())
     ids = torch.randint(0, 9, (3, 7), generator=gen(4))
     whole = captioner(ids, context)
@@ -180,37 +158,37 @@ def test_captioner_decodes_in_pieces_like_one_forward() -> None:
 
 def test_captioner_generate_is_greedy_up_to_eos() -> None:
     captioner = Captioner(decoder(), vit(), generator=gen(5))
-    awake(captioner.bridges)
-    pictures = images(8)
-    free = captioner.generate(pictures, bos_id=1, eos_id=99, max_tokens=5)
-    context = captioner.encode_images(pictures)
+    draw_zeros(captioner.bridges)
+    batch = images(8)
+    free = captioner.generate(batch, bos_id=1, eos_id=99, max_tokens=5)
+    context = captioner.encode_images(batch)
     ids = torch.ones(8, 1, dtype=torch.int64)
     for _ in range(5):  # without a state
         logits = captioner.decoder.logits(captioner(ids, context)[:, -1:])
         ids = torch.cat([ids, logits.argmax(dim=-1)], dim=1)
     assert free == ids[:, 1:].tolist()
     end = free[0][2]
-    closed = captioner.generate(pictures, bos_id=1, eos_id=end, max_tokens=5)
+    closed = captioner.generate(batch, bos_id=1, eos_id=end, max_tokens=5)
     assert closed == [row[: row.index(end)] if end in row else row for row in free]
-    assert captioner.generate(pictures, 1, 2, 0) == [[]] * 8
+    assert captioner.generate(batch, 1, 2, 0) == [[]] * 8
 
 
 def test_gated_cross_attention_matches_torch() -> None:
     captioner = Captioner(decoder(), vit(), generator=gen(5))
     bridge: Any = captioner.bridges[0]
-    awake(bridge)
+    draw_zeros(bridge)
     h, context = torch.randn(2, 5, 16, generator=gen(6)), torch.randn(2, 4, 12, generator=gen(7))
     a = bridge.attention
     q, k, v = a.q(bridge.attention_norm(h)), *(w(bridge.context_norm(context)) for w in (a.k, a.v))
     q, k, v = (t.unflatten(2, (2, 8)).transpose(1, 2) for t in (q, k, v))
-    seen = a.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-    want = h + bridge.attention_gate.tanh() * seen
+    attended = a.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    want = h + bridge.attention_gate.tanh() * attended
     want = want + bridge.mlp_gate.tanh() * bridge.mlp(bridge.mlp_norm(want))
     torch.testing.assert_close(bridge(h, context), want, atol=1e-5, rtol=1e-4)
 
 
 def test_captioner_rejects_bad_arguments() -> None:
-    with pytest.raises(ConfigError, match="every is 0"):
+    with pytest.raises(ConfigError, match="cross_attn_every is 0"):
         Captioner(decoder(), vit(), cross_attn_every=0)
     with pytest.raises(ConfigError, match="n_heads is 3"):
         Captioner(decoder(), vit(), n_heads=3)
@@ -220,7 +198,7 @@ def test_captioner_rejects_bad_arguments() -> None:
 
 
 def test_clip_and_captioner_learn_scenes() -> None:
-    """One seed of the bench at a fraction of its steps; chance is 1 of 112."""
+    """One seed of the bench with fewer steps; chance is 1 of 112."""
     found = vision_language.run(0, vision_language.Plan(clip=220, text=30, caption=200, judged=4))
     assert found["recall_trained"] > 0.4 and found["recall_held_out"] > 0.1
     assert found["caption_trained"] > 0.12
@@ -228,11 +206,11 @@ def test_clip_and_captioner_learn_scenes() -> None:
 
 def test_bench_scene_matches_its_caption() -> None:
     number = vision_language.CAPTIONS.index("a red circle left of a blue square")
-    picture = vision_language.draw(torch.tensor([number] * 50), gen()).mean(dim=0)  # [3, 32, 32]
-    assert picture[:, 15, 8].argmax() == 0 and picture[:, 15, 23].argmax() == 2
+    image = vision_language.draw(torch.tensor([number] * 50), gen()).mean(dim=0)  # [3, 32, 32]
+    assert image[:, 15, 8].argmax() == 0 and image[:, 15, 23].argmax() == 2
     square, circle = (
-        picture[channel, 15 - 5 : 15 - 3, at - 5 : at - 3].mean() for channel, at in ((2, 23), (0, 8))
+        image[channel, 15 - 5 : 15 - 3, at - 5 : at - 3].mean() for channel, at in ((2, 23), (0, 8))
     )
-    assert square - circle > 0.3  # the corner of one, and what a circle leaves out
+    assert square - circle > 0.3  # the corner of a square, and outside of a circle
     assert len(set(vision_language.CAPTIONS)) == 112
     assert all(len(vision_language.encode(c)) == vision_language.LONGEST for c in vision_language.CAPTIONS)

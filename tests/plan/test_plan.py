@@ -1,4 +1,4 @@
-"""The planner: keeps to the budget, says how it reckons, and refuses what cannot be bought."""
+"""The planner: filled budgets, explained arithmetic, and errors for impossible requests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
-def pretend(job: Job, seconds: float = 0.0) -> StepTiming:
-    """A machine whose steps take what their arithmetic would at 1e11 FLOP/s, and 10 ms."""
+def fake_step_timing(job: Job, seconds: float = 0.0) -> StepTiming:
+    """Return step times of a machine with 1e11 FLOP/s and 10 ms overhead per step."""
     cost = training_cost(job.model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=1)
     flops = cost.token_flops * job.batch_size * job.seq_len
     return StepTiming(
@@ -35,12 +35,12 @@ def pretend(job: Job, seconds: float = 0.0) -> StepTiming:
 
 
 @pytest.fixture(autouse=True)
-def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "time_steps", pretend)
+def fake_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "time_steps", fake_step_timing)
 
 
-def plan(**change: object) -> planner.TrainingPlan:
-    return planner.make_plan(PlanConfig.model_validate(change), MACHINE, 30_000_000, Progress.silent())
+def plan(machine: Machine = MACHINE, **config: object) -> planner.TrainingPlan:
+    return planner.make_plan(PlanConfig.model_validate(config), machine, 30_000_000, Progress.silent())
 
 
 def test_plan_fills_time_budget() -> None:
@@ -51,7 +51,7 @@ def test_plan_fills_time_budget() -> None:
         job = Job.model_validate({**made.job, "tokens": ""})
         assert made.expected["tokens"] == job.steps * job.batch_size * job.seq_len
         assert made.vocab_size == job.model.vocab_size
-        assert any("FLOPs a token" in line for line in made.arithmetic)
+        assert any("FLOPs per token" in line for line in made.arithmetic)
 
 
 def test_plan_larger_budget_gives_larger_better_model() -> None:
@@ -98,13 +98,9 @@ def test_plan_deterministic_times_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("WHORL_DTYPE", raising=False)
     monkeypatch.setattr(planner, "usable_cores", lambda: 4)
     made = plan(budget="2e13flops", deterministic=True)
-    again = planner.make_plan(
-        PlanConfig(budget="2e13flops", deterministic=True),
-        replace(MACHINE, dtype="bfloat16", threads=1, flops={"float32": 1e10, "bfloat16": 9e11}),
-        30_000_000,
-        Progress.silent(),
-    )
-    assert made.job == again.job, "a machine that was measured otherwise"
+    other = replace(MACHINE, dtype="bfloat16", threads=1, flops={"float32": 1e10, "bfloat16": 9e11})
+    again = plan(other, budget="2e13flops", deterministic=True)
+    assert made.job == again.job, "the plan depends on measurements"
     job = Job.model_validate({**made.job, "tokens": ""})
     assert (
         job.deterministic and not job.compile and (job.dtype, job.threads, job.replicas) == ("float32", 1, 4)
@@ -112,7 +108,7 @@ def test_plan_deterministic_times_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WHORL_DTYPE", "bfloat16")
     forced = plan(steps=30, deterministic=True, compile=True, replicas=2).job
     assert (forced["dtype"], forced["compile"], forced["replicas"]) == ("bfloat16", True, 2)
-    with pytest.raises(ValueError, match=r"a budget of 300s buys(.|\n)*--budget 1e14flops"):
+    with pytest.raises(ValueError, match=r"a budget of 300s needs timing(.|\n)*--budget 1e14flops"):
         plan(deterministic=True)
     with pytest.raises(BudgetError, match="give more FLOPs"):
         plan(budget="1000flops", deterministic=True)
@@ -137,34 +133,20 @@ def test_memory_grows_with_width_batch_and_replicas() -> None:
 
 
 def test_time_steps_runs_real_replicas() -> None:
-    job = Job(
-        tokens="",
-        model=decoder_config(32, 1, 300, ngram_buckets=64),
-        seq_len=16,
-        batch_size=4,
-        steps=1,
-        replicas=2,
-        compile=False,
-    )
+    model = decoder_config(32, 1, 300, ngram_buckets=64)
+    job = Job(tokens="", model=model, seq_len=16, batch_size=4, steps=1, replicas=2, compile=False)
     timing = time_steps(job, seconds=0.1)
     assert 0 < timing.step_seconds < timing.startup_seconds
 
 
-LLAMA = {
-    "d_model": 32,
-    "n_layers": 2,
-    "mlp_hidden": 64,
-    "mixers": {"m": {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}},
-}
+HEADS = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+LLAMA = {"d_model": 32, "n_layers": 2, "mlp_hidden": 64, "mixers": {"m": HEADS}}
 EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 32}
 
 
 def test_plan_of_given_transformer_fills_budget() -> None:
     for change in ({}, {"experts": EXPERTS}):
-        made = planner.make_plan(
-            PlanConfig.model_validate({"budget": "60s", "vocab_size": 512, "model": LLAMA | change}),
-            MACHINE, 30_000_000, Progress.silent(),
-        )  # fmt: skip
+        made = plan(budget="60s", vocab_size=512, model=LLAMA | change)
         job = Job.model_validate({**made.job, "tokens": ""})
         assert isinstance(job.model, TransformerConfig) and made.vocab_size == job.model.vocab_size == 512
         assert job.optim == planner.LLAMA_OPTIM and "bits_per_byte" not in made.expected
@@ -175,9 +157,9 @@ def test_plan_of_given_transformer_fills_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "field"),
     [
-        ({"d_model": 64, "model": LLAMA}, "beside model"),
+        ({"d_model": 64, "model": LLAMA}, "together with model"),
         ({"model": LLAMA | {"n_layer": 1}}, "model.n_layer"),
         ({"model": LLAMA | {"experts": EXPERTS | {"groups": [3, 1]}}}, "groups"),
         ({"model": LLAMA | {"experts": EXPERTS | {"shared_gate": True}}}, "shared_gate"),
@@ -192,14 +174,11 @@ def test_plan_of_given_transformer_fills_budget() -> None:
         ({"model": LLAMA | {"learned_positions": True, "max_length": 128}, "seq_len": 256}, "max_length"),
     ],
 )
-def test_plan_config_names_bad_model_field(change: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+def test_plan_config_names_bad_model_field(change: dict[str, object], field: str) -> None:
+    with pytest.raises(ValueError, match=field):
         PlanConfig.model_validate(change)
 
 
 def test_plan_optim_override_keeps_other_defaults() -> None:
-    made = planner.make_plan(
-        PlanConfig.model_validate({"steps": 5, "vocab_size": 512, "model": LLAMA, "optim": {"weight_decay": 0.1}}),
-        MACHINE, 30_000_000, Progress.silent(),
-    )  # fmt: skip
+    made = plan(steps=5, vocab_size=512, model=LLAMA, optim={"weight_decay": 0.1})
     assert made.job["optim"] == {**planner.LLAMA_OPTIM.model_dump(), "weight_decay": 0.1}

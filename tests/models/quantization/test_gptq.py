@@ -1,4 +1,4 @@
-"""Quantised models: GPTQ against its definition, folders that come back, and what calibration is for."""
+"""Quantized models: GPTQ against its definition, the effect of calibration, saving and loading."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.models.initialization import add_noise, generator
 from torch import Tensor
 
 from whorl.engine.config import EngineConfig
@@ -17,7 +18,6 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models import (
     Decoder,
     DecoderConfig,
-    LanguageModel,
     Transformer,
     TransformerConfig,
     load_model,
@@ -31,23 +31,16 @@ from whorl.nn.quantized_linear import CODE_MAX, CODE_MIN, QuantizedLinear, compu
 
 
 def output_error(weight: Tensor, rounded: Tensor, moments: Tensor) -> float:
-    """sum |(W - Q) x|^2 / sum |W x|^2 over the text that `moments` was taken of."""
+    """Return sum |(W - Q) x|^2 / sum |W x|^2 over the inputs of `moments`."""
     w, error = weight.detach().double(), (weight - rounded).detach().double()
     return float(((error @ moments) * error).sum() / ((w @ moments) * w).sum())
 
 
 def decoder(**changes: object) -> Decoder:
     config = DecoderConfig(
-        vocab_size=48,
-        d_model=32,
-        n_layers=2,
-        n_heads=2,
-        n_kv_heads=1,
-        head_dim=16,
-        mlp_hidden=64,
-        ngram_buckets=64,
-    ).model_copy(update=changes)
-    return lively(Decoder(config, torch.Generator().manual_seed(0)))
+        vocab_size=48, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64, ngram_buckets=64
+    ).model_copy(update=changes)  # fmt: skip
+    return add_noise(Decoder(config, generator(0)), 0.2, generator(1))
 
 
 def transformer(**changes: object) -> Transformer:
@@ -55,32 +48,23 @@ def transformer(**changes: object) -> Transformer:
         "vocab_size": 48, "d_model": 32, "n_layers": 2, "mlp_hidden": 64,
         "mixers": {"heads": AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16, bias=True)},
     }  # fmt: skip
-    return lively(
-        Transformer(TransformerConfig.model_validate({**fields, **changes}), torch.Generator().manual_seed(0))
-    )
-
-
-def lively(model: LanguageModel) -> LanguageModel:  # type: ignore[misc]
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=g) * 0.2)
-    return model
+    config = TransformerConfig.model_validate({**fields, **changes})
+    return add_noise(Transformer(config, generator(0)), 0.2, generator(1))
 
 
 def ids(rows: int = 4, length: int = 24, seed: int = 0) -> Tensor:
-    return torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(48, (rows, length), generator=generator(seed))
 
 
 def moments_of(d: int, seed: int) -> Tensor:
-    """Of inputs that are correlated and of different sizes."""
-    g = torch.Generator().manual_seed(seed)
+    """Return the second moments of correlated inputs of different sizes."""
+    g = generator(seed)
     x = torch.randn(4 * d, d, generator=g) @ torch.randn(d, d, generator=g) * torch.rand(d, generator=g)
     return (x.t() @ x).double()
 
 
 def gptq_by_definition(weight: Tensor, h: Tensor, scales: Tensor, kind: str, damping: float) -> Tensor:
-    """Optimal Brain Quantization's two equations, an inverse taken anew for each column, row by row."""
+    """Quantize by the two equations of Optimal Brain Quantization, with a new inverse for each column."""
     h = h + damping * h.diagonal().mean() * torch.eye(len(h), dtype=torch.float64)
     order = h.diagonal().argsort(descending=True, stable=True).tolist()
     codes = torch.zeros(weight.shape, dtype=torch.int8)
@@ -103,14 +87,14 @@ def test_gptq_matches_definition(
     kind: str, group: int | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("whorl.models.quantization.gptq.BLOCK", block)
-    weight = torch.randn(6, 24, generator=torch.Generator().manual_seed(3))
+    weight = torch.randn(6, 24, generator=generator(3))
     h, scales = moments_of(24, 0), compute_scales(weight, kind, group)
     assert torch.equal(gptq(weight, h, scales, kind), gptq_by_definition(weight, h, scales, kind, 0.01))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gptq_lowers_output_error(seed: int) -> None:
-    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+    weight = torch.randn(16, 64, generator=generator(seed))
     h = moments_of(64, seed)
     scales = compute_scales(weight, "int4", 32)
     chosen = best_scales(weight, h.diagonal(), "int4", 32)
@@ -121,28 +105,28 @@ def test_gptq_lowers_output_error(seed: int) -> None:
 
 
 def test_gptq_rounds_to_nearest_for_uncorrelated_inputs() -> None:
-    weight = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(5, 16, generator=generator(0))
     scales = compute_scales(weight, "int4")
-    h = torch.diag(torch.rand(16, generator=torch.Generator().manual_seed(1)) + 0.1).double()
+    h = torch.diag(torch.rand(16, generator=generator(1)) + 0.1).double()
     assert torch.equal(gptq(weight, h, scales, "int4"), encode(weight, scales, "int4"))
-    h[3, 3] = 0.0  # an input that never occurred
+    h[3, 3] = 0.0  # an input that is always 0
     assert torch.equal(gptq(weight, h, scales, "int4"), encode(weight, scales, "int4"))
 
 
 def test_second_moments_sum_over_all_inputs() -> None:
-    model, seen = decoder(), []
+    model, inputs = decoder(), []
     name = "blocks.1.mlp.down"
     hook = model.get_submodule(name).register_forward_pre_hook(
-        lambda _, given: seen.append(given[0].flatten(0, 1))
+        lambda _, args: inputs.append(args[0].flatten(0, 1))
     )
     batches = [ids(2, 9), ids(3, 5, seed=1)]
     for batch in batches:
         model(batch)
     hook.remove()
-    x = torch.cat(seen).double()
+    x = torch.cat(inputs).double()
     found = second_moments(model, batches, [name], stop_after=model.blocks[1])[name]
     assert torch.allclose(found, x.t() @ x, rtol=1e-5)
-    with pytest.raises(ConfigError, match="no text"):
+    with pytest.raises(ConfigError, match="no calibration text"):
         second_moments(model, [], [name])
     with pytest.raises(ConfigError, match="never called"):
         second_moments(model, batches, [name], stop_after=model.blocks[0])
@@ -225,7 +209,7 @@ def test_quantize_skips_matrices_read_directly(tmp_path: Path) -> None:
 
 
 def test_quantize_rejects_bad_input_before_any_work() -> None:
-    with pytest.raises(ConfigError, match=r"calibrated.*no text"):
+    with pytest.raises(ConfigError, match="calibrated' without a text"):
         quantize_model(decoder(), QuantizationConfig(format="int4", rounding="calibrated"))
     with pytest.raises(
         ConfigError, match=r"group 64 does not divide the 32 columns of blocks\.0\.attention\.qkv\.weight"
@@ -234,10 +218,10 @@ def test_quantize_rejects_bad_input_before_any_work() -> None:
     model = quantize_model(decoder(), QuantizationConfig())
     with pytest.raises(ConfigError, match="already quantized"):
         quantize_model(model, QuantizationConfig())
-    broken = decoder()
-    broken.blocks[1].mlp.up.weight.data[3, 4] = float("nan")  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match=r"blocks\.1\.mlp\.up\.weight holds numbers that are not finite"):
-        quantize_model(broken, QuantizationConfig())
+    damaged = decoder()
+    damaged.blocks[1].mlp.up.weight.data[3, 4] = float("nan")  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"blocks\.1\.mlp\.up\.weight is not finite"):
+        quantize_model(damaged, QuantizationConfig())
     with pytest.raises(ValueError, match="dynamic needs one scale"):
         QuantizationConfig(dynamic=True, group_size=64)
 
@@ -246,17 +230,17 @@ def test_load_names_damaged_quantized_files(tmp_path: Path) -> None:
     save_model(quantize_model(decoder(), QuantizationConfig(format="int4", group_size=32)), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
 
-    def told(**changes: object) -> str:
+    def error_of(**changes: object) -> str:
         (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
         with pytest.raises(CheckpointError) as error:
             load_model(tmp_path)
         return str(error.value)
 
     quantization = config["quantization"]
-    assert "blocks.0.attention.out.scales" in told(quantization={**quantization, "group_size": 16})
-    assert "codes" in told(quantization={**quantization, "format": "int8"})
-    assert "cannot read a model" in told(quantization={**quantization, "format": "int3"})
-    assert "blocks.1.attention.out.codes" in told(n_layers=1)
+    assert "blocks.0.attention.out.scales" in error_of(quantization={**quantization, "group_size": 16})
+    assert "codes" in error_of(quantization={**quantization, "format": "int8"})
+    assert "cannot read a model" in error_of(quantization={**quantization, "format": "int3"})
+    assert "blocks.1.attention.out.codes" in error_of(n_layers=1)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-50])
     with pytest.raises(CheckpointError, match="cannot read a model"):
