@@ -1,4 +1,4 @@
-"""The load client against servers of which every delay is known, in a loop whose clock jumps."""
+"""The load client against simulated servers with known delays, in virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Answer = Callable[[dict[str, Any]], httpx.Response]
 
 
 class Stream(httpx.AsyncByteStream):
-    """Pieces, each after so many seconds; an exception is raised where it stands."""
+    """Pieces with delays in seconds; an exception among them is raised."""
 
     def __init__(self, *pieces: tuple[float, bytes | Exception]) -> None:
         self.pieces = pieces
@@ -43,8 +43,8 @@ def event(content: Any) -> bytes:
     return b"data: " + (content if isinstance(content, bytes) else json.dumps(content).encode()) + b"\n\n"
 
 
-def words(n: int, first: float = 0.5, later: float = 0.1, prompt: int = 3) -> Stream:
-    """A healthy answer of n tokens: the first after `first` seconds, then one each `later`."""
+def token_stream(n: int, first: float = 0.5, later: float = 0.1, prompt: int = 3) -> Stream:
+    """A stream of n tokens: the first after `first` seconds, the others every `later` seconds."""
     said = [{"choices": [{"text": "x", "finish_reason": "length" if i == n - 1 else None}]} for i in range(n)]
     pieces = [(first if i == 0 else later, event(one)) for i, one in enumerate(said)]
     usage = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": n}}
@@ -64,10 +64,10 @@ def served(answer: Answer, delay: float = 0.0) -> httpx.MockTransport:
 
 
 def healthy(body: dict[str, Any]) -> httpx.Response:
-    return httpx.Response(200, stream=words(body["max_tokens"]))
+    return httpx.Response(200, stream=token_stream(body["max_tokens"]))
 
 
-def driven(
+def run_requests(
     planned: list[ScheduledRequest], answer: Answer, target: Target | None = None, **options: Any
 ) -> list[RequestRecord]:
     async def work() -> list[RequestRecord]:
@@ -79,47 +79,47 @@ def driven(
     return run(work())
 
 
-def asked(*times: float, tokens: int = 4) -> list[ScheduledRequest]:
+def planned_requests(*times: float, tokens: int = 4) -> list[ScheduledRequest]:
     return [ScheduledRequest(n, at, (1, 2, 3), tokens) for n, at in enumerate(times)]
 
 
-def test_times_of_a_stream_are_those_of_its_events() -> None:
-    (record,) = driven(asked(0.0, tokens=5), healthy)
+def test_record_times_match_stream_events() -> None:
+    (record,) = run_requests(planned_requests(0.0, tokens=5), healthy)
     assert record.error is None and record.finish_reason == "length"
     assert record.ttft == pytest.approx(0.5) and record.tpot == pytest.approx(0.1)
     assert record.gaps == pytest.approx([0.1] * 4) and record.latency == pytest.approx(0.9)
     assert (record.prompt_tokens, record.output_tokens) == (3, 5)
 
 
-def test_arrivals_do_not_wait_for_answers() -> None:
-    records = driven(asked(0.0, 0.2, 0.25, 3.0), healthy)
+def test_open_loop_sends_on_schedule() -> None:
+    records = run_requests(planned_requests(0.0, 0.2, 0.25, 3.0), healthy)
     assert [r.sent for r in records] == pytest.approx([0.0, 0.2, 0.25, 3.0])
     assert [r.latency for r in records] == pytest.approx([0.8] * 4)
 
 
-def test_callers_of_a_closed_loop_do() -> None:
-    records = driven(asked(*[0.0] * 5), healthy, concurrency=2)
+def test_closed_loop_waits_for_responses() -> None:
+    records = run_requests(planned_requests(*[0.0] * 5), healthy, concurrency=2)
     assert [r.number for r in records] == list(range(5))
     assert [r.sent for r in records] == pytest.approx([0.0, 0.0, 0.8, 0.8, 1.6])
     assert [r.lag for r in records] == [0.0] * 5
 
 
-def test_latency_counts_from_when_a_request_was_due() -> None:
+def test_latency_counts_from_scheduled_time() -> None:
     def stalls(body: dict[str, Any]) -> httpx.Response:
         loop = asyncio.get_running_loop()
-        if loop.time() < 0.05:  # the client's own process stands still while the first is under way
+        if loop.time() < 0.05:  # the client process stalls during the first request
             loop.call_later(0.1, lambda: setattr(loop, "moment", loop.time() + 2.0))
         return healthy(body)
 
-    records = driven(asked(0.0, 0.3), stalls)
-    assert records[1].lag == pytest.approx(1.8, abs=0.01)  # due at 0.3, and at 2.1 the process came back
+    records = run_requests(planned_requests(0.0, 0.3), stalls)
+    assert records[1].lag == pytest.approx(1.8, abs=0.01)  # scheduled at 0.3, resumed at 2.1
     assert records[1].ttft == pytest.approx(0.5 + records[1].lag)
     assert client_lagging(summarize(records))
     assert not client_lagging(summarize(records[:1]))
 
 
 @given(st.data())
-def test_events_in_any_pieces(data: st.DataObject) -> None:
+def test_sse_parser_is_independent_of_chunk_boundaries(data: st.DataObject) -> None:
     texts = data.draw(
         st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6)
     )
@@ -134,7 +134,7 @@ def test_events_in_any_pieces(data: st.DataObject) -> None:
     assert found == texts
 
 
-def test_an_event_of_several_lines() -> None:
+def test_sse_parser_joins_multiline_events() -> None:
     assert SSEParser().feed(b"data: a\ndata:b\n\n") == ["a\nb"]
 
 
@@ -142,17 +142,17 @@ FAILURES: dict[str, Callable[[], httpx.Response]] = {
     "http 429": lambda: httpx.Response(429, json={"error": {"message": "slow down", "code": None}}),
     "http 500": lambda: httpx.Response(500, text="oh"),
     "broken": lambda: httpx.Response(200, stream=Stream((0.1, event({"choices": [{"text": "x"}]})))),
-    "error event": lambda: httpx.Response(
-        200, stream=Stream((0.1, event({"error": {"message": "no"}})))
-    ),
+    "error event": lambda: httpx.Response(200, stream=Stream((0.1, event({"error": {"message": "no"}})))),
     "unreadable": lambda: httpx.Response(200, stream=Stream((0.1, event(b"{")))),
-    "timeout": lambda: httpx.Response(200, stream=words(4, first=99.0)),
+    "timeout": lambda: httpx.Response(200, stream=token_stream(4, first=99.0)),
 }
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_each_failure_is_a_record_of_its_kind(kind: str) -> None:
-    records = driven(asked(0.0, 0.1), lambda body: FAILURES[kind](), Target("m", timeout_seconds=20.0))
+def test_failures_become_records_with_kind(kind: str) -> None:
+    records = run_requests(
+        planned_requests(0.0, 0.1), lambda body: FAILURES[kind](), Target("m", timeout_seconds=20.0)
+    )
     assert [r.error for r in records] == [kind, kind]
     found = summarize(records, slo=LatencySLO(ttft=100.0))
     assert found.errors == {kind: 2} and found.finished == 0 and found.slo_attainment == 0.0
@@ -167,12 +167,14 @@ def test_each_failure_is_a_record_of_its_kind(kind: str) -> None:
         (httpx.ReadTimeout("late"), "timeout"),
     ],
 )
-def test_a_broken_connection_is_told_by_its_kind(error: Exception, kind: str) -> None:
-    (record,) = driven(asked(0.0), lambda body: httpx.Response(200, stream=Stream((0.3, error))))
+def test_connection_errors_become_records_with_kind(error: Exception, kind: str) -> None:
+    (record,) = run_requests(
+        planned_requests(0.0), lambda body: httpx.Response(200, stream=Stream((0.3, error)))
+    )
     assert record.error == kind and record.finished == pytest.approx(0.3)
 
 
-def test_bodies_of_both_endpoints() -> None:
+def test_target_builds_bodies_of_both_endpoints() -> None:
     text, ids = ScheduledRequest(0, 0.0, "hi", 7), ScheduledRequest(0, 0.0, (5, 6), 7)
     talk = ScheduledRequest(0, 0.0, (("system", "s"), ("user", "u")), 7)
     plain, chat = Target("m", extra_fields=(("ignore_eos", True),)), Target("m", "chat")
@@ -189,13 +191,13 @@ def test_bodies_of_both_endpoints() -> None:
             target.body(wrong)
 
 
-def test_a_role_alone_is_no_token() -> None:
+def test_role_event_is_not_an_arrival() -> None:
     said = [
         (0.1, event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})),
         (0.4, event({"choices": [{"delta": {"content": "x"}}]})),
         (0.2, event({"choices": [{"delta": {}, "finish_reason": "stop"}]})),
     ]
-    (record,) = driven(
+    (record,) = run_requests(
         [ScheduledRequest(0, 0.0, "hi", 9)],
         lambda body: httpx.Response(200, stream=Stream(*said)),
         Target("m", "chat"),
@@ -203,7 +205,7 @@ def test_a_role_alone_is_no_token() -> None:
     assert record.arrivals == pytest.approx([0.5]) and record.output_tokens == 1 and record.tpot is None
 
 
-def test_figures_of_known_records() -> None:
+def test_summarize_known_records() -> None:
     def one(number: int, ttft: float, tokens: int, tpot: float) -> RequestRecord:
         times = [number + ttft + tpot * i for i in range(tokens)]
         return RequestRecord(number, float(number), number + 0.001, times, times[-1], 10, tokens, "stop")
@@ -215,7 +217,7 @@ def test_figures_of_known_records() -> None:
     assert found.output_rate == pytest.approx(34 / 5) and found.request_rate == pytest.approx(0.8)
     assert found.slo_attainment == pytest.approx(2 / 5) and found.goodput == pytest.approx(
         2 / 5
-    )  # the first and the last
+    )  # the first and the fourth
     assert found.output_cost == pytest.approx(1e6 * 3.6 * 5 / 3600 / 34)
     assert found.total_cost == pytest.approx(1e6 * 3.6 * 5 / 3600 / 74)
     assert (
@@ -228,14 +230,14 @@ def test_figures_of_known_records() -> None:
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=50))
-def test_percentiles_are_ordered_and_inside(values: list[float]) -> None:
+def test_latency_stats_percentiles_are_ordered(values: list[float]) -> None:
     found = latency_stats(values)
     assert found is not None
     ordered = [min(values), found.p50, found.p90, found.p95, found.p99, found.maximum]
     assert all(a <= b or math.isclose(a, b) for a, b in itertools.pairwise(ordered))
 
 
-def test_a_curve_from_end_to_end() -> None:
+def test_run_load_test_measures_a_curve() -> None:
     loads = [
         LoadConfig(requests=6, rate=rate, output_lengths=LengthDistribution("fixed", (5,)))
         for rate in (1.0, 4.0)
@@ -260,12 +262,12 @@ def test_a_curve_from_end_to_end() -> None:
     assert found[1].summary.seconds < found[0].summary.seconds
     assert len(bodies) == 14 and all(isinstance(i, int) for i in bodies[0]["prompt"])
     prompts = [tuple(body["prompt"]) for body in bodies[2:]]
-    assert len(set(prompts[:6]) & set(prompts[6:])) == 0  # each load has its own
+    assert len(set(prompts[:6]) & set(prompts[6:])) == 0  # each load has different prompts
     entries = [json.loads(line) for line in to_jsonl(found)]
     assert [entry["kind"] for entry in entries] == (["request"] * 6 + ["load"]) * 2
 
 
-def test_a_server_that_does_not_tokenise_gets_text() -> None:
+def test_run_load_test_without_tokenize_endpoint() -> None:
     bodies: list[dict[str, Any]] = []
 
     async def handle(request: httpx.Request) -> httpx.Response:
@@ -288,7 +290,7 @@ def test_a_server_that_does_not_tokenise_gets_text() -> None:
     "answer",
     [httpx.Response(200, json={"data": []}), httpx.Response(401, json={"error": {"message": "key?"}}), None],
 )
-def test_a_server_that_is_none_is_named(answer: httpx.Response | None) -> None:
+def test_run_load_test_names_an_unusable_server(answer: httpx.Response | None) -> None:
     def handle(request: httpx.Request) -> httpx.Response:
         if answer is None:
             raise httpx.ConnectError("refused")
@@ -302,5 +304,5 @@ def test_a_server_that_is_none_is_named(answer: httpx.Response | None) -> None:
         )
 
 
-def test_a_pool_knows_its_unit() -> None:
+def test_prompt_pool_units_per_token() -> None:
     assert PromptPool("abc").per_token == 4 and PromptPool((1, 2)).per_token == 1

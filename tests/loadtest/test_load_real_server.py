@@ -1,4 +1,4 @@
-"""The load client against our own server: what one counts is what the other says."""
+"""The load generator against a live server: token counts and errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from whorl.loadtest.workload import LengthDistribution, LoadConfig
 TEXT = "def add(a, b):\n    return a + b\n" * 60
 
 
-def test_ids_of_exact_length_go_in_and_every_token_is_counted(server: Running) -> None:
+def test_load_test_counts_every_token(server: Running) -> None:
     load = LoadConfig(
-        requests=8, rate=200.0, prompt_lengths=LengthDistribution("uniform", (5, 20)), output_lengths=LengthDistribution("fixed", (6,)),
-        prefix_tokens=16,
+        requests=8, rate=200.0, prompt_lengths=LengthDistribution("uniform", (5, 20)),
+        output_lengths=LengthDistribution("fixed", (6,)), prefix_tokens=16,
     )  # fmt: skip
     trial = LoadTest(
         server.url, TEXT, [load], extra_fields=(("ignore_eos", True),), slo=LatencySLO(ttft=600.0)
@@ -26,7 +26,7 @@ def test_ids_of_exact_length_go_in_and_every_token_is_counted(server: Running) -
     assert all(record.finish_reason == "length" for record in found.records)
 
 
-def test_a_conversation_streams_and_a_refusal_is_counted_with_its_words(server: Running) -> None:
+def test_load_test_chat_and_rejected_requests(server: Running) -> None:
     fine = LoadConfig(requests=3, concurrency=2, output_lengths=LengthDistribution("fixed", (4,)))
     (found,) = run_load_test_sync(LoadTest(server.url, [("add two numbers", None)], [fine], endpoint="chat"))
     assert found.summary.finished == 3 and found.summary.prompt_tokens > 0

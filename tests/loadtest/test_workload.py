@@ -1,4 +1,4 @@
-"""What a load sends and when: a pure function of its configuration and seed."""
+"""The schedule of a load: a pure function of configuration and seed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFIGS = st.builds(
 
 
 @given(CONFIGS)
-def test_a_plan_is_a_pure_function_that_more_requests_continue(config: LoadConfig) -> None:
+def test_schedule_is_pure_and_prefix_stable(config: LoadConfig) -> None:
     found = schedule_requests(config, IDS)
     assert found == schedule_requests(config.model_copy(), IDS)
     assert [one.number for one in found] == list(range(config.requests))
@@ -50,7 +50,7 @@ def test_a_plan_is_a_pure_function_that_more_requests_continue(config: LoadConfi
 
 
 @given(CONFIGS)
-def test_another_rate_is_the_same_rhythm_faster_and_moves_no_prompt(config: LoadConfig) -> None:
+def test_schedule_rate_scales_times_only(config: LoadConfig) -> None:
     assert config.rate is not None
     slow, fast = (
         schedule_requests(config, IDS),
@@ -67,7 +67,7 @@ def test_another_rate_is_the_same_rhythm_faster_and_moves_no_prompt(config: Load
 
 
 @given(CONFIGS)
-def test_prompts_begin_with_one_of_the_prefixes_and_are_as_long_as_drawn(config: LoadConfig) -> None:
+def test_schedule_prompts_have_prefix_and_drawn_length(config: LoadConfig) -> None:
     found = schedule_requests(config, IDS)
     heads = {one.prompt[: config.prefix_tokens] for one in found}
     assert len(heads) <= config.n_prefixes
@@ -79,7 +79,7 @@ def test_prompts_begin_with_one_of_the_prefixes_and_are_as_long_as_drawn(config:
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_gaps_have_the_mean_of_the_rate_and_the_variation_of_the_burstiness(burstiness: float) -> None:
+def test_arrival_gaps_match_rate_and_burstiness(burstiness: float) -> None:
     times = arrival_times(LoadConfig(requests=20_001, rate=5.0, burstiness=burstiness))
     gaps = [b - a for a, b in itertools.pairwise(times)]
     mean = statistics.fmean(gaps)
@@ -87,7 +87,7 @@ def test_gaps_have_the_mean_of_the_rate_and_the_variation_of_the_burstiness(burs
     assert statistics.stdev(gaps) / mean == pytest.approx(burstiness**-0.5, rel=0.06)
 
 
-def test_without_a_rate_all_may_go_at_once() -> None:
+def test_load_config_requires_rate_or_concurrency() -> None:
     assert set(arrival_times(LoadConfig(requests=5, rate=float("inf")))) == {0.0}
     assert set(arrival_times(LoadConfig(requests=5, concurrency=2))) == {0.0}
     for wrong in ({}, {"rate": 1.0, "concurrency": 1}, {"rate": 0.0}, {"concurrency": 0}):
@@ -95,7 +95,7 @@ def test_without_a_rate_all_may_go_at_once() -> None:
             LoadConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_lengths_are_what_their_text_says() -> None:
+def test_parse_lengths_draws_the_distribution() -> None:
     rng = numpy_rng(0, "test")
     assert parse_lengths("128").draw(rng, 3) == [128, 128, 128]
     uniform = parse_lengths("uniform:3,5").draw(rng, 300)
@@ -106,7 +106,7 @@ def test_lengths_are_what_their_text_says() -> None:
 
 
 @given(st.text(max_size=20))
-def test_any_other_text_is_refused_by_name(text: str) -> None:
+def test_parse_lengths_error_names_the_field(text: str) -> None:
     try:
         found = parse_lengths(text, "--input")
     except ConfigError as error:
@@ -118,19 +118,19 @@ def test_any_other_text_is_refused_by_name(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["0", "-1", "1.5", "uniform:5,3", "uniform:5", "lognormal:9", "nan", "inf", "fixed:1e99", "x:1"]
 )
-def test_impossible_lengths(text: str) -> None:
+def test_parse_lengths_rejects_impossible_values(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_lengths(text)
 
 
-def test_a_pool_of_text_counts_characters_and_begins_anew_at_its_end() -> None:
+def test_prompt_pool_cuts_and_wraps_around() -> None:
     assert PromptPool("abcdef").cut(4, 2) == "efabcdef"
     assert PromptPool((1, 2, 3)).cut(5, 4) == (3, 1, 2, 3)
     with pytest.raises(ConfigError):
         schedule_requests(LoadConfig(rate=1.0), PromptPool(""))
 
 
-def test_prompts_are_read_in_the_forms_people_have_them_in(tmp_path: Path) -> None:
+def test_read_prompts_supports_all_formats(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text(
         '{"prompt": "a", "max_tokens": 7}\n\n{"question": "What is 2 + 2?", "answer": "4"}\n'
@@ -151,20 +151,23 @@ def test_prompts_are_read_in_the_forms_people_have_them_in(tmp_path: Path) -> No
         LoadConfig(requests=5, rate=1.0, output_lengths=LengthDistribution("fixed", (3,))), prompts
     )
     assert [one.max_tokens for one in found] == [3] * 5
-    assert sorted(str(one.prompt) for one in found[:2]) == ["one", "two"]  # all of them, before any again
+    assert sorted(str(one.prompt) for one in found[:2]) == [
+        "one",
+        "two",
+    ]  # each prompt once before any repetition
 
 
 @pytest.mark.parametrize(
     "line", ["{", "[1]", "{}", '{"prompt": 3}', '{"prompt": "a", "max_tokens": 0}', '{"messages": [3]}']
 )
-def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
+def test_read_prompts_error_names_the_line(line: str, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n' + line + "\n")
     with pytest.raises(DataError, match="line 2"):
         read_prompts(file)
 
 
-def test_pairs_of_lengths(tmp_path: Path) -> None:
+def test_read_length_pairs_formats_and_errors(tmp_path: Path) -> None:
     file = tmp_path / "l.csv"
     for text in (
         "prompt,output\n12,30\n5 6\n",

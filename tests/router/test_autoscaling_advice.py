@@ -1,4 +1,4 @@
-"""How many replicas there should be, and the reasons given."""
+"""Advice on the number of replicas and its reasons."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def window(
     ]
 
 
-def test_a_standing_queue_asks_for_as_many_as_work_it_off() -> None:
-    # 3.4 a second arrive and 14 wait, to be done in 60 s; each of the two does one a second, to be filled to 0.8.
+def test_advise_scales_up_for_persistent_queue() -> None:
+    # 3 arrivals/s plus a queue of 14 in 60 s; two replicas finish 1/s each; target utilization 0.8.
     advice = advise(window(60, queue=14, arrivals=3.0, done=2.0, good=0.71))
     assert advice.replicas == 4 and advice.change == 2
     assert str(advice).startswith("2 more: queue of 14 for 60 s, goodput 0.71 < 0.95")
@@ -36,28 +36,28 @@ def test_a_standing_queue_asks_for_as_many_as_work_it_off() -> None:
     assert wide.change == 2 and "59 required, 4 allowed at once" in str(wide)
 
 
-def test_a_flash_of_a_queue_asks_for_nothing() -> None:
+def test_advise_ignores_short_queue() -> None:
     seen = window(60)
     seen[30] = PoolSnapshot(30.0, 2, 50, 8, 60, 60, 60)
     assert advise(seen).change == 0
 
 
-def test_a_short_look_advises_nothing() -> None:
+def test_advise_waits_for_enough_history() -> None:
     assert "observed for 10 s of 60" in str(advise(window(10, queue=50)))
     assert advise([]).change == 0
 
 
-def test_slow_requests_without_a_queue_are_not_mended_by_more_replicas() -> None:
+def test_advise_keeps_replicas_for_slow_requests() -> None:
     advice = advise(window(60, good=0.5))
     assert advice.change == 0 and "slow without queueing" in str(advice)
 
 
-def test_nothing_finished_is_said_and_one_more_is_tried() -> None:
+def test_advise_adds_one_when_capacity_is_unknown() -> None:
     advice = advise(window(60, queue=9, done=0.0))
     assert advice.change == 1 and "unknown" in str(advice)
 
 
-def test_down_is_slow_and_one_at_a_time_and_only_where_one_fewer_holds_the_load() -> None:
+def test_advise_scales_down_one_after_long_idle() -> None:
     assert advise(window(599, replicas=4)).change == 0
     advice = advise(window(600, replicas=4))
     assert advice.change == -1 and str(advice).startswith("1 fewer: no queue for 600 s")
@@ -67,7 +67,7 @@ def test_down_is_slow_and_one_at_a_time_and_only_where_one_fewer_holds_the_load(
     assert advise(window(600, replicas=3), AutoscalingConfig(min_replicas=3)).change == 0
 
 
-def test_too_few_serve() -> None:
+def test_advise_restores_min_replicas() -> None:
     assert advise(window(60, replicas=1), AutoscalingConfig(min_replicas=3)).change == 2
 
 
@@ -77,7 +77,7 @@ def test_too_few_serve() -> None:
     st.integers(0, 4),
     st.integers(4, 12),
 )
-def test_advice_stays_within_its_bounds_and_always_says_why(
+def test_advice_is_bounded_and_has_reasons(
     seen: list[tuple[int, ...]], step: int, fewest: int, most: int
 ) -> None:
     arrived = finished = good = 0

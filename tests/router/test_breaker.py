@@ -1,4 +1,4 @@
-"""Who is not asked for a while, and how many second attempts there are."""
+"""Circuit breaker and retry budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def opened(now: float = 0.0, **settings: float) -> CircuitBreaker:
     return breaker
 
 
-def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
+def test_breaker_opens_after_consecutive_failures() -> None:
     breaker = CircuitBreaker(failure_threshold=3)
     for outcome in "ffsff":
         breaker.record_failure(0.0) if outcome == "f" else breaker.record_success()
@@ -29,7 +29,7 @@ def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None
         breaker.admit(0.5)
 
 
-def test_half_open_lets_one_probe_through_whose_answer_decides() -> None:
+def test_half_open_admits_one_probe_and_doubles_wait() -> None:
     breaker = opened(open_seconds=1.0, max_open_seconds=4.0)
     assert breaker.state(1.0) is CircuitState.HALF_OPEN
     breaker.admit(1.0)
@@ -47,10 +47,10 @@ def test_half_open_lets_one_probe_through_whose_answer_decides() -> None:
     breaker.record_success()
     assert breaker.state(now + 4) is CircuitState.CLOSED
     breaker.record_failure(now + 4)
-    assert breaker.allows_request(now + 4), "the count begins anew"
+    assert breaker.allows_request(now + 4), "the count was reset"
 
 
-def test_a_probe_whose_client_left_does_not_lock_it() -> None:
+def test_cancelled_probe_does_not_lock_the_breaker() -> None:
     breaker = opened()
     breaker.admit(5.0)
     breaker.cancel_probe()
@@ -58,7 +58,7 @@ def test_a_probe_whose_client_left_does_not_lock_it() -> None:
 
 
 @given(st.lists(st.sampled_from(["ask", "good", "bad", "left", "wait"]), max_size=80))
-def test_whatever_happens_it_is_open_for_no_longer_than_it_says_and_probes_singly(events: list[str]) -> None:
+def test_breaker_invariants_hold_for_any_events(events: list[str]) -> None:
     breaker, now, probes = CircuitBreaker(failure_threshold=2, open_seconds=1.0, max_open_seconds=8.0), 0.0, 0
     for event in events:
         state = breaker.state(now)
@@ -83,16 +83,16 @@ def test_whatever_happens_it_is_open_for_no_longer_than_it_says_and_probes_singl
 
 
 @given(st.integers(0, 400), st.floats(0, 1), st.integers(0, 20))
-def test_retries_are_a_share_of_the_traffic_and_a_reserve(first: int, ratio: float, reserve: int) -> None:
+def test_retry_budget_bounds_retries(first: int, ratio: float, reserve: int) -> None:
     budget, retries = RetryBudget(ratio, reserve), 0
     for _ in range(first):  # everything fails
         budget.deposit()
         retries += budget.try_spend()
     assert retries <= reserve + ratio * first + 1e-6
-    assert retries >= min(first, reserve), "as long as there is a reserve nobody is denied"
+    assert retries >= min(first, reserve), "retries are granted while the budget lasts"
 
 
-def test_bad_settings_are_named() -> None:
+def test_breaker_rejects_bad_settings() -> None:
     with pytest.raises(ConfigError, match="failure_threshold 0"):
         CircuitBreaker(failure_threshold=0)
     with pytest.raises(ConfigError, match="ratio 2"):

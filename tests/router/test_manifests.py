@@ -1,4 +1,4 @@
-"""What clusters are told: every field by their own schemas, and what must fit together."""
+"""Deployment manifests: schemas of the clusters, consistent fields, DNS discovery."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MANIFESTS = st.builds(
 
 @settings(max_examples=15, deadline=None)
 @given(MANIFESTS)
-def test_kubernetes_knows_every_field(what: DeploymentSpec) -> None:
+def test_kubernetes_manifests_match_the_schema(what: DeploymentSpec) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     kinds = [d["kind"] for d in documents(what)]
     assert kinds.count("Deployment") == 2 and "HorizontalPodAutoscaler" in kinds
@@ -62,7 +62,7 @@ def test_kubernetes_knows_every_field(what: DeploymentSpec) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(MANIFESTS)
-def test_ray_serve_knows_every_field(what: DeploymentSpec) -> None:
+def test_ray_config_matches_the_schema(what: DeploymentSpec) -> None:
     schema = pytest.importorskip("ray.serve.schema")
     (told,) = yaml.safe_load_all(render_manifest("ray", what))
     config = schema.ServeDeploySchema(**told)
@@ -72,7 +72,7 @@ def test_ray_serve_knows_every_field(what: DeploymentSpec) -> None:
     assert deployment.autoscaling_config["min_replicas"] == what.replicas
 
 
-def test_what_selects_finds_what_it_selects() -> None:
+def test_selectors_match_exactly_their_pods() -> None:
     deployments = by_kind(FULL, "Deployment")
     services = by_kind(FULL, "Service")
     assert set(deployments) == set(services) == {"shop-replica", "shop-router"}
@@ -95,7 +95,7 @@ def test_what_selects_finds_what_it_selects() -> None:
     assert parse_host_port(router[router.index("--discover") + 1]) == ("shop-replica", 8000)
 
 
-def test_nobody_is_ended_before_it_could_drain() -> None:
+def test_grace_period_exceeds_drain_time() -> None:
     for deployment in by_kind(FULL, "Deployment").values():
         pod = deployment["spec"]["template"]["spec"]
         (container,) = pod["containers"]
@@ -105,7 +105,7 @@ def test_nobody_is_ended_before_it_could_drain() -> None:
         assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
 
 
-def test_volumes_keys_and_sizes_are_where_the_server_looks() -> None:
+def test_volumes_keys_and_resources_are_mounted() -> None:
     pod = by_kind(FULL, "Deployment")["shop-replica"]["spec"]["template"]["spec"]
     (server,) = pod["containers"]
     assert (
@@ -120,7 +120,7 @@ def test_volumes_keys_and_sizes_are_where_the_server_looks() -> None:
     assert "volumes" not in plain and "--no-auth" in plain["containers"][0]["command"]
 
 
-def test_what_no_cluster_would_take_is_said_here() -> None:
+def test_render_manifest_rejects_invalid_specs() -> None:
     with pytest.raises(ConfigError, match="nomad"):
         render_manifest("nomad", FULL)
     for name in ("Shop", "9shop", "shop-", "s" * 60):
@@ -130,7 +130,7 @@ def test_what_no_cluster_would_take_is_said_here() -> None:
         render_manifest("ray", DeploymentSpec(model="m", replicas=2, max_replicas=1))
 
 
-def test_a_command_lines_options_reach_the_servers() -> None:
+def test_manifest_passes_on_command_line_options() -> None:
     words = ["serve", "m", "--manifest", "ray", "--max-model-len", "99", "--drain=5", "--no-auth"]
     (told,) = yaml.safe_load_all(
         manifest_for_command("ray", DeploymentSpec(model="m"), words, ("--manifest", "--drain"))
@@ -140,17 +140,17 @@ def test_a_command_lines_options_reach_the_servers() -> None:
     assert command(args)[2:] == ["whorl.cli", "serve", "m", "--max-num-seqs", "32", "--max-model-len", "99"]
 
 
-# Finding the replicas again
+# DNS discovery
 
 
-def test_the_fleet_follows_a_name() -> None:
+def test_sync_replicas_follows_dns() -> None:
     fleet = ReplicaPool(RoutingPolicy(random.Random(0)))
     sync_replicas(fleet, ["http://10.0.0.1:80", "http://10.0.0.2:80"])
     fleet.replicas["10.0.0.1:80"].healthy = True
     sent = fleet.dispatch(())
     assert sent is not None
     sync_replicas(fleet, [])
-    assert set(fleet.replicas) == {"10.0.0.1:80", "10.0.0.2:80"}, "a name server's hiccup"
+    assert set(fleet.replicas) == {"10.0.0.1:80", "10.0.0.2:80"}, "an empty lookup changes nothing"
     sync_replicas(fleet, ["http://10.0.0.2:80", "http://10.0.0.3:80"])
     assert set(fleet.replicas) == set(fleet.policy.loads) == {"10.0.0.2:80", "10.0.0.3:80"}
     fleet.policy.end(sent[1])

@@ -1,4 +1,4 @@
-"""Replicas as real processes: killed in mid-stream, killed by a request, restarted, drained, orphaned."""
+"""Replica processes: killed, restarted, drained, orphaned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.router import fake_replica
 from tests.support.router.fake_replica import running
+from tests.support.router.harness import async_test
 
 from whorl.errors import ConfigError
 from whorl.router import replica_processes as module
@@ -30,7 +31,7 @@ from whorl.router.replica_processes import (
 from whorl.router.router import ReplicaRouter
 
 FAKE = [sys.executable, str(Path(fake_replica.__file__))]
-WHOLE = """
+PROGRAM = """
 import sys
 from whorl.router.replica_processes import serve_replicas
 serve_replicas(sys.argv[2:], 2, port=int(sys.argv[1]), grace=20)
@@ -38,12 +39,8 @@ serve_replicas(sys.argv[2:], 2, port=int(sys.argv[1]), grace=20)
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MIN_BACKOFF", 0.01)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -68,7 +65,7 @@ def gone(pid: int) -> bool:
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 63), unique=True, max_size=16))
-def test_cores_are_split_evenly_and_none_is_given_twice(n: int, cores: list[int]) -> None:
+def test_split_cores_is_even_and_disjoint(n: int, cores: list[int]) -> None:
     parts = split_cores(n, cores)
     assert len(parts) == n
     if len(cores) < n:
@@ -78,7 +75,7 @@ def test_cores_are_split_evenly_and_none_is_given_twice(n: int, cores: list[int]
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_a_command_line_is_repeated_without_what_is_the_routers() -> None:
+def test_drop_options_removes_options_with_values() -> None:
     words = ["serve", "m", "--port", "80", "--seed", "1", "--host=::", "--replicas", "2", "--porter", "x"]
     assert drop_options(words, ("--port", "--host", "--replicas")) == [
         "serve",
@@ -90,58 +87,52 @@ def test_a_command_line_is_repeated_without_what_is_the_routers() -> None:
     ]
 
 
-def test_a_replica_killed_in_mid_stream_is_an_error_to_its_client_and_is_replaced() -> None:
-    async def test() -> None:
-        async with fleet(2) as (router, replicas, client):
-            async with client.stream("POST", "/v1/completions", json={"prompt": "hold:1"}) as answer:
-                parts = answer.aiter_raw()
-                seen = await anext(parts)
-                victim = next(p for p in replicas.processes if p.name == answer.headers["x-whorl-replica"])
-                old = victim.url
-                os.kill(victim.pid, signal.SIGKILL)
-                seen += b"".join([part async for part in parts])
-            events = seen.split(b"\n\n")
-            assert len(events) == 3 and b"replica_lost" in events[1] and events[2] == b""
-            assert (await client.post("/v1/completions", json={"prompt": "hello"})).status_code == 200
-            await until(lambda: victim.starts == 2 and len(router.pool.available()) == 2)
-            assert victim.url != old
-            assert len(router.pool.policy.indexes[victim.name]) == 0
-        assert all(p.popen is not None and p.popen.returncode is not None for p in replicas.processes)
-
-    run(test)
+@async_test
+async def test_killed_replica_ends_stream_and_is_restarted() -> None:
+    async with fleet(2) as (router, replicas, client):
+        async with client.stream("POST", "/v1/completions", json={"prompt": "hold:1"}) as answer:
+            parts = answer.aiter_raw()
+            seen = await anext(parts)
+            victim = next(p for p in replicas.processes if p.name == answer.headers["x-whorl-replica"])
+            old = victim.url
+            os.kill(victim.pid, signal.SIGKILL)
+            seen += b"".join([part async for part in parts])
+        events = seen.split(b"\n\n")
+        assert len(events) == 3 and b"replica_lost" in events[1] and events[2] == b""
+        assert (await client.post("/v1/completions", json={"prompt": "hello"})).status_code == 200
+        await until(lambda: victim.starts == 2 and len(router.pool.available()) == 2)
+        assert victim.url != old
+        assert len(router.pool.policy.indexes[victim.name]) == 0
+    assert all(p.popen is not None and p.popen.returncode is not None for p in replicas.processes)
 
 
-def test_a_request_that_kills_whoever_serves_it_is_tried_twice_and_no_more() -> None:
-    async def test() -> None:
-        async with fleet(3) as (router, replicas, client):
-            answer = await client.post("/v1/completions", json={"prompt": "please die"})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
-            await until(lambda: sum(p.starts for p in replicas.processes) == 5)
-            await until(lambda: len(router.pool.available()) == 3)
-            assert sorted(p.starts for p in replicas.processes) == [1, 2, 2]
-
-    run(test)
+@async_test
+async def test_crashing_request_is_tried_on_two_replicas() -> None:
+    async with fleet(3) as (router, replicas, client):
+        answer = await client.post("/v1/completions", json={"prompt": "please die"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        await until(lambda: sum(p.starts for p in replicas.processes) == 5)
+        await until(lambda: len(router.pool.available()) == 3)
+        assert sorted(p.starts for p in replicas.processes) == [1, 2, 2]
 
 
-def test_what_never_comes_up_is_said_at_once() -> None:
-    async def test() -> None:
-        with pytest.raises(ConfigError, match="exited with code 3"):
-            async with ReplicaSupervisor([sys.executable, "-c", "import sys; sys.exit(3)"], 2):
-                pass
-        hung = ReplicaSupervisor([sys.executable, "-c", "import time; time.sleep(60)"], 1, start_timeout=0.3)
-        with pytest.raises(ConfigError, match="before it answered"):
-            async with hung:
-                pass
-        assert hung.processes[0].pid == 0
-
-    run(test)
+@async_test
+async def test_supervisor_raises_when_replica_never_starts() -> None:
+    with pytest.raises(ConfigError, match="exited with code 3"):
+        async with ReplicaSupervisor([sys.executable, "-c", "import sys; sys.exit(3)"], 2):
+            pass
+    hung = ReplicaSupervisor([sys.executable, "-c", "import time; time.sleep(60)"], 1, start_timeout=0.3)
+    with pytest.raises(ConfigError, match="before it answered"):
+        async with hung:
+            pass
+    assert hung.processes[0].pid == 0
 
 
 @asynccontextmanager
-async def whole() -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncClient, list[str]]]:
+async def router_program() -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncClient, list[str]]]:
     """`serve_replicas` as a program: (process, client of the router, the replicas' URLs)."""
     port = free_port()
-    popen = subprocess.Popen([sys.executable, "-c", WHOLE, str(port), *FAKE], env=os.environ)
+    popen = subprocess.Popen([sys.executable, "-c", PROGRAM, str(port), *FAKE], env=os.environ)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
             while True:
@@ -161,38 +152,32 @@ async def pids(client: httpx.AsyncClient, urls: list[str]) -> list[int]:
     return [(await client.get(f"{url}/health")).json()["boot_id"] for url in urls]
 
 
-def test_on_sigterm_what_runs_is_finished_and_then_all_end() -> None:
-    async def test() -> None:
-        async with whole() as (popen, client, urls):
-            children = await pids(client, urls)
-            async with client.stream("POST", "/v1/completions", json={"prompt": "hold:1"}) as answer:
-                parts = answer.aiter_raw()
-                await anext(parts)
-                popen.send_signal(signal.SIGTERM)
-                while (told := await client.get("/health")).status_code == 200:
-                    await asyncio.sleep(0.005)
-                assert told.json()["status"] == "draining", "it still answers, and says why not"
-                refused = await client.post("/v1/completions", json={"prompt": "new"})
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-                assert popen.poll() is None and not any(gone(pid) for pid in children)
-                for url in urls:  # the replicas themselves still run
-                    await client.post(f"{url}/v1/completions", json={"prompt": "release"})
-                assert b"".join([part async for part in parts]).endswith(b"data: [DONE]\n\n")
-            await until(lambda: popen.poll() is not None)
-            assert popen.returncode == 0
-            assert all(gone(pid) for pid in children)
-
-    run(test)
+@async_test
+async def test_sigterm_finishes_requests_then_stops_replicas() -> None:
+    async with router_program() as (popen, client, urls):
+        children = await pids(client, urls)
+        async with client.stream("POST", "/v1/completions", json={"prompt": "hold:1"}) as answer:
+            parts = answer.aiter_raw()
+            await anext(parts)
+            popen.send_signal(signal.SIGTERM)
+            while (told := await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.005)
+            assert told.json()["status"] == "draining", "it still responds while draining"
+            refused = await client.post("/v1/completions", json={"prompt": "new"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert popen.poll() is None and not any(gone(pid) for pid in children)
+            for url in urls:  # the replicas still run
+                await client.post(f"{url}/v1/completions", json={"prompt": "release"})
+            assert b"".join([part async for part in parts]).endswith(b"data: [DONE]\n\n")
+        await until(lambda: popen.poll() is not None)
+        assert popen.returncode == 0
+        assert all(gone(pid) for pid in children)
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="the kernel of Linux tells children of their parent's death"
-)
-def test_a_router_that_is_killed_leaves_no_orphans() -> None:
-    async def test() -> None:
-        async with whole() as (popen, client, urls):
-            children = await pids(client, urls)
-            popen.kill()
-            await until(lambda: all(gone(pid) for pid in children))
-
-    run(test)
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists only on Linux")
+@async_test
+async def test_killed_router_leaves_no_orphans() -> None:
+    async with router_program() as (popen, client, urls):
+        children = await pids(client, urls)
+        popen.kill()
+        await until(lambda: all(gone(pid) for pid in children))

@@ -1,4 +1,4 @@
-"""Where a request is sent, and what is remembered of where requests were sent."""
+"""Prefix index and routing policy."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def policy(n: int, **settings: float) -> RoutingPolicy:
     return made
 
 
-# Chains
+# Block hashes
 
 
-def test_a_chain_is_equal_as_far_as_the_prompts_are() -> None:
+def test_block_hashes_share_the_common_prefix() -> None:
     a, b = text(1, 5), text(1, 5)[: 3 * BLOCK_BYTES] + text(2, 2)
     assert block_hashes(a)[:3] == block_hashes(b)[:3]
     assert set(block_hashes(a)[3:]).isdisjoint(block_hashes(b))
-    assert len(block_hashes(a[:-1])) == 4, "a block that is not whole says nothing"
+    assert len(block_hashes(a[:-1])) == 4, "an incomplete block has no hash"
     assert block_hashes(a, b"one model")[0] != block_hashes(a, b"another")[0]
     assert block_hashes(text(1, 2)[BLOCK_BYTES:])[0] != block_hashes(text(1, 2))[1], (
-        "a block's hash covers what stands before it"
+        "a block hash covers all earlier blocks"
     )
     ids = list(range(3 * BLOCK_IDS + 5))
     assert (
@@ -44,12 +44,12 @@ def test_a_chain_is_equal_as_far_as_the_prompts_are() -> None:
     )
 
 
-def test_the_prompt_is_found_in_every_form_of_the_api() -> None:
+def test_prompt_and_seed_reads_every_request_form() -> None:
     long = "x" * 300
     chat = {"model": "m", "messages": [{"role": "user", "content": long}], "temperature": 0.1}
     assert prompt_and_seed(chat)[0] == b"<user>" + long.encode()
     assert prompt_and_seed(chat) == prompt_and_seed({**chat, "temperature": 0.9, "n": 3}), (
-        "how to sample is not the prompt"
+        "sampling parameters do not change the prompt"
     )
     assert prompt_and_seed(chat)[1] != prompt_and_seed({**chat, "model": "n"})[1]
     assert prompt_and_seed({**chat, "tools": [{"name": "f"}]})[0] != prompt_and_seed(chat)[0]
@@ -67,35 +67,33 @@ def test_the_prompt_is_found_in_every_form_of_the_api() -> None:
         max_leaves=8,
     )
 )
-def test_no_body_breaks_the_router(value: object) -> None:
+def test_prompt_and_seed_accepts_any_json(value: object) -> None:
     for key in ("messages", "prompt", "input", "tools", "model"):
         block_hashes(*prompt_and_seed({"messages": [value], key: value}))
         block_hashes(*prompt_and_seed({key: value}))
 
 
-# The index, against a list that is searched
+# Prefix index, compared with a list
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 3)), max_size=30),
     st.integers(0, 12),
 )
-def test_the_index_never_keeps_a_block_without_what_precedes_it(
-    asked: list[tuple[int, int, int]], capacity: int
-) -> None:
+def test_prefix_index_keeps_only_full_prefixes(asked: list[tuple[int, int, int]], capacity: int) -> None:
     index, sent = PrefixIndex(capacity), []
     for seed, blocks, evicted in asked:
         hashes = block_hashes(text(seed, blocks))
         index.touch(hashes)
-        assert index.match_length(hashes) == min(len(hashes), capacity), "what was sent last is there"
+        assert index.match_length(hashes) == min(len(hashes), capacity), "the newest prompt is in the index"
         sent.append(hashes)
         index.evict(evicted)
         assert len(index) <= capacity
         reached = {h for old in sent for h in old[: index.match_length(old)]}
-        assert len(reached) == len(index), "every block that is kept lies on a prefix that is kept"
+        assert len(reached) == len(index), "every block belongs to a stored prefix"
 
 
-def test_the_oldest_prefix_is_forgotten_first_and_from_its_end() -> None:
+def test_prefix_index_evicts_oldest_leaf_first() -> None:
     index, old, new = PrefixIndex(6), block_hashes(text(1, 4)), block_hashes(text(2, 4))
     index.touch(old)
     index.touch(new)
@@ -115,7 +113,7 @@ def test_the_oldest_prefix_is_forgotten_first_and_from_its_end() -> None:
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), min_size=1, max_size=80),
     st.integers(0, 2**32),
 )
-def test_no_replica_gets_more_than_its_bound_and_the_books_balance(
+def test_policy_respects_load_bound_and_counters(
     n: int, slack: float, floor: int, asked: list[tuple[int, int]], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -144,7 +142,7 @@ def test_no_replica_gets_more_than_its_bound_and_the_books_balance(
     assert all((x.running, x.waiting, x.pending_blocks) == (0, 0, 0) for x in made.loads.values())
 
 
-def test_a_prompt_goes_back_to_where_its_prefix_is_until_that_costs_more_than_computing_it() -> None:
+def test_policy_prefers_prefix_until_load_outweighs_it() -> None:
     made = policy(3, min_limit=100)
     first = made.choose(block_hashes(text(1, 10)), made.loads)
     assert first.reason == "power_of_two"
@@ -158,7 +156,7 @@ def test_a_prompt_goes_back_to_where_its_prefix_is_until_that_costs_more_than_co
             12,
             "prefix",
         )
-    # Ten blocks are saved there: nine running requests do not outweigh them, eleven do.
+    # Ten cached blocks outweigh nine running requests but not eleven.
     tickets = [made.begin((), first.replica) for _ in range(9)]
     for ticket in tickets:
         made.mark_prefilled(ticket)
@@ -168,17 +166,17 @@ def test_a_prompt_goes_back_to_where_its_prefix_is_until_that_costs_more_than_co
     assert made.choose(longer, made.loads).replica != first.replica
 
 
-def test_what_waits_counts_until_it_is_answered() -> None:
+def test_cost_counts_pending_blocks_until_prefill() -> None:
     made = policy(2)
     ticket = made.begin(block_hashes(text(1, 50)), "r0")
-    assert made.cost("r0", 0) == 1 + 50 + 1  # the blocks, the rest of the prompt, the request itself
+    assert made.cost("r0", 0) == 1 + 50 + 1  # incomplete block + blocks + running request
     made.mark_prefilled(ticket)
     assert made.cost("r0", 0) == 1
     made.end(ticket)
     assert made.cost("r0", 0) == 0
 
 
-def test_what_a_replica_lost_is_forgotten() -> None:
+def test_policy_follows_evictions_and_restarts() -> None:
     made = policy(1)
     hashes = block_hashes(text(1, 8))
     made.end(made.begin(hashes, "r0"))
@@ -188,12 +186,12 @@ def test_what_a_replica_lost_is_forgotten() -> None:
     assert made.choose(hashes, ["r0"]).cached_blocks == 0
 
 
-def test_two_choices_are_nearly_as_even_as_looking_at_all() -> None:
+def test_power_of_two_balances_load() -> None:
     made, n, each = policy(8, min_limit=10**6), 8, 200
     for _ in range(n * each):
         made.begin((), made.choose((), made.loads).replica)
     runs = [x.running for x in made.loads.values()]
-    assert max(runs) - min(runs) <= 10  # drawn one by one without a second choice it is about 80
+    assert max(runs) - min(runs) <= 10  # with a single random choice it is about 80
     one = random.Random(0)
     blind = [0] * n
     for _ in range(n * each):
@@ -201,7 +199,7 @@ def test_two_choices_are_nearly_as_even_as_looking_at_all() -> None:
     assert max(blind) - min(blind) > 20
 
 
-def test_the_same_seed_makes_the_same_choices_however_the_replicas_are_ordered() -> None:
+def test_policy_is_deterministic_for_any_replica_order() -> None:
     def run(names: list[str]) -> list[str]:
         made, chosen = policy(4), []
         for i in range(40):
@@ -212,7 +210,7 @@ def test_the_same_seed_makes_the_same_choices_however_the_replicas_are_ordered()
     assert run(["r0", "r1", "r2", "r3"]) == run(["r3", "r1", "r0", "r2"])
 
 
-def test_a_request_that_outlives_its_replica_is_not_booked_to_the_next_of_that_name() -> None:
+def test_ticket_of_removed_replica_does_not_count() -> None:
     made = policy(2)
     ticket = made.begin((), "r0")
     made.remove("r0")
@@ -221,7 +219,7 @@ def test_a_request_that_outlives_its_replica_is_not_booked_to_the_next_of_that_n
     assert made.loads["r0"].running == 0
 
 
-def test_bad_use_is_named() -> None:
+def test_policy_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="load_slack -1"):
         policy(1, load_slack=-1)
     made = policy(2)

@@ -1,9 +1,8 @@
-"""The policy on a fleet in simulated time: what it wins in cache hits it does not lose in balance."""
+"""The routing policy in simulated time: cache hits, balance and TTFT against other policies."""
 
 from __future__ import annotations
 
 import pytest
-
 from bench.router._simulation import POLICIES, Outcome, conversations, simulate
 
 
@@ -13,8 +12,8 @@ def outcomes() -> dict[str, Outcome]:
     return {name: simulate(conversations(60, 8.0, 1, prompts=12), POLICIES[name], n=4) for name in names}
 
 
-def test_more_is_found_in_the_caches(outcomes: dict[str, Outcome]) -> None:
-    """Over several days of requests: one alone moves the ratio by a tenth."""
+def test_policy_increases_cache_hits(outcomes: dict[str, Outcome]) -> None:
+    """Over several seeds: a single one changes the ratio by a tenth."""
     names = ("round robin", "least requests", "whorl")
     hits = {name: [outcomes[name].hit] for name in names}
     for seed in (2, 3):
@@ -24,17 +23,17 @@ def test_more_is_found_in_the_caches(outcomes: dict[str, Outcome]) -> None:
     assert found["whorl"] > 1.3 * max(found["round robin"], found["least requests"])
 
 
-def test_and_the_work_is_spread(outcomes: dict[str, Outcome]) -> None:
+def test_policy_balances_load(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["whorl"].imbalance < outcomes["longest prefix"].imbalance
     assert outcomes["whorl"].imbalance < 1.5
 
 
-def test_so_the_first_token_comes_earlier(outcomes: dict[str, Outcome]) -> None:
+def test_policy_reduces_ttft(outcomes: dict[str, Outcome]) -> None:
     for other in ("round robin", "least requests"):
         assert outcomes["whorl"].percentile(0.5) < 0.6 * outcomes[other].percentile(0.5)
         assert outcomes["whorl"].percentile(0.95) < outcomes[other].percentile(0.95)
 
 
-def test_the_same_seed_is_the_same_fleet(outcomes: dict[str, Outcome]) -> None:
+def test_simulation_is_deterministic(outcomes: dict[str, Outcome]) -> None:
     again = simulate(conversations(60, 8.0, 1, prompts=12), POLICIES["whorl"], n=4)
     assert again == outcomes["whorl"]

@@ -1,4 +1,4 @@
-"""What cannot be answered is refused, in OpenAI's shape, with the parameter's name; nothing of it reaches the engine."""
+"""Invalid requests: errors in OpenAI's format with the parameter's name; none reaches the engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.serve.live_server import api_of, running
+from tests.support.serve.live_server import make_state, running
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
 
 
-def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     (only,) = answer.json().items()
     name, error = only
@@ -54,8 +54,8 @@ def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
-def test_a_chat_s_wrong_parameter_is_named(server: Any, change: dict[str, Any], param: str | None) -> None:
-    error = refused(httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | change), 400)
+def test_chat_error_names_the_parameter(server: Any, change: dict[str, Any], param: str | None) -> None:
+    error = error_of(httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | change), 400)
     if param is not None:
         assert error["param"] == param
     assert error["type"] == "invalid_request_error"
@@ -77,10 +77,8 @@ def test_a_chat_s_wrong_parameter_is_named(server: Any, change: dict[str, Any], 
         ({"stream_options": {"include_usage": True}}, None),
     ],
 )
-def test_a_completion_s_wrong_parameter_is_named(
-    server: Any, change: dict[str, Any], param: str | None
-) -> None:
-    error = refused(httpx.post(f"{server.url}/v1/completions", json=TEXT | change), 400)
+def test_completion_error_names_the_parameter(server: Any, change: dict[str, Any], param: str | None) -> None:
+    error = error_of(httpx.post(f"{server.url}/v1/completions", json=TEXT | change), 400)
     if param is not None:
         assert error["param"] == param
 
@@ -97,10 +95,10 @@ def test_a_completion_s_wrong_parameter_is_named(
         ("embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
     ],
 )
-def test_the_other_paths_name_parameters_too(
+def test_other_endpoints_name_the_parameter(
     server: Any, path: str, body: dict[str, Any], param: str | None
 ) -> None:
-    error = refused(httpx.post(f"{server.url}/v1/{path}", json={"model": "tiny", **body}), 400)
+    error = error_of(httpx.post(f"{server.url}/v1/{path}", json={"model": "tiny", **body}), 400)
     if param is not None:
         assert error["param"] == param
 
@@ -122,53 +120,53 @@ def test_the_other_paths_name_parameters_too(
         b"\x00",
     ],
 )
-def test_what_is_no_json_is_refused(server: Any, body: bytes) -> None:
+def test_invalid_json_is_rejected(server: Any, body: bytes) -> None:
     answer = httpx.post(
         f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"}
     )
-    refused(answer, 400)
+    error_of(answer, 400)
 
 
-def test_json_must_call_itself_so(server: Any) -> None:
-    """A web page elsewhere can make a browser send text, but not JSON without asking first."""
+def test_json_requires_its_content_type(server: Any) -> None:
+    """A cross-origin page can send text without a preflight request, but not JSON."""
     answer = httpx.post(
         f"{server.url}/v1/completions", content=json.dumps(TEXT), headers={"content-type": "text/plain"}
     )
-    refused(answer, 400)
+    error_of(answer, 400)
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_unknown_paths_and_methods(server: Any) -> None:
-    refused(httpx.get(f"{server.url}/v1/nothing"), 404)
-    refused(httpx.get(f"{server.url}/static/../app.py"), 404)
-    refused(httpx.get(f"{server.url}/static/%2e%2e/app.py"), 404)
-    refused(httpx.delete(f"{server.url}/v1/completions"), 405)
+def test_unknown_paths_and_methods_are_rejected(server: Any) -> None:
+    error_of(httpx.get(f"{server.url}/v1/nothing"), 404)
+    error_of(httpx.get(f"{server.url}/static/../app.py"), 404)
+    error_of(httpx.get(f"{server.url}/static/%2e%2e/app.py"), 404)
+    error_of(httpx.delete(f"{server.url}/v1/completions"), 405)
 
 
-def test_an_unterminated_surrogate_in_a_stream_s_text_cannot_come_in(server: Any) -> None:
+def test_completion_accepts_emoji_and_unicode_stop(server: Any) -> None:
     answer = httpx.post(
         f"{server.url}/v1/completions", json=TEXT | {"prompt": "\U0001f642 ok", "stop": "\u00e9"}
     )
     assert answer.status_code == 200
 
 
-def test_large_bodies_are_refused_whole_and_chunked() -> None:
-    with running(api_of(max_body=2048)) as server:
+def test_body_over_limit_is_rejected_full_and_chunked() -> None:
+    with running(make_state(max_body=2048)) as server:
         url = f"{server.url}/v1/completions"
-        refused(httpx.post(url, json=TEXT | {"prompt": "x" * 3000}), 413)
+        error_of(httpx.post(url, json=TEXT | {"prompt": "x" * 3000}), 413)
 
         def chunks() -> Any:
             for _ in range(30):
                 yield b"x" * 100
 
         headers = {"content-type": "application/json"}
-        refused(httpx.post(url, content=chunks(), headers=headers), 413)
+        error_of(httpx.post(url, content=chunks(), headers=headers), 413)
         assert httpx.post(url, json=TEXT).status_code == 200
 
 
-def test_a_body_that_never_comes_is_not_waited_for() -> None:
+def test_body_timeout_returns_408() -> None:
     with (
-        running(api_of(body_seconds=0.05)) as server,
+        running(make_state(body_seconds=0.05)) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
     ):
         s.settimeout(30)
@@ -176,26 +174,26 @@ def test_a_body_that_never_comes_is_not_waited_for() -> None:
         assert b" 408 " in s.recv(100)
 
 
-def test_other_names_for_this_machine_are_refused(server: Any) -> None:
-    """A page at evil.example whose name is pointed at 127.0.0.1 may not ask."""
-    refused(httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"}), 403)
+def test_local_server_rejects_foreign_host_header(server: Any) -> None:
+    """DNS rebinding: evil.example resolves to 127.0.0.1."""
+    error_of(httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"}), 403)
     assert httpx.get(f"{server.url}/v1/models", headers={"host": "localhost:1"}).status_code == 200
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
-    with running(api_of(max_queue=4)) as server:
+def test_full_queue_returns_503_with_retry_after() -> None:
+    with running(make_state(max_queue=4)) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=TEXT | {"prompt": ["a", "b"], "n": 3})
-        assert answer.status_code == 200  # alone it may be larger than the queue
-        server.in_loop(lambda: setattr(server.api.worker, "submit", _never))
-        server.in_loop(lambda: server.api.worker.streams.update({str(i): _Waits() for i in range(4)}))
-        error = refused(full := httpx.post(f"{server.url}/v1/completions", json=TEXT), 503)
+        assert answer.status_code == 200  # a single request may exceed the queue limit
+        server.in_loop(lambda: setattr(server.api.worker, "submit", _reject_submit))
+        server.in_loop(lambda: server.api.worker.streams.update({str(i): _WaitingStream() for i in range(4)}))
+        error = error_of(full := httpx.post(f"{server.url}/v1/completions", json=TEXT), 503)
         assert error["code"] == "queue_full" and int(full.headers["retry-after"]) >= 1
         server.in_loop(server.api.worker.streams.clear)
 
 
-class _Waits:
+class _WaitingStream:
     first_token_time = 0.0
 
 
-def _never(request: Any) -> Any:
-    raise AssertionError("the engine was asked")
+def _reject_submit(request: Any) -> Any:
+    raise AssertionError("the engine got a request")

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the server: what it asks is answered in the shapes that it reads."""
+"""OpenAI's client against a live server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from whorl.serve.worker.model_entry import mean_pooled_embedding
 
 ASK: Any = [{"role": "user", "content": "hello"}]
-LETTERS = {str(i): 50 for i in range(97, 123)}  # nothing else is written
+LETTERS = {str(i): 50 for i in range(97, 123)}  # restricts the output to letters
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def client(server: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def test_models_are_listed_and_found_by_either_name(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_found_by_alias(client: openai.OpenAI) -> None:
     (card,) = client.models.list().data
     assert card.id == "tiny" and card.model_extra is not None
     assert card.model_extra["whorl"] == {"chat": True, "template": "chatml"}
@@ -31,7 +31,7 @@ def test_models_are_listed_and_found_by_either_name(client: openai.OpenAI) -> No
         client.models.retrieve("other")
 
 
-def test_a_completion_is_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_completion_stream_equals_full_response(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": "def add", "max_tokens": 40, "temperature": 0.7, "seed": 7}
     whole = client.completions.create(**asked)
     parts = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -43,7 +43,7 @@ def test_a_completion_is_the_same_whole_and_streamed(client: openai.OpenAI) -> N
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
-def test_a_chat_is_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_chat_stream_equals_full_response(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "messages": ASK, "max_completion_tokens": 30, "seed": 3, "n": 3}
     whole = client.chat.completions.create(**asked)
     texts, ends = ["", "", ""], {}
@@ -53,12 +53,12 @@ def test_a_chat_is_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
         ends[choice.index] = choice.finish_reason or ends.get(choice.index)
     assert texts == [c.message.content for c in whole.choices]
     assert [ends[i] for i in range(3)] == [c.finish_reason for c in whole.choices]
-    assert len(set(texts)) == 3  # each answer has a seed of its own
+    assert len(set(texts)) == 3  # each output has a separate seed
     one = client.chat.completions.create(**{**asked, "n": 1})
     assert one.choices[0].message.content == texts[0]
 
 
-def test_log_probabilities_are_the_model_s_own(server: Any, client: openai.OpenAI) -> None:
+def test_chat_logprobs_match_the_model(server: Any, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=ASK, max_tokens=6, seed=1, temperature=0.5, logprobs=True, top_logprobs=4
     )
@@ -74,7 +74,7 @@ def test_log_probabilities_are_the_model_s_own(server: Any, client: openai.OpenA
         found = [i for i in near if _text(served, i) == entry.bytes]
         assert found
         want = want.clone()
-        want[list(served.tokenizer.control_ids)] = -torch.inf  # never drawn, and so no alternative
+        want[list(served.tokenizer.control_ids)] = -torch.inf  # never sampled
         best = want.topk(4).values.tolist()
         assert [t.logprob for t in entry.top_logprobs] == pytest.approx(best, abs=1e-4)
         ids.append(found[0])
@@ -86,7 +86,7 @@ def _text(served: Any, i: int) -> list[int]:
     return [] if i >= served.tokenizer.n_ordinary else list(served.tokenizer.token_bytes[i])
 
 
-def test_completions_score_an_echoed_prompt(server: Any, client: openai.OpenAI) -> None:
+def test_completion_echo_scores_the_prompt(server: Any, client: openai.OpenAI) -> None:
     served, model = server.api.models[0], server.api.worker.engine.model
     ids = [int(i) for i in (served.tokenizer.bos_id, *served.tokenizer.encode("return a + b"))]
     answer = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=1)
@@ -100,7 +100,7 @@ def test_completions_score_an_echoed_prompt(server: Any, client: openai.OpenAI) 
     assert choice.text.endswith("return a + b")
 
 
-def test_offsets_of_a_healed_answer_count_its_characters(client: openai.OpenAI) -> None:
+def test_completion_text_offsets_with_token_healing(client: openai.OpenAI) -> None:
     for seed in range(8):
         answer = client.completions.create(
             model="tiny", prompt="    self.items", max_tokens=20, logprobs=2, seed=seed, logit_bias=LETTERS
@@ -112,7 +112,7 @@ def test_offsets_of_a_healed_answer_count_its_characters(client: openai.OpenAI) 
             assert choice.text[at:].startswith(token)
 
 
-def test_many_prompts_best_of_and_stop(client: openai.OpenAI) -> None:
+def test_completion_many_prompts_best_of_and_stop(client: openai.OpenAI) -> None:
     every = client.completions.create(
         model="tiny", prompt=["def ", "class ", "    "], n=2, best_of=4, max_tokens=12, seed=5, logprobs=0
     )
@@ -136,7 +136,7 @@ def test_many_prompts_best_of_and_stop(client: openai.OpenAI) -> None:
     assert cut.text == text[: text.index(stop)] and cut.finish_reason == "stop"
 
 
-def test_the_second_time_a_prompt_is_cached(client: openai.OpenAI) -> None:
+def test_usage_reports_cached_prompt_tokens(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "the very same words, " * 5}]
     seen = [
         client.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage for _ in range(2)
@@ -145,9 +145,9 @@ def test_the_second_time_a_prompt_is_cached(client: openai.OpenAI) -> None:
     assert (seen[1].prompt_tokens_details.cached_tokens or 0) >= 32
 
 
-def test_embeddings_are_unit_vectors_and_base64_says_the_same(server: Any, client: openai.OpenAI) -> None:
+def test_embeddings_are_unit_vectors_in_both_encodings(server: Any, client: openai.OpenAI) -> None:
     texts = ["return a + b", "class Stack"]
-    found = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64
+    found = client.embeddings.create(model="tiny", input=texts)  # the client requests base64
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
     for one, same in zip(found.data, plain.data, strict=True):
         assert np.linalg.norm(one.embedding) == pytest.approx(1, abs=1e-5)
@@ -159,7 +159,7 @@ def test_embeddings_are_unit_vectors_and_base64_says_the_same(server: Any, clien
     assert ids.data[0].embedding == pytest.approx(want, abs=1e-6)
 
 
-def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_responses_stream_equals_full_response(client: openai.OpenAI) -> None:
     whole = client.responses.create(
         model="tiny", input="hello", instructions="be brief", max_output_tokens=200
     )
@@ -185,7 +185,7 @@ def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
     assert names[-1] in ("response.completed", "response.incomplete")
 
 
-def test_tokens_there_and_back(server: Any) -> None:
+def test_tokenize_and_detokenize_round_trip(server: Any) -> None:
     text = "def add(a, b): <|im_end|>"
     told = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()
     assert told["count"] == len(told["tokens"]) and server.api.models[0].tokenizer.bos_id == told["tokens"][0]
@@ -195,7 +195,7 @@ def test_tokens_there_and_back(server: Any) -> None:
     assert chat["tokens"] == server.api.models[0].chat.prompt(ASK)
 
 
-def test_the_client_s_exceptions(client: openai.OpenAI) -> None:
+def test_errors_map_to_client_exceptions(client: openai.OpenAI) -> None:
     ask: Any = client.chat.completions.create
     with pytest.raises(openai.NotFoundError) as missing:
         ask(model="gpt-9", messages=ASK)

@@ -1,4 +1,4 @@
-"""Function calls: forced by a grammar, or taken out of the text wherever it is cut."""
+"""Tool calls: forced by a grammar, or extracted from streamed text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pieces = st.sampled_from(
 )
 
 
-def taken(parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def parse_parts(parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
     calls = ToolCallParser()
     text, found = "", list[ParsedToolCall]()
     for part in parts:
@@ -53,33 +53,36 @@ def taken(parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
 
 
 @given(st.lists(pieces, max_size=6).map("".join), st.data())
-def test_where_the_text_is_cut_does_not_matter(text: str, data: st.DataObject) -> None:
+def test_parser_is_independent_of_chunk_boundaries(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert taken(parts) == taken([text])
+    assert parse_parts(parts) == parse_parts([text])
 
 
-def test_calls_are_taken_out_and_the_rest_is_text() -> None:
+def test_parser_extracts_calls_and_keeps_other_text() -> None:
     call = f'{OPEN_TAG}{{"name": "up", "arguments": {{"x": 1}}}}{CLOSE_TAG}'
-    assert taken([f"so: {call}\n{call}end"]) == ("so: end", [("up", '{"x":1}')] * 2)
-    assert taken([f"{OPEN_TAG}nothing{CLOSE_TAG} a <tool"]) == (f"{OPEN_TAG}nothing{CLOSE_TAG} a <tool", [])
-    assert taken([f'{OPEN_TAG}{{"name": "up"}}']) == (
+    assert parse_parts([f"so: {call}\n{call}end"]) == ("so: end", [("up", '{"x":1}')] * 2)
+    assert parse_parts([f"{OPEN_TAG}nothing{CLOSE_TAG} a <tool"]) == (
+        f"{OPEN_TAG}nothing{CLOSE_TAG} a <tool",
+        [],
+    )
+    assert parse_parts([f'{OPEN_TAG}{{"name": "up"}}']) == (
         "",
         [("up", "{}")],
-    )  # it was cut off before its closing tag
-    assert taken([f'{OPEN_TAG}{{"name": "up"']) == (f'{OPEN_TAG}{{"name": "up"', [])
+    )  # truncated before the closing tag
+    assert parse_parts([f'{OPEN_TAG}{{"name": "up"']) == (f'{OPEN_TAG}{{"name": "up"', [])
     for no_call in ("[]", "{}", '{"name": 3}', '{"name": ""}', "1"):
         assert parse_tool_call(no_call) is None
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "down"}}])
-def test_a_forced_call_is_one_whatever_the_model_is(server: Any, choice: Any) -> None:
+def test_tool_choice_forces_a_valid_call(server: Any, choice: Any) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     for seed in range(3):
         whole = client.chat.completions.create(**ASK, tool_choice=choice, seed=seed, max_tokens=200).choices[
             0
         ]
-        if whole.finish_reason == "length":  # a model of random weights likes its white space
+        if whole.finish_reason == "length":  # random weights may generate white space up to the limit
             continue
         assert whole.finish_reason == "tool_calls" and whole.message.tool_calls
         (call,) = whole.message.tool_calls
@@ -98,7 +101,7 @@ def test_a_forced_call_is_one_whatever_the_model_is(server: Any, choice: Any) ->
     raise AssertionError("no seed finished")
 
 
-def test_json_regex_and_grammar_are_followed(server: Any) -> None:
+def test_output_follows_json_schema_regex_and_grammar(server: Any) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     schema = {
         "type": "object",

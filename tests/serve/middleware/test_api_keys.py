@@ -1,4 +1,4 @@
-"""Keys: shown once, kept as hashes, found in constant time; what each may ask for in a minute."""
+"""API keys: storage as hashes, authentication, rate limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.serve.live_server import api_of, running
+from tests.support.serve.live_server import make_state, running
 from typer.testing import CliRunner
 
 from whorl.cli import build_app
@@ -23,7 +23,7 @@ from whorl.serve.middleware.rate_limit import TokenBucket
 from whorl.serve.server import check_auth_required
 
 
-def test_a_key_is_kept_as_a_hash_and_found_again(tmp_path: Path) -> None:
+def test_key_file_stores_hashes_and_authenticates(tmp_path: Path) -> None:
     file = KeyFile(tmp_path / "keys.json")
     alice, bob = file.add("alice", requests_per_minute=5), file.add("bob")
     assert alice not in file.path.read_text() and alice.split("-", 2)[2] not in file.path.read_text()
@@ -46,7 +46,7 @@ def test_a_key_is_kept_as_a_hash_and_found_again(tmp_path: Path) -> None:
         file.add("alice")
 
 
-def test_a_revoked_key_ends_without_a_restart(tmp_path: Path) -> None:
+def test_key_store_reloads_revoked_keys(tmp_path: Path) -> None:
     now = [0.0]
     file = KeyFile(tmp_path / "keys.json")
     alice, bob = file.add("alice"), file.add("bob", requests_per_minute=2)
@@ -55,16 +55,16 @@ def test_a_revoked_key_ends_without_a_restart(tmp_path: Path) -> None:
     assert account is not None
     account.requests.consume(2)
     file.revoke("alice")
-    assert accounts.authenticate(alice) is not None  # it has not looked again yet
+    assert accounts.authenticate(alice) is not None  # the file was not reloaded yet
     now[0] += RELOAD_SECONDS
     assert accounts.authenticate(alice) is None
     same = accounts.authenticate(bob)
-    assert same is account and same.requests.seconds_until(1) > 0  # a new file is no new minute
+    assert same is account and same.requests.seconds_until(1) > 0  # a reload does not reset the limits
     with pytest.raises(ConfigError, match="no key 'alice'"):
         file.revoke("alice")
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_key_file_rejects_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     for text in (
         "",
@@ -79,11 +79,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 @given(
-    st.integers(1, 1000),
-    st.lists(st.tuples(st.floats(0, 30), st.floats(0.1, 300)), min_size=1, max_size=40),
+    st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 30), st.floats(0.1, 300)), min_size=1, max_size=40)
 )
-def test_a_bucket_gives_no_more_than_its_limit(limit: int, asked: list[tuple[float, float]]) -> None:
-    """Over any span no more is taken than was there at first and flowed back since, plus what the last one overdrew."""
+def test_token_bucket_never_exceeds_its_limit(limit: int, asked: list[tuple[float, float]]) -> None:
+    """The total is at most the initial level plus the refill."""
     now, taken, most = [0.0], 0.0, 0.0
     bucket = TokenBucket(limit, lambda: now[0])
     for pause, amount in asked:
@@ -101,7 +100,7 @@ def test_a_bucket_gives_no_more_than_its_limit(limit: int, asked: list[tuple[flo
         assert taken <= most * 1.0001 + 0.1
 
 
-def test_a_debt_has_to_flow_back() -> None:
+def test_token_bucket_refills_a_debt() -> None:
     now = [0.0]
     bucket = TokenBucket(60, lambda: now[0])
     bucket.consume(90)
@@ -111,10 +110,10 @@ def test_a_debt_has_to_flow_back() -> None:
     assert TokenBucket(None).seconds_until(10**9) == 0
 
 
-def test_the_server_asks_for_a_key_and_counts(tmp_path: Path) -> None:
+def test_server_requires_key_and_enforces_limits(tmp_path: Path) -> None:
     file = KeyFile(tmp_path / "keys.json")
     key, free = file.add("small", requests_per_minute=2, tokens_per_minute=100), file.add("free")
-    with running(api_of(key_file=file.path)) as server:
+    with running(make_state(key_file=file.path)) as server:
         ask: dict[str, Any] = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 10, "ignore_eos": True}
         url = f"{server.url}/v1/completions"
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {key}"}):
@@ -129,7 +128,7 @@ def test_the_server_asks_for_a_key_and_counts(tmp_path: Path) -> None:
         first = httpx.post(url, json=ask, headers=own)
         assert first.status_code == 200 and first.headers["x-ratelimit-limit-requests"] == "2"
         account = server.api.key_store.authenticate(key)
-        assert account is not None and 49 <= account.tokens.available <= 100  # 40 read and 10 written
+        assert account is not None and 49 <= account.tokens.available <= 100  # 40 prompt and 10 output tokens
         second = httpx.post(url, json=ask | {"prompt": [5] * 90}, headers=own)
         assert second.status_code == 429 and second.json()["error"]["type"] == "rate_limit_error"
         assert int(second.headers["retry-after"]) >= 1 and "x-ratelimit-remaining-tokens" in second.headers
@@ -143,7 +142,7 @@ def test_the_server_asks_for_a_key_and_counts(tmp_path: Path) -> None:
         assert other.completions.create(model="tiny", prompt=[5], max_tokens=1).choices
 
 
-def test_others_are_only_let_in_with_keys(tmp_path: Path) -> None:
+def test_check_auth_required_for_public_hosts(tmp_path: Path) -> None:
     check_auth_required(ServeConfig())
     check_auth_required(ServeConfig(host="::1"))
     check_auth_required(ServeConfig(host="0.0.0.0"), no_auth=True)
@@ -156,7 +155,7 @@ def test_others_are_only_let_in_with_keys(tmp_path: Path) -> None:
             check_auth_required(ServeConfig(host=host))
 
 
-def test_the_verb(tmp_path: Path) -> None:
+def test_keys_verb_adds_lists_and_revokes(tmp_path: Path) -> None:
     runner, file = CliRunner(), str(tmp_path / "keys.json")
     made = runner.invoke(build_app(), ["keys", "add", "alice", "--file", file, "--requests-per-minute", "7"])
     assert made.exit_code == 0 and KeyStore(Path(file)).authenticate(made.stdout.strip()) is not None

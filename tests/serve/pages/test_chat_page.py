@@ -1,4 +1,4 @@
-"""The conversation in a real browser: what is sent, what is shown, what can be taken back."""
+"""The chat pane in a browser: requests, display, branches, errors, settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def send(page: Any, text: str) -> None:
 
 
 def answered(page: Any) -> None:
-    """Until nothing is being written."""
+    """Wait until no generation runs."""
     page.wait_for_selector("body:not(.busy)")
 
 
@@ -26,23 +26,23 @@ def last(page: Any) -> Any:
     return page.locator(".message.model .text").last
 
 
-def test_a_message_is_answered_token_by_token(visit: Any, fake: Fake) -> None:
+def test_response_is_shown_token_by_token(visit: Any, fake: Fake) -> None:
     page = visit()
-    fake.tell("One", " two", " three", hold=True)
+    fake.set_output("One", " two", " three", hold=True)
     send(page, "Count!")
-    fake.let()
+    fake.release()
     expect(last(page)).to_have_text("One")
     expect(page.locator("#message")).to_have_value("")
-    fake.let()
+    fake.release()
     expect(last(page)).to_have_text("One two")
-    fake.let()
+    fake.release()
     answered(page)
     expect(last(page)).to_have_text("One two three")
     stats = page.locator(".stats").first
     expect(stats).to_contain_text("3 tokens")
     expect(stats).to_contain_text("tokens/s")
-    expect(stats).to_contain_text("prompt 12 tokens (8 from the cache)")
-    path, body, headers = fake.asked[0]
+    expect(stats).to_contain_text("prompt 12 tokens (8 cached)")
+    path, body, headers = fake.requests[0]
     assert path == "/v1/chat/completions"
     assert body == {
         "model": "small",
@@ -59,11 +59,11 @@ def test_a_message_is_answered_token_by_token(visit: Any, fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("by", ["button", "Escape"])
-def test_stop_closes_the_connection_and_keeps_what_stands(visit: Any, fake: Fake, by: str) -> None:
+def test_stop_closes_the_connection_and_keeps_the_text(visit: Any, fake: Fake, by: str) -> None:
     page = visit()
-    fake.tell("One", " two", " three", hold=True)
+    fake.set_output("One", " two", " three", hold=True)
     send(page, "Count!")
-    fake.let(2)
+    fake.release(2)
     expect(last(page)).to_have_text("One two")
     if by == "button":
         page.get_by_role("button", name="Stop").click()
@@ -73,9 +73,9 @@ def test_stop_closes_the_connection_and_keeps_what_stands(visit: Any, fake: Fake
     answered(page)
     expect(last(page)).to_have_text("One two")
     expect(page.locator(".stats").first).to_contain_text("stopped · 2 tokens")
-    expect(page.locator("#said")).to_contain_text("Stopped.")
-    # The next message goes on from there.
-    fake.tell("three")
+    expect(page.locator("#announcements")).to_contain_text("Stopped.")
+    # The next message continues the conversation.
+    fake.set_output("three")
     send(page, "Go on")
     answered(page)
     assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["Count!", "One two", "Go on"]
@@ -83,18 +83,18 @@ def test_stop_closes_the_connection_and_keeps_what_stands(visit: Any, fake: Fake
 
 def test_edit_and_regenerate_keep_every_branch(visit: Any, fake: Fake) -> None:
     page = visit()
-    fake.tell("first")
+    fake.set_output("first")
     send(page, "A?")
     answered(page)
-    fake.tell("second")
+    fake.set_output("second")
     page.get_by_role("button", name="Regenerate").click()
     answered(page)
     expect(page.locator(".message.model .branches")).to_contain_text("2 / 2")
     expect(last(page)).to_have_text("second")
-    page.get_by_role("button", name="Earlier version").click()
+    page.get_by_role("button", name="Previous version").click()
     expect(last(page)).to_have_text("first")
-    # An edited message begins a branch of its own, with its own answer.
-    fake.tell("third")
+    # An edited message starts a branch with a new response.
+    fake.set_output("third")
     page.locator(".message.user .edit").click()
     page.get_by_label("Edit your message").fill("B?")
     page.locator("form.editor button[type=submit]").click()
@@ -103,36 +103,36 @@ def test_edit_and_regenerate_keep_every_branch(visit: Any, fake: Fake) -> None:
     expect(page.locator(".message.user .text")).to_have_text("B?")
     expect(last(page)).to_have_text("third")
     expect(page.locator(".message.model .branches")).to_have_text("")
-    page.locator(".message.user").get_by_role("button", name="Earlier version").click()
+    page.locator(".message.user").get_by_role("button", name="Previous version").click()
     expect(page.locator(".message.user .text")).to_have_text("A?")
     expect(last(page)).to_have_text("first")
     expect(page.locator(".message.model .branches")).to_contain_text("1 / 2")
-    # What is sent is the path that is shown.
-    fake.tell("fourth")
+    # The request contains the shown path.
+    fake.set_output("fourth")
     send(page, "C?")
     answered(page)
     assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["A?", "first", "C?"]
 
 
-def test_an_answer_can_be_rewritten_by_hand(visit: Any, fake: Fake) -> None:
+def test_response_can_be_edited(visit: Any, fake: Fake) -> None:
     page = visit()
-    fake.tell("No.")
+    fake.set_output("No.")
     send(page, "A?")
     answered(page)
     page.locator(".message.model .edit").click()
-    page.get_by_label("Edit the answer").fill("Yes.")
+    page.get_by_label("Edit the response").fill("Yes.")
     page.keyboard.press("Control+Enter")
     expect(last(page)).to_have_text("Yes.")
-    assert len(fake.asked) == 1
-    fake.tell("Fine.")
+    assert len(fake.requests) == 1
+    fake.set_output("Fine.")
     send(page, "B?")
     answered(page)
     assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["A?", "Yes.", "B?"]
 
 
-def test_the_conversation_outlives_a_reload_and_can_be_dropped(visit: Any, fake: Fake) -> None:
+def test_conversation_survives_reload_and_can_be_cleared(visit: Any, fake: Fake) -> None:
     page = visit()
-    fake.tell("first")
+    fake.set_output("first")
     send(page, "A?")
     answered(page)
     page.reload()
@@ -150,18 +150,18 @@ def test_model_output_is_never_markup(visit: Any, fake: Fake) -> None:
     page = visit()
     title = page.title()
     token = Piece(EVIL.encode(), -0.5, ((EVIL.encode(), -0.5),))
-    fake.tell("Look: ", token)
+    fake.set_output("Look: ", token)
     send(page, EVIL)
     answered(page)
     expect(last(page)).to_have_text("Look: " + EVIL)
     page.locator(".t").nth(1).hover()
-    expect(page.locator("#tip")).to_contain_text("<img·src=x")
+    expect(page.locator("#tooltip")).to_contain_text("<img·src=x")
     fake.fail = (500, {"error": {"message": EVIL}}, {})
     page.expected = ("status of 500",)
     page.get_by_role("button", name="Regenerate").click()
-    expect(page.locator(".message.model .trouble")).to_contain_text(EVIL)
+    expect(page.locator(".message.model .error")).to_contain_text(EVIL)
     assert page.title() == title
-    assert page.locator("main img, main script, #tip img").count() == 0
+    assert page.locator("main img, main script, #tooltip img").count() == 0
 
 
 ERRORS = {
@@ -169,84 +169,84 @@ ERRORS = {
         500,
         {"error": {"message": "no page left"}},
         {},
-        "The server failed (500). It says: no page left",
+        "The server failed (500). Message: no page left",
     ),
-    "busy": (429, {"error": {"message": "slow down"}}, {"Retry-After": "7"}, "it will again in 7 s"),
+    "busy": (429, {"error": {"message": "slow down"}}, {"Retry-After": "7"}, "retry in 7 s"),
     "refused": (400, {"error": {"message": "min_p is 3", "param": "min_p"}}, {}, "min_p is 3"),
     "proxy": (502, {}, {}, "The server failed (502)."),
 }
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_errors_are_told_in_words_and_can_be_tried_again(visit: Any, fake: Fake, kind: str) -> None:
+def test_error_message_is_shown_and_retry_works(visit: Any, fake: Fake, kind: str) -> None:
     status, body, headers, words = ERRORS[kind]
     page = visit()
     page.expected = (f"status of {status}",)
     fake.fail = (status, body, headers)
     send(page, "A?")
-    trouble = page.locator(".message.model .trouble")
-    expect(trouble).to_contain_text(words)
-    fake.tell("fine")
-    trouble.get_by_role("button", name="Try again").click()
+    error = page.locator(".message.model .error")
+    expect(error).to_contain_text(words)
+    fake.set_output("fine")
+    error.get_by_role("button", name="Try again").click()
     answered(page)
     expect(page.locator(".message .text")).to_have_text(["A?", "fine"])
-    expect(page.locator(".message.model .branches")).to_have_text(
-        ""
-    )  # the failed one, which said nothing, is gone
+    expect(page.locator(".message.model .branches")).to_have_text("")  # the empty failed response was removed
     assert fake.bodies()[-1]["messages"] == [{"role": "user", "content": "A?"}]
 
 
-@pytest.mark.parametrize("how", ["breaks", "says"])
-def test_a_stream_that_ends_early_keeps_what_came(visit: Any, fake: Fake, how: str) -> None:
+@pytest.mark.parametrize("how", ["connection", "event"])
+def test_broken_stream_keeps_partial_text(visit: Any, fake: Fake, how: str) -> None:
     page = visit()
-    fake.tell("One", " two", " three")
-    if how == "breaks":
+    fake.set_output("One", " two", " three")
+    if how == "connection":
         fake.break_after = 2
     else:
         fake.error_after = 2
     send(page, "Count!")
-    trouble = page.locator(".message.model .trouble")
-    expect(trouble).to_contain_text(
-        "before the answer was whole" if how == "breaks" else "The server broke off: out of pages"
+    error = page.locator(".message.model .error")
+    expect(error).to_contain_text(
+        "before the response was complete"
+        if how == "connection"
+        else "The server aborted the response: out of pages"
     )
     expect(last(page)).to_have_text("One two")
-    fake.tell("whole")
-    trouble.get_by_role("button", name="Try again").click()
+    fake.set_output("whole")
+    error.get_by_role("button", name="Try again").click()
     answered(page)
     expect(last(page)).to_have_text("whole")
     expect(page.locator(".message.model .branches")).to_contain_text("2 / 2")
 
 
-def test_a_key_is_asked_for_and_forgotten_with_the_tab(visit: Any, fake: Fake) -> None:
+def test_api_key_is_requested_and_kept_in_session_storage(visit: Any, fake: Fake) -> None:
     fake.key = "wh-1"
     page = visit()
     page.expected = ("status of 401",)
-    expect(page.locator("#trouble")).to_contain_text("asks for an API key")
-    page.locator("#trouble").get_by_role("button", name="Settings").click()
+    expect(page.locator("#error")).to_contain_text("requires an API key")
+    page.locator("#error").get_by_role("button", name="Settings").click()
     expect(page.locator("#key")).to_be_focused()
     page.keyboard.type("wh-1")
     page.keyboard.press("Tab")
     answered(page)
-    expect(page.locator("#trouble")).to_be_hidden()
-    fake.tell("yes")
+    expect(page.locator("#error")).to_be_hidden()
+    fake.set_output("yes")
     send(page, "A?")
     answered(page)
-    assert fake.asked[0][2]["authorization"] == "Bearer wh-1"
+    assert fake.requests[0][2]["authorization"] == "Bearer wh-1"
     assert page.evaluate("JSON.stringify(localStorage)").count("wh-1") == 0
     assert "wh-1" in page.evaluate("JSON.stringify(sessionStorage)")
 
 
-def test_a_server_that_is_not_there_is_told_and_asked_again(visit: Any, fake: Fake) -> None:
+def test_unreachable_server_is_reported_and_retried(visit: Any, fake: Fake) -> None:
     page = visit(before=lambda page: page.route("**/v1/models", lambda route: route.abort()))
     page.expected = ("ERR_FAILED",)
-    expect(page.locator("#trouble")).to_contain_text("The server cannot be reached")
+    expect(page.locator("#error")).to_contain_text("The server is unreachable")
     page.unroute("**/v1/models")
-    page.locator("#trouble button").click()
+    page.locator("#error button").click()
     answered(page)
-    expect(page.locator("#trouble")).to_be_hidden()
+    expect(page.locator("#error")).to_be_hidden()
 
 
-def test_settings_are_kept_checked_and_sent(visit: Any, fake: Fake) -> None:
+def test_settings_are_stored_validated_and_sent(visit: Any, fake: Fake) -> None:
     page = visit()
     page.click("#open")
     for name, value in {
@@ -263,7 +263,7 @@ def test_settings_are_kept_checked_and_sent(visit: Any, fake: Fake) -> None:
     page.uncheck("#probabilities")
     page.reload()
     answered(page)
-    fake.tell("ok")
+    fake.set_output("ok")
     send(page, "A?")
     answered(page)
     body = fake.bodies()[-1]
@@ -271,48 +271,50 @@ def test_settings_are_kept_checked_and_sent(visit: Any, fake: Fake) -> None:
     assert {k: v for k, v in body.items() if k not in ("model", "stream", "stream_options")} == {
         "top_p": 0.5, "top_k": 40, "min_p": 0.1, "seed": 7, "max_tokens": 9, "stop": ["END", "\n\n", "\\n"],
     }  # fmt: skip
-    # A value out of range is told where it stands, and nothing is sent.
+    # An invalid value is reported at its field, and no request is sent.
     page.click("#open")
     page.fill("#top_k", "-1")
     page.fill("#message", "B?")
     page.click(".send")
     expect(page.locator("#top_k")).to_be_focused()
-    expect(page.locator("#top_k-trouble")).to_have_text("Expected: a whole number, 0 or more, or empty.")
+    expect(page.locator("#top_k-error")).to_have_text(
+        "Enter an integer of at least 0, or leave the field empty."
+    )
     expect(page.locator("#message")).to_have_value("B?")
-    assert len(fake.asked) == 1
+    assert len(fake.requests) == 1
     page.click(".reset")
     expect(page.locator("#temperature")).to_have_value("0.8")
-    expect(page.locator("#top_k-trouble")).to_have_count(0)
+    expect(page.locator("#top_k-error")).to_have_count(0)
 
 
-def test_storage_that_is_forbidden_or_full_of_nonsense_does_no_harm(visit: Any, fake: Fake) -> None:
+def test_page_works_with_forbidden_or_corrupt_storage(visit: Any, fake: Fake) -> None:
     forbid = "Object.defineProperty(window, 'localStorage', {get() { throw new Error('forbidden') }})"
     nonsense = "sessionStorage.setItem('whorl.talk', '[1, {'); sessionStorage.setItem('whorl.sheet', '{}')"
     page = visit(before=lambda page: page.add_init_script(f"{forbid};{nonsense}"))
-    fake.tell("ok")
+    fake.set_output("ok")
     send(page, "A?")
     answered(page)
     expect(last(page)).to_have_text("ok")
 
 
-def test_drawing_is_once_a_frame_and_reading_aloud_in_sentences(visit: Any, fake: Fake) -> None:
+def test_draws_once_per_frame_and_announces_sentences(visit: Any, fake: Fake) -> None:
     counters = """
-        window.frames_ = 0; window.draws = 0; window.spoken = [];
+        window.frames_ = 0; window.draws = 0; window.announced = [];
         const frame = window.requestAnimationFrame.bind(window), append = Element.prototype.append;
         window.requestAnimationFrame = (work) => frame((now) => { window.frames_ += 1; work(now); });
         Element.prototype.append = function (...nodes) {
           if (this.matches('.message .text') && nodes.some((node) => node.nodeType)) window.draws += 1;
-          if (this.id === 'said') window.spoken.push(nodes[0].textContent);
+          if (this.id === 'announcements') window.announced.push(nodes[0].textContent);
           return append.apply(this, nodes);
         };"""
     page = visit(before=lambda page: page.add_init_script(counters))
     pieces = [" word" if i % 10 else ". Word" for i in range(2000)]
-    fake.tell(*pieces)
+    fake.set_output(*pieces)
     send(page, "Much!")
     answered(page)
     assert last(page).inner_text() == "".join(pieces)
-    draws, frames, spoken = page.evaluate("[window.draws, window.frames_, window.spoken]")
+    draws, frames, announced = page.evaluate("[window.draws, window.frames_, window.announced]")
     assert 1 <= draws <= frames + 1
-    assert spoken[-1] == "End of the answer."
-    assert "".join(spoken[:-1]).strip() == "".join(pieces).strip()
-    assert all(said.rstrip().endswith(".") for said in spoken[:-2])
+    assert announced[-1] == "Response complete."
+    assert "".join(announced[:-1]).strip() == "".join(pieces).strip()
+    assert all(text.rstrip().endswith(".") for text in announced[:-2])

@@ -1,4 +1,4 @@
-"""The engine page in a real browser: it draws what the server tells, keeps up, rests while hidden, and says all in words."""
+"""The engine page in a browser: values, charts, polling, errors, labels."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def value(page: Any, name: str) -> Any:
 
 
 def open_engine(visit: Any, **context: Any) -> Any:
-    """With a clock that a test can put forward."""
+    """Open the engine page with a clock that the test advances."""
     page = visit("/engine", before=lambda page: page.clock.install(time=0), **context)
-    page.wait_for_selector("#timeline svg, #trouble:not([hidden])")
+    page.wait_for_selector("#timeline svg, #error:not([hidden])")
     return page
 
 
-def test_it_draws_what_it_is_told(visit: Any, fake: Fake) -> None:
+def test_engine_page_shows_all_values(visit: Any, fake: Fake) -> None:
     fake.state = state()
     page = open_engine(visit)
     expect(value(page, "speed")).to_have_text("400")
@@ -54,20 +54,20 @@ def test_it_draws_what_it_is_told(visit: Any, fake: Fake) -> None:
     assert page.locator("#timeline rect.decode").count() == 40
     assert page.locator("#timeline rect.prefill").count() == 4
     assert page.locator("#timeline .preempted").count() == 1
-    # Stacked: the prompt's tokens stand on the answers', and 128 are 32 times as tall as 4.
+    # Stacked bars: prefill above decode; 128 tokens are 32 times as tall as 4.
     box = "e => [Number(e.getAttribute('y')), Number(e.getAttribute('height'))]"
     (y, low), (top, high) = (
         page.locator(f"#timeline rect.{name}").first.evaluate(box) for name in ("decode", "prefill")
     )
     assert top + high == pytest.approx(y, abs=0.01) and high == pytest.approx(32 * low, rel=0.01)
-    expect(page.locator("#map-words")).to_have_text(
-        "64 pages: 12 held (2 of them by several, at most 3), 20 kept, 32 free."
+    expect(page.locator("#map-summary")).to_have_text(
+        "64 pages: 12 in use (2 shared, by at most 3), 20 cached, 32 free."
     )
     expect(page.locator("#sequences tbody tr")).to_have_text("cmpl-1running10074")
     assert page.locator("#percentiles tbody tr").first.inner_text().split("\t")[1] == "3"
 
 
-def test_the_map_has_the_colours_of_its_pages(visit: Any, fake: Fake) -> None:
+def test_cache_map_colors_pages_by_state(visit: Any, fake: Fake) -> None:
     fake.state = state()
     page = visit("/engine")
     page.expected = ("willReadFrequently",)
@@ -85,13 +85,13 @@ def test_the_map_has_the_colours_of_its_pages(visit: Any, fake: Fake) -> None:
     assert page.evaluate(script, 5) == "92,195,198,255"
 
 
-def test_it_keeps_up_and_joins_what_overlaps(visit: Any, fake: Fake) -> None:
+def test_engine_page_merges_overlapping_states(visit: Any, fake: Fake) -> None:
     fake.state = state()
     page = open_engine(visit)
     later = state(50)
     later["batches"] = [
         step | {"at": step["at"] + 5e-5} for step in later["batches"][20:]
-    ]  # told by clocks that jitter
+    ]  # the clocks of two states differ slightly
     fake.state = later | {"running": 9, "tokens_per_second": 555.0}
     page.clock.run_for(1000)
     expect(value(page, "running")).to_have_text("9")
@@ -99,7 +99,7 @@ def test_it_keeps_up_and_joins_what_overlaps(visit: Any, fake: Fake) -> None:
     assert page.locator("#timeline rect.decode").count() == 50
 
 
-def test_it_rests_while_hidden_or_paused(visit: Any, fake: Fake) -> None:
+def test_engine_page_stops_polling_when_hidden_or_paused(visit: Any, fake: Fake) -> None:
     fake.state = state()
     page = open_engine(visit)
 
@@ -115,9 +115,7 @@ def test_it_rests_while_hidden_or_paused(visit: Any, fake: Fake) -> None:
     def polls_in_a_minute() -> int:
         before = fake.polls
         page.clock.run_for(60_000)
-        page.evaluate(
-            "fetch('/v1/models').then((r) => r.text())"
-        )  # whatever was asked before this has arrived
+        page.evaluate("fetch('/v1/models').then((r) => r.text())")  # earlier requests have arrived
         return fake.polls - before
 
     expect(page.locator("#live")).to_contain_text("live")
@@ -130,14 +128,14 @@ def test_it_rests_while_hidden_or_paused(visit: Any, fake: Fake) -> None:
     expect(page.locator("#live")).to_have_text("paused")
     assert polls_in_a_minute() == 0
     fake.state = state(running=7)
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Resume").click()
     expect(value(page, "running")).to_have_text("7")
 
 
-def test_single_values_by_pointer_and_by_keyboard(visit: Any, fake: Fake) -> None:
+def test_tooltip_by_pointer_and_keyboard(visit: Any, fake: Fake) -> None:
     fake.state = state()
     page = open_engine(visit)
-    tip = page.locator("#tip")
+    tip = page.locator("#tooltip")
     box = page.locator("#timeline rect.prefill").nth(2).bounding_box()
     page.mouse.move(box["x"] + 1, box["y"] + 5)
     expect(tip).to_contain_text("128 tokens")
@@ -149,28 +147,28 @@ def test_single_values_by_pointer_and_by_keyboard(visit: Any, fake: Fake) -> Non
     expect(tip).to_contain_text("128 tokens")
     for _ in range(7):
         page.keyboard.press("ArrowRight")
-    expect(tip).to_contain_text("put back")
+    expect(tip).to_contain_text("preempted")
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
     canvas = page.locator("#map canvas")
     canvas.hover(position={"x": 5, "y": 5})
     expect(tip).to_contain_text("page 0")
-    expect(tip).to_contain_text("held by 3 sequences")
+    expect(tip).to_contain_text("used by 3 sequences")
     canvas.focus()
     page.keyboard.press("End")
     expect(tip).to_contain_text("page 63")
     expect(tip).to_contain_text("free")
 
 
-def test_drawings_say_in_words_what_they_show(visit: Any, fake: Fake) -> None:
+def test_charts_have_text_labels(visit: Any, fake: Fake) -> None:
     fake.state = state()
     page = open_engine(visit)
     assert page.locator("#timeline svg").get_attribute("aria-label") == (
-        "The latest 40 steps: 512 tokens of prompts, 160 of answers, 1 put back; "
-        "half of the steps took less than 11.0\u00a0ms. The arrow keys go from step to step."
+        "The latest 40 steps: 512 prompt tokens, 160 output tokens, 1 preemption; "
+        "median duration 11.0\u00a0ms. Use the arrow keys to move between steps."
     )
     assert page.locator("#ttft svg").get_attribute("aria-label") == (
-        "Time to the first token, 3 samples: 50 % within 200\u00a0ms, 95 % within 290\u00a0ms, 99 % within 298\u00a0ms."
+        "Time to first token, 3 samples: 50 % within 200\u00a0ms, 95 % within 290\u00a0ms, 99 % within 298\u00a0ms."
     )
     assert "Now 4 running and 1 waiting" in page.locator("#load svg").get_attribute("aria-label")
     page.locator("summary").click()
@@ -179,36 +177,36 @@ def test_drawings_say_in_words_what_they_show(visit: Any, fake: Fake) -> None:
     assert all(drawings.nth(i).get_attribute("aria-label") for i in range(drawings.count()))
 
 
-def test_trouble_is_told_and_passes(visit: Any, fake: Fake) -> None:
+def test_engine_page_shows_error_and_recovers(visit: Any, fake: Fake) -> None:
     fake.state = state()
     page = open_engine(visit)
     page.expected = ("status of 500",)
     fake.fail = (500, {"error": {"message": EVIL}}, {})
     page.clock.run_for(1000)
-    trouble = page.locator("#trouble")
-    expect(trouble).to_have_text(f"The server failed (500). It says: {EVIL}")
-    expect(page.locator("#live")).to_have_text("asking again")
-    expect(value(page, "running")).to_have_text("4")  # the last that is known stays, greyed
+    error = page.locator("#error")
+    expect(error).to_have_text(f"The server failed (500). Message: {EVIL}")
+    expect(page.locator("#live")).to_have_text("retrying")
+    expect(value(page, "running")).to_have_text("4")  # the last known value stays, grayed out
     fake.fail, fake.state = None, state(running=8, model=EVIL, sequences=[{"id": EVIL, "state": EVIL}])
     page.clock.run_for(3000)
     expect(value(page, "running")).to_have_text("8")
-    expect(trouble).to_be_hidden()
+    expect(error).to_be_hidden()
     expect(page.locator("#sequences td.id")).to_have_text(EVIL)
     assert page.title() == "Whorl: engine"
 
 
-def test_a_key_is_taken_from_the_tab(visit: Any, fake: Fake) -> None:
+def test_engine_page_uses_the_api_key_of_the_tab(visit: Any, fake: Fake) -> None:
     fake.state, fake.key = state(), "wh-1"
     page = open_engine(visit)
     page.expected = ("status of 401",)
-    expect(page.locator("#trouble")).to_contain_text("Put it under Settings on the chat page")
+    expect(page.locator("#error")).to_contain_text("Enter it under Settings on the chat page")
     page.evaluate("sessionStorage.setItem('whorl.key', JSON.stringify('wh-1'))")
     page.clock.run_for(3000)
     expect(value(page, "running")).to_have_text("4")
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_phone(visit: Any, fake: Fake, empty: bool) -> None:
+def test_engine_page_fits_a_phone(visit: Any, fake: Fake, empty: bool) -> None:
     fake.state = {} if empty else state(400, model="a-model-with-a-long-name/" * 4)
     page = open_engine(visit, **PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -220,6 +218,6 @@ def test_phone(visit: Any, fake: Fake, empty: bool) -> None:
         return
     box = page.locator("#timeline rect.prefill").last.bounding_box()
     page.touchscreen.tap(box["x"] + 1, box["y"] + 3)
-    expect(page.locator("#tip")).to_contain_text("128 tokens")
-    tip = page.locator("#tip").bounding_box()
+    expect(page.locator("#tooltip")).to_contain_text("128 tokens")
+    tip = page.locator("#tooltip").bounding_box()
     assert tip["x"] >= 0 and tip["x"] + tip["width"] <= 360

@@ -1,4 +1,4 @@
-"""The pages' files: shipped, small, alike in colour to the report, and without a way to make markup of a string."""
+"""Files of the pages: packaged, bounded in size, same palette as the report, no markup from strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = sorted(PAGES.iterdir())
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_file_is_in_the_package() -> None:
+def test_page_files_are_packaged() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["whorl"]
     package = Path(whorl.__file__).parent
@@ -25,12 +25,12 @@ def test_every_file_is_in_the_package() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
-def test_a_file_is_of_the_house(file: Path) -> None:
+def test_page_file_follows_the_rules(file: Path) -> None:
     text = file.read_text()
     assert 50 <= text.count("\n") <= 400
     beginning = {".js": "// ", ".css": "/* ", ".html": "<!doctype html>\n<!-- "}
     assert text.startswith(beginning[file.suffix])
-    # No way from a string to markup or code, no style or script in the page, nothing from elsewhere.
+    # No markup or code from strings, no inline style or script, no external resources.
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc|javascript:"
     assert re.findall(forbidden, text) == []
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)\S+", text) == []
@@ -39,7 +39,7 @@ def test_a_file_is_of_the_house(file: Path) -> None:
         assert "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'" in text
 
 
-def test_every_import_and_asset_is_there() -> None:
+def test_page_imports_and_assets_exist() -> None:
     names = {file.name for file in FILES}
     for file in FILES:
         text = file.read_text()
@@ -47,15 +47,15 @@ def test_every_import_and_asset_is_there() -> None:
         assert set(wanted) <= names, file.name
 
 
-def test_the_palette_is_the_reports() -> None:
+def test_palette_equals_the_report_palette() -> None:
     def palettes(path: Path) -> list[dict[str, str]]:
         return [
             dict(re.findall(r"(--[a-z-]+): (#\w+)", block))
             for block in re.findall(r":root \{(.*?)\}", path.read_text(), re.S)
         ]
 
-    theirs = palettes(PAGES.parents[1] / "report" / "style.css")
+    report_palettes = palettes(PAGES.parents[1] / "report" / "style.css")
     ours = palettes(PAGES / "base.css")
-    assert len(theirs) == 2
-    for their, our in zip(theirs, ours[:2], strict=True):
-        assert their and their.items() <= our.items()
+    assert len(report_palettes) == 2
+    for report, our in zip(report_palettes, ours[:2], strict=True):
+        assert report and report.items() <= our.items()

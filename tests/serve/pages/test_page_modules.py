@@ -1,4 +1,4 @@
-"""The pages' modules by themselves, in a browser: streams cut anywhere, tokens against text, branches, quantiles."""
+"""JavaScript modules of the pages in a browser: event parser, token alignment, message tree, state parser."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ EVENTS = """async (chunks) => {
   return out;
 }"""
 WRITTEN = """async ([moves, finish]) => {
-  const { Written } = await import('/static/tokens.js');
-  const written = new Written(), pieces = [];
+  const { TokenText } = await import('/static/tokens.js');
+  const written = new TokenText(), pieces = [];
   for (const [text, tokens] of moves) {
-    written.add(text, tokens.map((bytes, i) => ({ bytes: Uint8Array.from(bytes), logprob: -i, others: [] })));
-    pieces.push(...written.take());
+    written.add(text, tokens.map((bytes, i) => ({ bytes: Uint8Array.from(bytes), logprob: -i, alternatives: [] })));
+    pieces.push(...written.takePieces());
   }
-  if (finish) { written.finish(); pieces.push(...written.take()); }
+  if (finish) { written.finish(); pieces.push(...written.takePieces()); }
   return [written.text, pieces.map((p) => [p.text, p.tokens.map((t) => [...t.bytes])])];
 }"""
 
@@ -39,13 +39,13 @@ def page(browser: Any) -> Any:
 
     with fake_server() as fake:
         page = browser.new_context().new_page()
-        page.goto(fake.url + "/static/tree.js")  # any address of the server will do
+        page.goto(fake.url + "/static/tree.js")  # any URL of the server
         yield page
         page.context.close()
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_events_are_the_same_wherever_the_bytes_are_cut(page: Any, ending: str) -> None:
+def test_events_are_independent_of_chunk_boundaries(page: Any, ending: str) -> None:
     lines = [
         ": hello",
         "data: one",
@@ -72,13 +72,13 @@ def test_events_are_the_same_wherever_the_bytes_are_cut(page: Any, ending: str) 
 
 @st.composite
 def generations(draw: st.DrawFn) -> tuple[str, list[list[int]], list[int], int]:
-    """A text, its bytes cut into tokens, how many characters may be shown after each token, and where it is cut at last."""
+    """A text, its tokens, the characters shown after each token, and the final length."""
     text = draw(st.text(st.sampled_from("ab \n<é€😀\u0301\ufeff"), max_size=30))
     raw = text.encode()
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=12)))
     bounds = [0, *(c for c in cuts if c < len(raw)), len(raw)]
     tokens = [list(raw[a:b]) for a, b in pairwise(bounds)]
-    # The server shows whole characters only, maybe later than it could.
+    # The server sends complete characters only, possibly late.
     whole = [len(raw[:b].decode(errors="ignore")) for b in bounds[1:]]
     lags = draw(st.lists(st.integers(0, 3), min_size=len(whole), max_size=len(whole)))
     shown, most = [], 0
@@ -90,7 +90,7 @@ def generations(draw: st.DrawFn) -> tuple[str, list[list[int]], list[int], int]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(generations())
-def test_pieces_are_the_text_and_hold_each_token_once(page: Any, generation: Any) -> None:
+def test_token_text_pieces_contain_each_token_once(page: Any, generation: Any) -> None:
     text, tokens, shown, end = generation
     moves, before = [], 0
     for token, n in zip(tokens, shown, strict=True):
@@ -100,7 +100,7 @@ def test_pieces_are_the_text_and_hold_each_token_once(page: Any, generation: Any
     found, pieces = page.evaluate(WRITTEN, [moves, True])
     assert found == text[:end]
     assert "".join(piece for piece, _ in pieces) == text[:end]
-    # As far as the text goes, every token is with the characters that it completes, in order.
+    # Up to the end of the text, each token is in the piece of the character that it completes.
     told = [token for _, group in pieces for token in group]
     assert told == tokens[: len(told)]
     assert all(group for _, group in pieces)
@@ -108,14 +108,14 @@ def test_pieces_are_the_text_and_hold_each_token_once(page: Any, generation: Any
     assert decoded.startswith(text[:end])
 
 
-def test_text_that_is_not_that_of_the_tokens_is_shown_all_the_same(page: Any) -> None:
+def test_token_text_shows_text_that_differs_from_tokens(page: Any) -> None:
     moves = [["Hi ", [list(b"Hi ")]], ["there", [list(b"their")]], [" you", [list(b" you")]]]
     text, pieces = page.evaluate(WRITTEN, [moves, False])
     assert text == "Hi there you" and "".join(piece for piece, _ in pieces) == text
     assert pieces[0] == ["Hi ", [list(b"Hi ")]] and all(not group for _, group in pieces[1:])
 
 
-def test_tokens_of_both_shapes_of_the_api(page: Any) -> None:
+def test_stream_parses_both_logprob_formats(page: Any) -> None:
     """Chat's logprobs carry bytes; completions write bytes that are no text as \\x, and their alternatives as a mapping."""
     logprobs = {
         "tokens": ["bytes:\\xe2\\x82", "<b>"],
@@ -129,7 +129,7 @@ def test_tokens_of_both_shapes_of_the_api(page: Any) -> None:
       window.fetch = async () => new Response(`data: ${JSON.stringify(part)}\\n\\ndata: [DONE]\\n\\n`);
       try {
         for await (const { tokens } of stream('complete', {}, {}))
-          return tokens.map((t) => [[...t.bytes], t.logprob, t.others.map((o) => [[...o.bytes], o.logprob])]);
+          return tokens.map((t) => [[...t.bytes], t.logprob, t.alternatives.map((o) => [[...o.bytes], o.logprob])]);
       } finally { window.fetch = kept; }
     }"""
     assert page.evaluate(script, completion) == [
@@ -138,22 +138,22 @@ def test_tokens_of_both_shapes_of_the_api(page: Any) -> None:
     ]
 
 
-def test_a_tree_survives_packing_and_nonsense_does_not_become_one(page: Any) -> None:
+def test_message_tree_packs_and_rejects_invalid_data(page: Any) -> None:
     script = """async () => {
-      const { Tree } = await import('/static/tree.js');
-      const tree = new Tree();
+      const { MessageTree } = await import('/static/tree.js');
+      const tree = new MessageTree();
       const a = tree.add(tree.root, 'user', 'A'), one = tree.add(a, 'assistant', '1');
       tree.add(a, 'assistant', '2');
       const b = tree.add(tree.root, 'user', 'B');
-      tree.step(b, -1);
-      tree.step(tree.leaf(), -1);
-      tree.step(one, -1);
-      const again = Tree.unpack(JSON.parse(JSON.stringify(tree.pack())));
+      tree.selectSibling(b, -1);
+      tree.selectSibling(tree.leaf(), -1);
+      tree.selectSibling(one, -1);
+      const again = MessageTree.unpack(JSON.parse(JSON.stringify(tree.pack())));
       const texts = (t) => t.path().map((node) => node.text);
       const before = [texts(tree), texts(again), again.messages(again.leaf())];
       again.remove(again.leaf());
       const nonsense = [null, {}, [1], ['root', '', [['user']], 0]];
-      return [...before, texts(again), ...nonsense.map((x) => Tree.unpack(x).path().length)];
+      return [...before, texts(again), ...nonsense.map((x) => MessageTree.unpack(x).path().length)];
     }"""
     told = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "1"}]
     assert page.evaluate(script) == [["A", "1"], ["A", "1"], told, ["A", "2"], 0, 0, 0, 0]
@@ -161,7 +161,7 @@ def test_a_tree_survives_packing_and_nonsense_does_not_become_one(page: Any) -> 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=40))
-def test_quantiles_and_bins_hold_every_sample(page: Any, values: list[float]) -> None:
+def test_quantile_and_log_bins_cover_all_samples(page: Any, values: list[float]) -> None:
     script = """async (values) => {
       const { quantile, logBins } = await import('/static/state.js');
       return [[0.25, 0.5, 0.75, 1].map((q) => quantile(values, q)), logBins(values)];
@@ -175,10 +175,10 @@ def test_quantiles_and_bins_hold_every_sample(page: Any, values: list[float]) ->
         assert count <= sum(low <= v <= high for v in values)
 
 
-def test_a_state_with_holes_reads_as_nothing(page: Any) -> None:
+def test_parse_state_accepts_missing_fields(page: Any) -> None:
     script = """async (states) => {
-      const { readState, pageMap } = await import('/static/state.js');
-      const steps = states.map((s) => readState(s).batches.length);
+      const { parseState, pageMap } = await import('/static/state.js');
+      const steps = states.map((s) => parseState(s).batches.length);
       return [steps, pageMap([1, [0, 3], [-1, 2], [2, 1]]), pageMap([[0, 1e12]], 5)];
     }"""
     states = [

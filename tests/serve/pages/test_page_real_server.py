@@ -1,4 +1,4 @@
-"""Both pages against the real server: what they show is what the API says, byte by byte of a model that writes at random."""
+"""Both pages against the real server, with a model of random weights."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def written(page: Any) -> list[int]:
     return page.evaluate(
         """async () => {
           const tip = { show: (parts) => { tip.rows = parts[0].textContent.match(/ (\\d+) tokens$/)?.[1] ?? 1; } };
-          const { tell } = await import('/static/tokenview.js');
-          return [...document.querySelectorAll('.t')].map((span) => { tell(tip, span); return Number(tip.rows); });
+          const { showTokenTip } = await import('/static/tokenview.js');
+          return [...document.querySelectorAll('.t')].map((span) => { showTokenTip(tip, span); return Number(tip.rows); });
         }"""
     )
 
 
-def test_a_chat_shows_what_the_api_answers(page: Any, server: Any) -> None:
-    """The tiny model's bytes are mostly no text: pieces of characters, held back and replaced in every way there is."""
+def test_chat_page_shows_the_api_response(page: Any, server: Any) -> None:
+    """The tiny model mostly generates invalid UTF-8, which is held back and replaced."""
     page.click("#open")
     page.fill("#max_tokens", "40")
     for seed in range(3):
@@ -54,21 +54,21 @@ def test_a_chat_shows_what_the_api_answers(page: Any, server: Any) -> None:
         answer = page.request.post(f"{server.url}/v1/chat/completions", data=body).json()
         text = answer["choices"][0]["message"]["content"]
         assert page.locator(".message.model .text").evaluate("e => e.textContent") == text
-        # Nothing is held back at the end but a token without text: every other one is in a span.
+        # At the end every token with text is in a span.
         assert answer["usage"]["completion_tokens"] - sum(tokens) in (0, 1)
         expect(page.locator(".message .stats")).to_contain_text(
             f"{answer['usage']['completion_tokens']} tokens"
         )
 
 
-def test_the_sheet_continues_what_the_api_continues(page: Any, server: Any) -> None:
+def test_completion_page_shows_the_api_response(page: Any, server: Any) -> None:
     page.locator(".modes span", has_text="Complete").click()
     page.click("#open")
     page.fill("#max_tokens", "40")
     page.fill("#seed", "3")
     page.fill("#text", "def add(a, b):\n    ret")
     page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#complete .again:not(:disabled)")
+    page.wait_for_selector("#completion-pane .regenerate:not(:disabled)")
     tokens = written(page)
     body = {
         "model": "tiny", "prompt": "def add(a, b):\n    ret", "seed": 3, "max_tokens": 40, "temperature": 0.8, "top_p": 0.95,
@@ -78,7 +78,7 @@ def test_the_sheet_continues_what_the_api_continues(page: Any, server: Any) -> N
     assert answer["usage"]["completion_tokens"] - sum(tokens) in (0, 1)
 
 
-def test_the_engine_page_draws_what_just_ran(page: Any, server: Any) -> None:
+def test_engine_page_draws_recent_steps(page: Any, server: Any) -> None:
     page.request.post(
         f"{server.url}/v1/completions",
         data={"model": "tiny", "prompt": "def", "max_tokens": 30, "ignore_eos": True},
@@ -86,14 +86,14 @@ def test_the_engine_page_draws_what_just_ran(page: Any, server: Any) -> None:
     page.goto(f"{server.url}/engine")
     page.wait_for_selector("#timeline rect.decode")
     state = page.request.get(f"{server.url}/v1/engine/state").json()
-    expect(page.locator("#map-words")).to_contain_text(f"{state['pages']['total']} pages")
+    expect(page.locator("#map-summary")).to_contain_text(f"{state['pages']['total']} pages")
     assert page.locator("#timeline rect.took").count() >= 20
     expect(page.locator("#model")).to_contain_text("tiny")
-    assert "nothing measured" not in page.locator("#ttft svg").get_attribute("aria-label")
+    assert "no data" not in page.locator("#ttft svg").get_attribute("aria-label")
 
 
-def test_an_error_of_the_real_server_in_words(page: Any) -> None:
+def test_completion_page_shows_server_error(page: Any) -> None:
     page.locator(".modes span", has_text="Complete").click()
     page.fill("#text", "word " * 400)
-    page.click(".go")
-    expect(page.locator("#complete .trouble")).to_contain_text("tokens")
+    page.click(".submit")
+    expect(page.locator("#completion-pane .error")).to_contain_text("tokens")

@@ -1,7 +1,6 @@
-"""Clients that go away, that read slowly, that ask while the server stops; and an engine that breaks.
+"""Disconnects, slow readers, draining, and a failing engine.
 
-Nothing here waits for time to pass: the engine's steps are let through one by one (`Gate`), and what must happen is
-waited for.
+No test depends on timing: the engine's steps are released one by one (`Gate`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.serve.live_server import Running, api_of, engine_of, running, words
+from tests.support.serve.live_server import Running, make_state, make_tiny_engine, make_tokenizer, running
 
 from whorl.engine.request import Delta, Request, Token
 from whorl.serve.api.sse import EventStream
@@ -30,7 +29,7 @@ STREAM = {"model": "tiny", "prompt": "def ", "max_tokens": 200, "stream": True, 
 
 
 class Gate:
-    """Lets an engine's steps through."""
+    """Releases the steps of an engine one by one."""
 
     def __init__(self, engine: Any) -> None:
         self.turns, self.real = threading.Semaphore(0), engine.step
@@ -46,9 +45,9 @@ class Gate:
 
 @pytest.fixture
 def gated() -> Iterator[tuple[Running, Gate]]:
-    engine = engine_of(words())
+    engine = make_tiny_engine(make_tokenizer())
     gate = Gate(engine)
-    with running(api_of(engine)) as server:
+    with running(make_state(engine)) as server:
         yield server, gate
         gate.let(10_000)
 
@@ -58,17 +57,17 @@ def drained(server: Running) -> None:
     asyncio.run_coroutine_threadsafe(server.api.worker.wait_drained(), server.loop).result(60)
 
 
-def test_who_hangs_up_in_mid_stream_is_aborted_and_its_pages_are_free(gated: tuple[Running, Gate]) -> None:
+def test_disconnect_in_stream_aborts_and_frees_pages(gated: tuple[Running, Gate]) -> None:
     server, gate = gated
     gate.let(4)
     with (
         httpx.Client(timeout=60) as client,
         client.stream("POST", f"{server.url}/v1/completions", json=STREAM | {"n": 2}) as answer,
     ):
-        lines = answer.iter_lines()  # kept: a generator that is let go closes the connection
+        lines = answer.iter_lines()  # a reference: a collected generator closes the connection
         next(lines)
         assert len(server.api.worker.streams) == 2
-    gate.let(1)  # the engine hears of it after the step it is in
+    gate.let(1)  # the abort runs after the current step
     drained(server)
     gate.let(10_000)
     engine = server.api.worker.engine
@@ -77,7 +76,7 @@ def test_who_hangs_up_in_mid_stream_is_aborted_and_its_pages_are_free(gated: tup
     assert b'whorl_sequences_finished_total{reason="abort"} 2.0' in server.api.metrics.exposition
 
 
-def test_who_hangs_up_while_it_waits_for_the_whole_is_aborted(gated: tuple[Running, Gate]) -> None:
+def test_disconnect_before_full_response_aborts(gated: tuple[Running, Gate]) -> None:
     server, gate = gated
     body = json.dumps(STREAM | {"stream": False}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -94,8 +93,8 @@ def test_who_hangs_up_while_it_waits_for_the_whole_is_aborted(gated: tuple[Runni
     assert server.ask(lambda e: e.stats.finished) == {"abort": 1}
 
 
-def test_a_reader_who_does_not_read_holds_up_nobody() -> None:
-    api = api_of()
+def test_slow_reader_does_not_block_others() -> None:
+    api = make_state()
     with running(api) as server:
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         slow = socket.socket()
@@ -106,7 +105,7 @@ def test_a_reader_who_does_not_read_holds_up_nobody() -> None:
         slow.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         fast = httpx.post(f"{server.url}/v1/completions", json=STREAM | {"stream": False}, timeout=60)
         assert fast.json()["usage"]["completion_tokens"] == 200
-        drained(server)  # all eight are written to their end, although nobody has read
+        drained(server)  # all eight end although no data was read
         server.ask(lambda e: e.check_integrity())
         got = bytearray()
         slow.settimeout(60)
@@ -121,10 +120,10 @@ def test_a_reader_who_does_not_read_holds_up_nobody() -> None:
     ]
     tokens = sum(len(c["logprobs"]["tokens"]) for e in events for c in e["choices"])
     assert tokens == 8 * 200
-    assert len(events) < 1000  # what waited was merged
+    assert len(events) < 1000  # unread deltas were merged
 
 
-def test_a_reader_who_stands_still_is_let_go() -> None:
+def test_event_stream_drops_stalled_reader() -> None:
     closed: list[bool] = []
 
     async def main() -> None:
@@ -137,7 +136,7 @@ def test_a_reader_who_stands_still_is_let_go() -> None:
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.body":
-                await asyncio.Event().wait()  # its buffers are full, for ever
+                await asyncio.Event().wait()  # full buffers
 
         await EventStream(events(), lambda: closed.append(True), stall_seconds=0.01)({}, receive, send)
 
@@ -148,21 +147,21 @@ def test_a_reader_who_stands_still_is_let_go() -> None:
 CHILD = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.support.serve.live_server import api_of, engine_of, words
+from tests.support.serve.live_server import make_state, make_tiny_engine, make_tokenizer
 from whorl.serve.server import bind_socket, run_server
 
-engine = engine_of(words())
+engine = make_tiny_engine(make_tokenizer())
 real, n = engine.step, 0
 
 def step():
     global n
     n += 1
     if n == 4:
-        assert sys.stdin.readline()  # the test says when
+        assert sys.stdin.readline()  # released by the test
     return real()
 
 engine.step = step
-api = api_of(engine, drain_seconds=60)
+api = make_state(engine, drain_seconds=60)
 run_server(api, bind_socket(api.config), lambda url: print(url, flush=True))
 """
 
@@ -178,7 +177,7 @@ def child() -> subprocess.Popen[str]:
     )
 
 
-def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new() -> None:
+def test_sigterm_drains_running_and_rejects_new_requests() -> None:
     process = child()
     assert process.stdout is not None and process.stdin is not None
     url = process.stdout.readline().strip()
@@ -206,10 +205,10 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new() -> None:
         process.kill()
 
 
-def test_what_does_not_end_in_time_is_cut_off() -> None:
-    engine = engine_of(words())
+def test_drain_timeout_truncates_sequences() -> None:
+    engine = make_tiny_engine(make_tokenizer())
     gate = Gate(engine)
-    server = Running(api_of(engine, drain_seconds=0))
+    server = Running(make_state(engine, drain_seconds=0))
     with (
         httpx.Client(timeout=60) as client,
         client.stream("POST", f"{server.url}/v1/completions", json=STREAM) as answer,
@@ -227,8 +226,8 @@ def test_what_does_not_end_in_time_is_cut_off() -> None:
     engine.check_integrity()
 
 
-def test_small_writes_are_sent_at_once(gated: tuple[Running, Gate]) -> None:
-    """An event is a few hundred bytes: kept back until the last was acknowledged, each would come 40 ms late."""
+def test_connections_set_tcp_nodelay(gated: tuple[Running, Gate]) -> None:
+    """With Nagle's algorithm each small event would be delayed by up to 40 ms."""
     server, _ = gated
     with socket.create_connection(("127.0.0.1", server.port)) as s:
         s.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -267,7 +266,7 @@ class Broken:
         return [Delta(r.id, (Token(65, -1.0, -1.0),), b"A") for r in self.requests]
 
 
-def test_an_engine_that_fails_tells_everybody_and_takes_nothing_new() -> None:
+def test_worker_fails_all_streams_when_the_engine_fails() -> None:
     async def main() -> None:
         worker = EngineWorker(Broken())
         worker.start()
@@ -288,9 +287,9 @@ def test_an_engine_that_fails_tells_everybody_and_takes_nothing_new() -> None:
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_failed_engine_is_a_failed_server() -> None:
-    engine = engine_of(words())
-    with running(api_of(engine)) as server:
+def test_server_reports_failed_engine() -> None:
+    engine = make_tiny_engine(make_tokenizer())
+    with running(make_state(engine)) as server:
         server.ask(lambda e: setattr(e, "step", lambda: 1 / 0))
         answer = httpx.post(f"{server.url}/v1/completions", json=STREAM | {"stream": False})
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
@@ -301,9 +300,9 @@ def test_a_failed_engine_is_a_failed_server() -> None:
         assert httpx.get(f"{server.url}/v1/engine/state").json()["status"] == "failed"
 
 
-def test_deltas_that_nobody_took_are_one() -> None:
+def test_stream_merges_unread_deltas() -> None:
     async def main() -> None:
-        engine = engine_of(words())
+        engine = make_tiny_engine(make_tokenizer())
         worker = EngineWorker(engine)
         worker.start()
         stream = worker.submit(Request(id="a", ids=(1, 2, 3), max_tokens=50))

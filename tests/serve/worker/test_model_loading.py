@@ -1,4 +1,4 @@
-"""From a folder or an artifact to something that answers; what cannot be served is refused before anything listens."""
+"""Model loading: folders, embedders, cache sizes, and errors before the server listens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from tests.support.serve.live_server import running, tiny, words
+from tests.support.serve.live_server import make_tiny_decoder, make_tokenizer, running
 from typer.testing import CliRunner
 
 from whorl.cli import build_app
@@ -36,8 +36,8 @@ SIZES = EngineConfig(max_num_seqs=4, block_size=16)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("models") / "small"
-    tokenizer = words(())
-    save_model(tiny(tokenizer), found)
+    tokenizer = make_tokenizer(())
+    save_model(make_tiny_decoder(tokenizer), found)
     tokenizer.save(found)
     return found
 
@@ -47,7 +47,7 @@ def machine() -> Any:
     return dataclasses.replace(probe(), device="cpu", dtype="float32")
 
 
-def test_a_folder_is_served_under_its_name(folder: Path, machine: Any) -> None:
+def test_model_folder_is_served_under_its_names(folder: Path, machine: Any) -> None:
     place = ModelLocation(str(folder), None)
     assert place.kind == "model" and place.names == ["small", str(folder)]
     assert ModelLocation(str(folder), None, "other").names[0] == "other"
@@ -64,10 +64,10 @@ def test_a_folder_is_served_under_its_name(folder: Path, machine: Any) -> None:
         assert len(state["batches"]) == engine.stats.steps and len(state["latencies"]["ttft"]) == 2
 
 
-def test_the_cache_is_as_large_as_was_said(folder: Path, machine: Any) -> None:
+def test_load_generation_model_sizes_the_kv_cache(folder: Path, machine: Any) -> None:
     place = ModelLocation(str(folder), None)
     _, engine = load_generation_model(place, machine, SIZES, max_model_len=64, cache_bytes=1 << 30)
-    assert engine.cache.groups[0].pool.n_pages == 4 * 64 // 16  # more could never be used
+    assert engine.cache.groups[0].pool.n_pages == 4 * 64 // 16  # 4 sequences of 64 positions
     each = engine.model.kv_bytes_per_token()
     (served,), engine = load_generation_model(place, machine, SIZES, max_model_len=64, cache_bytes=48 * each)
     assert engine.cache.groups[0].pool.n_pages == 3 and served.max_model_len == 48
@@ -80,8 +80,8 @@ def test_the_cache_is_as_large_as_was_said(folder: Path, machine: Any) -> None:
         engine_config({"weight_dtype": "int3"})
 
 
-def test_an_embedder_alone_embeds_and_does_not_write(tmp_path: Path, machine: Any) -> None:
-    tokenizer = words(())
+def test_embedder_only_server_rejects_generation(tmp_path: Path, machine: Any) -> None:
+    tokenizer = make_tokenizer(())
     config = EncoderConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64)
     embedder = Embedder(Encoder(config), tokenizer)
     embedder.save(tmp_path)
@@ -105,7 +105,7 @@ def test_an_embedder_alone_embeds_and_does_not_write(tmp_path: Path, machine: An
             assert httpx.get(f"{server.url}/{path}").status_code == 200
 
 
-def test_what_cannot_be_served(tmp_path: Path, folder: Path) -> None:
+def test_serve_rejects_bad_model_host_and_port(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(StoreError):
         ModelLocation("nothing", str(tmp_path))
     runner = CliRunner()

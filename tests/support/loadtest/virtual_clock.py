@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it: exact times in tests, and no waiting."""
+"""An event loop with a virtual clock that jumps to the next timer: exact times without waiting."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.SelectSelector):
-    """Never waits: time that a timer still has to wait is put on the loop's clock."""
+    """Adds the time until the next timer to the loop's clock instead of waiting."""
 
     loop: VirtualLoop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("everybody waits, and for no timer")
+            raise RuntimeError("deadlock: no timer is pending")
         self.loop.moment += max(0.0, timeout)
         return super().select(0)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Seconds since it was made, all of them imagined."""
+    """Time is virtual seconds since the creation."""
 
     def __init__(self) -> None:
         self.moment = 0.0
@@ -36,6 +36,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, in a loop of its own."""
+    """Run `work` in a new virtual loop and return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

@@ -1,8 +1,11 @@
-"""A replica without a model: answers what a request's body tells it to, in this process or as a program of its own.
+"""A replica without a model, used in this process or as a program. The last word of the prompt selects the response:
 
-The prompt's last word decides: "count:3" streams three events and ends; "hold" streams one event and a half and then waits
-until `release` is set ("release", asked of the same replica, sets it) or its client goes; "die" ends the process;
-"status:503" answers that; anything else is echoed.
+count:3      stream three events
+hold         stream one and a half events, then wait for `release` or a disconnect
+release      set `release`
+die          kill the process
+status:503   respond with this status
+other        echo the request
 """
 
 from __future__ import annotations
@@ -92,10 +95,10 @@ class FakeReplica:
 
 @asynccontextmanager
 async def running(app: Any) -> AsyncIterator[str]:
-    """Serves `app` on a free port, in this loop; its URL."""
+    """Serve `app` on a free port in this event loop; yields its URL."""
     listening = socket.socket(
         socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # or asyncio leaves Nagle on
+    )  # asyncio disables Nagle's algorithm only with an explicit protocol
     listening.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="auto")
     server = uvicorn.Server(config)

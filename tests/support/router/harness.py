@@ -1,9 +1,10 @@
-"""A router before replicas that are told what to do, over real sockets: what the router's tests share."""
+"""A router over scripted replicas on real sockets, shared by the router's tests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ LONG = "a prompt that is long enough to fill more than a block of the index " * 
 
 @dataclass
 class World:
-    """A router over fakes, all in one loop. `look` replaces waiting for the router's next look."""
+    """A router over scripted replicas in one event loop. `look` runs a health check."""
 
     router: ReplicaRouter
     fakes: list[FakeReplica]
@@ -61,7 +62,7 @@ async def world(
 
 @asynccontextmanager
 async def breaking(answer: bytes = b"") -> AsyncIterator[tuple[str, list[int]]]:
-    """A replica that takes every request, writes `answer` and closes; its /health is fine. (url, requests counted)."""
+    """A healthy replica that answers every request with `answer` and closes. Yields (url, [number of requests])."""
     count = [0]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -80,5 +81,11 @@ async def breaking(answer: bytes = b"") -> AsyncIterator[tuple[str, list[int]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", count
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+def async_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test in a new event loop, for at most 60 seconds."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 60))
+
+    return run

@@ -1,4 +1,4 @@
-"""A browser, the server on a string, and visits that end with a look at the console and at what was asked of whom."""
+"""Fixtures of the page tests: a browser, a scripted server, and visits that check the console and all requests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from tests.support.serve.fake_server import Fake, fake_server
 
 try:
     from playwright.sync_api import expect
-except ImportError:  # then `browser` skips
+except ImportError:  # `browser` then skips
     expect = None  # type: ignore[assignment]
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
-PATIENCE = (
-    240_000  # ms: only a failure waits so long, but a machine with other work may stand still for a while
-)
+PATIENCE = 240_000  # ms, reached only by failures; a busy machine may stall for a while
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +44,8 @@ def fake() -> Iterator[Fake]:
 
 @pytest.fixture
 def visit(browser: Any, fake: Fake) -> Iterator[Callable[..., Any]]:
-    """visit(path, context options...) -> a page. Afterwards: nothing in the console but what `page.expected` names, and no
-    request to anybody but this server."""
+    """visit(path, context options...) -> page. At the end the console may contain only `page.expected`, and all requests
+    must go to this server."""
     pages: list[Any] = []
 
     def open_page(path: str = "/", *, before: Callable[[Any], None] | None = None, **context: Any) -> Any:
@@ -61,7 +59,7 @@ def visit(browser: Any, fake: Fake) -> Iterator[Callable[..., Any]]:
             before(page)
         page.goto(fake.url + path)
         if path == "/":
-            page.wait_for_selector("#model:not(:disabled), #trouble:not([hidden])")
+            page.wait_for_selector("#model:not(:disabled), #error:not([hidden])")
         pages.append(page)
         return page
 

@@ -1,7 +1,7 @@
-"""A server of the API's shape that a test holds on a string: it streams the tokens it was given, when it is told to.
+"""A scripted server with the format of the API: it streams given tokens when the test releases them.
 
-`tell(...)` says what the next answers are made of; with `hold`, each token waits for `let(n)`. What was asked is in `asked`;
-a client that closes its connection in mid-stream is seen at once (`gone` is set), with no timer on either side.
+`set_output(...)` sets the next output; with `hold`, each token waits for `release(n)`. `requests` stores the requests. If a
+client disconnects during a stream, `gone` is set at once, without timers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import whorl
 
 PAGES = Path(whorl.__file__).parent / "serve" / "pages"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
-LIMIT = 300.0  # s that a held token waits at most, so that a test that failed does not hang
+LIMIT = 300.0  # s: limit for a held token, so that a failed test ends
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One token: its bytes, log-probability and alternatives; text is what may be shown with it (None: its bytes)."""
+    """One token: bytes, log-probability, alternatives, and the text sent with it (None: its bytes)."""
 
     bytes: bytes
     logprob: float = -0.5
-    others: tuple[tuple[bytes, float], ...] = ()
+    alternatives: tuple[tuple[bytes, float], ...] = ()
     text: str | None = None
 
     def shown(self) -> str:
@@ -39,26 +39,26 @@ class Piece:
 
 @dataclass
 class Fake:
-    """What it answers with, and what it saw."""
+    """Scripted output and recorded requests."""
 
     url: str = ""
     pieces: list[Piece] = field(default_factory=list)
     finish: str = "stop"
     held: bool = False
     fail: tuple[int, dict[str, Any], dict[str, str]] | None = (
-        None  # of the next requests: status, body, headers
+        None  # status, body, headers of the next responses
     )
     break_after: int | None = None  # tokens after which the connection ends
-    error_after: int | None = None  # tokens after which the stream says an error
+    error_after: int | None = None  # tokens after which the stream sends an error
     key: str | None = None
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "small", "whorl": {"chat": True}}])
     state: dict[str, Any] = field(default_factory=dict)
-    asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     polls: int = 0
     gone: threading.Event = field(default_factory=threading.Event)
     turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
-    def tell(self, *pieces: Piece | str | bytes, finish: str = "stop", hold: bool = False) -> None:
+    def set_output(self, *pieces: Piece | str | bytes, finish: str = "stop", hold: bool = False) -> None:
         self.pieces = [
             p if isinstance(p, Piece) else Piece(p.encode() if isinstance(p, str) else p) for p in pieces
         ]
@@ -67,12 +67,12 @@ class Fake:
         self.gone.clear()
         self.turns = threading.Semaphore(0)
 
-    def let(self, n: int = 1) -> None:
-        """n more tokens may go."""
+    def release(self, n: int = 1) -> None:
+        """Release n tokens."""
         self.turns.release(n)
 
     def bodies(self) -> list[dict[str, Any]]:
-        return [body for _, body, _ in self.asked]
+        return [body for _, body, _ in self.requests]
 
 
 def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
@@ -125,7 +125,7 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             if not self._allowed():
                 return
             headers = {name.lower(): value for name, value in self.headers.items()}
-            fake.asked.append((self.path, body, headers))
+            fake.requests.append((self.path, body, headers))
             if fake.fail:
                 self._json(*fake.fail)
                 return
@@ -161,7 +161,7 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             yield "[DONE]"
 
         def _wait(self) -> None:
-            """Until a token may go, or the client has gone."""
+            """Wait until a token is released or the client disconnects."""
             turns = fake.turns
             for _ in range(int(LIMIT / 0.01)):
                 if turns.acquire(timeout=0.01):
@@ -173,7 +173,7 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                         gone = True
                     if gone:
                         raise ConnectionResetError
-            raise TimeoutError("nobody let this token go")
+            raise TimeoutError("this token was never released")
 
     return Handler
 
@@ -183,7 +183,7 @@ def _entry(token: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _escaped(token: bytes) -> str:
-    """As completions write tokens: those that are no text by themselves as bytes."""
+    """The completions format of a token; invalid UTF-8 as escaped bytes."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -194,14 +194,16 @@ def _choice(piece: Piece, chat: bool, logprobs: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "finish_reason": None}
     if chat:
         choice["delta"] = {"content": piece.shown()}
-        entry = _entry(piece.bytes, piece.logprob) | {"top_logprobs": [_entry(*o) for o in piece.others]}
+        entry = _entry(piece.bytes, piece.logprob) | {
+            "top_logprobs": [_entry(*o) for o in piece.alternatives]
+        }
         choice["logprobs"] = {"content": [entry]}
     else:
         choice["text"] = piece.shown()
         choice["logprobs"] = {
             "tokens": [_escaped(piece.bytes)],
             "token_logprobs": [piece.logprob],
-            "top_logprobs": [{_escaped(token): logprob for token, logprob in piece.others}],
+            "top_logprobs": [{_escaped(token): logprob for token, logprob in piece.alternatives}],
             "text_offset": [0],
         }
     if not logprobs:
@@ -211,7 +213,7 @@ def _choice(piece: Piece, chat: bool, logprobs: bool) -> dict[str, Any]:
 
 @contextmanager
 def fake_server() -> Iterator[Fake]:
-    """A Fake that listens on a free port of this machine."""
+    """A scripted server on a free port."""
     fake = Fake()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(fake))
     server.daemon_threads = True
@@ -221,7 +223,7 @@ def fake_server() -> Iterator[Fake]:
     try:
         yield fake
     finally:
-        fake.let(10_000)
+        fake.release(10_000)
         server.shutdown()
         server.server_close()
         thread.join()

@@ -28,11 +28,11 @@ MARKS = ("<|im_start|>", "<|im_end|>")
 TEXT = "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, item):\n        self.items.append(item)\n"
 
 
-def words(specials: tuple[str, ...] = MARKS) -> Tokenizer:
+def make_tokenizer(specials: tuple[str, ...] = MARKS) -> Tokenizer:
     return Tokenizer.train([TEXT * 20], 300, special_tokens=specials)
 
 
-def tiny(tokenizer: Tokenizer, longest: int = 256) -> Decoder:
+def make_tiny_decoder(tokenizer: Tokenizer, longest: int = 256) -> Decoder:
     """A decoder that draws varied text, quickly."""
     config = DecoderConfig(
         vocab_size=tokenizer.vocab_size, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16,
@@ -46,17 +46,17 @@ def tiny(tokenizer: Tokenizer, longest: int = 256) -> Decoder:
     return model.eval()
 
 
-def engine_of(tokenizer: Tokenizer, **sizes: Any) -> Engine:
-    model = tiny(tokenizer)
+def make_tiny_engine(tokenizer: Tokenizer, **sizes: Any) -> Engine:
+    model = make_tiny_decoder(tokenizer)
     config = EngineConfig(
         **{"max_model_len": 1024, "kv_cache_tokens": 4096, "block_size": 16, "max_num_seqs": 8} | sizes
     )
     return make_engine(model, tokenizer, ChatTemplate(tokenizer), config)
 
 
-def api_of(engine: Any = None, specials: tuple[str, ...] = MARKS, **settings: Any) -> AppState:
-    tokenizer = words(specials)
-    engine = engine if engine is not None else engine_of(tokenizer)
+def make_state(engine: Any = None, specials: tuple[str, ...] = MARKS, **settings: Any) -> AppState:
+    tokenizer = make_tokenizer(specials)
+    engine = engine if engine is not None else make_tiny_engine(tokenizer)
     model: ServedModel = served_model(["tiny", "random/tiny"], tokenizer, ChatTemplate(tokenizer), engine)
     return AppState(ServeConfig(port=0, **settings), [model], engine)
 
@@ -119,7 +119,7 @@ def running(api: AppState) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     """One server for all tests that only send requests. At the end it must hold no pages, streams or limits."""
-    with running(api_of()) as one:
+    with running(make_state()) as one:
         yield one
         one.ask(lambda engine: engine.check_integrity())
         assert one.ask(lambda engine: engine.busy) is False

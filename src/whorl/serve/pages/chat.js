@@ -1,40 +1,40 @@
-// The chat page: which model, which way to use it, and what the two panes share.
+// The chat page: selection of model and mode, and the state that both panes share.
 //
-// A model that was trained on plain text alone has no idea of turns; the server says so of each model, and the page then
-// opens on the sheet (Complete) rather than the conversation (Chat). The person's own choice, per model, is remembered.
+// The server reports whether a model has a chat template. For a base model without one, the page opens in Complete mode instead
+// of Chat mode. The mode that the user selects is stored per model.
 
-import { models } from "./client.js";
-import { Sheet } from "./complete.js";
-import { Announcer, Tip, find, make } from "./dom.js";
+import { ChatPane } from "./chat_pane.js";
+import { listModels } from "./client.js";
+import { CompletionPane } from "./completion.js";
+import { Announcer, Tooltip, createElement, find } from "./dom.js";
 import { Settings } from "./settings.js";
-import { Talk } from "./talk.js";
 
-const RETRY = 2000; // ms between tries to reach a server that does not answer
+const RETRY_MS = 2000; // ms between attempts to reach the server
 
 const settings = new Settings(find("#settings"));
 const select = find("#model");
 const radios = [...document.querySelectorAll("input[name=mode]")];
-const trouble = find("#trouble");
+const errorBox = find("#error");
 const opener = find("#open");
-let known = []; // [{id, chat}]
+let models = []; // [{id, chat}]
 
-/** What the panes may ask of the page. */
+/** The interface of the page for its panes. */
 const page = {
   settings,
   opener,
-  tip: new Tip(),
-  announcer: new Announcer(find("#said")),
+  tooltip: new Tooltip(),
+  announcer: new Announcer(find("#announcements")),
   get model() {
     return select.value;
   },
-  /** Whether there is a model to ask; says what is missing otherwise. */
+  /** Returns whether a model is available; otherwise loads the models again. */
   ready() {
-    if (!known.length) load();
-    return known.length > 0;
+    if (!models.length) load();
+    return models.length > 0;
   },
-  busy(is) {
-    document.body.classList.toggle("busy", is);
-    for (const control of [select, ...radios]) control.disabled = is || !known.length;
+  busy(busy) {
+    document.body.classList.toggle("busy", busy);
+    for (const control of [select, ...radios]) control.disabled = busy || !models.length;
   },
   askKey() {
     if (!settings.dialog.open) settings.toggle(opener);
@@ -42,100 +42,100 @@ const page = {
   },
 };
 
-const panes = { chat: new Talk(find("#talk"), page), complete: new Sheet(find("#complete"), page) };
-const mode = () => radios.find((radio) => radio.checked).value;
+const panes = { chat: new ChatPane(find("#chat-pane"), page), complete: new CompletionPane(find("#completion-pane"), page) };
+const currentMode = () => radios.find((radio) => radio.checked).value;
 
-function choose(which, focus = false) {
-  for (const radio of radios) radio.checked = radio.value === which;
-  find("#talk").hidden = which !== "chat";
-  find("#complete").hidden = which !== "complete";
-  page.tip.hide();
-  if (focus && !matchMedia("(pointer: coarse)").matches) find(which === "chat" ? "#message" : "#text").focus();
+function showPane(mode, focus = false) {
+  for (const radio of radios) radio.checked = radio.value === mode;
+  find("#chat-pane").hidden = mode !== "chat";
+  find("#completion-pane").hidden = mode !== "complete";
+  page.tooltip.hide();
+  if (focus && !matchMedia("(pointer: coarse)").matches) find(mode === "chat" ? "#message" : "#text").focus();
 }
 
-/** The model's way, unless the person chose another for it. */
-function settle(focus) {
-  const model = known.find((each) => each.id === select.value);
-  const chosen = settings.recall("modes")?.[select.value];
-  choose(chosen ?? (model?.chat === false ? "complete" : "chat"), focus);
+/** Shows the stored mode of the selected model, or its default mode. */
+function selectModel(focus) {
+  const model = models.find((each) => each.id === select.value);
+  const chosen = settings.read("modes")?.[select.value];
+  showPane(chosen ?? (model?.chat === false ? "complete" : "chat"), focus);
 }
 
-let again = 0; // the timer of the next try
-let tries = 0; // an answer to an earlier try than the last is no longer wanted
+let retryTimer = 0;
+let attempts = 0; // responses to earlier attempts are ignored
 
 async function load() {
-  clearTimeout(again);
-  const turn = ++tries;
+  clearTimeout(retryTimer);
+  const attempt = ++attempts;
   try {
-    const found = await models({ key: settings.key });
-    if (turn !== tries) return;
-    known = found;
-    if (!known.length) throw new Error("The server has no model.");
+    const found = await listModels({ key: settings.key });
+    if (attempt !== attempts) return;
+    models = found;
+    if (!models.length) throw new Error("The server has no generation model.");
   } catch (error) {
-    if (turn !== tries) return;
-    const buttons = [make("button", { type: "button", onclick: load }, "Try again")];
-    if (error.kind === "key") buttons.push(make("button", { type: "button", onclick: page.askKey }, "Settings"));
-    trouble.replaceChildren(make("span", {}, error.message), ...buttons);
-    trouble.hidden = false;
-    if (error.kind === "offline") again = setTimeout(load, RETRY);
+    if (attempt !== attempts) return;
+    const buttons = [createElement("button", { type: "button", onclick: load }, "Try again")];
+    if (error.kind === "key") buttons.push(createElement("button", { type: "button", onclick: page.askKey }, "Settings"));
+    errorBox.replaceChildren(createElement("span", {}, error.message), ...buttons);
+    errorBox.hidden = false;
+    if (error.kind === "offline") retryTimer = setTimeout(load, RETRY_MS);
     return;
   }
-  trouble.hidden = true;
-  select.replaceChildren(...known.map((model) => make("option", { value: model.id }, model.id)));
-  const before = settings.recall("model");
-  if (known.some((model) => model.id === before)) select.value = before;
+  errorBox.hidden = true;
+  select.replaceChildren(...models.map((model) => createElement("option", { value: model.id }, model.id)));
+  const previous = settings.read("model");
+  if (models.some((model) => model.id === previous)) select.value = previous;
   page.busy(false);
-  settle(document.activeElement === document.body);
+  selectModel(document.activeElement === document.body);
 }
 
 select.addEventListener("change", () => {
-  settings.keep("model", select.value);
-  settle(false);
+  settings.write("model", select.value);
+  selectModel(false);
 });
 for (const radio of radios) {
   radio.addEventListener("change", () => {
-    settings.keep("modes", { ...settings.recall("modes"), [select.value]: mode() });
-    choose(mode());
+    settings.write("modes", { ...settings.read("modes"), [select.value]: currentMode() });
+    showPane(currentMode());
   });
 }
 opener.addEventListener("click", () => settings.toggle(opener));
-settings.addEventListener("key", () => known.length || load());
-find("#fresh").addEventListener("click", () => panes[mode()].clear());
+settings.addEventListener("key", () => models.length || load());
+find("#fresh").addEventListener("click", () => panes[currentMode()].clear());
 
-const tint = find("#tint");
-const colour = () => {
-  document.body.classList.toggle("tinted", tint.checked);
-  find(".legend").hidden = !tint.checked;
+const tintSwitch = find("#tint");
+const applyTint = () => {
+  document.body.classList.toggle("tinted", tintSwitch.checked);
+  find(".legend").hidden = !tintSwitch.checked;
 };
-tint.checked = settings.recall("tint") ?? false;
-tint.addEventListener("change", () => {
-  settings.keep("tint", tint.checked);
-  colour();
+tintSwitch.checked = settings.read("tint") ?? false;
+tintSwitch.addEventListener("change", () => {
+  settings.write("tint", tintSwitch.checked);
+  applyTint();
 });
 find(".scale").append(...[0, 14, 28, 42, 56, 70].map((s) => {
-  const step = make("i");
+  const step = createElement("i");
   step.style.setProperty("--s", s);
   return step;
 }));
-colour();
+applyTint();
 
 addEventListener("keydown", (event) => {
-  if (event.isComposing) return; // these keys choose among characters
+  if (event.isComposing) return; // the keys belong to the input method
   if (event.key === "Escape") {
-    page.tip.hide();
-    if (!settings.dialog.matches(":modal")) panes[mode()].stop();
+    page.tooltip.hide();
+    if (!settings.dialog.matches(":modal")) panes[currentMode()].stop();
   } else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
-    panes[mode()].submit();
+    panes[currentMode()].submit();
   }
 });
 
-// A phone's keyboard covers the page's end in some browsers, and shrinks the page in others: the visible part is the measure.
-const fit = () => {
+// The on-screen keyboard covers the page in some browsers and shrinks it in others, so the height is that of the visual viewport.
+const resizeComposer = () => {
   document.documentElement.style.setProperty("--height", `${visualViewport.height}px`);
   scrollTo(0, 0);
 };
-window.visualViewport?.addEventListener("resize", fit);
+window.visualViewport?.addEventListener("resize", resizeComposer);
 
 page.busy(true);
 load();

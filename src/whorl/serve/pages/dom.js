@@ -1,11 +1,12 @@
-// Small tools of both pages: nodes, the tip, numbers as people read them.
-// Nothing here or elsewhere in these pages makes markup of a string: a child that is a string becomes a text node, so that
-// what a model, a server or a file name says can never run.
+// Helpers of both pages: DOM nodes, the tooltip, number formats.
+//
+// No code of these pages parses strings as markup. A string child becomes a text node, so output of a model or a server can
+// never run as code.
 
 const PROPERTIES = new Set(["class", "dataset"]);
 
-/** A node with attributes ("onclick" and the like take functions) and children (strings are text). */
-export function make(name, attributes = {}, ...children) {
+/** Creates an element with attributes ("onclick" etc. take functions) and children (strings become text nodes). */
+export function createElement(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   set(node, attributes);
   node.append(...children);
@@ -14,8 +15,8 @@ export function make(name, attributes = {}, ...children) {
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** The same for a drawing. */
-export function draw(name, attributes = {}, ...children) {
+/** Creates an SVG element in the same way. */
+export function createSvg(name, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, name);
   set(node, attributes);
   node.append(...children);
@@ -34,26 +35,26 @@ function set(node, attributes) {
 
 export const find = (selector, within = document) => within.querySelector(selector);
 
-/** Rows of a tip: pairs of texts; `chosen` is the row that is set off. */
-export function rows(pairs, chosen = -1) {
-  const table = make("table");
-  pairs.forEach((cells, i) => {
-    const row = table.insertRow();
+/** A table of texts; `chosen` is the index of the highlighted row. */
+export function table(rows, chosen = -1) {
+  const node = createElement("table");
+  rows.forEach((cells, i) => {
+    const row = node.insertRow();
     if (i === chosen) row.className = "chosen";
     for (const cell of cells) row.insertCell().textContent = cell;
   });
-  return table;
+  return node;
 }
 
-/** The one tip of a page: above what it tells about where there is room, else below; never outside the window. */
-export class Tip {
-  constructor(node = find("#tip")) {
+/** The tooltip of a page: above its target if there is space, else below; always inside the window. */
+export class Tooltip {
+  constructor(node = find("#tooltip")) {
     this.node = node;
     addEventListener("scroll", () => this.hide(), { capture: true, passive: true });
     addEventListener("resize", () => this.hide());
   }
 
-  /** parts: nodes or texts; box: of what is told about, in the window's pixels. */
+  /** parts: nodes or texts; box: rectangle of the target in window pixels. */
   show(parts, box) {
     const { node } = this;
     node.replaceChildren(...parts);
@@ -75,34 +76,34 @@ export class Tip {
   }
 }
 
-/** Reads streamed text aloud in whole sentences, not more often than every 1.5 s: a polite region that gets each token
- *  would start again with every one of them. */
+/** Announces streamed text to screen readers in whole sentences, at most every 1.5 s: a live region that receives single
+ *  tokens would restart with each of them. */
 export class Announcer {
   constructor(region) {
     this.region = region;
-    this.kept = "";
+    this.buffer = "";
     this.last = 0;
   }
 
   push(text) {
-    this.kept += text;
+    this.buffer += text;
     const now = performance.now();
-    const end = Math.max(...[". ", "! ", "? ", "\n"].map((mark) => this.kept.lastIndexOf(mark)));
+    const end = Math.max(...[". ", "! ", "? ", "\n"].map((mark) => this.buffer.lastIndexOf(mark)));
     if (end < 0 || now - this.last < 1500) return;
     this.last = now;
-    this.#add(this.kept.slice(0, end + 1));
-    this.kept = this.kept.slice(end + 1);
+    this.#add(this.buffer.slice(0, end + 1));
+    this.buffer = this.buffer.slice(end + 1);
   }
 
-  /** What is left, then `words`. */
-  end(words) {
-    if (this.kept.trim()) this.#add(this.kept);
-    this.kept = "";
-    this.#add(words);
+  /** Announces the rest of the text, then `message`. */
+  end(message) {
+    if (this.buffer.trim()) this.#add(this.buffer);
+    this.buffer = "";
+    this.#add(message);
   }
 
   #add(text) {
-    this.region.append(make("p", {}, text));
+    this.region.append(createElement("p", {}, text));
     while (this.region.childNodes.length > 4) this.region.firstChild.remove();
   }
 }
@@ -110,11 +111,11 @@ export class Announcer {
 const NBSP = "\u00a0";
 
 /** 0.5 -> "50.0 %". */
-export const percent = (p) =>
+export const formatPercent = (p) =>
   p >= 0.9995 ? `100${NBSP}%` : p >= 0.09995 ? `${(100 * p).toFixed(1)}${NBSP}%` : p >= 0.0001 ? `${(100 * p).toFixed(2)}${NBSP}%` : `<${NBSP}0.01${NBSP}%`;
 
-/** Three figures or more, grouped by thousands; a whole number without decimals, unless it was measured. */
-export function figure(value, measured = false) {
+/** At least three digits, grouped by thousands; integers without decimals, unless they were measured. */
+export function formatNumber(value, measured = false) {
   if (!Number.isFinite(value)) return "–";
   const size = value === 0 ? 0 : Math.floor(Math.log10(Math.abs(value)));
   const digits = Math.max(0, Math.min(6, 2 - size));
@@ -122,14 +123,14 @@ export function figure(value, measured = false) {
 }
 
 /** 0.0123 -> "12.3 ms". */
-export function seconds(value) {
+export function formatSeconds(value) {
   if (!Number.isFinite(value)) return "–";
-  if (value < 1e-3) return `${figure(value * 1e6, true)}${NBSP}µs`;
-  return value < 1 ? `${figure(value * 1e3, true)}${NBSP}ms` : `${figure(value, true)}${NBSP}s`;
+  if (value < 1e-3) return `${formatNumber(value * 1e6, true)}${NBSP}µs`;
+  return value < 1 ? `${formatNumber(value * 1e3, true)}${NBSP}ms` : `${formatNumber(value, true)}${NBSP}s`;
 }
 
 /** "1 token", "2 tokens". */
 export const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
-/** What cannot be seen gets a sign. */
-export const sign = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
+/** Replaces white space by visible characters. */
+export const visibleWhitespace = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");

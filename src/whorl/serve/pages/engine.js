@@ -1,113 +1,113 @@
-// The engine page: asks for the engine's state once a second, draws it, and rests while nobody looks.
+// The engine page: polls the engine's state once per second and draws it.
 //
-// Polling rather than an event stream: each answer is whole, a key can be sent along (an EventSource cannot), and a slow page
-// skips states instead of queueing them. The next question is asked a second after the last answer, so a server under load is
-// asked less. A hidden tab asks nothing.
+// Polling instead of an event stream: each response is complete, it can carry an API key (an EventSource cannot), and a slow
+// page skips states instead of queueing them. The next request is sent one second after the last response, so a server under
+// load is polled less. A hidden tab does not poll.
 
 import { CacheMap } from "./cachemap.js";
+import { Timeline, formatTime, histogram, loadChart } from "./charts.js";
 import { get } from "./client.js";
-import { count, figure, find, make, percent, seconds, Tip } from "./dom.js";
-import { Timeline, clock, histogram, load } from "./drawings.js";
-import { History, quantile, readState } from "./state.js";
-import { recall } from "./settings.js";
+import { Tooltip, count, createElement, find, formatNumber, formatPercent, formatSeconds } from "./dom.js";
+import { readStorage } from "./settings.js";
+import { History, parseState, quantile } from "./state.js";
 
-const EVERY = 1000, AFTER_ERROR = 3000; // ms
+const POLL_MS = 1000, RETRY_MS = 3000; // ms
 
-const tip = new Tip();
+const tooltip = new Tooltip();
 const history = new History();
-const timeline = new Timeline(find("#timeline"), tip);
-const map = new CacheMap(find("#map"), tip);
-const trouble = find("#trouble"), live = find("#live"), pause = find("#pause");
-let state = null, timer = 0, asking = false, paused = false;
+const timeline = new Timeline(find("#timeline"), tooltip);
+const cacheMap = new CacheMap(find("#map"), tooltip);
+const errorBox = find("#error"), live = find("#live"), pause = find("#pause");
+let state = null, timer = 0, fetching = false, paused = false;
 
-const value = (name, words) => {
+const setValue = (name, text) => {
   const node = find(`[data-value="${name}"]`);
-  if (node.textContent !== words) node.textContent = words;
+  if (node.textContent !== text) node.textContent = text;
 };
-const cells = (...texts) => texts.map(([words, name]) => make("td", { class: name, title: name === "id" ? words : null }, words));
+const cells = (...texts) => texts.map(([text, name]) => createElement("td", { class: name, title: name === "id" ? text : null }, text));
 
 function show() {
   if (!state) return;
   const { pages, ttft, tpot } = state;
-  find("#model").textContent = state.model ? `${state.model}${state.version === null ? "" : ` · weights of version ${state.version}`}` : "";
-  value("speed", figure(Math.round(state.speed)));
-  value("running", figure(state.running));
-  value("queue", `${state.queue.toLocaleString("en")} waiting`);
-  value("ttft", seconds(quantile(ttft, 0.5)));
-  value("ttft95", ttft.length ? `95 % within ${seconds(quantile(ttft, 0.95))}` : "nothing measured yet");
-  value("tpot", seconds(quantile(tpot, 0.5)));
-  value("tpot95", tpot.length ? `95 % within ${seconds(quantile(tpot, 0.95))}` : "nothing measured yet");
-  value("used", pages.total ? percent(pages.used / pages.total) : "–");
-  value("pages", pages.total ? `${pages.used.toLocaleString("en")} of ${count(pages.total, "page")}, ${pages.cached.toLocaleString("en")} kept` : "no pages");
-  value("hits", Number.isNaN(state.hitRate) ? "–" : percent(state.hitRate));
-  if (!tip.shown) draw(); // what somebody is reading stays where it is
+  find("#model").textContent = state.model ? `${state.model}${state.version === null ? "" : ` · weights version ${state.version}`}` : "";
+  setValue("speed", formatNumber(Math.round(state.tokensPerSecond)));
+  setValue("running", formatNumber(state.running));
+  setValue("queue", `${state.queue.toLocaleString("en")} waiting`);
+  setValue("ttft", formatSeconds(quantile(ttft, 0.5)));
+  setValue("ttft95", ttft.length ? `95 % within ${formatSeconds(quantile(ttft, 0.95))}` : "no data yet");
+  setValue("tpot", formatSeconds(quantile(tpot, 0.5)));
+  setValue("tpot95", tpot.length ? `95 % within ${formatSeconds(quantile(tpot, 0.95))}` : "no data yet");
+  setValue("used", pages.total ? formatPercent(pages.used / pages.total) : "–");
+  setValue("pages", pages.total ? `${pages.used.toLocaleString("en")} of ${count(pages.total, "page")}, ${pages.cached.toLocaleString("en")} cached` : "no pages");
+  setValue("hits", Number.isNaN(state.hitRate) ? "–" : formatPercent(state.hitRate));
+  if (!tooltip.shown) redraw(); // an open tooltip stays in place
   tables();
 }
 
-function draw() {
+function redraw() {
   timeline.update(history.steps);
-  map.update(state.map);
-  find("#map-words").textContent = map.words();
-  histogram(find("#ttft"), state.ttft, "Time to the first token");
+  cacheMap.update(state.map);
+  find("#map-summary").textContent = cacheMap.summary();
+  histogram(find("#ttft"), state.ttft, "Time to first token");
   histogram(find("#tpot"), state.tpot, "Time per token");
-  load(find("#load"), history.loads);
+  loadChart(find("#load"), history.loads);
 }
 
 function tables() {
-  const fill = (selector, list) => find(`${selector} tbody`).replaceChildren(...list.map((each) => make("tr", {}, ...cells(...each))));
+  const fill = (selector, list) => find(`${selector} tbody`).replaceChildren(...list.map((each) => createElement("tr", {}, ...cells(...each))));
   fill("#steps", history.steps.slice(-12).reverse().map((step) => [
-    [clock(step.at)], [figure(step.prefill), "n"], [figure(step.decode), "n"], [figure(step.sequences), "n"], [seconds(step.seconds), "n"], [figure(step.preempted), "n"],
+    [formatTime(step.at)], [formatNumber(step.prefill), "n"], [formatNumber(step.decode), "n"], [formatNumber(step.sequences), "n"], [formatSeconds(step.seconds), "n"], [formatNumber(step.preempted), "n"],
   ]));
-  fill("#percentiles", [["first token", state.ttft], ["per token after it", state.tpot]].map(([name, values]) => [
-    [name], [figure(values.length), "n"], ...[0.5, 0.9, 0.95, 0.99, 1].map((q) => [seconds(quantile(values, q)), "n"]),
+  fill("#percentiles", [["time to first token", state.ttft], ["time per token after it", state.tpot]].map(([name, values]) => [
+    [name], [formatNumber(values.length), "n"], ...[0.5, 0.9, 0.95, 0.99, 1].map((q) => [formatSeconds(quantile(values, q)), "n"]),
   ]));
   fill("#sequences", state.sequences.slice(0, 200).map((each) => [
-    [each.id, "id"], [each.state], [figure(each.prompt), "n"], [figure(each.output), "n"], [figure(each.pages), "n"],
+    [each.id, "id"], [each.state], [formatNumber(each.prompt), "n"], [formatNumber(each.output), "n"], [formatNumber(each.pages), "n"],
   ]));
   const more = state.sequences.length - 200;
   find("#none").hidden = state.sequences.length > 0 && more <= 0;
-  find("#none").textContent = more > 0 ? `And ${more} more.` : "Nothing runs and nothing waits.";
+  find("#none").textContent = more > 0 ? `And ${more} more.` : "No sequences are running or waiting.";
 }
 
-async function ask() {
+async function poll() {
   clearTimeout(timer);
-  if (asking || paused || document.hidden) return;
-  asking = true;
-  let wait = EVERY;
+  if (fetching || paused || document.hidden) return;
+  fetching = true;
+  let wait = POLL_MS;
   try {
-    state = readState(await get("v1/engine/state", { key: recall("sessionStorage", "whorl.key") ?? "" }));
+    state = parseState(await get("v1/engine/state", { key: readStorage("sessionStorage", "whorl.key") ?? "" }));
     history.add(state, Date.now());
     show();
-    trouble.hidden = true;
+    errorBox.hidden = true;
     document.body.classList.remove("stale");
   } catch (error) {
-    wait = AFTER_ERROR;
-    const words = error.kind === "key" ? `${error.message.replace(": put yours under Settings", "")} Put it under Settings on the chat page.` : error.message;
-    if (trouble.textContent !== words) trouble.textContent = words;
-    trouble.hidden = false;
+    wait = RETRY_MS;
+    const message = error.kind === "key" ? error.message.replace("under Settings", "under Settings on the chat page") : error.message;
+    if (errorBox.textContent !== message) errorBox.textContent = message;
+    errorBox.hidden = false;
     document.body.classList.add("stale");
   }
-  asking = false;
-  tell();
-  if (!paused && !document.hidden) timer = setTimeout(ask, wait);
+  fetching = false;
+  updateStatus();
+  if (!paused && !document.hidden) timer = setTimeout(poll, wait);
 }
 
-function tell() {
+function updateStatus() {
   const time = new Date().toLocaleTimeString("en-GB");
-  live.textContent = paused ? "paused" : trouble.hidden ? `live, ${time}` : "asking again";
+  live.textContent = paused ? "paused" : errorBox.hidden ? `live, ${time}` : "retrying";
 }
 
 pause.addEventListener("click", () => {
   paused = !paused;
   pause.setAttribute("aria-pressed", String(paused));
-  pause.textContent = paused ? "Go on" : "Pause";
-  tell();
-  ask();
+  pause.textContent = paused ? "Resume" : "Pause";
+  updateStatus();
+  poll();
 });
-document.addEventListener("visibilitychange", ask);
+document.addEventListener("visibilitychange", poll);
 let frame = 0;
 new ResizeObserver(() => {
   cancelAnimationFrame(frame);
-  frame = requestAnimationFrame(() => state && draw());
+  frame = requestAnimationFrame(() => state && redraw());
 }).observe(find("#main"));
-ask();
+poll();

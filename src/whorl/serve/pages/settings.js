@@ -1,19 +1,19 @@
-// The settings: what is asked of the sampler, which model, how the page looks. They are kept in this browser (localStorage);
-// the API key only until the tab is closed (sessionStorage). A browser that refuses storage still has settings, until reload.
+// Settings: sampling parameters, model, appearance. They are stored in this browser (localStorage), the API key only until the
+// tab is closed (sessionStorage). Without storage they last until the page is reloaded.
 //
-// A field that is left empty is not sent: the server's own default holds. A value out of range is never sent either; the
-// field says in words what it expects.
+// An empty field is not sent, so the server's default applies. An invalid value is not sent either, and a message below the
+// field shows the valid range.
 
-import { find, make } from "./dom.js";
+import { createElement, find } from "./dom.js";
 
-const KEPT = "whorl.settings", KEY = "whorl.key";
+const STORAGE_KEY = "whorl.settings", API_KEY_STORAGE = "whorl.key";
 const INTEGER = new Set(["max_tokens", "top_k", "seed"]);
 const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"];
-const MOST_STOPS = 16; // what the API takes
+const MAX_STOPS = 16; // limit of the API
 const ESCAPES = { n: "\n", t: "\t", r: "\r", "\\": "\\" };
 
-/** What a storage holds under a name; null where it holds nothing or may not be read. */
-export function recall(storage, name) {
+/** Reads a value from a storage; null if it is missing or not readable. */
+export function readStorage(storage, name) {
   try {
     return JSON.parse(window[storage].getItem(name));
   } catch {
@@ -21,17 +21,17 @@ export function recall(storage, name) {
   }
 }
 
-/** Puts it there; says nothing where that is refused. */
-export function keep(storage, name, value) {
+/** Writes a value to a storage; failures are ignored. */
+export function writeStorage(storage, name, value) {
   try {
     window[storage].setItem(name, JSON.stringify(value));
   } catch {
-    // Full, or forbidden: the page works on without.
+    // The storage is full or forbidden; the page works without it.
   }
 }
 
-/** Stop texts, one a line; a backslash writes what a line cannot hold (\n, \t, \\). */
-export const stops = (text) =>
+/** Stop strings, one per line; a backslash escapes characters that a line cannot contain (\n, \t, \\). */
+export const parseStops = (text) =>
   text.split("\n").filter((line) => line !== "").map((line) => line.replace(/\\([ntr\\])/g, (_, letter) => ESCAPES[letter]));
 
 export class Settings extends EventTarget {
@@ -40,26 +40,26 @@ export class Settings extends EventTarget {
     this.dialog = dialog;
     this.form = find("form", dialog);
     this.opener = null;
-    this.kept = recall("localStorage", KEPT);
-    if (typeof this.kept !== "object" || this.kept === null) this.kept = {};
+    this.saved = readStorage("localStorage", STORAGE_KEY);
+    if (typeof this.saved !== "object" || this.saved === null) this.saved = {};
     for (const field of this.#fields()) {
-      const value = field.name === "key" ? recall("sessionStorage", KEY) : this.kept[field.name];
+      const value = field.name === "key" ? readStorage("sessionStorage", API_KEY_STORAGE) : this.saved[field.name];
       if (field.type === "checkbox") field.checked = value ?? field.checked;
       else if (typeof value === "string") field.value = value;
     }
     this.form.addEventListener("input", (event) => this.#changed(event.target));
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    this.form.elements.key.addEventListener("change", () => this.dispatchEvent(new Event("key"))); // whole, not letter by letter
+    this.form.elements.key.addEventListener("change", () => this.dispatchEvent(new Event("key"))); // once, not for each keystroke
     find(".reset", dialog).addEventListener("click", () => this.#reset());
     find(".close", dialog).addEventListener("click", () => dialog.close());
     dialog.addEventListener("close", () => {
       this.opener?.setAttribute("aria-expanded", "false");
       this.opener?.focus();
     });
-    this.#fields().forEach((field) => this.#check(field));
+    this.#fields().forEach((field) => this.#validate(field));
   }
 
-  /** Opens or closes the panel; beside the page where there is room, over it on a phone. */
+  /** Opens or closes the panel; next to the page on wide screens, over it on phones. */
   toggle(opener) {
     this.opener = opener;
     if (this.dialog.open) return this.dialog.close();
@@ -77,31 +77,31 @@ export class Settings extends EventTarget {
     return this.form.elements.system.value;
   }
 
-  /** Fields of a request's body. kind: "chat" or "complete". Null where a field is wrong: the panel then stands open there. */
+  /** Returns fields of a request body. kind: "chat" or "complete". Returns null and opens the panel if a field is invalid. */
   body(kind, opener) {
-    const wrong = this.#fields().find((field) => !this.#check(field));
-    if (wrong) {
+    const invalid = this.#fields().find((field) => !this.#validate(field));
+    if (invalid) {
       if (!this.dialog.open) this.toggle(opener);
-      wrong.focus();
+      invalid.focus();
       return null;
     }
     const { elements } = this.form;
     const body = {};
     for (const name of NUMBERS) if (elements[name].value !== "") body[name] = Number(elements[name].value);
-    const stop = stops(elements.stop.value);
+    const stop = parseStops(elements.stop.value);
     if (stop.length) body.stop = stop;
     if (elements.probabilities.checked) Object.assign(body, kind === "chat" ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 });
     return body;
   }
 
-  /** A choice that has no field in the form (model, mode of each model, colours). */
-  recall(name) {
-    return this.kept[name];
+  /** A setting without a field in the form (model, mode per model, colors). */
+  read(name) {
+    return this.saved[name];
   }
 
-  keep(name, value) {
-    this.kept[name] = value;
-    keep("localStorage", KEPT, this.kept);
+  write(name, value) {
+    this.saved[name] = value;
+    writeStorage("localStorage", STORAGE_KEY, this.saved);
   }
 
   #fields() {
@@ -109,28 +109,28 @@ export class Settings extends EventTarget {
   }
 
   #changed(field) {
-    if (!this.#check(field)) return;
-    if (field.name === "key") keep("sessionStorage", KEY, field.value);
-    else this.keep(field.name, field.type === "checkbox" ? field.checked : field.value);
+    if (!this.#validate(field)) return;
+    if (field.name === "key") writeStorage("sessionStorage", API_KEY_STORAGE, field.value);
+    else this.write(field.name, field.type === "checkbox" ? field.checked : field.value);
   }
 
-  /** Whether the field may be sent; says below it what is wrong. */
-  #check(field) {
-    let trouble = "";
+  /** Returns whether the field is valid; shows a message below it if not. */
+  #validate(field) {
+    let message = "";
     if (NUMBERS.includes(field.name) && !field.validity.valid) {
-      const what = INTEGER.has(field.name) ? "a whole number" : "a number";
-      trouble = field.max ? `${what} from ${field.min} to ${field.max}, or empty` : `${what}, ${field.min} or more, or empty`;
+      const type = INTEGER.has(field.name) ? "an integer" : "a number";
+      message = `Enter ${type} ${field.max ? `from ${field.min} to ${field.max}` : `of at least ${field.min}`}, or leave the field empty.`;
     }
-    if (field.name === "stop" && stops(field.value).length > MOST_STOPS) trouble = `${MOST_STOPS} texts at most`;
-    const id = `${field.id}-trouble`;
+    if (field.name === "stop" && parseStops(field.value).length > MAX_STOPS) message = `Enter at most ${MAX_STOPS} stop strings.`;
+    const id = `${field.id}-error`;
     find(`#${id}`, this.form)?.remove();
-    field.toggleAttribute("aria-invalid", Boolean(trouble));
-    if (trouble) {
+    field.toggleAttribute("aria-invalid", Boolean(message));
+    if (message) {
       field.setAttribute("aria-invalid", "true");
       field.setAttribute("aria-describedby", id);
-      field.after(make("p", { id, class: "wrong", role: "alert" }, `Expected: ${trouble}.`));
+      field.after(createElement("p", { id, class: "field-error", role: "alert" }, message));
     } else field.removeAttribute("aria-describedby");
-    return !trouble;
+    return !message;
   }
 
   #reset() {

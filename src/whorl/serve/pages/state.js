@@ -1,19 +1,20 @@
-// What the server tells of its engine, read with care, and what this page remembers of it.
+// Parser of the engine state, and the history that the page stores.
 //
 // GET v1/engine/state:
 //     {model, version, queue, running, pages: {total, used, cached, free}, page_map, sequences: [{id, prompt, output, state, pages}],
 //      batches: [{at, prefill_tokens, decode_tokens, sequences, seconds, preempted}], latencies: {ttft: [s], tpot: [s]}, hit_rate,
 //      tokens_per_second}
-// page_map has an entry for each page, in order: 0 free, -1 kept in the cache with nobody holding it, n > 0 held by n sequences;
-// or, shorter, a run of equal pages as [entry, length]. `at` is in seconds since 1970, from two clocks that are read anew for each
-// state and may differ by microseconds; the state repeats recent batches, so `History` joins what overlaps. A field that is missing reads as nothing, never as an error: the page outlives versions.
+// page_map lists the pages in order: 0 free, -1 cached and unreferenced, n > 0 referenced by n sequences; a run of equal pages is
+// [entry, length]. `at` is Unix time in seconds, computed from two clocks for each state, so it may differ by microseconds. A
+// state repeats recent batches; `History` merges them. A missing field is read as empty, so that the page works with other
+// versions of the server.
 
-const SAME = 2e-4; // s: steps closer than this are one step, told twice
+const MERGE_SECONDS = 2e-4; // steps closer than this are the same step
 
 const number = (value) => (Number.isFinite(value) ? value : 0);
 const list = (value) => (Array.isArray(value) ? value : []);
 
-/** References of each page, runs undone. Longer maps than `limit` are cut. */
+/** The references of each page, with runs expanded; at most `limit` pages. */
 export function pageMap(map, limit = 1 << 20) {
   const entries = [];
   for (const item of list(map)) {
@@ -23,8 +24,8 @@ export function pageMap(map, limit = 1 << 20) {
   return entries;
 }
 
-/** The state with every field in place. */
-export function readState(raw) {
+/** Returns the state with all fields set. */
+export function parseState(raw) {
   const pages = raw?.pages ?? {};
   return {
     model: String(raw?.model ?? ""),
@@ -44,11 +45,11 @@ export function readState(raw) {
     ttft: list(raw?.latencies?.ttft).filter(Number.isFinite),
     tpot: list(raw?.latencies?.tpot).filter(Number.isFinite),
     hitRate: Number.isFinite(raw?.hit_rate) ? raw.hit_rate : NaN,
-    speed: Number.isFinite(raw?.tokens_per_second) ? raw.tokens_per_second : NaN,
+    tokensPerSecond: Number.isFinite(raw?.tokens_per_second) ? raw.tokens_per_second : NaN,
   };
 }
 
-/** Steps and loads over several states, the oldest forgotten. */
+/** The latest steps and loads of several states. */
 export class History {
   constructor(limit = 600) {
     this.limit = limit;
@@ -57,7 +58,7 @@ export class History {
   }
 
   add(state, now) {
-    const newest = (this.steps.at(-1)?.at ?? -Infinity) + SAME;
+    const newest = (this.steps.at(-1)?.at ?? -Infinity) + MERGE_SECONDS;
     this.steps.push(...state.batches.filter((step) => step.at > newest).sort((a, b) => a.at - b.at));
     this.steps.splice(0, this.steps.length - this.limit);
     this.loads.push({ at: now, running: state.running, queue: state.queue });
@@ -65,16 +66,16 @@ export class History {
   }
 }
 
-/** The q-quantile of values, linear between neighbours; NaN of none. */
+/** The q-quantile with linear interpolation; NaN for no values. */
 export function quantile(values, q) {
   if (!values.length) return NaN;
   const sorted = Float64Array.from(values).sort();
-  const place = q * (sorted.length - 1), below = Math.floor(place);
+  const position = q * (sorted.length - 1), below = Math.floor(position);
   const above = Math.min(below + 1, sorted.length - 1);
-  return sorted[below] + (place - below) * (sorted[above] - sorted[below]);
+  return sorted[below] + (position - below) * (sorted[above] - sorted[below]);
 }
 
-/** Counts of positive values in bins of equal ratio: {edges (n + 1), counts (n)}, four bins a doubling at most. */
+/** Counts of positive values in bins of equal ratio: {edges (n + 1), counts (n)}; at most four bins per factor of two. */
 export function logBins(values, most = 28) {
   const positive = values.filter((value) => value > 0);
   if (!positive.length) return { edges: [], counts: [] };

@@ -1,75 +1,75 @@
-// Tokens and text: which piece of the shown text came from which tokens.
+// Alignment of streamed text with its tokens.
 //
-// The text is the truth, the tokens are annotations: a server holds text back while it may begin a stop text (its tokens are
-// told at once), cuts it where the stop text begins, and may send no tokens at all. So `Written` keeps both and hands out
-// pieces of the text, each with the tokens whose bytes it is, as long as the two agree; from the first disagreement on the
-// text stands alone. Nothing of the text is ever lost or made up.
+// The text is authoritative, the tokens are annotations. A server holds text back while it may be the beginning of a stop
+// string, although it sends the tokens at once. It cuts the text at the stop string. It may send no tokens. `TokenText`
+// stores both and returns pieces of the text with their tokens while the two agree. After the first mismatch it returns text
+// without tokens. No text is lost or added.
 //
-// A token of a byte-level vocabulary may be part of a character. Bytes therefore pass through one incremental UTF-8 decoder:
-// a character belongs to the piece of the token that completes it, together with the tokens that began it.
+// A byte-level token may be part of a character, so bytes pass through one incremental UTF-8 decoder. A character belongs to
+// the piece of the token that completes it, together with the tokens that began it.
 
-export class Written {
+export class TokenText {
   constructor() {
     this.text = "";
     this.count = 0; // tokens seen
-    this.drawn = 0; // UTF-16 units of the text that have been handed out
+    this.emitted = 0; // UTF-16 units of the text that were returned
     this.decoder = new TextDecoder("utf-8", { ignoreBOM: true });
-    this.open = []; // tokens whose bytes are not yet a character
-    this.waiting = []; // {text, tokens}: decoded, not yet handed out
+    this.partial = []; // tokens of an incomplete character
+    this.pending = []; // {text, tokens}: decoded, not yet returned
     this.aligned = true;
     this.done = false;
   }
 
-  /** text: what the server says may be shown; tokens: [{bytes, logprob, others}]. */
+  /** text: new text of the server; tokens: [{bytes, logprob, alternatives}]. */
   add(text, tokens) {
     this.text += text;
     for (const token of tokens) {
       this.count += 1;
-      this.open.push(token);
-      this.#decoded(this.decoder.decode(token.bytes, { stream: true }));
+      this.partial.push(token);
+      this.#push(this.decoder.decode(token.bytes, { stream: true }));
     }
   }
 
-  /** No more will come: what was held back by half a character or half a piece is let go. */
+  /** Marks the end: releases text that waited for the rest of a character or a piece. */
   finish() {
     if (this.done) return;
     this.done = true;
-    this.#decoded(this.decoder.decode());
+    this.#push(this.decoder.decode());
   }
 
-  /** The pieces since the last call: [{text, tokens}], where tokens is empty for text that stands alone. */
-  take() {
+  /** Returns the new pieces: [{text, tokens}]; tokens is empty for text without aligned tokens. */
+  takePieces() {
     const pieces = [];
-    while (this.aligned && this.waiting.length) {
-      const piece = this.waiting[0];
-      const there = this.text.slice(this.drawn, this.drawn + piece.text.length);
-      if (there.length < piece.text.length && !this.done) {
-        if (piece.text.startsWith(there)) break; // held back
+    while (this.aligned && this.pending.length) {
+      const piece = this.pending[0];
+      const available = this.text.slice(this.emitted, this.emitted + piece.text.length);
+      if (available.length < piece.text.length && !this.done) {
+        if (piece.text.startsWith(available)) break; // held back by the server
         this.aligned = false;
-      } else if (there === piece.text || (there && piece.text.startsWith(there))) {
-        pieces.push({ text: there, tokens: piece.tokens });
-        this.drawn += there.length;
-        this.waiting.shift();
+      } else if (available === piece.text || (available && piece.text.startsWith(available))) {
+        pieces.push({ text: available, tokens: piece.tokens });
+        this.emitted += available.length;
+        this.pending.shift();
       } else this.aligned = false;
     }
-    const pending = this.aligned && !this.done && (this.waiting.length > 0 || this.open.length > 0);
-    if (!pending && this.drawn < this.text.length) {
-      pieces.push({ text: this.text.slice(this.drawn), tokens: [] });
-      this.drawn = this.text.length;
+    const incomplete = this.aligned && !this.done && (this.pending.length > 0 || this.partial.length > 0);
+    if (!incomplete && this.emitted < this.text.length) {
+      pieces.push({ text: this.text.slice(this.emitted), tokens: [] });
+      this.emitted = this.text.length;
     }
     return pieces;
   }
 
-  #decoded(text) {
+  #push(text) {
     if (!text) return;
-    this.waiting.push({ text, tokens: this.open });
-    this.open = [];
+    this.pending.push({ text, tokens: this.partial });
+    this.partial = [];
   }
 }
 
 const strict = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
-/** Bytes of one token as a person can read them; those that are no text as \xHH. */
+/** The bytes of a token as readable text; bytes that are not UTF-8 as \xHH. */
 export function readable(bytes) {
   try {
     return strict.decode(bytes);
@@ -78,8 +78,8 @@ export function readable(bytes) {
   }
 }
 
-/** 0 (certain) to 70 (1 in 256 or less): per cent of the warm colour behind a piece, as in the report. */
-export function heat(tokens) {
-  const surprise = tokens.reduce((sum, token) => sum - (token.logprob ?? 0) / Math.LN2, 0);
-  return Math.round((Math.min(8, Math.max(0, surprise)) * 70) / 8);
+/** Surprisal as color strength in percent: 0 (certain) to 70 (1 in 256 or less), as in the report. */
+export function surprisal(tokens) {
+  const bits = tokens.reduce((sum, token) => sum - (token.logprob ?? 0) / Math.LN2, 0);
+  return Math.round((Math.min(8, Math.max(0, bits)) * 70) / 8);
 }

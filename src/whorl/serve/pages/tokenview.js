@@ -1,63 +1,63 @@
-// Pieces of text as spans that tell their probability: under the pointer, under a finger, and by keyboard.
+// Token spans that show their probability by pointer, touch and keyboard.
 //
-// One set of listeners serves a whole pane, however many thousand spans it holds. For the keyboard an answer is one stop of
-// the Tab key, and the arrows move inside it. A span's warmth is set once, as a number; whether it shows is the pane's class
-// ("tinted"), so that the switch costs nothing.
+// One set of listeners serves a whole pane with thousands of spans. For the keyboard a response is one tab stop, and the arrow
+// keys move inside it. The color strength of a span is set once as a number. The class "tinted" of the pane shows it, so the
+// switch is free.
 
-import { make, percent, rows, sign } from "./dom.js";
-import { heat, readable } from "./tokens.js";
+import { createElement, formatPercent, table, visibleWhitespace } from "./dom.js";
+import { readable, surprisal } from "./tokens.js";
 
 const pieceOf = new WeakMap(); // span -> {text, tokens}
 
-/** A span for a piece; a bare text node for text that no token vouches for. */
+/** A span for a piece; a text node for text without tokens. */
 export function spanOf(piece) {
   if (!piece.tokens.length) return document.createTextNode(piece.text);
-  const span = make("span", { class: piece.text.startsWith("\n") ? "t eol" : "t", tabindex: -1 }, piece.text);
-  span.style.setProperty("--s", heat(piece.tokens));
+  const span = createElement("span", { class: piece.text.startsWith("\n") ? "t eol" : "t", tabindex: -1 }, piece.text);
+  span.style.setProperty("--s", surprisal(piece.tokens));
   pieceOf.set(span, piece);
   return span;
 }
 
-const chance = (logprob) => (logprob === null || logprob === undefined ? "–" : percent(Math.exp(logprob)));
+const formatProbability = (logprob) => (logprob === null || logprob === undefined ? "–" : formatPercent(Math.exp(logprob)));
 const same = (a, b) => a.length === b.length && a.every((byte, i) => byte === b[i]);
 
-/** What the tip says of a piece: its token and what else was likely, or the tokens that make up one character. */
-export function parts(piece) {
+/** Content of the tooltip: a token with its alternatives, or the tokens that form one character. */
+export function tokenTip(piece) {
   const [token] = piece.tokens;
   if (piece.tokens.length > 1) {
-    const title = make("b", {}, `${sign(piece.text)}  ${piece.tokens.length} tokens`);
-    return [title, rows(piece.tokens.map((each) => [readable(each.bytes), chance(each.logprob)]))];
+    const title = createElement("b", {}, `${visibleWhitespace(piece.text)}  ${piece.tokens.length} tokens`);
+    return [title, table(piece.tokens.map((each) => [readable(each.bytes), formatProbability(each.logprob)]))];
   }
-  const title = make("b", {}, `${sign(readable(token.bytes))}  ${chance(token.logprob)}`);
-  if (!token.others.length) return [title];
-  const chosen = token.others.findIndex((other) => same(other.bytes, token.bytes));
-  return [title, rows(token.others.map((other) => [sign(readable(other.bytes)), chance(other.logprob)]), chosen)];
+  const title = createElement("b", {}, `${visibleWhitespace(readable(token.bytes))}  ${formatProbability(token.logprob)}`);
+  if (!token.alternatives.length) return [title];
+  const chosen = token.alternatives.findIndex((other) => same(other.bytes, token.bytes));
+  return [title, table(token.alternatives.map((other) => [visibleWhitespace(readable(other.bytes)), formatProbability(other.logprob)]), chosen)];
 }
 
-/** Shows the tip of a span. */
-export function tell(tip, span) {
+/** Shows the tooltip of a span. */
+export function showTokenTip(tooltip, span) {
   const piece = pieceOf.get(span);
-  if (piece) tip.show(parts(piece), span.getClientRects()[0] ?? span.getBoundingClientRect());
+  if (piece) tooltip.show(tokenTip(piece), span.getClientRects()[0] ?? span.getBoundingClientRect());
 }
 
-/** Makes every token span within `pane` tell itself. Spans of one answer share the closest `[data-tokens]` around them. */
-export function listen(pane, tip) {
+/** Adds the listeners to a pane. Spans of one response share the closest `[data-tokens]` ancestor. */
+export function attachTokenTips(pane, tooltip) {
   const spanAt = (event) => event.target.closest?.(".t");
-  pane.addEventListener("pointerover", (event) => spanAt(event) && tell(tip, spanAt(event)));
-  pane.addEventListener("pointerout", (event) => spanAt(event) && tip.hide());
-  pane.addEventListener("focusin", (event) => spanAt(event) && tell(tip, spanAt(event)));
-  pane.addEventListener("focusout", (event) => spanAt(event) && tip.hide());
+  pane.addEventListener("pointerover", (event) => spanAt(event) && showTokenTip(tooltip, spanAt(event)));
+  pane.addEventListener("pointerout", (event) => spanAt(event) && tooltip.hide());
+  pane.addEventListener("focusin", (event) => spanAt(event) && showTokenTip(tooltip, spanAt(event)));
+  pane.addEventListener("focusout", (event) => spanAt(event) && tooltip.hide());
   pane.addEventListener("click", (event) => {
     const span = spanAt(event);
     if (!span) return;
     span.focus({ preventScroll: true });
-    tell(tip, span);
+    showTokenTip(tooltip, span);
   });
   pane.addEventListener("keydown", (event) => {
     const span = spanAt(event);
     if (!span) return;
-    const answer = span.closest("[data-tokens]");
-    const spans = [...answer.querySelectorAll(".t")];
+    const response = span.closest("[data-tokens]");
+    const spans = [...response.querySelectorAll(".t")];
     const at = spans.indexOf(span);
     const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: spans.length - 1 }[event.key];
     if (to === undefined || !spans[to]) return;
@@ -65,16 +65,16 @@ export function listen(pane, tip) {
     span.tabIndex = -1;
     spans[to].tabIndex = 0;
     spans[to].focus();
-    tell(tip, spans[to]); // a scroll that the focus brought hides the tip
+    showTokenTip(tooltip, spans[to]); // scrolling caused by the focus hides the tooltip
   });
 }
 
-/** Appends pieces to an answer; its first token is where the Tab key stops. */
-export function append(answer, pieces) {
+/** Appends pieces to a response; its first token is the tab stop. */
+export function appendPieces(response, pieces) {
   if (!pieces.length) return;
-  answer.append(...pieces.map(spanOf));
-  if (!answer.querySelector('.t[tabindex="0"]')) {
-    const first = answer.querySelector(".t");
+  response.append(...pieces.map(spanOf));
+  if (!response.querySelector('.t[tabindex="0"]')) {
+    const first = response.querySelector(".t");
     if (first) first.tabIndex = 0;
   }
 }

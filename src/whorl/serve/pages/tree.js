@@ -1,24 +1,24 @@
-// A conversation with its branches. To edit a message or to ask for its answer again is to add a sibling: nothing that was
-// said is lost, and arrows go from one sibling to the next. What is shown, and sent, is one path: from the root along the
-// chosen child of each node.
+// A conversation as a tree of messages. Editing a message or regenerating a response adds a sibling, so no message is lost,
+// and arrow buttons switch between siblings. The shown and sent conversation is one path: from the root along the active child
+// of each node.
 
-export class Tree {
+export class MessageTree {
   constructor() {
-    this.root = { id: 0, role: "root", text: "", parent: null, children: [], chosen: -1 };
-    this.last = 0;
+    this.root = { id: 0, role: "root", text: "", parent: null, children: [], activeChild: -1 };
+    this.lastId = 0;
   }
 
-  /** Adds a message below `parent` and chooses it. */
+  /** Adds a message below `parent` and activates it. */
   add(parent, role, text) {
-    const node = { id: ++this.last, role, text, parent, children: [], chosen: -1 };
-    parent.chosen = parent.children.push(node) - 1;
+    const node = { id: ++this.lastId, role, text, parent, children: [], activeChild: -1 };
+    parent.activeChild = parent.children.push(node) - 1;
     return node;
   }
 
   /** The messages shown, first to last. */
   path() {
     const nodes = [];
-    for (let node = this.root.children[this.root.chosen]; node; node = node.children[node.chosen]) nodes.push(node);
+    for (let node = this.root.children[this.root.activeChild]; node; node = node.children[node.activeChild]) nodes.push(node);
     return nodes;
   }
 
@@ -34,36 +34,36 @@ export class Tree {
     return list;
   }
 
-  /** Chooses the sibling `by` places further; stays where there is none. */
-  step(node, by) {
+  /** Activates the sibling at offset `by`; no effect if it does not exist. */
+  selectSibling(node, by) {
     const { parent } = node;
     const to = parent.children.indexOf(node) + by;
-    if (parent.children[to]) parent.chosen = to;
+    if (parent.children[to]) parent.activeChild = to;
   }
 
-  /** Takes a message out, with all below it; its neighbour is chosen. */
+  /** Removes a message and its descendants; a neighbor becomes active. */
   remove(node) {
     const { parent } = node;
     parent.children.splice(parent.children.indexOf(node), 1);
-    parent.chosen = Math.min(parent.chosen, parent.children.length - 1);
+    parent.activeChild = Math.min(parent.activeChild, parent.children.length - 1);
   }
 
-  /** Text alone, for a reload of the page: [role, text, children, chosen], nested. */
+  /** The tree as nested arrays [role, text, children, activeChild], for a reload of the page. */
   pack(node = this.root) {
-    return [node.role, node.text, node.children.map((child) => this.pack(child)), node.chosen];
+    return [node.role, node.text, node.children.map((child) => this.pack(child)), node.activeChild];
   }
 
-  /** The inverse of `pack`; a tree without messages where that is not what was packed. */
+  /** The inverse of `pack`; an empty tree for invalid data. */
   static unpack(packed) {
-    const tree = new Tree();
-    const fill = (node, [, , children, chosen]) => {
+    const tree = new MessageTree();
+    const fill = (node, [, , children, activeChild]) => {
       for (const child of children) fill(tree.add(node, String(child[0]), String(child[1])), child);
-      if (node.children[chosen]) node.chosen = chosen;
+      if (node.children[activeChild]) node.activeChild = activeChild;
     };
     try {
       fill(tree.root, packed);
     } catch {
-      return new Tree();
+      return new MessageTree();
     }
     return tree;
   }

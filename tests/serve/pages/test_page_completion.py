@@ -1,4 +1,4 @@
-"""The sheet (a text that the model continues in place), and both panes on a phone."""
+"""The completion pane, and both panes on a phone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.browser
 BASE = [{"id": "code", "whorl": {"chat": False}}]
 
 
-def go(page: Any, button: str = "Continue") -> None:
+def complete(page: Any, button: str = "Continue") -> None:
     page.get_by_role("button", name=button).click()
-    page.wait_for_selector("body:not(.busy) .again:not(:disabled)")
+    page.wait_for_selector("body:not(.busy) .regenerate:not(:disabled)")
 
 
 def layers_agree(page: Any) -> None:
-    """The layer underneath holds the field's text, letter on letter."""
-    assert page.locator(".under").evaluate("e => e.textContent") == page.locator("#text").input_value()
+    """The overlay has the same text and the same layout as the text field."""
+    assert page.locator(".overlay").evaluate("e => e.textContent") == page.locator("#text").input_value()
     names = [
         "font",
         "padding",
@@ -31,85 +31,83 @@ def layers_agree(page: Any) -> None:
         "width",
     ]
     styles = f"e => {names}.map((name) => getComputedStyle(e)[name])"
-    assert page.locator(".under").evaluate(styles) == page.locator("#text").evaluate(styles)
-    heights = (
-        "() => [document.querySelector('.under').scrollHeight, document.querySelector('#text').scrollHeight]"
-    )
+    assert page.locator(".overlay").evaluate(styles) == page.locator("#text").evaluate(styles)
+    heights = "() => [document.querySelector('.overlay').scrollHeight, document.querySelector('#text').scrollHeight]"
     under, field = page.evaluate(heights)
     assert abs(under - field) <= 1
 
 
-def test_a_base_model_opens_on_the_sheet_and_continues_in_place(visit: Any, fake: Fake) -> None:
+def test_base_model_opens_in_complete_mode(visit: Any, fake: Fake) -> None:
     fake.models = BASE
     page = visit()
     expect(page.locator("#text")).to_be_focused()
     expect(page.get_by_role("radio", name="Complete")).to_be_checked()
-    fake.tell("    return", " 1", "\n", hold=True)
+    fake.set_output("    return", " 1", "\n", hold=True)
     page.fill("#text", "def one():\n")
     page.keyboard.press("Control+Enter")
-    fake.let(2)
+    fake.release(2)
     expect(page.locator("#text")).to_have_value("def one():\n    return 1")
-    fake.let()
+    fake.release()
     page.wait_for_selector("body:not(.busy)")
     expect(page.locator("#text")).to_have_value("def one():\n    return 1\n")
-    path, body, _ = fake.asked[0]
+    path, body, _ = fake.requests[0]
     assert path == "/v1/completions" and body["prompt"] == "def one():\n" and body["logprobs"] == 5
     layers_agree(page)
-    # On from there; both continuations keep their tokens.
-    fake.tell("\n", "one()")
-    go(page)
+    # A second completion; both keep their token spans.
+    fake.set_output("\n", "one()")
+    complete(page)
     assert fake.bodies()[1]["prompt"] == "def one():\n    return 1\n"
     assert page.locator(".t").all_text_contents() == ["    return", " 1", "\n", "\n", "one()"]
 
 
-def test_versions_of_a_continuation(visit: Any, fake: Fake) -> None:
+def test_completion_versions_and_undo(visit: Any, fake: Fake) -> None:
     fake.models = BASE
     page = visit()
     page.fill("#text", "x = ")
-    for text, button in (("1", "Continue"), ("2", "Again"), ("3", "Again")):
-        fake.tell(text)
-        go(page, button)
+    for text, button in (("1", "Continue"), ("2", "Regenerate"), ("3", "Regenerate")):
+        fake.set_output(text)
+        complete(page, button)
         assert fake.bodies()[-1]["prompt"] == "x = "
     field = page.locator("#text")
     expect(field).to_have_value("x = 3")
     expect(page.locator(".bar .branches")).to_contain_text("3 / 3")
-    page.get_by_role("button", name="Earlier version").click()
+    page.get_by_role("button", name="Previous version").click()
     expect(field).to_have_value("x = 2")
     layers_agree(page)
-    page.get_by_role("button", name="Take back").click()
+    page.get_by_role("button", name="Undo").click()
     expect(field).to_have_value("x = ")
-    expect(page.get_by_role("button", name="Again")).to_be_disabled()
+    expect(page.get_by_role("button", name="Regenerate")).to_be_disabled()
     layers_agree(page)
 
 
-def test_an_edit_takes_the_marks_behind_it(visit: Any, fake: Fake) -> None:
+def test_edit_removes_later_token_spans(visit: Any, fake: Fake) -> None:
     fake.models = BASE
     page = visit()
     page.fill("#text", "x =")
-    fake.tell(" 1", " +", " 2")
-    go(page)
+    fake.set_output(" 1", " +", " 2")
+    complete(page)
     field = page.locator("#text")
     field.evaluate("e => { e.focus(); e.setSelectionRange(6, 6); }")  # within " +"
     page.keyboard.type("-")
     expect(field).to_have_value("x = 1 -+ 2")
     assert page.locator(".t").all_text_contents() == [" 1"]
     layers_agree(page)
-    expect(page.get_by_role("button", name="Again")).to_be_disabled()
+    expect(page.get_by_role("button", name="Regenerate")).to_be_disabled()
 
 
-def test_probabilities_at_the_pointer_and_at_the_caret(visit: Any, fake: Fake) -> None:
+def test_completion_tooltip_at_pointer_and_caret(visit: Any, fake: Fake) -> None:
     fake.models = BASE
     page = visit()
     page.fill("#text", "x =")
-    fake.tell(Piece(b" 1", -0.6931472), Piece(b" +", -2.3025851))
-    go(page)
-    tip = page.locator("#tip")
-    box = page.locator(".under .t").nth(1).bounding_box()
+    fake.set_output(Piece(b" 1", -0.6931472), Piece(b" +", -2.3025851))
+    complete(page)
+    tip = page.locator("#tooltip")
+    box = page.locator(".overlay .t").nth(1).bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     expect(tip).to_contain_text("·+  10.0\u00a0%")
     page.mouse.move(5, 5)
     expect(tip).to_be_hidden()
-    page.get_by_label("Colour by probability").check()
+    page.get_by_label("Color by probability").check()
     page.focus("#text")
     page.keyboard.press("Control+Home")
     for _ in range(3):
@@ -119,39 +117,39 @@ def test_probabilities_at_the_pointer_and_at_the_caret(visit: Any, fake: Fake) -
     expect(tip).to_contain_text("·+  10.0\u00a0%")
 
 
-def test_stop_and_an_error_on_the_sheet(visit: Any, fake: Fake) -> None:
+def test_completion_stop_and_error(visit: Any, fake: Fake) -> None:
     fake.models = BASE
     page = visit()
     page.expected = ("status of 503",)
     page.fill("#text", "x =")
-    fake.tell(" 1", " +", hold=True)
-    page.click(".go")
-    fake.let()
+    fake.set_output(" 1", " +", hold=True)
+    page.click(".submit")
+    fake.release()
     expect(page.locator("#text")).to_have_value("x = 1")
     page.keyboard.press("Escape")
     assert fake.gone.wait(240)
     page.wait_for_selector("body:not(.busy)")
     expect(page.locator(".bar .stats")).to_contain_text("stopped · 1 token")
     fake.fail = (503, {"error": {"message": "draining"}}, {})
-    page.click(".go")
-    trouble = page.locator("#complete .trouble")
-    expect(trouble).to_contain_text("takes no more requests at the moment. It says: draining")
+    page.click(".submit")
+    error = page.locator("#completion-pane .error")
+    expect(error).to_contain_text("The server is busy. Message: draining")
     expect(page.locator("#text")).to_have_value("x = 1")
-    fake.tell(" + 2")
-    trouble.get_by_role("button").click()
+    fake.set_output(" + 2")
+    error.get_by_role("button").click()
     expect(page.locator("#text")).to_have_value("x = 1 + 2")
-    expect(trouble).to_be_hidden()
+    expect(error).to_be_hidden()
     layers_agree(page)
 
 
-def test_the_choice_of_model_and_way_is_remembered(visit: Any, fake: Fake) -> None:
+def test_model_and_mode_are_stored(visit: Any, fake: Fake) -> None:
     fake.models = [
-        {"id": "talker", "whorl": {"chat": True}},
+        {"id": "chat-model", "whorl": {"chat": True}},
         {"id": "code", "chat": "transcript"},
         {"id": "vectors", "capabilities": ["embedding"]},
     ]
     page = visit()
-    assert page.locator("#model option").all_text_contents() == ["talker", "code"]
+    assert page.locator("#model option").all_text_contents() == ["chat-model", "code"]
     expect(page.get_by_role("radio", name="Chat")).to_be_checked()
     page.select_option("#model", "code")
     expect(page.get_by_role("radio", name="Complete")).to_be_checked()
@@ -163,7 +161,7 @@ def test_the_choice_of_model_and_way_is_remembered(visit: Any, fake: Fake) -> No
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_phone(visit: Any, fake: Fake, scheme: str) -> None:
+def test_chat_page_fits_a_phone(visit: Any, fake: Fake, scheme: str) -> None:
     fake.models = [{"id": "a-model-with-a-very-long-name-of-its-own/pretrain", "whorl": {"chat": True}}]
     page = visit(**PHONE, color_scheme=scheme, reduced_motion="reduce")
 
@@ -172,14 +170,14 @@ def test_phone(visit: Any, fake: Fake, scheme: str) -> None:
         for pane in page.locator(".scroller:visible, dialog[open]").all():
             assert pane.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
 
-    fake.tell("word" * 60, "\n", " and" * 200, hold=True)
+    fake.set_output("word" * 60, "\n", " and" * 200, hold=True)
     page.fill("#message", "x" * 300)
     page.click(".send")
-    fake.let(2)
+    fake.release(2)
     writing = page.locator(".message.writing .text")
     expect(writing).to_contain_text("word")
     assert writing.evaluate("e => getComputedStyle(e, '::after').animationName") == "none"
-    fake.let()
+    fake.release()
     page.wait_for_selector("body:not(.busy)")
     page.check("#tint")
     fits()
@@ -187,7 +185,7 @@ def test_phone(visit: Any, fake: Fake, scheme: str) -> None:
     expect(page.locator("#settings")).to_be_visible()
     fits()
     page.click("#settings .close")
-    # The keyboard takes half of the window: the input stays above it.
+    # The on-screen keyboard covers half of the window; the input stays visible.
     page.set_viewport_size({"width": 360, "height": 380})
     box = page.locator("#message").bounding_box()
     assert box["y"] >= 0 and box["y"] + box["height"] <= 380

@@ -1,0 +1,255 @@
+// The chat pane: messages with branches, a composer, and at most one running generation.
+//
+// Editing a message or regenerating a response starts a branch. The element of a message is created once and reused as long as
+// its node exists; switching the branch replaces the list of elements.
+
+import { createElement, find } from "./dom.js";
+import { Generation } from "./generation.js";
+import { readStorage, writeStorage } from "./settings.js";
+import { appendPieces, attachTokenTips } from "./tokenview.js";
+import { MessageTree } from "./tree.js";
+
+const STORAGE_KEY = "whorl.talk";
+const FOLLOW_PX = 60; // px from the end within which the view follows the output
+
+export class ChatPane {
+  /** page: the interface of the page (see chat.js): settings, model, announcer, tooltip, opener, busy(). */
+  constructor(section, page) {
+    this.page = page;
+    this.scroller = find(".scroller", section);
+    this.list = find(".messages", section);
+    this.empty = find(".empty", section);
+    this.composer = find(".composer", section);
+    this.input = find("textarea", this.composer);
+    this.send = find(".send", this.composer);
+    this.tree = MessageTree.unpack(readStorage("sessionStorage", STORAGE_KEY));
+    this.elements = new Map(); // node -> its <li>
+    this.running = null; // {node, generation, done}
+    attachTokenTips(this.list, page.tooltip);
+    this.composer.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.running) this.stop();
+      else this.#submit();
+    });
+    this.input.addEventListener("input", () => this.#updateButtons());
+    this.#render();
+    this.#updateButtons();
+  }
+
+  /** Ctrl + Enter in this pane. */
+  submit() {
+    const editor = document.activeElement?.closest?.("form.editor");
+    if (editor) editor.requestSubmit();
+    else if (!this.running) this.#submit();
+  }
+
+  /** Stops the generation; its output is kept. */
+  stop() {
+    this.running?.generation.stop();
+  }
+
+  async clear() {
+    await this.#stopRunning();
+    this.tree = new MessageTree();
+    this.elements.clear();
+    this.#render();
+    this.input.focus();
+  }
+
+  #submit() {
+    if (!this.input.value.trim()) return;
+    const node = this.tree.leaf();
+    const text = this.input.value;
+    if (!this.#generate(() => this.tree.add(node, "user", text))) return;
+    this.input.value = "";
+  }
+
+  async #stopRunning() {
+    const { running } = this;
+    this.stop();
+    await running?.done;
+  }
+
+  #updateButtons() {
+    this.send.textContent = this.running ? "Stop" : "Send";
+    this.send.classList.toggle("main", !this.running);
+    this.send.disabled = !this.running && !this.input.value.trim();
+    this.input.style.height = "auto";
+    this.input.style.height = `${Math.min(this.input.scrollHeight + 2, innerHeight * 0.35)}px`;
+  }
+
+  /** Generates a response to the node that `makeParent` returns. Returns false if a setting is invalid. */
+  #generate(makeParent) {
+    const { page } = this;
+    const body = page.settings.body("chat", page.opener);
+    if (!body || !page.ready()) return false;
+    const parent = makeParent();
+    const messages = this.tree.messages(parent);
+    if (page.settings.system.trim()) messages.unshift({ role: "system", content: page.settings.system });
+    const node = this.tree.add(parent, "assistant", "");
+    node.model = page.model;
+    this.#render();
+    const element = this.elements.get(node);
+    const text = find(".text", element);
+    const generation = new Generation((pieces) => {
+      const follow = this.#atEnd();
+      appendPieces(text, pieces);
+      node.text = generation.tokenText.text;
+      page.announcer.push(pieces.map((piece) => piece.text).join(""));
+      find(".stats", element).textContent = generation.summary();
+      if (follow) this.#scrollToEnd();
+    });
+    element.classList.add("writing");
+    this.#scrollToEnd();
+    const done = generation.run("chat", { model: page.model, messages, ...body }, page.settings.key).then(() => {
+      this.running = null;
+      element.classList.remove("writing");
+      node.error = generation.error;
+      page.announcer.end(node.error ? "" : generation.finish === "stopped" ? "Stopped." : "Response complete.");
+      page.busy(false);
+      this.#render();
+      this.#updateButtons();
+      // The disabled button lost the focus. On a phone the focus would open the keyboard over the response.
+      if (!this.#focused() && !matchMedia("(pointer: coarse)").matches) this.input.focus({ preventScroll: true });
+    });
+    this.running = { node, generation, done };
+    page.busy(true);
+    this.#updateButtons();
+    return true;
+  }
+
+  #focused() {
+    return document.activeElement && document.activeElement !== document.body;
+  }
+
+  #atEnd() {
+    const { scroller } = this;
+    return scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < FOLLOW_PX;
+  }
+
+  #scrollToEnd() {
+    this.scroller.scrollTop = this.scroller.scrollHeight;
+  }
+
+  #render() {
+    const path = this.tree.path();
+    this.empty.hidden = path.length > 0;
+    const elements = path.map((node) => {
+      if (!this.elements.has(node)) this.elements.set(node, this.#element(node));
+      this.#update(node);
+      return this.elements.get(node);
+    });
+    const { activeElement } = document;
+    const same = elements.length === this.list.children.length && elements.every((element, i) => element === this.list.children[i]);
+    if (!same) this.list.replaceChildren(...elements);
+    if (activeElement?.isConnected) activeElement.focus({ preventScroll: true }); // moved elements lose the focus
+    writeStorage("sessionStorage", STORAGE_KEY, this.tree.pack());
+  }
+
+  #element(node) {
+    const user = node.role === "user";
+    const text = createElement("div", { class: "text", dataset: user ? {} : { tokens: "" } });
+    text.append(node.text);
+    if (!user) Object.entries({ role: "group", "aria-label": "Response; use the arrow keys to move between tokens" }).forEach(([key, value]) => text.setAttribute(key, value));
+    return createElement("li", { class: `message ${user ? "user" : "model"}` },
+      createElement("h2", { class: "who" }, user ? "You" : node.model ?? "Model"),
+      text,
+      createElement("div", { class: "error", role: "alert", hidden: true }),
+      createElement("div", { class: "tools" },
+        createElement("span", { class: "branches" }),
+        createElement("button", { class: "quiet edit", type: "button", onclick: () => this.#edit(node) }, "Edit"),
+        user ? "" : createElement("button", { class: "quiet regenerate", type: "button", onclick: () => this.#regenerate(node) }, "Regenerate"),
+        createElement("button", { class: "quiet copy", type: "button", onclick: (event) => this.#copy(node, event.target) }, "Copy"),
+        user ? "" : createElement("span", { class: "stats note" })));
+  }
+
+  #update(node) {
+    const element = this.elements.get(node);
+    const error = find(".error", element);
+    error.hidden = !node.error;
+    if (node.error && !error.childNodes.length) {
+      const retry = createElement("button", { type: "button", onclick: () => this.#regenerate(node) }, "Try again");
+      error.append(createElement("span", {}, node.error.message), retry);
+      if (node.error.kind === "key") error.append(createElement("button", { type: "button", onclick: () => this.page.askKey() }, "Settings"));
+    }
+    const siblings = node.parent.children;
+    const at = siblings.indexOf(node);
+    const arrow = (by, text, label) =>
+      createElement("button", { class: "quiet", type: "button", "aria-label": label, disabled: !siblings[at + by], onclick: () => this.#step(node, by) }, text);
+    find(".branches", element).replaceChildren(...(siblings.length < 2 ? [] : [
+      arrow(-1, "‹", "Previous version"),
+      createElement("span", { class: "note" }, `${at + 1} / ${siblings.length}`),
+      arrow(1, "›", "Next version"),
+    ]));
+  }
+
+  async #step(node, by) {
+    await this.#stopRunning();
+    this.tree.selectSibling(node, by);
+    this.#render();
+    const shown = node.parent.children[node.parent.activeChild];
+    const [before, after] = this.elements.get(shown).querySelectorAll(".branches button");
+    const arrow = by < 0 ? before : after;
+    (arrow.disabled ? (by < 0 ? after : before) : arrow).focus(); // the other arrow at the end of the row
+  }
+
+  async #regenerate(node) {
+    await this.#stopRunning();
+    const failed = node.error && !node.text;
+    this.#generate(() => {
+      if (failed) this.tree.remove(node);
+      return node.parent;
+    });
+  }
+
+  async #edit(node) {
+    if (this.running?.node === node) await this.#stopRunning();
+    const element = this.elements.get(node);
+    if (find("form.editor", element)) return;
+    const text = find(".text", element), tools = find(".tools", element);
+    const user = node.role === "user";
+    const area = createElement("textarea", { "aria-label": user ? "Edit your message" : "Edit the response", rows: Math.min(14, 1 + node.text.split("\n").length) });
+    area.value = node.text;
+    const close = () => {
+      editor.remove();
+      text.hidden = tools.hidden = false;
+    };
+    const editor = createElement("form", {
+      class: "editor",
+      onsubmit: async (event) => {
+        event.preventDefault();
+        if (!area.value.trim()) return;
+        await this.#stopRunning();
+        const rewrite = () => this.tree.add(node.parent, node.role, area.value);
+        if (user && !this.#generate(rewrite)) return;
+        close();
+        if (user) return;
+        const edited = rewrite();
+        edited.model = node.model;
+        this.#render();
+        find(".edit", this.elements.get(edited)).focus();
+      },
+      onkeydown: (event) => {
+        if (event.key !== "Escape" || this.running) return;
+        event.stopPropagation();
+        close();
+        find(".edit", element).focus();
+      },
+    }, area, createElement("div", { class: "tools" },
+      createElement("button", { class: "main", type: "submit" }, user ? "Send" : "Save"),
+      createElement("button", { type: "button", onclick: () => { close(); find(".edit", element).focus(); } }, "Cancel")));
+    text.hidden = tools.hidden = true;
+    text.after(editor);
+    area.focus();
+  }
+
+  async #copy(node, button) {
+    try {
+      await navigator.clipboard.writeText(node.text);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Not allowed"; // browsers allow the clipboard only on https and localhost
+    }
+    button.addEventListener("blur", () => { button.textContent = "Copy"; }, { once: true });
+  }
+}
