@@ -1,4 +1,4 @@
-"""Options and spellings that several verbs share."""
+"""Options and formats that several verbs share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ StoreOption = Annotated[
     str | None,
     typer.Option(
         "--store",
-        metavar="PLACE",
+        metavar="STORE",
         help="Folder or URL (s3://...) of the store; else $WHORL_HOME, else .whorl here.",
     ),
 ]
@@ -25,7 +25,7 @@ RefArgument = Annotated[
 
 
 def format_size(n_bytes: float) -> str:
-    """`812 B`, `4.1 kB`, `31.4 MB`, `2.0 GB`."""
+    """Return a size with its unit: `812 B`, `4.1 kB`, `31.4 MB`, `2.0 GB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= scale:
             return f"{n_bytes / scale:.1f} {unit}"
@@ -33,5 +33,5 @@ def format_size(n_bytes: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A moment in local time: `2026-11-05 14:03`."""
+    """Return a moment in local time: `2026-11-05 14:03`."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

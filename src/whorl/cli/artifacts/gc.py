@@ -1,4 +1,4 @@
-"""`whorl gc`: remove what no name reaches."""
+"""`whorl gc`: remove artifacts without a name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from whorl.cli.options import StoreOption, format_size
 
 
 def gc(
-    yes: Annotated[bool, typer.Option("--yes", help="Really remove; without it nothing is touched.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list.")] = False,
     recent: Annotated[
-        float, typer.Option(metavar="HOURS", help="Spare artifacts made in the last so many hours.")
+        float, typer.Option(metavar="HOURS", help="Keep artifacts made in the last HOURS.")
     ] = 1.0,
     store: StoreOption = None,
 ) -> None:
-    """Remove artifacts that no name reaches, and what dead builds left behind; a dry run by default.
+    """Remove artifacts that no name points to, and leftovers of dead builds; a dry run by default.
 
     Examples:
 
@@ -35,4 +35,4 @@ def gc(
     elif yes:
         print(f"removed {total}")
     else:
-        print(f"{total} can go: `whorl gc --yes` removes it")
+        print(f"{total} can be removed with `whorl gc --yes`")

@@ -1,4 +1,4 @@
-"""`whorl lineage`: which bytes an artifact came from."""
+"""`whorl lineage`: the ancestors of an artifact."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from whorl.cli.options import RefArgument, StoreOption
 
 def lineage(
     artifact: RefArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="As nested JSON, with configurations.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print nested JSON with configurations.")] = False,
     store: StoreOption = None,
 ) -> None:
-    """Show what an artifact was made from, all the way down to the sources.
+    """Show what an artifact was made from, down to the sources.
 
     Examples:
 
@@ -34,18 +34,18 @@ def lineage(
 
 
 def format_tree(tree: dict[str, Any]) -> list[str]:
-    """The tree as text. What stands above already is not unfolded again: lineages share their roots."""
+    """Return the tree as lines of text; a repeated artifact is not expanded again."""
     lines: list[str] = []
-    unfolded: set[str] = set()
+    expanded: set[str] = set()
 
     def add(node: dict[str, Any], head: str, indent: str, role: str) -> None:
         address = str(node["address"])
-        label = "(gone)" if node.get("missing") else f"{node['name']} [{node['kind']}]"
-        again = bool(node["parents"]) and address in unfolded
-        lines.append(f"{head}{role}{label} {address[:8]}{' (see above)' if again else ''}")
-        if again:
+        label = "(missing)" if node.get("missing") else f"{node['name']} [{node['kind']}]"
+        repeated = bool(node["parents"]) and address in expanded
+        lines.append(f"{head}{role}{label} {address[:8]}{' (see above)' if repeated else ''}")
+        if repeated:
             return
-        unfolded.add(address)
+        expanded.add(address)
         parents = list(node["parents"].items())
         for number, (name, parent) in enumerate(parents, start=1):
             last = number == len(parents)

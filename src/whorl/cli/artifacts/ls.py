@@ -1,4 +1,4 @@
-"""`whorl ls`: what the store holds."""
+"""`whorl ls`: list the store."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from whorl.cli.options import StoreOption, format_size, format_time
 
 def ls(
     everything: Annotated[
-        bool, typer.Option("--all", help="Also artifacts that no name points at any more.")
+        bool, typer.Option("--all", help="Include artifacts that no name points to.")
     ] = False,
     store: StoreOption = None,
 ) -> None:
-    """List the artifacts: address, kind, size, when, name, key figures.
+    """List the artifacts: address, kind, size, time, name, headline.
 
     Example:
 
@@ -29,7 +29,7 @@ def ls(
         named.setdefault(address, []).append(name)
     shown = [artifact for artifact in opened.artifacts() if everything or artifact.address in named]
     if not shown:
-        print(f"the store {opened.location} is empty; `whorl run quickstart` fills it")
+        print(f"the store {opened.location} is empty; fill it with `whorl run quickstart`")
     for artifact in shown:
         names = ", ".join(named.get(artifact.address, [f"({artifact.name}, superseded)"]))
         figures = artifact.summary.get("headline", "")

@@ -12,10 +12,10 @@ from whorl.cli.options import RefArgument, StoreOption, format_size, format_time
 
 def show(
     artifact: RefArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="The manifest, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
     store: StoreOption = None,
 ) -> None:
-    """Show an artifact: what made it, from what, its files and figures.
+    """Show an artifact: step, parents, configuration, figures, files.
 
     Examples:
 
@@ -38,7 +38,7 @@ def show(
     print(f"folder   {found.path}")
     for role, address in found.parents.items():
         parent = opened.find(address)
-        print(f"from     {role}: {parent.label if parent is not None else address + ' (gone)'}")
+        print(f"from     {role}: {parent.label if parent is not None else address + ' (missing)'}")
     print("configuration")
     for key, value in found.config.items():
         print(f"  {key} = {json.dumps(value)}")

@@ -1,4 +1,4 @@
-"""`whorl verify`: hash everything, believe nothing."""
+"""`whorl verify`: check every file against its hash."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from whorl.cli.options import StoreOption
 def verify(
     artifact: Annotated[
         str | None,
-        typer.Argument(metavar="[ARTIFACT]", help="One artifact and all it was made from; else the store."),
+        typer.Argument(
+            metavar="[ARTIFACT]", help="One artifact and its ancestors; default: the whole store."
+        ),
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Check the content of every file against its hash; every damaged one is named.
+    """Check the content of every file against its hash and list the damaged files.
 
     Examples:
 
@@ -36,6 +38,6 @@ def verify(
     if problems:
         raise CorruptArtifactError(
             f"{len(problems)} problem{'s' * (len(problems) > 1)} found",
-            do="run the recipe again: what is damaged is set aside and made anew",
+            do="run the recipe again: damaged artifacts are moved away and remade",
         )
-    print("all is whole")
+    print("no damage found")

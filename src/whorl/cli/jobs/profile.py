@@ -1,4 +1,4 @@
-"""`whorl profile`: where a training step's time goes."""
+"""`whorl profile`: where the time of a training step goes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ if TYPE_CHECKING:
 
 
 def profile(
-    recipe: Annotated[str, typer.Argument(help="A ready recipe (see `whorl recipes`) or a .toml file.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, and as many again traced.")] = 8,
+    recipe: Annotated[str, typer.Argument(help="A packaged recipe (see `whorl recipes`) or a .toml file.")],
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps; as many again are traced.")] = 8,
     compiled: Annotated[
-        bool | None, typer.Option("--compiled/--eager", help="Whether to compile; else as the plan chose.")
+        bool | None, typer.Option("--compiled/--eager", help="Whether to compile; default: as planned.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     trace: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Where the trace goes; else into the run folder.")
+        str | None, typer.Option(metavar="FILE", help="Path of the trace; default: in the run folder.")
     ] = None,
     step: Annotated[
-        str | None, typer.Option(metavar="STEP", help="Which step, where a recipe trains several times.")
+        str | None,
+        typer.Option(metavar="STEP", help="Name of the step, if the recipe pretrains several times."),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="5m", help="As for `whorl run`: what the model is planned for.")
+        str | None, typer.Option(metavar="5m", help="Budget of the plan, as for `whorl run`.")
     ] = None,
     sets: Annotated[
         list[str] | None,
@@ -34,10 +35,10 @@ def profile(
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Show where a training step's time goes, against what this machine can do.
+    """Profile a training step against the measured peaks of this machine.
 
-    The recipe's steps before training are looked up, or made; then a few steps of its training are timed and traced, from
-    untrained weights. Nothing is trained for keeps.
+    The steps of the recipe before training are made or looked up. Then a few training steps are timed and traced, from
+    untrained weights. No model is kept.
 
     Examples:
 
@@ -55,7 +56,7 @@ def profile(
 
     loaded = load_recipe(recipe, sets=sets or (), budget=budget)
     progress = Progress(sys.stderr if as_json else None)
-    found = profile_recipe(
+    result = profile_recipe(
         loaded,
         Store(store),
         progress,
@@ -67,34 +68,34 @@ def profile(
     if as_json:
         import json
 
-        print(json.dumps(found.to_json(), indent=1))
+        print(json.dumps(result.to_json(), indent=1))
     else:
-        print(profile_table(found))
+        print(profile_table(result))
 
 
 def profile_table(found: Profile) -> str:
-    """The profile as text."""
+    """Return the profile as text."""
     from whorl.train.profiling.trace import CLASSES
 
-    share = found.traced_seconds or 1.0
-    who = f"{found.replicas} replicas, each " if found.replicas > 1 else ""
-    how = "compiled" if found.compiled else "eager"
-    slower = found.traced_seconds / found.step_seconds - 1
+    total_seconds = found.traced_seconds or 1.0
+    per_replica = f"{found.replicas} replicas, each " if found.replicas > 1 else ""
+    mode = "compiled" if found.compiled else "eager"
+    overhead = found.traced_seconds / found.step_seconds - 1
     peaks = ", ".join(f"{kind} {speed / 1e9:,.0f} GFLOP/s" for kind, speed in found.peak_flops.items())
     lines = [
         "",
-        f"A step takes {_format_ms(found.step_seconds)} ms ({how}, {found.dtype}; {who}{found.threads} thread"
+        f"A step takes {_format_ms(found.step_seconds)} ms ({mode}, {found.dtype}; {per_replica}{found.threads} thread"
         f"{'s' * (found.threads > 1)}): {found.tokens_per_second:,.0f} tokens/s.",
-        f"The model's products: {found.flops_per_second / 1e9:,.0f} GFLOP/s, {found.mfu:.0%} of the "
-        f"{found.machine_flops / 1e9:,.0f} measured just now.",
-        f"Peaks of {'one replica' if found.replicas > 1 else 'this machine'} just now: {peaks}; copies "
+        f"Model FLOPs: {found.flops_per_second / 1e9:,.0f} GFLOP/s, {found.mfu:.0%} of the "
+        f"{found.machine_flops / 1e9:,.0f} measured now.",
+        f"Peaks of {'one replica' if found.replicas > 1 else 'this machine'} now: {peaks}; memory bandwidth "
         f"{found.bandwidth / 1e9:,.1f} GB/s.",
     ]
     if found.compiled:
-        lines.append(f"Compiling took {found.compile_seconds:.1f} s, once, and is not in the figures below.")
+        lines.append(f"Compilation took {found.compile_seconds:.1f} s and is not included below.")
     lines += [
-        f"Traced, a step took {_format_ms(found.traced_seconds)} ms ({slower:+.0%}); the tables are of traced steps"
-        + (", in the GPU's time." if found.on_device else "."),
+        f"Traced, a step took {_format_ms(found.traced_seconds)} ms ({overhead:+.0%}); the tables show traced steps"
+        + (", in GPU time." if found.on_device else "."),
         "",
         f"{'part of a step':<20}{'forward':>12}{'backward':>12}{'share':>9}",
     ]
@@ -102,7 +103,9 @@ def profile_table(found: Profile) -> str:
         total = both["forward"] + both["backward"]
         if total:
             back = f"{_format_ms(both['backward']):>9} ms" if both["backward"] else ""
-            lines.append(f"{part:<20}{_format_ms(both['forward']):>9} ms{back:>12}{total / share:>9.1%}")
+            lines.append(
+                f"{part:<20}{_format_ms(both['forward']):>9} ms{back:>12}{total / total_seconds:>9.1%}"
+            )
     lines += [
         "",
         f"{'operators':<20}{'time':>12}{'share':>9}{'calls':>7}{'GFLOP':>9}{'MB':>9}{'FLOP/B':>8}{'bound':>12}{'reached':>9}",
@@ -111,7 +114,7 @@ def profile_table(found: Profile) -> str:
         cost = found.classes.get(kind)
         if cost is None or not cost.seconds:
             continue
-        line = f"{kind:<20}{_format_ms(cost.seconds):>9} ms{cost.seconds / share:>9.1%}{cost.calls:>7.0f}"
+        line = f"{kind:<20}{_format_ms(cost.seconds):>9} ms{cost.seconds / total_seconds:>9.1%}{cost.calls:>7.0f}"
         if cost.bytes:
             bound = found.roofline_seconds(kind)
             line += f"{cost.flops / 1e9:>9.2f}{cost.bytes / 1e6:>9.1f}{cost.flops / cost.bytes:>8.1f}"
@@ -121,10 +124,10 @@ def profile_table(found: Profile) -> str:
         [
             *lines,
             "",
-            "bound: the roofline's time, the longer of FLOPs at the peak of products and bytes at that of copies; above",
-            "100 % reached, data came from a cache. The head's gradient is made in its forward. framework: Python etc.",
+            "bound: roofline time, the larger of FLOPs over peak FLOP/s and bytes over bandwidth; above 100 % reached, the",
+            "data came from a cache. The head computes its gradient in the forward pass. framework: Python and dispatch.",
             f"trace: {found.trace}",
-            "       open it at https://ui.perfetto.dev (Open trace file; it stays on this machine) or in chrome://tracing",
+            "       open it at https://ui.perfetto.dev (Open trace file; the file is not uploaded) or in chrome://tracing",
         ]
     )
 

@@ -1,10 +1,10 @@
-"""`whorl recipes`: what is ready to run."""
+"""`whorl recipes`: list the packaged recipes."""
 
 from __future__ import annotations
 
 
 def recipes() -> None:
-    """List the ready recipes, a line each.
+    """List the packaged recipes with their steps.
 
     Example:
 

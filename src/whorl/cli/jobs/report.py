@@ -13,12 +13,14 @@ from whorl.cli.options import StoreOption
 def report(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="A run's folder or name, or a recipe's name for its latest run."),
+        typer.Argument(
+            metavar="RUN", help="Folder or name of a run, or the name of a recipe for its latest run."
+        ),
     ] = "quickstart",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the page goes.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path("report.html"),
     store: StoreOption = None,
 ) -> None:
-    """Write the page that explains a run; of an unfinished run, what there is so far.
+    """Write the page that explains a run; of an unfinished run, the part that exists.
 
     Examples:
 
@@ -37,24 +39,24 @@ def report(
     opened = Store(store)
     folders = opened.root / "runs"
     choices = [Path(run), folders / run]
-    if Path(run).name == run:  # a recipe's name
+    if Path(run).name == run:  # the name of a recipe
         choices += sorted(folders.glob(f"{run}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
     folder = next((p for p in choices if (p / "steps.json").is_file()), None)
     if folder is None:
         known = sorted(p.name for p in folders.glob("*")) if folders.exists() else []
         raise ConfigError(
             f"no run {run!r} in {folders}",
-            expected=f"one of: {', '.join(known)}" if known else "a run; there is none yet",
+            expected=f"one of: {', '.join(known)}" if known else "a run; none exists yet",
             do="start one: whorl run quickstart",
         )
     steps = json.loads((folder / "steps.json").read_text())
     refuse_old_run(folder.name, json.loads((folder / "config.json").read_text()))
     made = {name: opened.find(entry["address"]) for name, entry in steps.items()}
     artifacts = {found.kind: found for found in made.values() if found is not None and found.kind != "report"}
-    # The recipe's own report says which of several models is which, and what it will never have.
+    # The parents of the recipe's step `report` assign a role to each model and list the sections that the run will have.
     recipe = json.loads((folder / "config.json").read_text()).get("steps", {})
-    told = next((step["parents"] for step in recipe.values() if step.get("uses") == "report"), None)
-    if told is not None:
-        artifacts = {role: found for role, name in told.items() if (found := made.get(name)) is not None}
-    render(report_data(artifacts, opened, ReportConfig(), run=folder.name, roles=told), out)
+    roles = next((step["parents"] for step in recipe.values() if step.get("uses") == "report"), None)
+    if roles is not None:
+        artifacts = {role: found for role, name in roles.items() if (found := made.get(name)) is not None}
+    render(report_data(artifacts, opened, ReportConfig(), run=folder.name, roles=roles), out)
     print(f"wrote {out} ({out.stat().st_size / 1e3:.0f} kB): open it in a browser")

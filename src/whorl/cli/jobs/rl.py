@@ -1,4 +1,4 @@
-"""`whorl rl`: agents that learn by acting."""
+"""`whorl rl`: reinforcement learning agents in gymnasium environments."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from whorl.cli.options import StoreOption
 
 def train(
     algorithm: Annotated[str, typer.Argument(help="a2c, ppo or impala.")],
-    environment: Annotated[str, typer.Argument(help="A gymnasium name, as CartPole-v1.")],
+    environment: Annotated[str, typer.Argument(help="A gymnasium name, e.g. CartPole-v1.")],
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of the environment for each seed; else the preset's.")
+        int | None, typer.Option(min=1, help="Environment steps per seed; default: the preset's.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Independent runs.")] = 5,
-    episodes: Annotated[int, typer.Option(min=1, help="Episodes that each result is measured over.")] = 20,
+    episodes: Annotated[int, typer.Option(min=1, help="Evaluation episodes per seed.")] = 20,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Change a setting; may be repeated."),
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Train an agent over several seeds, and measure it on episodes of their own.
+    """Train an agent over several seeds and evaluate it on separate episodes.
 
-    Stop it at any moment, with Ctrl-C or harder; the same command continues.
+    The run can be interrupted at any moment; the same command continues it.
 
     Examples:
 
@@ -46,7 +46,7 @@ def train(
         algorithm=algorithm, environment=environment, steps=steps, seeds=seeds, episodes=episodes,
         settings=dict(map(_parse_setting, changes or ())),
     )  # fmt: skip
-    config.agent(0)  # what cannot be is told before a store is made
+    config.agent(0)  # raises for impossible settings before a store is made
     make_env(environment, 1).close()
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{algorithm}-{environment}")
     recipe = Recipe("rl", "agents", {name: RecipeStep(name, step_kinds()["agents"], {}, config)})
@@ -55,18 +55,18 @@ def train(
     if "curve.html" in artifact.files:
         progress.log(f"curve: {artifact.file('curve.html')}")
     else:
-        progress.log("no episode ended: there is no curve to draw")
+        progress.log("no curve: no episode has ended")
 
 
 def _parse_setting(text: str) -> tuple[str, Any]:
-    """ "field=value" as typed; values as in TOML, else text."""
+    """Parse "field=value"; values are TOML, otherwise text."""
     import tomllib
 
     from whorl.errors import ConfigError
 
     name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--set {text}: not understood", expected="--set FIELD=VALUE")
+        raise ConfigError(f"--set {text}: not a setting", expected="--set FIELD=VALUE")
     try:
         return name, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -74,7 +74,7 @@ def _parse_setting(text: str) -> tuple[str, Any]:
 
 
 def environments() -> None:
-    """List the environments with dynamics of our own; any other gymnasium name works too.
+    """List the environments with built-in tensor dynamics; any other gymnasium name works too.
 
     Example:
 

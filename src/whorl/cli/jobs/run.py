@@ -1,4 +1,4 @@
-"""`whorl run`: make everything that a recipe asks for, looking up what is there."""
+"""`whorl run`: make the artifacts of a recipe, or look them up."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Annotated[str, typer.Argument(help="A ready recipe (see `whorl recipes`) or a .toml file.")],
+    recipe: Annotated[str, typer.Argument(help="A packaged recipe (see `whorl recipes`) or a .toml file.")],
     budget: Annotated[
         str | None,
-        typer.Option(metavar="5m", help="What training may cost: a time (90s, 5m, 2h) or 1e15flops."),
+        typer.Option(metavar="5m", help="Training budget: a time (90s, 5m, 2h) or FLOPs (1e15flops)."),
     ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="STEP.FIELD=VALUE", help="Replace one value; may be repeated."),
     ] = None,
     until: Annotated[
-        str | None, typer.Option(metavar="STEP", help="Only this step and what it needs.")
+        str | None, typer.Option(metavar="STEP", help="Only this step and its ancestors.")
     ] = None,
     log: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="wandb|trackio", help="Send metrics there too, as wandb:project=mine; may be repeated."
+            metavar="wandb|trackio", help="Also send metrics there, e.g. wandb:project=mine; may be repeated."
         ),
     ] = None,
     live: Annotated[
         bool | None,
-        typer.Option("--live/--no-live", help="A dashboard while it trains; by default on a terminal."),
+        typer.Option("--live/--no-live", help="Show a dashboard during training; default: on a terminal."),
     ] = None,
     deterministic: Annotated[
         bool,
         typer.Option(
             "--deterministic",
-            help="The same bits twice on one machine: nothing that was timed decides. Off are: torch.compile (unless set), "
-            "bf16 where it is faster, several threads a replica, the faster of two libraries for products of experts, "
-            "and a budget of seconds (give FLOPs or plan.steps). Costs what those save; see docs/training.md.",
+            help="Bitwise equal results on one machine; no timing affects them. Disables torch.compile (unless set), "
+            "automatic bf16, several threads per replica, the choice of the faster expert kernel, "
+            "and budgets in seconds (give FLOPs or plan.steps). Slower; see docs/training.md.",
         ),
     ] = False,
     store: StoreOption = None,
 ) -> None:
     """Run a recipe: make its artifacts, or look them up.
 
-    Stop it at any moment, with Ctrl-C, SIGTERM (training writes a checkpoint first) or harder; the same command continues.
+    The run can be interrupted at any moment, by Ctrl-C, SIGTERM (training writes a checkpoint first) or SIGKILL; the same
+    command continues it.
 
     Examples:
 
@@ -72,19 +73,20 @@ def run(
     sinks: list[Sink] = parse_loggers(log or (), loaded.log)
     if Dashboard.enabled(progress, live):
         sinks.append(Dashboard(progress))
-    outcome = run_recipe(loaded, Store(store), progress, until=until, sinks=sinks)
-    place = f" --store {store}" if store else ""
+    result = run_recipe(loaded, Store(store), progress, until=until, sinks=sinks)
+    store_option = f" --store {store}" if store else ""
     lines = [
-        f"done in {format_duration(outcome.seconds)}",
-        *closing_lines([*outcome.artifacts.values()], place),
+        f"done in {format_duration(result.seconds)}",
+        *closing_lines([*result.artifacts.values()], store_option),
     ]
     progress.log("\n".join(lines))
 
 
 def closing_lines(artifacts: Sequence[Artifact], store_option: str) -> list[str]:
-    """Where the pages and models of a run lie, and what to type next: for the last model, which is what the run was for.
+    """Return the paths of the pages and models of a run, and the next command, which samples from the last model.
 
-    place: the option that names the store, or nothing.
+    Args:
+        store_option: the option that names the store, or "".
     """
     from whorl.recipes.stage_report import next_commands
 

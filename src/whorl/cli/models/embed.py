@@ -1,4 +1,4 @@
-"""`whorl embed`: texts to vectors, or the nearest of some texts to a question."""
+"""`whorl embed`: vectors of texts, or the texts nearest to a query."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     from whorl.embedding.embedder import Vectors
 
 Source = dict[str, str | int]  # {"file": path} or {"line": number}
-READ_BATCH = (
-    1024  # texts that are read before they are embedded: what a stream waits for, and what memory holds
-)
-MAX_LINE_CHARS = 100  # characters of a line that is found
+READ_BATCH = 1024
+MAX_LINE_CHARS = 100  # shown characters of a matching line
 
 
 def embed(
     artifact: RefArgument,
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FILE...]", help="A text each; without any, lines of standard input."),
+        typer.Argument(
+            metavar="[FILE...]", help="One text per file; without files, one per line of standard input."
+        ),
     ] = None,
     query: Annotated[
-        str | None, typer.Option("--query", "-q", metavar="TEXT", help="Show the nearest to this text.")
+        str | None, typer.Option("--query", "-q", metavar="TEXT", help="Print the texts nearest to this one.")
     ] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many of the nearest to show.")] = 5,
-    batch: Annotated[int, typer.Option(min=1, help="Windows that are computed together.")] = 64,
+    k: Annotated[int, typer.Option("-k", min=1, help="Number of nearest texts.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Windows per batch.")] = 64,
     store: StoreOption = None,
 ) -> None:
-    """Turn texts into unit vectors, or find the nearest of them to a text.
+    """Turn texts into unit vectors, or find the texts nearest to a query.
 
-    Prints a JSON object a line: where the text came from ("file" or "line") and its "vector". With --query: the nearest
-    texts, best first, each with its cosine. A text longer than the embedder's window is the average of its windows. What
-    is empty or cannot be read is passed over, named and counted on standard error.
+    Prints one JSON object per line: the source ("file" or "line") and its "vector". With --query it prints the nearest texts
+    with their cosines, best first. A text longer than the window of the embedder becomes the average over its windows. Empty
+    and unreadable texts are skipped, listed and counted on standard error.
 
     Examples:
 
@@ -60,10 +60,10 @@ def embed(
     found = Store(store).open(artifact)
     if found.kind != "embedder":
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="an embedder", do="list what there is with `whorl ls`"
+            f"{found.name} is a {found.kind}", expected="an embedder", do="list the artifacts with `whorl ls`"
         )
     if query is not None and not query.strip():
-        raise ConfigError("--query is empty", expected="the text to look for")
+        raise ConfigError("--query is empty", expected="a text")
     found.check()
     machine = probe()
     machine.apply()
@@ -79,16 +79,16 @@ def embed(
             sources += [_display_name(source, text) for source, text in group]
             rows.append(vectors)
     if texts.skipped:
-        print(f"{texts.skipped:,} of {texts.seen:,} texts passed over", file=sys.stderr)
+        print(f"{texts.skipped:,} of {texts.seen:,} texts skipped", file=sys.stderr)
     if texts.skipped == texts.seen:
-        raise DataError("there is no text to embed", expected="a file or a line that is not empty")
+        raise DataError("no text to embed", expected="a non-empty file or line")
     if query is not None:
         for row, cosine in nearest(np.concatenate(rows), embedder.embed([query])[0], k):
             print(f"{cosine:6.3f}  {sources[row]}")
 
 
 def _print_vectors(sources: Sequence[Source], vectors: Vectors) -> None:
-    """A JSON object a line, with as many digits as an fp32 number has."""
+    """Print one JSON object per line with full fp32 precision."""
     import orjson
 
     for source, vector in zip(sources, vectors, strict=True):
@@ -97,7 +97,7 @@ def _print_vectors(sources: Sequence[Source], vectors: Vectors) -> None:
 
 
 def _display_name(source: Source, text: bytes) -> str:
-    """What a text is called in an answer: its file, or the line itself."""
+    """Return the name of a text in the results: its file, or the start of its line."""
     if "file" in source:
         return str(source["file"])
     shown = text.decode("utf-8", "replace").strip()
@@ -105,7 +105,7 @@ def _display_name(source: Source, text: bytes) -> str:
 
 
 class _TextReader:
-    """(where from, bytes) of each file or line that holds anything; the others are named, and counted in `skipped`."""
+    """Iterates over (source, bytes) of non-empty texts; the others are listed on stderr and counted in `skipped`."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files, self.seen, self.skipped = files, 0, 0
@@ -115,14 +115,14 @@ class _TextReader:
         return self._iterator
 
     def _nonempty(self) -> Iterator[tuple[Source, bytes]]:
-        for source, text, wrong in self._files() if self.files else self._lines():
+        for source, text, problem in self._files() if self.files else self._lines():
             self.seen += 1
-            if not wrong and not text.strip():
-                wrong = "empty"
-            if wrong:
+            if not problem and not text.strip():
+                problem = "empty"
+            if problem:
                 self.skipped += 1
                 print(
-                    f"passed over {' '.join(f'{kind} {name}' for kind, name in source.items())}: {wrong}",
+                    f"skipped {' '.join(f'{kind} {name}' for kind, name in source.items())}: {problem}",
                     file=sys.stderr,
                 )
             else:

@@ -1,4 +1,4 @@
-"""`whorl eval-scaling`: how much better a model answers if it may think longer, or try more often."""
+"""`whorl eval-scaling`: accuracy against test-time compute."""
 
 from __future__ import annotations
 
@@ -23,42 +23,46 @@ NEEDS_SANDBOX = ("doctest", "unittest")
 def eval_scaling(
     artifact: RefArgument,
     tasks: Annotated[
-        str, typer.Option(metavar="arithmetic|gsm8k|FILE", help="What is asked; a file holds tasks as JSONL.")
+        str, typer.Option(metavar="arithmetic|gsm8k|FILE", help="The tasks; a file holds tasks as JSONL.")
     ] = "arithmetic",
-    n: Annotated[int, typer.Option("-n", min=1, help="Tasks.")] = 100,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of each task.")] = 16,
+    n: Annotated[int, typer.Option("-n", min=1, help="Number of tasks.")] = 100,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per task.")] = 16,
     budgets: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Ids of thinking to allow; none: only more samples.")
+        str, typer.Option(metavar="N,N,...", help="Thinking budgets in tokens; default: only more samples.")
     ] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of a sample.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of all sampling.")] = 1.0,
-    level: Annotated[int, typer.Option(min=0, help="Of arithmetic problems, from 0.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Token limit of a sample.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
+    level: Annotated[int, typer.Option(min=0, help="Level of arithmetic problems, from 0.")] = 1,
     data: Annotated[Path, typer.Option(help="Folder that holds gsm8k_test.jsonl.")] = Path("../shared/data"),
     chat: Annotated[
-        bool | None, typer.Option("--chat/--text", help="As a conversation; default: if it was taught any.")
+        bool | None,
+        typer.Option(
+            "--chat/--text",
+            help="Whether to use the chat template; default: if the model was trained with it.",
+        ),
     ] = None,
-    answer_marker: Annotated[str, typer.Option(help="What stands before an answer.")] = "#### ",
+    answer_marker: Annotated[str, typer.Option(help="Text before an answer.")] = "#### ",
     continuation_text: Annotated[
-        str, typer.Option(help="What replaces an end that comes too early.")
+        str, typer.Option(help="Text that replaces an early end of thinking.")
     ] = "Wait, ",
     reward: Annotated[
-        str | None, typer.Option(metavar="ARTIFACT", help="A reward model, for the best of n by its word.")
+        str | None, typer.Option(metavar="ARTIFACT", help="A reward model, for best of n.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="With the same type, the same seed gives the same figures.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed; results also depend on the compute type.")] = 0,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of products; default: what is fastest on this machine."),
+        typer.Option(help="Compute type; default: the fastest on this machine."),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("scaling.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the chart.")] = Path("scaling.html"),
     figures: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="The figures, to be read on.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Path of the figures as JSON.")
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Measure accuracy against what an answer costs: thinking cut or made to last, votes, best of n.
+    """Measure accuracy against test-time compute: thinking budgets, majority votes, best of n.
 
-    All curves come from one set of samples. With --budgets, thinking is cut at each budget and the answer asked for, and
-    thinking that ends before it is made to go on. The picture has every curve, with 95 % intervals over the tasks.
+    All curves come from one set of samples. With --budgets, thinking is cut at each budget and the answer is requested;
+    thinking that ends earlier is continued. The chart shows every curve with 95 % intervals over the tasks.
 
     Examples:
 
@@ -88,34 +92,36 @@ def eval_scaling(
     found = Store(store).open(artifact)
     if found.kind != "model":
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+            f"{found.name} is a {found.kind}", expected="a model", do="list the artifacts with `whorl ls`"
         )
     try:
         config = ScalingConfig(
-            n_samples=samples, max_completion_tokens=max_tokens, temperature=temperature, thinking_budgets=_parse_budgets(budgets),
-            answer_marker=answer_marker, continuation_text=continuation_text, seed=seed,
+            n_samples=samples, max_completion_tokens=max_tokens, temperature=temperature,
+            thinking_budgets=_parse_budgets(budgets), answer_marker=answer_marker, continuation_text=continuation_text, seed=seed,
         )  # fmt: skip
     except ValueError as error:
-        raise ConfigError(f"these settings do not fit: {_first_message(error)}") from error
+        raise ConfigError(f"invalid settings: {_first_message(error)}") from error
     found.check()
     tokenizer = load_tokenizer(found.path)
-    scribe = ExampleTokenizer(tokenizer, load_chat_template(found.path, tokenizer))
-    chosen = _load_tasks(tasks, n, level, data, scribe.chat.is_trained if chat is None else chat, seed)
+    example_tokenizer = ExampleTokenizer(tokenizer, load_chat_template(found.path, tokenizer))
+    chosen = _load_tasks(
+        tasks, n, level, data, example_tokenizer.chat.is_trained if chat is None else chat, seed
+    )
     machine = probe()
     machine.apply()
     if dtype is None:
         model = load_for_sampling(found.path, machine, batch_size=64)
     else:
         model = load_model(found.path, getattr(torch, dtype), machine.device).eval()
-    longest = max(len(scribe.prompt(task.prompt or task.messages)) for task in chosen)
-    room = longest + config.max_new_tokens + len(tokenizer.encode("\n" + answer_marker)) + 1
-    if model.max_positions is not None and room > model.max_positions:
+    longest = max(len(example_tokenizer.prompt(task.prompt or task.messages)) for task in chosen)
+    required = longest + config.max_new_tokens + len(tokenizer.encode("\n" + answer_marker)) + 1
+    if model.max_positions is not None and required > model.max_positions:
         raise ConfigError(
-            f"the longest prompt has {longest:,} ids, and with its answer it needs {room:,}",
+            f"the longest prompt has {longest:,} ids; with its answer it needs {required:,}",
             expected=f"at most {model.max_positions:,}, the longest row of {found.name}",
-            do="lower --max-tokens, or take shorter tasks",
+            do="lower --max-tokens, or use shorter tasks",
         )
-    engine = rollout_engine(model, scribe, sequences=64, max_length=room)
+    engine = rollout_engine(model, example_tokenizer, sequences=64, max_length=required)
     scorers = {} if reward is None else {f"best of n by {reward}": _reward_scorer(reward, store, model)}
     sandbox = Sandbox() if any(name in t.verifier for t in chosen for name in NEEDS_SANDBOX) else None
     progress = Progress()
@@ -123,7 +129,7 @@ def eval_scaling(
         with progress.task("Sampling", unit="answers") as bar:
             bar.update(total=len(chosen) * samples)
             scaling = measure_scaling(
-                engine, scribe, chosen, config, lambda some, texts: verify_all(some, texts, sandbox),
+                engine, example_tokenizer, chosen, config, lambda some, texts: verify_all(some, texts, sandbox),
                 scorers=scorers,
                 on_finished=lambda k: bar.update(done=bar.done + k, total=max(bar.total or 0, bar.done + k)),
             )  # fmt: skip
@@ -133,7 +139,7 @@ def eval_scaling(
     for name, points in scaling.curves.items():
         print(f"\n{CURVES.get(name, name)}")
         print(
-            f"  {'budget' if name in ('stopped', 'continued') else 'n':>8} {'ids':>9}  {'right':>7}  95 % interval"
+            f"  {'budget' if name in ('stopped', 'continued') else 'n':>8} {'tokens':>9}  {'accuracy':>7}  95 % interval"
         )
         for p in points:
             print(f"  {p.compute:8,} {p.tokens:9,.1f}  {p.accuracy:7.1%}  {p.low:.1%} to {p.high:.1%}")
@@ -141,19 +147,19 @@ def eval_scaling(
     print("\n" + "\n".join(about))
     write_atomically(scaling_page(scaling, found.name, about), out)
     if figures is not None:
-        told = {
+        record = {
             "model": found.address,
             "tasks": tasks,
             "dtype": str(model.dtype),
             "config": config.model_dump(mode="json"),
             **asdict(scaling),
         }
-        write_atomically(json.dumps(told, indent=1) + "\n", figures)
+        write_atomically(json.dumps(record, indent=1) + "\n", figures)
     print(f"wrote {out}: open it in a browser")
 
 
 def _reward_scorer(reward: str, store: str | None, model: LanguageModel) -> Scorer:
-    """What the reward model called `reward` says of texts of `model`."""
+    """Return a function that scores texts with the reward model `reward`."""
     from whorl.align.preference.reward_model import load_reward_model
     from whorl.errors import ConfigError
     from whorl.recipes.renamed import KINDS
@@ -167,33 +173,33 @@ def _reward_scorer(reward: str, store: str | None, model: LanguageModel) -> Scor
             do="run its recipe again" if found.kind in KINDS else "list the artifacts with `whorl ls`",
         )
     found.check()
-    judge, _ = load_reward_model(found.path, device=str(model.embedding.device))
-    rows, own = judge.model.config.vocab_size, model.config.vocab_size
-    if rows != own:
+    reward_model, _ = load_reward_model(found.path, device=str(model.embedding.device))
+    rows, expected_rows = reward_model.model.config.vocab_size, model.config.vocab_size
+    if rows != expected_rows:
         raise ConfigError(
-            f"--reward {found.name} has {rows:,} ids, and the model has {own:,}",
+            f"--reward {found.name} has {rows:,} ids, but the model has {expected_rows:,}",
             expected="a reward model of the same tokenizer",
         )
-    return lambda texts: judge.score_examples(texts).tolist()
+    return lambda texts: reward_model.score_examples(texts).tolist()
 
 
 def _summary_lines(scaling: ScalingResult, tasks: str, name: str) -> list[str]:
-    """What was measured, in sentences."""
+    """Return the results as sentences."""
     from whorl.align.test_time.scaling import CURVES
 
     best, point = scaling.best()
-    said = [
+    lines = [
         f"{scaling.n_tasks:,} tasks ({tasks}), {scaling.samples} samples each.",
-        f"Best without a verifier: {CURVES.get(best, best)} at {point.compute:,}, {point.accuracy:.1%} right "
-        f"({point.low:.1%} to {point.high:.1%}) for {point.tokens:,.0f} ids an answer.",
+        f"Best without a verifier: {CURVES.get(best, best)} at {point.compute:,}, {point.accuracy:.1%} accuracy "
+        f"({point.low:.1%} to {point.high:.1%}) for {point.tokens:,.0f} tokens per answer.",
     ]
     if scaling.truncated_fraction:
-        said.append(f"{scaling.truncated_fraction:.1%} of the samples were cut off by max_tokens.")
+        lines.append(f"{scaling.truncated_fraction:.1%} of the samples were cut at max_tokens.")
     if scaling.n_failed:
-        said.append(
-            f"{scaling.n_failed:,} verifications failed, and count as wrong. The first said {scaling.first_failure}"
+        lines.append(
+            f"{scaling.n_failed:,} verifications failed and count as incorrect. The first error: {scaling.first_failure}"
         )
-    return said
+    return lines
 
 
 def _parse_budgets(text: str) -> tuple[int, ...]:
@@ -202,11 +208,11 @@ def _parse_budgets(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
     except ValueError:
-        raise ConfigError(f"--budgets is {text!r}", expected="numbers with commas: 16,32,64") from None
+        raise ConfigError(f"--budgets is {text!r}", expected="comma-separated numbers: 16,32,64") from None
 
 
 def _first_message(error: Any) -> str:
-    """The first complaint of a validation, or any other error's words."""
+    """Return the first message of a validation error, or the text of any other error."""
     return str(error.errors()[0]["msg"]) if hasattr(error, "errors") else str(error)
 
 
@@ -226,7 +232,7 @@ def _load_tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int
         raise ConfigError(
             f"--tasks {name}: there is no {path}",
             expected="arithmetic, gsm8k, or a file of tasks",
-            do="name the folder of gsm8k_test.jsonl with --data" if name == "gsm8k" else "look at the name again",
+            do="give the folder of gsm8k_test.jsonl with --data" if name == "gsm8k" else "check the path",
         )  # fmt: skip
     if name == "gsm8k":
         found = [
@@ -235,5 +241,5 @@ def _load_tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int
     else:
         found = [task for task, _ in zip(read_tasks(path, quarantine), range(n), strict=False)]
     for record in quarantine:
-        print(f"set aside: {record}", file=sys.stderr)
+        print(f"skipped: {record}", file=sys.stderr)
     return found

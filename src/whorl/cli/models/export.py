@@ -1,4 +1,4 @@
-"""`whorl export`: a model of the store, written as others read it."""
+"""`whorl export`: write a model of the store in another format."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def export(
         str,
         typer.Option(
             metavar="hf|gguf|FAMILY",
-            help="hf: the first family of transformers that fits; gguf: one file for llama.cpp; or a family by "
-            "name, as llama, qwen3, mixtral, clip.",
+            help="hf: the first matching family of transformers; gguf: one file for llama.cpp; or the name of a "
+            "family, e.g. llama, qwen3, mixtral, clip.",
         ),
     ] = "hf",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else as it is.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: unchanged.")
+    ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Write a model as a folder that transformers loads, or as a file that llama.cpp loads.
+    """Write a model as a folder for transformers, or as a file for llama.cpp.
 
     Examples:
 
@@ -61,32 +63,32 @@ def export(
     found = Store(store).open(artifact)
     if found.kind not in ("model", "vision"):
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+            f"{found.name} is a {found.kind}", expected="a model", do="list the artifacts with `whorl ls`"
         )
     found.check()
     weights = kinds[dtype] if dtype else None
     if found.kind == "vision":
-        pictures = import_vision(found.path)
+        vision_model = import_vision(found.path)
         family = str(found.summary["family"]) if to == "hf" else to
         if family not in VISION_FAMILIES:
-            raise ConfigError(f"--to {to}: {found.name} is a model of pictures", expected="hf, vit or clip")
-        export_vision(pictures, target, family, dtype=weights, source=found.path)
+            raise ConfigError(f"--to {to}: {found.name} is a vision model", expected="hf, vit or clip")
+        export_vision(vision_model, target, family, dtype=weights, source=found.path)
         print(f"{family}: {target}")
         return
     model = load_model(found.path)
     if not isinstance(model, Transformer):
         raise ConfigError(
-            f"{found.name} is the house's own decoder: n-gram memories and smeared keys, for which {to} has no word",
-            expected="a model whose plan gave it a shape that others know",
+            f"{found.name} is Whorl's own decoder, whose n-gram memories and smeared keys {to} cannot represent",
+            expected="a model with an architecture of transformers",
             do="train one with `whorl run llama`, or with [steps.plan.model] in a recipe (docs/models.md)",
         )
     if to == "gguf":
         from whorl.models.exchange.gguf.file import export_gguf
 
-        words = found.path if (found.path / "tokenizer.json").is_file() else None
+        tokenizer_folder = found.path if (found.path / "tokenizer.json").is_file() else None
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always", UserWarning)
-            export_gguf(model, target, dtype=weights, source=words)
+            export_gguf(model, target, dtype=weights, source=tokenizer_folder)
         for note in notes:
             print(f"note: {note.message}", file=sys.stderr)
     else:

@@ -1,4 +1,4 @@
-"""`whorl import`: a model of others becomes an artifact."""
+"""`whorl import`: read an external model into the store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from whorl.cli.options import StoreOption
 
 
 def import_(
-    folder: Annotated[str, typer.Argument(help="As transformers writes it: config.json and safetensors.")],
-    name: Annotated[str | None, typer.Option(help="Its name in the store; else the folder's.")] = None,
+    folder: Annotated[
+        str, typer.Argument(help="In the format of transformers: config.json and safetensors.")
+    ],
+    name: Annotated[str | None, typer.Option(help="Name in the store; default: that of the folder.")] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD", help="A field of config.json known not to matter; may be repeated."),
+        typer.Option(
+            metavar="FIELD", help="A field of config.json that does not affect the result; may be repeated."
+        ),
     ] = None,
     store: StoreOption = None,
 ) -> None:
@@ -34,13 +38,13 @@ def import_(
     from whorl.tracking.progress import Progress
 
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", name or Path(folder).resolve().name).strip("-_") or "model"
-    place_of = Path(folder).expanduser().absolute()
-    config = ImportConfig(folder=str(place_of), ignore=ignore or [])
-    kind = step_kinds()[import_step_for(place_of)]
-    recipe = Recipe("imported", "a model of others", {label: RecipeStep(label, kind, {}, config)})
+    source = Path(folder).expanduser().absolute()
+    config = ImportConfig(folder=str(source), ignore=ignore or [])
+    kind = step_kinds()[import_step_for(source)]
+    recipe = Recipe("imported", "an external model", {label: RecipeStep(label, kind, {}, config)})
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[label]
-    place = f" --store {store}" if store else ""
-    following = [f'whorl sample {artifact.name} "..."{place}'] if artifact.kind == "model" else []
-    following.append(f"whorl export {artifact.name} FOLDER{place}")
-    progress.log(f"model:  {artifact.path}\nnext:   " + "\n        ".join(following))
+    store_option = f" --store {store}" if store else ""
+    commands = [f'whorl sample {artifact.name} "..."{store_option}'] if artifact.kind == "model" else []
+    commands.append(f"whorl export {artifact.name} FOLDER{store_option}")
+    progress.log(f"model:  {artifact.path}\nnext:   " + "\n        ".join(commands))

@@ -1,4 +1,4 @@
-"""`whorl quantize`: a model of the store in fewer bits, as a model of its own."""
+"""`whorl quantize`: a quantized copy of a model in the store."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from whorl.cli.options import RefArgument, StoreOption
 
 def quantize(
     artifact: RefArgument,
-    scheme: Annotated[str, typer.Option(metavar="int8|int4|fp8", help="What a weight becomes.")] = "int8",
+    scheme: Annotated[
+        str, typer.Option(metavar="int8|int4|fp8", help="Number format of the weights.")
+    ] = "int8",
     group: Annotated[
         int | None,
-        typer.Option(min=2, help="Columns that share a scale; default: 64 for int4, else a row's all."),
+        typer.Option(min=2, help="Columns per scale; default: 64 for int4, else the whole row."),
     ] = None,
     dynamic: Annotated[
-        bool, typer.Option("--dynamic", help="Round activations too, row by row, and sum integers.")
+        bool, typer.Option("--dynamic", help="Also round activations, row by row; integer matrix products.")
     ] = False,
     calibrate: Annotated[
-        int, typer.Option(min=0, help="Rows of training text to round by (GPTQ); 0 rounds to the nearest.")
+        int, typer.Option(min=0, help="Rows of training text for GPTQ; 0 rounds to nearest.")
     ] = 0,
-    head: Annotated[bool, typer.Option("--head", help="The output matrix too, in int8.")] = False,
-    ngram: Annotated[bool, typer.Option("--ngram", help="N-gram tables too, in int8.")] = False,
+    head: Annotated[bool, typer.Option("--head", help="Also the output matrix, in int8.")] = False,
+    ngram: Annotated[bool, typer.Option("--ngram", help="Also the n-gram tables, in int8.")] = False,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="ARTIFACT", help="Token set to calibrate with; else the one it was trained on."),
+        typer.Option(metavar="ARTIFACT", help="Token set for calibration; default: the one of its training."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Its name in the store; else the model's and the scheme's.")
+        str | None, typer.Option(help="Name in the store; default: made of model and scheme.")
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Keep a model's matrices in few bits: a smaller model, which is sampled, scored and served as any other.
+    """Store a model's matrices in few bits. The result is used like any other model.
 
     Examples:
 
@@ -57,7 +59,7 @@ def quantize(
     found = opened.open(artifact)
     if found.kind != "model":
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+            f"{found.name} is a {found.kind}", expected="a model", do="list the artifacts with `whorl ls`"
         )
     group = 64 if group is None and scheme == "int4" else group
     rounding = "calibrated" if calibrate else "nearest"
@@ -81,7 +83,7 @@ def quantize(
         raise ConfigError(
             f"{flag} {first['input'] if first['loc'] else ''}".strip(), expected=first["msg"]
         ) from error
-    given = {"model": found}
+    parents = {"model": found}
     if calibrate:
         text = opened.open(tokens) if tokens else opened.find(found.parents.get("tokens", ""))
         if text is None or text.kind != "tokens":
@@ -90,9 +92,9 @@ def quantize(
                 if text is None
                 else f"--tokens {tokens} is a {text.kind}",
                 expected="a token set, encoded with the model's own tokenizer",
-                do="name one with --tokens, or leave --calibrate out",
+                do="give one with --tokens, or omit --calibrate",
             )
-        given["tokens"] = text
+        parents["tokens"] = text
     parts = [
         *found.name.split("/")[-2:],
         scheme,
@@ -105,10 +107,12 @@ def quantize(
     )
     recipe = Recipe(
         "quantized",
-        "a model in few bits",
-        {label: RecipeStep(label, step_kinds()["quantize"], {role: role for role in given}, config)},
+        "a quantized model",
+        {label: RecipeStep(label, step_kinds()["quantize"], {role: role for role in parents}, config)},
     )
     progress = Progress()
-    artifact_made = run_recipe(recipe, opened, progress, existing=given).artifacts[label]
-    place = f" --store {store}" if store else ""
-    progress.log(f'model:  {artifact_made.path}\nnext:   whorl sample {artifact_made.name} "..."{place}')
+    artifact_made = run_recipe(recipe, opened, progress, existing=parents).artifacts[label]
+    store_option = f" --store {store}" if store else ""
+    progress.log(
+        f'model:  {artifact_made.path}\nnext:   whorl sample {artifact_made.name} "..."{store_option}'
+    )

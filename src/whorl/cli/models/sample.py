@@ -1,4 +1,4 @@
-"""`whorl sample`: a model writes on, token by token, in the terminal."""
+"""`whorl sample`: continue a text in the terminal, token by token."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from whorl.cli.options import RefArgument, StoreOption
 
 def sample(
     artifact: RefArgument,
-    prompt: Annotated[str, typer.Argument(help="What the model continues; - reads standard input.")] = "",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens at most.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")] = "",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of tokens.")
+    ] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy decoding.")] = 0.8,
     top_p: Annotated[
-        float, typer.Option(min=0.001, max=1, help="Keep the likeliest that reach this.")
+        float,
+        typer.Option(
+            min=0.001, max=1, help="Nucleus sampling: smallest set of tokens with this probability."
+        ),
     ] = 0.95,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep the k likeliest; 0 keeps all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0 for all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Random seed; default: the time.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
     ] = None,
-    cache: Annotated[
-        bool, typer.Option(help="Keep keys and values, or whatever state (much faster).")
-    ] = True,
+    cache: Annotated[bool, typer.Option(help="Use the KV cache or recurrent state (much faster).")] = True,
     store: StoreOption = None,
 ) -> None:
-    """Let a model continue a text, streaming.
+    """Continue a text with a model and stream the result.
 
     Examples:
 
@@ -54,30 +57,32 @@ def sample(
     found = Store(store).open(artifact)
     if found.kind != "model":
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+            f"{found.name} is a {found.kind}", expected="a model", do="list the artifacts with `whorl ls`"
         )
     found.check()
     machine = probe()
-    torch.set_num_threads(1)  # one token's operations are too small to split over cores
+    torch.set_num_threads(1)  # the operations of one token are too small for several threads
     model = load_for_sampling(found.path, machine)
     tokenizer = load_tokenizer(found.path)
     text = _text(prompt)
     if isinstance(tokenizer, HFTokenizer):
-        healed, words = tokenizer.heal_prompt(text), tokenizer.token_bytes
+        healed, token_bytes = tokenizer.heal_prompt(text), tokenizer.token_bytes
     else:
-        healed, words = heal(tokenizer, text), tokenizer.token_bytes[: tokenizer.n_ordinary]
+        healed, token_bytes = heal(tokenizer, text), tokenizer.token_bytes[: tokenizer.n_ordinary]
     if model.max_positions is not None:
-        room = model.max_positions - len(healed.ids) + 1  # the last token is written, not read
+        room = model.max_positions - len(healed.ids) + 1  # the last token is generated but not read
         if room < 1:
             raise ConfigError(
                 f"the prompt is {len(healed.ids)} tokens long",
                 expected=f"at most {model.max_positions}, the longest row of {found.name}",
-                do="give less text before",
+                do="shorten the prompt",
             )
         max_tokens = min(max_tokens, room)
     rows = model.config.vocab_size
-    unspoken = range(tokenizer.vocab_size, rows)  # rows that only round the matrix up
-    silent = (i for i in tokenizer.control_ids if i < rows)  # a tokenizer of others may know more ids
+    padding_ids = range(tokenizer.vocab_size, rows)  # padding rows of the output matrix
+    control_ids = (
+        i for i in tokenizer.control_ids if i < rows
+    )  # an external tokenizer may have more ids than the model
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
     stream = generate(
         model,
@@ -85,15 +90,15 @@ def sample(
         SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k),
         generator(seed, "sample"),
         max_tokens=max_tokens,
-        banned_ids=(*silent, *unspoken),
+        banned_ids=(*control_ids, *padding_ids),
         forced_prefix=healed.forced_prefix,
-        token_bytes=words[:rows],
+        token_bytes=token_bytes[:rows],
         use_cache=cache,
     )
-    # In bytes, since what is to be written anew may begin inside a character, whose beginning the decoder keeps.
+    # Decode incrementally: the forced prefix may start inside a character.
     given = text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    fits = given.endswith(healed.forced_prefix)  # not if the tokenizer normalises text
+    fits = given.endswith(healed.forced_prefix)  # false if the tokenizer normalizes text
     sys.stdout.write(
         decoder.decode(given.removesuffix(healed.forced_prefix) if fits else tokenizer.decode(healed.ids))
     )
@@ -117,12 +122,12 @@ def sample(
 
 
 def _text(prompt: str) -> str:
-    """The prompt, read where it is given; raises ConfigError if it is no UTF-8."""
+    """Return the prompt, from standard input for "-". Raises ConfigError if it is not UTF-8."""
     from whorl.errors import ConfigError
 
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()
-    except UnicodeError as error:  # bytes of another encoding come as errors or as lone surrogates
+    except UnicodeError as error:  # other encodings raise, or contain lone surrogates
         raise ConfigError(f"the prompt cannot be read: {error}", expected="text in UTF-8") from error
     return text

@@ -1,7 +1,7 @@
-"""The picture of `whorl eval-scaling`: accuracy against what an answer costs, all curves of one model in one page.
+"""The chart of `whorl eval-scaling`: accuracy against sampled tokens per answer, all curves of one model.
 
-Both ways to spend more, longer thinking and more samples, have one axis in common: ids sampled for one answer. It is drawn
-in doublings, since that is how either is varied. Bands are 95 % intervals; a table below says every number.
+Longer thinking and more samples share one x axis: the tokens sampled for one answer, on a log2 scale. Dashed lines are 95 %
+intervals; a table below lists every value.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from pathlib import Path
 from whorl.align.test_time.scaling import CURVES, ScalingPoint, ScalingResult
 from whorl.report.charts import Series, line_chart
 
-COLOURS = ("#0f6a73", "#b4471b", "#6a4fa3", "#2e7d32", "#8a6d00", "#1565c0", "#ad1457")
+COLORS = ("#0f6a73", "#b4471b", "#6a4fa3", "#2e7d32", "#8a6d00", "#1565c0", "#ad1457")
 
 
 def scaling_page(scaling: ScalingResult, title: str, about: Sequence[str]) -> str:
-    """One self-contained HTML page.
+    """Return one self-contained HTML page.
 
     Args:
-        title: the model's name; about: sentences on what was measured.
+        title: name of the model.
+        about: sentences on the measurement.
     """
     names = list(scaling.curves)
     style = (files("whorl.report") / "style.css").read_text("utf-8")
     script = (files("whorl.report") / "page.js").read_text("utf-8")
-    for k, colour in enumerate(COLOURS):
+    for k, colour in enumerate(COLORS):
         style += f".line.c{k} {{ stroke: {colour}; }} .key.c{k} {{ background: {colour}; }}\n"
         style += (
             f".line.b{k} {{ stroke: {colour}; stroke-width: 1; stroke-dasharray: 2 3; opacity: 0.45; }}\n"
@@ -36,64 +37,63 @@ def scaling_page(scaling: ScalingResult, title: str, about: Sequence[str]) -> st
     style += ".key { display: inline-block; width: 18px; height: 3px; margin: 0 6px 4px 0; vertical-align: middle; }\n"
     style += "#tip { max-width: none; }\n.keys span { margin-right: 18px; white-space: nowrap; }"
     keys = "".join(
-        f'<span><i class="key c{k % len(COLOURS)}"></i>{escape(CURVES.get(name, name))}</span>'
+        f'<span><i class="key c{k % len(COLORS)}"></i>{escape(CURVES.get(name, name))}</span>'
         for k, name in enumerate(names)
     )
     rows = "".join(_row(name, point) for name in names for point in scaling.curves[name])
-    words = "".join(f"<p>{escape(text)}</p>" for text in about)
+    paragraphs = "".join(f"<p>{escape(text)}</p>" for text in about)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <title>Test-time scaling of {escape(title)}</title><style>{style}</style></head><body>
-<header><h1>Test-time scaling of {escape(title)}</h1></header><main>{words}
+<header><h1>Test-time scaling of {escape(title)}</h1></header><main>{paragraphs}
 {scaling_chart(scaling)}
 <p class="note keys">{keys}</p>
-<p class="note">Across: ids sampled for one answer, in doublings (8 is 256 ids). Up: share of the tasks answered right.
+<p class="note">x: tokens sampled per answer, log2 (8 is 256 tokens). y: accuracy.
 Dashed: 95 % intervals over tasks.</p>
-<div class="scroll"><table><thead><tr><th>curve</th><th class="n">budget or n</th><th class="n">ids an answer</th>
-<th class="n">right</th><th class="n">95 % interval</th></tr></thead><tbody>{rows}</tbody></table></div>
+<div class="scroll"><table><thead><tr><th>curve</th><th class="n">budget or n</th><th class="n">tokens per answer</th>
+<th class="n">accuracy</th><th class="n">95 % interval</th></tr></thead><tbody>{rows}</tbody></table></div>
 </main><div id="tip"></div><script>{script}</script></body></html>
 """
 
 
 def scaling_chart(scaling: ScalingResult) -> str:
-    """The picture itself, as SVG in both widths."""
+    """Return the chart as SVG in both widths."""
     series = []
     for k, points in enumerate(scaling.curves.values()):
         ordered = sorted(points, key=lambda p: p.tokens)
         x = [math.log2(max(1.0, p.tokens)) for p in ordered]
         for bound in ("low", "high"):
             series.append(
-                Series("", x, [getattr(p, bound) for p in ordered], f"b{k % len(COLOURS)}", has_tooltip=False)
+                Series("", x, [getattr(p, bound) for p in ordered], f"b{k % len(COLORS)}", has_tooltip=False)
             )
     for k, (name, points) in enumerate(scaling.curves.items()):
         ordered = sorted(points, key=lambda p: p.tokens)
         x = [math.log2(max(1.0, p.tokens)) for p in ordered]
         series.append(
-            Series(
-                CURVES.get(name, name), x, [p.accuracy for p in ordered], f"c{k % len(COLOURS)}", dots=True
-            )
+            Series(CURVES.get(name, name), x, [p.accuracy for p in ordered], f"c{k % len(COLORS)}", dots=True)
         )
     return line_chart(
-        series, label="Share of tasks answered right against ids sampled for one answer, a curve for each way to spend them",
-        x_label="doublings of ids an answer", height=380, y_range=(0.0, 1.0), y_format=lambda y: f"{y:.1%}",
+        series, label="Accuracy against tokens sampled per answer, one curve per method",
+        x_label="log2 of tokens per answer", height=380, y_range=(0.0, 1.0), y_format=lambda y: f"{y:.1%}",
     )  # fmt: skip
 
 
 def write_atomically(text: str, out: Path) -> None:
-    """Writes the page aside and renames it, so that a browser that reloads never sees half of it."""
+    """Write a page to a temporary file and rename it, so that a browser never reads a partial page."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(out)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(out)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _row(name: str, point: ScalingPoint) -> str:
     return (
-        f'<tr><td>{escape(CURVES.get(name, name))}</td><td class="n">{point.compute:,}</td><td class="n">{point.tokens:,.0f}</td>'
+        f'<tr><td>{escape(CURVES.get(name, name))}</td><td class="n">{point.compute:,}</td>'
+        f'<td class="n">{point.tokens:,.0f}</td>'
         f'<td class="n">{point.accuracy:.1%}</td><td class="n">{point.low:.1%} to {point.high:.1%}</td></tr>'
     )

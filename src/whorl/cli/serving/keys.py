@@ -1,4 +1,4 @@
-"""`whorl keys`: who may ask a server, and how much."""
+"""`whorl keys`: API keys of a server, with rate limits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Annotated
 
 import typer
 
-File = Annotated[Path, typer.Option("--file", metavar="FILE", help="Where keys are kept, as hashes.")]
+File = Annotated[Path, typer.Option("--file", metavar="FILE", help="File with the hashes of the keys.")]
 DEFAULT = Path("whorl-keys.json")
 
 
 def add(
-    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    name: Annotated[str, typer.Argument(help="Name of the owner.")],
     file: File = DEFAULT,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Else no limit.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Default: no limit.")] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Read and written together; else no limit.")
+        int | None, typer.Option(min=1, help="Prompt and output tokens together; default: no limit.")
     ] = None,
 ) -> None:
-    """Make a key. It is shown once, now: only its hash is kept.
+    """Make a key. It is shown only now; the file keeps its hash.
 
     Examples:
 
@@ -31,12 +31,12 @@ def add(
     from whorl.serve.middleware.auth import KeyFile
 
     key = KeyFile(file).add(name, requests_per_minute, tokens_per_minute)
-    print(f"the key of {name}, shown this once (serve with --api-key-file {file}):", file=sys.stderr)
+    print(f"key of {name}, shown only now (serve with --api-key-file {file}):", file=sys.stderr)
     print(key)
 
 
 def list(file: File = DEFAULT) -> None:
-    """List keys by id and name, with their limits.
+    """List the keys by id and name, with their limits.
 
     Examples:
 
@@ -55,9 +55,9 @@ def list(file: File = DEFAULT) -> None:
 
 
 def revoke(
-    which: Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")], file: File = DEFAULT
+    which: Annotated[str, typer.Argument(metavar="NAME", help="Name or id of the key.")], file: File = DEFAULT
 ) -> None:
-    """Take a key back; a running server hears of it within a second.
+    """Revoke a key; a running server applies it within a second.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`whorl route`: one address in front of servers that run already."""
+"""`whorl route`: a router in front of running servers."""
 
 from __future__ import annotations
 
@@ -9,29 +9,37 @@ import typer
 
 def route(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="URL...", help="Servers, as http://10.0.0.7:8000.")
+        list[str] | None, typer.Argument(metavar="URL...", help="Servers, e.g. http://10.0.0.7:8000.")
     ] = None,
     discover: Annotated[
-        str | None, typer.Option(metavar="NAME:PORT", help="Or a name that resolves to all their addresses.")
+        str | None, typer.Option(metavar="NAME:PORT", help="Or a DNS name that resolves to all addresses.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8080,
-    slo_ttft: Annotated[float | None, typer.Option(min=0, help="Promised seconds to the first byte.")] = None,
-    slo_tpot: Annotated[float | None, typer.Option(min=0, help="Promised seconds between events.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8080,
+    slo_ttft: Annotated[
+        float | None, typer.Option(min=0, help="Target of the time to the first byte, in seconds.")
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(min=0, help="Target of the time between events, in seconds.")
+    ] = None,
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Requests that a server runs at once (for advice).")
+        int, typer.Option(min=1, help="Concurrent requests per server, for the scaling advice.")
     ] = 32,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds for what runs, once told to stop.")] = 30.0,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds to finish running requests on shutdown.")
+    ] = 30.0,
     admin_key_sha256: Annotated[
         str | None,
-        typer.Option(envvar="WHORL_ADMIN_KEY_SHA256", metavar="HEX", help="Of the key for /v1/router/..."),
+        typer.Option(
+            envvar="WHORL_ADMIN_KEY_SHA256", metavar="HEX", help="SHA-256 of the key for /v1/router/..."
+        ),
     ] = None,
 ) -> None:
-    """Put one address in front of several servers of the same model.
+    """Route requests to several servers of the same model.
 
-    Requests go where the beginning of their prompt is cached, unless too much waits there. A server that fails is left
-    alone for a while; one that is drained (/v1/router/drain) finishes what it has. /v1/router/advice says how many servers
-    there should be, and why.
+    A request goes to the server that has the start of its prompt in its cache, unless that server's queue is too long. A
+    failing server gets no requests for a while. A drained one (/v1/router/drain) finishes its running requests.
+    /v1/router/advice returns the recommended number of servers and the reason.
 
     Examples:
 
@@ -50,17 +58,19 @@ def route(
         from whorl.router.router import make_router, serve_router
     except ImportError as error:
         raise ConfigError(
-            f"the server's parts are not installed ({error.name})",
+            f"the dependencies of the server are not installed ({error.name})",
             expected="the extra 'serve'",
             do="pip install 'whorl[serve]'",
         ) from error
     if bool(urls) == (discover is not None):
         raise ConfigError(
-            "servers are given twice or not at all", expected="either URLs or --discover NAME:PORT"
+            "both URLs and --discover were given, or neither", expected="either URLs or --discover NAME:PORT"
         )
-    wrong = [url for url in urls or () if not url.startswith(("http://", "https://"))]
-    if wrong:
-        raise ConfigError(f"{wrong[0]!r} is no server's address", expected="as http://10.0.0.7:8000")
+    invalid = [url for url in urls or () if not url.startswith(("http://", "https://"))]
+    if invalid:
+        raise ConfigError(
+            f"{invalid[0]!r} is not the address of a server", expected="e.g. http://10.0.0.7:8000"
+        )
     router = make_router(
         {url.split("://")[1].rstrip("/"): url for url in urls or ()},
         slo=SLO(slo_ttft, slo_tpot),

@@ -1,4 +1,4 @@
-"""`whorl serve`: a model over HTTP, and a page to talk with it."""
+"""`whorl serve`: a model over HTTP, with a chat page."""
 
 from __future__ import annotations
 
@@ -15,68 +15,78 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="An artifact (quickstart/pretrain), or a folder as transformers writes it."
+            metavar="MODEL",
+            help="An artifact (quickstart/pretrain), or a folder in the format of transformers.",
         ),
     ],
-    host: Annotated[str, typer.Option(help="Address; others than this machine need keys.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than this machine's, it requires keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 selects a free one.")] = 8000,
     api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Ask for keys, as `whorl keys add` makes them.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Require the keys of this file, made by `whorl keys add`."),
     ] = None,
-    no_auth: Annotated[
-        bool, typer.Option("--no-auth", help="No keys, although others can reach it.")
-    ] = False,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; else its own name.")] = None,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="No keys, even on a public address.")] = False,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API; default: that of the artifact.")
+    ] = None,
     embedder: Annotated[
-        str | None, typer.Option(metavar="ARTIFACT", help="An embedder to be served beside the model.")
+        str | None, typer.Option(metavar="ARTIFACT", help="An embedder to serve with the model.")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and answer together; else the model's own.")
+        int | None, typer.Option(min=2, help="Maximum tokens of prompt and output; default: the model's.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Answers that are written at once.")] = 32,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")] = 32,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens a step; smaller keeps answers flowing while prompts come in.")
+        int,
+        typer.Option(min=1, help="Tokens per engine step; a smaller number bounds the delay by prefills."),
     ] = 512,
     kv_cache_memory: Annotated[
         float | None,
-        typer.Option(metavar="GB", min=0.001, help="Of the cache; else a quarter of what is free."),
+        typer.Option(
+            metavar="GB", min=0.001, help="Memory of the KV cache; default: a quarter of the free memory."
+        ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Answers that may wait; more are told 503.")] = 512,
-    slo_ttft: Annotated[float, typer.Option(help="Promised seconds to the first token (/metrics).")] = 0.5,
-    slo_tpot: Annotated[float, typer.Option(help="Promised seconds a token after it.")] = 0.1,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds for what runs, once told to stop.")] = 30.0,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Maximum number of waiting requests; further ones get status 503.")
+    ] = 512,
+    slo_ttft: Annotated[
+        float, typer.Option(help="Target of the time to first token in seconds, for /metrics.")
+    ] = 0.5,
+    slo_tpot: Annotated[float, typer.Option(help="Target of the time per output token in seconds.")] = 0.1,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds to finish running requests on shutdown.")
+    ] = 30.0,
     weight_dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, int8 or int4: how a CPU keeps them; else as loaded."),
+        typer.Option(help="float32, bfloat16, int8 or int4: weight format on a CPU; default: as loaded."),
     ] = None,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="model or int8: the type of keys and values.")
-    ] = "model",
+    kv_cache_dtype: Annotated[str, typer.Option(help="model or int8: type of keys and values.")] = "model",
     prompt_lookup: Annotated[
         bool,
-        typer.Option(help="Guess tokens from the text itself (never changes one; helps where text repeats)."),
+        typer.Option(help="Speculative decoding with n-grams of the context; does not change the output."),
     ] = False,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=FOLDER", help="A LoRA adapter, served as a model of that name; may be repeated."
-        ),
+        typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter, served as model NAME; may be repeated."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; else what is faster here.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; else what is faster here.")] = None,
-    seed: Annotated[int, typer.Option(help="Of answers whose request brings no seed.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the faster one.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; default: the fastest number.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of requests without one.")] = 0,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Processes, each with cores of its own, behind one router.")
+        int, typer.Option(min=1, help="Server processes with separate cores behind one router.")
     ] = 1,
     manifest: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Print what kubernetes or ray must be told, and end.")
+        str | None, typer.Option(metavar="KIND", help="Print the manifest for kubernetes or ray and exit.")
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Serve a model: a page to talk with it, and an API that OpenAI's clients speak.
+    """Serve a model: a chat page and an API compatible with OpenAI's.
 
-    The page stands at the address that is printed; what the engine does can be watched at /engine. Stop with Ctrl-C: what
-    runs is finished first.
+    The page is at the printed address, the state of the engine at /engine. Ctrl-C finishes running requests first.
 
     Examples:
 
@@ -90,13 +100,13 @@ def serve(
 
         OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=none python -c "import openai; print(openai.models.list())"
 
-    For others, with keys and limits:
+    Open to a network, with keys and limits:
 
         whorl keys add alice --file keys.json --requests-per-minute 60
 
         whorl serve pretrain --host 0.0.0.0 --api-key-file keys.json
 
-    On more cores, or more machines:
+    On more cores or machines:
 
         whorl serve pretrain --replicas 4
 
@@ -108,7 +118,7 @@ def serve(
         from whorl.errors import ConfigError
 
         raise ConfigError(
-            f"the server's parts are not installed ({error.name})",
+            f"the dependencies of the server are not installed ({error.name})",
             expected="the extra 'serve'",
             do="pip install 'whorl[serve]'",
         ) from error
@@ -153,7 +163,7 @@ def serve(
         command, slo = [sys.executable, "-m", "whorl.cli", *same], SLO(slo_ttft, slo_tpot)
         serve_replicas(command, replicas, host, port, grace=drain + 10, slo=slo)
         return
-    listening = bind_socket(config)  # before the model is read: a port that is taken is known at once
+    listening = bind_socket(config)  # before the model is loaded, so that a used port is reported at once
     machine = probe(dtype=dtype, threads=threads)
     machine.apply()
     place = ModelLocation(model, store, name)
@@ -162,8 +172,8 @@ def serve(
     if place.kind == "model":
         sizes = engine_config(
             {
-                "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "seed": seed, "slo_tpot": slo_tpot,
-                "weight_dtype": weight_dtype, "kv_cache_dtype": kv_cache_dtype,
+                "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "seed": seed,
+                "slo_tpot": slo_tpot, "weight_dtype": weight_dtype, "kv_cache_dtype": kv_cache_dtype,
             }
         )  # fmt: skip
         memory = None if kv_cache_memory is None else int(kv_cache_memory * 1e9)
@@ -181,7 +191,7 @@ def serve(
         first = models[0]
         print(f"serving {first.name}: context {first.max_model_len:,} tokens", file=sys.stderr)
         if isinstance(first, ServedModel) and not first.chat_template.is_trained:
-            print("nobody taught it to chat: the page lets it complete text", file=sys.stderr)
+            print("the model has no trained chat template: the page completes text", file=sys.stderr)
         print(f"page    {url}/", file=sys.stderr)
         print(f"engine  {url}/engine", file=sys.stderr)
         print(f"API     {url}/v1", file=sys.stderr, flush=True)
