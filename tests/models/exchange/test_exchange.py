@@ -1,4 +1,4 @@
-"""Models of others in and out, held against their own library: the same logits, whole and piece by piece, there and back."""
+"""Exchange with Hugging Face: the same logits whole and in pieces, after import and after export."""
 
 from __future__ import annotations
 
@@ -9,69 +9,71 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.models.exchange_cases import CASES, IDS, logits, saved, small, theirs
+from tests.support.models.exchange_cases import CASES, IDS, hf_model, logits, save_hf_model, small
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange import FAMILIES, export_model, find_family, import_model
 from whorl.models.transformer_config import AttentionConfig, CustomMixer, MoEConfig, Rope, TransformerConfig
 
+PARTIAL_ROPE = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=4))
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_match_whole_cached_and_after_export(case: str, tmp_path: Path) -> None:
-    model = saved(case, tmp_path / "theirs")
+    model = save_hf_model(case, tmp_path / "hf")
     with torch.no_grad():
         want = model(IDS).logits
-    assert want.std() > 0.5  # else an agreement would say nothing
-    ours = import_model(tmp_path / "theirs")
-    torch.testing.assert_close(logits(ours), want, atol=1e-4, rtol=0)
+    assert want.std() > 0.5  # otherwise agreement is trivial
+    imported = import_model(tmp_path / "hf")
+    torch.testing.assert_close(logits(imported), want, atol=1e-4, rtol=0)
 
-    state = ours.new_state(2, 20)
+    state = imported.new_state(2, 20)
     with torch.no_grad():
-        pieces = [ours(ids, state=state) for ids in IDS.split([1, 3, 9, 1, 6], dim=1)]
-        torch.testing.assert_close(ours.logits(torch.cat(pieces, 1)), want, atol=1e-4, rtol=0)
+        pieces = [imported(ids, state=state) for ids in IDS.split([1, 3, 9, 1, 6], dim=1)]
+        torch.testing.assert_close(imported.logits(torch.cat(pieces, 1)), want, atol=1e-4, rtol=0)
 
     export_model(
-        ours, tmp_path / "ours", model.config.model_type, source=tmp_path / "theirs", shard_bytes=30_000
+        imported, tmp_path / "whorl", model.config.model_type, source=tmp_path / "hf", shard_bytes=30_000
     )
-    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
-    back, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert (tmp_path / "whorl" / "model.safetensors.index.json").exists()
+    back, info = type(model).from_pretrained(tmp_path / "whorl", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     with torch.no_grad():
         torch.testing.assert_close(back.eval()(IDS).logits, want, atol=1e-6, rtol=0)
-    again = import_model(tmp_path / "ours")
-    assert again.config == ours.config
+    again = import_model(tmp_path / "whorl")
+    assert again.config == imported.config
     assert all(
         torch.equal(a, b)
-        for a, b in zip(again.state_dict().values(), ours.state_dict().values(), strict=True)
+        for a, b in zip(again.state_dict().values(), imported.state_dict().values(), strict=True)
     )
 
 
 @pytest.mark.parametrize("case", ["llama-3", "gemma3", "qwen3"])
 def test_bf16_noise_matches_transformers(case: str, tmp_path: Path) -> None:
-    model = saved(case, tmp_path / "theirs")
+    model = save_hf_model(case, tmp_path / "hf")
     with torch.no_grad():
         exact = model(IDS).logits
         noise = (model.bfloat16()(IDS).logits.float() - exact).abs().mean()
     for to_train in (True, False):
-        ours = import_model(tmp_path / "theirs", dtype=torch.bfloat16, to_train=to_train)
-        assert 0 < (logits(ours) - exact).abs().mean() < 1.5 * noise
-        assert (ours.blocks[0].mlp.up.weight.dtype == torch.float32) == to_train
-        assert ours.final_norm.weight.dtype == torch.float32
+        imported = import_model(tmp_path / "hf", dtype=torch.bfloat16, to_train=to_train)
+        assert 0 < (logits(imported) - exact).abs().mean() < 1.5 * noise
+        assert (imported.blocks[0].mlp.up.weight.dtype == torch.float32) == to_train
+        assert imported.final_norm.weight.dtype == torch.float32
 
 
 def test_import_every_weight_gets_a_gradient(tmp_path: Path) -> None:
-    saved("deepseek", tmp_path / "theirs")
-    ours = import_model(tmp_path / "theirs")
-    ours.get_buffer(
+    save_hf_model("deepseek", tmp_path / "hf")
+    imported = import_model(tmp_path / "hf")
+    imported.get_buffer(
         "blocks.1.mlp.router.balance_bias"
-    ).zero_()  # drawn so strong that some experts see no token
-    ours.logits(ours(IDS)).square().mean().backward()
-    silent = [n for n, p in ours.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    assert not silent
+    ).zero_()  # random, it leaves experts without tokens
+    imported.logits(imported(IDS)).square().mean().backward()
+    no_gradient = [n for n, p in imported.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not no_gradient
 
 
 def test_import_reads_old_files(tmp_path: Path) -> None:
-    saved("gpt2", tmp_path / "m")
+    save_hf_model("gpt2", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     want = logits(import_model(tmp_path / "m"))
     weights = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
@@ -90,7 +92,7 @@ def test_import_reads_old_files(tmp_path: Path) -> None:
     [
         ("llama", {"logit_softcap": 30.0}, "logit_softcap is 30.0"),
         ("llama", {"mlp": "relu2"}, "mlp is 'relu2'"),
-        ("llama", {"mixers": {"m": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=4))}}, "rotary_dim"),
+        ("llama", {"mixers": {"m": PARTIAL_ROPE}}, "rotary_dim"),
         ("mixtral", {"experts": MoEConfig(n_experts=4, top_k=2, hidden=24, scale=2.0)}, r": experts.scale is 2.0, not 1.0"),
         ("llama", {"sandwich": True}, "sandwich is True"),
         ("qwen3", {}, "qk_norm"),
@@ -121,8 +123,8 @@ def test_whorl_family_supports_any_mixer_and_dtype(tmp_path: Path) -> None:
     export_model(model, tmp_path / "own")
     assert torch.equal(logits(import_model(tmp_path / "own")), logits(model))
     export_model(model, tmp_path / "low", dtype=torch.bfloat16)
-    low = load_file(tmp_path / "low" / "model.safetensors")
-    full = {name for name, t in low.items() if t.dtype != torch.bfloat16}
+    bf16 = load_file(tmp_path / "low" / "model.safetensors")
+    full = {name for name, t in bf16.items() if t.dtype != torch.bfloat16}
     assert full == {f"blocks.{n}.mlp.router.balance_bias" for n in range(2)}
     with pytest.raises(ConfigError, match="is not empty"):
         export_model(model, tmp_path / "own")
@@ -134,37 +136,32 @@ def test_whorl_family_supports_any_mixer_and_dtype(tmp_path: Path) -> None:
 
 
 def test_import_skips_multi_token_layers_with_warning(tmp_path: Path) -> None:
-    saved("deepseek", tmp_path / "m")
+    save_hf_model("deepseek", tmp_path / "m")
     path, want = tmp_path / "m" / "model.safetensors", logits(import_model(tmp_path / "m"))
     save_file({**load_file(path), "model.layers.2.eh_proj.weight": torch.ones(2, 2)}, path)
-    with pytest.warns(UserWarning, match="1 tensors behind the last layer"):
+    with pytest.warns(UserWarning, match="1 tensors after the last layer"):
         assert torch.equal(logits(import_model(tmp_path / "m")), want)
 
 
 def test_export_keeps_balance_bias_in_fp32(tmp_path: Path) -> None:
-    model = saved("deepseek", tmp_path / "theirs")
-    export_model(import_model(tmp_path / "theirs"), tmp_path / "low", "deepseek_v3", dtype=torch.bfloat16)
+    model = save_hf_model("deepseek", tmp_path / "hf")
+    export_model(import_model(tmp_path / "hf"), tmp_path / "low", "deepseek_v3", dtype=torch.bfloat16)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(
         load_file(tmp_path / "low" / "model.safetensors")[name], dict(model.named_buffers())[name]
     )
     back = type(model).from_pretrained(tmp_path / "low", dtype=torch.bfloat16)
-    assert dict(back.named_buffers())[name].dtype == torch.float32  # so they keep it too
+    assert dict(back.named_buffers())[name].dtype == torch.float32  # transformers keeps it in fp32 too
 
 
 def test_families_are_all_tested() -> None:
-    types = {theirs(case).config.model_type for case in CASES}
+    types = {hf_model(case).config.model_type for case in CASES}
     assert types == set(FAMILIES) - {"whorl"}
 
 
 def test_find_family_gives_a_reason_per_family() -> None:
-    shape = {
-        "vocab_size": 20,
-        "d_model": 32,
-        "n_layers": 1,
-        "mlp_hidden": 32,
-        "mixers": {"m": {"kind": "mamba"}},
-    }
-    with pytest.raises(ConfigError, match="no family of others") as error:
+    mamba = {"m": {"kind": "mamba"}}
+    shape = {"vocab_size": 20, "d_model": 32, "n_layers": 1, "mlp_hidden": 32, "mixers": mamba}
+    with pytest.raises(ConfigError, match="no family can express") as error:
         find_family(TransformerConfig.model_validate(shape))
     assert "\n    llama: " in str(error.value) and "\n    gpt2: " in str(error.value)

@@ -1,4 +1,4 @@
-"""What the fields of others' configurations mean for a network; one that would change a result unread is named."""
+"""Fields of Hugging Face config.json files: meaning, defaults, and errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ from whorl.models.transformer_config import AttentionConfig, MoEConfig, Rope, Tr
 
 def test_read_config_supports_older_fields(tmp_path: Path) -> None:
     base = {k: v for k, v in SHAPE.items() if v is not None} | {"rms_norm_eps": 1e-5, "hidden_act": "silu"}
-    old = base | {
-        "model_type": "llama",
-        "rope_theta": 5e5,
-        "rope_scaling": dict(LLAMA3),
-    }
+    old = base | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": dict(LLAMA3)}
     old["rope_scaling"].pop("rope_theta")
-    new = base | {
-        "model_type": "llama",
-        "rope_parameters": dict(LLAMA3),
-    }
+    new = base | {"model_type": "llama", "rope_parameters": dict(LLAMA3)}
     assert read_config(old, "old") == read_config(new, "new")
-    theirs_old = transformers.Gemma3TextConfig(
+    hf_old = transformers.Gemma3TextConfig(
         rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"rope_type": "linear", "factor": 8.0}
     )
     gemma = base | {
@@ -41,19 +34,10 @@ def test_read_config_supports_older_fields(tmp_path: Path) -> None:
     }
     gemma |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     near, far = read_config(gemma, "gemma").layer_mixers()
-    assert (
-        isinstance(near, AttentionConfig)
-        and near.rope
-        and near.rope.base == theirs_old.rope_parameters["sliding_attention"]["rope_theta"]
-    )
-    assert near.rope.scaling is None and near.window == theirs_old.sliding_window
-    assert (
-        isinstance(far, AttentionConfig)
-        and far.rope
-        and far.rope.scaling
-        and far.rope.base == 5e5
-        and far.window is None
-    )
+    assert isinstance(near, AttentionConfig) and isinstance(far, AttentionConfig) and near.rope and far.rope
+    assert near.rope.base == hf_old.rope_parameters["sliding_attention"]["rope_theta"]
+    assert near.rope.scaling is None and near.window == hf_old.sliding_window
+    assert far.rope.scaling and far.rope.base == 5e5 and far.window is None
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 7}
@@ -95,7 +79,7 @@ GEMMA = {
     "query_pre_attn_scalar": 256,
 }
 QWEN = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "rope_theta": 1e6}
-# The fields of published files, with which these models have just so many parameters: (fields, total, active in billions).
+# Published config.json files: (fields, total parameters, active parameters in billions).
 PUBLISHED: dict[str, tuple[dict[str, Any], int, float]] = {
     "GPT-2": (
         {"model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,

@@ -1,4 +1,4 @@
-"""Files of models in and out: shards, tokenizers carried over, and what is wrong with a file, by its name."""
+"""Files of exchange: shards, copied tokenizers, and errors that name damaged files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.models.exchange_cases import logits, saved
+from tests.support.models.exchange_cases import logits, save_hf_model
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange import Shards, export_model, import_model
@@ -19,7 +19,7 @@ from whorl.models.exchange.safetensors_io import plan_shards
 
 def test_shards_split_by_size_and_load(tmp_path: Path) -> None:
     assert plan_shards({"a": 4, "b": 4, "c": 9, "d": 1}, 8) == [["a", "b"], ["c"], ["d"]]
-    model = saved("llama", tmp_path / "one")
+    model = save_hf_model("llama", tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="10KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     torch.testing.assert_close(
@@ -29,11 +29,11 @@ def test_shards_split_by_size_and_load(tmp_path: Path) -> None:
 
 
 def test_import_names_damaged_tensor(tmp_path: Path) -> None:
-    saved("qwen2", tmp_path / "good")
+    save_hf_model("qwen2", tmp_path / "good")
     weights = load_file(tmp_path / "good" / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
 
-    def broken(change: dict[str, Any], drop: str = "") -> Path:
+    def damaged(change: dict[str, Any], drop: str = "") -> Path:
         folder = tmp_path / "bad"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "good", folder)
@@ -42,24 +42,24 @@ def test_import_names_damaged_tensor(tmp_path: Path) -> None:
         return folder
 
     for folder, message in (
-        (lambda: broken({}, drop=name), rf"tensor '{name}' is missing"),
+        (lambda: damaged({}, drop=name), rf"tensor '{name}' is missing"),
         (
-            lambda: broken({"model.extra": torch.ones(2)}),
-            r"model.safetensors: tensor 'model.extra' is not known",
+            lambda: damaged({"model.extra": torch.ones(2)}),
+            r"model.safetensors: tensor 'model.extra' is unknown",
         ),
-        (lambda: broken({name: torch.ones(48, 31)}), rf"tensor '{name}' has the shape \[48, 31\]"),
+        (lambda: damaged({name: torch.ones(48, 31)}), rf"tensor '{name}' has the shape \[48, 31\]"),
         (
-            lambda: broken({name: weights[name].t().contiguous()}),
+            lambda: damaged({name: weights[name].t().contiguous()}),
             rf"tensor '{name}' has the shape \[32, 48\]",
         ),
-        (lambda: broken({name: torch.ones(48, 32, dtype=torch.int8)}), rf"tensor '{name}' is of type I8"),
+        (lambda: damaged({name: torch.ones(48, 32, dtype=torch.int8)}), rf"tensor '{name}' is of type I8"),
     ):
         with pytest.raises(CheckpointError, match=message):
             import_model(folder())
 
 
 def test_import_names_truncated_and_missing_files(tmp_path: Path) -> None:
-    model = saved("qwen2", tmp_path / "m")
+    model = save_hf_model("qwen2", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     whole = path.read_bytes()
     for cut in (len(whole) - 1, len(whole) // 2, 20, 0):
@@ -97,16 +97,16 @@ def test_import_names_truncated_and_missing_files(tmp_path: Path) -> None:
 
 
 def test_export_copies_tokenizer_and_special_ids(tmp_path: Path) -> None:
-    saved("llama", tmp_path / "theirs")
-    (tmp_path / "theirs" / "tokenizer.json").write_bytes(b'{"a": 1}')
-    export_model(import_model(tmp_path / "theirs"), tmp_path / "ours", "llama", source=tmp_path / "theirs")
-    assert (tmp_path / "ours" / "tokenizer.json").read_bytes() == b'{"a": 1}'
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["eos_token_id"] == 2
-    assert (tmp_path / "ours" / "generation_config.json").exists()
+    save_hf_model("llama", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(b'{"a": 1}')
+    export_model(import_model(tmp_path / "hf"), tmp_path / "whorl", "llama", source=tmp_path / "hf")
+    assert (tmp_path / "whorl" / "tokenizer.json").read_bytes() == b'{"a": 1}'
+    assert json.loads((tmp_path / "whorl" / "config.json").read_text())["eos_token_id"] == 2
+    assert (tmp_path / "whorl" / "generation_config.json").exists()
 
 
 def test_import_names_file_of_impossible_network(tmp_path: Path) -> None:
-    saved("deepseek", tmp_path / "m")
+    save_hf_model("deepseek", tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"n_group": 3}))
     with pytest.raises(ConfigError, match=r"m/config.json: .*groups"):

@@ -1,4 +1,4 @@
-"""ViT and CLIP in and out, held against their own library: the same logits and vectors, there and back."""
+"""Exchange of ViT and CLIP with Hugging Face: the same logits and vectors after import and export."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.models.exchange_vision_cases import (
     MASK,
     close,
     gen,
+    hf_model,
+    hf_outputs,
     images,
-    imported,
-    our_outputs,
-    saved,
-    their_outputs,
-    theirs,
+    import_quietly,
+    save_hf_model,
     transformers,
+    whorl_outputs,
 )
 
 from whorl.errors import ConfigError
@@ -37,49 +37,49 @@ from whorl.objectives.contrastive import info_nce
 
 @pytest.mark.parametrize("case", CASES)
 def test_vision_outputs_match_at_any_size_and_after_export(case: str, tmp_path: Path) -> None:
-    model = saved(case, tmp_path / "theirs")
-    want, stretched = their_outputs(model), their_outputs(model, 24)
+    model = save_hf_model(case, tmp_path / "hf")
+    want, stretched = hf_outputs(model), hf_outputs(model, 24)
     assert want[-1].std() > 0.1 and (want[0] - stretched[0][:, : want[0].shape[1]]).abs().max() > 0.01
-    ours = imported(tmp_path / "theirs")
-    close(our_outputs(ours), want, 1e-4)
-    close(our_outputs(ours, 24), stretched, 1e-4)
-    if isinstance(ours, DualEncoder):  # without a mask padding is text, behind the end, where none looks
-        torch.testing.assert_close(ours.embed_texts(IDS), want[1], atol=1e-4, rtol=0)
+    imported = import_quietly(tmp_path / "hf")
+    close(whorl_outputs(imported), want, 1e-4)
+    close(whorl_outputs(imported, 24), stretched, 1e-4)
+    if isinstance(
+        imported, DualEncoder
+    ):  # without a mask padding is text after the end, which is not attended to
+        torch.testing.assert_close(imported.embed_texts(IDS), want[1], atol=1e-4, rtol=0)
 
     export_vision(
-        ours, tmp_path / "ours", model.config.model_type, source=tmp_path / "theirs", shard_bytes=20_000
+        imported, tmp_path / "whorl", model.config.model_type, source=tmp_path / "hf", shard_bytes=20_000
     )
-    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
+    assert (tmp_path / "whorl" / "model.safetensors.index.json").exists()
     options = {"add_pooling_layer": False} if case == "vit-headless" else {}
-    back, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True, **options)
+    back, info = type(model).from_pretrained(tmp_path / "whorl", output_loading_info=True, **options)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    close(their_outputs(back.eval()), want, 1e-6)
-    again = import_vision(tmp_path / "ours")
+    close(hf_outputs(back.eval()), want, 1e-6)
+    again = import_vision(tmp_path / "whorl")
     assert all(
         torch.equal(a, b)
-        for a, b in zip(again.state_dict().values(), ours.state_dict().values(), strict=True)
+        for a, b in zip(again.state_dict().values(), imported.state_dict().values(), strict=True)
     )
-    close(our_outputs(again), our_outputs(ours), 0)
+    close(whorl_outputs(again), whorl_outputs(imported), 0)
     assert back.config.architectures == model.config.architectures
 
 
 @pytest.mark.parametrize("case", ["vit", "clip"])
 def test_vision_bf16_noise_matches_transformers(case: str, tmp_path: Path) -> None:
-    noise = torch.zeros(3, 3)  # of theirs, ours to train and ours to run (rows), in each output (columns)
-    for seed in range(
-        8
-    ):  # one draw of weights says little: the noise of one vector is that of all its scores
-        model, folder = theirs(case, seed), tmp_path / str(seed)
+    noise = torch.zeros(3, 3)  # rows: Hugging Face, training, inference; columns: outputs
+    for seed in range(8):  # averaged: the scores of one vector share its noise
+        model, folder = hf_model(case, seed), tmp_path / str(seed)
         model.save_pretrained(folder)
-        exact = their_outputs(model)
-        ours = [import_vision(folder, dtype=torch.bfloat16, to_train=train) for train in (True, False)]
-        for row, found in enumerate([their_outputs(model.bfloat16()), *map(our_outputs, ours)]):
+        exact = hf_outputs(model)
+        imported = [import_vision(folder, dtype=torch.bfloat16, to_train=train) for train in (True, False)]
+        for row, found in enumerate([hf_outputs(model.bfloat16()), *map(whorl_outputs, imported)]):
             for column, (a, b) in enumerate(zip(found, exact, strict=True)):
                 assert row == 0 or a.dtype == torch.float32
                 noise[row, column] += (a.float() - b).abs().mean()
     noise = noise[:, : len(exact)]
     assert (0.3 * noise[0] < noise[1:]).all() and (noise[1:] < 1.3 * noise[0]).all(), noise
-    for to_train, one in zip((True, False), ours, strict=True):
+    for to_train, one in zip((True, False), imported, strict=True):
         tower = one.image if isinstance(one, DualEncoder) else one
         assert (tower.blocks[0].mlp.up.weight.dtype == torch.float32) == to_train
         assert tower.norm.weight.dtype == tower.positions.dtype == torch.float32
@@ -87,66 +87,65 @@ def test_vision_bf16_noise_matches_transformers(case: str, tmp_path: Path) -> No
 
 def test_vision_import_every_weight_gets_a_gradient(tmp_path: Path) -> None:
     for case in ("vit", "clip"):
-        saved(case, tmp_path / case)
-        ours = import_vision(tmp_path / case)
-        if isinstance(ours, DualEncoder):
-            info_nce(*ours(images(ours.image), IDS, MASK)).total.backward()
+        save_hf_model(case, tmp_path / case)
+        imported = import_vision(tmp_path / case)
+        if isinstance(imported, DualEncoder):
+            info_nce(*imported(images(imported.image), IDS, MASK)).total.backward()
         else:
-            ours(images(ours)).square().sum().backward()
-        for name, p in ours.named_parameters():
+            imported(images(imported)).square().sum().backward()
+        for name, p in imported.named_parameters():
             assert p.grad is not None and (p.grad.any() or name.endswith("k.bias")), name
 
 
 def test_vision_import_reads_shards_and_exports_bf16(tmp_path: Path) -> None:
-    model = saved("clip", tmp_path / "many", max_shard_size="10KB")
+    model = save_hf_model("clip", tmp_path / "many", max_shard_size="10KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    ours = import_vision(tmp_path / "many")
-    close(our_outputs(ours), their_outputs(model), 1e-4)
-    export_vision(ours, tmp_path / "low", "clip", dtype=torch.bfloat16)
+    imported = import_vision(tmp_path / "many")
+    close(whorl_outputs(imported), hf_outputs(model), 1e-4)
+    export_vision(imported, tmp_path / "low", "clip", dtype=torch.bfloat16)
     assert {t.dtype for t in load_file(tmp_path / "low" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "low" / "config.json").read_text())["dtype"] == "bfloat16"
     assert type(model).from_pretrained(tmp_path / "low").dtype == torch.bfloat16
 
 
 def test_vision_import_warns_about_pooler(tmp_path: Path) -> None:
-    model = saved("vit-headless", tmp_path / "m")
+    model = save_hf_model("vit-headless", tmp_path / "m")
     with pytest.warns(UserWarning, match=r"2 tensors are left out \('pooler.dense.bias'\)"):
-        ours = import_vision(tmp_path / "m")
-    assert isinstance(ours, ViT) and ours.params()["head"] == 0
-    torch.testing.assert_close(ours.features(images(ours)), their_outputs(model)[0][:, 0], atol=1e-4, rtol=0)
+        imported = import_vision(tmp_path / "m")
+    assert isinstance(imported, ViT) and imported.params()["head"] == 0
+    torch.testing.assert_close(
+        imported.features(images(imported)), hf_outputs(model)[0][:, 0], atol=1e-4, rtol=0
+    )
     with pytest.raises(ConfigError, match="classes is 0"):
-        ours(images(ours))
+        imported(images(imported))
 
 
 def test_clip_import_reads_old_files(tmp_path: Path) -> None:
-    model = saved("clip-old", tmp_path / "m")
+    model = save_hf_model("clip-old", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     weights = load_file(path)
     weights["text_model.embeddings.position_ids"] = torch.arange(10)[None]
     weights["vision_model.embeddings.position_ids"] = torch.arange(17)[None]
     save_file(weights, path)
-    ours = import_vision(tmp_path / "m")
-    assert isinstance(ours, DualEncoder) and ours.text.config.end_id == END
-    close(our_outputs(ours), their_outputs(model), 1e-4)
+    imported = import_vision(tmp_path / "m")
+    assert isinstance(imported, DualEncoder) and imported.text.config.end_id == END
+    close(whorl_outputs(imported), hf_outputs(model), 1e-4)
     with pytest.raises(ConfigError, match="row 1 of ids has no real token end_id"):
-        ours.embed_texts(torch.tensor([[3, END], [3, 4]]))
-    hidden = ours.text.hidden(torch.tensor([[3, 4, 5], [3, 4, 6]]))
+        imported.embed_texts(torch.tensor([[3, END], [3, 4]]))
+    hidden = imported.text.hidden(torch.tensor([[3, 4, 5], [3, 4, 6]]))
     assert (hidden[0, 2] - hidden[1, 2]).abs().max() > 1e-3
-    torch.testing.assert_close(hidden[0, :2], hidden[1, :2], atol=1e-6, rtol=1e-5)  # none sees what comes
+    torch.testing.assert_close(hidden[0, :2], hidden[1, :2], atol=1e-6, rtol=1e-5)  # causal
 
 
 @pytest.mark.parametrize("scale", [math.log(100.0), 5.5])
 def test_clip_import_keeps_large_scale(scale: float, tmp_path: Path) -> None:
-    model = theirs("clip")
+    model = hf_model("clip")
     model.logit_scale.data.fill_(scale)
     model.save_pretrained(tmp_path / "m")
-    ours = import_vision(tmp_path / "m")
-    assert isinstance(ours, DualEncoder)
-    assert ours.max_logit_scale == pytest.approx(math.exp(scale), rel=1e-6)
-    torch.testing.assert_close(our_outputs(ours)[2], their_outputs(model)[2], atol=1e-4, rtol=1e-5)
-
-
-# --- export
+    imported = import_vision(tmp_path / "m")
+    assert isinstance(imported, DualEncoder)
+    assert imported.max_logit_scale == pytest.approx(math.exp(scale), rel=1e-6)
+    torch.testing.assert_close(whorl_outputs(imported)[2], hf_outputs(model)[2], atol=1e-4, rtol=1e-5)
 
 
 def text(**change: Any) -> Encoder:
@@ -200,35 +199,35 @@ def test_vision_export_of_new_models_matches(tmp_path: Path) -> None:
         for number, p in enumerate(model.parameters()):
             p.data = torch.randn(p.shape, generator=gen(number)) * 0.3
         export_vision(model, tmp_path / family, family)
-        their = cls.from_pretrained(tmp_path / family).eval()
+        hf_model = cls.from_pretrained(tmp_path / family).eval()
         pictures = torch.randn(2, 3, 8, 8, generator=gen(1))
         ids = torch.tensor([[1, 4, 8, 0], [3, 3, 5, 8]])
         with torch.no_grad():
             if family == "vit":
-                found, want = model(pictures), their(pictures).logits
+                found, want = model(pictures), hf_model(pictures).logits
             else:
-                found, want = model.scores(pictures, ids), their(ids, pictures).logits_per_image
+                found, want = model.scores(pictures, ids), hf_model(ids, pictures).logits_per_image
         torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
         with pytest.raises(ConfigError, match="is not empty"):
             export_vision(model, tmp_path / family, family)
 
 
 def test_vision_export_copies_processor_labels_and_ids(tmp_path: Path) -> None:
-    saved("vit", tmp_path / "vit")
+    save_hf_model("vit", tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").write_bytes(b'{"image_mean": [0.5]}')
     config = json.loads((tmp_path / "vit" / "config.json").read_text())
     config["id2label"] = {str(n): name for n, name in enumerate(["crane", "tench", "crane", "hen", "kite"])}
-    config["label2id"] = {name: int(n) for n, name in config["id2label"].items()}  # two classes of one name
+    config["label2id"] = {name: int(n) for n, name in config["id2label"].items()}  # two classes share a name
     (tmp_path / "vit" / "config.json").write_text(json.dumps(config))
-    ours = import_vision(tmp_path / "vit")
-    export_vision(ours, tmp_path / "out", "vit", source=tmp_path / "vit")
+    imported = import_vision(tmp_path / "vit")
+    export_vision(imported, tmp_path / "out", "vit", source=tmp_path / "vit")
     assert (tmp_path / "out" / "preprocessor_config.json").read_bytes() == b'{"image_mean": [0.5]}'
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["id2label"] == config["id2label"] and written["label2id"] == config["label2id"]
     export_vision(vit(), tmp_path / "six", "vit", source=tmp_path / "vit")
     assert len(json.loads((tmp_path / "six" / "config.json").read_text())["id2label"]) == 6
 
-    saved("clip", tmp_path / "clip")
+    save_hf_model("clip", tmp_path / "clip")
     (tmp_path / "clip" / "tokenizer.json").write_bytes(b"{}")
     export_vision(import_vision(tmp_path / "clip"), tmp_path / "both", "clip", source=tmp_path / "clip")
     assert (tmp_path / "both" / "tokenizer.json").read_bytes() == b"{}"
@@ -237,4 +236,4 @@ def test_vision_export_copies_processor_labels_and_ids(tmp_path: Path) -> None:
 
 
 def test_vision_families_are_all_tested() -> None:
-    assert {theirs(case).config.model_type for case in CASES} == set(VISION_FAMILIES)
+    assert {hf_model(case).config.model_type for case in CASES} == set(VISION_FAMILIES)

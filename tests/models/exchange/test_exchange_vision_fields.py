@@ -1,4 +1,4 @@
-"""What the fields and tensors of others' ViT and CLIP mean; what would change a result is named."""
+"""Fields and tensors of Hugging Face ViT and CLIP files: meaning, defaults, and errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.models.exchange_vision_cases import saved, transformers
+from tests.support.models.exchange_vision_cases import save_hf_model, transformers
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange import VISION_FAMILIES, import_vision, read_vision_config
@@ -31,7 +31,7 @@ def test_clip_config_prefers_legacy_dictionaries() -> None:
     assert config.image.patch == want.vision_config.patch_size == 14
 
 
-# What old programs wrote into every file, and what it means for a network: nothing.
+# Fields of old files that do not affect the network.
 OLD = {
     "add_cross_attention": False, "bos_token_id": 0, "chunk_size_feed_forward": 0, "diversity_penalty": 0.0, "dropout": 0.0,
     "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "initializer_factor": 1.0,
@@ -40,7 +40,7 @@ OLD = {
     "top_k": 50, "top_p": 1.0, "torchscript": False, "transformers_version": "4.16.0", "attention_dropout": 0.0,
 }  # fmt: skip
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-# The fields of published files, with which these models have just so many parameters.
+# Published config.json files: (fields, total parameters).
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "ViT-B/16": (
         {"model_type": "vit", "architectures": ["ViTForImageClassification"], "attention_probs_dropout_prob": 0.0,
@@ -103,7 +103,7 @@ WRONG: list[tuple[str, str | None, dict[str, Any], str]] = [
 def test_vision_config_names_unsupported_field(
     case: str, part: str | None, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    saved(case, tmp_path)
+    save_hf_model(case, tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
     read_vision_config(data, "config.json")
     (data if part is None else data[part]).update(change)
@@ -111,9 +111,6 @@ def test_vision_config_names_unsupported_field(
         read_vision_config(data, "config.json")
     if change == {"zeal": 1}:
         read_vision_config(data, "config.json", ignore=("zeal",))
-
-
-# --- tensors
 
 
 @pytest.mark.parametrize(
@@ -126,11 +123,11 @@ def test_vision_config_names_unsupported_field(
     ],
 )
 def test_vision_import_names_damaged_tensor(case: str, name: str, tmp_path: Path) -> None:
-    saved(case, tmp_path / "good")
+    save_hf_model(case, tmp_path / "good")
     weights = load_file(tmp_path / "good" / "model.safetensors")
     for change, message in (
         ({name: None}, rf"tensor '{name}' is missing \(1 in all\)"),
-        ({"extra": torch.ones(2)}, r"model.safetensors: tensor 'extra' is not known"),
+        ({"extra": torch.ones(2)}, r"model.safetensors: tensor 'extra' is unknown"),
         ({name: torch.ones(3, 2)}, rf"tensor '{name}' has the shape \[3, 2\]"),
         ({name: torch.ones(weights[name].shape, dtype=torch.int8)}, rf"tensor '{name}' is of type I8"),
     ):

@@ -1,4 +1,4 @@
-"""GGUF files, read back by others: transformers' own reader, and llama.cpp itself where it is installed."""
+"""GGUF export of models, checked with the reader of `transformers` and with llama.cpp where it is installed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.models.gguf_files import field, gguf, llama_cpp
 
 from whorl.errors import ConfigError
 from whorl.models.decoder import Decoder, DecoderConfig
@@ -24,8 +25,6 @@ from whorl.models.transformer_config import (
     TransformerConfig,
 )
 from whorl.nn.positions.rotary import RopeScaling, rotary_frequencies
-
-gguf = pytest.importorskip("gguf")
 
 SHAPE: dict[str, Any] = {"vocab_size": 96, "d_model": 32, "n_layers": 2, "max_length": 64, "mlp_hidden": 48}
 IDS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(1))
@@ -55,8 +54,9 @@ SIGMOIDS = MoEConfig(
     n_experts=8, top_k=2, hidden=24, shared_hidden=48, scoring="sigmoid", scale=2.5, bias_balance=True, groups=(4, 2),
     dense_layers=(0,),
 )  # fmt: skip
+EXPERTS: dict[str, Any] = {"n_experts": 4, "top_k": 2, "hidden": 24}
 YARN = RopeScaling("yarn", 4.0, 16)
-# Both of DeepSeek's mscale 1: no gain in the tables, and all of it in the scale
+# DeepSeek with both mscale 1: the gain is in the scale, none in the tables
 LATENT_YARN = LATENT.model_copy(
     update={
         "q_rank": None,
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, TransformerConfig]] = {
     "llama-yarn": ("llama", shaped(heads(rope=Rope(scaling=YARN)))),
     "llama-yarn-gain": ("llama", shaped(heads(rope=Rope(scaling=RopeScaling("yarn", 4.0, 16, attention_factor=1.3))))),
     "llama-ntk": ("llama", shaped(heads(rope=Rope(scaling=RopeScaling("ntk", 4.0))))),
-    "llama-neighbours": ("llama", shaped(heads(rope=Rope(layout="interleaved"), scale=0.5))),
+    "llama-interleaved": ("llama", shaped(heads(rope=Rope(layout="interleaved"), scale=0.5))),
     "mixtral": ("llama", shaped(heads(), experts=MoEConfig(n_experts=4, top_k=2, hidden=48))),
     "qwen2": ("qwen2", shaped(heads(bias=True))),
     "qwen2-yarn": ("qwen2", shaped(heads(bias=True, rope=Rope(scaling=YARN)), tie_embeddings=True)),
@@ -119,8 +119,8 @@ CASES: dict[str, tuple[str, TransformerConfig]] = {
     "deepseek": ("deepseek2", shaped(LATENT, experts=SIGMOIDS)),
     "deepseek-yarn": ("deepseek2", shaped(LATENT_YARN, experts=SIGMOIDS)),
 }  # fmt: skip
-# What transformers' reader does not look for in the file, told to it.
-TOLD: dict[str, dict[str, Any]] = {
+# Fields that the reader of `transformers` does not read from the file.
+UNREAD_FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3-third": {
         "query_pre_attn_scalar": 8,
@@ -131,23 +131,14 @@ TOLD: dict[str, dict[str, Any]] = {
     "qwen2-moe": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     "qwen3-moe": {"moe_intermediate_size": 24},
 }
-# The cases that it can read: it overlooks biases and stretched positions, and does not know Mixtral's and DeepSeek's.
-THEIRS = [
-    "llama",
-    "llama-tied-wide",
-    "llama-ntk",
-    "llama-neighbours",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gpt2",
-    "qwen2-moe",
-    "qwen3-moe",
-]
+# Cases that the reader of `transformers` supports: no biases, no scaled positions, no Mixtral, no DeepSeek.
+READABLE = [
+    "llama", "llama-tied-wide", "llama-ntk", "llama-interleaved", "qwen2", "qwen3", "gemma2", "gpt2", "qwen2-moe", "qwen3-moe",
+]  # fmt: skip
 
 
-def drawn(config: TransformerConfig) -> Transformer:
-    """A model with every weight drawn, norms and biases too, so that a swapped one is seen."""
+def random_model(config: TransformerConfig) -> Transformer:
+    """Return a model with random weights, norms and biases included, so that swapped ones are noticed."""
     model = Transformer(config).eval()
     generator = torch.Generator().manual_seed(0)
     for name, tensor in model.state_dict().items():
@@ -159,39 +150,36 @@ def drawn(config: TransformerConfig) -> Transformer:
 @torch.no_grad()
 def logits(model: Transformer) -> torch.Tensor:
     out = model.logits(model(IDS))[0]
-    assert out.std() > 0.3  # else an agreement would say nothing
+    assert out.std() > 0.3  # otherwise agreement is trivial
     return out
 
 
-def written(config: TransformerConfig, folder: Path, **options: Any) -> tuple[Transformer, Path]:
-    model, file = drawn(config), folder / "m.gguf"
+def export(config: TransformerConfig, folder: Path, **options: Any) -> tuple[Transformer, Path]:
+    model, file = random_model(config), folder / "m.gguf"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         export_gguf(model, file, **options)
     return model, file
 
 
-@pytest.mark.parametrize("case", THEIRS)
+@pytest.mark.parametrize("case", READABLE)
 def test_gguf_logits_match_transformers(case: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, file = written(CASES[case][1], tmp_path)
-    # The steps of `from_pretrained(folder, gguf_file=...)`, which itself asks for one more package.
+    model, file = export(CASES[case][1], tmp_path)
+    # The steps of `from_pretrained(folder, gguf_file=...)`, which needs one more package.
     read = importlib.import_module("transformers.modeling_gguf_pytorch_utils").load_gguf_checkpoint
-    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=file.name, **TOLD.get(case, {}))
-    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    tensors = read(str(file), return_tensors=True, model_to_load=theirs)["tensors"]
-    missing, unexpected = theirs.load_state_dict(tensors, strict=False)
+    config = transformers.AutoConfig.from_pretrained(
+        tmp_path, gguf_file=file.name, **UNREAD_FIELDS.get(case, {})
+    )
+    hf_model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tensors = read(str(file), return_tensors=True, model_to_load=hf_model)["tensors"]
+    missing, unexpected = hf_model.load_state_dict(tensors, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if model.config.tie_embeddings else set())
     with torch.no_grad():
-        got = theirs(IDS).logits[0]
-    torch.testing.assert_close(got, logits(model), atol=1e-4, rtol=0)
-
-
-def llama_cpp(file: Path, **options: Any) -> Any:
-    library = pytest.importorskip("llama_cpp")
-    return library.Llama(str(file), verbose=False, n_threads=1, n_threads_batch=1, **options)
+        found = hf_model(IDS).logits[0]
+    torch.testing.assert_close(found, logits(model), atol=1e-4, rtol=0)
 
 
 def logits_of_llama_cpp(file: Path) -> torch.Tensor:
@@ -206,15 +194,15 @@ def logits_of_llama_cpp(file: Path) -> torch.Tensor:
 def test_gguf_logits_match_llama_cpp(case: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     architecture, config = CASES[case]
-    model, file = written(config, tmp_path)
+    model, file = export(config, tmp_path)
     assert field(file, "general.architecture") == architecture
-    want, got = logits(model), logits_of_llama_cpp(file)
-    # its GELU is a table in half precision
+    want, found = logits(model), logits_of_llama_cpp(file)
+    # llama.cpp's GELU is a table in half precision
     atol = 3e-2 if config.mlp in ("geglu", "gelu_tanh") else 2e-4
-    torch.testing.assert_close(got, want, atol=atol, rtol=0)
+    torch.testing.assert_close(found, want, atol=atol, rtol=0)
 
 
-# What llama.cpp's own converter writes of these models, beyond the widths; so that a change is seen without llama.cpp.
+# Fields that llama.cpp's converter writes for these models; detects changes without llama.cpp.
 FIELDS: dict[str, dict[str, Any]] = {
     "llama-tied-wide": {
         "context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48, "vocab_size": 96,
@@ -247,30 +235,30 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def close(value: Any) -> Any:
-    """Numbers of single precision to six digits, the rest as it is."""
+    """Round floats to six digits."""
     return float(f"{value:.5e}") if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize("case", FIELDS)
 def test_gguf_fields_follow_architecture(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
-    _, file = written(config, tmp_path)
+    _, file = export(config, tmp_path)
     reader = gguf.GGUFReader(file)
     found = {name: reader.get_field(f"{architecture}.{name}") for name in FIELDS[case]}
-    got = {name: None if f is None else f.contents() for name, f in found.items()}
-    assert {n: close(v) for n, v in got.items()} == {n: close(v) for n, v in FIELDS[case].items()}
+    found = {name: None if f is None else f.contents() for name, f in found.items()}
+    assert {n: close(v) for n, v in found.items()} == {n: close(v) for n, v in FIELDS[case].items()}
 
 
 def test_gguf_tensors_for_llama_cpp_only(tmp_path: Path) -> None:
     scaling = RopeScaling("llama3", 8.0, 16)
-    _, file = written(CASES["llama-3"][1], tmp_path)
+    _, file = export(CASES["llama-3"][1], tmp_path)
     tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors}
     want = rotary_frequencies(8, 5e5) / rotary_frequencies(8, 5e5, scaling)
     np.testing.assert_allclose(tensors["rope_freqs.weight"], want.numpy(), rtol=1e-6)
     assert tensors["rope_freqs.weight"].max() == 8.0
     file.unlink()
 
-    model, file = written(CASES["deepseek"][1], tmp_path)
+    model, file = export(CASES["deepseek"][1], tmp_path)
     tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors}
     both = model.get_parameter("blocks.1.mixer.kv_b.weight").detach().view(4, 22, 16).numpy()
     np.testing.assert_array_equal(tensors["blk.1.attn_k_b.weight"], both[:, :12].swapaxes(1, 2))
@@ -279,37 +267,33 @@ def test_gguf_tensors_for_llama_cpp_only(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors["blk.1.exp_probs_b.bias"], balance)
 
 
-def field(file: Path, name: str) -> Any:
-    return gguf.GGUFReader(file).get_field(name).contents()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gguf_dtype_applies_to_matrices_only(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, file = written(CASES["mixtral"][1], tmp_path, dtype=dtype)
+    model, file = export(CASES["mixtral"][1], tmp_path, dtype=dtype)
     reader = gguf.GGUFReader(file)
-    kinds = {t.name: t.tensor_type.name for t in reader.tensors}
+    types = {t.name: t.tensor_type.name for t in reader.tensors}
     low = {torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
-    assert {n for n, kind in kinds.items() if kind == "F32"} == {
-        n for n in kinds if "norm" in n or "ffn_gate_inp" in n
+    assert {n for n, dtype_name in types.items() if dtype_name == "F32"} == {
+        n for n in types if "norm" in n or "ffn_gate_inp" in n
     }
-    assert set(kinds.values()) == {"F32", low}
+    assert set(types.values()) == {"F32", low}
     assert field(file, "general.file_type") == (1 if low == "F16" else 32)
-    # the numbers themselves: nothing is rounded but to that type
+    # values are rounded to that type only
     down = next(t for t in reader.tensors if t.name == "blk.1.ffn_down_exps.weight")
-    ours = torch.stack([model.get_parameter(f"blocks.1.mlp.experts.down.{e}") for e in range(4)])
-    stored = torch.from_numpy(np.array(down.data)).view(dtype).reshape(ours.shape)
-    assert torch.equal(stored, ours.detach().to(dtype))
+    weights = torch.stack([model.get_parameter(f"blocks.1.mlp.experts.down.{e}") for e in range(4)])
+    stored = torch.from_numpy(np.array(down.data)).view(dtype).reshape(weights.shape)
+    assert torch.equal(stored, weights.detach().to(dtype))
 
 
 def test_gguf_unsupported_window_limits_context(tmp_path: Path) -> None:
-    model = drawn(shaped(heads(window=20)))
+    model = random_model(shaped(heads(window=20)))
     with pytest.warns(UserWarning, match="longest row is 20"):
         export_gguf(model, tmp_path / "m.gguf")
     assert field(tmp_path / "m.gguf", "llama.context_length") == 20
     assert field(tmp_path / "m.gguf", "tokenizer.ggml.model") == "none"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        export_gguf(drawn(shaped(heads(window=64))), tmp_path / "n.gguf")
+        export_gguf(random_model(shaped(heads(window=64))), tmp_path / "n.gguf")
     assert field(tmp_path / "n.gguf", "llama.context_length") == 64
 
 
@@ -334,8 +318,8 @@ def test_gguf_unsupported_window_limits_context(tmp_path: Path) -> None:
             CASES["gemma2"][1].model_copy(update={"tie_embeddings": False}), "tie_embeddings is False",
         ),
         (shaped(LATENT, experts=SIGMOIDS, norm_eps=1e-5), "eps of the latents"),
-        (shaped(heads(qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24, dense_layers=(0,))), "dense_layers"),
-        (shaped(heads(qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24, norm_topk_prob=False)), "norm_topk_prob"),
+        (shaped(heads(qk_norm=True), experts=MoEConfig(**EXPERTS, dense_layers=(0,))), "dense_layers"),
+        (shaped(heads(qk_norm=True), experts=MoEConfig(**EXPERTS, norm_topk_prob=False)), "norm_topk_prob"),
     ],
 )  # fmt: skip
 def test_gguf_export_names_unsupported_field(config: TransformerConfig, message: str, tmp_path: Path) -> None:
@@ -351,7 +335,7 @@ def test_gguf_export_rejects_decoder(tmp_path: Path) -> None:
 
 
 def test_gguf_export_rejects_bad_target_and_weights(tmp_path: Path) -> None:
-    model, file = written(CASES["llama"][1], tmp_path)
+    model, file = export(CASES["llama"][1], tmp_path)
     before = file.read_bytes()
     with pytest.raises(ConfigError, match="exists"):
         export_gguf(model, file)
@@ -361,7 +345,7 @@ def test_gguf_export_rejects_bad_target_and_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dtype is torch\.int8"):
         export_gguf(model, tmp_path / "n.gguf", dtype=torch.int8)
     with pytest.raises(ConfigError, match=r"weights are torch\.float64"):
-        export_gguf(drawn(CASES["llama"][1]).double(), tmp_path / "n.gguf")
+        export_gguf(random_model(CASES["llama"][1]).double(), tmp_path / "n.gguf")
     model.embedding.data[3, 3] = 1e6
     with pytest.raises(ConfigError, match=r"'token_embd.weight' holds 1e\+06"):
         export_gguf(model, tmp_path / "n.gguf", dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: the ids of llama.cpp held against those of the tokenizers that they were made of."""
+"""Vocabularies of GGUF files: ids of llama.cpp against those of the source tokenizers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.models.gguf_files import field, gguf, llama_cpp
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange.gguf.file import export_gguf
@@ -19,9 +20,7 @@ from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 from whorl.tokens.pretokens import PATTERN
 from whorl.tokens.tokenizer import Tokenizer
 
-gguf = pytest.importorskip("gguf")
-
-# What is trained on, and what the ids are compared on.
+# Training text, and texts whose ids are compared.
 SOURCE = Path(warnings.__file__).read_text(encoding="utf-8")
 HELD_OUT = Path(json.decoder.__file__).read_text(encoding="utf-8")
 TEXTS = [
@@ -33,17 +32,8 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def llama_cpp(file: Path, **options: Any) -> Any:
-    library = pytest.importorskip("llama_cpp")
-    return library.Llama(str(file), verbose=False, n_threads=1, n_threads_batch=1, **options)
-
-
-def field(file: Path, name: str) -> Any:
-    return gguf.GGUFReader(file).get_field(name).contents()
-
-
 def byte_level(splits: tuple[str, ...], folder: Path) -> Any:
-    """A tokenizer of the `tokenizers` library that splits so, trained, in `folder`."""
+    """Train a byte-level tokenizer of the `tokenizers` library with these splits, and save it in `folder`."""
     library = pytest.importorskip("tokenizers")
     steps: list[Any] = [
         library.pre_tokenizers.Digits(individual_digits=True)
@@ -53,22 +43,22 @@ def byte_level(splits: tuple[str, ...], folder: Path) -> Any:
         if s != "GPT-2"
     ]
     steps.append(library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="GPT-2" in splits))
-    made = library.Tokenizer(library.models.BPE(ignore_merges=True))
-    made.pre_tokenizer = library.pre_tokenizers.Sequence(steps)
+    tokenizer = library.Tokenizer(library.models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(steps)
     trainer = library.trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
         special_tokens=["<|start|>", "<|end|>"],
     )  # fmt: skip
-    made.train_from_iterator([SOURCE, *TEXTS[2:4]], trainer)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.train_from_iterator([SOURCE, *TEXTS[2:4]], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         '{"eos_token": "<|end|>", "bos_token": {"content": "<|start|>"}}'
     )
-    return made
+    return tokenizer
 
 
-def only_words(folder: Path, vocab_size: int, file: Path) -> Path:
-    """A GGUF file with nothing but the vocabulary."""
+def write_vocabulary(folder: Path, vocab_size: int, file: Path) -> Path:
+    """Write a GGUF file with only the vocabulary."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         vocabulary = read_vocabulary(folder, vocab_size)
@@ -83,32 +73,32 @@ def only_words(folder: Path, vocab_size: int, file: Path) -> Path:
 
 @pytest.mark.parametrize("splits", SPLITS, ids=SPLITS.values())
 def test_byte_level_ids_match_llama_cpp(splits: tuple[str, ...], tmp_path: Path) -> None:
-    made = byte_level(splits, tmp_path)
-    file = only_words(tmp_path, 1000, tmp_path / "v.gguf")
+    tokenizer = byte_level(splits, tmp_path)
+    file = write_vocabulary(tmp_path, 1000, tmp_path / "v.gguf")
     assert field(file, "tokenizer.ggml.pre") == SPLITS[splits]
-    assert field(file, "tokenizer.ggml.eos_token_id") == made.token_to_id("<|end|>")
-    assert field(file, "tokenizer.ggml.bos_token_id") == made.token_to_id("<|start|>")
+    assert field(file, "tokenizer.ggml.eos_token_id") == tokenizer.token_to_id("<|end|>")
+    assert field(file, "tokenizer.ggml.bos_token_id") == tokenizer.token_to_id("<|start|>")
     assert field(file, "tokenizer.ggml.add_bos_token") is False
     assert field(file, "tokenizer.ggml.tokens")[-1] == "[PAD999]"
     engine = llama_cpp(file, vocab_only=True)
     for text in TEXTS:
-        got = engine.tokenize(text.encode(), add_bos=False, special=False)
-        assert got == made.encode(text, add_special_tokens=False).ids
+        found_ids = engine.tokenize(text.encode(), add_bos=False, special=False)
+        assert found_ids == tokenizer.encode(text, add_special_tokens=False).ids
     engine.close()
 
 
-def by_pieces(folder: Path, **changes: Any) -> Any:
-    """A tokenizer like Llama 2's, trained, in `folder`: blanks as U+2581, bytes for unknown characters, all pairs."""
+def sentencepiece_like(folder: Path, **changes: Any) -> Any:
+    """Train and save a tokenizer like Llama 2's: blanks as U+2581, byte fallback, all merges."""
     library = pytest.importorskip("tokenizers")
-    made = library.Tokenizer(library.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = library.Tokenizer(library.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps = [library.normalizers.Prepend("\u2581"), library.normalizers.Replace(" ", "\u2581")]
-    made.normalizer = library.normalizers.Sequence(steps)
+    tokenizer.normalizer = library.normalizers.Sequence(steps)
     special = ["<unk>", "<s>", "</s>"]
     trainer = library.trainers.BpeTrainer(
         vocab_size=900, special_tokens=[*special, *(f"<0x{b:02X}>" for b in range(256))], show_progress=False,
     )  # fmt: skip
-    made.train_from_iterator(SOURCE.splitlines(keepends=True), trainer)
-    data = json.loads(made.to_str())
+    tokenizer.train_from_iterator(SOURCE.splitlines(keepends=True), trainer)
+    data = json.loads(tokenizer.to_str())
     vocabulary, merges = data["model"]["vocab"], data["model"]["merges"]
     rank = {"".join(pair): n for n, pair in reversed(list(enumerate(merges)))}
     data["model"]["merges"] = [
@@ -130,116 +120,125 @@ def by_pieces(folder: Path, **changes: Any) -> Any:
 
 
 def test_sentencepiece_ids_match_llama_cpp(tmp_path: Path) -> None:
-    made = by_pieces(tmp_path)
-    file = only_words(tmp_path, 900, tmp_path / "v.gguf")
+    tokenizer = sentencepiece_like(tmp_path)
+    file = write_vocabulary(tmp_path, 900, tmp_path / "v.gguf")
     assert field(file, "tokenizer.ggml.model") == "llama"
     assert field(file, "tokenizer.ggml.token_type")[:4] == [2, 3, 3, 6]  # unknown, control, control, byte
     assert field(file, "tokenizer.ggml.add_bos_token") is True
     assert field(file, "tokenizer.ggml.add_space_prefix") is True
     engine = llama_cpp(file, vocab_only=True)
     for text in filter(None, TEXTS):
-        got = engine.tokenize(text.encode(), add_bos=True, special=False)
-        assert got == made.encode(text).ids
+        found_ids = engine.tokenize(text.encode(), add_bos=True, special=False)
+        assert found_ids == tokenizer.encode(text).ids
     engine.close()
 
 
 def test_vocabulary_rejects_merges_without_scores(tmp_path: Path) -> None:
-    by_pieces(tmp_path)
+    sentencepiece_like(tmp_path)
     data = json.loads((tmp_path / "tokenizer.json").read_text())
     merges = data["model"]["merges"]
     tokens = ["".join(m) for m in merges]
     several = next(t for t in tokens if tokens.count(t) > 1)
     first = tokens.index(several)
-    by_pieces(tmp_path, merges=merges[:first] + merges[first + 1 :])
+    sentencepiece_like(tmp_path, merges=merges[:first] + merges[first + 1 :])
     with pytest.raises(ConfigError, match="no \\('"):
         read_vocabulary(tmp_path, 900)
-    by_pieces(tmp_path, merges=[*merges[:first], *merges[first + 1 :], merges[first]])
+    sentencepiece_like(tmp_path, merges=[*merges[:first], *merges[first + 1 :], merges[first]])
     with pytest.raises(ConfigError, match="in two places"):
         read_vocabulary(tmp_path, 900)
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
-    folder = tmp_path_factory.mktemp("ours")
-    made = Tokenizer.train([SOURCE], 700, special_tokens=["<|sep|>"], workers=1)
-    made.save(folder)
-    return made, folder
+def whorl_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
+    folder = tmp_path_factory.mktemp("whorl_tokenizer")
+    tokenizer = Tokenizer.train([SOURCE], 700, special_tokens=["<|sep|>"], workers=1)
+    tokenizer.save(folder)
+    return tokenizer, folder
 
 
-def test_whorl_vocabulary_warns_and_keeps_merge_order(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
-    made, folder = ours
-    assert WHORL_PATTERN == PATTERN  # which the floor below cannot import
+def test_whorl_vocabulary_warns_and_keeps_merge_order(
+    whorl_tokenizer: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
+    tokenizer, folder = whorl_tokenizer
+    assert WHORL_PATTERN == PATTERN  # models cannot import tokens
     with pytest.warns(UserWarning, match="2 tokens in 100"):
-        found = read_vocabulary(folder, made.vocab_size)
+        found = read_vocabulary(folder, tokenizer.vocab_size)
     assert found.pre == FALLBACK_PRE
-    assert found.special_ids == {"bos": made.bos_id, "eos": made.eos_id, "pad": made.pad_id}
+    assert found.special_ids == {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
     assert found.add_bos and not found.add_eos
-    assert found.token_types == [1] * made.n_ordinary + [3] * 4
+    assert found.token_types == [1] * tokenizer.n_ordinary + [3] * 4
     merges = [" ".join(m) for m in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
     assert sorted(found.merges) == sorted(merges) and found.merges != merges
     letters = [m for m in merges if any(c.isascii() and c.isalnum() for c in m)]
     assert len(letters) > 200
-    assert [m for m in found.merges if m in set(letters)] == letters  # their order is as it was
+    assert [m for m in found.merges if m in set(letters)] == letters  # in the original order
     first = found.merges.index(letters[0])
     assert all(m in found.merges[:first] for m in ("( )", ") :", "Ġ =", "Ċ ĠĠĠĠ") if m in merges)
     assert first > 10
 
 
-def test_whorl_ids_nearly_match_llama_cpp(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
-    made, folder = ours
-    engine = llama_cpp(only_words(folder, made.vocab_size, tmp_path / "v.gguf"), vocab_only=True)
+def test_whorl_ids_nearly_match_llama_cpp(whorl_tokenizer: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+    tokenizer, folder = whorl_tokenizer
+    engine = llama_cpp(write_vocabulary(folder, tokenizer.vocab_size, tmp_path / "v.gguf"), vocab_only=True)
 
-    def borders(ids: list[int]) -> set[int]:
-        return set(np.cumsum([len(made.token_bytes[i]) for i in ids]).tolist())
+    def boundaries(ids: list[int]) -> set[int]:
+        return set(np.cumsum([len(tokenizer.token_bytes[i]) for i in ids]).tolist())
 
     for text in TEXTS:
-        got = engine.tokenize(text.encode(), add_bos=False, special=False)
-        assert made.decode(got) == text.encode()
-    same = made.encode(HELD_OUT).tolist(), engine.tokenize(HELD_OUT.encode(), add_bos=False, special=False)
-    kept, wanted = borders(same[1]), borders(same[0])
+        found_ids = engine.tokenize(text.encode(), add_bos=False, special=False)
+        assert tokenizer.decode(found_ids) == text.encode()
+    same = (
+        tokenizer.encode(HELD_OUT).tolist(),
+        engine.tokenize(HELD_OUT.encode(), add_bos=False, special=False),
+    )
+    kept, wanted = boundaries(same[1]), boundaries(same[0])
     assert len(kept & wanted) > 0.97 * len(wanted) and len(same[1]) < 1.01 * len(same[0])
     injected = engine.tokenize(b"a<|eos|>b", add_bos=False, special=False)
-    assert injected == made.encode("a<|eos|>b").tolist() and made.eos_id not in injected
+    assert injected == tokenizer.encode("a<|eos|>b").tolist() and tokenizer.eos_id not in injected
     assert engine.tokenize(b"a<|sep|>b", add_bos=True, special=True) == [
-        made.bos_id, *made.encode("a<|sep|>b", allow_special=True).tolist(),
+        tokenizer.bos_id, *tokenizer.encode("a<|sep|>b", allow_special=True).tolist(),
     ]  # fmt: skip
-    assert (engine.token_bos(), engine.token_eos()) == (made.bos_id, made.eos_id)
+    assert (engine.token_bos(), engine.token_eos()) == (tokenizer.bos_id, tokenizer.eos_id)
     engine.close()
 
 
-def test_llama_cpp_continues_like_whorl(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
-    made, folder = ours
+def test_llama_cpp_continues_like_whorl(whorl_tokenizer: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+    tokenizer, folder = whorl_tokenizer
     config = TransformerConfig(
-        vocab_size=made.vocab_size, d_model=32, n_layers=2, max_length=64, mlp_hidden=48,
+        vocab_size=tokenizer.vocab_size, d_model=32, n_layers=2, max_length=64, mlp_hidden=48,
         mixers={"full": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, qk_norm=True)},
     )  # fmt: skip
     model, file = Transformer(config, torch.Generator().manual_seed(0)), tmp_path / "m.gguf"
-    for p in model.parameters():  # large enough that the likeliest id is far from the next
+    for p in model.parameters():  # large, so that the best id is far from the second
         p.data *= 1.0 if p.dim() == 1 else 10.0
     with pytest.warns(UserWarning, match="2 tokens in 100"):
         export_gguf(model, file, source=folder)
     engine = llama_cpp(file, n_ctx=64, type_k=0, type_v=0, flash_attn=False)
     prompt = engine.tokenize(b"def main(", add_bos=True)
-    assert prompt == [made.bos_id, *made.encode("def main(").tolist()]
+    assert prompt == [tokenizer.bos_id, *tokenizer.encode("def main(").tolist()]
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(12):
             ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
-    got = [token for token, _ in zip(engine.generate(prompt, temp=0.0, top_k=1), range(12), strict=False)]
-    assert got == ids[len(prompt) :] and len(set(got)) > 3
+    found_ids = [
+        token for token, _ in zip(engine.generate(prompt, temp=0.0, top_k=1), range(12), strict=False)
+    ]
+    assert found_ids == ids[len(prompt) :] and len(set(found_ids)) > 3
     engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*2 tokens in 100")
-def test_vocabulary_rejects_unsupported_tokenizers(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
-    made, folder = ours
+def test_vocabulary_rejects_unsupported_tokenizers(
+    whorl_tokenizer: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
+    tokenizer, folder = whorl_tokenizer
     with pytest.raises(CheckpointError, match="below 600"):
         read_vocabulary(folder, 600)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_vocabulary(tmp_path, 600)
     data = json.loads((folder / "tokenizer.json").read_text())
 
-    def refused(path: list[Any], value: Any, message: str) -> None:
+    def rejects(path: list[Any], value: Any, message: str) -> None:
         changed = json.loads(json.dumps(data))
         at = changed
         for key in path[:-1]:
@@ -247,11 +246,11 @@ def test_vocabulary_rejects_unsupported_tokenizers(ours: tuple[Tokenizer, Path],
         at[path[-1]] = value
         (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
         with pytest.raises((ConfigError, CheckpointError), match=message):
-            read_vocabulary(tmp_path, made.vocab_size)
+            read_vocabulary(tmp_path, tokenizer.vocab_size)
 
-    refused(["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], r"\w+", "pre_tokenizer is")
-    refused(["normalizer"], {"type": "Lowercase"}, "normalizer is Lowercase")
-    refused(["model", "type"], "Unigram", "model.type is Unigram")
-    refused(["model", "merges"], None, "cannot be read as a tokenizer")
-    refused(["added_tokens", 1, "content"], "<|end|>", "no token ends a text")
-    refused(["added_tokens", 1, "content"], "<|bos|>", "stands for two ids")
+    rejects(["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], r"\w+", "pre_tokenizer is")
+    rejects(["normalizer"], {"type": "Lowercase"}, "normalizer is Lowercase")
+    rejects(["model", "type"], "Unigram", "model.type is Unigram")
+    rejects(["model", "merges"], None, "cannot be read as a tokenizer")
+    rejects(["added_tokens", 1, "content"], "<|end|>", "no token ends a text")
+    rejects(["added_tokens", 1, "content"], "<|bos|>", "stands for two ids")

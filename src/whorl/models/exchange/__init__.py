@@ -1,13 +1,18 @@
-"""Models of others in, ours out: folders as `transformers` writes and reads them.
+"""Import and export of models in the formats of Hugging Face `transformers` and GGUF.
 
     model = import_model(Path("Qwen3-0.6B"), dtype=torch.bfloat16)
     export_model(model, Path("mine"), "qwen3", source=Path("Qwen3-0.6B"))
     clip = import_vision(Path("clip-vit-base-patch32"))
 
-A family is a file here, or part of one: a table of fields and a table of tensors, both ways. Adding one is its table, and
-its name in `FAMILIES`. `files.py` reads and writes shards, `fields.py` refuses what it does not know, `rules.py`
-says how a tensor of theirs becomes one of ours, `weights.py` moves them, `family.py` says what most have in common.
-`convert.py` puts them together for language models, `vision.py` for ViT and CLIP (`vit.py`, `clip.py`).
+A family is a file in `families/`, or part of one: a table of fields and a table of tensors, for both directions. Adding a
+family means adding its table and its name in `FAMILIES`.
+
+safetensors_io.py   reads and writes weight files
+fields.py           reads config.json and rejects unsupported fields
+rules.py            conversions between tensors of a family and of Whorl
+weights.py          applies the rules to whole models
+family.py           common parts of families
+convert.py          language models; families/vision.py: ViT and CLIP
 """
 
 from whorl.models.exchange.convert import FAMILIES, export_model, find_family, import_model, read_config

@@ -1,12 +1,14 @@
-"""`import_model` and `export_model`: a folder of others to a `Transformer`, and back.
+"""`import_model` and `export_model`: a folder of `transformers` to a `Transformer`, and back.
 
-Importing goes: read the fields, build the network without memory, work out from the rules which tensors there must be and of
-which shapes, compare that with the headers of the files, and only then read weights, a rule at a time (`weights.py`).
+Import reads the fields, builds the network on the meta device, and derives the required tensors and shapes from the rules.
+It compares these with the headers of the files before it reads weights, a rule at a time (`weights.py`).
 
-What a folder must hold is exact: a tensor too many is as much of an error as one too few, since it means that the
-network is not the one that was trained. Three kinds of tensors may be left unread: tables computed from nothing (old
-files hold causal masks and rotary frequencies), the head of a tied model if it equals the embedding, and layers behind the
-last one, which predict further tokens (with a warning).
+Every tensor must match: an extra tensor is an error like a missing one, because the network then differs from the trained
+one. Three kinds of tensors may be left unread:
+
+- computed tables (causal masks and rotary frequencies in old files);
+- the head of a tied model, if it equals the embedding;
+- multi-token prediction layers after the last layer, with a warning.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def _whorl_rules(config: TransformerConfig) -> list[ConversionRule]:
     return [unchanged(name, name) for name in _meta_model(config, torch.float32).state_dict()]
 
 
-# Our own shape of the same files: every `Transformer` can be written so, whatever its mixers.
+# Whorl's own field names in the same file format: every `Transformer` can be written so, with any mixers.
 WHORL_FAMILY = ModelFamily(
     "whorl",
     "Transformer",
@@ -80,10 +82,10 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def read_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) -> TransformerConfig:
-    """The shape that a `config.json` describes.
+    """Return the configuration that a `config.json` describes.
 
     Args:
-        data: its object; where: its path, for messages; ignore: fields that the caller vouches for.
+        data: its object; where: its path, for messages; ignore: fields that the caller declares harmless.
 
     Raises:
         ConfigError: a field that is missing, wrong, or would change the result and is not supported.
@@ -106,16 +108,16 @@ def import_model(
     to_train: bool = True,
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """The model of a folder with `config.json` and safetensors weights.
+    """Return the model of a folder with `config.json` and safetensors weights.
 
     Args:
-        dtype: the type that activations are computed in.
-        to_train: keep all weights in fp32; False keeps the matrices in `dtype`, for a model that is only run.
-        ignore: names of fields in `config.json` that are known not to change the result.
+        dtype: compute type of the activations.
+        to_train: keep all weights in fp32; False keeps the matrices in `dtype`, for inference.
+        ignore: names of fields in `config.json` that do not change the result.
 
     Raises:
         ConfigError: see `read_config`.
-        CheckpointError: a file is missing or damaged; a tensor is missing, unknown, or of another shape or type.
+        CheckpointError: a file is missing or damaged; a tensor is missing, unknown, or has another shape or type.
     """
     where = folder / "config.json"
     data = read_json(where)
@@ -123,7 +125,7 @@ def import_model(
     family = FAMILIES[data["model_type"]]
     try:
         model = _meta_model(config, dtype)
-    except ConfigError as error:  # a part of the network finds its numbers impossible
+    except ConfigError as error:  # a layer rejects its sizes
         raise ConfigError(f"{where}: {error.what}", expected=error.expected) from error
     shards = Shards(folder)
     own = model.state_dict()
@@ -133,7 +135,7 @@ def import_model(
     low = set() if to_train else matmul_weights(model) | {"embedding", "positions", "head"}
     state = load_tensors(shards, names, rules, own, low, dtype, device)
     if any(name not in own for name, _ in model.named_buffers()):
-        model = Transformer(config, dtype=dtype)  # buffers that are not stored must be made
+        model = Transformer(config, dtype=dtype)  # buffers that are not stored must be computed
     model.load_state_dict(state, assign=True)
     return model.to(device)
 
@@ -147,22 +149,24 @@ def export_model(
     source: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a model as a folder of some family.
+    """Write a model as a folder of a family.
 
     Args:
         family: its `model_type`.
-        dtype: of the weights written; None keeps each as it is.
-        source: a folder whose tokenizer files, generation settings and special ids are carried over.
-        shard_bytes: the largest file of weights.
+        dtype: of the weights written; None keeps each unchanged.
+        source: a folder whose tokenizer files, generation settings and special ids are copied.
+        shard_bytes: the maximum size of a weight file.
 
     Raises:
-        ConfigError: the family cannot express this model (the field is named), or `folder` is not empty.
+        ConfigError: the family cannot express this model (the error names the field), or `folder` is not empty.
     """
     chosen = FAMILIES[model_type({"model_type": family}, "export_model", FAMILIES)]
     fields = _config_fields(model.config, chosen)
     rules, own = chosen.rules(model.config), model.state_dict()
     if left := set(own) - {name for rule in rules for name in rule.names}:
-        raise unsupported_by_family(f"it has the tensor {sorted(left)[0]!r}", f"the tensors of {family}")
+        raise unsupported_by_family(
+            f"the model has the tensor {sorted(left)[0]!r}", f"the tensors of {family}"
+        )
     types = export_dtypes(own, dtype)
     fields["dtype"] = str(types["embedding"]).removeprefix("torch.")
     for name in ("generation_config.json", "config.json") if source is not None else ():
@@ -174,10 +178,10 @@ def export_model(
 
 
 def find_family(config: TransformerConfig) -> str:
-    """The first family that can express a model, our own left out.
+    """Return the first family that can express a model, except Whorl's own.
 
     Raises:
-        ConfigError: none can; what stands in the way of each is named.
+        ConfigError: none can; the error lists the reason for each.
     """
     reasons = []
     for name, family in FAMILIES.items():
@@ -188,14 +192,14 @@ def find_family(config: TransformerConfig) -> str:
             except ConfigError as error:
                 reasons.append(f"{name}: {error.what.removeprefix(UNSUPPORTED_PREFIX)}")
     raise ConfigError(
-        "no family of others can express this model\n    " + "\n    ".join(reasons),
-        expected="a shape that one of them has",
-        do="export it as 'whorl', which every model can be written as",
+        "no family can express this model\n    " + "\n    ".join(reasons),
+        expected="a configuration that one of the families has",
+        do="export it as 'whorl', which can express every model",
     )
 
 
 def _config_fields(config: TransformerConfig, family: ModelFamily) -> dict[str, Any]:
-    """What its config.json says; raises ConfigError where the family has no word for something."""
+    """Return the fields of config.json; raise ConfigError where the family cannot express one."""
     fields = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -203,7 +207,7 @@ def _config_fields(config: TransformerConfig, family: ModelFamily) -> dict[str, 
     }
     back = read_config(fields, f"the {family.model_type} written of this model")
     if found := config_differences(config, back):
-        raise unsupported_by_family(found[0], f"what {family.model_type} can say")
+        raise unsupported_by_family(found[0], f"a value that {family.model_type} can express")
     return fields
 
 
@@ -213,7 +217,7 @@ def _meta_model(config: TransformerConfig, dtype: torch.dtype) -> Transformer:
 
 
 def _file_names(shards: Shards, family: ModelFamily) -> dict[str, str]:
-    """Name in the family's table -> name in the file. Some files leave the prefix out."""
+    """Return a map from names in the family's table to names in the file. Some files leave the prefix out."""
     found = shards.names()
     bare = not any(name.startswith(family.prefix) for name in found)
     return {family.prefix + name if bare and name != family.head else name: name for name in found}
@@ -226,7 +230,7 @@ def _check(
     family: ModelFamily,
     config: TransformerConfig,
 ) -> None:
-    """Raises CheckpointError unless the files hold just the wanted tensors."""
+    """Raise CheckpointError unless the files hold exactly the expected tensors."""
     extra = [
         n for n in unmatched_tensors(shards, names, shapes) if not re.fullmatch(family.ignored_tensors, n)
     ]
@@ -235,7 +239,7 @@ def _check(
     ]
     if further and family is DEEPSEEK:
         warnings.warn(
-            f"{shards.folder}: {len(further)} tensors behind the last layer are left out: they predict further tokens",
+            f"{shards.folder}: {len(further)} tensors after the last layer are left out (multi-token prediction)",
             stacklevel=3,
         )
         extra = [n for n in extra if n not in further]
@@ -245,7 +249,7 @@ def _check(
             raise CheckpointError(
                 f"{shards.file_of[names[family.head]]}: tensor {family.head!r} differs from {family.embedding!r}",
                 expected="the same, since tie_word_embeddings is true in config.json",
-                do="set tie_word_embeddings to false if the head is a matrix of its own",
+                do="set tie_word_embeddings to false if the head is a separate matrix",
             )
         extra.remove(family.head)
     reject_unexpected(shards, names, extra, family.model_type, len(shapes))

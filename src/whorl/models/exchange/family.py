@@ -1,11 +1,11 @@
-"""What a family is: a table of fields and a table of tensors, both ways; and what most families share.
+"""A model family: a table of fields and a table of tensors for both directions, and the common parts of families.
 
-`read` makes a `TransformerConfig` of a `config.json`, `write` makes the fields of one, `rules` lists the tensors. Whether
-a model can be written as some family is not decided by a list of conditions: its fields are written, read back, and the
-two configurations compared (`differences`); so a feature that a family cannot express is found by construction.
+`read` makes a `TransformerConfig` of a `config.json`, `write` makes the fields of a configuration, `rules` lists the
+tensors. To check whether a model can be written as a family, its fields are written and read back, and the two
+configurations are compared (`config_differences`). This finds unsupported features without a list of conditions.
 
-Most families are Llama with differences (Touvron et al. 2023, arXiv:2302.13971), so the helpers here speak of Llama's
-names, and the families' files say what differs.
+Most families are Llama with differences (Touvron et al. 2023, arXiv:2302.13971). The helpers here use Llama's names, and
+the families' files state the differences.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from whorl.nn.mlp import GATED, Activation
 class ModelFamily:
     """One family of models.
 
-    model_type, architecture: what their `config.json` calls it; prefix: of the names of all tensors but the head (some files
-    lack it); no_weights: a pattern of names that are tables computed from nothing, and may be left unread.
+    model_type, architecture: its names in `config.json`; prefix: of the names of all tensors but the head (some files
+    lack it); ignored_tensors: a pattern of names of computed tables, which may be left unread.
     """
 
     model_type: str
@@ -41,9 +41,9 @@ class ModelFamily:
 
 
 def config_differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
-    """Where two configurations mean different networks, as "field is x, not y".
+    """Return the differences between two networks, as "field is x, not y".
 
-    Names of mixers do not matter, and the width of perceptrons does not where all layers have experts in their place.
+    Names of mixers are ignored, and so is the MLP's width where all layers have experts.
     """
     found = []
     for n, (x, y) in enumerate(zip(a.layer_mixers(), b.layer_mixers(), strict=False)):
@@ -52,14 +52,14 @@ def config_differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
         "mixers": True,
         "pattern": True,
         "experts": {"expert_dropout", "token_dropout"},
-    }  # of training alone
+    }  # for training only
     if all(c.has_experts(n) for c in (a, b) for n in range(c.n_layers)):
         out["mlp_hidden"] = True
     return _dict_differences(a.model_dump(exclude=out), b.model_dump(exclude=out)) + found
 
 
 def _canonical(mixer: Any) -> dict[str, Any]:
-    """A mixer's fields: bounds that a scaling leaves to its kind filled in, a share that is the whole left out."""
+    """Return a mixer's fields with defaults of the scaling filled in, and without a rotary fraction of 1."""
     fields: dict[str, Any] = mixer.model_dump()
     rope = getattr(mixer, "rope", None)
     if isinstance(mixer, AttentionConfig) and rope is not None and rope.rotary_dim == mixer.head_dim:
@@ -82,7 +82,7 @@ def _dict_differences(a: dict[str, Any], b: dict[str, Any], path: str = "") -> l
 
 
 def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
-    """The shortest pattern that, repeated, gives these names."""
+    """Return the shortest pattern whose repetition gives these names."""
     for length in range(1, len(names) + 1):
         if all(name == names[n % length] for n, name in enumerate(names)):
             return tuple(names[:length])
@@ -90,7 +90,7 @@ def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def require_attention(config: TransformerConfig) -> list[AttentionConfig]:
-    """The mixers of all layers, which must be attention with heads.
+    """Return the mixers of all layers, which must be multi-head attention.
 
     Raises:
         ConfigError: one is another mixer.
@@ -107,22 +107,22 @@ UNSUPPORTED_PREFIX = "this model cannot be written as that family: "
 
 
 def unsupported_by_family(what: str, expected: str) -> ConfigError:
-    """The error of a model that a family cannot express."""
+    """Return the error for a model that a family cannot express."""
     return ConfigError(
         UNSUPPORTED_PREFIX + what,
         expected=expected,
-        do="export it as 'whorl', which every model can be written as",
+        do="export it as 'whorl', which can express every model",
     )
 
 
 def read_attention(
     fields: ConfigReader, *, kv_heads: int | None, head_dim: int | None, base: float, **others: Any
 ) -> AttentionConfig:
-    """The attention of a Llama-like file. kv_heads, head_dim, base: what an absent field means (None: from others).
+    """Return the attention of a Llama-like file. kv_heads, head_dim, base: values of absent fields (None: derived).
 
     Raises:
-        ConfigError: a field is wrong, or `partial_rotary_factor` is not 1: without a scaling, these families' own
-            programs turn all features whatever it says.
+        ConfigError: a field is wrong, or `partial_rotary_factor` is not 1: without a scaling, the families' programs
+            ignore it and rotate all features.
     """
     n_heads = fields.get("num_attention_heads", int, above=0)
     width = fields.get("hidden_size", int, above=0)
@@ -151,7 +151,7 @@ def read_shape(
     act_default: str | None = "silu",
     max_length: int | None = None,
 ) -> dict[str, Any]:
-    """The arguments of `TransformerConfig` that every Llama-like file has."""
+    """Return the arguments of `TransformerConfig` that every Llama-like file has."""
     return {
         "vocab_size": fields.get("vocab_size", int, above=1),
         "d_model": fields.get("hidden_size", int, above=0),
@@ -165,17 +165,17 @@ def read_shape(
 
 
 def sliding_mixers(full: AttentionConfig, sliding: AttentionConfig, slides: Sequence[bool]) -> dict[str, Any]:
-    """`mixers` and `pattern` of layers of which some slide."""
+    """Return `mixers` and `pattern` of layers, some with sliding windows."""
     names = ["sliding" if s else "full" for s in slides]
     mixers = {"full": full, "sliding": sliding}
     return {"mixers": {n: mixers[n] for n in dict.fromkeys(names)}, "pattern": shortest_pattern(names)}
 
 
 def write_shape(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that every Llama-like file has, the activation's left out.
+    """Return the fields that every Llama-like file has, without the activation.
 
     Raises:
-        ConfigError: positions are not rotary, or some features do not turn.
+        ConfigError: positions are not rotary, or some features do not rotate.
     """
     first = require_attention(config)[0]
     if first.rope is None:
@@ -200,7 +200,7 @@ def write_shape(config: TransformerConfig) -> dict[str, Any]:
 
 
 def write_windows(config: TransformerConfig) -> dict[str, Any]:
-    """`sliding_window` and `layer_types`."""
+    """Return `sliding_window` and `layer_types`."""
     windows = [h.window for h in require_attention(config)]
     return {
         "sliding_window": next((w for w in windows if w is not None), None),
@@ -209,7 +209,7 @@ def write_windows(config: TransformerConfig) -> dict[str, Any]:
 
 
 def embedding_and_head_rules(config: TransformerConfig) -> list[ConversionRule]:
-    """Embedding, final norm and head, by Llama's names."""
+    """Return rules for embedding, final norm and head, by Llama's names."""
     rules = [
         unchanged("model.embed_tokens.weight", "embedding"),
         unchanged("model.norm.weight", "final_norm.weight"),
@@ -218,7 +218,7 @@ def embedding_and_head_rules(config: TransformerConfig) -> list[ConversionRule]:
 
 
 def attention_rules(hf_prefix: str, prefix: str, heads: AttentionConfig) -> list[ConversionRule]:
-    """Queries, keys, values and output of one layer; both prefixes end in a dot."""
+    """Return rules for queries, keys, values and output of one layer; both prefixes end in a dot."""
     parts = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
     rules = [unchanged(f"{hf_prefix}{a}.weight", f"{prefix}{b}.weight") for a, b in parts.items()]
     for a, b in parts.items():
@@ -232,10 +232,10 @@ def attention_rules(hf_prefix: str, prefix: str, heads: AttentionConfig) -> list
 def mlp_rules(
     hf_prefix: str, prefix: str, config: TransformerConfig, bias: bool | None = None
 ) -> list[ConversionRule]:
-    """A gated perceptron: gate and up behind each other in ours; both prefixes end in a dot.
+    """Return rules for a gated MLP, whose gate and up projection are concatenated in Whorl; both prefixes end in a dot.
 
     Raises:
-        ConfigError: the perceptron has no gate.
+        ConfigError: the MLP has no gate.
     """
     if config.mlp not in GATED:
         raise unsupported_by_family(f"mlp is {config.mlp!r}", " or ".join(GATED))
@@ -249,7 +249,7 @@ def mlp_rules(
 
 
 def prenorm_rules(hf_prefix: str, prefix: str) -> list[ConversionRule]:
-    """Llama's two norms of one layer; both prefixes end in a dot."""
+    """Return rules for Llama's two norms of one layer; both prefixes end in a dot."""
     return [
         unchanged(f"{hf_prefix}input_layernorm.weight", f"{prefix}mixer_norm.weight"),
         unchanged(f"{hf_prefix}post_attention_layernorm.weight", f"{prefix}mlp_norm.weight"),

@@ -1,9 +1,9 @@
-"""The fields of a `config.json`: each is read, known to make no difference, or refused.
+"""Strict reading of a `config.json`: each field is read, listed as harmless, or rejected.
 
-A field that is overlooked is a model that runs and is wrong: it answers fluently, a little worse, and nobody
-finds out. So `Fields` keeps count. What a family's table asks for is marked as read; what only concerns training, text or
-other programs is on the list `HARMLESS`; and `finish` refuses whatever is left, by name, unless it is empty or off
-(null, false, no entries). The caller can vouch for a field with `ignore`.
+An overlooked field gives a model that runs with slightly wrong outputs, which is hard to detect. So `ConfigReader` marks
+the fields that a family's table reads. Fields about training, text or other programs are listed in `IGNORED_FIELDS`.
+`reject_unread` rejects all others by name, unless they are empty or off (null, false, no entries). The caller can
+declare a field harmless with `ignore`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whorl.nn.positions.rotary import RopeScaling
 
 T = TypeVar("T")
 
-# Fields that do not change what the network computes: other programs' bookkeeping, training only, or about text.
+# Fields that do not change the network's outputs: other programs' bookkeeping, training only, or about text.
 IGNORED_FIELDS = frozenset(
     [
         *(
@@ -68,10 +68,10 @@ IGNORED_FIELDS = frozenset(
 
 
 class ConfigReader:
-    """A configuration of others, read field by field.
+    """Reader of a configuration, field by field.
 
     Args:
-        data: the object in `config.json`; where: its path, for messages.
+        data: the object in `config.json`; source: its path, for messages.
     """
 
     def __init__(self, data: dict[str, Any], where: str) -> None:
@@ -86,10 +86,10 @@ class ConfigReader:
         *,
         above: float | None = None,
     ) -> T:
-        """A field of a type. None in the file counts as absent.
+        """Return a field of a type. None in the file counts as absent.
 
         Raises:
-            ConfigError: it is absent and has no default, is of another type, or a number not larger than `above`.
+            ConfigError: it is absent and has no default, has another type, or is a number not larger than `above`.
         """
         value = self.optional(name, kind, above=above)
         if value is not None:
@@ -101,13 +101,13 @@ class ConfigReader:
     def optional(
         self, name: str, kind: type[T] | tuple[type[T], ...], *, above: float | None = None
     ) -> T | None:
-        """A field of a type, or None where it is absent. Raises as `get` does."""
+        """Return a field of a type, or None where it is absent. Raises as `get` does."""
         self._read.add(name)
         value = self.data.get(name)
         if value is None:
             return None
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        # 10000 is a float to whoever writes JSON by hand; True is an int to Python, and to nobody else
+        # JSON writes 10000 for a float, and a bool is an int in Python.
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -119,7 +119,7 @@ class ConfigReader:
         return value
 
     def divides(self, name: str, value: int, of: str, whole: int) -> int:
-        """`value`, which the field `name` gives or implies, if it divides `whole`, which `of` does.
+        """Return `value`, given or implied by the field `name`, if it divides `whole`, the value of `of`.
 
         Raises:
             ConfigError: it does not.
@@ -130,10 +130,10 @@ class ConfigReader:
         return value
 
     def choose(self, name: str, options: dict[str, T], default: str | None = None) -> T:
-        """What a field's value stands for.
+        """Return the option for a field's value.
 
         Raises:
-            ConfigError: a value that is not among `ways`.
+            ConfigError: a value that is not among `options`.
         """
         value = self.get(name, str, default)
         if value not in options:
@@ -141,36 +141,36 @@ class ConfigReader:
         return options[value]
 
     def must_be(self, name: str, *allowed: Any) -> None:
-        """Refuses a field that has any value but these (absent is fine)."""
+        """Reject a field that has any value but these (absent is allowed)."""
         self._read.add(name)
         value = self.data.get(name)
         if value is not None and value not in allowed:
             raise self.error(name, " or ".join(repr(a) for a in allowed) or "no such field")
 
     def mark_read(self, *names: str) -> None:
-        """Fields that say nothing new in this family."""
+        """Mark fields that are redundant in this family."""
         self._read.update(names)
 
     def reject_unread(self, ignore: Collection[str] | None = ()) -> None:
-        """Refuses what nobody has asked for. ignore: what the caller vouches for; None where nobody can.
+        """Reject unread fields. ignore: fields that the caller declares harmless; None where this is not possible.
 
         Raises:
-            ConfigError: such a field is there, and not empty.
+            ConfigError: an unread field exists and is not empty.
         """
         for name in sorted(set(self.data) - self._read - IGNORED_FIELDS - set(ignore or ())):
             if self.data[name] in (None, False, [], {}, ""):
                 continue
             raise ConfigError(
-                f"{self.source}: field {name!r} is {self.data[name]!r}, which this exchange does not know",
-                expected="fields that it reads, or that make no difference",
+                f"{self.source}: field {name!r} is {self.data[name]!r}, which the importer does not support",
+                expected="supported fields, or harmless ones",
                 do=""
                 if ignore is None
-                else f"if you know that it does not change the result, pass ignore=({name!r},), "
+                else f"if the field does not change the result, pass ignore=({name!r},), "
                 f"or --ignore {name} to `whorl import`",
             )
 
     def error(self, name: str, expected: str, found_within: Any = None) -> ConfigError:
-        """The error about a field. found_within: its value, where it stands in an object of this one."""
+        """Return an error about a field. found_within: its value, if it is in a nested object."""
         value = self.data.get(name, found_within)
         found = f"is {value!r}" if value is not None else "is missing"
         return ConfigError(f"{self.source}: field {name!r} {found}", expected=expected)
@@ -181,15 +181,15 @@ class ConfigReader:
 
 
 def model_type(data: dict[str, Any], where: str, known: Collection[str]) -> str:
-    """The family that a `config.json` names.
+    """Return the family that a `config.json` names.
 
     Raises:
-        ConfigError: none, or one that is not `known`.
+        ConfigError: none, or one that is not in `known`.
     """
     name = data.get("model_type")
     if isinstance(name, str) and name in known:
         return name
-    do = "save the text part by itself: this is the multimodal model" if name == "gemma3" else ""
+    do = "save the text part separately: this is the multimodal model" if name == "gemma3" else ""
     found = "is missing" if name is None else f"is {name!r}"
     raise ConfigError(
         f"{where}: field 'model_type' {found}",
@@ -201,9 +201,9 @@ def model_type(data: dict[str, Any], where: str, known: Collection[str]) -> str:
 def read_rope(
     fields: ConfigReader, default_base: float
 ) -> tuple[float, RopeScaling | None, float, dict[str, Any]]:
-    """Base, scaling, share of the features that turn, and the parameters themselves, from either way to write them.
+    """Return base, scaling, fraction of rotated features, and the parameters, from either form.
 
-    Today's files have `rope_parameters` {rope_type, rope_theta, ...}; older ones `rope_theta` and `rope_scaling` {type or
+    Recent files have `rope_parameters` {rope_type, rope_theta, ...}; older ones `rope_theta` and `rope_scaling` {type or
     rope_type, ...}.
 
     Raises:
@@ -215,7 +215,7 @@ def read_rope(
         if now is not None and old is not None and now[name] != old[name]:
             raise ConfigError(
                 f"{fields.source}: field 'rope_scaling' has {name} = {old[name]!r}, and 'rope_parameters' {now[name]!r}",
-                expected="the same in both, or one of the two alone",
+                expected="the same in both, or only one of them",
             )
     given = {**(old or {}), **(now or {})}
     given.setdefault("rope_theta", fields.get("rope_theta", float, default_base))
@@ -237,7 +237,7 @@ _ROPE_NAMES = {
 def parse_rope(
     params: dict[str, Any], name: str, fields: ConfigReader
 ) -> tuple[float, RopeScaling | None, float, dict[str, Any]]:
-    """As `read_rope`, from one object of parameters."""
+    """Return the same as `read_rope`, from one object of parameters."""
     inner = ConfigReader(params, f"{fields.source}: {name}")
     kind = inner.optional("rope_type", str) or inner.optional("type", str) or "default"
     inner.mark_read("rope_type", "type")
@@ -273,7 +273,7 @@ def parse_rope(
 def _ramp(
     inner: ConfigReader, low: str, high: str, default: tuple[float | None, float | None]
 ) -> tuple[float, float]:
-    """The bounds between which waves are stretched more and more, from the fields of these names."""
+    """Return the bounds of the ramp of a scaling, from the fields of these names."""
     least, most = inner.get(low, float, default[0], above=0), inner.get(high, float, default[1])
     if not least < most:
         raise inner.error(high, f"above {low} ({least:g})")
@@ -281,7 +281,7 @@ def _ramp(
 
 
 def _yarn_attention_factor(inner: ConfigReader, factor: float) -> float | None:
-    """What cos and sin are multiplied by, where it is not YaRN's own choice (DeepSeek's two `mscale`s)."""
+    """Return the factor of cos and sin, where it differs from YaRN's default (DeepSeek's two `mscale`s)."""
     given = inner.optional("attention_factor", float, above=0)
     above, below = inner.optional("mscale", float), inner.optional("mscale_all_dim", float)
     if given is not None or not (above and below):
@@ -290,15 +290,15 @@ def _yarn_attention_factor(inner: ConfigReader, factor: float) -> float | None:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """0.1 weight ln(factor) + 1 (YaRN, arXiv:2309.00071, eq. 22, with DeepSeek's weight)."""
+    """Return 0.1 weight ln(factor) + 1 (YaRN, arXiv:2309.00071, eq. 22, with DeepSeek's weight)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def write_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """`rope_parameters` of today's files.
+    """Return `rope_parameters` of recent files.
 
     Raises:
-        ConfigError: a scaling that they have no name for.
+        ConfigError: a scaling that they cannot express.
     """
     if scaling is None:
         return {"rope_type": "default", "rope_theta": base}
@@ -318,7 +318,7 @@ def write_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def window_pattern(fields: ConfigReader, n_layers: int, default: Iterable[bool]) -> list[bool]:
-    """Which layers slide, from `layer_types`.
+    """Return which layers have sliding windows, from `layer_types`.
 
     Raises:
         ConfigError: a list of another length, or an unknown kind of layer.
@@ -327,7 +327,7 @@ def window_pattern(fields: ConfigReader, n_layers: int, default: Iterable[bool])
     if kinds is None:
         return list(default)
     if len(kinds) != n_layers:
-        raise fields.error("layer_types", f"{n_layers} entries, one a layer")
+        raise fields.error("layer_types", f"{n_layers} entries, one per layer")
     known = ["full_attention", "sliding_attention"]
     for kind in kinds:
         if kind not in known:
@@ -336,7 +336,7 @@ def window_pattern(fields: ConfigReader, n_layers: int, default: Iterable[bool])
 
 
 def invalid_config_error(error: ValidationError, where: str, family: str) -> ConfigError:
-    """The error of a shape that is refused; the field is named as ours, since theirs are checked as they are read."""
+    """Return the error of an invalid configuration, with Whorl's field name."""
     first = error.errors()[0]
     name = ".".join([error.title, *map(str, first["loc"])])
     what = f"{name} is {first['input']!r}" if first["loc"] else name

@@ -1,13 +1,16 @@
-"""How tensors of others become ours, and back: a rule is a pair of lists of names and the two ways between them.
+"""Conversion rules between tensors of a family and of Whorl: two lists of names and the functions between them.
 
-A family's table of rules is all there is to say about its weights. Whatever is to be known of it follows: which tensors a
-folder must hold, and of which shape, by pushing our own shapes through the rules without any data (the "meta" device);
-so a wrong file is found before the first weight is read. And since both ways stand side by side, reading and
-writing cannot drift apart.
+A family's table of rules describes its weights completely. The required tensors and shapes of a folder follow by applying
+the rules to Whorl's shapes on the "meta" device, so a wrong file is found before the first weight is read. Each rule
+holds both directions, so that reading and writing cannot diverge.
 
-The ways that occur: the same tensor; a transposed one (GPT-2 keeps its matrices [d_in, d_out]); one of theirs cut into
-several of ours along its first or last dimension (GPT-2's fused queries, keys and values); several of theirs
-behind each other in one of ours (gate and up projection); rotary features in another order.
+The conversions:
+
+- the same tensor;
+- a transposed one (GPT-2 keeps its matrices [d_in, d_out]);
+- one tensor split into several (GPT-2's fused queries, keys and values);
+- several concatenated (gate and up projection);
+- rotary features in another order.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ TensorsFn = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class ConversionRule:
-    """theirs -> ours by `pull`, ours -> theirs by `push`; both map as many tensors as there are names."""
+    """One conversion: `from_hf` maps tensors of the family to Whorl's, `to_hf` the reverse; both by lists of names."""
 
     hf_names: tuple[str, ...]
     names: tuple[str, ...]
@@ -36,12 +39,12 @@ def _identity(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def unchanged(hf_name: str, name: str) -> ConversionRule:
-    """One tensor, unchanged."""
+    """Return the rule of one unchanged tensor."""
     return ConversionRule((hf_name,), (name,), _identity, _identity)
 
 
 def transposed(hf_name: str, name: str) -> ConversionRule:
-    """One matrix, [d_in, d_out] at theirs."""
+    """Return the rule of one matrix that the family stores as [d_in, d_out]."""
 
     def turn(tensors: list[Tensor]) -> list[Tensor]:
         return [tensors[0].t()]
@@ -50,7 +53,7 @@ def transposed(hf_name: str, name: str) -> ConversionRule:
 
 
 def concatenated(hf_names: tuple[str, ...], name: str) -> ConversionRule:
-    """Equal parts of theirs behind each other (dimension 0) in one of ours."""
+    """Return the rule that concatenates equal tensors of the family (dimension 0)."""
     return ConversionRule(
         hf_names,
         (name,),
@@ -60,7 +63,7 @@ def concatenated(hf_names: tuple[str, ...], name: str) -> ConversionRule:
 
 
 def split(hf_name: str, names: tuple[str, ...], transpose: bool = False) -> ConversionRule:
-    """One of theirs holds equal parts of ours behind each other; transposed, matrices [d_in, d_out] beside each other."""
+    """Return the rule that splits one tensor of the family into equal parts; transposed: matrices [d_in, d_out]."""
 
     def pull(tensors: list[Tensor]) -> list[Tensor]:
         whole = tensors[0].t() if transpose else tensors[0]
@@ -76,7 +79,7 @@ def split(hf_name: str, names: tuple[str, ...], transpose: bool = False) -> Conv
 def converted(
     hf_name: str, name: str, from_hf: Callable[[Tensor], Tensor], to_hf: Callable[[Tensor], Tensor]
 ) -> ConversionRule:
-    """One tensor through a function and its inverse."""
+    """Return the rule of one tensor with a function and its inverse."""
     return ConversionRule(
         (hf_name,), (name,), lambda tensors: [from_hf(tensors[0])], lambda tensors: [to_hf(tensors[0])]
     )

@@ -1,13 +1,12 @@
-"""Weights on disk as others keep them: one `model.safetensors`, or shards with an index.
+"""Weight files in the layout of Hugging Face: one `model.safetensors`, or shards with an index.
 
 A folder holds either `model.safetensors`, or `model-00001-of-0000N.safetensors` ... and `model.safetensors.index.json`,
-whose `weight_map` says in which shard each tensor lies. `Shards` reads both the same way, a tensor at a time: a model
-larger than half of the memory can still be read. What is checked before the first weight is used: every file opens and
-is whole (a safetensors header says how long its file must be), the index and the shards name the same tensors, and no
-shard lies outside of the folder.
+whose `weight_map` gives the shard of each tensor. `Shards` reads both, a tensor at a time, so a model larger than half of
+the memory can be read. Before the first weight is used, it checks three things. Every file opens and is complete (a
+safetensors header states the file's length). The index and the shards name the same tensors. No shard is outside the folder.
 
-`write_shards` is the way back. The number of shards stands in each one's name, so sizes are planned from shapes first,
-then each shard is filled, written and forgotten. Everything is written into a folder aside and renamed at the end.
+`write_shards` writes them. The number of shards is part of each name, so sizes are planned from shapes first, then each
+shard is filled, written and freed. Everything is written to a temporary folder and renamed at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1000**3
 FLOATS = {"F64", "F32", "F16", "BF16"}
-# What a folder holds besides the network; carried over by name, as it is.
+# Files of a folder that are not part of the network; copied unchanged, by name.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -47,10 +46,10 @@ TOKENIZER_FILES = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Return a JSON object from a file.
 
     Raises:
-        CheckpointError: the file is missing, no JSON, or no object.
+        CheckpointError: the file is missing, is not JSON, or holds no object.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -92,25 +91,25 @@ class Shards:
         self._add_indexed(folder / INDEX)
 
     def names(self) -> set[str]:
-        """The names of all tensors."""
+        """Names of all tensors."""
         return set(self.file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from its file's header."""
+        """Return the shape of a tensor, from its file's header."""
         return tuple(self._slice(name).get_shape())
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One tensor, as `dtype`.
+        """Return one tensor, as `dtype`.
 
         Raises:
-            CheckpointError: it holds no floating-point numbers (quantised weights), or cannot be read.
+            CheckpointError: it holds no floating-point numbers (quantized weights), or cannot be read.
         """
         kind = self._slice(name).get_dtype()
         if kind not in FLOATS:
             raise CheckpointError(
                 f"{self.file_of[name]}: tensor {name!r} is of type {kind}",
                 expected=f"one of {', '.join(sorted(FLOATS))}",
-                do="convert the quantised weights to bf16 first",
+                do="convert the quantized weights to bf16 first",
             )
         try:
             tensor: Tensor = self._open[self.file_of[name]].get_tensor(name)
@@ -137,7 +136,7 @@ class Shards:
             raise CheckpointError(f"{index} has no usable `weight_map`", expected="tensor name -> file name")
         for file in sorted(set(listed.values())):
             if Path(file).name != file:
-                raise CheckpointError(f"{index} names {file!r}", expected="files that lie beside it")
+                raise CheckpointError(f"{index} names {file!r}", expected="files in the same folder")
             wanted = {name for name, f in listed.items() if f == file}
             found = self._add(self.folder / file)
             for name in sorted(wanted ^ found):
@@ -147,7 +146,7 @@ class Shards:
                 raise CheckpointError(
                     f"{self.folder / file}: tensor {name!r} {at_fault}",
                     expected=f"the tensors that {INDEX} lists",
-                    do="fetch index and shards of one and the same version",
+                    do="fetch index and shards of the same version",
                 )
 
 
@@ -161,7 +160,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 def plan_shards(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Names, in order, cut into shards of at most `shard_bytes` (a single larger tensor has a shard to itself)."""
+    """Return names, in order, in shards of at most `shard_bytes` (a larger tensor gets a separate shard)."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -176,11 +175,11 @@ def plan_shards(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
 def write_shards(
     folder: Path, sizes: dict[str, int], make: Callable[[Sequence[str]], dict[str, Tensor]], shard_bytes: int
 ) -> None:
-    """Writes tensors as one file, or as shards with an index.
+    """Write tensors as one file, or as shards with an index.
 
     Args:
-        sizes: name -> bytes, in the order in which they are to lie.
-        make: names of one shard -> its tensors; called a shard at a time.
+        sizes: name -> bytes, in the order of the file.
+        make: names of one shard -> its tensors; called for one shard at a time.
     """
     shards = plan_shards(sizes, shard_bytes)
     if len(shards) == 1:
@@ -196,7 +195,7 @@ def write_shards(
 
 
 def copy_files(source: Path, folder: Path, files: Iterable[str] = TOKENIZER_FILES) -> list[str]:
-    """Copies those of `files` that `source` holds into `folder`; their names."""
+    """Copy those of `files` that exist in `source` into `folder`; return their names."""
     found = [name for name in files if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, folder / name)
@@ -204,10 +203,10 @@ def copy_files(source: Path, folder: Path, files: Iterable[str] = TOKENIZER_FILE
 
 
 class AtomicFolder:
-    """`with Aside(folder) as draft:` a folder to write into, which becomes `folder` when all went well.
+    """`with AtomicFolder(folder) as temp:` gives a temporary folder, renamed to `folder` on success.
 
     Raises:
-        ConfigError: `folder` is there and not empty.
+        ConfigError: `folder` exists and is not empty.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,10 +1,10 @@
-"""The tensors of a folder into a network of any kind, and back: what all exchanges have in common.
+"""Transfer of the tensors between a folder and a network of any kind.
 
-A network is here its state by name (`own`), and a table of rules that says what each tensor is called and how it lies in a
-folder of others. From the two follows which tensors the folder must hold and of which shapes, so `unread` compares that
-with the headers of its files before a weight is read, and gives what is left over: it is for the caller to know
-what of it may be passed over, and to `refuse` the rest. `pull` then reads a rule at a time, so that there are never two
-copies of more than one layer's matrix; `write_folder` makes a shard at a time.
+The inputs are the network's `state_dict` and a table of rules with the folder's tensor names and layouts. They determine
+the tensors and shapes that the folder must hold. `unmatched_tensors` compares these with the files' headers before a
+weight is read and returns the extra tensors. The caller selects those that may be ignored and calls `reject_unexpected`
+on the rest. `load_tensors` reads a rule at a time, so that at most one layer's matrix exists twice; `write_folder` makes
+one shard at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 def expected_shapes(rules: Iterable[ConversionRule], state_dict: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Their tensors' names and shapes: our shapes pushed through the rules, without data."""
+    """Return the names and shapes of the family's tensors: Whorl's shapes through the rules, without data."""
     found = {}
     for rule in rules:
         pushed = rule.to_hf([torch.empty(state_dict[name].shape, device="meta") for name in rule.names])
@@ -42,7 +42,7 @@ def expected_shapes(rules: Iterable[ConversionRule], state_dict: Mapping[str, Te
 
 
 def matmul_weights(model: nn.Module) -> set[str]:
-    """Names of the weights (and biases) that are cast to the compute type wherever they are used."""
+    """Return the names of the weights (and biases) that are cast to the compute type at each use."""
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -52,13 +52,13 @@ def matmul_weights(model: nn.Module) -> set[str]:
 
 
 def unmatched_tensors(shards: Shards, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[str]:
-    """The tensors that nobody asked for, by the names of the rules.
+    """Return the tensors of the files that no rule needs, by the names of the rules.
 
     Args:
-        names: name in the rules -> name in the files; shapes: from `wanted`.
+        names: name in the rules -> name in the files; shapes: from `expected_shapes`.
 
     Raises:
-        CheckpointError: a tensor is missing, or of another shape.
+        CheckpointError: a tensor is missing, or has another shape.
     """
     missing = sorted(shapes.keys() - names.keys())
     if missing:
@@ -80,10 +80,10 @@ def unmatched_tensors(shards: Shards, names: Mapping[str, str], shapes: Mapping[
 def reject_unexpected(
     shards: Shards, names: Mapping[str, str], extra: Sequence[str], kind: str, n_known: int
 ) -> None:
-    """Raises CheckpointError if there is any tensor in `extra`. kind: the `model_type`; n_known: tensors it has."""
+    """Raise CheckpointError if `extra` has a tensor. kind: the `model_type`; n_known: its number of tensors."""
     if extra:
         raise CheckpointError(
-            f"{shards.file_of[names[extra[0]]]}: tensor {extra[0]!r} is not known ({len(extra)} in all)",
+            f"{shards.file_of[names[extra[0]]]}: tensor {extra[0]!r} is unknown ({len(extra)} in all)",
             expected=f"the {n_known} tensors of a {kind} model with this config.json",
             do="check that config.json belongs to these weights",
         )
@@ -98,7 +98,7 @@ def load_tensors(
     dtype: torch.dtype,
     device: str,
 ) -> dict[str, Tensor]:
-    """Our state by name, read a rule at a time; those in `low` as `dtype`, the others in the type of `own`.
+    """Return Whorl's state by name, read a rule at a time: those in `low_precision` as `dtype`, others as in `state_dict`.
 
     Raises:
         CheckpointError: a tensor holds no floating-point numbers, or cannot be read.
@@ -113,9 +113,9 @@ def load_tensors(
 
 
 def export_dtypes(state_dict: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The type in which each tensor is written: `dtype`, if it is given and the tensor holds fractions, or its own.
+    """Return the written type of each tensor: `dtype` if given and the tensor is floating, or its present type.
 
-    The bias that balances experts keeps its own: it is added to scores that differ by little, and others keep it so too.
+    The bias that balances experts keeps its type, as in published files: it is added to scores with small differences.
     """
 
     def kept(name: str, tensor: Tensor) -> bool:
@@ -135,10 +135,10 @@ def write_folder(
     files: Iterable[str] = TOKENIZER_FILES,
     shard_bytes: int,
 ) -> None:
-    """Writes `config.json`, the tensors, and the `files` that `source` holds, aside; then renames.
+    """Write `config.json`, the tensors, and the `files` that exist in `source`, atomically.
 
     Args:
-        fields: of `config.json`; types: from `types_of`; shard_bytes: the largest file of weights.
+        fields: of `config.json`; dtypes: from `export_dtypes`; shard_bytes: the maximum size of a weight file.
 
     Raises:
         ConfigError: `folder` is not empty.

@@ -1,1 +1,1 @@
-"""Model families whose weights are exchanged with Hugging Face, one file each."""
+"""Model families whose weights are exchanged with Hugging Face, one file per group."""

@@ -1,18 +1,18 @@
-"""CLIP (Radford et al. 2021, arXiv:2103.00020) as `transformers` keeps it: a ViT, a text tower, one space.
+"""CLIP (Radford et al. 2021, arXiv:2103.00020) in the format of `transformers`: a ViT, a text tower, one space.
 
-The image tower is `vit.py`'s with other names and three differences: no bias in the map of patches, a norm before the
-first block (its name, "pre_layrnorm", is misspelt in every file), and a head without bias. The text tower is an `Encoder`,
-causal, whose vector is that of the end-of-text token. Both have the perceptrons' quick GELU unless the fields say otherwise.
+The image tower is `vit.py`'s with other names and three differences. The map of patches and the head have no bias, and a
+norm precedes the first block (its name, "pre_layrnorm", is misspelled in every file). The text tower is a causal
+`Encoder`, whose output is the vector of the end-of-text token. Both have the quick GELU unless the fields differ.
 
 Three subtle parts:
 
-- The end. Files of before 2023 say `eos_token_id` 2, which was never the id of anything: it means "where the
-  largest id stands", and in CLIP's vocabulary the largest is the end-of-text token. So 2 is read as that token's id, and a
-  model whose end really is 2 cannot be written.
-- The towers' fields. In some files `text_config_dict` and `vision_config_dict` stand beside `text_config` and
-  `vision_config`, and then what they do not name has its default, whatever the others say.
-- The scale. Theirs is not bounded when a model is only run. Ours is, at 100, as in the paper's training; a file with a
-  larger one (there are such) moves the bound to it (`vision.py`), so that scores are equal.
+- The end. Files older than 2023 have `eos_token_id` 2, a placeholder for "the position of the largest id", which is the
+  end-of-text token in CLIP's vocabulary. So 2 is read as that token's id, and a model whose end really is 2 cannot be
+  written.
+- The towers' fields. Some files have `text_config_dict` and `vision_config_dict` in addition to `text_config` and
+  `vision_config`. Fields that these do not name then have their defaults, regardless of the others.
+- The scale. `transformers` does not bound it in inference. Whorl bounds it at 100, as in the paper's training; a file with
+  a larger one (some exist) moves the bound to it (`vision.py`), so that scores are equal.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LEGACY_EOS_ID, CLIP_EOS_ID = 2, 49407
 
 
 class ClipConfig(BaseModel):
-    """The shape of a `DualEncoder` whose pictures go through a ViT; its head is as wide as the common space."""
+    """Configuration of a `DualEncoder` with a ViT image tower; its head is as wide as the common space."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ class ClipConfig(BaseModel):
 
 def read_clip(fields: ConfigReader, ignore: Collection[str] = ()) -> ClipConfig:
     fields.must_be("architectures", ["CLIPModel"])
-    fields.mark_read("logit_scale_init_value", *LEGACY_FIELDS)  # the scale itself is among the tensors
+    fields.mark_read("logit_scale_init_value", *LEGACY_FIELDS)  # the scale is among the tensors
     image, text = _tower(fields, "vision"), _tower(fields, "text")
     if (joint := fields.get("projection_dim", int, 512)) < 1:
         raise fields.error("projection_dim", "at least 1")
@@ -74,7 +74,7 @@ def read_clip(fields: ConfigReader, ignore: Collection[str] = ()) -> ClipConfig:
 
 
 def _tower(fields: ConfigReader, name: str) -> ConfigReader:
-    """The fields of a tower; its own `projection_dim` is of a model that has this tower alone."""
+    """Return the fields of a tower. Its `projection_dim` counts for a model of this tower alone."""
     outer = {key: fields.optional(key, dict) for key in (f"{name}_config_dict", f"{name}_config")}
     key = next((key for key, value in outer.items() if value is not None), f"{name}_config")
     tower = ConfigReader(outer[key] or {}, f"{fields.source}: {key}")

@@ -1,13 +1,13 @@
-"""DeepSeek-V3 (arXiv:2412.19437): latent attention, many small experts with a shared one, the first layers without.
+"""DeepSeek-V3 (arXiv:2412.19437): latent attention, many small experts and a shared one; the first layers are dense.
 
-Told as the difference from Llama: keys and values come from a latent (`nn/attention/mla.py`), and experts are chosen by
-sigmoids, within the best groups, with a bias that balances them and has no part in the weights (`nn/experts/router.py`).
+Differences from Llama: keys and values come from a latent (`nn/attention/mla.py`). Experts are chosen by sigmoid scores
+within the best groups, with a balancing bias that is not part of the weights (`nn/experts/router.py`).
 
 The subtle parts. (1) Its rotary pairs are interleaved, (0, 1), (2, 3) ..., unless `rope_interleave` is off. (2) The norms of
-the two latents have an eps of 1e-6 whatever `rms_norm_eps` says. (3) Where YaRN stretches the positions, the tables are
-multiplied by the ratio of two `mscale`s (1 in practice) and the products of queries and keys by the square of one.
-(4) The published files end with layers that predict further tokens, which are no part of the decoder: they are left out,
-with a warning. Their fp8 weights are refused (`quantization_config`): convert them to bf16 first.
+the two latents always have an eps of 1e-6, regardless of `rms_norm_eps`. (3) With YaRN, the tables are multiplied by the
+ratio of two `mscale`s (1 in practice) and the products of queries and keys by the square of one. (4) The published files end
+with multi-token prediction layers, which are left out with a warning. Their fp8 weights are rejected
+(`quantization_config`): convert them to bf16 first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_deepseek(fields: ConfigReader) -> TransformerConfig:
     fields.must_be("moe_layer_freq", 1)
     fields.must_be("topk_method", "noaux_tc")
     fields.must_be("scoring_func", "sigmoid")
-    fields.mark_read("head_dim", "qk_head_dim")  # both follow from others
+    fields.mark_read("head_dim", "qk_head_dim")  # both follow from other fields
     n_heads = fields.get("num_attention_heads", int, above=0)
     fields.must_be("num_key_value_heads", n_heads)
     groups = fields.get("n_group", int, 8, above=0), fields.get("topk_group", int, 4, above=0)
@@ -73,7 +73,7 @@ def _read_mla(fields: ConfigReader, n_heads: int) -> MLAConfig:
     if scaling is not None and given.get("mscale_all_dim"):
         scale = (nope + turning) ** -0.5 * yarn_mscale(scaling.factor, given["mscale_all_dim"]) ** 2
     layout: Layout = "interleaved" if fields.get("rope_interleave", bool, True) else "half"
-    # an absent rank of the queries is DeepSeek-V3's; a null one is a plain matrix
+    # An absent rank of the queries is DeepSeek-V3's; a null one is a plain matrix.
     rank = fields.optional("q_lora_rank", int, above=0) if "q_lora_rank" in fields.data else 1536
     return MLAConfig(
         n_heads=n_heads,
@@ -104,7 +104,7 @@ def write_deepseek(config: TransformerConfig) -> dict[str, Any]:
         if latent.rope.scaling is None or latent.rope.scaling.factor <= 1 or stretch <= 1:
             raise unsupported_by_family(f"scale is {latent.scale}", "none, or one that YaRN explains")
         weight = (math.sqrt(stretch) - 1.0) / (0.1 * math.log(latent.rope.scaling.factor))
-        rope["mscale_all_dim"] = round(weight, 9)  # back through a square root: 1.0, not 0.9999999999999998
+        rope["mscale_all_dim"] = round(weight, 9)  # inverse of a square root: 1.0, not 0.9999999999999998
         rope.setdefault("attention_factor", latent.rope.scaling.attention_scaling)
     n_groups, top_groups = experts.groups or (1, 1)
     if not experts.hidden or experts.shared_hidden % experts.hidden:

@@ -2,11 +2,11 @@
 
 - Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with 8 experts in every layer; softmax over all, the two best, their
   weights divided by their sum. Its w1, w3, w2 are gate, up, down.
-- Qwen2-MoE (arXiv:2407.10671): Qwen2 with many small experts, and one that all tokens share, behind a sigmoid gate.
+- Qwen2-MoE (arXiv:2407.10671): Qwen2 with many small experts, and a shared one behind a sigmoid gate.
 - Qwen3-MoE (arXiv:2505.09388): Qwen3 with many small experts, none shared.
 
 The subtle part is `norm_topk_prob`: off by default in both Qwens, so that the weights of a token's experts do not sum to 1.
-A token is routed without limits ("dropless"), as these models were trained and are served.
+Routing is "dropless", as these models were trained and are served.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from whorl.models.transformer_config import MoEConfig, TransformerConfig
 
 
 def require_experts(config: TransformerConfig) -> MoEConfig:
-    """The mixture of experts.
+    """Return the mixture of experts.
 
     Raises:
         ConfigError: the model has none.
@@ -46,7 +46,7 @@ def require_experts(config: TransformerConfig) -> MoEConfig:
 def expert_rules(
     hf_prefix: str, prefix: str, n_experts: int, names: tuple[str, str, str]
 ) -> list[ConversionRule]:
-    """A router's matrix is left to the caller. names: of gate, up and down; both prefixes end in a dot."""
+    """Return rules for the experts; the caller adds the router. names: of gate, up and down; both prefixes end in a dot."""
     gate, up, down = names
     rules = []
     for e in range(n_experts):
@@ -57,11 +57,11 @@ def expert_rules(
 
 
 def read_top_k(fields: ConfigReader, default: int, n_experts: int, norm_topk_prob: bool) -> int:
-    """How many experts a token goes to. normalise: their weights are divided by their sum.
+    """Return the number of experts per token. norm_topk_prob: their weights are divided by their sum.
 
     Raises:
-        ConfigError: there are not so many; or it is one, whose weight is then 1 whatever the router says, so that the
-            router could not be trained further.
+        ConfigError: the model has fewer experts; or it is one, whose normalized weight is always 1, so that the router
+            could not be trained.
     """
     top_k = fields.get("num_experts_per_tok", int, default, above=0)
     if top_k > n_experts:
@@ -113,10 +113,10 @@ def mixtral_rules(config: TransformerConfig) -> list[ConversionRule]:
 def _read_experts(
     fields: ConfigReader, n_layers: int, n_experts: int, top_k: int, hidden: int, **others: Any
 ) -> MoEConfig:
-    """The experts of both Qwens. n_experts, top_k, hidden: what an absent field means."""
+    """Return the experts of both Qwens. n_experts, top_k, hidden: values of absent fields."""
     every = fields.get("decoder_sparse_step", int, 1, above=0)
     plain = fields.get("mlp_only_layers", list, [])
-    local = fields.optional("num_local_experts", int, above=0)  # newer files call them so
+    local = fields.optional("num_local_experts", int, above=0)  # the name in newer files
     n_experts = fields.get("num_experts", int, local or n_experts, above=0)
     normalise = fields.get("norm_topk_prob", bool, False)
     return MoEConfig(

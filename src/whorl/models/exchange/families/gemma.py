@@ -1,11 +1,11 @@
 """Gemma 2 (arXiv:2408.00118) and the text part of Gemma 3 (arXiv:2503.19786).
 
-Told as the difference from Llama: embeddings are tied and multiplied by sqrt(d_model); norms stand before and after both
-branches, and their gain is 1 + weight; GeGLU; scores are divided by sqrt(query_pre_attn_scalar), whatever the head's width.
+Differences from Llama: embeddings are tied and multiplied by sqrt(d_model); both branches have norms before and after,
+with gain 1 + weight; GeGLU; scores are divided by sqrt(query_pre_attn_scalar), independent of the head's width.
 
-- Gemma 2: scores and logits are soft-capped; every second layer slides, beginning with the first.
-- Gemma 3: no caps; queries and keys are normalised; five layers of six slide, and those have a rotary base of
-  their own, which is never stretched.
+- Gemma 2: scores and logits are soft-capped; every second layer has a sliding window, beginning with the first.
+- Gemma 3: no caps; queries and keys are normalized; five of six layers have a sliding window and a separate rotary base
+  without scaling.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _config(
     slides: list[bool],
     cap: float | None,
 ) -> TransformerConfig:
-    # it would let a token see later ones
+    # It would let a token attend to later ones.
     fields.must_be("use_bidirectional_attention", False)
     return TransformerConfig(
         **shape,
@@ -73,7 +73,7 @@ def _config(
 
 
 def _cap(fields: ConfigReader, name: str, default: float | None) -> float | None:
-    """A cap that is absent is the family's; one that is null is none."""
+    """Return a cap: the family's default if absent, None if null."""
     return fields.optional(name, float, above=0) if name in fields.data else _seen(fields, name, default)
 
 
@@ -87,7 +87,7 @@ def _window(fields: ConfigReader) -> int:
 
 
 def _shape(fields: ConfigReader, max_length: int) -> dict[str, Any]:
-    # Gemma's first files had `hidden_act` too, which its programs do not look at.
+    # Gemma's first files also had `hidden_act`, which its programs ignore.
     fields.mark_read("hidden_act")
     return read_shape(
         fields,
@@ -125,7 +125,7 @@ def read_gemma3(fields: ConfigReader) -> TransformerConfig:
 
 
 def _ropes(fields: ConfigReader) -> tuple[Rope, Rope]:
-    """Rotary positions of the layers that see all, and of those that slide."""
+    """Return rotary positions of the global layers, and of those with a window."""
     given = fields.optional("rope_parameters", dict)
     base = fields.get("rope_theta", float, 1_000_000.0)
     local = fields.get("rope_local_base_freq", float, 10_000.0)

@@ -1,9 +1,9 @@
 """GPT-2 (Radford et al. 2019, Language Models are Unsupervised Multitask Learners).
 
-Told as the difference from Llama: layer norms with biases, learned positions, biases on every matrix, a plain perceptron
-with the tanh form of GELU, tied embeddings. The subtle part is the layout: its matrices are kept [d_in, d_out], and queries,
-keys and values are one matrix, beside each other. A square matrix read without turning it has the right shape
-and the wrong answers, so the test compares logits, not shapes.
+Differences from Llama: layer norms with biases, learned positions, biases on every matrix, a plain MLP with the tanh
+form of GELU, tied embeddings. The subtle part is the layout: its matrices are stored [d_in, d_out], and queries, keys and
+values are one matrix. A square matrix read without transposing has the right shape and gives wrong results, so the test
+compares logits, not shapes.
 """
 
 from __future__ import annotations
@@ -90,5 +90,5 @@ GPT2 = ModelFamily(
     gpt2_rules,
     prefix="transformer.",
     embedding="transformer.wte.weight",
-    ignored_tensors=r".*\.attn\.(bias|masked_bias)",  # causal masks that old files hold
+    ignored_tensors=r".*\.attn\.(bias|masked_bias)",  # causal masks in old files
 )

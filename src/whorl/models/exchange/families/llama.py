@@ -1,14 +1,14 @@
-"""Llama, and the families that differ from it in a line: Mistral, Qwen2, Qwen3.
+"""Llama and the families with small differences: Mistral, Qwen2, Qwen3.
 
 - Llama (Touvron et al. 2023, arXiv:2302.13971; 3: Grattafiori et al. 2024, arXiv:2407.21783): pre-norm, RMS norms, rotary
-  positions in the half-split layout, SwiGLU; from 2 on grouped queries, from 3.1 on stretched positions.
-- Mistral (Jiang et al. 2023, arXiv:2310.06825): every layer sees a sliding window, if the field is not null.
+  positions in the half-split layout, SwiGLU; from 2 on grouped queries, from 3.1 on rotary scaling.
+- Mistral (Jiang et al. 2023, arXiv:2310.06825): every layer has a sliding window, if the field is not null.
 - Qwen2 (Yang et al. 2024, arXiv:2407.10671): biases on queries, keys and values, not on the output; the layers from
-  `max_window_layers` on slide if `use_sliding_window`.
-- Qwen3 (Yang et al. 2025, arXiv:2505.09388): no biases; queries and keys are normalised over each head's features, and a
-  head's width is a field of its own.
+  `max_window_layers` on have a sliding window if `use_sliding_window`.
+- Qwen3 (Yang et al. 2025, arXiv:2505.09388): no biases; queries and keys are normalized over each head's features, and
+  head_dim is a separate field.
 
-An absent field means what the family's own programs take it for, which is why defaults differ between functions here.
+Absent fields have the defaults of the family's own programs, so the defaults differ between functions here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def llama_rules(config: TransformerConfig) -> list[ConversionRule]:
 
 
 def read_mistral(fields: ConfigReader) -> TransformerConfig:
-    # an absent window is 4096, a null one is none: the one field where the two differ
+    # An absent window is 4096, a null one is none: the only field where the two differ.
     window = fields.optional("sliding_window", int, above=0) if "sliding_window" in fields.data else 4096
     heads = read_attention(fields, kv_heads=8, head_dim=None, base=10_000.0, window=window)
     return TransformerConfig(**read_shape(fields, act=SILU, max_length=131_072), mixers={"full": heads})
@@ -71,7 +71,7 @@ def write_mistral(config: TransformerConfig) -> dict[str, Any]:
 
 
 def qwen_window(fields: ConfigReader) -> int | None:
-    """The window of Qwen's layers that slide; None while `use_sliding_window` is off, whatever `sliding_window` says."""
+    """Return the window of Qwen's sliding layers; None while `use_sliding_window` is off, regardless of `sliding_window`."""
     fields.mark_read("sliding_window")
     slides = fields.get("use_sliding_window", bool, False)
     return fields.get("sliding_window", int, 4096, above=0) if slides else None
@@ -80,7 +80,7 @@ def qwen_window(fields: ConfigReader) -> int | None:
 def qwen_layers(
     fields: ConfigReader, n_layers: int, full: AttentionConfig, slides: Callable[[int, int], bool]
 ) -> dict[str, Any]:
-    """`mixers` and `pattern`. full: layers that see all; slides: (layer, `max_window_layers`) -> default."""
+    """Return `mixers` and `pattern`. full: global layers; slides: (layer, `max_window_layers`) -> default."""
     window, bound = qwen_window(fields), fields.get("max_window_layers", int, 28)
     default = [window is not None and slides(n, bound) for n in range(n_layers)]
     pattern = window_pattern(fields, n_layers, default)

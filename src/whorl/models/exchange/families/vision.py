@@ -1,12 +1,12 @@
-"""`import_vision` and `export_vision`: a folder of others to a `ViT` or a `DualEncoder` (CLIP), and back.
+"""`import_vision` and `export_vision`: a folder of `transformers` to a `ViT` or a `DualEncoder` (CLIP), and back.
 
     model = import_vision(Path("clip-vit-base-patch32"), dtype=torch.bfloat16)
     scores = model.scores(pictures, ids)                                           # [N, M]
     export_vision(model, Path("mine"), "clip", source=Path("clip-vit-base-patch32"))
 
-As `convert.py` does for language models: fields are read or refused, the files must hold just the tensors that the fields
-ask for, and whether a model can be written as a family is found by writing its fields and reading them back. What a
-folder says of the way to the network, from pixels (size, mean, deviation) and from text to ids, is carried along, not read.
+As in `convert.py`, fields are read or rejected, and the files must hold exactly the tensors that the fields imply. A model
+can be written as a family if its fields, written and read back, are equal. The preprocessing of a folder, from pixels
+(size, mean, deviation) and from text to ids, is copied but not read.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ LABELS = ("id2label", "label2id")
 
 
 def read_vision_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) -> Any:
-    """The shape that a `config.json` describes: a `ViTConfig`, or a `ClipConfig`.
+    """Return the configuration that a `config.json` describes: a `ViTConfig`, or a `ClipConfig`.
 
     Args:
-        data: its object; where: its path, for messages; ignore: fields that the caller vouches for.
+        data: its object; where: its path, for messages; ignore: fields that the caller declares harmless.
 
     Raises:
         ConfigError: a field that is missing, wrong, or would change the result and is not supported.
@@ -70,16 +70,16 @@ def import_vision(
     to_train: bool = True,
     ignore: Collection[str] = (),
 ) -> ViT | DualEncoder:
-    """The model of a folder with `config.json` and safetensors weights.
+    """Return the model of a folder with `config.json` and safetensors weights.
 
     Args:
-        dtype: the type that activations are computed in, whatever the type of the images.
-        to_train: keep all weights in fp32; False keeps the matrices in `dtype`, for a model that is only run.
-        ignore: names of fields in `config.json` that are known not to change the result.
+        dtype: compute type of the activations, for any type of the images.
+        to_train: keep all weights in fp32; False keeps the matrices in `dtype`, for inference.
+        ignore: names of fields in `config.json` that do not change the result.
 
     Raises:
         ConfigError: see `read_vision_config`.
-        CheckpointError: a file is missing or damaged; a tensor is missing, unknown, or of another shape or type.
+        CheckpointError: a file is missing or damaged; a tensor is missing, unknown, or has another shape or type.
     """
     where = folder / "config.json"
     data = read_json(where)
@@ -96,7 +96,7 @@ def import_vision(
     ]
     if lost := [name for name in extra if re.fullmatch(family.dropped_tensors, name)]:
         warnings.warn(
-            f"{folder}: {len(lost)} tensors are left out ({lost[0]!r}): no classifier sees them",
+            f"{folder}: {len(lost)} tensors are left out ({lost[0]!r}): no classifier uses them",
             stacklevel=2,
         )
     reject_unexpected(shards, names, [n for n in extra if n not in lost], family.model_type, len(shapes))
@@ -116,17 +116,17 @@ def export_vision(
     source: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a model as a folder of some family.
+    """Write a model as a folder of a family.
 
     Args:
         family: its `model_type`: "vit" for a `ViT`, "clip" for a `DualEncoder`.
-        dtype: of the weights written; None keeps each as it is.
-        source: a folder whose processor's and tokenizer's files, special ids and labels (if there are as many) are carried
-            over.
-        shard_bytes: the largest file of weights.
+        dtype: of the weights written; None keeps each unchanged.
+        source: a folder whose processor's and tokenizer's files, special ids and labels (if the count matches) are
+            copied.
+        shard_bytes: the maximum size of a weight file.
 
     Raises:
-        ConfigError: the family cannot express this model (the field is named), or `folder` is not empty.
+        ConfigError: the family cannot express this model (the error names the field), or `folder` is not empty.
     """
     chosen = VISION_FAMILIES[model_type({"model_type": family}, "export_vision", VISION_FAMILIES)]
     if not isinstance(model, chosen.network):
@@ -152,7 +152,7 @@ def _read_back(fields: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _unequal(a: dict[str, Any], b: dict[str, Any], path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Field -> (a's value, b's), where they differ; fields of fields by their path."""
+    """Return field -> (a's value, b's) where they differ; nested fields by their path."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in a.items():
         if isinstance(value, dict):
@@ -163,7 +163,7 @@ def _unequal(a: dict[str, Any], b: dict[str, Any], path: str = "") -> dict[str, 
 
 
 def _carry_fields(family: VisionFamily[Any, Any], fields: dict[str, Any], given: dict[str, Any]) -> None:
-    """Puts labels and special ids of a source into the fields."""
+    """Copy labels and special ids of a source into the fields."""
     if "id2label" in fields and len(given.get("id2label") or ()) == len(fields["id2label"]):
         fields |= {name: given[name] for name in LABELS if name in given}
     for part, name in family.sub_fields:

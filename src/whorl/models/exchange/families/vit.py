@@ -1,16 +1,16 @@
-"""ViT (Dosovitskiy et al. 2020, arXiv:2010.11929) as `transformers` keeps it, and what CLIP shares with it.
+"""ViT (Dosovitskiy et al. 2020, arXiv:2010.11929) in the format of `transformers`, and the parts shared with CLIP.
 
-A family of pictures' models is what one of texts is (`family.py`), a table of fields and a table of tensors, both ways,
-but of a network that is no `Transformer`. Two kinds of folders are of this one, and `architectures` tells them apart:
+As `family.py` for language models: a table of fields and a table of tensors for both directions, for networks that are not
+a `Transformer`. `architectures` distinguishes two kinds of folders:
 
     ViTForImageClassification    tensors "vit. ...", and "classifier"       -> a ViT with a head
-    ViTModel                     the same without the prefix, no classifier -> a ViT with classes = 0, to call `features` of
+    ViTModel                     the same without the prefix, no classifier -> a ViT with classes = 0, for `features`
 
-The subtle part is what lies between a class token and its classifier. A `ViTModel` may hold a "pooler", a dense layer with
-tanh, which the classifier never sees; in most files it is random, and it is left unread, with a warning. And absent fields
-mean what the family's own programs take them for: an eps of 1e-12, where the paper's code has 1e-6.
+The subtle part is the layer between the class token and the classifier. A `ViTModel` may hold a "pooler", a dense layer with
+tanh, which the classifier does not use. In most files it is random; it is left unread, with a warning. Absent fields have
+the defaults of the family's own programs: an eps of 1e-12, where the paper's code has 1e-6.
 
-The first map is a convolution in their files, [d, C, p, p], and a matrix in ours, [d, C p p] (`nn/patches.py`).
+The first map is a convolution in the files, [d, C, p, p], and a matrix in Whorl, [d, C p p] (`nn/patches.py`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ N = TypeVar("N", bound=nn.Module)
 
 @dataclass(frozen=True)
 class VisionFamily(Generic[C, N]):
-    """One family of models of pictures.
+    """One family of vision models.
 
-    model_type: what their `config.json` calls it; network: our class; describe: the configuration of one; build: one
-    of a configuration, computing in a type; spare: a pattern of tensors that may be left unread; lost: the same, with
-    a warning; sub_fields: (object in config.json, field) of what is carried over from a source besides labels.
+    model_type: its name in `config.json`; network: the class in Whorl; config_of: model -> configuration; build:
+    (configuration, compute type) -> model; ignored_tensors: a pattern of tensors that may be left unread;
+    dropped_tensors: the same, with a warning; sub_fields: (object in config.json, field) copied from a source, in addition
+    to labels.
     """
 
     model_type: str
@@ -59,7 +60,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# Fields of old files, on in every one of them, about generating text or about training; and names of classes.
+# Fields of old files that are on in all of them, about text generation or training; and class names.
 LEGACY_FIELDS = (
     *("id2label", "label2id", "initializer_factor", "length_penalty", "max_length", "num_beam_groups", "num_beams"),
     *("num_return_sequences", "repetition_penalty", "return_dict", "temperature", "tie_word_embeddings", "top_k", "top_p"),
@@ -68,7 +69,7 @@ LEGACY_FIELDS = (
 
 
 def read_blocks(fields: ConfigReader, width: int, hidden: int, n_heads: int, act: str) -> dict[str, Any]:
-    """The arguments that all towers have. The others are what an absent field means."""
+    """Return the arguments that all towers have. The other arguments are values of absent fields."""
     return {
         "d_model": fields.get("hidden_size", int, width),
         "n_layers": fields.get("num_hidden_layers", int, 12),
@@ -79,7 +80,7 @@ def read_blocks(fields: ConfigReader, width: int, hidden: int, n_heads: int, act
 
 
 def read_grid(fields: ConfigReader, patch: int) -> dict[str, Any]:
-    """Pixels of a picture and of a patch. patch: what an absent one means."""
+    """Return pixels of an image and of a patch. patch: the value of an absent field."""
     return {
         "image_size": _side(fields, "image_size", 224),
         "patch": _side(fields, "patch_size", patch),
@@ -88,7 +89,7 @@ def read_grid(fields: ConfigReader, patch: int) -> dict[str, Any]:
 
 
 def _side(fields: ConfigReader, name: str, default: int) -> int:
-    """A number, or a pair of equal numbers."""
+    """Return a number, given as a number or as a pair of equal numbers."""
     if not isinstance(pair := fields.data.get(name), list):
         return fields.get(name, int, default)
     fields.mark_read(name)
@@ -113,14 +114,14 @@ def write_grid(config: ViTConfig) -> dict[str, Any]:
 
 
 def weight_bias_rules(hf_prefix: str, prefix: str, names: dict[str, str]) -> list[ConversionRule]:
-    """A weight and a bias for each pair of names, their prefixes before them."""
+    """Return rules for a weight and a bias of each pair of names, with their prefixes."""
     return [
         unchanged(f"{hf_prefix}{a}.{kind}", f"{prefix}{b}.{kind}") for a, b in names.items() for kind in ("weight", "bias")
     ]  # fmt: skip
 
 
 def patch_rule(hf_name: str, name: str, config: ViTConfig) -> ConversionRule:
-    """A convolution's kernel as a matrix."""
+    """Return the rule of a convolution's kernel as a matrix."""
     kernel = (config.channels, config.patch, config.patch)
     return converted(hf_name, name, lambda t: t.flatten(1), lambda t: t.reshape(len(t), *kernel))
 
@@ -162,7 +163,7 @@ def write_vit(config: ViTConfig) -> dict[str, Any]:
     }
     if not c.classes:
         return fields
-    labels = [f"LABEL_{n}" for n in range(c.classes)]  # how many there are is said by nothing else
+    labels = [f"LABEL_{n}" for n in range(c.classes)]  # the number of labels is stored nowhere else
     return fields | {
         "id2label": {str(n): label for n, label in enumerate(labels)},
         "label2id": {label: n for n, label in enumerate(labels)},

@@ -1,1 +1,1 @@
-"""GGUF files: reading, configuration, tokenizer."""
+"""Export to GGUF: file, architecture and vocabulary."""

@@ -1,13 +1,13 @@
-"""Which of llama.cpp's networks a model is, and the numbers that it reads.
+"""Selection of llama.cpp's architecture for a model, and the fields that it reads.
 
-GGUF knows models by the name of an architecture, and llama.cpp has the network of each in its own code: a file says
-numbers, not structure. So there are two questions. Is the network one of those? That is answered as for any exchange: the
-families' tables (`family.py`) write the configuration, read it back and compare. And does llama.cpp's network of that name
-do all that the family can? Where it does not, it would run and be wrong; `_refuse` knows where, from its source.
+A GGUF file names an architecture and its numbers; llama.cpp implements the network of each architecture in code. Two
+checks are needed. First, the families' tables (`family.py`) write the configuration, read it back and compare, as for any
+exchange. Second, `_check_supported` rejects features that the family has but llama.cpp's network of that name lacks,
+because such a file would run with wrong results.
 
-Three things have a form though llama.cpp has no word for them. A scale of the scores is multiplied into the queries (or into
-the gain of their norm). Interleaved rotary features are what "llama" has of itself. And a window is no difference for
-rows that are no longer than it, so where there are no windows the longest row is the window (with a warning).
+Three features are expressed although llama.cpp has no field for them. A scale of the scores is multiplied into the queries
+(or into the gain of their norm). Interleaved rotary features are native in "llama". And a window equals none for rows that
+are no longer than it, so an architecture without windows gets the window as its longest row (with a warning).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from whorl.models.exchange.fields import yarn_mscale
 from whorl.models.transformer_config import AttentionConfig, MLAConfig, Rope, TransformerConfig
 from whorl.nn.positions.rotary import RopeScaling
 
-# A family's `model_type` -> the architecture; in the order in which they are tried.
+# A family's `model_type` -> the architecture, in the order in which they are tried.
 ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "gpt2": "gpt2", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "deepseek_v3": "deepseek2",
 }  # fmt: skip
-WITH_WINDOWS = {"gemma2": 2, "gemma3": 6}  # and every which layer sees all, if the file does not say
-# Layers by which llama.cpp knows the two 27B models, whose scores are divided by sqrt(d_model / n_heads).
+WITH_WINDOWS = {"gemma2": 2, "gemma3": 6}  # every n-th layer is global by default
+# Layer counts by which llama.cpp detects the two 27B models, whose scores are divided by sqrt(d_model / n_heads).
 WIDE_SCALE = {"gemma2": 46, "gemma3": 62}
 LITE_LAYERS = (
     26,
     27,
-)  # layers of DeepSeek's small ones, where llama.cpp does not look for a rank of the queries
+)  # layer counts of DeepSeek's lite models, for which llama.cpp reads no rank of the queries
 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """What is written: the family that says it, llama.cpp's architecture, and a configuration in the family's words.
+    """The written model: its family, llama.cpp's architecture, and a configuration that the family can express.
 
-    gain: what queries are multiplied by, a layer; it stands for the scale that `config` no longer has. turned: rows of
-    queries and keys are in llama's order already. n_ctx: the longest row.
+    query_gain: factor of the queries per layer, which replaces the scale in `config`. interleaved: rows of queries and
+    keys already have llama's order. n_ctx: the longest row.
     """
 
     family: ModelFamily
@@ -57,10 +57,10 @@ class GGUFModel:
 
     @classmethod
     def from_config(cls, given: TransformerConfig) -> GGUFModel:
-        """The first architecture that can say it.
+        """Return the first architecture that can express the configuration.
 
         Raises:
-            ConfigError: none can. The field is the first one that is in the way of the nearest.
+            ConfigError: none can. The error names the first unsupported field of the closest one.
         """
         plain, turned = _canonical_config(given)
         for n, mixer in enumerate(plain.layer_mixers()):
@@ -108,7 +108,7 @@ class GGUFModel:
 
 
 def _summarize(differences: list[str]) -> str:
-    """The first three, of each kind one: a field of a mixer differs in many layers."""
+    """Return the first three differences, one per kind: a field of a mixer differs in many layers."""
     kinds = {re.sub(r"layer \d+", "", d): d for d in sorted(differences, reverse=True)}
     few = sorted(kinds.values())
     return "; ".join(few[:3]) + (f"; and {len(few) - 3} more" if len(few) > 3 else "")
@@ -121,7 +121,7 @@ def attention_configs(config: TransformerConfig) -> list[AttentionConfig]:
 def _replace_attention(
     config: TransformerConfig, change: Callable[[AttentionConfig], dict[str, Any]]
 ) -> TransformerConfig:
-    """The same with some fields of all heads changed."""
+    """Return the configuration with some fields of all attention mixers changed."""
     mixers = {
         name: m.model_copy(update=change(m)) if isinstance(m, AttentionConfig) else m
         for name, m in config.mixers.items()
@@ -130,8 +130,10 @@ def _replace_attention(
 
 
 def _canonical_config(config: TransformerConfig) -> tuple[TransformerConfig, bool]:
-    """The same network in words that more families have: no scale; no share of turning features that is all of them;
-    `ntk` as the larger base that it is; a ramp with its numbers; halves for neighbours. And whether it had neighbours.
+    """Return an equal configuration that more families can express, and whether its rotary features were interleaved.
+
+    Changes: no scale; no rotary fraction of 1; `ntk` as a larger base; a ramp with explicit numbers; the layout "half"
+    instead of "interleaved".
     """
     turned = {h.rope.layout for h in attention_configs(config) if h.rope is not None} == {"interleaved"}
 
@@ -161,7 +163,7 @@ def _canonical_config(config: TransformerConfig) -> tuple[TransformerConfig, boo
 
 
 def _query_gains(config: TransformerConfig, architecture: str) -> tuple[float, ...]:
-    """Our scale of the scores over llama.cpp's, for each layer."""
+    """Return the ratio of the model's score scale to llama.cpp's, for each layer."""
     wide = WIDE_SCALE.get(architecture) == config.n_layers
     gains = []
     for m in config.layer_mixers():
@@ -170,12 +172,12 @@ def _query_gains(config: TransformerConfig, architecture: str) -> tuple[float, .
         elif isinstance(m, AttentionConfig):
             theirs = (config.d_model // m.n_heads if wide else m.head_dim) ** -0.5
             gains.append(1.0 if m.scale is None and not wide else (m.scale or m.head_dim**-0.5) / theirs)
-    # a scale that went through a square and back is no other scale
+    # The same scale after a square and a square root counts as equal.
     return tuple(1.0 if abs(g - 1.0) < 1e-12 else g for g in gains)
 
 
 def _check_supported(architecture: str, config: TransformerConfig, turned: bool) -> None:
-    """Raises ConfigError where llama.cpp's network of that name lacks what the family has."""
+    """Raise ConfigError where llama.cpp's network of that name lacks a feature of the family."""
 
     def refuse(what: str, expected: str) -> ConfigError:
         return unsupported_by_family(f"{what}, which llama.cpp's {architecture!r} lacks", expected)
@@ -205,7 +207,9 @@ def _check_supported(architecture: str, config: TransformerConfig, turned: bool)
         if experts.dense_layers:
             raise refuse(f"experts.dense_layers is {experts.dense_layers}", "none")
         if experts.norm_topk_prob != (architecture == "qwen3moe"):
-            raise refuse(f"experts.norm_topk_prob is {experts.norm_topk_prob}", str(architecture == "qwen3moe"))
+            raise refuse(
+                f"experts.norm_topk_prob is {experts.norm_topk_prob}", str(architecture == "qwen3moe")
+            )
         if architecture == "qwen2moe" and not experts.shared_hidden:
             raise refuse("experts.shared_hidden is 0", "a shared expert")
     for mixer in config.layer_mixers():
@@ -222,13 +226,13 @@ def _check_scaling(architecture: str, scaling: RopeScaling | None, slides: bool,
     if scaling is None:
         return
     if architecture == "gemma3" and (slides or scaling.kind != "linear"):
-        raise refuse(f"rope.scaling is {scaling.kind!r}", "'linear', in the layers that see all")
+        raise refuse(f"rope.scaling is {scaling.kind!r}", "'linear', in the layers without a window")
     if scaling.kind == "llama3" and architecture != "llama":
         raise refuse("rope.scaling is 'llama3'", "'linear' or 'yarn'")
     if scaling.kind == "yarn" and (scaling.ramp != (1.0, 32.0) or not scaling.truncate):
         raise refuse(f"rope.scaling is {scaling}", "low = 1, high = 32 and truncate")
     if scaling.kind != "yarn" and scaling.attention_scaling != 1.0:
-        raise refuse(f"rope.scaling.attention is {scaling.attention_scaling}", "1, but for 'yarn'")
+        raise refuse(f"rope.scaling.attention is {scaling.attention_scaling}", "1, except for 'yarn'")
 
 
 def _check_mla(m: MLAConfig, config: TransformerConfig, refuse: Refuse) -> None:
@@ -246,12 +250,13 @@ def _check_mla(m: MLAConfig, config: TransformerConfig, refuse: Refuse) -> None:
     _check_scaling("deepseek2", scaling, False, refuse)
     if scaling.kind != "yarn" or scaling.attention_scaling != 1.0 or m.scale is None:
         raise refuse(
-            f"rope.scaling is {scaling} and scale is {m.scale}", "'yarn' with both of DeepSeek's mscale alike"
+            f"rope.scaling is {scaling} and scale is {m.scale}",
+            "'yarn' with equal values of both mscale fields",
         )
 
 
 def write_fields(w: Any, shape: GGUFModel) -> None:
-    """The numbers that an architecture reads."""
+    """Write the numbers that an architecture reads."""
     c, mixers, arch = shape.config, shape.config.layer_mixers(), shape.architecture
     w.add_vocab_size(c.vocab_size)
     w.add_context_length(shape.n_ctx)
@@ -299,7 +304,7 @@ def write_fields(w: Any, shape: GGUFModel) -> None:
 
 def _write_rope(w: Any, base: float, scaling: RopeScaling | None, latent: bool = False) -> None:
     w.add_rope_freq_base(base)
-    if scaling is None or scaling.kind == "llama3":  # the latter is a tensor
+    if scaling is None or scaling.kind == "llama3":  # llama3 scaling is a tensor
         return
     import gguf
 
@@ -318,7 +323,7 @@ def _write_windows(w: Any, arch: str, heads: list[AttentionConfig]) -> None:
     sliding = next((h for h in heads if h.window is not None), None)
     if sliding is None and arch == "gemma3":
         return
-    # Without a pattern older readers know what to do as well; it is written where it is not their own.
+    # Older readers have a default pattern, so the pattern is written only where it differs.
     every = WITH_WINDOWS[arch]
     if slides != [(n + 1) % every != 0 for n in range(len(slides))]:
         w.add_sliding_window_pattern(slides)
@@ -329,7 +334,7 @@ def _write_windows(w: Any, arch: str, heads: list[AttentionConfig]) -> None:
 
 
 def _write_mla(w: Any, m: MLAConfig) -> None:
-    """Keys and values as llama.cpp keeps them, one head of the latent; and as they are taken apart, `_mla`."""
+    """Write keys and values in llama.cpp's two forms: one head of the latent, and separate heads as `_mla`."""
     w.add_head_count(m.n_heads)
     w.add_head_count_kv(1)
     w.add_kv_lora_rank(m.kv_rank)

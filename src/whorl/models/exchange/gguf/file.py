@@ -1,18 +1,19 @@
-"""GGUF: one file with shape, weights and vocabulary, as llama.cpp and the programs over it read it.
+"""GGUF export: one file with configuration, weights and vocabulary for llama.cpp and programs based on it.
 
     export_gguf(model, Path("mine.gguf"), source=Path("folder-with-tokenizer"), dtype=torch.float16)
 
-`gguf_shape.py` finds the architecture and writes its numbers, `gguf_tokens.py` the vocabulary. Here are the tensors: the
-rules of the families give them by Hugging Face's names, the `gguf` package maps the names, and what remains is this.
+`architecture.py` selects the architecture and writes its numbers, `vocabulary.py` the vocabulary. This file writes the
+tensors. The rules of the families give Hugging Face's names, and the `gguf` package maps them. The remaining conversions:
 
-- llama turns neighbouring features (2 i, 2 i + 1), so rows of queries and keys change places; the other architectures turn
-  halves, as we do. DeepSeek's are neighbours on both sides.
-- Norms of Gemma hold 1 + weight. GPT-2's matrices are [d_out, d_in] here. Experts are one tensor a layer, [E, d_out, d_in].
-- DeepSeek's `kv_b` is cut, a head at a time, into the part of the keys, transposed, and that of the values: llama.cpp works
-  on the latent itself, as `nn/attention/mla.py` does in decoding.
-- Llama 3's stretched positions are a tensor of divisors, one for each wave.
+- llama rotates adjacent features (2 i, 2 i + 1), so rows of queries and keys are reordered; the other architectures use
+  the half-split layout. DeepSeek's features are adjacent on both sides.
+- Norms of Gemma hold 1 + weight. GPT-2's matrices are [d_out, d_in] here. Experts are one tensor per layer,
+  [E, d_out, d_in].
+- DeepSeek's `kv_b` is split, per head, into the part of the keys, transposed, and that of the values: llama.cpp computes
+  with the latent, as `nn/attention/mla.py` does in decoding.
+- Llama 3's rotary scaling is a tensor of divisors, one per wave.
 
-Norms and all vectors are fp32, as llama.cpp wants them; the router's matrix and learned positions too.
+Norms, vectors, routers and learned positions are fp32, as llama.cpp requires.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 def export_gguf(
     model: Transformer, file: Path, *, source: Path | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Writes a model as one GGUF file. Memory: one tensor beyond the model.
+    """Write a model as one GGUF file. Memory: one tensor in addition to the model.
 
     Args:
-        source: a folder with `tokenizer.json`; special ids are looked for in `tokenizer_config.json`,
-            `generation_config.json` and `config.json` beside it. None for a file without a vocabulary.
-        dtype: of the matrices: float32, float16 or bfloat16; None keeps each as it is.
+        source: a folder with `tokenizer.json`; special ids are read from `tokenizer_config.json`,
+            `generation_config.json` and `config.json` in it. None for a file without a vocabulary.
+        dtype: of the matrices: float32, float16 or bfloat16; None keeps each unchanged.
 
     Raises:
-        ConfigError: llama.cpp has no such network (the field is named); the tokenizer has no GGUF form; `file` is there;
-            a weight is too large for float16; the `gguf` package is missing.
+        ConfigError: llama.cpp has no such network (the error names the field); the tokenizer has no GGUF form; `file`
+            exists; a weight is too large for float16; the `gguf` package is missing.
         CheckpointError: a file of the tokenizer is missing or damaged.
     """
     gguf = _library()
@@ -61,7 +62,7 @@ def export_gguf(
         raise ConfigError(
             f"the model is a {type(model).__name__}",
             expected="a Transformer",
-            do="our own small models have n-gram memories and smeared keys, which llama.cpp lacks",
+            do="a Decoder has n-gram embeddings and smeared keys, which llama.cpp lacks",
         )
     if file.exists():
         raise ConfigError(f"{file} exists", expected="a new file", do="name another, or remove it first")
@@ -117,7 +118,7 @@ def _library() -> Any:
 
 
 def _kind(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type that a tensor is written in."""
+    """Return the type that a tensor is written in."""
     full = tensor.dim() == 1 or any(part in name for part in FP32_TENSORS)
     return torch.float32 if full else dtype or tensor.dtype
 
@@ -132,7 +133,7 @@ def _cast(name: str, tensor: Tensor, kind: torch.dtype) -> Tensor:
 
 
 class _Tensors:
-    """GGUF's tensors: name -> how it is made of ours."""
+    """GGUF's tensors: name -> function that makes it."""
 
     def __init__(self, gguf: Any, shape: GGUFModel) -> None:
         self.shape, self.config = shape, shape.config
@@ -140,7 +141,7 @@ class _Tensors:
         self._names = gguf.get_tensor_name_map(arch, shape.config.n_layers)
 
     def items(self) -> Iterator[tuple[str, Make]]:
-        """(name, how) of each, in the order in which they are written."""
+        """Return (name, function) of each tensor, in the order of the file."""
         parts: dict[str, list[Make]] = {}
         for rule in self.shape.family.rules(self.config):
             for n, theirs in enumerate(rule.hf_names):
@@ -174,7 +175,7 @@ class _Tensors:
         return f"{name}.{suffix}"
 
     def _converted(self, rule: ConversionRule, n: int, theirs: str) -> Make:
-        """Tensor `n` of a rule, in GGUF's form."""
+        """Return tensor `n` of a rule, in GGUF's form."""
         finish = self._to_gguf(theirs)
 
         def make(own: State) -> Tensor:
@@ -208,7 +209,7 @@ class _Tensors:
         return finish
 
     def _kv(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """[H (nope + v), rank] -> keys' part [H, nope, rank], values' part [H, v, rank]."""
+        """Split [H (nope + v), rank] into the keys' part [H, nope, rank] and the values' part [H, v, rank]."""
         mixer = self.config.layer_mixers()[0]
         assert isinstance(mixer, MLAConfig)
         heads = t.view(mixer.n_heads, -1, t.shape[-1])

@@ -1,22 +1,21 @@
-"""The vocabulary of a GGUF file: a `tokenizer.json`, told in the words of llama.cpp.
+"""The vocabulary of a GGUF file, converted from a `tokenizer.json`.
 
-GGUF has no word for "split text by this pattern". It has names, `tokenizer.ggml.pre`, and llama.cpp knows one pattern
-for each. So a byte-level vocabulary (tokens and merges, as in GPT-2) can be said exactly just where its pattern is one
-of the known ones: the table `SPLITS`. SentencePiece's kind (Llama 2, Gemma) has no pattern; it merges by the score of
-the result, where `tokenizer.json` merges by the rank of the pair. The two agree if all pairs that spell a token are
-listed, and stand together: that is checked, not assumed.
+GGUF cannot store a split pattern. It stores a name, `tokenizer.ggml.pre`, and llama.cpp has one pattern per name. So a
+byte-level vocabulary (tokens and merges, as in GPT-2) is exact only if its pattern is in the table `SPLITS`.
+SentencePiece vocabularies (Llama 2, Gemma) have no pattern; they merge by the score of the result, while
+`tokenizer.json` merges by the rank of the pair. The two agree if all pairs that spell a token are listed and adjacent,
+which is checked.
 
-The subtle part is our own tokenizers. Their pattern is not among the known ones: a run of signs takes the blanks behind
-it along, so that "):", a line break and the indentation are one token, and nearly all known patterns cut there (7
-tokens of 10 come out the same with Llama 3's). But one, "superbpe", cuts at digits alone and lets merges reach
-anywhere. There the order of merges can do what the pattern did: within a piece, merges of signs and blanks never meet
-those of letters, so they may all go first without changing any piece; then " = " is whole before the blank behind it
-can go to the next word. Of our tokens 98 in 100 come out the same in Python source and in prose, 81 in lists of long
-numbers, and the rest costs a small model 0.2 % more bits per byte of source (`bench/models/gguf_export.py`); a warning says
-so. What differs: numbers of more than three digits, cut from their end and not their beginning, and signs in a row
-before a word. A model asked by ids, which every program over llama.cpp takes, is asked exactly.
+The subtle part is Whorl's own tokenizers, whose pattern llama.cpp lacks: a run of signs includes the following blanks, so
+"):", a line break and the indentation are one token. Nearly all of llama.cpp's patterns cut there (7 of 10 tokens agree
+with Llama 3's). Only "superbpe" splits at digits alone. With it, the order of merges replaces the pattern: merges of signs
+and blanks never meet those of letters within a piece, so they can all come first. Then " = " is complete before its last
+blank can join the next word. 98 of 100 tokens agree in Python source and prose, and 81 in lists of long numbers. The rest
+costs a small model 0.2 % more bits per byte of source (`bench/models/gguf_export.py`), and a warning reports it. The
+differences: numbers of more than three digits, split from the end instead of the start, and runs of signs before a word.
+Input as token ids is exact.
 
-llama.cpp leaves out Unicode normalisation (Qwen's NFC): ids are the same for text that is normal already.
+llama.cpp leaves out Unicode normalization (Qwen's NFC): ids agree for normalized text.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _CASED_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WHORL_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^ \t\r\n\p{L}\p{N}]+[\r\n]*[ \t]*|[\r\n]+[ \t]*|[ \t]+"
 )
-# The patterns that text is split by, in order -> the name that llama.cpp knows them by. "GPT-2" stands for the pattern that
-# the byte-level step has built in, "digits" for the step that makes every digit a piece.
+# Split patterns, in order -> llama.cpp's name. "GPT-2" is the pattern built into the byte-level step, "digits" the step that
+# makes every digit a piece.
 SPLITS: dict[tuple[str, ...], str] = {
     ("GPT-2",): "gpt-2",
     ("digits", "GPT-2"): "smollm",
@@ -64,13 +63,13 @@ FALLBACK_PRE = "superbpe"
 _SIGNS_ONLY = re.compile(
     r"[!-/:-@\[-`{-~\u0120\u010a\u0109\u010d]+"
 )  # the last four: blank, line breaks, tab, byte-level
-SPACE = "\u2581"  # how SentencePiece writes a blank
+SPACE = "\u2581"  # SentencePiece's blank
 BYTE = re.compile("<0x[0-9A-F]{2}>")
-SPECIAL_IDS = {"bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}  # and their text in our own tokenizers
+SPECIAL_IDS = {"bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}  # and their text in Whorl's tokenizers
 
 
 class TokenType(IntEnum):
-    """What a token is, by GGUF's numbers."""
+    """Kinds of tokens, by GGUF's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -82,10 +81,10 @@ class TokenType(IntEnum):
 
 @dataclass
 class GGUFVocabulary:
-    """What GGUF says of a tokenizer.
+    """The tokenizer fields of a GGUF file.
 
-    model: "gpt2" (byte-level merges), "llama" (merges by score) or "none"; pre: the name of the pattern; ids: of the special
-    tokens, by "bos", "eos", "pad", "unk".
+    model: "gpt2" (byte-level merges), "llama" (merges by score) or "none"; pre: the name of the pattern; special_ids: by
+    "bos", "eos", "pad", "unk".
     """
 
     model: str
@@ -101,7 +100,7 @@ class GGUFVocabulary:
     chat_template: str | None = None
 
     def add_to(self, writer: Any) -> None:
-        """Writes the fields into a `gguf.GGUFWriter`."""
+        """Write the fields into a `gguf.GGUFWriter`."""
         writer.add_tokenizer_model(self.model)
         if self.model == "none":
             return
@@ -129,14 +128,14 @@ class GGUFVocabulary:
 
 
 def read_vocabulary(source: Path | None, vocab_size: int) -> GGUFVocabulary:
-    """The vocabulary of a folder with `tokenizer.json`, filled up to the rows that the model has.
+    """Return the vocabulary of a folder with `tokenizer.json`, filled up to the rows of the model.
 
     Args:
-        source: None for a file without a vocabulary, which is fed with ids.
+        source: None for a file without a vocabulary, whose users pass ids.
 
     Raises:
         CheckpointError: a file is missing or damaged, or has more tokens than the model has rows.
-        ConfigError: a tokenizer that llama.cpp has no words for; no id ends a text.
+        ConfigError: a tokenizer that llama.cpp cannot express; no id ends a text.
     """
     if source is None:
         return GGUFVocabulary("none")
@@ -164,7 +163,7 @@ def _read(data: dict[str, Any], source: Path, vocab_size: int) -> GGUFVocabulary
         raise CheckpointError(
             f"{path}: token {by_id[max(by_id)]!r} has the id {max(by_id)}",
             expected=f"below {vocab_size}, the rows of the model's embedding",
-            do="name the folder of this model's own tokenizer",
+            do="name the folder of this model's tokenizer",
         )
     for hole in set(range(vocab_size)) - by_id.keys():  # rows that no token uses
         by_id[hole], kinds[hole] = f"[PAD{hole}]", TokenType.UNUSED
@@ -186,7 +185,7 @@ def _read(data: dict[str, Any], source: Path, vocab_size: int) -> GGUFVocabulary
 
 
 def _pre_tokenizer_name(data: dict[str, Any], path: Path) -> str:
-    """The name of the pattern, from the steps before the merges."""
+    """Return the name of the pattern, from the steps before the merges."""
     if (data.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         raise _unknown(path, "normalizer", data["normalizer"]["type"], "none, or 'NFC'")
     before = data.get("pre_tokenizer") or {}
@@ -206,24 +205,24 @@ def _pre_tokenizer_name(data: dict[str, Any], path: Path) -> str:
             )
     if splits == [WHORL_PATTERN]:
         warnings.warn(
-            f"{path}: llama.cpp knows no pattern that splits text just as this tokenizer does; with the nearest ({FALLBACK_PRE}) "
-            "about 2 tokens in 100 come out differently, more in long numbers: where that matters, ask by ids",
+            f"{path}: llama.cpp has no pattern that splits text as this tokenizer does. With the closest ({FALLBACK_PRE}), "
+            "about 2 tokens in 100 differ, more in long numbers. Pass token ids where exact tokens are needed",
             stacklevel=5,
         )
         return FALLBACK_PRE
     if tuple(splits) not in SPLITS:
         known = ", ".join(SPLITS.values())
-        raise _unknown(path, "pre_tokenizer", splits, f"one of the patterns that llama.cpp knows ({known})")
+        raise _unknown(path, "pre_tokenizer", splits, f"one of llama.cpp's patterns ({known})")
     return SPLITS[tuple(splits)]
 
 
 def _sentencepiece_scores(
     found: GGUFVocabulary, pairs: list[tuple[str, ...]], data: dict[str, Any], path: Path
 ) -> None:
-    """SentencePiece's kind: scores in place of merges.
+    """Convert merges to SentencePiece scores.
 
     Raises:
-        ConfigError: the merges are none that scores can say.
+        ConfigError: scores cannot express the merges.
     """
     found.model = "llama"
     found.add_space_prefix = _adds_space_prefix(data, path)
@@ -240,7 +239,7 @@ def _sentencepiece_scores(
     known = {t for t, kind in zip(found.tokens, found.token_types, strict=True) if kind == TokenType.NORMAL}
     unknown = data["model"].get("unk_token")
     for n, token in enumerate(found.tokens):
-        if found.token_types[n] == TokenType.USER_DEFINED:  # these are looked for before blanks are rewritten
+        if found.token_types[n] == TokenType.USER_DEFINED:  # these are matched before blanks are replaced
             found.tokens[n] = token.replace(SPACE, " ")
         if token == unknown:
             found.token_types[n] = int(TokenType.UNKNOWN)
@@ -257,7 +256,7 @@ def _sentencepiece_scores(
 
 
 def _adds_space_prefix(data: dict[str, Any], path: Path) -> bool:
-    """Whether a blank is put before the text; checks that blanks are all that is rewritten."""
+    """Return whether a blank is put before the text; check that only blanks are replaced."""
     normal, before = data.get("normalizer") or {}, data.get("pre_tokenizer") or {}
     steps = [
         *(normal["normalizers"] if normal.get("type") == "Sequence" else [normal] * bool(normal)),
@@ -272,16 +271,16 @@ def _adds_space_prefix(data: dict[str, Any], path: Path) -> bool:
         elif step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": " "}, SPACE):
             continue
         elif step["type"] == "Split" and step["pattern"] == {"String": " "}:
-            continue  # blanks are rewritten before: it never finds one
+            continue  # blanks are replaced earlier, so it never matches
         else:
             raise _unknown(
-                path, "normalizer or pre_tokenizer", step["type"], "blanks written as \u2581, and no more"
+                path, "normalizer or pre_tokenizer", step["type"], "the replacement of blanks by \u2581 only"
             )
     return first
 
 
 def _specials(found: GGUFVocabulary, data: dict[str, Any], source: Path) -> None:
-    """Ids of the special tokens, whether they are put around a text, and the chat template."""
+    """Read ids of the special tokens, whether they are put around a text, and the chat template."""
     config, general = (
         read_json(source / name) if (source / name).is_file() else {}
         for name in ("tokenizer_config.json", "config.json")
@@ -303,10 +302,10 @@ def _specials(found: GGUFVocabulary, data: dict[str, Any], source: Path) -> None
         raise ConfigError(
             f"{source}: no token ends a text",
             expected="eos_token in tokenizer_config.json, or eos_token_id in generation_config.json: "
-            "without one llama.cpp takes the id 11 or 2 for it",
+            "without one, llama.cpp uses the id 11 or 2",
         )
     around = _ids_around_text(data.get("post_processor"))
-    if SPECIAL_IDS["bos"] in found.tokens:  # ours: no text is trained on, or continued, without it
+    if SPECIAL_IDS["bos"] in found.tokens:  # every text of Whorl starts with it
         around[0].add(found.tokens.index(SPECIAL_IDS["bos"]))
     found.add_bos = bool(config.get("add_bos_token", found.special_ids.get("bos") in around[0]))
     found.add_eos = bool(config.get("add_eos_token", found.special_ids["eos"] in around[1]))
@@ -317,7 +316,7 @@ def _specials(found: GGUFVocabulary, data: dict[str, Any], source: Path) -> None
 
 
 def _ids_around_text(step: dict[str, Any] | None) -> tuple[set[int], set[int]]:
-    """Ids that are put before a text, and behind it."""
+    """Return the ids that are put before a text, and after it."""
     sides: tuple[set[int], set[int]] = (set(), set())
     for inner in [step, *((step or {}).get("processors") or [])]:
         if not inner or inner.get("type") != "TemplateProcessing":
@@ -334,7 +333,7 @@ def _ids_around_text(step: dict[str, Any] | None) -> tuple[set[int], set[int]]:
 def _unknown(path: Path, name: str, found: Any, expected: str) -> ConfigError:
     text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
     return ConfigError(
-        f"{path}: {name} is {text}, which llama.cpp has no word for",
+        f"{path}: {name} is {text}, which llama.cpp cannot express",
         expected=expected,
-        do="export without a tokenizer, and ask the model by ids",
+        do="export without a tokenizer, and pass token ids to the model",
     )
