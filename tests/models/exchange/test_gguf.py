@@ -133,7 +133,8 @@ UNREAD_FIELDS: dict[str, dict[str, Any]] = {
 }
 # Cases that the reader of `transformers` supports: no biases, no scaled positions, no Mixtral, no DeepSeek.
 READABLE = [
-    "llama", "llama-tied-wide", "llama-ntk", "llama-interleaved", "qwen2", "qwen3", "gemma2", "gpt2", "qwen2-moe", "qwen3-moe",
+    "llama", "llama-tied-wide", "llama-ntk", "llama-interleaved", "qwen2", "qwen3", "gemma2", "gpt2",
+    "qwen2-moe", "qwen3-moe",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Small models of every family, made by their own library: what the tests of the exchange share."""
+"""Small Hugging Face models of every family, for the tests of models/exchange."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LATENT = {
     "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
     "v_head_dim": 10,
 }  # fmt: skip
-# name -> (their classes' stem, the fields that differ from SHAPE)
+# name -> (stem of the Hugging Face classes, fields that differ from SHAPE)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "llama": ("Llama", {}),
@@ -62,8 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def theirs(case: str) -> Any:
-    """A tiny model of theirs, every weight drawn: norms too, so that a swapped one is seen."""
+def hf_model(case: str) -> Any:
+    """Return a tiny Hugging Face model with random weights, norms included, so that swapped ones are noticed."""
     stem, fields = CASES[case]
     config_name = "Gemma3TextConfig" if stem == "Gemma3" else f"{stem}Config"
     base = {"vocab_size": 96} if stem == "GPT2" else SHAPE
@@ -79,8 +79,8 @@ def theirs(case: str) -> Any:
     return model
 
 
-def saved(case: str, folder: Path, **options: Any) -> Any:
-    model = theirs(case)
+def save_hf_model(case: str, folder: Path, **options: Any) -> Any:
+    model = hf_model(case)
     model.save_pretrained(folder, **options)
     return model
 

@@ -1,4 +1,4 @@
-"""Small ViTs and CLIPs, made by their own library: what the tests of their exchange share."""
+"""Small Hugging Face ViT and CLIP models, for the tests of models/exchange."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.models.initialization import generator as gen
 from whorl.models.exchange import import_vision
 from whorl.models.vision.clip import DualEncoder
 
@@ -27,7 +28,7 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 IMAGE: dict[str, Any] = {key: value for key, value in VIT.items() if key != "num_labels"}
 CLIP: dict[str, Any] = {"text_config": TEXT, "vision_config": IMAGE, "projection_dim": 12}
-# name -> (their class, their configuration's, its fields)
+# name -> (Hugging Face class, its configuration class, fields)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViTForImageClassification", "ViTConfig", VIT),
     "vit-gelu-new": ("ViTForImageClassification", "ViTConfig", {**VIT, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
@@ -44,12 +45,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def theirs(case: str, seed: int = 0) -> Any:
-    """A tiny model of theirs, every weight drawn: norms too, so that a swapped one is seen."""
+def hf_model(case: str, seed: int = 0) -> Any:
+    """Return a tiny Hugging Face model with random weights, norms included, so that swapped ones are noticed."""
     cls, config, fields = CASES[case]
     torch.manual_seed(seed)
     model = getattr(transformers, cls)(getattr(transformers, config)(**fields)).eval()
@@ -60,8 +57,8 @@ def theirs(case: str, seed: int = 0) -> Any:
     return model
 
 
-def saved(case: str, folder: Path, **options: Any) -> Any:
-    model = theirs(case)
+def save_hf_model(case: str, folder: Path, **options: Any) -> Any:
+    model = hf_model(case)
     model.save_pretrained(folder, **options)
     return model
 
@@ -72,39 +69,31 @@ def images(model: Any, size: int = 16) -> torch.Tensor:
     return torch.randn(3, channels, size, size, generator=gen(1))
 
 
-# Of each row the first END counts; behind it may stand padding (some tokenizers pad with END itself).
+# The first END of a row is pooled. Padding may follow it; some tokenizers pad with END itself.
 IDS = torch.tensor([[3, 5, 88, 17, END, 7, 7], [3, 60, END, END, END, END, END], [3, 4, 5, 6, 8, 9, END]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]]).bool()
 
 
 @torch.no_grad()
-def their_outputs(model: Any, size: int = 16) -> list[torch.Tensor]:
+def hf_outputs(model: Any, size: int = 16) -> list[torch.Tensor]:
     pictures = images(model, size).to(model.dtype)
     if isinstance(model, transformers.CLIPModel):
-        out = model(
-            input_ids=IDS,
-            pixel_values=pictures,
-            attention_mask=MASK.long(),
-            interpolate_pos_encoding=size != 16,
-        )
+        inputs = {"input_ids": IDS, "pixel_values": pictures, "attention_mask": MASK.long()}
+        out = model(**inputs, interpolate_pos_encoding=size != 16)
         return [out.image_embeds, out.text_embeds, out.logits_per_image]
     out = model(pictures, interpolate_pos_encoding=size != 16)
     return [out.logits if "logits" in out else out.last_hidden_state]
 
 
 @torch.no_grad()
-def our_outputs(model: Any, size: int = 16) -> list[torch.Tensor]:
+def whorl_outputs(model: Any, size: int = 16) -> list[torch.Tensor]:
     if isinstance(model, DualEncoder):
         pictures = images(model.image, size)
-        return [
-            model.embed_images(pictures),
-            model.embed_texts(IDS, MASK),
-            model.scores(pictures, IDS, MASK),
-        ]
+        return [model.embed_images(pictures), model.embed_texts(IDS, MASK), model.scores(pictures, IDS, MASK)]
     return [model(images(model, size)) if model.config.classes else model.tokens(images(model, size))]
 
 
-def imported(folder: Path, **options: Any) -> Any:
+def import_quietly(folder: Path, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pooler.*")
         return import_vision(folder, **options)
