@@ -1,4 +1,4 @@
-"""The page in a real browser: silent console, no request, probabilities by mouse, keyboard and touch."""
+"""The page in Chromium: empty console, no requests, tooltips by mouse, keyboard and touch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ pytestmark = [
 ]
 
 
-# The contrast of a text with the nearest painted ground behind it (WCAG 2.1, relative luminance).
-READABLE = """element => {
+# Contrast of a text with its painted background (WCAG 2.1, relative luminance).
+CONTRAST = """element => {
   const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
   const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
   const light = (rgb) => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => sum + weight * linear(rgb[i] / 255), 0);
-  let ground = element;
-  while (numbers(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+  let background = element;
+  while (numbers(getComputedStyle(background).backgroundColor)[3] === 0) background = background.parentElement;
   const colour = getComputedStyle(element).color;
-  const both = [colour, getComputedStyle(ground).backgroundColor];
+  const both = [colour, getComputedStyle(background).backgroundColor];
   const [a, b] = both.map((c) => light(numbers(c))).sort((x, y) => y - x);
   return { colour, contrast: (a + 0.05) / (b + 0.05) };
 }"""
@@ -41,23 +41,23 @@ def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     arguments = ["--disable-background-networking", "--disable-dev-shm-usage"]
     if os.geteuid() == 0:
-        arguments.append("--no-sandbox")  # Chromium refuses its sandbox to root
+        arguments.append("--no-sandbox")  # Chromium does not start its sandbox as root
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield browser
         browser.close()
 
 
-class Opened:
-    """A page, what its console said and what it asked for."""
+class OpenPage:
+    """An open page with its console messages and requests."""
 
     def __init__(self, browser: Any, path: Path, **context: Any) -> None:
         self.page = browser.new_context(**context).new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.messages: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
 
     def tip(self) -> str:
@@ -65,8 +65,8 @@ class Opened:
         return tip.inner_text() if tip.evaluate("e => getComputedStyle(e).visibility") == "visible" else ""
 
     def check(self, path: Path) -> None:
-        assert self.said == []
-        assert [url for url in self.asked if not url.startswith("data:")] == [path.as_uri()]
+        assert self.messages == []
+        assert [url for url in self.requests if not url.startswith("data:")] == [path.as_uri()]
         self.page.context.close()
 
 
@@ -75,8 +75,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return render(example(), tmp_path_factory.mktemp("report") / "report.html")
 
 
-def test_hover_shows_probabilities(browser: Any, report: Path) -> None:
-    opened = Opened(browser, report)
+def test_hover_shows_token_probabilities(browser: Any, report: Path) -> None:
+    opened = OpenPage(browser, report)
     token = opened.page.locator(".t").nth(5)
     assert opened.tip() == ""
     token.hover()
@@ -87,17 +87,17 @@ def test_hover_shows_probabilities(browser: Any, report: Path) -> None:
     opened.check(report)
 
 
-def test_hover_shows_values_of_the_curves(browser: Any, report: Path) -> None:
-    opened = Opened(browser, report)
+def test_hover_shows_curve_values(browser: Any, report: Path) -> None:
+    opened = OpenPage(browser, report)
     opened.page.locator(".chart").first.hover()
     assert "step 1," in opened.tip() and "smoothed" in opened.tip()
     opened.check(report)
 
 
-def test_keyboard_reaches_every_token(browser: Any, report: Path) -> None:
-    opened = Opened(browser, report)
+def test_keyboard_moves_between_tokens(browser: Any, report: Path) -> None:
+    opened = OpenPage(browser, report)
     tokens = opened.page.locator(".t")
-    # One stop for the Tab key, the arrows inside.
+    # One Tab stop; arrow keys move within the sample.
     assert opened.page.locator('.t[tabindex="0"]').count() == 1
     tokens.first.focus()
     assert "····" in opened.tip()
@@ -110,9 +110,9 @@ def test_keyboard_reaches_every_token(browser: Any, report: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_phone(browser: Any, report: Path, scheme: str) -> None:
+def test_page_fits_phone(browser: Any, report: Path, scheme: str) -> None:
     phone = {"width": 390, "height": 844}
-    opened = Opened(browser, report, viewport=phone, has_touch=True, is_mobile=True, color_scheme=scheme)
+    opened = OpenPage(browser, report, viewport=phone, has_touch=True, is_mobile=True, color_scheme=scheme)
     page = opened.page
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.locator(".chart > svg.narrow").first.is_visible()
@@ -127,20 +127,18 @@ def test_phone(browser: Any, report: Path, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_answers_stand_side_by_side_and_under_each_other_on_a_phone(
-    browser: Any, report: Path, scheme: str
-) -> None:
-    opened = Opened(browser, report, color_scheme=scheme)
+def test_answers_are_side_by_side_or_stacked(browser: Any, report: Path, scheme: str) -> None:
+    opened = OpenPage(browser, report, color_scheme=scheme)
     page = opened.page
     pair = page.get_by_role("figure", name="Task 1")
     before, after = pair.locator(".side").all()
     assert before.bounding_box()["y"] == after.bounding_box()["y"]
     assert before.bounding_box()["x"] < after.bounding_box()["x"]
-    # Said in words, and coloured so that both words and colours can be read.
+    # The verdict is given in words; its colour has enough contrast.
     assert "not passed syntax" in before.inner_text() and "after: passed" in after.inner_text()
-    colours = [side.locator(".verdict").evaluate(READABLE) for side in (before, after)]
+    colours = [side.locator(".verdict").evaluate(CONTRAST) for side in (before, after)]
     assert colours[0]["colour"] != colours[1]["colour"]
-    assert all(found["contrast"] >= 4.5 for found in colours), colours
+    assert all(colour["contrast"] >= 4.5 for colour in colours), colours
     page.locator("#stages .chart").nth(1).hover()
     assert opened.tip().startswith("step ") and "smoothed" in opened.tip() and "%" in opened.tip()
     page.locator("h1").hover()
@@ -151,7 +149,7 @@ def test_answers_stand_side_by_side_and_under_each_other_on_a_phone(
     opened.check(report)
 
 
-def test_without_script_all_figures_stand(browser: Any, report: Path) -> None:
+def test_page_is_complete_without_script(browser: Any, report: Path) -> None:
     page = browser.new_context(java_script_enabled=False).new_page()
     page.goto(report.as_uri())
     assert page.locator(".chart > svg.wide polyline.main").first.is_visible()
@@ -159,33 +157,33 @@ def test_without_script_all_figures_stand(browser: Any, report: Path) -> None:
     page.context.close()
 
 
-def test_markup_in_the_data_does_not_run(browser: Any, tmp_path: Path) -> None:
+def test_markup_in_data_is_not_executed(browser: Any, tmp_path: Path) -> None:
     evil = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"
     tokens = [{"text": evil, "probability": 0.5, "alternatives": [(evil, 0.5)]}]
     data = ReportData.model_validate(
         {"title": evil, "about": evil, "samples": [{"prompt": evil, "tokens": tokens}]}
     )
     path = render(data, tmp_path / "evil.html")
-    opened = Opened(browser, path)
+    opened = OpenPage(browser, path)
     opened.page.locator(".t").first.hover()
     assert evil.replace(" ", "·") in opened.tip()
     assert opened.page.title() == evil
     opened.check(path)
 
 
-def test_an_empty_report_opens(browser: Any, tmp_path: Path) -> None:
+def test_empty_report_opens(browser: Any, tmp_path: Path) -> None:
     path = render(ReportData(), tmp_path / "empty.html")
-    opened = Opened(browser, path)
+    opened = OpenPage(browser, path)
     assert opened.page.locator(".missing").count() == 11
     opened.check(path)
 
 
-def test_the_learning_curve_page(browser: Any, tmp_path: Path) -> None:
+def test_curve_page_opens(browser: Any, tmp_path: Path) -> None:
     series = [Series(f"seed {s}", [0.0, 50.0, 100.0], [20.0 + s, 200.0, 480.0]) for s in range(3)]
     path = write_curve_page(
         tmp_path / "curve.html", "PPO on <CartPole>", [("return", "480")], series, y="Return", x="steps"
     )
-    opened = Opened(browser, path)
+    opened = OpenPage(browser, path)
     assert (
         opened.page.title() == "PPO on <CartPole>"
         and opened.page.locator("h1").inner_text() == opened.page.title()

@@ -1,8 +1,9 @@
-"""The page as text: every section, nothing missing silently, nothing from outside, nothing unescaped."""
+"""The page as text: every section, explicit gaps, no external resources, everything escaped."""
 
 from __future__ import annotations
 
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,9 +11,20 @@ import pytest
 from pydantic import ValidationError
 from tests.support.report.report_example import example, points
 
+from whorl.objectives.catalog import CATALOG
 from whorl.report import ReportData, render
 from whorl.report.charts import Series, line_chart, ticks
-from whorl.report.data import CurvePoint, SampleToken, StagePoint, StageSection, printable_token
+from whorl.report.data import (
+    CurvePoint,
+    ExpertUsage,
+    GiniPoint,
+    InductionPoint,
+    SampleToken,
+    StagePoint,
+    StageSection,
+    TrainingSection,
+    printable_token,
+)
 from whorl.report.format import (
     NBSP,
     format_duration,
@@ -21,16 +33,17 @@ from whorl.report.format import (
     format_quantity,
     format_si,
 )
-from whorl.report.induction_onset import find_loss_drop, smooth
+from whorl.report.induction_onset import find_induction_onset, find_loss_drop, smooth
 from whorl.report.render import to_html
 from whorl.report.stages import stage_charts
+from whorl.report.training import training_charts
 
 EVIL = "<script>alert(1)</script>\"'&</style>"
 VOID = {"meta", "link", "br", "line", "circle", "polyline"}
 
 
 class _Balanced(HTMLParser):
-    """Tags must close in order; collects what would load something."""
+    """Checks that tags close in order; collects attributes that would load a resource."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +74,7 @@ def _parse(page: str) -> _Balanced:
 
 
 @pytest.mark.parametrize("data", [example(), ReportData()], ids=["full", "empty"])
-def test_is_well_formed_and_loads_nothing(data: ReportData) -> None:
+def test_page_is_well_formed_and_self_contained(data: ReportData) -> None:
     page = to_html(data)
     parsed = _parse(page)
     assert parsed.loads == []
@@ -70,31 +83,31 @@ def test_is_well_formed_and_loads_nothing(data: ReportData) -> None:
     assert len(page) < 400_000
 
 
-def test_says_the_figures() -> None:
+def test_page_contains_figures() -> None:
     page = to_html(example()).replace(NBSP, " ")
     for words in (
         "0.941",
         "1,053,312",
         "5 min 09 s",
         "+3.1 %",
-        "the fall, step",
+        "drop, step",
         "63 of 100",
         "without generated code",
         "2.56",
         "4d4d4d4d4d4d",
         "no longer in the store",
-        "its parents stand above",
-        "1 looked up",
+        "parents listed above",
+        "1 found in the store",
         "whorl sample",
     ):
         assert words in page
-    # Best first, and the model's own row stands out.
+    # Sorted by score; the row of the model is marked.
     bits = [float(b) for b in re.findall(r'<td class="n">(\d\.\d{3})</td><td class="n optional">', page)]
     assert bits == sorted(bits) and len(bits) == 11
     assert page.count('<tr class="model">') == 1
 
 
-def test_an_unfinished_run_says_what_is_missing() -> None:
+def test_unfinished_run_names_missing_steps() -> None:
     page = to_html(ReportData())
     assert page.count('class="missing"') == 11
     for step in ("evaluate", "pretrain", "sft", "plan", "curate", "tokenizer"):
@@ -102,7 +115,7 @@ def test_an_unfinished_run_says_what_is_missing() -> None:
     assert "missing" not in re.sub(r"<style>.*</style>", "", to_html(example()), flags=re.S)
 
 
-def test_a_recipe_without_pretraining_says_nothing_of_it() -> None:
+def test_page_omits_sections_without_step() -> None:
     absent = ["scores", "samples", "training", "plan", "corpus", "tokenizer"]
     full = example()
     page = to_html(ReportData(omitted_sections=absent, stages=full.stages, model=full.model, time=full.time))
@@ -114,36 +127,44 @@ def test_a_recipe_without_pretraining_says_nothing_of_it() -> None:
     assert "<code>evaluate</code>" not in to_html(ReportData(omitted_sections=absent))
 
 
-def test_stages_are_told_by_before_and_after() -> None:
+def test_stages_show_before_and_after() -> None:
     page = to_html(example()).replace(NBSP, " ")
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page))
     assert "sft1,500 texts––0.941 → 0.946 (+0.5 %)31 s" in text
     assert "25 % → 62 %50 % → 75 %0.946 → 0.951 (+0.5 %)1 min 28 s" in text
     assert "Of the first 2 of 128, 0 passed before and 1 after." in text
     assert "✗ before: not passed syntax: invalid syntax (line 2)" in text and "✓ after: passed" in text
-    assert "before: not passed, reward 0.250 empty: adds nothing" in text and "said nothing" in text
-    assert "Held-out tasks passed" in text and "25 % before rl" in text
-    for title in ("sft: loss", "rl: share of answers that passed", "rl: length of answers"):
+    assert "before: not passed, reward 0.250 empty: adds nothing" in text and "empty" in text
+    assert "Accuracy on held-out tasks" in text and "25 % before rl" in text
+    for title in ("sft: loss", "rl: accuracy", "rl: completion length"):
         assert f"<h3>{title}</h3>" in page
-    # What no stage measured has no column.
+    # A column needs at least one measurement.
     alone = [stage.model_copy(update={"bits_per_byte": None}) for stage in example().stages]
     assert (
-        "Passed, greedy" in (bare := to_html(ReportData(stages=alone))) and "Bits per byte</th>" not in bare
+        "Accuracy, greedy" in (bare := to_html(ReportData(stages=alone))) and "Bits per byte</th>" not in bare
     )
 
 
-def test_a_stage_of_one_step_and_one_without_a_wrong_answer_are_drawn() -> None:
+def test_page_names_minimized_objectives() -> None:
+    page = to_html(example())
+    for name in ("next_token", "sft", "dr_grpo"):
+        info = CATALOG[name]
+        assert f"<code>{escape(info.formula)}</code>" in page and escape(info.paper) in page
+    assert page.index("<h3>Objectives</h3>") > page.index('id="stages"')
+
+
+def test_stage_charts_handle_single_points() -> None:
     points = [StagePoint(step=1, accuracy=1.0, completion_length=7.0, completion_length_incorrect=0.0)]
     drawn = list(stage_charts([StageSection(name="rl", points=points), StageSection(name="quantize")]))
     assert [title for title, _, _ in drawn] == [
-        "rl: share of answers that passed", "rl: length of answers",
+        "rl: accuracy", "rl: completion length",
     ]  # fmt: skip
-    assert "all answers" in drawn[1][2] and "wrong answers" not in drawn[1][2]
-    assert "not finite" not in drawn[0][2] and "nan" not in drawn[0][2]
+    assert "&quot;all&quot;" in drawn[1][2] and "incorrect" not in drawn[1][2]
+    assert "nan" not in drawn[0][2]
 
 
 def _poisoned(value: object) -> object:
-    """Every free text of the example replaced by markup."""
+    """Replace every free text of the example by markup."""
     if isinstance(value, dict):
         fixed = {"kind", "unit"}
         return {k: v if k in fixed and v in KINDS else _poisoned(v) for k, v in value.items()}
@@ -155,7 +176,7 @@ def _poisoned(value: object) -> object:
 KINDS = {"model", "ngram", "compressor", "", "s", "bytes", "tokens", "tokens/s", "FLOP", "bits/byte"}
 
 
-def test_markup_in_the_data_stays_text() -> None:
+def test_markup_in_data_is_escaped() -> None:
     poisoned = ReportData.model_validate(_poisoned(example().model_dump(mode="json")))
     page = to_html(poisoned)
     assert "<script>alert" not in page and "alert(1)&lt;/script&gt;" in page
@@ -163,7 +184,7 @@ def test_markup_in_the_data_stays_text() -> None:
     _parse(page)
 
 
-def test_render_writes_whole_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_writes_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "report.html"
     assert render(example(), out) == out
     assert out.read_text("utf-8") == to_html(example())
@@ -179,7 +200,7 @@ def test_render_writes_whole_files_only(tmp_path: Path, monkeypatch: pytest.Monk
     assert [p.name for p in out.parent.iterdir()] == ["report.html"]
 
 
-def test_data_refuses_what_cannot_be() -> None:
+def test_report_data_refuses_invalid_values() -> None:
     for bad in (
         {"scores": {"files": 1, "bytes": 1, "score": []}},
         {"samples": [{"prompt": "", "tokens": [{"text": "a", "probability": 1.5}]}]},
@@ -189,54 +210,54 @@ def test_data_refuses_what_cannot_be() -> None:
             ReportData.model_validate(bad)
 
 
-def test_token_bytes_that_are_no_character() -> None:
+def test_printable_token_shows_partial_characters() -> None:
     assert printable_token("é\n".encode()) == "é\n"
     assert printable_token(b"a\xe2\x82") == "a<e2><82>"
     token = SampleToken.of_bytes(b"\xe2", 0.5, [(b"a", 0.25)])
     assert (token.text, token.alternatives) == ("<e2>", [("a", 0.25)])
 
 
-# The fall
+# Drop of the loss
 
 
-def _points(n: int, fall_at: int | None) -> list[CurvePoint]:
-    return [CurvePoint.model_validate(point) for point in points(n, fall_at)]
+def _points(n: int, drop_at: int | None) -> list[CurvePoint]:
+    return [CurvePoint.model_validate(point) for point in points(n, drop_at)]
 
 
 @pytest.mark.parametrize("n", [600, 2400])
 @pytest.mark.parametrize("where", [0.2, 0.4, 0.55])
-def test_the_fall_is_found_where_it_is(n: int, where: float) -> None:
-    fall = find_loss_drop(_points(n, round(n * where)))
-    assert fall is not None
-    assert fall.step == pytest.approx(n * where, rel=0.15)
-    assert 0.25 < fall.before - fall.after < 1.2
-    assert fall.seconds == pytest.approx(fall.step * 0.125)
+def test_find_loss_drop_locates_drop(n: int, where: float) -> None:
+    drop = find_loss_drop(_points(n, round(n * where)))
+    assert drop is not None
+    assert drop.step == pytest.approx(n * where, rel=0.15)
+    assert 0.25 < drop.before - drop.after < 1.2
+    assert drop.seconds == pytest.approx(drop.step * 0.125)
 
 
 @pytest.mark.parametrize("n", [10, 600, 2400])
-def test_a_smooth_curve_has_no_fall(n: int) -> None:
-    # The decay of the learning rate brings the loss down at the end: that is not it.
+def test_find_loss_drop_ignores_smooth_curve(n: int) -> None:
+    # The decay of the learning rate lowers the loss at the end; this does not count.
     assert find_loss_drop(_points(n, None)) is None
 
 
-def test_smoothing_shifts_nothing() -> None:
+def test_smooth_does_not_shift() -> None:
     ramp = [float(i) for i in range(200)]
     assert smooth(ramp, 5)[50:150] == pytest.approx(ramp[50:150], abs=0.05)
     assert smooth([3.0] * 9, 2) == pytest.approx([3.0] * 9)
 
 
-# Charts and figures
+# Charts and numbers
 
 
-def test_chart_clips_and_thins() -> None:
+def test_line_chart_clips_and_downsamples() -> None:
     n = 5000
     x = [float(i) for i in range(n)]
     markup = line_chart([Series("a<b", x, [1.0] * n)], label='say "this"', x_range=(0, n - 1))
     first = re.search(r'points="([^"]*)"', markup)
     assert first is not None and len(first[1].split()) <= 420
-    assert first[1].split()[-1].startswith("748.0,")  # the curve ends where the run did
+    assert first[1].split()[-1].startswith("748.0,")  # the last point is kept
     assert "a<b" not in markup and "say &quot;this&quot;" in markup
-    assert markup.count('overflow="hidden"') == 2  # in both widths
+    assert markup.count('overflow="hidden"') == 2  # wide and narrow
 
 
 @pytest.mark.parametrize(
@@ -276,18 +297,15 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
         (format_quantity(4, ""), "4"),
     ],
 )
-def test_figures(text: str, expected: str) -> None:
+def test_format_numbers(text: str, expected: str) -> None:
     assert text.replace(NBSP, " ") == expected
 
 
-def test_copying_that_was_learnt_marks_the_fall_and_copying_that_was_not_does_not() -> None:
-    from whorl.report.data import CurvePoint, InductionPoint
-    from whorl.report.induction_onset import find_induction_onset
-
+def test_find_induction_onset_needs_clear_drop() -> None:
     points = [CurvePoint(step=s, loss=3.0, seconds=s / 10) for s in range(0, 1001, 10)]
-    learnt = [InductionPoint(step=s, nll=7.0 if s < 400 else 2.0) for s in range(100, 1001, 100)]
-    fall = find_induction_onset(learnt, points)
-    assert fall is not None and fall.step == 400 and fall.seconds == 40.0 and fall.from_copy_loss
+    induction = [InductionPoint(step=s, nll=7.0 if s < 400 else 2.0) for s in range(100, 1001, 100)]
+    drop = find_induction_onset(induction, points)
+    assert drop is not None and drop.step == 400 and drop.seconds == 40.0 and drop.from_copy_loss
     assert (
         find_induction_onset(
             [InductionPoint(step=s, nll=7.0 - s / 2000) for s in range(100, 1001, 100)], points
@@ -297,10 +315,7 @@ def test_copying_that_was_learnt_marks_the_fall_and_copying_that_was_not_does_no
     assert find_induction_onset([], points) is None
 
 
-def test_the_use_of_experts_is_drawn_and_told() -> None:
-    from whorl.report.data import CurvePoint, ExpertUsage, GiniPoint, TrainingSection
-    from whorl.report.training import training_charts
-
+def test_expert_loads_are_drawn_and_described() -> None:
     def layer(number: int, last: float, shares: list[float]) -> ExpertUsage:
         return ExpertUsage(
             layer=number,
@@ -316,7 +331,7 @@ def test_the_use_of_experts_is_drawn_and_told() -> None:
         for title, note, svg in training_charts(TrainingSection(points=points, experts=layers), None)
     }
     note, svg = drawn["Experts"]
-    assert "ending at a Gini coefficient of 0.200" in svg and "layer 1" in svg
+    assert "ending at 0.200" in svg and "layer 1" in svg
     plain = note.replace(NBSP, " ")
     assert "least used expert of a layer had 10 %" in plain and "most used 40 %" in plain
-    assert "even would be 25 %" in plain and "found no place: at most 2.0 %" in plain
+    assert "equal loads would be 25 %" in plain and "Dropped assignments: at most 2.0 %" in plain

@@ -1,4 +1,4 @@
-"""A report with every section, made up but of the real shape."""
+"""An invented report with every section."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import math
 import random
 from typing import Any
 
+from whorl.objectives.catalog import CATALOG
 from whorl.report.data import ReportData
 
 CODE = "    if not self._items:\n        raise KeyError('empty')\n    return self._items.pop()\n"
 
 
-def points(n: int = 2400, fall_at: int | None = 900) -> list[dict[str, float]]:
-    """A loss curve: a power law, optionally with a sudden fall, then a decay."""
+def points(n: int = 2400, drop_at: int | None = 900) -> list[dict[str, float]]:
+    """Return a loss curve: a power law, optionally with a sudden drop, then a decay."""
     rng = random.Random(0)
     out = []
     for step in range(1, n + 1):
         loss = 2.2 + 4.6 * (1 + step / 25) ** -0.42
-        if fall_at is not None:
-            loss -= 0.55 / (1 + math.exp(-(step - fall_at) / (fall_at / 25)))
+        if drop_at is not None:
+            loss -= 0.55 / (1 + math.exp(-(step - drop_at) / (drop_at / 25)))
         decay = min(1.0, (n - step) / (0.4 * n))
         loss -= 0.18 * (1 - decay)
         rate = 0.01 * min(1.0, step / 50) * decay
@@ -34,8 +35,14 @@ def points(n: int = 2400, fall_at: int | None = 900) -> list[dict[str, float]]:
     return out
 
 
+def objective(name: str) -> dict[str, str]:
+    """Return the fields of `StageObjective`."""
+    info = CATALOG[name]
+    return {"name": info.name, "formula": info.formula, "paper": info.paper}
+
+
 def stages() -> list[dict[str, Any]]:
-    """An SFT without held-out tasks, and an RLVR with all there is, a task that was answered with nothing among it."""
+    """Return an SFT stage without held-out tasks and an RL stage with all fields and one empty completion."""
     wrong = {
         "text": "    retrun self._items[-1]\n",
         "passed": False,
@@ -44,12 +51,18 @@ def stages() -> list[dict[str, Any]]:
     right = {"text": "    return self._items[-1]\n", "passed": True, "reward": 1.0, "reason": "passed"}
     half = {"text": "", "passed": False, "reward": 0.25, "reason": "empty: adds nothing"}
     rising = [
-        {"step": s, "accuracy": 0.2 + 0.01 * s, "completion_length": 40 - 0.3 * s, "completion_length_incorrect": 44 - 0.1 * s}
+        {
+            "step": s,
+            "accuracy": 0.2 + 0.01 * s,
+            "completion_length": 40 - 0.3 * s,
+            "completion_length_incorrect": 44 - 0.1 * s,
+        }
         for s in range(1, 41)
     ]
     return [
         {
             "name": "sft",
+            "objective": objective("sft"),
             "trained_on": "1,500 texts",
             "bits_per_byte": {"before": 0.941, "after": 0.946},
             "seconds": 31.0,
@@ -57,6 +70,7 @@ def stages() -> list[dict[str, Any]]:
         },
         {
             "name": "rl",
+            "objective": objective("dr_grpo"),
             "trained_on": "rewards on 1,500 tasks",
             "n_test_tasks": 128,
             "accuracy": {"before": 0.25, "after": 0.625},
@@ -73,6 +87,7 @@ def stages() -> list[dict[str, Any]]:
 
 
 def example() -> ReportData:
+    """Return the whole report."""
     rng = random.Random(1)
     tokens = []
     for piece in [
@@ -182,6 +197,7 @@ def example() -> ReportData:
                 ],
             },
             "training": {
+                "objective": objective("next_token"),
                 "points": points(),
                 "held_out": [
                     {"step": s, "bits_per_byte": 0.94 + 0.9 * (1 + s / 100) ** -0.9}
