@@ -1,4 +1,4 @@
-"""The embedder at work against a loop over single windows; the nearest against a sort; what is refused."""
+"""The embedder against a loop over single windows, `nearest` against a sort, and rejected input."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def small(vocab_size: int = 280, n_layers: int = 2) -> Encoder:
     )
     encoder = Encoder(shape, torch.Generator().manual_seed(3))
     with torch.no_grad():
-        for p in encoder.parameters():  # blocks begin as the identity, and would not show a mistake
+        for p in encoder.parameters():  # blocks start as the identity and would hide errors
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     return encoder
 
 
 def one_by_one(encoder: Encoder, text: str | bytes) -> torch.Tensor:
-    """The definition: each window alone, without padding or mask."""
+    """Reference: each window alone, without padding or mask."""
     ids = torch.from_numpy(WORDS.encode(text).astype("int64"))
     n = -(-len(ids) // 16)
     parts = [ids[len(ids) * i // n : len(ids) * (i + 1) // n] for i in range(n)]
@@ -41,38 +41,38 @@ def one_by_one(encoder: Encoder, text: str | bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 64])
-def test_vectors_equal_those_of_single_windows_whatever_the_batch_and_the_order(batch: int) -> None:
+def test_embed_matches_single_windows_in_any_batch(batch: int) -> None:
     encoder = small()
     embedder = Embedder(encoder, WORDS)
-    assert len(WORDS.encode(TEXTS[2])) > 2 * embedder.max_seq_length  # the case of several windows
+    assert len(WORDS.encode(TEXTS[2])) > 2 * embedder.max_seq_length  # a text of several windows
     found = embedder.embed(TEXTS, batch)
     want = torch.stack([one_by_one(encoder, text) for text in TEXTS])
     assert found.dtype == np.float32 and found.shape == (len(TEXTS), embedder.dim)
     torch.testing.assert_close(torch.from_numpy(found), want, atol=2e-6, rtol=0)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-    turned = embedder.embed(TEXTS[::-1], batch)[::-1]
-    np.testing.assert_allclose(turned, found, atol=2e-6)
-    assert np.abs(found - found[0]).max(axis=1)[1:].min() > 0.05  # they do differ
+    from_reversed = embedder.embed(TEXTS[::-1], batch)[::-1]
+    np.testing.assert_allclose(from_reversed, found, atol=2e-6)
+    assert np.abs(found - found[0]).max(axis=1)[1:].min() > 0.05  # the vectors differ
 
 
-def test_any_bytes_have_a_vector_and_no_texts_have_none() -> None:
+def test_embed_accepts_any_bytes_and_no_texts() -> None:
     embedder = Embedder(small(), WORDS)
     np.testing.assert_array_equal(embedder.embed(["tö be"]), embedder.embed(["tö be".encode()]))
     assert np.isfinite(embedder.embed([b"\xff\x00\xfe"])).all()
     assert embedder.embed([]).shape == (0, 16)
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 64])
-def test_windows_cover_a_text_evenly_and_are_as_few_as_can_be(most: int) -> None:
+@pytest.mark.parametrize("max_length", [1, 2, 7, 64])
+def test_split_windows_is_even_and_minimal(max_length: int) -> None:
     for length in range(200):
-        found = split_windows(length, most)
+        found = split_windows(length, max_length)
         assert [i for start, stop in found for i in range(start, stop)] == list(range(length))
         sizes = [stop - start for start, stop in found]
-        assert len(found) == -(-length // most) and max(sizes, default=0) <= most
+        assert len(found) == -(-length // max_length) and max(sizes, default=0) <= max_length
         assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
-def test_the_nearest_are_those_of_a_sort() -> None:
+def test_nearest_matches_sort() -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((50, 8)).astype(np.float32)
     vectors[30] = vectors[10]  # a tie
@@ -88,7 +88,7 @@ def test_the_nearest_are_those_of_a_sort() -> None:
             nearest(*wrong)
 
 
-def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_saved_embedder_loads_bit_identical(tmp_path: Path) -> None:
     embedder = Embedder(small(), WORDS)
     embedder.save(tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"
@@ -99,7 +99,7 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path: Path) -> None:
     assert (again.dim, again.max_seq_length) == (16, 16)
 
 
-def test_what_cannot_be_embedded_is_named() -> None:
+def test_embedder_rejects_invalid_input() -> None:
     embedder = Embedder(small(), WORDS)
     with pytest.raises(DataError, match="text 1 is empty"):
         embedder.embed(["a", "", "b"])
@@ -113,7 +113,7 @@ def test_what_cannot_be_embedded_is_named() -> None:
         Embedder(small(270), WORDS)
 
 
-def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+def test_load_rejects_damaged_folders(tmp_path: Path) -> None:
     Embedder(small(), WORDS).save(tmp_path)
     config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     shape, whole, bits = config.read_text(), load_file(weights), weights.read_bytes()
@@ -125,15 +125,15 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         weights.write_bytes(bits)
 
     config.write_text(json.dumps({**json.loads(shape), "kind": "decoder"}))
-    refused("of no embedder")
+    refused("not of an embedder")
     config.write_text("[1]")
-    refused("of no embedder")
+    refused("not of an embedder")
     config.write_text("{")
-    refused("no embedder could be read")
+    refused("cannot read an embedder")
     config.write_text(shape.replace('"n_heads": 2', '"n_heads": 3'))
     refused("multiple of n_heads")
     weights.write_bytes(bits[:-8])
-    refused("no embedder could be read")
+    refused("cannot read an embedder")
     config.write_text(shape.replace('"mlp_hidden": 24', '"mlp_hidden": 32'))
     refused(r"'blocks\.0\.mlp")
     save_file({n: t for n, t in whole.items() if n != "embedding"}, weights)
@@ -141,4 +141,4 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     save_file({**whole, "head": torch.zeros(2)}, weights)
     refused("'head'")
     weights.unlink()
-    refused("no embedder could be read")
+    refused("cannot read an embedder")

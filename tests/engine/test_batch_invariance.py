@@ -1,4 +1,4 @@
-"""The same request and seed give the same tokens and log-probabilities to the bit, whatever else the engine does."""
+"""Batch invariance: the same request and seed give bit-identical tokens and log-probabilities in any batch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from whorl.errors import ConfigError
 CONFIG = EngineConfig(
     block_size=4, max_num_seqs=6, max_model_len=64, max_num_batched_tokens=24, batch_invariant=True
 )
-ASKED = Request(id="asked", ids=tuple(range(1, 22)), sampling=SamplingParams(seed=7), max_tokens=20)
+REQUEST = Request(id="asked", ids=tuple(range(1, 22)), sampling=SamplingParams(seed=7), max_tokens=20)
 
 
-def others(rng: random.Random, n: int) -> list[Request]:
+def other_requests(rng: random.Random, n: int) -> list[Request]:
     made = []
     for k in range(n):
-        ids = ASKED.ids[: rng.randint(1, 20)] + tuple(rng.choices(range(50), k=rng.randint(1, 9)))
+        ids = REQUEST.ids[: rng.randint(1, 20)] + tuple(rng.choices(range(50), k=rng.randint(1, 9)))
         made.append(
             Request(id=str(k), ids=ids, sampling=SamplingParams(seed=k), max_tokens=rng.randint(1, 12))
         )
@@ -34,13 +34,13 @@ def others(rng: random.Random, n: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("family", ["decoder", "transformer", "bf16"])
-def test_no_bit_depends_on_the_company(family: str) -> None:
+def test_batch_invariant_tokens_are_bit_identical(family: str) -> None:
     model: Any = (
         decoder()
         if family == "decoder"
         else made(torch.bfloat16 if family == "bf16" else torch.float32).eval()
     )
-    alone: list[Token] = run(Engine(model, CONFIG), [ASKED])["asked"]
+    alone: list[Token] = run(Engine(model, CONFIG), [REQUEST])["asked"]
     for seed in range(6):
         rng = random.Random(seed)
         tight = {
@@ -48,17 +48,17 @@ def test_no_bit_depends_on_the_company(family: str) -> None:
             "max_num_batched_tokens": rng.choice([4, 9, 64]),
         }
         engine = Engine(model, CONFIG.model_copy(update=tight))
-        company = others(rng, 10)
+        neighbors = other_requests(rng, 10)
         at = rng.randint(0, 10)
-        assert run(engine, [*company[:at], ASKED, *company[at:]])["asked"] == alone
-        again = ASKED.model_copy(update={"id": "again"})
-        assert run(engine, [again])["again"] == alone  # its prompt found in the cache
+        assert run(engine, [*neighbors[:at], REQUEST, *neighbors[at:]])["asked"] == alone
+        again = REQUEST.model_copy(update={"id": "again"})
+        assert run(engine, [again])["again"] == alone  # with a cached prompt
 
 
-def test_without_it_the_last_bits_may_differ_and_drafts_are_refused_with_it() -> None:
+def test_batch_invariant_rejects_drafts() -> None:
     model = made(torch.bfloat16).eval()
     engine = Engine(model, CONFIG.model_copy(update={"batch_invariant": False}))
-    tokens = run(engine, [*others(random.Random(0), 10), ASKED])["asked"]
-    assert [t.id for t in tokens][:3] == [t.id for t in run(Engine(model, CONFIG), [ASKED])["asked"]][:3]
-    with pytest.raises(ConfigError, match="batch_invariant is given with drafts"):
+    tokens = run(engine, [*other_requests(random.Random(0), 10), REQUEST])["asked"]
+    assert [t.id for t in tokens][:3] == [t.id for t in run(Engine(model, CONFIG), [REQUEST])["asked"]][:3]
+    with pytest.raises(ConfigError, match="batch_invariant is set together with"):
         Engine(model, CONFIG, proposer=PromptLookup())

@@ -1,4 +1,4 @@
-"""Generation that does not depend on the cache."""
+"""`generate`, `complete`, `DecodeStep` and loading for sampling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(**changes: object) -> Decoder:
     return made
 
 
-def test_a_model_is_loaded_for_sampling(tmp_path: Path) -> None:
+def test_load_for_sampling(tmp_path: Path) -> None:
     save_model(model(), tmp_path)
     loaded = load_for_sampling(tmp_path, dataclasses.replace(probe(), device="cpu", dtype="float32"))
     assert loaded.dtype == torch.float32 and not loaded.training
@@ -44,7 +44,7 @@ def test_a_model_is_loaded_for_sampling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow", [torch.float32, torch.bfloat16])
-def test_the_slower_type_is_not_chosen(slow: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_dtype_avoids_slower_one(slow: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.nn.functional.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -68,16 +68,14 @@ def test_the_slower_type_is_not_chosen(slow: torch.dtype, monkeypatch: pytest.Mo
         {"trained_length": 10},
     ],
 )
-def test_a_decoding_step_is_the_decoders_own_forward(changes: dict[str, object]) -> None:
+def test_decode_step_matches_decoder_forward(changes: dict[str, object]) -> None:
     decoder = model(**changes)
     step, ids = DecodeStep(decoder), torch.randint(40, (3, 20), generator=torch.Generator().manual_seed(1))
     ours, theirs = decoder.new_state(3, 20), decoder.new_state(3, 20)
     with torch.inference_mode():
         for begin, end in ((0, 1), (1, 6), (6, 7), *((t, t + 1) for t in range(7, 20))):
             want = decoder.logits(decoder(ids[:, begin:end], state=theirs)[:, -1])
-            if (
-                end - begin > 1
-            ):  # several at once, as in a prompt, go through the decoder and leave the same cache
+            if end - begin > 1:  # several positions go through the decoder and leave the same cache
                 decoder(ids[:, begin:end], state=ours)
             else:
                 assert torch.allclose(step(ids[:, begin:end], ours), want, atol=1e-4, rtol=1e-4)
@@ -87,7 +85,7 @@ def test_a_decoding_step_is_the_decoders_own_forward(changes: dict[str, object])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_with_and_without_cache_the_same_seed_writes_the_same(temperature: float) -> None:
+def test_generate_with_cache_matches_without(temperature: float) -> None:
     decoder = model()
 
     def write(seed: int, use_cache: bool) -> list[int]:
@@ -102,7 +100,7 @@ def test_with_and_without_cache_the_same_seed_writes_the_same(temperature: float
     assert 39 not in write(2, True)
 
 
-def test_many_are_completed_as_each_alone() -> None:
+def test_complete_matches_generate_alone() -> None:
     decoder = model()
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
     together = complete(
@@ -119,7 +117,7 @@ def test_many_are_completed_as_each_alone() -> None:
         assert found == alone
 
 
-def test_required_bytes_are_written_first_in_any_tokens() -> None:
+def test_generate_starts_with_forced_prefix() -> None:
     decoder = model()
     names = [bytes([97 + i]) for i in range(26)] + [b"ab", b"abc", b"bc", b"\n", b"\n  "]
     for seed in range(5):
@@ -131,7 +129,7 @@ def test_required_bytes_are_written_first_in_any_tokens() -> None:
         assert text.startswith(b"abcx")
 
 
-def test_the_settings_own_seed_comes_first_and_raw_log_probabilities_are_the_models_own() -> None:
+def test_generate_uses_own_seed_and_raw_log_probs() -> None:
     decoder = model()
     settings = SamplingParams(temperature=1.0, seed=5, repetition_penalty=1.5, logit_bias={3: 2.0})
 
@@ -155,7 +153,7 @@ def test_the_settings_own_seed_comes_first_and_raw_log_probabilities_are_the_mod
         assert [p for _, p in token.alternatives] == pytest.approx(raw[place, best].tolist(), abs=1e-4)
 
 
-def test_completions_are_those_of_generate_with_a_seed_each() -> None:
+def test_complete_seeds_each_prompt() -> None:
     decoder, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8]]
     settings = SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=11)
     together = complete(decoder, prompts, settings, torch.Generator(), max_tokens=10, eos_id=39)

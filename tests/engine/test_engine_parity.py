@@ -1,4 +1,4 @@
-"""The engine against the training forward: every family, over random chunks, batches, preemptions and found prefixes."""
+"""The engine against the training forward: every family, with random chunks, batches, preemptions and cached prefixes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from whorl.engine.sampling_params import SamplingParams
 
 @pytest.fixture(autouse=True)
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference; `test_native.py` holds the native step to the same."""
+    """Use the torch runner; `test_native_step.py` compares the native step."""
     monkeypatch.setenv("WHORL_NATIVE", "0")
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_engine_says_what_the_training_forward_says(family: str, preemption: Any) -> None:
+def test_engine_matches_training_forward(family: str, preemption: Any) -> None:
     model = FAMILIES[family]()
     config = EngineConfig(
         block_size=4,
@@ -41,13 +41,13 @@ def test_the_engine_says_what_the_training_forward_says(family: str, preemption:
     assert engine.cache.groups[0].pool.n_used == 0
     engine = Engine(model, config.model_copy(update={"kv_cache_tokens": 600}))
     run(engine, requests)
-    again = [r.model_copy(update={"id": f"again {r.id}"}) for r in requests]  # now their prompts are known
+    again = [r.model_copy(update={"id": f"again {r.id}"}) for r in requests]  # with cached prompts
     check(model, again, run(engine, again))
     if not engine.runner.has_recurrent_layers:
         assert engine.cache.hit_tokens > 0
 
 
-def test_preemption_happens_and_changes_nothing() -> None:
+def test_preemption_does_not_change_tokens() -> None:
     model = decoder()
     roomy = EngineConfig(block_size=4, max_num_seqs=6, max_model_len=60, max_num_batched_tokens=64)
     want = run(Engine(model, roomy), _six())
@@ -70,7 +70,7 @@ def _six() -> list[Request]:
     ]
 
 
-def test_rows_longer_than_those_of_training_are_turned_as_a_row_of_that_room_is() -> None:
+def test_rows_beyond_trained_length_match_forward() -> None:
     model = decoder(trained_length=16)
     ids = tuple(PROMPTS[5])
     engine = Engine(model, EngineConfig(block_size=4, max_num_seqs=2, max_model_len=60))

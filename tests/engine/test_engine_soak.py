@@ -1,6 +1,6 @@
-"""A short soak: a cache at its limit, bursts, aborts, shared beginnings; every answer is what its request gets alone.
+"""A short soak test: a full cache, bursts, aborts, shared prefixes; every output equals that of the request alone.
 
-The long one is `bench/engine/soak.py`. The clock here counts calls, so that every run is the same run.
+The long one is `bench/engine/soak.py`. The clock counts calls, so that every run is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def windows() -> Transformer:
     return model
 
 
-def asked(draw: random.Random, number: int) -> Request:
+def random_request(draw: random.Random, number: int) -> Request:
     kind, n = draw.randrange(3), draw.randint(1, 60)
     begin = [7 * kind + k % 11 for k in range(min(n, 32))] if draw.random() < 0.5 else []
     ids = (*begin, *(draw.randrange(VOCAB) for _ in range(n - len(begin))))
@@ -45,12 +45,17 @@ def asked(draw: random.Random, number: int) -> Request:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("model", [windows, decoder])
-def test_at_the_limit_nothing_is_lost_leaked_or_crossed(model: Any, preemption: Any) -> None:
+def test_soak_loses_and_mixes_up_nothing(model: Any, preemption: Any) -> None:
     network: LanguageModel = model()
     ticks = itertools.count()
     config = EngineConfig(
-        block_size=4, max_num_seqs=6, max_model_len=LONGEST, kv_cache_tokens=LONGEST + 60, max_num_batched_tokens=24, preemption=preemption
-    )  # fmt: skip
+        block_size=4,
+        max_num_seqs=6,
+        max_model_len=LONGEST,
+        kv_cache_tokens=LONGEST + 60,
+        max_num_batched_tokens=24,
+        preemption=preemption,
+    )
     engine = Engine(network, config, clock=lambda: 1e-3 * next(ticks))
     draw, numbers = random.Random(5), itertools.count()
     requests: dict[str, Request] = {}
@@ -58,7 +63,7 @@ def test_at_the_limit_nothing_is_lost_leaked_or_crossed(model: Any, preemption: 
     ends: dict[str, str] = {}
     while len(requests) < 50 or engine.busy:
         if len(requests) < 50 and len(engine.sequences()) < 12:
-            request = asked(draw, next(numbers))
+            request = random_request(draw, next(numbers))
             requests[request.id], tokens[request.id] = request, []
             engine.add(request)
         if draw.random() < 0.01 and engine.busy:
@@ -72,7 +77,7 @@ def test_at_the_limit_nothing_is_lost_leaked_or_crossed(model: Any, preemption: 
     assert ends.keys() == requests.keys()
     assert engine.stats.n_preemptions > 5 and "abort" in ends.values()
     assert all(group.pool.n_used == 0 for group in engine.cache.groups)
-    crossed = []
+    mixed_up = []
     for name, request in requests.items():
         alone = Engine(
             network, EngineConfig(max_num_seqs=1, max_model_len=LONGEST, enable_prefix_caching=False)
@@ -82,11 +87,11 @@ def test_at_the_limit_nothing_is_lost_leaked_or_crossed(model: Any, preemption: 
         while alone.busy:
             for delta in alone.step():
                 own += delta.tokens
-        told = tokens[name]
-        if [t.id for t in told] != [t.id for t in own][: len(told)]:
-            crossed.append(name)
-        elif told:
-            # To rounding, which differs with what is computed together
-            given, wanted = ([t.raw_log_prob for t in some] for some in (told, own[: len(told)]))
-            torch.testing.assert_close(given, wanted, atol=2e-4, rtol=0)
-    assert not crossed
+        found = tokens[name]
+        if [t.id for t in found] != [t.id for t in own][: len(found)]:
+            mixed_up.append(name)
+        elif found:
+            # Up to rounding, which depends on the batch
+            log_probs, expected = ([t.raw_log_prob for t in some] for some in (found, own[: len(found)]))
+            torch.testing.assert_close(log_probs, expected, atol=2e-4, rtol=0)
+    assert not mixed_up

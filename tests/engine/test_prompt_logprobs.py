@@ -1,4 +1,4 @@
-"""Prompts that are scored on their way in: beside others that decode, and when their beginning is known."""
+"""Prompt log-probabilities: in batches with decoding requests, and with a cached prefix."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CONFIG = EngineConfig(block_size=4, max_num_seqs=6, max_model_len=60, max_num_ba
 
 def scores(engine: Engine, ids: tuple[int, ...], name: str) -> torch.Tensor:
     engine.add(Request(id=name, ids=ids, sampling=GREEDY, max_tokens=2, prompt_log_probs=True))
-    told = []
+    found = []
     while engine.busy:
-        told += [d.prompt_log_probs for d in engine.step() if d.prompt_log_probs]
-    assert len(told) == 1
-    return torch.tensor(told[0])
+        found += [d.prompt_log_probs for d in engine.step() if d.prompt_log_probs]
+    assert len(found) == 1
+    return torch.tensor(found[0])
 
 
-def test_a_scored_prompt_does_not_change_what_others_draw() -> None:
+def test_scored_prompts_do_not_change_other_requests() -> None:
     model = decoder()
     requests = [
         Request(id=str(n), ids=tuple(p), sampling=GREEDY, max_tokens=9, prompt_log_probs=n in (2, 4, 5))
@@ -30,7 +30,7 @@ def test_a_scored_prompt_does_not_change_what_others_draw() -> None:
     check(model, requests, run(Engine(model, CONFIG), requests))
 
 
-def test_a_prompt_whose_beginning_is_known_is_scored_from_its_beginning() -> None:
+def test_cached_prompt_is_scored_from_the_start() -> None:
     engine, ids = Engine(decoder(), CONFIG), tuple(PROMPTS[5])
     first = scores(engine, ids, "first")
     assert len(first) == len(ids) - 1

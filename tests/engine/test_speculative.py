@@ -1,4 +1,4 @@
-"""Guesses never change a token, whoever makes them; good ones are worth something."""
+"""Speculative decoding: drafts never change a token, and good drafts save steps."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def requests(temperature: float = 0.7, max_tokens: int = 40) -> list[Request]:
     ]
 
 
-class Wrong:
-    """Guesses at random."""
+class RandomProposer:
+    """Proposes random drafts."""
 
     needs_hidden_states = False
 
     def propose(self, sequences: Any) -> None:
         for s in sequences:
-            room = s.request.max_tokens - s.n_output - 1
-            s.drafts = torch.randint(0, 50, (max(0, min(3, room)),)).tolist()
+            space = s.request.max_tokens - s.n_output - 1
+            s.drafts = torch.randint(0, 50, (max(0, min(3, space)),)).tolist()
 
     def observe(self, sequence: Any, hidden: Any) -> None: ...
     def release(self, sequence: Any) -> None: ...
@@ -51,7 +51,7 @@ def proposers(model: Any) -> dict[str, Proposer]:
     other = decoder(n_layers=1)
     sizes = {"max_num_seqs": 4, "max_model_len": 90, "page_size": 4}
     return {
-        "wrong": Wrong(),
+        "wrong": RandomProposer(),
         "lookup": PromptLookup(),
         "itself": DraftModel(model, 4, **sizes),
         "another": DraftModel(other, 4, **sizes),
@@ -60,17 +60,17 @@ def proposers(model: Any) -> dict[str, Proposer]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("who", ["wrong", "lookup", "itself", "another", "ahead"])
+@pytest.mark.parametrize("proposer_name", ["wrong", "lookup", "itself", "another", "ahead"])
 @pytest.mark.parametrize("family", ["decoder", "transformer"])
-def test_guesses_change_no_token(who: str, temperature: float, family: str) -> None:
+def test_drafts_change_no_token(proposer_name: str, temperature: float, family: str) -> None:
     model = decoder() if family == "decoder" else made().eval()
     want = run(Engine(model, CONFIG), requests(temperature))
-    engine = Engine(model, CONFIG, proposer=proposers(model)[who])
+    engine = Engine(model, CONFIG, proposer=proposers(model)[proposer_name])
     got = run(engine, requests(temperature))
     assert {k: [t.id for t in v] for k, v in got.items()} == {k: [t.id for t in v] for k, v in want.items()}
     check(model, requests(temperature), got)
     assert engine.stats.drafted_tokens > 0
-    if who == "itself":  # the same model with the same random numbers draws the same
+    if proposer_name == "itself":  # the same model with the same random numbers samples the same tokens
         assert engine.stats.accepted_tokens == engine.stats.drafted_tokens
         assert engine.stats.steps < steps_without(model, temperature)
 
@@ -81,7 +81,7 @@ def steps_without(model: Any, temperature: float) -> int:
     return engine.stats.steps
 
 
-def test_guesses_survive_preemption() -> None:
+def test_drafts_survive_preemption() -> None:
     model = decoder()
     want = run(Engine(model, CONFIG), requests())
     tight = CONFIG.model_copy(update={"kv_cache_tokens": 96})
@@ -93,8 +93,8 @@ def test_guesses_survive_preemption() -> None:
     assert {k: [t.id for t in v] for k, v in got.items()} == {k: [t.id for t in v] for k, v in want.items()}
 
 
-def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
-    """Two tokens behind a prompt, 2,000 times with and without guesses that are often right: chi-square."""
+def test_draft_tokens_follow_model_distribution() -> None:
+    """Two tokens after a prompt, 2,000 times with and without drafts that are often accepted: chi-square test."""
     model = decoder(vocab_size=5)
     ids, n = (1, 2, 1, 2, 1, 2), 2000
     counts = []
@@ -104,10 +104,8 @@ def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
             CONFIG.model_copy(update={"max_num_seqs": 64, "max_num_batched_tokens": 512}),
             proposer=proposer,
         )
-        offset = (
-            0 if proposer is None else 10**6
-        )  # other random numbers: else the tokens would be the very same
-        many = [
+        offset = 0 if proposer is None else 10**6  # other random numbers, otherwise the tokens are identical
+        requests_of_run = [
             Request(
                 id=str(k),
                 ids=ids,
@@ -116,7 +114,7 @@ def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
             )
             for k in range(n)
         ]
-        out = run(engine, many)
+        out = run(engine, requests_of_run)
         found = torch.zeros(25)
         for tokens in out.values():
             found[tokens[2].id * 5 + tokens[3].id] += 1
@@ -127,25 +125,25 @@ def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
     assert chi_square < 2.2 * kept.sum() + 10
 
 
-def test_patience_grows_with_luck_and_rests_without() -> None:
-    patience, written = AdaptiveDraftLength(8), 0
+def test_adaptive_draft_length_grows_and_pauses() -> None:
+    draft_length, written = AdaptiveDraftLength(8), 0
     for want in (2, 4, 8, 8):
-        assert patience.next_length(written) == want
-        patience.n_proposed = want
+        assert draft_length.next_length(written) == want
+        draft_length.n_proposed = want
         written += want + 1
-    patience.n_proposed, written = 8, patience.last_n_output
+    draft_length.n_proposed, written = 8, draft_length.last_n_output
     for want in (4, 2, 1, 0):
         written += 1
-        assert patience.next_length(written) == want
-        patience.n_proposed = want
-    rested = 0
-    while patience.next_length(written) == 0:
+        assert draft_length.next_length(written) == want
+        draft_length.n_proposed = want
+    pause = 0
+    while draft_length.next_length(written) == 0:
         written += 1
-        rested += 1
-    assert 10 < rested < 20
+        pause += 1
+    assert 10 < pause < 20
 
 
-def test_what_cannot_guess_is_refused() -> None:
+def test_proposers_reject_unsuitable_models() -> None:
 
     windowed = made(mixers={"local": HEADS.model_copy(update={"window": 4})})
     with pytest.raises(ConfigError, match="full attention"):

@@ -2,7 +2,7 @@
 
 25 requests each sample plainly, under a grammar, with penalties, and with prompt-lookup speculation. Prompts share prefixes
 and are longer than a page. Fewer rows run at once than there are requests, and the cache is small enough for preemptions.
-Nothing in the engine depends on a clock here: `stretch` is infinite.
+The engine does not depend on a clock here: `max_decode_slowdown` is infinite.
 """
 
 from __future__ import annotations

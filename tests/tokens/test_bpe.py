@@ -1,4 +1,4 @@
-"""The trainer: the same tokens as its definition, whatever the order, the cut or the number of workers."""
+"""The BPE trainer: equal to its reference, for any order, cut or number of workers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from hypothesis import strategies as st
 from whorl.tokens import bpe, pretokens
 from whorl.tokens.tokenizer import EOS, Tokenizer
 
-# Few letters: runs (aaaa), touching pairs (abab), and two ways to spell one token (a+bc, ab+c) are common.
+# Few letters: runs (aaaa), touching pairs (abab), and two spellings of one token (a+bc, ab+c) are common.
 few_letters = st.binary(min_size=1, max_size=14).map(lambda word: bytes(b"aab c"[b % 5] for b in word))
 any_counts = st.dictionaries(few_letters, st.integers(1, 6), max_size=14)
 
 
 @settings(max_examples=300, deadline=None)
 @given(any_counts, st.integers(256, 300), st.integers(1, 4))
-def test_it_equals_its_definition_where_pairs_collide(
-    counts: dict[bytes, int], n_tokens: int, min_count: int
-) -> None:
+def test_train_matches_naive(counts: dict[bytes, int], n_tokens: int, min_count: int) -> None:
     fast = bpe.train(counts, n_tokens, min_count=min_count)
     assert fast == bpe.train_naive(counts, n_tokens, min_count=min_count)
 
 
 @settings(max_examples=50, deadline=None)
 @given(any_counts, st.randoms(use_true_random=False))
-def test_the_order_of_the_text_changes_nothing(counts: dict[bytes, int], order: random.Random) -> None:
+def test_train_ignores_order_of_text(counts: dict[bytes, int], order: random.Random) -> None:
     items = list(counts.items())
     order.shuffle(items)
     assert bpe.train(dict(items), 290) == bpe.train(counts, 290)
@@ -38,27 +36,27 @@ def test_the_order_of_the_text_changes_nothing(counts: dict[bytes, int], order: 
     ("counts", "first"),
     [
         ({b"ab": 3, b"cd": 3}, b"cd"),
-        ({b"cd": 3, b"ab": 4}, b"ab"),  # the count comes first
+        ({b"cd": 3, b"ab": 4}, b"ab"),  # a higher count wins
         ({b"\xff\x00": 2, b"\xfe\xff": 2}, b"\xff\x00"),
-        ({b"ax": 2, b"ay": 2}, b"ay"),  # the left half ties, the right half decides
+        ({b"ax": 2, b"ay": 2}, b"ay"),  # the left halves tie, the right half decides
     ],
 )
-def test_ties_go_to_the_greatest_pair_of_byte_strings(counts: dict[bytes, int], first: bytes) -> None:
+def test_train_breaks_ties_by_greatest_pair(counts: dict[bytes, int], first: bytes) -> None:
     assert bpe.train(counts, 257)[256] == first
 
 
-def test_of_two_pairs_that_tie_a_longer_left_half_is_greater() -> None:
+def test_train_breaks_ties_by_longer_left_half() -> None:
     # After "ab" is made, (ab, c) and (a, d) tie at 2: pairs compare half by half, and "ab" > "a".
     counts = {b"abc": 2, b"ab": 3, b"ad": 2}
     assert bpe.train(counts, 258)[256:] == [b"ab", b"abc"]
 
 
-def test_runs_out_of_pairs_before_it_invents_any() -> None:
+def test_train_stops_when_pairs_run_out() -> None:
     assert bpe.train({b"abc": 1}, 300) == [bytes([i]) for i in range(256)]
     assert bpe.train({}, 300) == [bytes([i]) for i in range(256)]
 
 
-def test_special_tokens_are_cut_out_before_counting() -> None:
+def test_count_pretokens_removes_special_tokens() -> None:
     text = f"one{EOS}two{EOS}<|tool|>s{EOS}" * 50
     assert pretokens.count_pretokens([text], [EOS, "<|tool|>"]) == Counter({b"one": 50, b"two": 50, b"s": 50})
     tokenizer = Tokenizer.train([text], 300, special_tokens=["<|tool|>"])
@@ -66,8 +64,8 @@ def test_special_tokens_are_cut_out_before_counting() -> None:
     assert learnt and not any(set(b"<|>") & set(token) for token in learnt)
 
 
-def test_workers_count_what_one_counts() -> None:
-    text = "def é(x):\n    return x + 12345\n" * 20000  # enough for a pool of processes
+def test_count_pretokens_with_workers_matches_serial() -> None:
+    text = "def é(x):\n    return x + 12345\n" * 20000  # enough for a process pool
     texts = [text[i * 10_000 : (i + 1) * 10_000] + f"{i}" for i in range(len(text) // 10_000)] * 8
     texts.append("last\ud800")
     assert sum(map(len, texts)) > 4 << 20

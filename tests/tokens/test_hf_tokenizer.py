@@ -1,4 +1,4 @@
-"""Tokenizers of others: the bytes of every token, prompts, and which ids end a text."""
+"""Hugging Face tokenizers: bytes of every token, prompts, and end-of-text ids."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sentence_piece(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_byte_level_tokens_spell_the_text(text: str, tmp_path: Path) -> None:
+def test_byte_level_token_bytes_spell_text(text: str, tmp_path: Path) -> None:
     t = load_tokenizer(byte_level(tmp_path))
     assert isinstance(t, HFTokenizer)
     assert t.end_ids == (0, 7) and t.control_ids == (1,)
@@ -63,7 +63,7 @@ def test_byte_level_tokens_spell_the_text(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["ab a b", "ab ü 日", "a\nb"])
-def test_sentence_piece_tokens_spell_the_text_after_a_space(text: str, tmp_path: Path) -> None:
+def test_sentencepiece_token_bytes_spell_text(text: str, tmp_path: Path) -> None:
     t = load_tokenizer(sentence_piece(tmp_path))
     assert isinstance(t, HFTokenizer) and t.end_ids == (2,)
     healed = t.heal_prompt(text)
@@ -71,7 +71,7 @@ def test_sentence_piece_tokens_spell_the_text_after_a_space(text: str, tmp_path:
     assert t.token_bytes[2] == b"" and t.token_bytes[3 + 10] == b"\n"
 
 
-def test_ids_may_have_gaps_which_no_model_should_write(tmp_path: Path) -> None:
+def test_unused_ids_are_control_ids(tmp_path: Path) -> None:
     path = byte_level(tmp_path) / "tokenizer.json"
     data = json.loads(path.read_text())
     data["model"]["vocab"]["Ġzz"] = 500
@@ -79,15 +79,15 @@ def test_ids_may_have_gaps_which_no_model_should_write(tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     t = HFTokenizer(tmp_path)
     core = Core.from_file(str(path))
-    known = set(core.get_vocab().values())
-    holes = set(range(501)) - known
+    used = set(core.get_vocab().values())
+    unused = set(range(501)) - used
     assert t.vocab_size == len(t.token_bytes) == 501 and core.get_vocab_size() < 500
     assert t.heal_prompt("a zz") == (core.encode("a zz").ids[:-1], b" zz")
-    assert set(t.control_ids) == holes | {1} and {t.token_bytes[i] for i in holes} == {b""}
+    assert set(t.control_ids) == unused | {1} and {t.token_bytes[i] for i in unused} == {b""}
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "words"),
+    ("file", "content", "message"),
     [
         ("tokenizer_config.json", "{", "cannot be read"),
         ("tokenizer_config.json", "[]", "holds a list"),
@@ -101,25 +101,25 @@ def test_ids_may_have_gaps_which_no_model_should_write(tmp_path: Path) -> None:
         ("config.json", "[]", "holds a list"),
     ],
 )
-def test_odd_files_beside_it_are_named(file: str, content: str, words: str, tmp_path: Path) -> None:
+def test_damaged_config_files_are_named(file: str, content: str, message: str, tmp_path: Path) -> None:
     (byte_level(tmp_path) / file).write_text(content)
-    with pytest.raises(DataError, match=f"{file}.*{words}"):
+    with pytest.raises(DataError, match=f"{file}.*{message}"):
         load_tokenizer(tmp_path)
     (tmp_path / file).write_text('{"eos_token": null, "eos_token_id": null}')
     assert load_tokenizer(tmp_path).end_ids
 
 
-def test_a_text_that_no_bytes_spell_is_refused(tmp_path: Path) -> None:
+def test_lone_surrogate_prompt_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the prompt holds '\\udce9' at 1"):
         HFTokenizer(byte_level(tmp_path)).heal_prompt("a\udce9")
 
 
-def test_an_empty_prompt_begins_with_what_ends_a_text(tmp_path: Path) -> None:
+def test_empty_prompt_starts_with_end_id(tmp_path: Path) -> None:
     t = HFTokenizer(byte_level(tmp_path))
     assert t.heal_prompt("") == ([0], b"")
 
 
-def test_ours_is_ours_and_what_spells_no_bytes_is_refused(tmp_path: Path) -> None:
+def test_load_tokenizer_selects_class_or_raises(tmp_path: Path) -> None:
     Tokenizer.train(["word " * 9], 300).save(tmp_path)
     ours = load_tokenizer(tmp_path)
     assert isinstance(ours, Tokenizer) and ours.end_ids == (ours.eos_id,)
@@ -133,7 +133,7 @@ def test_ours_is_ours_and_what_spells_no_bytes_is_refused(tmp_path: Path) -> Non
         load_tokenizer(tmp_path)
 
 
-def test_transformers_reads_ours(tmp_path: Path) -> None:
+def test_transformers_loads_saved_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     ours = Tokenizer.train(TEXTS * 3, 320)
     ours.save(tmp_path)

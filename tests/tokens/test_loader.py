@@ -1,4 +1,4 @@
-"""The loader: a batch is a function of its number, plain batches need no mask, ranks share what there is."""
+"""The loader: a batch depends on its number only, single-segment batches need no mask, ranks share batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_plain_batch_has_one_segment_a_row_and_others_say_they_are_not(folder: Path) -> None:
+def test_single_segment_flag_matches_rows(folder: Path) -> None:
     flags = []
     with open_batches(folder, "train", seq_len=16, batch_size=4, serial=True) as batches:
         for slot, _ in zip(batches, range(80), strict=False):
@@ -49,7 +49,7 @@ def test_a_plain_batch_has_one_segment_a_row_and_others_say_they_are_not(folder:
     assert set(flags) == {True, False}
 
 
-def test_ranks_read_disjoint_shares_of_the_same_batches(folder: Path) -> None:
+def test_ranks_share_the_same_batches(folder: Path) -> None:
     def tokens(rank: int, world: int) -> list[np.ndarray]:
         with open_batches(
             folder, "train", seq_len=16, batch_size=4, seed=5, rank=rank, world_size=world, serial=True
@@ -60,7 +60,7 @@ def test_ranks_read_disjoint_shares_of_the_same_batches(folder: Path) -> None:
     assert np.array_equal(halves, tokens(0, 1))
 
 
-def test_another_seed_is_another_order(folder: Path) -> None:
+def test_seed_changes_order(folder: Path) -> None:
     def first(seed: int) -> bytes:
         with open_batches(folder, "train", seq_len=16, batch_size=4, seed=seed, serial=True) as batches:
             return next(batches).data.tokens.tobytes()
@@ -68,14 +68,14 @@ def test_another_seed_is_another_order(folder: Path) -> None:
     assert first(1) == first(1) != first(2)
 
 
-def test_the_fingerprint_is_that_of_the_ids_in_order(folder: Path, tmp_path: Path) -> None:
+def test_fingerprint_covers_ids_in_order(folder: Path, tmp_path: Path) -> None:
     ours = TokenSet(folder).split("train").fingerprint
     assert token_set(tmp_path / "same", TEXTS)["fingerprint"] == ours
     assert token_set(tmp_path / "order", TEXTS[::-1])["fingerprint"] != ours
     assert token_set(tmp_path / "letter", [*TEXTS[:-1], TEXTS[-1] + "!"])["fingerprint"] != ours
 
 
-def test_a_split_without_documents_can_be_written_and_read(tmp_path: Path) -> None:
+def test_empty_split_can_be_written_and_read(tmp_path: Path) -> None:
     token_set(tmp_path / "set", [], split="validation")
     stream = TokenSet(tmp_path / "set").split("validation")
     assert len(stream) == 0 and list(stream.iter_documents()) == []

@@ -1,4 +1,4 @@
-"""Packing, shards and the loader: every token predicted once, in an order that survives a stop."""
+"""Packing, shards and the loader: every token is predicted once, in an order that resumes anywhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 70), max_size=30), st.integers(1, 20))
-def test_every_token_but_bos_is_a_target_exactly_once(sizes: list[int], length: int) -> None:
+def test_pack_makes_each_token_but_bos_a_target_once(sizes: list[int], length: int) -> None:
     lengths = np.array(sizes, np.int64)
     starts = np.cumsum(lengths) - lengths
     ids = np.arange(lengths.sum(), dtype=np.uint32)
@@ -55,7 +55,7 @@ def test_every_token_but_bos_is_a_target_exactly_once(sizes: list[int], length: 
     assert sorted(seen) == [i for i in range(len(ids)) if i not in first]
 
 
-def test_rows_of_no_length_are_refused() -> None:
+def test_pack_rejects_zero_seq_len() -> None:
     with pytest.raises(ConfigError, match="rows of 0 tokens"):
         pack(np.zeros(1, np.int64), np.ones(1, np.int64), 0)
 
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_position_leads_back_to_its_document_and_byte(folder: Path) -> None:
+def test_trace_finds_document_and_byte_of_token(folder: Path) -> None:
     tokens, tokenizer = TokenSet(folder), Tokenizer.load(folder)
     stream = tokens.split("train")
     assert len(list(folder.glob("train-*.bin"))) > 1
@@ -89,7 +89,7 @@ def test_a_position_leads_back_to_its_document_and_byte(folder: Path) -> None:
         tokens.trace(len(stream))
 
 
-def test_a_truncated_shard_is_found(folder: Path, tmp_path: Path) -> None:
+def test_truncated_shard_and_missing_split_raise(folder: Path, tmp_path: Path) -> None:
     import shutil
 
     copy = tmp_path / "copy"
@@ -116,23 +116,23 @@ def records(folder: Path, n: int, *, start: int = 0, serial: bool = True) -> lis
         ]
 
 
-def test_the_order_is_a_permutation_that_resumes_anywhere(folder: Path) -> None:
+def test_order_is_permutation_and_resumes_anywhere(folder: Path) -> None:
     producer = TokenProducer(folder, "train", 16, 4, seed=3)
     n = producer.batches_per_epoch
     first, second = producer.order(0), producer.order(1)
     assert len(set(first.flatten().tolist())) == first.size == 4 * n
     assert not np.array_equal(first, second)
     mixed = set(np.flatnonzero(~producer.rows.single_segment).tolist())
-    assert mixed and mixed <= set(first.flatten().tolist())  # none is left out, however few there are
-    apart = ~producer.rows.single_segment[first].all(1)
-    assert apart.sum() == -(-len(mixed) // 4)  # and they stand together
+    assert mixed and mixed <= set(first.flatten().tolist())  # every mixed row is in the epoch
+    mixed_batches = ~producer.rows.single_segment[first].all(1)
+    assert mixed_batches.sum() == -(-len(mixed) // 4)  # and they share batches
     assert first.size > len(producer.rows) - 4
     whole = records(folder, n + 5)
     assert records(folder, 8, start=n - 3) == whole[n - 3 :]
     assert records(folder, n + 5, serial=False) == whole
 
 
-def test_fewer_rows_than_a_batch_are_refused_with_advice(folder: Path) -> None:
+def test_split_smaller_than_batch_raises(folder: Path) -> None:
     with (
         pytest.raises(BudgetError, match="rows of 16 tokens"),
         open_batches(folder, "train", seq_len=16, batch_size=10**6, serial=True) as batches,

@@ -1,4 +1,4 @@
-"""Raw text as a stream of rows: the same for any workers and ranks, resumed at any row; nothing lost, mixtures as asked."""
+"""Streams of raw text: equal rows for any workers and ranks, resume at any row, exact epochs and mixtures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(path: Path, texts: list[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
     rng = np.random.default_rng(0)
     for name in "ab":
@@ -31,11 +31,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(place: Path, names: str = "ab", **change: Any) -> StreamConfig:
-    sources = [Source([str(place / f"{n}.jsonl")]) for n in names]
+def config(folder: Path, names: str = "ab", **change: Any) -> StreamConfig:
+    sources = [Source([str(folder / f"{n}.jsonl")]) for n in names]
     return StreamConfig(
         **{
-            "tokenizer": place,
+            "tokenizer": folder,
             "sources": sources,
             "seq_len": 32,
             "block_bytes": 900,
@@ -47,7 +47,7 @@ def config(place: Path, names: str = "ab", **change: Any) -> StreamConfig:
 
 def read(batches: StreamBatches, n: int) -> list[dict[str, torch.Tensor]]:
     with batches:
-        # Copied: a batch may be a view that the next one takes back.
+        # Copied, because a batch may be a view that the next one overwrites.
         return [{name: t.clone() for name, t in next(batches).items()} for _ in range(n)]
 
 
@@ -55,32 +55,32 @@ def same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> 
     return len(a) == len(b) and all(torch.equal(x[n], y[n]) for x, y in zip(a, b, strict=True) for n in x)
 
 
-def test_any_number_of_workers_gives_the_same_rows(place: Path) -> None:
-    line = read(StreamBatches(config(place), batch_size=8, workers=0), 25)
+def test_rows_do_not_depend_on_workers(folder: Path) -> None:
+    line = read(StreamBatches(config(folder), batch_size=8, workers=0), 25)
     for workers in (1, 3):
-        assert same(line, read(StreamBatches(config(place), batch_size=8, workers=workers), 25))
-    assert not same(line, read(StreamBatches(config(place, seed=1), batch_size=8, workers=0), 25))
+        assert same(line, read(StreamBatches(config(folder), batch_size=8, workers=workers), 25))
+    assert not same(line, read(StreamBatches(config(folder, seed=1), batch_size=8, workers=0), 25))
 
 
-@pytest.mark.parametrize("how", [{"batch_size": 8}, {"min_targets": 150}])
-def test_it_resumes_in_the_middle_on_another_number_of_workers(place: Path, how: dict[str, int]) -> None:
-    whole = read(StreamBatches(config(place), workers=0, **how), 30)
+@pytest.mark.parametrize("size", [{"batch_size": 8}, {"min_targets": 150}])
+def test_stream_resumes_with_other_workers(folder: Path, size: dict[str, int]) -> None:
+    whole = read(StreamBatches(config(folder), workers=0, **size), 30)
     for stop in (1, 7, 19):
-        first = StreamBatches(config(place), workers=2, **how)
+        first = StreamBatches(config(folder), workers=2, **size)
         with first:
             for _ in range(stop):
                 next(first)
         state = json.loads(json.dumps(first.state))
-        rest = StreamBatches(config(place), workers=1, state=state, **how)
+        rest = StreamBatches(config(folder), workers=1, state=state, **size)
         assert same(whole[stop:], read(rest, 30 - stop))
         assert rest.tokens_consumed == sum(int(b["loss_mask"].sum()) for b in whole)
 
 
-def test_ranks_share_each_batch_and_may_change_their_number(place: Path) -> None:
-    whole = read(StreamBatches(config(place), batch_size=8, workers=0), 6)
+def test_ranks_share_each_batch(folder: Path) -> None:
+    whole = read(StreamBatches(config(folder), batch_size=8, workers=0), 6)
     for world in (2, 4):
         parts = [
-            read(StreamBatches(config(place), batch_size=8, workers=0, rank=r, world_size=world), 6)
+            read(StreamBatches(config(folder), batch_size=8, workers=0, rank=r, world_size=world), 6)
             for r in range(world)
         ]
         for number, batch in enumerate(whole):
@@ -89,54 +89,54 @@ def test_ranks_share_each_batch_and_may_change_their_number(place: Path) -> None
             )
 
 
-def test_an_epoch_holds_every_document_once(place: Path) -> None:
-    tokenizer = Tokenizer.load(place)
-    texts = [json.loads(line)["text"] for line in (place / "a.jsonl").read_text().splitlines()]
-    settings = config(place, "a", shuffle_bytes=1)
-    n_blocks = -(-(place / "a.jsonl").stat().st_size // 900)
+def test_epoch_has_every_document_once(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    texts = [json.loads(line)["text"] for line in (folder / "a.jsonl").read_text().splitlines()]
+    settings = config(folder, "a", shuffle_bytes=1)
+    n_blocks = -(-(folder / "a.jsonl").stat().st_size // 900)
     found: list[str] = []
     reader = StreamBatches(settings, batch_size=1, workers=0)
     with reader:
         while reader.state["record"] < n_blocks:
             row = next(reader)
             for segment in range(1, int(row["segment_ids"].max()) + 1):
-                there = (row["segment_ids"] == segment) & row["loss_mask"]
+                selected = (row["segment_ids"] == segment) & row["loss_mask"]
                 found.append(
-                    tokenizer.decode(row["targets"][there].tolist()).decode().removesuffix("<|eos|>")
+                    tokenizer.decode(row["targets"][selected].tolist()).decode().removesuffix("<|eos|>")
                 )
-    # Documents longer than a row are cut into chunks: compare all the text there is.
+    # Documents longer than a row are cut into chunks, so compare all text.
     assert sorted("".join(found)) == sorted("".join(texts))
     starts = {text.split()[0] for text in found if text.startswith("a")}
     assert starts == {text.split()[0] for text in texts}
 
 
-def test_a_budget_of_tokens_is_met_by_as_few_rows_as_will_do(place: Path) -> None:
-    for batch in read(StreamBatches(config(place), min_targets=200, workers=0), 20):
+def test_min_targets_is_met_by_fewest_rows(folder: Path) -> None:
+    for batch in read(StreamBatches(config(folder), min_targets=200, workers=0), 20):
         per_row = batch["loss_mask"].sum(dim=1)
         assert int(per_row.sum()) >= 200 > int(per_row[:-1].sum())
 
 
-def test_sources_are_mixed_as_asked_and_weights_move_over_the_run(place: Path) -> None:
-    a, b = ([str(place / f"{n}.jsonl")] for n in "ab")
-    fixed = Mixture(StreamConfig(place, [Source(a, 3.0), Source(b, 1.0)], 32))
+def test_mixture_follows_moving_weights(folder: Path) -> None:
+    a, b = ([str(folder / f"{n}.jsonl")] for n in "ab")
+    fixed = Mixture(StreamConfig(folder, [Source(a, 3.0), Source(b, 1.0)], 32))
     share = np.mean([fixed.source_and_index(s)[0] == 0 for s in range(6000)])
     assert abs(share - 0.75) < 0.02
     moving = Mixture(
-        StreamConfig(place, [Source(a, 1.0, 0.0), Source(b, 0.0, 1.0)], 32, mixture_warmup_records=8000)
+        StreamConfig(folder, [Source(a, 1.0, 0.0), Source(b, 0.0, 1.0)], 32, mixture_warmup_records=8000)
     )
-    drawn = np.array([moving.source_and_index(s)[0] for s in range(9000)])
-    assert drawn[:800].mean() < 0.1 and abs(drawn[3600:4400].mean() - 0.5) < 0.06 and drawn[8000:].all()
-    # Within a source nothing is skipped or repeated, wherever one begins to ask.
+    sources = np.array([moving.source_and_index(s)[0] for s in range(9000)])
+    assert sources[:800].mean() < 0.1 and abs(sources[3600:4400].mean() - 0.5) < 0.06 and sources[8000:].all()
+    # Within a source, no record is skipped or repeated, for any start.
     nth = [moving.source_and_index(s) for s in range(9000)]
     for source in (0, 1):
         assert [n for s, n in nth if s == source] == list(range(sum(s == source for s, _ in nth)))
     assert Mixture(moving.config).source_and_index(8765) == nth[8765]
 
 
-def test_changed_data_is_refused_on_resume(place: Path, tmp_path: Path) -> None:
+def test_resume_rejects_changed_data(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes((place / "a.jsonl").read_bytes())
-    settings = config(place, sources=[Source([str(path)])])
+    path.write_bytes((folder / "a.jsonl").read_bytes())
+    settings = config(folder, sources=[Source([str(path)])])
     with StreamBatches(settings, batch_size=4, workers=0) as reader:
         next(reader)
         state = reader.state
@@ -145,12 +145,12 @@ def test_changed_data_is_refused_on_resume(place: Path, tmp_path: Path) -> None:
         StreamBatches(settings, batch_size=4, workers=0, state=state)
 
 
-def test_records_that_cannot_be_read_are_counted(place: Path, tmp_path: Path) -> None:
-    lines = (place / "a.jsonl").read_text().splitlines(keepends=True)
+def test_unreadable_records_are_counted(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "a.jsonl").read_text().splitlines(keepends=True)
     lines[5], lines[60] = "{broken\n", '{"no": "text"}\n'
     (tmp_path / "a.jsonl").write_text("".join(lines))
     with StreamBatches(
-        config(place, sources=[Source([str(tmp_path / "a.jsonl")])], shuffle_bytes=180_000),
+        config(folder, sources=[Source([str(tmp_path / "a.jsonl")])], shuffle_bytes=180_000),
         batch_size=4,
         workers=0,
     ) as reader:
@@ -158,10 +158,10 @@ def test_records_that_cannot_be_read_are_counted(place: Path, tmp_path: Path) ->
         assert reader.n_rejected >= 2
 
 
-def test_mixtures_that_cannot_be_are_refused(place: Path) -> None:
-    a = [str(place / "a.jsonl")]
+def test_stream_rejects_impossible_settings(folder: Path) -> None:
+    a = [str(folder / "a.jsonl")]
     for sources in ([], [Source(a, -1.0)], [Source(a, 1.0, 0.0)]):
         with pytest.raises(ConfigError, match="mixture"):
-            StreamConfig(place, sources, 32)
+            StreamConfig(folder, sources, 32)
     with pytest.raises(ConfigError, match="one of batch_size and min_targets"):
-        StreamBatches(config(place), batch_size=4, min_targets=100)
+        StreamBatches(config(folder), batch_size=4, min_targets=100)

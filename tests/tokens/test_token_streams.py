@@ -1,4 +1,4 @@
-"""Streams and the standard file under hard input: special tokens cut in two, invalid bytes, text without blanks."""
+"""Streams and the standard file with hard input: cut special tokens, invalid bytes, text without blanks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _ids(chunks: list[str] | list[bytes], special: bool) -> list[int]:
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(ATOMS), max_size=12), st.lists(st.integers(0, 60), max_size=6), st.booleans())
-def test_special_tokens_cut_anywhere_are_whole(atoms: list[str], cuts: list[int], special: bool) -> None:
+def test_encode_stream_joins_cut_special_tokens(atoms: list[str], cuts: list[int], special: bool) -> None:
     text = "".join(atoms)
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     whole = TOKENIZER.encode(text, allow_special=special).tolist()
@@ -45,14 +45,14 @@ def test_special_tokens_cut_anywhere_are_whole(atoms: list[str], cuts: list[int]
     st.integers(1, 5),
     st.booleans(),
 )
-def test_invalid_bytes_cut_anywhere(atoms: list[bytes], step: int, special: bool) -> None:
+def test_encode_stream_joins_cut_invalid_bytes(atoms: list[bytes], step: int, special: bool) -> None:
     data = b"".join(atoms)
     whole = TOKENIZER.encode(data, allow_special=special).tolist()
     assert _ids([data[i : i + step] for i in range(0, len(data), step)], special) == whole
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_a_stream_without_blanks_is_not_hoarded(special: bool) -> None:
+def test_encode_stream_without_blanks_yields_early(special: bool) -> None:
     taken = 0
 
     def chunks() -> Iterator[str]:
@@ -66,8 +66,8 @@ def test_a_stream_without_blanks_is_not_hoarded(special: bool) -> None:
     assert taken <= 2
 
 
-def test_their_list_of_merges_is_our_order_of_ranks(tmp_path: Path) -> None:
-    """Small alphabets make tokens that several pairs spell, where the two ways of merging could part."""
+def test_saved_merges_match_ranks_for_small_alphabets(tmp_path: Path) -> None:
+    """Small alphabets make tokens that several pairs spell, where merging by pair and by rank could differ."""
     other = pytest.importorskip("tokenizers")
     rng = random.Random(0)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The tokenizer: what it learns, that nothing is lost, and that others read its file alike."""
+"""The tokenizer: training, exact decoding, and the Hugging Face file."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ TOKENIZER = Tokenizer.train([TEXT], 420, special_tokens=["<|tool|>", "<|tool|>s"
 @given(
     st.dictionaries(st.binary(min_size=1, max_size=8), st.integers(1, 9), max_size=12), st.integers(257, 275)
 )
-def test_the_fast_trainer_equals_its_definition(counts: dict[bytes, int], size: int) -> None:
+def test_train_matches_naive_for_any_bytes(counts: dict[bytes, int], size: int) -> None:
     assert bpe.train(counts, size) == bpe.train_naive(counts, size)
 
 
-def test_ties_go_to_the_greatest_pair() -> None:
+def test_train_breaks_ties_by_greatest_pair() -> None:
     assert bpe.train({b"ab": 3, b"cd": 3, b"ce": 3}, 257)[256] == b"ce"
     assert bpe.train(Counter({b"cd": 3, b"ab": 3}), 258)[256:] == [b"cd", b"ab"]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
-def test_any_bytes_come_back(data: bytes) -> None:
+def test_encode_decodes_any_bytes(data: bytes) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(data)) == data
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=120), st.lists(st.integers(0, 120), max_size=5))
-def test_a_stream_in_any_chunks_is_the_whole(text: str, cuts: list[int]) -> None:
+def test_encode_stream_matches_encode(text: str, cuts: list[int]) -> None:
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     chunks = [text[a:b] for a, b in itertools.pairwise(edges)]
     streamed = [int(i) for ids in TOKENIZER.encode_stream(chunks) for i in ids]
     assert streamed == TOKENIZER.encode(text).tolist()
 
 
-def test_others_read_the_file_and_encode_alike(tmp_path: Path) -> None:
+def test_hugging_face_loads_saved_file(tmp_path: Path) -> None:
     other = pytest.importorskip("tokenizers")
     TOKENIZER.save(tmp_path)
     theirs = other.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -71,20 +71,20 @@ def test_others_read_the_file_and_encode_alike(tmp_path: Path) -> None:
     assert again.token_bytes == TOKENIZER.token_bytes and again.eos_id == TOKENIZER.eos_id
 
 
-def test_special_tokens_are_apart() -> None:
+def test_special_tokens_are_distinct() -> None:
     t = TOKENIZER
     assert len({t.bos_id, t.eos_id, t.pad_id}) == 3
     hostile = "x<|eos|>y<|tool|>s"
     assert t.eos_id not in t.encode(hostile) and t.decode(t.encode(hostile)) == hostile.encode()
     allowed = t.encode(hostile, allow_special=True).tolist()
-    assert t.eos_id in allowed and t.special_token_ids["<|tool|>s"] in allowed  # the longest first
+    assert t.eos_id in allowed and t.special_token_ids["<|tool|>s"] in allowed  # the longest match wins
     assert t.special_token_ids["<|tool|>"] not in allowed
     document = t.encode_document("x")
     assert document[0] == t.bos_id and document[-1] == t.eos_id
     assert not any(b"<|eos|>" in token for token in t.token_bytes[: t.n_ordinary])
 
 
-def test_impossible_vocabularies_and_ids_are_refused(tmp_path: Path) -> None:
+def test_tokenizer_rejects_impossible_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocabulary of 200"):
         Tokenizer.train(["x"], 200)
     with pytest.raises(DataError):
@@ -93,14 +93,14 @@ def test_impossible_vocabularies_and_ids_are_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-def test_batches_equal_singles() -> None:
+def test_encode_batch_matches_encode() -> None:
     lines = TEXT.splitlines()
     for one, many in zip(map(TOKENIZER.encode, lines), TOKENIZER.encode_batch(lines, threads=2), strict=True):
         assert np.array_equal(one, many)
 
 
 @pytest.mark.parametrize("text", ["def f():\n", "def ", "x", "", "a = [1, 2,\n    "])
-def test_a_healed_prompt_is_the_prompt(text: str) -> None:
+def test_heal_keeps_prompt_bytes(text: str) -> None:
     healed = heal(TOKENIZER, text)
     assert healed.ids[0] == TOKENIZER.bos_id
     assert TOKENIZER.decode(healed.ids[1:]) + healed.forced_prefix == text.encode()

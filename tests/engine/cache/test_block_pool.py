@@ -1,4 +1,4 @@
-"""The books of pages: held against a naive model of them, over random histories."""
+"""Page accounting against a naive model, over random histories."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def sequence(ids: list[int], number: int = 0) -> Sequence:
     return made
 
 
-def fill(cache: KVCacheManager, one: Sequence) -> bool:
-    """Lets a sequence in and computes all of it; False if there is no room."""
-    cache.acquire_prefix(one)
-    cache.bind(one)
-    if not cache.allocate_slots(one, len(one.ids)):
-        cache.release(one)
+def fill(cache: KVCacheManager, current: Sequence) -> bool:
+    """Admit a sequence and compute all of it; False if the cache is full."""
+    cache.acquire_prefix(current)
+    cache.bind(current)
+    if not cache.allocate_slots(current, len(current.ids)):
+        cache.release(current)
         return False
-    one.n_computed = len(one.ids)
-    cache.commit_full_pages(one)
+    current.n_computed = len(current.ids)
+    cache.commit_full_pages(current)
     return True
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=30), st.sampled_from([None, 3, 6]))
-def test_no_page_is_lost_or_shared_by_mistake(
+def test_cache_manager_never_loses_or_overwrites_pages(
     history: list[tuple[list[int], bool]], window: int | None
 ) -> None:
     cache = KVCacheManager(
@@ -45,43 +45,41 @@ def test_no_page_is_lost_or_shared_by_mistake(
         24,
         max_num_batched_tokens=8,
     )
-    held: list[Sequence] = []
-    contents: dict[tuple[int, int], list[int]] = {}  # what was last written to a page of a group
+    live: list[Sequence] = []
+    contents: dict[tuple[int, int], list[int]] = {}  # text last written to each page of a group
     for number, (ids, leaves) in enumerate(history):
-        if leaves and held:
-            cache.release(held.pop(len(ids) % len(held)))
-        one = sequence(ids, number)
-        if len(held) < 8:
-            one.slot = next(slot for slot in range(8) if slot not in {h.slot for h in held})
-            if fill(cache, one):
-                held.append(one)
-                assert one.n_computed == len(ids)
-                for group, pages in enumerate(one.pages):
+        if leaves and live:
+            cache.release(live.pop(len(ids) % len(live)))
+        current = sequence(ids, number)
+        if len(live) < 8:
+            current.slot = next(slot for slot in range(8) if slot not in {h.slot for h in live})
+            if fill(cache, current):
+                live.append(current)
+                assert current.n_computed == len(ids)
+                for group, pages in enumerate(current.pages):
                     for at, page in enumerate(pages):
                         if page == EVICTED:
                             continue
                         before = ids[: (at + 1) * 2]
                         full = len(before) == (at + 1) * 2
-                        if (group, page) in contents and sum(page in h.pages[group] for h in held) > 1:
+                        if (group, page) in contents and sum(page in h.pages[group] for h in live) > 1:
                             assert (
                                 full and contents[group, page] == before
-                            )  # shared: the same text up to there
+                            )  # a shared page has the same prefix
                         contents[group, page] = before
-        cache.check_integrity(held)
-    for one in held:
-        cache.release(one)
+        cache.check_integrity(live)
+    for current in live:
+        cache.release(current)
     cache.check_integrity([])
     assert all(group.pool.n_used == 0 for group in cache.groups)
 
 
 @given(TEXTS, TEXTS)
-def test_a_beginning_is_found_in_whole_pages_and_never_all_of_a_prompt(
-    first: list[int], second: list[int]
-) -> None:
+def test_acquire_prefix_returns_whole_pages_below_prompt(first: list[int], second: list[int]) -> None:
     cache = KVCacheManager([KVCacheGroup(None, BlockPool(40, 2))], 8, 24, max_num_batched_tokens=8)
-    one, two = sequence(first, 0), sequence(second, 1)
-    fill(cache, one)
-    cache.release(one)
+    current, two = sequence(first, 0), sequence(second, 1)
+    fill(cache, current)
+    cache.release(current)
     found = cache.acquire_prefix(two)
     common = 0
     while common < min(len(first), len(second)) and first[common] == second[common]:
@@ -89,7 +87,7 @@ def test_a_beginning_is_found_in_whole_pages_and_never_all_of_a_prompt(
     assert found == min(common, len(second) - 1) // 2 * 2
 
 
-def test_a_window_needs_only_what_it_sees() -> None:
+def test_windowed_group_needs_only_pages_in_window() -> None:
     cache = KVCacheManager(
         [KVCacheGroup(None, BlockPool(20, 2)), KVCacheGroup(4, BlockPool(4, 2))],
         8,
@@ -97,15 +95,15 @@ def test_a_window_needs_only_what_it_sees() -> None:
         max_num_batched_tokens=4,
     )
     ids = list(range(12))
-    one = sequence(ids)
-    cache.acquire_prefix(one)
-    cache.bind(one)
-    for stop in (4, 8, 12):  # the window's pool is a third of the text
-        assert cache.allocate_slots(one, stop)
-        one.n_computed = stop
-        cache.commit_full_pages(one)
-    assert one.pages[1][:4] == [EVICTED] * 4 and len(one.pages[0]) == 6
-    cache.release(one)
+    current = sequence(ids)
+    cache.acquire_prefix(current)
+    cache.bind(current)
+    for stop in (4, 8, 12):  # the window's pool holds a third of the text
+        assert cache.allocate_slots(current, stop)
+        current.n_computed = stop
+        cache.commit_full_pages(current)
+    assert current.pages[1][:4] == [EVICTED] * 4 and len(current.pages[0]) == 6
+    cache.release(current)
     again = sequence(ids, 1)
     assert cache.acquire_prefix(again) == 10
     assert again.pages[1][:3] == [EVICTED] * 3 and EVICTED not in again.pages[1][3:]
@@ -113,35 +111,37 @@ def test_a_window_needs_only_what_it_sees() -> None:
     cache.check_integrity([again])
 
 
-def test_the_least_recently_used_goes_first_and_the_end_of_a_text_before_its_beginning() -> None:
+def test_eviction_is_lru_and_last_page_of_prefix_first() -> None:
     cache = KVCacheManager([KVCacheGroup(None, BlockPool(6, 2))], 8, 24, max_num_batched_tokens=8)
     old, new = sequence([1] * 6, 0), sequence([2] * 6, 1)
-    for one in (old, new):
-        assert fill(cache, one)
+    for current in (old, new):
+        assert fill(cache, current)
     cache.release(old)
     cache.release(new)
     pool = cache.groups[0].pool
     assert pool.n_cached == 6 and pool.allocate(2) is not None and pool.n_evicted == 2
-    assert len(pool.lookup(prefix_hashes(b"", [1] * 6, 2, []))) == 1  # the last two of the old text went
+    assert (
+        len(pool.lookup(prefix_hashes(b"", [1] * 6, 2, []))) == 1
+    )  # the last two pages of the old text were evicted
     assert len(pool.lookup(prefix_hashes(b"", [2] * 6, 2, []))) == 3
     assert pool.allocate(5) is None and pool.n_available == 4
 
 
-def test_damaged_books_are_noticed() -> None:
+def test_check_integrity_detects_wrong_accounting() -> None:
     cache = KVCacheManager([KVCacheGroup(None, BlockPool(6, 2))], 8, 24, max_num_batched_tokens=8)
-    one = sequence([1, 2, 3], 0)
-    fill(cache, one)
-    cache.check_integrity([one])
+    current = sequence([1, 2, 3], 0)
+    fill(cache, current)
+    cache.check_integrity([current])
     for damage in (
         lambda p: p.ref_counts.__setitem__(0, 3),
         lambda p: p._free.pop(),
-        lambda p: p._free.append(one.pages[0][0]),
+        lambda p: p._free.append(current.pages[0][0]),
     ):
         pool = cache.groups[0].pool
         saved = list(pool.ref_counts), list(pool._free)
         damage(pool)
         with pytest.raises(RuntimeError, match="page accounting is wrong"):
-            cache.check_integrity([one])
+            cache.check_integrity([current])
         pool.ref_counts, pool._free = saved
     with pytest.raises(RuntimeError, match="references, and 0 page lists"):
         cache.check_integrity([])

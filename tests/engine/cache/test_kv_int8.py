@@ -1,4 +1,4 @@
-"""Keys and values in int8: rounded row by row, attended to without being written out."""
+"""The int8 KV cache: quantization per position, attention on codes, and the engine with such a cache."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from whorl.models.transformer_config import AttentionConfig
 from whorl.nn.attention import causal
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @given(st.integers(0, 99), st.floats(-20, 20))
 @settings(max_examples=40, deadline=None)
-def test_each_position_and_head_is_rounded_by_itself(seed: int, power: float) -> None:
-    kv = drawn(2, 3, 5, 16, seed=seed)
+def test_quantize_kv_scales_each_position_and_head(seed: int, power: float) -> None:
+    kv = normal(2, 3, 5, 16, seed=seed)
     kv[1, 2, 3] *= 2.0**power
-    kept = quantize_kv(kv)
-    assert kept.codes.dtype == torch.int8 and kept.scale.shape == (2, 3, 5)
+    quantized = quantize_kv(kv)
+    assert quantized.codes.dtype == torch.int8 and quantized.scale.shape == (2, 3, 5)
     bound = kv.abs().amax(-1, keepdim=True) / 127 * 0.5001
-    assert ((dequantize_kv(kept) - kv).abs() <= bound).all()
+    assert ((dequantize_kv(quantized) - kv).abs() <= bound).all()
     one = quantize_kv(kv[1, 2, 3])
-    assert torch.equal(one.codes, kept.codes[1, 2, 3]) and torch.equal(one.scale, kept.scale[1, 2, 3])
+    assert torch.equal(one.codes, quantized.codes[1, 2, 3]) and torch.equal(
+        one.scale, quantized.scale[1, 2, 3]
+    )
     assert not dequantize_kv(quantize_kv(torch.zeros(1, 4))).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "n_kv"), [(4, 4), (6, 2)])
-def test_attention_over_codes_is_attention_over_what_they_mean(
-    heads: int, n_kv: int, dtype: torch.dtype
-) -> None:
-    q = drawn(2, heads, 3, 16).to(dtype)
-    k, v = (quantize_kv(drawn(2, n_kv, 9, 16, seed=s) * (1 + torch.arange(9.0))[:, None]) for s in (1, 2))
+def test_attend_matches_reference(heads: int, n_kv: int, dtype: torch.dtype) -> None:
+    q = normal(2, heads, 3, 16).to(dtype)
+    k, v = (quantize_kv(normal(2, n_kv, 9, 16, seed=s) * (1 + torch.arange(9.0))[:, None]) for s in (1, 2))
     bias = torch.zeros(3, 9).masked_fill(torch.ones(3, 9).triu(7).bool(), float("-inf"))
     for more in ({}, {"bias": bias, "scale": 0.25}):
         want, found = attend_reference(q, k, v, **more), attend(q, k, v, **more)
@@ -50,13 +50,13 @@ def test_attention_over_codes_is_attention_over_what_they_mean(
         assert error < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_the_size_is_what_is_kept() -> None:
-    k = quantize_kv(drawn(1, 2, 10, 64))
+def test_bytes_per_token_matches_tensors() -> None:
+    k = quantize_kv(normal(1, 2, 10, 64))
     assert 2 * 3 * k.n_bytes == 10 * bytes_per_token(3, 2, 64)
     assert bytes_per_token(3, 2, 64) < 0.54 * (2 * 3 * 2 * 64 * 2)
 
 
-def lively(model: LanguageModel) -> LanguageModel:
+def randomized(model: LanguageModel) -> LanguageModel:
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -75,13 +75,13 @@ def decoder() -> LanguageModel:
         mlp_hidden=64,
         ngram_buckets=64,
     )
-    return lively(Decoder(config, torch.Generator().manual_seed(0)))
+    return randomized(Decoder(config, torch.Generator().manual_seed(0)))
 
 
 def transformer() -> LanguageModel:
     heads = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=16, smear=True, qk_norm=True, window=9)
     config = TransformerConfig(vocab_size=48, d_model=32, n_layers=2, mlp_hidden=64, mixers={"a": heads})
-    return lively(Transformer(config, torch.Generator().manual_seed(0)))
+    return randomized(Transformer(config, torch.Generator().manual_seed(0)))
 
 
 def prompt_log_probs(
@@ -106,7 +106,7 @@ def prompts() -> list[tuple[int, ...]]:
     return [tuple(torch.randint(48, (n,), generator=g).tolist()) for n in (23, 30, 7, 17)]
 
 
-def test_the_engine_with_such_a_cache_is_the_forward_with_rounded_keys(
+def test_int8_engine_matches_forward_with_quantized_kv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, texts = decoder(), prompts()
@@ -118,28 +118,28 @@ def test_the_engine_with_such_a_cache_is_the_forward_with_rounded_keys(
         "causal_attention",
         lambda q, k, v, s=None: own(q, dequantize_kv(quantize_kv(k)), dequantize_kv(quantize_kv(v)), s),
     )
-    for ids, ours, without in zip(texts, found, plain, strict=True):
+    for ids, int8_scores, without in zip(texts, found, plain, strict=True):
         row = torch.tensor([ids])
         with torch.no_grad():
-            said = model.logits(model(row)).log_softmax(-1)
-        want = said[0, :-1].gather(1, row[0, 1:, None])[:, 0]
-        assert torch.allclose(ours, want, atol=1e-4)
-        assert 1e-4 < (ours - without).abs().max() < 0.2
+            log_probs = model.logits(model(row)).log_softmax(-1)
+        want = log_probs[0, :-1].gather(1, row[0, 1:, None])[:, 0]
+        assert torch.allclose(int8_scores, want, atol=1e-4)
+        assert 1e-4 < (int8_scores - without).abs().max() < 0.2
 
 
-def test_windows_and_smeared_keys_go_with_it() -> None:
+def test_int8_cache_supports_windows_and_smeared_keys() -> None:
     model, texts = transformer(), prompts()
-    for ours, plain in zip(
+    for int8_scores, plain in zip(
         prompt_log_probs(model, texts, kv_cache_dtype="int8"), prompt_log_probs(model, texts), strict=True
     ):
-        assert 0 < (ours - plain).abs().max() < 0.2
+        assert 0 < (int8_scores - plain).abs().max() < 0.2
 
 
-def test_such_a_cache_is_smaller() -> None:
+def test_int8_cache_has_expected_size() -> None:
     model = decoder()
     sizes = {kind: Engine(model, EngineConfig(kv_cache_dtype=kind)).runner for kind in ("model", "int8")}
-    kept = {
+    quantized = {
         kind: sum(t.nbytes for layer in runner.layers for t in layer.tensors[:2] + layer.tensors[3:])
         for kind, runner in sizes.items()
     }
-    assert kept["int8"] == kept["model"] * (16 + 4) / (4 * 16)
+    assert quantized["int8"] == quantized["model"] * (16 + 4) / (4 * 16)

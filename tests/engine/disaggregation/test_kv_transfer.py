@@ -1,4 +1,4 @@
-"""Pages that one engine computed and another reads: every family, every refusal, and nothing left behind."""
+"""Transfer of KV pages between engines: every model family, every rejection, and no leaks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_receiver_says_what_one_engine_says(family: str) -> None:
+def test_imported_pages_give_same_tokens(family: str) -> None:
     sender = Engine(FAMILIES[family](), CONFIG)
     if sender.runner.has_recurrent_layers:
         with pytest.raises(ConfigError, match="recurrent"):
@@ -48,7 +48,7 @@ def test_the_receiver_says_what_one_engine_says(family: str) -> None:
     receiver = Engine(FAMILIES[family](), CONFIG)
     run(
         receiver, [Request(id="other", ids=(7,) * 11, sampling=GREEDY, max_tokens=3)]
-    )  # other pages are elsewhere
+    )  # so that page numbers differ
     with export_pages(sender, IDS) as block:
         assert block.n_positions == 28
         assert import_pages(receiver, block) == 28
@@ -69,7 +69,7 @@ def test_the_receiver_says_what_one_engine_says(family: str) -> None:
         assert abs(a.log_prob - b.log_prob) < 1e-4 and abs(a.raw_log_prob - b.raw_log_prob) < 1e-4
 
 
-def test_pages_in_int8_go_over_with_their_scales() -> None:
+def test_int8_pages_transfer_with_scales() -> None:
     config = CONFIG.model_copy(update={"kv_cache_dtype": "int8"})
     receiver = Engine(decoder(), config)
     with export_pages(prefilled(config=config), IDS) as block:
@@ -79,7 +79,7 @@ def test_pages_in_int8_go_over_with_their_scales() -> None:
     assert all(abs(a.log_prob - b.log_prob) < 1e-4 for a, b in zip(got, alone, strict=True))
 
 
-def test_a_block_is_taken_in_by_and_by() -> None:
+def test_import_pages_in_slices() -> None:
     receiver = Engine(decoder(), CONFIG)
     with export_pages(prefilled(), IDS) as block:
         found = [import_pages(receiver, block, max_pages=3) for _ in range(4)]
@@ -87,16 +87,16 @@ def test_a_block_is_taken_in_by_and_by() -> None:
     receiver.check_integrity()
 
 
-def test_without_room_less_is_taken_in_and_what_runs_keeps_its_pages() -> None:
+def test_import_pages_into_full_cache_keeps_running_pages() -> None:
     receiver = Engine(decoder(), CONFIG.model_copy(update={"kv_cache_tokens": 60}))
     receiver.add(Request(id="runs", ids=(7,) * 40, sampling=GREEDY, max_tokens=9))
     while not any(d.tokens for d in receiver.step()):
         pass
-    held = list(receiver.sequences()[0].pages[0])
+    pages_before = list(receiver.sequences()[0].pages[0])
     with export_pages(prefilled(), IDS) as block:
         found = import_pages(receiver, block)
         assert 0 < found < 28 and found == import_pages(receiver, block)
-    assert receiver.sequences()[0].pages[0][: len(held)] == held
+    assert receiver.sequences()[0].pages[0][: len(pages_before)] == pages_before
     receiver.check_integrity()
     assert receiver.abort("runs")
     receiver.step()
@@ -104,19 +104,19 @@ def test_without_room_less_is_taken_in_and_what_runs_keeps_its_pages() -> None:
     check(decoder(), [request("write")], {"write": got})
 
 
-def test_a_beginning_that_nobody_knows_is_an_empty_block() -> None:
+def test_export_of_uncached_prefix_is_empty_block() -> None:
     with export_pages(prefilled(), [1, 2, 3]) as block:
         assert block.n_positions == 0 and import_pages(Engine(decoder(), CONFIG), block) == 0
 
 
-def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
+def test_import_rejects_other_weights_dtypes_and_sizes() -> None:
     with export_pages(prefilled(), IDS) as block:
-        for receiver, words in [
+        for receiver, message in [
             (Engine(decoder(), CONFIG.model_copy(update={"block_size": 8})), "pages of 4 positions"),
             (Engine(decoder(n_layers=1), CONFIG), "fingerprint"),
-            (Engine(decoder(), CONFIG.model_copy(update={"kv_cache_dtype": "int8"})), "same type of cache"),
+            (Engine(decoder(), CONFIG.model_copy(update={"kv_cache_dtype": "int8"})), "same kv_cache_dtype"),
         ]:
-            with pytest.raises(DataError, match=words):
+            with pytest.raises(DataError, match=message):
                 import_pages(receiver, block)
             assert receiver.cache.groups[0].pool.n_cached == 0
         receiver = Engine(decoder(), CONFIG)
@@ -127,14 +127,14 @@ def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
         receiver = Engine(decoder(), CONFIG)
         with torch.no_grad():
             weight = next(receiver.model.parameters())
-            weight[-1, -1] += 1e-3  # one weight of all
+            weight[-1, -1] += 1e-3  # a single weight
         with pytest.raises(DataError, match="fingerprint"):
             import_pages(receiver, block)
     with pytest.raises(ConfigError, match="enable_prefix_caching"):
         export_pages(Engine(decoder(), CONFIG.model_copy(update={"enable_prefix_caching": False})), IDS)
 
 
-def test_the_fingerprint_is_made_once_a_version() -> None:
+def test_model_fingerprint_changes_with_version() -> None:
     engine = Engine(decoder(), CONFIG)
     first = model_fingerprint(engine)
     assert model_fingerprint(engine) == first == model_fingerprint(Engine(decoder(), CONFIG))
@@ -145,15 +145,15 @@ def test_the_fingerprint_is_made_once_a_version() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_damaged_block_is_never_taken(data: st.DataObject) -> None:
+def test_kv_block_rejects_any_damage(data: st.DataObject) -> None:
     with export_pages(SENDER, IDS) as good:
         content = bytearray(os.pread(good.fd, good.n_bytes, 0))
-    kind = data.draw(st.sampled_from(["flip", "cut", "longer", "begin"]))
-    if kind == "flip":
+    damage = data.draw(st.sampled_from(["flip", "cut", "longer", "begin"]))
+    if damage == "flip":
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    elif kind == "cut":
+    elif damage == "cut":
         content = content[: data.draw(st.integers(0, len(content) - 1))]
-    elif kind == "longer":
+    elif damage == "longer":
         content += b"\0" * data.draw(st.integers(1, 100))
     else:  # a sender that died before it wrote the head
         content[:36] = bytes(36)
@@ -176,7 +176,7 @@ def memory_of(content: bytes) -> int:
     return fd
 
 
-def test_nothing_is_left_behind() -> None:
+def test_transfer_leaks_no_descriptors_or_pages() -> None:
     receiver, before = Engine(decoder(), CONFIG), descriptors()
     for _ in range(20):
         with export_pages(SENDER, IDS) as block:

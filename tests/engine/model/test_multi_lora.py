@@ -1,4 +1,4 @@
-"""LoRA adapters: a mixed batch is each alone with its adapter merged; folders of PEFT; what does not fit is named."""
+"""LoRA adapters: a mixed batch equals merged models; PEFT folders load; errors name the tensor."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lively(model: Any) -> Any:
 
 
 def lora(model: LanguageModel, seed: int, rank: int = 4, layers: tuple[str, ...] = ()) -> LoRA:
-    """One that changes something."""
+    """An adapter with random factors, so that it changes the output."""
     g = torch.Generator().manual_seed(seed)
     made = init_lora(model, rank, 2.0 * rank, layers, g)
     return LoRA({
@@ -74,74 +74,76 @@ def ids(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def said(model: LanguageModel, text: Tensor) -> Tensor:
+def logits_of(model: LanguageModel, text: Tensor) -> Tensor:
     return model.logits(model(text))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_every_way_of_the_product_is_the_definition(numbers: list[int], seed: int) -> None:
+def test_lora_delta_matches_reference(adapter_indices: list[int], seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
-    x, a, b = (torch.randn(shape, generator=g) for shape in ((len(numbers), 6), (4, 3, 6), (4, 5, 3)))
-    plan = LoRAMapping(numbers)
-    if not plan.active_indices:
-        assert not any(numbers)
+    x, a, b = (torch.randn(shape, generator=g) for shape in ((len(adapter_indices), 6), (4, 3, 6), (4, 5, 3)))
+    mapping = LoRAMapping(adapter_indices)
+    if not mapping.active_indices:
+        assert not any(adapter_indices)
         return
-    chosen = torch.tensor(plan.active_indices) - 1
-    found = torch.zeros(len(numbers), 5)
-    more = lora_delta(x, a[chosen], b[chosen], plan)
-    found = more if plan.strategy == "all" else found.index_add(0, plan.adapted_rows, more)
-    assert torch.allclose(found, lora_delta_reference(x, a, b, numbers), atol=1e-5)
+    chosen = torch.tensor(mapping.active_indices) - 1
+    found = torch.zeros(len(adapter_indices), 5)
+    delta = lora_delta(x, a[chosen], b[chosen], mapping)
+    found = delta if mapping.strategy == "all" else found.index_add(0, mapping.adapted_rows, delta)
+    assert torch.allclose(found, lora_delta_reference(x, a, b, adapter_indices), atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "way"),
+    ("adapter_indices", "strategy"),
     [([2, 2, 2], "all"), ([2, 2, 0], "padded"), ([1, 2, 3, 1], "padded"), ([1] * 20 + [2, 3, 4], "segments")],
 )
-def test_which_way_is_taken(numbers: list[int], way: str) -> None:
-    assert LoRAMapping(numbers).strategy == way
+def test_lora_mapping_selects_strategy(adapter_indices: list[int], strategy: str) -> None:
+    assert LoRAMapping(adapter_indices).strategy == strategy
 
 
 @pytest.mark.parametrize("kind", [decoder, llama])
-def test_a_mixed_batch_is_each_alone_with_its_adapter_merged(kind: Any) -> None:
+def test_mixed_batch_matches_merged_models(kind: Any) -> None:
     model, text = kind(), ids(5, 7)
     loras = {"a": lora(model, 1), "b": lora(model, 2, 7, ("out", "down")), "c": lora(model, 3, 1, ("up",))}
     adapters = Adapters(model)
     for name, one in loras.items():
         adapters.add(name, one)
-    plain = said(model, text)
+    plain = logits_of(model, text)
     for names in (["a", "b", None, "c", "a"], ["b"] * 5, [None, None, "c", None, None]):
         with adapters.active(
             adapters.expand_to_positions(adapters.indices_of(names) or [], [0, 7, 14, 21, 28, 35])
         ):
-            together = said(model, text)
+            together = logits_of(model, text)
         for row, name in enumerate(names):
             alone = kind()
             if name is not None:
                 merge_lora(alone, loras[name])
                 assert (together[row] - plain[row]).abs().max() > 0.01
-            assert torch.allclose(together[row], said(alone, text[row : row + 1])[0], atol=1e-5, rtol=1e-5)
-    assert torch.equal(said(model, text), plain)
+            assert torch.allclose(
+                together[row], logits_of(alone, text[row : row + 1])[0], atol=1e-5, rtol=1e-5
+            )
+    assert torch.equal(logits_of(model, text), plain)
 
 
-def test_no_hook_stays_behind_even_after_an_error() -> None:
+def test_active_removes_hooks_after_error() -> None:
     model = decoder()
     adapters = Adapters(model)
     adapters.add("a", lora(model, 1))
     with adapters.active([0, 0]):
         assert not any(m._forward_hooks for m in model.modules())
-    with pytest.raises(ConfigError, match=r"given 6 positions.* for 5"), adapters.active([1] * 5):
-        said(model, ids(2, 3))
+    with pytest.raises(ConfigError, match=r"receives 6 positions.* has 5"), adapters.active([1] * 5):
+        logits_of(model, ids(2, 3))
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_numbers_are_given_again_and_keys_never() -> None:
+def test_adapter_indices_are_reused_and_cache_keys_not() -> None:
     model = decoder()
     adapters = Adapters(model)
     assert [adapters.add(name, lora(model, n)) for n, name in enumerate("ab")] == [1, 2]
     key, text = adapters.cache_key("a"), ids(1, 4)
     with adapters.active([1] * 4):
-        first = said(model, text)
+        first = logits_of(model, text)
     adapters.remove("a")
     assert "a" not in adapters and adapters.names == ["b"]
     with pytest.raises(ConfigError, match="adapter 'a' is not loaded"):
@@ -151,12 +153,12 @@ def test_numbers_are_given_again_and_keys_never() -> None:
     assert adapters.add("a", lora(model, 7)) == 1
     assert adapters.cache_key("a") != key and adapters.cache_key(None) == ""
     with adapters.active([1] * 4):
-        assert (said(model, text) - first).abs().max() > 0.01
+        assert (logits_of(model, text) - first).abs().max() > 0.01
     with pytest.raises(ConfigError, match="name is 'b'"):
         adapters.add("b", lora(model, 1))
 
 
-def test_an_adapter_beside_a_quantised_model() -> None:
+def test_adapter_on_quantized_model() -> None:
     model, text = decoder(), ids(2, 6)
     one = lora(model, 1)
     merged = decoder()
@@ -167,12 +169,12 @@ def test_an_adapter_beside_a_quantised_model() -> None:
     adapters = Adapters(quantised)
     adapters.add("a", one)
     with adapters.active([1] * 12):
-        assert torch.allclose(said(quantised, text), said(merged, text), atol=1e-4)
+        assert torch.allclose(logits_of(quantised, text), logits_of(merged, text), atol=1e-4)
     with pytest.raises(ConfigError, match="quantized: an adapter cannot be merged"):
         merge_lora(quantised, one)
 
 
-def test_a_folder_comes_back_with_every_layers_rank_and_scale(tmp_path: Path) -> None:
+def test_saved_lora_loads_with_ranks_and_scales(tmp_path: Path) -> None:
     model = decoder()
     parts = dict(lora(model, 1, 4, ("qkv",)).factors) | dict(lora(model, 2, 2, ("down",)).factors)
     odd = "blocks.1.mlp.down"
@@ -192,7 +194,7 @@ def test_a_folder_comes_back_with_every_layers_rank_and_scale(tmp_path: Path) ->
     assert load_lora(tmp_path, model).factors["blocks.0.attention.qkv"].scale == pytest.approx(8 / 2)
 
 
-def test_an_adapter_of_a_llama_of_others_finds_our_layers(tmp_path: Path) -> None:
+def test_load_lora_maps_hugging_face_layer_names(tmp_path: Path) -> None:
     model, g = llama(), torch.Generator().manual_seed(0)
     sizes = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "mlp.up_proj": (40, 32), "mlp.gate_proj": (40, 32),
              "mlp.down_proj": (32, 40)}  # fmt: skip
@@ -209,13 +211,13 @@ def test_an_adapter_of_a_llama_of_others_finds_our_layers(tmp_path: Path) -> Non
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 6}))
     found = load_lora(tmp_path, model)
     assert torch.allclose(found.factors["blocks.1.mixer.k"].delta, deltas[1, "self_attn.k_proj"], atol=1e-5)
-    whole = torch.cat([deltas[0, "mlp.gate_proj"], deltas[0, "mlp.up_proj"]])  # ours: gate above up
+    whole = torch.cat([deltas[0, "mlp.gate_proj"], deltas[0, "mlp.up_proj"]])  # gate above up
     assert torch.allclose(found.factors["blocks.0.mlp.up"].delta, whole, atol=1e-4)
     half = torch.cat([torch.zeros(40, 32), deltas[1, "mlp.up_proj"]])
     assert torch.allclose(found.factors["blocks.1.mlp.up"].delta, half, atol=1e-4)
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_load_lora_rejects_misfits(tmp_path: Path) -> None:
     model = decoder()
     save_lora(lora(model, 1, 4, ("qkv", "down")), tmp_path)
     good, config = (
@@ -225,26 +227,26 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     a = "base_model.model.blocks.1.mlp.down.lora_A.weight"
     b = a.replace("lora_A", "lora_B")
 
-    def told(tensors: dict[str, Tensor], **fields: Any) -> str:
+    def error_of(tensors: dict[str, Tensor], **fields: Any) -> str:
         save_file(tensors, tmp_path / "adapter_model.safetensors")
         (tmp_path / "adapter_config.json").write_text(json.dumps(json.loads(config) | fields))
         with pytest.raises(ConfigError) as error:
             load_lora(tmp_path, model)
         return str(error.value)
 
-    assert f"tensor {a} has the shape [4, 63]" in told(good | {a: torch.zeros(4, 63)})
-    assert f"tensor {b} has the shape [31, 4]" in told(good | {b: torch.zeros(31, 4)})
-    assert "of one rank" in told(good | {b: torch.zeros(32, 5)})
-    assert f"{b} is missing" in told({k: v for k, v in good.items() if k != b})
-    assert "is unknown" in told(good | {"base_model.model.head.weight": torch.zeros(3)})
-    assert "no layer 'blocks.7.mlp.down'" in told(
+    assert f"tensor {a} has the shape [4, 63]" in error_of(good | {a: torch.zeros(4, 63)})
+    assert f"tensor {b} has the shape [31, 4]" in error_of(good | {b: torch.zeros(31, 4)})
+    assert "of one rank" in error_of(good | {b: torch.zeros(32, 5)})
+    assert f"{b} is missing" in error_of({k: v for k, v in good.items() if k != b})
+    assert "is unknown" in error_of(good | {"base_model.model.head.weight": torch.zeros(3)})
+    assert "'blocks.7.mlp.down'" in error_of(
         {k.replace("blocks.1.mlp", "blocks.7.mlp"): v for k, v in good.items()}
     )
-    assert f"tensor {a} is not finite" in told(good | {a: torch.full((4, 64), float("nan"))})
-    assert f"tensor {a} has 4 rows" in told(good, rank_pattern={"blocks.1.mlp.down": 8})
-    assert "use_dora is True" in told(good, use_dora=True)
-    assert "modules_to_save" in told(good, modules_to_save=["head"])
-    assert "peft_type is 'IA3'" in told(good, peft_type="IA3")
+    assert f"tensor {a} is not finite" in error_of(good | {a: torch.full((4, 64), float("nan"))})
+    assert f"tensor {a} has 4 rows" in error_of(good, rank_pattern={"blocks.1.mlp.down": 8})
+    assert "use_dora is True" in error_of(good, use_dora=True)
+    assert "modules_to_save" in error_of(good, modules_to_save=["head"])
+    assert "peft_type is 'IA3'" in error_of(good, peft_type="IA3")
     (tmp_path / "adapter_config.json").write_text(config)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -255,16 +257,16 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         init_lora(model, 0, 8.0)
 
 
-def test_a_new_adapter_changes_nothing_and_knows_all_layers() -> None:
+def test_init_lora_covers_all_layers_and_is_identity() -> None:
     model = llama()
     fresh = init_lora(model, 4, 8.0)
     assert set(fresh.factors) == set(target_modules(model)) and len(fresh.factors) == 2 * 6
-    before = said(model, ids(1, 5))
+    before = logits_of(model, ids(1, 5))
     merge_lora(model, fresh)
-    assert torch.equal(said(model, ids(1, 5)), before)
+    assert torch.equal(logits_of(model, ids(1, 5)), before)
 
 
-def test_the_engine_serves_each_request_with_its_adapter() -> None:
+def test_engine_serves_each_request_with_its_adapter() -> None:
     model = decoder()
     loras = {"a": lora(model, 1), "b": lora(model, 2)}
     adapters = Adapters(model)
@@ -277,12 +279,12 @@ def test_the_engine_serves_each_request_with_its_adapter() -> None:
     )
     prompt = tuple(
         ids(1, 17, seed=3)[0].tolist()
-    )  # the same of all: pages must not be shared between adapters
-    wanted = {None: decoder(), "a": decoder(), "b": decoder()}
+    )  # one prompt for all: pages must not be shared between adapters
+    models = {None: decoder(), "a": decoder(), "b": decoder()}
     for name, one in loras.items():
-        merge_lora(wanted[name], one)
-    for round_ in range(2):  # the second time with beginnings that are found
-        for name in wanted:
+        merge_lora(models[name], one)
+    for round_ in range(2):  # the second round finds cached prefixes
+        for name in models:
             engine.add(
                 Request(
                     id=f"{name} {round_}",
@@ -301,10 +303,10 @@ def test_the_engine_serves_each_request_with_its_adapter() -> None:
             for delta in engine.step():
                 found.setdefault(delta.request_id, []).extend(t.id for t in delta.tokens)
             engine.check_integrity()
-        for name, alone in wanted.items():
+        for name, alone in models.items():
             text = list(prompt)
             for _ in range(8):
-                text.append(int(said(alone, torch.tensor([text]))[0, -1].argmax()))
+                text.append(int(logits_of(alone, torch.tensor([text]))[0, -1].argmax()))
             assert found[f"{name} {round_}"] == text[17:]
     with pytest.raises(ConfigError, match="adapter 'c' is not loaded"):
         engine.add(Request(id="x", ids=prompt, adapter="c"))

@@ -1,4 +1,4 @@
-"""The native library by itself: its products number by number, with and without the newer instructions; its build."""
+"""The native library: its products, with and without newer instructions, and its build."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++
 
 
 def _rounded(t: torch.Tensor, kind: str, group: int, weight: bool) -> torch.Tensor:
-    """What the kernels make of a matrix, number by number, written down once more: [rows, k] -> [rows, k]."""
+    """Reference of the kernels' rounding of a matrix: [rows, k] -> [rows, k]."""
     if kind == "float32":
         return t
     if kind == "bfloat16":
@@ -39,14 +39,14 @@ def _rounded(t: torch.Tensor, kind: str, group: int, weight: bool) -> torch.Tens
 
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize(("n", "k", "group"), [(1, 8, 8), (63, 70, 8), (200, 333, 32), (130, 256, 256)])
-def test_products_are_those_of_the_rounded_numbers(kind: str, n: int, k: int, group: int) -> None:
+def test_product_matches_rounded_weights(kind: str, n: int, k: int, group: int) -> None:
     library = build.library()
     assert library is not None
     check_products(library, kind, n, k, group)
 
 
 def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) -> None:
-    paired = bool(library.whorl_features() & 2)  # else activations are not rounded to bf16
+    paired = bool(library.whorl_features() & 2)  # otherwise activations are not rounded to bf16
     g = torch.Generator().manual_seed(n)
     weight = torch.randn(n, k, generator=g)
     matrix = layout.make_matrix(kind, group, n, k)
@@ -64,8 +64,8 @@ def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) 
 
 
 @pytest.mark.parametrize("size", [2, 3, 64])
-def test_a_head_of_any_width_is_softened_as_torch_does(size: int) -> None:
-    """Activations one by one, over the whole range of what they may be given."""
+def test_activations_match_torch(size: int) -> None:
+    """Each activation function over its whole range of inputs."""
     library = build.library()
     assert library is not None
     x = torch.cat([torch.linspace(-30, 30, 997), torch.tensor([0.0, -100.0, 100.0])])[:, None]
@@ -82,7 +82,7 @@ def test_a_head_of_any_width_is_softened_as_torch_does(size: int) -> None:
         del arena
 
 
-def test_structures_are_those_of_the_library() -> None:
+def test_structure_sizes_match_library() -> None:
     library = build.library()
     assert library is not None
     layout.check_sizes(library)
@@ -99,7 +99,7 @@ print(build.load_library(Path(sys.argv[1])).whorl_features())
 
 @pytest.fixture(scope="session")
 def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The library for any CPU of this family, without its newer instructions; compiled by two processes at once."""
+    """The library for any CPU of this family, without newer instructions; compiled by two processes at once."""
     folder = tmp_path_factory.mktemp("portable")
     started = [
         subprocess.Popen([sys.executable, "-c", RACE, str(folder)], stdout=subprocess.PIPE, text=True)
@@ -113,25 +113,23 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
-def test_products_without_any_instruction_of_its_own(kind: str, portable: ctypes.CDLL) -> None:
+def test_portable_product_matches_rounded_weights(kind: str, portable: ctypes.CDLL) -> None:
     check_products(portable, kind, 130, 70, 32)
 
 
-def test_a_step_without_any_instruction_of_its_own(
-    portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_portable_step_matches_forward(portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "library", lambda: portable)
     for shape in ("plain", "head_dim 20", "smear, norm"):
         model = llama(**SHAPES[shape])
         assert Texts(model, 16, [1, 3, 33, 70]).compare(NativeStep(model, 16, threads=2), most=60) < 1e-4
 
 
-def test_without_a_compiler_it_says_so_and_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_warns_and_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     build.library.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="no-such-compiler"):
-            assert unsupported_reason(llama()) == "there is no native library"
+            assert unsupported_reason(llama()) == "the native library could not be built"
         assert type(make_runner(llama(), {None: 4}, 16, 2, 64)) is ModelRunner
         with pytest.raises(ConfigError, match="int8"):
             make_runner(llama(), {None: 4}, 16, 2, 64, weight_dtype="int8")
@@ -139,7 +137,7 @@ def test_without_a_compiler_it_says_so_and_torch_decodes(monkeypatch: pytest.Mon
         build.library.cache_clear()
 
 
-def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_compiler_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = tmp_path / "failing"
     failing.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'it is broken' >&2\nexit 1\n")
     failing.chmod(0o755)

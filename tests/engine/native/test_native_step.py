@@ -1,4 +1,4 @@
-"""The native step against the model's own forward: every kind of weight, every thing a dense decoder may have."""
+"""The native step against the model's forward: every weight format and every option of a dense decoder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NATIVE = {name: make for name, make in NATIVE.items() if unsupported_reason(make
 
 
 @pytest.mark.parametrize("family", NATIVE)
-def test_every_family_says_what_its_forward_says(family: str) -> None:
+def test_native_step_matches_forward(family: str) -> None:
     model = NATIVE[family]()
     texts = Texts(model, 4, [1, 2, 7, 23, 41])
     assert texts.compare(NativeStep(model, 4, threads=2), most=12) < 1e-4
@@ -41,7 +41,7 @@ def test_every_family_says_what_its_forward_says(family: str) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("page_size", [16, 32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(shape: str, page_size: int, threads: int) -> None:
+def test_native_step_matches_forward_for_shapes(shape: str, page_size: int, threads: int) -> None:
     model = llama(**SHAPES[shape])
     texts = Texts(model, page_size, [1, 3, 33, 100, 70], seed=threads)
     assert texts.compare(NativeStep(model, page_size, threads=threads), most=60) < 1e-4
@@ -49,7 +49,7 @@ def test_shapes(shape: str, page_size: int, threads: int) -> None:
 
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize("d_model", [65, 128])
-def test_every_kind_of_weight(kind: str, d_model: int) -> None:
+def test_native_step_error_by_weight_dtype(kind: str, d_model: int) -> None:
     model = llama(d_model=d_model, bias=True)
     step = NativeStep(model, 16, weight_dtype=kind)
     worst = Texts(model, 16, [1, 5, 40, 64]).compare(step, most=30)
@@ -57,25 +57,25 @@ def test_every_kind_of_weight(kind: str, d_model: int) -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64])
-def test_groups(group: int) -> None:
+def test_native_step_error_by_group_size(group: int) -> None:
     model = llama()
     for kind in ("int8", "int4"):
         step = NativeStep(model, 16, weight_dtype=kind, weight_group_size=group)
         assert Texts(model, 16, [5, 40]).compare(step, most=30) < BOUNDS[kind]
 
 
-def test_a_bf16_model_with_a_bf16_cache_is_within_its_own_rounding() -> None:
+def test_native_step_bf16_error_is_within_torch_bf16_error() -> None:
     exact, rounded = llama(), llama(dtype=torch.bfloat16)
     texts = Texts(rounded, 16, [3, 40, 64])
     ids = torch.from_numpy(texts.ids[1])[None]
     with torch.inference_mode():
         a, b = (m.logits(m(ids)).log_softmax(-1) for m in (exact, rounded))
-        noise = float((a - b).abs().max())  # of torch's own bf16 forward
+        noise = float((a - b).abs().max())  # of torch's bf16 forward
     assert texts.runner.layers[0].tensors[0].dtype == torch.bfloat16
     assert 1e-3 < texts.compare(NativeStep(rounded, 16), most=30) < 2 * noise
 
 
-def test_a_row_does_not_depend_on_its_company_to_the_bit() -> None:
+def test_native_step_is_batch_invariant() -> None:
     model = llama()
     for kind in ("float32", "bfloat16", "int8", "int4"):
         step = NativeStep(model, 16, weight_dtype=kind, threads=2)
@@ -98,7 +98,7 @@ def test_a_row_does_not_depend_on_its_company_to_the_bit() -> None:
         assert torch.equal(*found)
 
 
-def test_new_weights_are_packed_anew() -> None:
+def test_refresh_packs_new_weights() -> None:
     model, other = llama(), llama(seed=1)
     step = NativeStep(model, 16)
     model.load_state_dict(other.state_dict())
@@ -107,7 +107,7 @@ def test_new_weights_are_packed_anew() -> None:
     assert Texts(model, 16, [20]).compare(step) < 1e-4
 
 
-def test_hidden_states_and_the_head_alone() -> None:
+def test_native_hidden_states_and_logits() -> None:
     model = llama(logit_softcap=3.0)
     texts = Texts(model, 16, [20])
     batch, _, _ = texts.batch(20)
@@ -118,7 +118,7 @@ def test_hidden_states_and_the_head_alone() -> None:
     torch.testing.assert_close(step.logits(hidden), logits)
 
 
-def test_what_is_not_there_is_refused_before_anything_is_written() -> None:
+def test_native_step_rejects_bad_input_before_writing() -> None:
     model = llama()
     texts, step = Texts(model, 16, [20]), NativeStep(model, 16)
     batch, _, _ = texts.batch(20)
@@ -136,7 +136,7 @@ def test_what_is_not_there_is_refused_before_anything_is_written() -> None:
     assert bool(layers[0].tensors[0].isnan().all())
 
 
-def test_what_it_cannot_run_it_says() -> None:
+def test_unsupported_models_have_a_reason() -> None:
     reasons = {name: unsupported_reason(made(**KINDS[name])) for name in KINDS if name not in NATIVE}
     assert reasons["alibi"] == "attention with alibi" and reasons["post"] and reasons["latent"]
     assert all(reasons.values())
@@ -150,7 +150,9 @@ def test_what_it_cannot_run_it_says() -> None:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("family", NATIVE)
-def test_the_engine_by_the_native_step(family: str, preemption: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_native_step_matches_forward(
+    family: str, preemption: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WHORL_NATIVE", "1")
     model = NATIVE[family]()
     config = EngineConfig(
@@ -168,7 +170,7 @@ def test_the_engine_by_the_native_step(family: str, preemption: Any, monkeypatch
         for n, p in enumerate(PROMPTS)
     ]
     check(model, asked, run(engine, asked))
-    assert engine.stats.n_preemptions > 0 or family == "gemma"  # whose windows need few pages
+    assert engine.stats.n_preemptions > 0 or family == "gemma"  # gemma's windows need few pages
     model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()})
     engine.update_weights({}, version=1)
     again = [r.model_copy(update={"id": f"again {r.id}"}) for r in asked]
@@ -177,7 +179,7 @@ def test_the_engine_by_the_native_step(family: str, preemption: Any, monkeypatch
     assert type(Engine(model, config).runner) is ModelRunner
 
 
-def test_what_is_measured_decides() -> None:
+def test_autotune_selects_fastest() -> None:
     runner = make_runner(llama(), {None: 4}, 16, 2, 64)
     assert isinstance(runner, NativeRunner)
     seconds = autotune(runner)
@@ -186,7 +188,7 @@ def test_what_is_measured_decides() -> None:
     assert "torch" not in autotune(runner, native_only=True)
 
 
-def test_replaced_products_and_hooks_go_by_torch_over_the_same_pages() -> None:
+def test_hooks_fall_back_to_torch_on_same_pages() -> None:
     model = llama()
     runner = NativeRunner(model, {None: 4}, 16, 2, 64)
     ids = torch.arange(9)

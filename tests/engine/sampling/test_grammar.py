@@ -1,4 +1,4 @@
-"""What a model without any sense writes under a grammar, sentence after sentence."""
+"""Constrained decoding with random logits: every output is a sentence of its grammar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whorl.engine.sampling.forced_prefix import ForcedPrefix, LogitConstraint, S
 from whorl.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 from whorl.errors import ConfigError, DataError
 
-# Single bytes, words that cross what a grammar's words are, one word twice, two ids of control and a row without bytes
+# Single bytes, tokens that cross grammar symbols, a duplicate token, two control ids and a row without bytes
 WORDS = [
     b'{"',
     b'":',
@@ -48,13 +48,13 @@ def allowed(matcher: LogitConstraint) -> set[int]:
     return set(np.flatnonzero(mask).tolist())
 
 
-def write(matcher: LogitConstraint, seed: int, most: int = 300) -> bytes | None:
-    """Random logits, drawn from under the matcher's masks; None if it has not come to an end by then."""
+def write(matcher: LogitConstraint, seed: int, limit: int = 300) -> bytes | None:
+    """Sample random logits under the matcher's masks; None if there is no end within `most` tokens."""
     sampler, g, out = Sampler(SIZE), torch.Generator().manual_seed(seed), b""
-    for drawn in range(most):
+    for n_drawn in range(limit):
         logits = 2 * torch.randn(1, SIZE, generator=g)
         logits[:, list(ENDS)] += 2
-        row = SamplerRow(SamplingParams(temperature=1, top_p=1), seed, drawn, allowed_mask=matcher.mask())
+        row = SamplerRow(SamplingParams(temperature=1, top_p=1), seed, n_drawn, allowed_mask=matcher.mask())
         (token,) = sampler(logits, [row])
         assert token.id in allowed(matcher) and (token.id not in ENDS or matcher.can_end)
         matcher.advance(token.id)
@@ -98,7 +98,7 @@ SCHEMAS = st.recursive(
 
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_drawn_under_a_schema_is_valid(schema: dict[str, Any], seed: int) -> None:
+def test_json_schema_outputs_are_valid(schema: dict[str, Any], seed: int) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     found = write(COMPILER.compile(Grammar(json_schema=json.dumps(schema))), seed)
     if found is not None:
@@ -118,12 +118,12 @@ REGEXES = [
 
 @given(regex=st.sampled_from(REGEXES), seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_drawn_under_a_regular_expression_matches_to_its_end(regex: str, seed: int) -> None:
+def test_regex_outputs_match(regex: str, seed: int) -> None:
     found = write(COMPILER.compile(Grammar(regex=regex)), seed)
     assert found is None or re.fullmatch(regex, found.decode())
 
 
-def test_a_context_free_grammar_is_followed() -> None:
+def test_lark_outputs_match() -> None:
     nested = Grammar(lark='start: "(" start ")" | "x"')
     found = [write(COMPILER.compile(nested), seed) for seed in range(10)]
     assert {b"x", b"(x)"} <= set(found)
@@ -132,8 +132,8 @@ def test_a_context_free_grammar_is_followed() -> None:
     )
 
 
-def later(regex: str, text: bytes) -> bool:
-    """Whether some end makes `text` a match: every end of up to four letters is tried."""
+def can_match(regex: str, text: bytes) -> bool:
+    """Whether some suffix makes `text` a match; tries every suffix of up to four letters."""
     letters, ends = [b"a", b"b", b"c"], [b""]
     for _ in range(4):
         ends += [e + x for e in ends[-(3 ** len(ends[-1])) :] for x in letters]
@@ -141,7 +141,7 @@ def later(regex: str, text: bytes) -> bool:
 
 
 @pytest.mark.parametrize("regex", ["(ab|a)*c", "abc", "ab{2}|ac", "aab?(ca){1,2}", "a*"])
-def test_a_mask_is_every_token_that_can_be_gone_on_from_forced_or_not(regex: str) -> None:
+def test_mask_allows_exactly_valid_continuations(regex: str) -> None:
     words = [bytes([n]) for n in b"abcd"] + [b"ab", b"abc", b"bc", b"ca", b"aab", b"aac", b"ab", b""]
     compiler, g = GrammarCompiler(words, [len(words) - 1]), np.random.default_rng(0)
     for _ in range(6):
@@ -150,7 +150,7 @@ def test_a_mask_is_every_token_that_can_be_gone_on_from_forced_or_not(regex: str
             mask = matcher.mask()
             bits = mask if mask.dtype == np.bool_ else np.unpackbits(mask.view(np.uint8), bitorder="little")
             found = set(np.flatnonzero(bits).tolist())
-            want = {n for n, word in enumerate(words[:-1]) if later(regex, text + word)}
+            want = {n for n, word in enumerate(words[:-1]) if can_match(regex, text + word)}
             if re.fullmatch(regex.encode(), text):
                 want.add(len(words) - 1)
             assert found == want and matcher.can_end == (len(words) - 1 in want)
@@ -176,7 +176,7 @@ def matchers() -> list[LogitConstraint]:
 
 @given(which=st.integers(0, 3), seed=st.integers(0, 10_000), steps=st.lists(st.integers(-3, 3), max_size=20))
 @settings(max_examples=80, deadline=None)
-def test_ids_can_be_taken_back_and_copies_go_their_own_way(which: int, seed: int, steps: list[int]) -> None:
+def test_rollback_and_copy_match_fresh_matcher(which: int, seed: int, steps: list[int]) -> None:
     matcher, g = matchers()[which], np.random.default_rng(seed)
     path: list[int] = []
     for step in steps:
@@ -209,7 +209,7 @@ def test_ids_can_be_taken_back_and_copies_go_their_own_way(which: int, seed: int
         b"".join
     )
 )
-def test_the_index_finds_what_a_look_at_every_token_finds(text: bytes) -> None:
+def test_sorted_vocabulary_matches_linear_search(text: bytes) -> None:
     words = [*TOKENS, b"\xff\xff", b"a\xff", b"a\xff\xff1", b"ab12"]
     v = SortedVocabulary(words, len(words) + 3)
     if text:
@@ -226,9 +226,7 @@ def test_the_index_finds_what_a_look_at_every_token_finds(text: bytes) -> None:
     exact=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_an_output_begins_with_what_is_required_in_tokens_of_any_cut(
-    seed: int, text: bytes, exact: bool
-) -> None:
+def test_forced_prefix_starts_output_in_any_tokens(seed: int, text: bytes, exact: bool) -> None:
     matcher, g, out = (
         ForcedPrefix(SortedVocabulary(TOKENS, SIZE), text, exact),
         np.random.default_rng(seed),
@@ -245,7 +243,7 @@ def test_an_output_begins_with_what_is_required_in_tokens_of_any_cut(
     assert out.startswith(text) and (out == text or not exact) and matcher.can_end and not matcher.ended
 
 
-def test_behind_a_required_beginning_comes_a_sentence() -> None:
+def test_sequenced_runs_prefix_then_grammar() -> None:
     then = Sequenced(
         ForcedPrefix(SortedVocabulary(TOKENS, SIZE), b'x: {"', exact=True),
         COMPILER.compile(Grammar(regex="[0-9]{1,3}")),
@@ -257,23 +255,23 @@ def test_behind_a_required_beginning_comes_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        (Grammar(regex="a("), "regular expression cannot be followed.*unclosed group"),
+        (Grammar(regex="a("), "regular expression cannot be compiled.*unclosed group"),
         (Grammar(regex="(?=a)b"), "look-around"),
         (Grammar(regex=r"[^\x00-\U0010ffff]"), "allows no output"),
-        (Grammar(lark="start: foo"), 'Lark grammar cannot be followed.*unknown name: "foo"'),
-        (Grammar(json_schema="{nope"), "no JSON.*line 1 column 2"),
+        (Grammar(lark="start: foo"), 'Lark grammar cannot be compiled.*unknown name: "foo"'),
+        (Grammar(json_schema="{nope"), "not valid JSON.*line 1 column 2"),
         (Grammar(json_schema="[]"), r"the JSON schema is '\[\]'"),
         (Grammar(json_schema='{"type": "strin"}'), "Invalid type: strin"),
         (Grammar(json_schema='{"not": {}}'), "Unimplemented keys"),
         (Grammar(json_schema='{"$ref": "http://x.y/z"}'), "http://x.y/z"),
     ],
 )
-def test_a_grammar_that_is_none_is_told_with_its_place(grammar: Grammar, message: str) -> None:
+def test_compile_rejects_invalid_grammars(grammar: Grammar, message: str) -> None:
     with pytest.raises(ConfigError, match="(?s)" + message):
         COMPILER.compile(grammar)
 
 
-def test_an_id_that_is_not_allowed_changes_nothing() -> None:
+def test_advance_rejects_disallowed_id_without_change() -> None:
     matcher = COMPILER.compile(Grammar(regex="[0-9]+"))
     for wrong in (TOKENS.index(b"a"), ENDS[0], SIZE - 1):
         with pytest.raises(DataError, match=f"id {wrong}"):
@@ -285,7 +283,7 @@ def test_an_id_that_is_not_allowed_changes_nothing() -> None:
         matcher.advance(TOKENS.index(b"7"))
 
 
-def test_a_vocabulary_that_cannot_write_what_must_come_says_so() -> None:
+def test_failed_reports_missing_tokens() -> None:
     compiler = GrammarCompiler([b"a", b"b", b""], [2])
     matcher = compiler.compile(Grammar(regex="a(b|cd)d"))
     matcher.advance(0)
@@ -298,7 +296,7 @@ def test_a_vocabulary_that_cannot_write_what_must_come_says_so() -> None:
     assert stuck.ended and stuck.failed == "no token begins b'c'"
 
 
-def test_the_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_caches_equal_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, grammar = GrammarCompiler(TOKENS, ENDS), Grammar(regex="[a-f]+")
     first = compiler.compile(grammar)
     monkeypatch.setattr(compiler, "_library", None)
@@ -307,7 +305,7 @@ def test_the_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(second, GrammarMatcher) and not second.can_end and first.can_end
 
 
-def test_without_the_library_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_rejects_missing_library_and_bad_end_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"(?s)llguidance.*pip install 'whorl\[serve\]'"):
         GrammarCompiler(TOKENS, ENDS)

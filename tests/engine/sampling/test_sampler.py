@@ -1,4 +1,4 @@
-"""The sampler: the definition against plain Python, the fast path against the definition, rows that know no batch."""
+"""The sampler: the reference against plain Python, the fast path against the reference, and batch invariance."""
 
 from __future__ import annotations
 
@@ -32,20 +32,18 @@ KINDS = [
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0]])
 
 
-def by_hand(logits: list[float], row: SamplerRow, forbidden: tuple[int, ...] = ()) -> list[float]:
+def by_hand(logits: list[float], row: SamplerRow, banned: tuple[int, ...] = ()) -> list[float]:
     """The distribution of one row, id by id."""
     s, z = row.sampling, dict(enumerate(logits))
-    z = {
-        i: x for i, x in z.items() if i not in forbidden and (row.allowed_mask is None or row.allowed_mask[i])
-    }
+    z = {i: x for i, x in z.items() if i not in banned and (row.allowed_mask is None or row.allowed_mask[i])}
     for i, bias in s.logit_bias.items():
         if i in z:
             z[i] += bias
-    said = Counter(row.output)
+    counts_of = Counter(row.output)
     for i in z:
-        if i in said or i in row.prompt:
+        if i in counts_of or i in row.prompt:
             z[i] = z[i] / s.repetition_penalty if z[i] > 0 else z[i] * s.repetition_penalty
-        z[i] -= s.frequency_penalty * said[i] + s.presence_penalty * (i in said)
+        z[i] -= s.frequency_penalty * counts_of[i] + s.presence_penalty * (i in counts_of)
     order = sorted(z, key=lambda i: (-z[i], i))
     if s.temperature == 0:
         return [float(i == order[0]) for i in range(len(logits))]
@@ -62,7 +60,7 @@ def by_hand(logits: list[float], row: SamplerRow, forbidden: tuple[int, ...] = (
     return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
 
-# Quarters: equal logits are common, and sums of weights never come near a border by rounding alone.
+# Quarters: equal logits are common, and sums of weights are never close to a border by rounding alone.
 NUMBERS = st.integers(-12, 12).map(lambda n: n / 4)
 SETTINGS = st.builds(
     SamplingParams,
@@ -80,19 +78,19 @@ IDS = st.lists(st.integers(0, 6), max_size=6)
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[SamplerRow], tuple[int, ...]]:
-    """Up to five rows over 7 to 300 ids, of which some are forbidden and some masked, in either form of mask."""
+    """Up to five rows over 7 to 300 ids, some banned and some masked, in either form of mask."""
     size = draw(st.sampled_from([7, 7, 40, 128, 300]))
     count = draw(st.integers(1, 5))
-    forbidden = tuple(draw(st.sets(st.integers(0, 5), max_size=3)))
+    banned = tuple(draw(st.sets(st.integers(0, 5), max_size=3)))
     rows, logits = [], []
     for number in range(count):
-        few = draw(st.lists(NUMBERS, min_size=7, max_size=7))
-        logits.append(few + [-3.0 - i / 8 for i in range(size - 7)])
+        n_sorted = draw(st.lists(NUMBERS, min_size=7, max_size=7))
+        logits.append(n_sorted + [-3.0 - i / 8 for i in range(size - 7)])
         allowed: Any = None
         if draw(st.booleans()):
             allowed = np.array([True] * size)
             allowed[draw(st.lists(st.integers(0, 5), max_size=4))] = False
-            allowed[6] = True  # never forbidden: something is left
+            allowed[6] = True  # never banned: one id remains
         rows.append(
             SamplerRow(
                 draw(SETTINGS),
@@ -104,23 +102,23 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[SamplerRow], tuple[int,
                 draw(st.integers(0, 3)),
             )
         )
-    return torch.tensor(logits), rows, forbidden
+    return torch.tensor(logits), rows, banned
 
 
 @given(batch=batches())
 @settings(max_examples=150, deadline=None)
-def test_the_definition_is_what_one_does_by_hand(
+def test_distribution_matches_plain_python(
     batch: tuple[torch.Tensor, list[SamplerRow], tuple[int, ...]],
 ) -> None:
-    logits, rows, forbidden = batch
-    found = distribution(logits, rows, forbidden)
+    logits, rows, banned = batch
+    found = distribution(logits, rows, banned)
     for number, row in enumerate(rows):
-        want = by_hand(logits[number].tolist(), row, forbidden)
+        want = by_hand(logits[number].tolist(), row, banned)
         assert found[number].tolist() == pytest.approx(want, abs=2e-6)
 
 
 def packed(row: SamplerRow) -> SamplerRow:
-    """The same row with its mask in bits."""
+    """The same row with a packed mask."""
     if row.allowed_mask is None:
         return row
     bits = np.packbits(np.pad(row.allowed_mask, (0, -len(row.allowed_mask) % 32)), bitorder="little")
@@ -129,16 +127,16 @@ def packed(row: SamplerRow) -> SamplerRow:
     )
 
 
-@given(batch=batches(), few=st.sampled_from([1, 3, 512]), order=st.randoms(use_true_random=False))
+@given(batch=batches(), n_sorted=st.sampled_from([1, 3, 512]), order=st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
-def test_the_fast_path_is_the_definition_and_rows_know_no_batch(
-    batch: tuple[torch.Tensor, list[SamplerRow], tuple[int, ...]], few: int, order: Any
+def test_sampler_matches_reference_and_is_batch_invariant(
+    batch: tuple[torch.Tensor, list[SamplerRow], tuple[int, ...]], n_sorted: int, order: Any
 ) -> None:
-    logits, rows, forbidden = batch
-    sampler = Sampler(logits.shape[1], forbidden)
+    logits, rows, banned = batch
+    sampler = Sampler(logits.shape[1], banned)
     before = logits.clone()
-    sampler._cpu_sampler.partial_sort_size = few
-    want, fast = distribution(logits, rows, forbidden), sampler.distribution(logits, rows)
+    sampler._cpu_sampler.partial_sort_size = n_sorted
+    want, fast = distribution(logits, rows, banned), sampler.distribution(logits, rows)
     assert torch.equal(want > 0, fast > 0) and torch.allclose(want, fast, atol=1e-6)
     tokens, raw = sampler(logits, rows), logits.log_softmax(-1)
     assert torch.equal(logits, before)
@@ -148,12 +146,12 @@ def test_the_fast_path_is_the_definition_and_rows_know_no_batch(
         assert share > 0 and token.log_prob == pytest.approx(math.log(share), abs=1e-5)
         assert token.raw_log_prob == pytest.approx(float(raw[number, token.id]), abs=1e-5)
         assert token.id == slow[0][number] and slow[1][number] == pytest.approx(token.log_prob, abs=1e-5)
-        told = sorted(
-            (i for i in range(logits.shape[1]) if i not in forbidden), key=lambda i: (-raw[number, i], i)
+        ranked = sorted(
+            (i for i in range(logits.shape[1]) if i not in banned), key=lambda i: (-raw[number, i], i)
         )
-        assert [i for i, _ in token.alternatives] == told[: row.top_log_probs]
+        assert [i for i, _ in token.alternatives] == ranked[: row.top_log_probs]
         assert [p for _, p in token.alternatives] == pytest.approx(
-            [float(raw[number, i]) for i in told[: row.top_log_probs]], abs=1e-5
+            [float(raw[number, i]) for i in ranked[: row.top_log_probs]], abs=1e-5
         )
     # Alone, and among any of the others in any order: bit for bit
     some = order.sample(range(len(rows)), order.randint(1, len(rows)))
@@ -162,7 +160,7 @@ def test_the_fast_path_is_the_definition_and_rows_know_no_batch(
 
 
 @pytest.mark.parametrize("size", [333, 8_192, 50_257])
-def test_large_rows_are_the_same_in_any_batch_and_on_any_threads(size: int) -> None:
+def test_large_rows_are_invariant_to_batch_and_threads(size: int) -> None:
     g = torch.Generator().manual_seed(size)
     logits = 2.5 * torch.randn(2 * len(KINDS), size, generator=g)
     rows = [
@@ -174,7 +172,7 @@ def test_large_rows_are_the_same_in_any_batch_and_on_any_threads(size: int) -> N
     want, fast = distribution(logits, rows, (0, 1, size - 1)), sampler.distribution(logits, rows)
     assert (
         torch.allclose(want, fast, atol=1e-6) and ((want > 0) != (fast > 0)).sum() <= 2
-    )  # at a border of top-p
+    )  # at the border of top-p
     for number, row in enumerate(rows):
         assert Sampler(size, (0, 1, size - 1))(logits[number : number + 1], [row]) == [together[number]]
     threads = torch.get_num_threads()
@@ -186,7 +184,7 @@ def test_large_rows_are_the_same_in_any_batch_and_on_any_threads(size: int) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS[1:6])
-def test_draws_follow_the_distribution(kind: SamplingParams) -> None:
+def test_samples_follow_distribution(kind: SamplingParams) -> None:
     logits, n = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0, 0.5]]), 20_000
     rows = [SamplerRow(kind, seed=7, n_drawn=k) for k in range(n)]
     sampler = Sampler(6)
@@ -197,7 +195,7 @@ def test_draws_follow_the_distribution(kind: SamplingParams) -> None:
     assert (((counts - want) ** 2)[want > 0] / want[want > 0]).sum() < 25
 
 
-def test_the_numbers_drawn_with_are_even_and_their_own() -> None:
+def test_uniforms_are_uniform_and_independent() -> None:
     seeds, counters = range(-200, 200), range(500)
     grid = np.array([uniforms([s] * 500, counters) for s in seeds])  # [400, 500]
     assert grid.min() >= 0 and grid.max() < 1 and len(np.unique(grid)) == grid.size
@@ -207,7 +205,7 @@ def test_the_numbers_drawn_with_are_even_and_their_own() -> None:
     for a, b in (
         (centred[1:], centred[:-1]),
         (centred[:, 1:], centred[:, :-1]),
-    ):  # neighbours in seed, in number
+    ):  # neighbors in seed, in counter
         assert abs((a * b).mean()) < 5 / 12 / math.sqrt(a.size)
     other = np.array([uniforms([s] * 500, counters, stream=1) for s in seeds]) - 0.5
     assert abs((centred * other).mean()) < 5 / 12 / math.sqrt(grid.size)
@@ -215,7 +213,7 @@ def test_the_numbers_drawn_with_are_even_and_their_own() -> None:
     assert uniforms([3, 4], [9, 9])[1] == uniforms([4], [9])[0] != uniforms([4], [9], stream=1)[0]
 
 
-def test_rows_that_nothing_can_be_drawn_from_are_named() -> None:
+def test_rows_without_valid_token_raise_with_their_numbers() -> None:
     logits = torch.zeros(5, 4)
     logits[1, 2], logits[2, 0] = math.nan, math.inf
     rows = [SamplerRow(SamplingParams()) for _ in range(5)]
@@ -232,7 +230,7 @@ def test_rows_that_nothing_can_be_drawn_from_are_named() -> None:
     assert Sampler(4)(logits[:0], []) == []
 
 
-def test_a_forbidden_id_weighs_nothing_however_likely_it_is() -> None:
+def test_banned_id_is_never_sampled() -> None:
     logits = torch.tensor([[500.0, 1.0, 2.0]])
     for kind in (
         SamplingParams(temperature=0),
@@ -241,11 +239,11 @@ def test_a_forbidden_id_weighs_nothing_however_likely_it_is() -> None:
     ):
         (token,) = Sampler(3, (0,))(logits, [SamplerRow(kind, top_log_probs=3)])
         assert token.id and token.log_prob > -12
-        assert token.raw_log_prob < -400  # under the model's own, it is unlikely all the same
+        assert token.raw_log_prob < -400  # it stays unlikely under the model's own distribution
         assert [i for i, _ in token.alternatives] == [2, 1]
 
 
-def test_extreme_settings_give_numbers() -> None:
+def test_extreme_temperatures_are_finite() -> None:
     logits = torch.tensor([[3.0, 3.0, -30.0, -math.inf]])
     for temperature in (1e-320, 1e-12, 1e12, 1e300):
         row = SamplerRow(SamplingParams(temperature=temperature, top_p=1, min_p=1e-6))
@@ -255,7 +253,7 @@ def test_extreme_settings_give_numbers() -> None:
     assert Sampler(4)(logits, [SamplerRow(SamplingParams(temperature=1e300, top_k=1))])[0].id == 0
 
 
-def test_what_came_before_is_followed_as_it_grows_and_as_it_is_taken_back() -> None:
+def test_penalties_follow_growing_and_shrinking_output() -> None:
     settings = SamplingParams(
         temperature=1, top_p=1, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25
     )
@@ -275,7 +273,7 @@ def test_what_came_before_is_followed_as_it_grows_and_as_it_is_taken_back() -> N
         )
 
 
-def test_settings_that_mean_nothing_are_refused() -> None:
+def test_sampling_params_reject_invalid_values() -> None:
     for wrong in (
         {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0}, {"top_p": 2},
         {"top_k": -1}, {"min_p": 1.5}, {"repetition_penalty": 0}, {"presence_penalty": 3}, {"frequency_penalty": -3},

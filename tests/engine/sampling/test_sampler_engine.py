@@ -1,4 +1,4 @@
-"""The sampler, stop texts and matchers under the engine, held against `generate`, which knows no other requests."""
+"""Sampler, stop strings and grammars in the engine, compared with `generate`, which runs one request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.engine.sampling_params import SamplingParams
 from whorl.engine.speculative import PromptLookup
 
-# Of 50 ids the last two write nothing: 48 is forbidden, 49 ends an output
+# Of 50 ids the last two have no text: 48 is banned, 49 ends an output
 WORDS = [bytes([n]) for n in b'abcdefghijklmnopqrstuvwxyz0123456789{}:," '] + [b"ab", b"12", b"xyz", b"cde"]
 WORDS += [b"\n", b"-", b"", b""]
 CONFIG = EngineConfig(block_size=4, max_num_seqs=8, max_model_len=96, max_num_batched_tokens=16)
@@ -53,11 +53,11 @@ def ids(deltas: list[Delta]) -> list[int]:
     return [token.id for delta in deltas for token in delta.tokens]
 
 
-@pytest.mark.parametrize("guesses", [False, True])
-def test_a_request_draws_what_it_draws_alone(guesses: bool) -> None:
-    mixed = engine(proposer=PromptLookup()) if guesses else engine()
+@pytest.mark.parametrize("drafts", [False, True])
+def test_engine_samples_as_generate(drafts: bool) -> None:
+    mixed = engine(proposer=PromptLookup()) if drafts else engine()
     for n, settings in enumerate(SETTINGS):
-        required = b"abc" if n % 2 else b""
+        prefix = b"abc" if n % 2 else b""
         prompt = (n + 1, 2, 3, 1, 2, 3)
         mixed.add(
             Request(
@@ -65,11 +65,11 @@ def test_a_request_draws_what_it_draws_alone(guesses: bool) -> None:
                 ids=prompt,
                 sampling=settings,
                 max_tokens=24,
-                forced_prefix=required,
+                forced_prefix=prefix,
                 top_log_probs=3,
             )
         )
-        # Somebody whose prompt is scored stands between them in every batch
+        # A scored prompt between them in every batch
         mixed.add(Request(id=f"scored {n}", ids=tuple(range(n + 9)), max_tokens=3, prompt_log_probs=True))
     found = run(mixed)
     for n, settings in enumerate(SETTINGS):
@@ -88,7 +88,7 @@ def test_a_request_draws_what_it_draws_alone(guesses: bool) -> None:
         assert text == b"".join(WORDS[t.id] for t in tokens) and text.startswith(b"abc" if n % 2 else b"")
 
 
-def test_grammars_end_their_requests_and_nobody_elses() -> None:
+def test_grammars_end_only_their_requests() -> None:
     mixed = engine(proposer=PromptLookup())
     patterns = {"digits": "[0-9]{3}", "name": "[a-e]{2,4}", "object": r'\{"a":(12|ab)\}', "healed": "x[0-9]"}
     sampling = SamplingParams(temperature=1, top_p=1, seed=3)
@@ -111,13 +111,13 @@ def test_grammars_end_their_requests_and_nobody_elses() -> None:
     assert found["free"][-1].finish_reason == "length" and len(ids(found["free"])) == 30
 
 
-def test_a_stop_text_ends_a_request_whatever_tokens_it_comes_in() -> None:
+def test_stop_string_ends_request_across_tokens() -> None:
     free = engine()
     free.add(Request(id="one", ids=(4, 5), sampling=SamplingParams(temperature=1, seed=8), max_tokens=40))
     text = b"".join(delta.text for delta in run(free)["one"])
     stop = text[11:15]
-    held = engine()
-    held.add(
+    stopped = engine()
+    stopped.add(
         Request(
             id="one",
             ids=(4, 5),
@@ -126,31 +126,31 @@ def test_a_stop_text_ends_a_request_whatever_tokens_it_comes_in() -> None:
             stop=(stop, b"never"),
         )
     )
-    deltas = run(held)["one"]
+    deltas = run(stopped)["one"]
     assert b"".join(delta.text for delta in deltas) == text[: text.index(stop)]
     assert deltas[-1].finish_reason == "stop"
 
 
-def test_logits_that_are_no_numbers_end_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_logits_abort_only_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = engine()
     names = ("healthy", "ill", "sound")
     sampling = SamplingParams(temperature=1, seed=4)
     for n, name in enumerate(names):
         mixed.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
     alone = {name: ids(deltas) for name, deltas in run(mixed).items()}
-    broken = engine()
+    with_nan = engine()
     for n, name in enumerate(names):
-        broken.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
-    real, steps = broken.runner.run, iter(range(100))
+        with_nan.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
+    real, steps = with_nan.runner.run, iter(range(100))
 
-    def ill(batch: Any) -> torch.Tensor:
+    def nan_logits(batch: Any) -> torch.Tensor:
         logits = real(batch).clone()
         if next(steps) == 4:
             logits[1] = float("nan")
         return logits
 
-    monkeypatch.setattr(broken.runner, "run", ill)
-    found = run(broken)
+    monkeypatch.setattr(with_nan.runner, "run", nan_logits)
+    found = run(with_nan)
     assert {name: deltas[-1].finish_reason for name, deltas in found.items()} == {
         "healthy": "length", "ill": "abort", "sound": "length",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Stop texts in a stream, against a look at the whole text."""
+"""Stop strings in a stream, compared with a search of the whole text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXTS = st.lists(LETTERS, min_size=1, max_size=4).map(b"".join)
 
 
 def first_stop(text: bytes, stops: list[bytes]) -> tuple[int, bytes] | None:
-    """Where the stop text that is complete first begins, and which it is: every end is looked at."""
+    """Start and value of the stop string that is complete first; tries every end."""
     for end in range(len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -24,14 +24,14 @@ def first_stop(text: bytes, stops: list[bytes]) -> tuple[int, bytes] | None:
     pieces=st.lists(st.lists(LETTERS, max_size=5).map(b"".join), max_size=12),
     stops=st.lists(TEXTS, max_size=4),
 )
-def test_any_cut_of_any_text(pieces: list[bytes], stops: list[bytes]) -> None:
+def test_stop_strings_match_search_of_whole_text(pieces: list[bytes], stops: list[bytes]) -> None:
     stream, shown, whole = StopStringChecker(stops), b"", b""
     for piece in pieces:
         whole += piece
         shown += stream.add(piece)
         found = first_stop(whole, stops)
         if found is None:
-            # Nothing is shown that a stop text could still swallow, and nothing is held that none could.
+            # No byte is shown that a stop string could still cover, and no other byte is held back.
             swallowed = [n for stop in stops for n in range(len(stop)) if whole.endswith(stop[:n])]
             assert shown == whole[: len(whole) - max(swallowed, default=0)] and stream.matched is None
         else:
@@ -43,7 +43,7 @@ def test_any_cut_of_any_text(pieces: list[bytes], stops: list[bytes]) -> None:
     assert stream.flush() == b""
 
 
-def test_a_stop_text_inside_a_character_and_across_tokens() -> None:
+def test_stop_string_inside_character_and_across_tokens() -> None:
     stream = StopStringChecker(["é\n".encode(), b"END"])
     assert [stream.add(piece) for piece in (b"caf\xc3", b"\xa9", b"s E", b"N", b"ding EN", b"Dx")] == [
         b"caf", b"", "és ".encode(), b"", b"ENding ", b"",

@@ -1,4 +1,4 @@
-"""Who gets on when: budgets, priorities, fairness, preemption, weights that change, requests that cannot be served."""
+"""The scheduler: budgets, priorities, fairness, preemption, weight updates, rejected requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request(name: str, n: int = 5, **fields: Any) -> Request:
 
 
 def finished(engine: Engine) -> list[str]:
-    """The order in which requests end."""
+    """Ids of the requests in the order in which they finish."""
     order = []
     while engine.busy:
         order += [d.request_id for d in engine.step() if d.finish_reason]
@@ -39,36 +39,36 @@ def finished(engine: Engine) -> list[str]:
     return order
 
 
-def test_no_step_is_larger_than_the_budget_and_who_decodes_is_never_left_out() -> None:
+def test_step_keeps_budget_and_includes_all_decoding() -> None:
     engine = Engine(decoder(), SMALL)
     for n, ids in enumerate(PROMPTS):
         engine.add(request(str(n), ids=tuple(ids), max_tokens=12))
     while engine.busy:
         decoding = {s.request.id for s in engine.scheduler.running if s.decoding}
-        told = {d.request_id for d in engine.step()}
-        assert decoding <= told
+        updated = {d.request_id for d in engine.step()}
+        assert decoding <= updated
         assert (
             engine.stats.recent_steps[-1].prefill_tokens + engine.stats.recent_steps[-1].decode_tokens <= 16
         )
 
 
-def test_a_lower_priority_number_is_served_first() -> None:
+def test_lower_priority_number_is_served_first() -> None:
     engine = Engine(decoder(), SMALL.model_copy(update={"max_num_seqs": 1}))
     for name, priority in (("later", 5), ("urgent", -1), ("usual", 0)):
         engine.add(request(name, priority=priority))
     assert finished(engine) == ["urgent", "usual", "later"]
 
 
-def test_a_client_with_many_requests_does_not_hold_up_one_with_few() -> None:
+def test_clients_get_fair_shares() -> None:
     engine = Engine(decoder(), SMALL.model_copy(update={"max_num_seqs": 1}))
     for n in range(6):
         engine.add(request(f"many {n}", client="many"))
-    engine.step()  # the first of them runs
+    engine.step()  # the first one starts
     engine.add(request("few", client="few"))
     assert finished(engine).index("few") <= 1
 
 
-def test_a_long_prompt_is_read_in_pieces_beside_others() -> None:
+def test_long_prompt_is_prefilled_in_chunks() -> None:
     engine = Engine(decoder(), SMALL)
     engine.add(request("short", max_tokens=30))
     engine.step()
@@ -79,40 +79,40 @@ def test_a_long_prompt_is_read_in_pieces_beside_others() -> None:
     assert between >= 3
 
 
-def test_the_pace_keeps_a_step_within_what_was_promised() -> None:
-    pace = PrefillBudget(max_decode_slowdown=1.5)
-    assert pace.max_prefill_tokens(0, 512) == 512 and pace.max_prefill_tokens(4, 512) < 512
+def test_prefill_budget_bounds_decode_slowdown() -> None:
+    budget = PrefillBudget(max_decode_slowdown=1.5)
+    assert budget.max_prefill_tokens(0, 512) == 512 and budget.max_prefill_tokens(4, 512) < 512
     for _ in range(50):
-        pace.record_step(4, 0, 0.010)
-        pace.record_step(4, 100, 0.010 + 100 * 1e-4)
-    assert pace.max_prefill_tokens(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
-    for _ in range(MEDIAN_WINDOW // 2):  # a machine that does something else for a moment
-        pace.record_step(4, 0, 0.2)
-        pace.record_step(4, 100, 0.2)
-    assert pace.max_prefill_tokens(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
-    for _ in range(MEDIAN_WINDOW // 2 + 1):  # and texts that have grown
-        pace.record_step(4, 0, 0.020)
-        pace.record_step(4, 100, 0.020 + 100 * 1e-4)
-    assert pace.max_prefill_tokens(4, 512) == pytest.approx(0.010 / 1e-4, rel=0.1)
+        budget.record_step(4, 0, 0.010)
+        budget.record_step(4, 100, 0.010 + 100 * 1e-4)
+    assert budget.max_prefill_tokens(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
+    for _ in range(MEDIAN_WINDOW // 2):  # a few slow steps, from background load
+        budget.record_step(4, 0, 0.2)
+        budget.record_step(4, 100, 0.2)
+    assert budget.max_prefill_tokens(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
+    for _ in range(MEDIAN_WINDOW // 2 + 1):  # longer sequences
+        budget.record_step(4, 0, 0.020)
+        budget.record_step(4, 100, 0.020 + 100 * 1e-4)
+    assert budget.max_prefill_tokens(4, 512) == pytest.approx(0.010 / 1e-4, rel=0.1)
     slow = PrefillBudget(1.5, slo_tpot=0.030)
     slow.record_step(4, 0, 0.010)
     slow.record_step(4, 100, 0.020)
     assert slow.max_prefill_tokens(4, 512) == pytest.approx(200, rel=0.01)
-    never = PrefillBudget(1.0)
-    never.record_step(4, 0, 0.010)
+    strict = PrefillBudget(1.0)
+    strict.record_step(4, 0, 0.010)
     for _ in range(MAX_CONSECUTIVE_MIXED_STEPS):
-        assert never.max_prefill_tokens(4, 512) >= 1  # a prompt ends some day
-        never.record_step(4, 1, 0.011)
-    assert never.max_prefill_tokens(4, 512) == 0  # decoding alone is to be measured again
-    never.record_step(4, 0, 0.010)
-    assert never.max_prefill_tokens(4, 512) == 1
-    unheld = PrefillBudget(math.inf)  # whatever is known, and nothing yet
+        assert strict.max_prefill_tokens(4, 512) >= 1  # every prompt finishes
+        strict.record_step(4, 1, 0.011)
+    assert strict.max_prefill_tokens(4, 512) == 0  # the next step measures decoding alone
+    strict.record_step(4, 0, 0.010)
+    assert strict.max_prefill_tokens(4, 512) == 1
+    unlimited = PrefillBudget(math.inf)  # the limit does not depend on measurements
     for _ in range(MAX_CONSECUTIVE_MIXED_STEPS + 1):
-        assert unheld.max_prefill_tokens(4, 512) == 512
-        unheld.record_step(4, 100, 0.010)
+        assert unlimited.max_prefill_tokens(4, 512) == 512
+        unlimited.record_step(4, 100, 0.010)
 
 
-def test_an_aborted_request_ends_and_leaves_nothing() -> None:
+def test_abort_ends_request_and_frees_pages() -> None:
     engine = Engine(decoder(), SMALL)
     for n, ids in enumerate(PROMPTS):
         engine.add(request(str(n), ids=tuple(ids)))
@@ -127,19 +127,19 @@ def test_an_aborted_request_ends_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_random_history_loses_nobody(seed: int) -> None:
-    """Arrivals, cancellations and a cache that holds hardly more than one: everyone ends, and says what it would alone."""
+def test_random_history_finishes_all_requests(seed: int) -> None:
+    """Random arrivals and aborts with a cache for little more than one request: all finish, as alone."""
     model, rng = decoder(), random.Random(seed)
-    kinds = {"preemption": rng.choice(["recompute", "swap"]), "kv_cache_tokens": rng.choice([40, 64, 200])}
+    settings = {"preemption": rng.choice(["recompute", "swap"]), "kv_cache_tokens": rng.choice([40, 64, 200])}
     engine = Engine(
-        model, SMALL.model_copy(update={**kinds, "max_num_batched_tokens": rng.choice([1, 5, 16])})
+        model, SMALL.model_copy(update={**settings, "max_num_batched_tokens": rng.choice([1, 5, 16])})
     )
     waiting = [
         request(str(n), ids=tuple(rng.choices(range(50), k=rng.randint(1, 20))), max_tokens=rng.randint(1, 12),
                 sampling=SamplingParams(seed=n), priority=rng.randint(0, 2), client=rng.choice("ab"))
         for n in range(25)
     ]  # fmt: skip
-    asked, out, ends = list(waiting), {r.id: [] for r in waiting}, {}
+    all_requests, out, ends = list(waiting), {r.id: [] for r in waiting}, {}
     for _ in range(5000):
         while waiting and rng.random() < 0.4:
             engine.add(waiting.pop())
@@ -157,12 +157,12 @@ def test_a_random_history_loses_nobody(seed: int) -> None:
     alone = Engine(
         model, EngineConfig(block_size=4, max_num_seqs=1, max_model_len=64, enable_prefix_caching=False)
     )
-    for one in asked:
+    for one in all_requests:
         if ends[one.id] != "abort":
             assert [t.id for t in run(alone, [one])[one.id]] == [t.id for t in out[one.id]]
 
 
-def test_new_weights_come_between_steps_and_every_token_says_which() -> None:
+def test_new_weights_apply_between_steps_with_version() -> None:
     model, other = decoder(), decoder()
     with torch.no_grad():
         for p in other.parameters():
@@ -179,13 +179,13 @@ def test_new_weights_come_between_steps_and_every_token_says_which() -> None:
     assert {t.version for t in tokens} == {3}
     after = request("after", n=9)
     out = run(engine, [after])
-    check(other, [after], out)  # nothing that the old weights computed was found again, nor what is of both
+    check(other, [after], out)  # no cached prefix of the old weights or of both was used
     with pytest.raises(ConfigError, match="no such parameter"):
         engine.update_weights({"nothing": torch.zeros(1)}, 4)
     assert engine.version == 3
 
 
-def test_what_runs_may_be_read_in_anew_under_new_weights() -> None:
+def test_update_weights_can_recompute_running_requests() -> None:
     other = decoder()
     with torch.no_grad():
         for p in other.parameters():
@@ -207,17 +207,17 @@ def _until_idle(engine: Engine) -> list[Delta]:
     return deltas
 
 
-def test_a_prompt_is_scored_by_the_way() -> None:
+def test_prompt_log_probs_match_forward() -> None:
     model = decoder()
     engine = Engine(model, SMALL.model_copy(update={"max_num_batched_tokens": 7}))
     ids = tuple(PROMPTS[5])
     engine.add(Request(id="scored", ids=ids, sampling=GREEDY, max_tokens=2, prompt_log_probs=True))
-    told = [d.prompt_log_probs for d in _until_idle(engine) if d.prompt_log_probs]
+    updated = [d.prompt_log_probs for d in _until_idle(engine) if d.prompt_log_probs]
     with torch.no_grad():
         want = model.logits(model(torch.tensor([ids])))[0, :-1].log_softmax(-1)
     want = want.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-    assert len(told) == 1
-    torch.testing.assert_close(torch.tensor(told[0]), want, atol=1e-4, rtol=0)
+    assert len(updated) == 1
+    torch.testing.assert_close(torch.tensor(updated[0]), want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_prompt_is_scored_by_the_way() -> None:
         ({"forced_prefix": b"x"}, "no token_bytes"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_words(fields: dict[str, Any], message: str) -> None:
+def test_add_rejects_impossible_requests(fields: dict[str, Any], message: str) -> None:
     engine = Engine(decoder(), SMALL)
     with pytest.raises(ConfigError, match=message):
         engine.add(request("one", **fields))
@@ -239,7 +239,7 @@ def test_what_cannot_be_served_is_refused_with_words(fields: dict[str, Any], mes
         request("two", ids=())
 
 
-def test_a_cache_too_small_for_a_request_says_so_and_for_an_output_ends_it() -> None:
+def test_small_cache_rejects_prompt_or_ends_output() -> None:
     engine = Engine(decoder(), SMALL.model_copy(update={"kv_cache_tokens": 16}))
     with pytest.raises(ConfigError, match="the cache holds 16"):
         engine.add(request("long", ids=(1,) * 20))
@@ -249,7 +249,7 @@ def test_a_cache_too_small_for_a_request_says_so_and_for_an_output_ends_it() -> 
     engine.check_integrity()
 
 
-def test_a_sequence_preempted_at_its_first_token_comes_back() -> None:
+def test_sequence_preempted_at_first_token_resumes() -> None:
     engine = Engine(decoder(), SMALL)
     one = request("one")
     engine.add(one)
@@ -259,13 +259,13 @@ def test_a_sequence_preempted_at_its_first_token_comes_back() -> None:
     assert len(rest) == 5
 
 
-def test_a_window_costs_a_window() -> None:
+def test_windowed_model_uses_pages_of_window_only() -> None:
 
     local = HEADS.model_copy(update={"window": 6})
     engine = Engine(made(mixers={"local": local}).eval(), SMALL.model_copy(update={"kv_cache_tokens": 400}))
     engine.add(request("one", n=20, max_tokens=40))
-    most = 0
+    max_used = 0
     while engine.busy:
         engine.step()
-        most = max(most, engine.cache.groups[0].pool.n_used)
-    assert most <= (6 + 16) // 4 + 2
+        max_used = max(max_used, engine.cache.groups[0].pool.n_used)
+    assert max_used <= (6 + 16) // 4 + 2

@@ -1,4 +1,4 @@
-"""Static and dynamic batching write what the engine writes; when they begin a batch, and what they waste."""
+"""Static and dynamic batching: the engine's tokens, the start of a batch, and wasted positions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(**fields: object) -> Transformer:
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in network.parameters():
-            if p.dim() > 1:  # so that no two tokens are about equally likely
+            if p.dim() > 1:  # random weights, so that no two tokens are about equally likely
                 p.copy_(torch.randn(p.shape, generator=draw) * 0.3)
     return network
 
@@ -45,18 +45,18 @@ def requests(n: int, sampling: SamplingParams, stop: bool = False) -> list[Reque
     ]  # fmt: skip
 
 
-def written(
-    scheme: Engine | StaticBatchEngine, asked: list[Request]
+def outputs(
+    batcher: Engine | StaticBatchEngine, requests_to_run: list[Request]
 ) -> dict[str, tuple[list[int], str | None]]:
-    for request in asked:
-        scheme.add(request)
-    if isinstance(scheme, StaticBatchEngine):
-        scheme.close()
-    out: dict[str, tuple[list[int], str | None]] = {r.id: ([], None) for r in asked}
-    while scheme.busy:
-        for delta in scheme.step():
+    for request in requests_to_run:
+        batcher.add(request)
+    if isinstance(batcher, StaticBatchEngine):
+        batcher.close()
+    out: dict[str, tuple[list[int], str | None]] = {r.id: ([], None) for r in requests_to_run}
+    while batcher.busy:
+        for delta in batcher.step():
             ids, finish = out[delta.request_id]
-            assert finish is None  # nobody is told of after the end
+            assert finish is None  # no delta after the last one
             out[delta.request_id] = (ids + [t.id for t in delta.tokens], delta.finish_reason)
     return out
 
@@ -66,21 +66,23 @@ def written(
     "sampling",
     [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(seed=5, top_k=9)],
 )
-def test_all_schemes_write_the_same(sampling: SamplingParams, stop: bool) -> None:
-    asked, network = requests(11, sampling, stop), model()
-    expected = written(Engine(network, EngineConfig(max_num_seqs=4, max_model_len=64, block_size=4)), asked)
+def test_static_batching_matches_engine(sampling: SamplingParams, stop: bool) -> None:
+    requests_to_run, network = requests(11, sampling, stop), model()
+    expected = outputs(
+        Engine(network, EngineConfig(max_num_seqs=4, max_model_len=64, block_size=4)), requests_to_run
+    )
     for size in (1, 4, 20):
-        assert written(StaticBatchEngine(network, size), asked) == expected
+        assert outputs(StaticBatchEngine(network, size), requests_to_run) == expected
 
 
-def test_a_static_batch_waits_until_it_is_full_and_a_dynamic_one_until_it_has_waited_enough() -> None:
+def test_static_batch_waits_until_full_or_timeout() -> None:
     now = [0.0]
     static = StaticBatchEngine(model(), 2, clock=lambda: now[0])
     dynamic = StaticBatchEngine(model(), 2, max_wait_seconds=3.0, clock=lambda: now[0])
     first, second, third = requests(3, SamplingParams(temperature=0))
-    for scheme in (static, dynamic):
-        scheme.add(first)
-        assert scheme.step() == [] and scheme.busy
+    for batcher in (static, dynamic):
+        batcher.add(first)
+        assert batcher.step() == [] and batcher.busy
     now[0] = 2.9
     assert static.step() == [] and dynamic.step() == []
     now[0] = 3.0
@@ -90,25 +92,27 @@ def test_a_static_batch_waits_until_it_is_full_and_a_dynamic_one_until_it_has_wa
     dynamic.add(second)
     static.add(third)
     assert [d.request_id for d in static.step()] == ["r0", "r1"]
-    told: set[str] = set()
+    seen: set[str] = set()
     while deltas := static.step():
-        told |= {d.request_id for d in deltas}
-    assert "r2" not in told and static.busy  # who came too late waits for a batch of its own
+        seen |= {d.request_id for d in deltas}
+    assert "r2" not in seen and static.busy  # a late request waits for the next batch
     static.close()
     assert [d.request_id for d in static.step()] == ["r2"]
 
 
-def test_what_is_wasted_is_counted() -> None:
+def test_static_batching_counts_wasted_positions() -> None:
     network = model()
-    scheme = StaticBatchEngine(network, 2)
-    scheme.add(Request(id="long", ids=(1, 2, 3, 4), max_tokens=5))
-    scheme.add(Request(id="short", ids=(1, 2), max_tokens=1))
-    while scheme.busy:
-        scheme.step()
-    assert scheme.computed_positions == 2 * 4 + 4 * 2  # a rectangle of 2 x 4, then four steps of two rows
-    assert scheme.useful_positions == 6 + 4
+    batcher = StaticBatchEngine(network, 2)
+    batcher.add(Request(id="long", ids=(1, 2, 3, 4), max_tokens=5))
+    batcher.add(Request(id="short", ids=(1, 2), max_tokens=1))
+    while batcher.busy:
+        batcher.step()
+    assert (
+        batcher.computed_positions == 2 * 4 + 4 * 2
+    )  # a padded prefill of 2 x 4, then four steps of two rows
+    assert batcher.useful_positions == 6 + 4
 
 
-def test_a_state_that_keeps_no_documents_apart_is_refused() -> None:
+def test_static_batching_rejects_decoder() -> None:
     with pytest.raises(ConfigError, match="Decoder"):
         StaticBatchEngine(decoder(), 2)

@@ -1,4 +1,4 @@
-"""Models for the native step, and random sequences that compare it with the model's own forward."""
+"""Models for the native step, and random sequences that compare it with the model's forward."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-# Largest difference of a log-probability over random texts, seen with these seeds and doubled: rounding weights (and, for
-# integers, activations) of two layers whose logits spread by about 3.
+# Limits of the log-probability error on random texts: twice the error seen with these seeds. Weights (and, for integers,
+# activations) of two layers are rounded; the logits spread by about 3.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.14, "int8": 0.5, "int4": 4.6}
 
 
@@ -48,7 +48,7 @@ def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> 
 
 
 class Texts:
-    """Rows of random ids that are read in by random pieces, in pages of which only their own are not NaN."""
+    """Sequences of random ids, computed in random chunks, in pages that are NaN elsewhere."""
 
     def __init__(self, model: LanguageModel, page_size: int, lengths: list[int], seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ class Texts:
         self.pages = pages.reshape(len(lengths), per_row).astype(np.int32)
 
     def batch(self, most: int) -> tuple[InputBatch, list[int], list[slice]]:
-        """The next pieces of up to `most` positions of some rows, short ones first; the rows, their positions."""
+        """Return the next chunks of up to `most` positions of some rows, short ones first; their rows and positions."""
         left = [r for r in range(len(self.ids)) if self.done[r] < len(self.ids[r])]
         rows = [r for r in left if self.rng.random() < 0.8] or left
         sizes = {r: int(self.rng.integers(1, min(most, len(self.ids[r]) - self.done[r]) + 1)) for r in rows}
@@ -98,7 +98,7 @@ class Texts:
         return batch, rows, spans
 
     def compare(self, step: NativeStep, most: int = 40, rounds: int = 40) -> float:
-        """Runs all to their end; -> the largest difference of a log-probability from the model's own forward."""
+        """Run all sequences to their end; returns the largest log-probability error against the model's forward."""
         with torch.inference_mode():
             want = [
                 self.model.logits(self.model(torch.from_numpy(ids)[None])[0]).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Small models of every family, and the comparison of an engine's log-probabilities with the training forward's."""
+"""Small models of every family, and the comparison of an engine's log-probabilities with the training forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[Any]]:
-    """All tokens of all requests, with the books checked at every step."""
+    """Return the tokens of all requests; checks the page accounting at every step."""
     for request in requests:
         engine.add(request)
     out: dict[str, list[Any]] = {r.id: [] for r in requests}
@@ -50,7 +50,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, list[Any]]:
 
 @torch.no_grad()
 def expected(model: LanguageModel, ids: list[int], n_prompt: int) -> torch.Tensor:
-    """Log-probabilities that the training forward gives to what follows the prompt."""
+    """Log-probabilities of the ids after the prompt, by the training forward."""
     log_probs = model.logits(model(torch.tensor([ids])))[0].log_softmax(-1)
     targets = torch.tensor(ids[n_prompt:])
     return log_probs[n_prompt - 1 : -1].gather(-1, targets[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""An engine of a very small model, the same in every process that makes it."""
+"""An engine of a very small model, equal in every process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(role: str) -> Engine:
 
 
 def other_weights(role: str) -> Engine:
-    """Prefill and decode processes that were not started from the same model."""
+    """Return an engine whose weights differ between the prefill and decode processes."""
     engine = make(role)
     if role == "prefill":
         with torch.no_grad():
