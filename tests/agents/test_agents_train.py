@@ -1,4 +1,4 @@
-"""Agents: in line and in a process the same bits; IMPALA in lockstep is A2C with V-trace; and they learn."""
+"""Training of agents: bitwise equal runs, resumption, learning, and failing actors."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_a_run_repeats_bit_for_bit_and_seeds_differ() -> None:
+def test_train_is_deterministic_per_seed() -> None:
     config = make_config("ppo", "CartPole-v1", steps=1024, n_epochs=2, minibatches=4)
     assert same(weights(config), weights(config))
     assert not same(weights(config), weights(config.model_copy(update={"seed": 1})))
 
 
-def test_impala_in_lockstep_is_a2c_with_v_trace() -> None:
+def test_impala_lockstep_equals_a2c_with_v_trace() -> None:
     impala = make_config("impala", "CartPole-v1", steps=2048, actors=0)
     assert same(weights(impala), weights(make_config("a2c", "CartPole-v1", steps=2048, v_trace=True)))
-    # One actor in a process of its own, with a single slot that it fills when the last was read, is the same again.
+    # One actor process with a single slot, filled after the last one is read, gives the same weights.
     lockstep = impala.model_copy(update={"actors": 1, "prefetch": 0})
     assert same(weights(impala), weights(lockstep))
 
 
-def test_an_actor_in_a_process_writes_what_one_in_line_writes() -> None:
+def test_actor_process_equals_serial_actor() -> None:
     environment = make_env("Pendulum-v1", 3)
     networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
     board, spec = Board.from_tensors(dict(networks.named_parameters())), rollout_spec(environment, 5)
@@ -63,12 +63,12 @@ def test_an_actor_in_a_process_writes_what_one_in_line_writes() -> None:
     for a, b in zip(line, process, strict=True):
         assert all(torch.equal(a[n], b[n]) for n in a)
         assert not any(t.isnan().any() for t in a.values() if t.is_floating_point())
-        said = networks.policy(a["observation"][:-1])
-        assert torch.allclose(networks.log_prob(said, a["action"]), a["behaviour_log_prob"], atol=1e-5)
+        output = networks.policy(a["observation"][:-1])
+        assert torch.allclose(networks.log_prob(output, a["action"]), a["behaviour_log_prob"], atol=1e-5)
     assert torch.equal(line[0]["observation"][-1], line[1]["observation"][0])
 
 
-def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first() -> None:
+def test_truncation_bootstraps_from_final_observation() -> None:
     config = make_config("a2c", "CartPole-v1", n_envs=4, n_steps=60)
     environment = make_env("CartPole-v1", 4)
     environment.max_episode_steps = 20  # type: ignore[attr-defined]
@@ -76,8 +76,8 @@ def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first(
     board = Board.from_tensors(dict(networks.named_parameters()))
     actor = Actor("CartPole-v1", 4, (8,), 7)
     actor.setup()
-    actor._copies.max_episode_steps = 20  # type: ignore[attr-defined]
-    actor._seen = actor._copies.reset(7).flatten(1)
+    actor._envs.max_episode_steps = 20  # type: ignore[attr-defined]
+    actor._observation = actor._envs.reset(7).flatten(1)
     ring = SlotRing(rollout_spec(environment, 60), 1)
     record = next(FIFOReader(ring, [SerialProducer(ring, actor, board=board)])).tensors()
     assert record["truncated"].any() and record["terminated"].any()
@@ -89,16 +89,16 @@ def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first(
     assert float(found["target"][t, b]) == pytest.approx(1.0)
 
 
-def test_the_tally_sums_whole_episodes_over_records() -> None:
+def test_episode_returns_sum_over_rollouts() -> None:
     environment = make_env("MountainCar-v0", 2)
     ring = SlotRing(rollout_spec(environment, 3), 1)
-    tally, ended = EpisodeReturns(1, 2), []
+    returns, ended = EpisodeReturns(1, 2), []
     slot = ring.slots[0]
     slot.data.reward[:] = [[1, 10], [1, 10], [1, 10]]
     for truncated in ([[0, 0], [1, 0], [0, 0]], [[0, 0], [0, 1], [1, 0]]):
         slot.data.truncated[:] = np.array(truncated, bool)
         slot.data.terminated[:] = False
-        ended += tally.add(slot)
+        ended += returns.add(slot)
     assert ended == [2, 50, 4]
 
 
@@ -106,7 +106,7 @@ def test_the_tally_sums_whole_episodes_over_records() -> None:
     ("algorithm", "bar"),
     [("ppo", 300), ("a2c", 200), ("impala", 200)],
 )
-def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
+def test_train_learns_cartpole(algorithm: str, bar: float) -> None:
     config, best = make_config(algorithm, "CartPole-v1", steps=120_000), 0.0
     untrained = float(np.mean(evaluate(build_networks(config), "CartPole-v1", 20, 123)))
 
@@ -122,7 +122,7 @@ def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
     assert float(np.mean(evaluate(networks, "CartPole-v1", 20, 123))) > 2 * untrained
 
 
-def test_every_parameter_is_trained_in_continuous_actions_too() -> None:
+def test_train_updates_every_parameter_continuous() -> None:
     config = make_config("ppo", "Pendulum-v1", steps=2048, n_epochs=2)
     before = {
         n: p.clone()
@@ -132,19 +132,19 @@ def test_every_parameter_is_trained_in_continuous_actions_too() -> None:
     assert not any(torch.equal(before[n], after[n]) for n in after)
 
 
-def test_what_cannot_be_is_refused_before_any_work() -> None:
-    with pytest.raises(ConfigError, match="no environment"):
+def test_train_rejects_bad_config() -> None:
+    with pytest.raises(ConfigError, match="unknown environment"):
         train(make_config("ppo", "Nothing-v0"))
     with pytest.raises(ValueError, match="minibatches"):
         make_config("ppo", "CartPole-v1", minibatches=1000)
 
 
-def test_an_actor_that_fails_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_actor_raises_with_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = make_env("CartPole-v1", 2)
     networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
     board = Board.from_tensors(dict(networks.named_parameters()))
     ring = SlotRing(rollout_spec(environment, 3), 1)
-    wrong = Actor("CartPole-v1", 3, (8,), 0)  # three copies where the record has room for two
+    wrong = Actor("CartPole-v1", 3, (8,), 0)  # three copies, but the slot has space for two
     with (
         pytest.raises(ProducerError, match="Traceback"),
         FIFOReader(ring, [ProducerProcess(ring, wrong, board=board)]) as d,
@@ -152,12 +152,12 @@ def test_an_actor_that_fails_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
         next(d)
 
 
-class _Enough(Exception):
+class _Crash(Exception):
     pass
 
 
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo"])
-def test_a_run_goes_on_where_it_was_stopped_bit_for_bit(algorithm: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(algorithm: str, tmp_path: Path) -> None:
     config = make_config(algorithm, "CartPole-v1", steps=3000, hidden=(16,))
     straight: list[float] = []
 
@@ -165,39 +165,39 @@ def test_a_run_goes_on_where_it_was_stopped_bit_for_bit(algorithm: str, tmp_path
         def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
             seen.append(progress.mean_return)
             if progress.steps >= steps:
-                raise _Enough  # as a crash: nothing is saved any more
+                raise _Crash  # like a crash: no final checkpoint
 
         return observe
 
     whole = train(config, lambda progress, _: straight.append(progress.mean_return))
-    said: list[str] = []
+    messages: list[str] = []
     for stop in (1000, 2000):
-        with pytest.raises(_Enough):
-            train(config, until(stop, []), scratch=tmp_path, checkpoint_seconds=0.0, log=said.append)
+        with pytest.raises(_Crash):
+            train(config, until(stop, []), scratch=tmp_path, checkpoint_seconds=0.0, log=messages.append)
     parts: list[float] = []
     last = train(
-        config, lambda progress, _: parts.append(progress.mean_return), scratch=tmp_path, log=said.append
+        config, lambda progress, _: parts.append(progress.mean_return), scratch=tmp_path, log=messages.append
     )
-    assert len(said) == 2 and all("continues after" in text for text in said)
+    assert len(messages) == 2 and all("resumed after" in text for text in messages)
     assert same(dict(whole.state_dict()), dict(last.state_dict()))
     assert parts == straight[-len(parts) :] and len(parts) < len(straight)
 
 
-def test_asynchronous_actors_go_on_with_new_episodes(tmp_path: Path) -> None:
+def test_resumed_async_run_starts_new_episodes(tmp_path: Path) -> None:
     config = make_config("impala", "CartPole-v1", steps=3000, hidden=(16,))
 
     def stop(progress: TrainingProgress, networks: ActorCritic) -> None:
         if progress.steps >= 1500:
-            raise _Enough
+            raise _Crash
 
-    with pytest.raises(_Enough):
+    with pytest.raises(_Crash):
         train(config, stop, scratch=tmp_path, checkpoint_seconds=0.0)
     steps: list[int] = []
     train(config, lambda progress, _: steps.append(progress.steps), scratch=tmp_path)
     assert steps[0] == 1536 + config.rollout_steps and steps[-1] >= 3000
 
 
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+def test_resume_rejects_other_settings(tmp_path: Path) -> None:
     config = make_config("a2c", "CartPole-v1", steps=1000, hidden=(16,))
     train(config, scratch=tmp_path, checkpoint_seconds=0.0)
     with pytest.raises(CheckpointError, match="learning_rate differs"):
@@ -205,13 +205,13 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def _actors() -> list[psutil.Process]:
-    """This process's producers that run."""
-    mine = psutil.Process().children()
-    running = [p for p in mine if p.status() != psutil.STATUS_ZOMBIE]
+    """Running producer processes of this process."""
+    children = psutil.Process().children()
+    running = [p for p in children if p.status() != psutil.STATUS_ZOMBIE]
     return [p for p in running if "whorl.slots.producers" in " ".join(p.cmdline())]
 
 
-def test_an_actor_killed_while_it_acts_is_heard_and_nobody_is_left() -> None:
+def test_killed_actor_raises_and_leaves_no_process() -> None:
     def kill(progress: TrainingProgress, networks: ActorCritic) -> None:
         if progress.steps == 2 * 128:
             _actors()[-1].kill()

@@ -1,7 +1,8 @@
-"""Our dynamics beside gymnasium's, step by step; ends of episodes; what an unknown or odd environment is told."""
+"""Built-in dynamics against gymnasium's, ends of episodes, and unsupported environments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,19 @@ def actions(environment: Any, rng: np.random.Generator) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0"])
-def test_trajectories_are_gymnasiums(name: str) -> None:
+def test_transitions_match_gymnasium(name: str) -> None:
     n, rng = 5, np.random.default_rng(0)
     ours = make_env(name, n)
     observation = ours.reset(seed=3)
-    theirs = [gymnasium.make(name) for _ in range(n)]
-    for i, single in enumerate(theirs):
+    references = [gymnasium.make(name) for _ in range(n)]
+    for i, single in enumerate(references):
         single.reset(seed=i)
         single.unwrapped.state = ours.state[:, i].numpy().copy()
     episodes = 0
     for _ in range(520):
         action = actions(ours, rng)
         found = ours.step(action)
-        for i, single in enumerate(theirs):
+        for i, single in enumerate(references):
             taken = int(action[i]) if ours.n_actions is not None else action[i].numpy()
             seen, reward, terminated, truncated, _ = single.step(taken)
             assert np.allclose(found.final_observation[i].numpy(), seen, rtol=1e-5, atol=1e-6)
@@ -46,23 +47,23 @@ def test_trajectories_are_gymnasiums(name: str) -> None:
                 single.unwrapped.state = ours.state[:, i].numpy().copy()
             else:
                 assert torch.equal(found.observation[i], found.final_observation[i])
-                # Rounding differs in the last bit and some of these systems are chaotic: each step is compared.
+                # Some systems amplify rounding differences, so every step starts from the same state.
                 single.unwrapped.state = ours.state[:, i].numpy().copy()
         observation = found.observation
     assert episodes >= 5 and torch.equal(observation, ours.observe(ours.state))
 
 
-def test_the_grid_is_gymnasiums_frozen_lake() -> None:
+def test_grid_world_matches_frozen_lake() -> None:
     ours = GridWorld(4, slip_probability=0.0)
     ours.reset(seed=0)
-    theirs = [gymnasium.make("FrozenLake-v1", is_slippery=False) for _ in range(4)]
-    for single in theirs:
+    references = [gymnasium.make("FrozenLake-v1", is_slippery=False) for _ in range(4)]
+    for single in references:
         single.reset()
     rng, goals = np.random.default_rng(1), 0
     for _ in range(2000):
         action = actions(ours, rng)
         found = ours.step(action)
-        for i, single in enumerate(theirs):
+        for i, single in enumerate(references):
             seen, reward, terminated, truncated, _ = single.step(int(action[i]))
             assert int(found.final_observation[i].argmax()) == seen
             assert (float(found.reward[i]), bool(found.terminated[i])) == (reward, terminated)
@@ -73,16 +74,16 @@ def test_the_grid_is_gymnasiums_frozen_lake() -> None:
     assert goals > 0
 
 
-def test_the_grid_slips_as_often_as_it_says() -> None:
+def test_grid_world_slip_probability() -> None:
     world = GridWorld(30_000, rows=("FFF", "FSF", "FFF"), slip_probability=0.25)
     world.reset(seed=0)
-    found = world.step(torch.full((30_000,), 2))  # wants right (cell 5), may slip to down (7) or up (1)
+    found = world.step(torch.full((30_000,), 2))  # right is cell 5; slips lead down (7) or up (1)
     shares = found.observation.mean(dim=0)
     assert torch.allclose(shares[[5, 1, 7]], torch.tensor([0.5, 0.25, 0.25]), atol=0.01)
 
 
 @pytest.mark.parametrize("name", list(TENSOR_ENVIRONMENTS))
-def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
+def test_episode_ends_have_both_observations(name: str) -> None:
     def run(seed: int) -> tuple[list[torch.Tensor], int]:
         environment, rng = make_env(name, 64), np.random.default_rng(0)
         seen, ends = [environment.reset(seed)], 0
@@ -92,7 +93,7 @@ def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
             ends += int(ended.sum())
             moved = (found.observation != found.final_observation).flatten(1).any(dim=1)
             assert not moved[~ended].any()
-            if name != "FrozenLake-v1":  # there a walk may end where it began
+            if name != "FrozenLake-v1":  # where an episode may end at its start
                 assert moved[ended].all()
             assert (
                 environment.deadline[ended] == environment.step_count + environment.max_episode_steps
@@ -107,7 +108,7 @@ def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
     assert name == "FrozenLake-v1" or not torch.equal(first[0], other[0])
 
 
-def test_gymnasiums_own_come_through_its_vector_interface() -> None:
+def test_gymnasium_environments_step() -> None:
     environment = make_env("MountainCarContinuous-v0", 3)
     assert environment.observation_shape == (2,) and environment.n_actions is None
     assert environment.reset(seed=0).shape == (3, 2)
@@ -122,14 +123,16 @@ def test_gymnasiums_own_come_through_its_vector_interface() -> None:
     cliff.close()
 
 
-def test_odd_environments_are_refused_with_what_would_do() -> None:
-    with pytest.raises(ConfigError, match="no environment 'CartPool-v1'"):
-        make_env("CartPool-v1", 2)
-    with pytest.raises(ConfigError, match="Tuple"):
-        make_env("Blackjack-v1", 2)
-    with pytest.raises(ConfigError, match="at least 1"):
-        make_env("CartPole-v1", 0)
-    with pytest.raises(ConfigError, match="call reset"):
-        make_env("CartPole-v1", 2).step(torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="no grid world"):
-        GridWorld(1, rows=("SF", "F"))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: make_env("CartPool-v1", 2), "unknown environment 'CartPool-v1'"),
+        (lambda: make_env("Blackjack-v1", 2), "Tuple"),
+        (lambda: make_env("CartPole-v1", 0), "at least 1"),
+        (lambda: make_env("CartPole-v1", 2).step(torch.zeros(2, dtype=torch.int64)), "call reset"),
+        (lambda: GridWorld(1, rows=("SF", "F")), "invalid grid world"),
+    ],
+)
+def test_environment_errors(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

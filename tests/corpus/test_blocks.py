@@ -1,4 +1,4 @@
-"""Blocks: every record once, wherever the cuts fall; what cannot be read is counted with a reason."""
+"""Blocks: every record is read once at any block size; unreadable records are counted with a reason."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def write_tar(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def everything(files: RawFiles) -> tuple[list[str], RejectCounter]:
-    aside = RejectCounter()
-    return [t for b in range(len(files.blocks)) for t in files.texts(b, aside)], aside
+def read_all(files: RawFiles) -> tuple[list[str], RejectCounter]:
+    rejects = RejectCounter()
+    return [t for b in range(len(files.blocks)) for t in files.texts(b, rejects)], rejects
 
 
 @given(
@@ -48,53 +48,55 @@ def everything(files: RawFiles) -> tuple[list[str], RejectCounter]:
     st.integers(1, 200),
 )
 @settings(max_examples=80, deadline=None)
-def test_every_line_is_read_once_wherever_the_cuts_fall(
+def test_jsonl_lines_are_read_once_at_any_block_size(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int
 ) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("blocks") / "a.jsonl", texts)
-    found, aside = everything(RawFiles([path], block_bytes=size))
-    assert found == texts and aside.count == 0
+    found, rejects = read_all(RawFiles([path], block_bytes=size))
+    assert found == texts and rejects.count == 0
 
 
 @pytest.mark.parametrize(
     ("write", "suffix"), [(write_parquet, "parquet"), (write_tar, "tar"), (write_jsonl, "jsonl")]
 )
-def test_each_kind_is_cut_and_read_whole(tmp_path: Path, write, suffix: str) -> None:
+def test_blocks_cover_every_format_and_are_order_free(tmp_path: Path, write, suffix: str) -> None:
     texts = [f"text number {n} " * (n % 7 + 1) for n in range(50)]
     names = [write(tmp_path / f"{part}.{suffix}", texts[part::2]) for part in (0, 1)]
     files = RawFiles(names, block_bytes=900)
-    found, aside = everything(files)
-    assert sorted(found) == sorted(texts) and aside.count == 0 and len(files.blocks) >= 4
-    again = RawFiles(names[::-1], block_bytes=900)
-    assert again.fingerprint == files.fingerprint and everything(again)[0] == found
+    found, rejects = read_all(files)
+    assert sorted(found) == sorted(texts) and rejects.count == 0 and len(files.blocks) >= 4
+    reordered = RawFiles(names[::-1], block_bytes=900)
+    assert reordered.fingerprint == files.fingerprint and read_all(reordered)[0] == found
 
 
-def test_by_url_as_by_path(tmp_path: Path) -> None:
+def test_blocks_read_file_url(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
-    assert everything(RawFiles([f"file://{path}"], block_bytes=20))[0] == ["one", "two", "three"]
+    assert read_all(RawFiles([f"file://{path}"], block_bytes=20))[0] == ["one", "two", "three"]
 
 
-def test_what_cannot_be_read_is_counted_with_a_reason(tmp_path: Path) -> None:
+def test_unreadable_records_are_counted_with_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     good = json.dumps({"text": "good"}).encode()
     long = json.dumps({"text": "x" * 3_000_000}).encode()
     path.write_bytes(
         b"\n".join([good, b"{broken", good, b'{"other": 1}', b"[1]", b'{"text": 5}', b"\xff\xfe", long, good])
     )
-    found, aside = everything(RawFiles([str(path)], block_bytes=64))
-    assert found == ["good"] * 3 and aside.count == 6 and "a.jsonl" in aside.first_reason
+    found, rejects = read_all(RawFiles([str(path)], block_bytes=64))
+    assert found == ["good"] * 3 and rejects.count == 6 and "a.jsonl" in rejects.first_reason
 
 
-def test_files_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no files"):
-        RawFiles([])
-    with pytest.raises(ConfigError, match=r"a\.csv has no supported suffix"):
-        RawFiles(["a.csv"])
-    with pytest.raises(DataError, match=r"missing\.jsonl cannot be read"):
-        RawFiles([str(tmp_path / "missing.jsonl")])
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "no files"),
+        (["a.csv"], r"a\.csv has no supported suffix"),
+        (["missing.jsonl"], r"missing\.jsonl cannot be read"),
+        (["cut.parquet"], r"cut\.parquet cannot be read"),
+        (["empty.jsonl"], "contain no records"),
+    ],
+)
+def test_raw_files_rejects(tmp_path: Path, names: list[str], message: str) -> None:
     (tmp_path / "cut.parquet").write_bytes(b"PAR1 and nothing more")
-    with pytest.raises(DataError, match=r"cut\.parquet cannot be read"):
-        RawFiles([str(tmp_path / "cut.parquet")])
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(DataError, match="contain no records"):
-        RawFiles([str(tmp_path / "empty.jsonl")])
+    with pytest.raises((ConfigError, DataError), match=message):
+        RawFiles([str(tmp_path / name) for name in names])

@@ -1,4 +1,4 @@
-"""Curate: attributes are right, the query decides, and no near copy stands on two sides of a split."""
+"""Curate: attributes, the selection query, and splits without near duplicates across them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORD = re.compile(rb"[A-Za-z0-9_\x80-\xff]+")
 
 
 class Made:
-    """A corpus made from texts: the two folders, the reader, curate's summary."""
+    """A corpus made from texts: ingest and curate folders, reader, and the summary of curate."""
 
     def __init__(self, folder: Path, texts: dict[str, str] | None, **options: Any) -> None:
         self.ingest, self.curate = folder / "ingest", folder / "curate"
@@ -43,7 +43,7 @@ class Made:
         self.corpus = Corpus(self.ingest, self.curate)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Document, attributes and selection of every row, joined by place."""
+        """Document, attributes and selection of every row, joined by index."""
         parts = [
             [r for f in sorted(folder.glob(pattern)) for r in pq.read_table(f).to_pylist()]
             for folder, pattern in (
@@ -59,7 +59,7 @@ def prose(rng: random.Random, n: int) -> str:
     return "\n".join(" ".join("".join(rng.choices("abcdefgh", k=5)) for _ in range(8)) for _ in range(n))
 
 
-def folder_of(n: int, rng: random.Random) -> dict[str, str]:
+def random_texts(n: int, rng: random.Random) -> dict[str, str]:
     return {f"{i:04d}.txt": prose(rng, rng.randrange(10, 40)) for i in range(n)}
 
 
@@ -73,8 +73,8 @@ def shingles(text: str) -> set[tuple[bytes, ...]]:
     return set(zip(words, words[1:], words[2:], words[3:], words[4:], strict=False))
 
 
-def test_no_near_copy_straddles_the_standard_librarys_splits(stdlib: Made) -> None:
-    """Exact Jaccard of each held-out document with all of the other splits, by a method of its own."""
+def test_stdlib_splits_share_no_near_duplicates(stdlib: Made) -> None:
+    """Exact Jaccard similarity of each held-out document with the other splits, computed independently."""
     held_out = {
         name: [shingles(d.text) for d in stdlib.corpus.documents(name)] for name in ("validation", "test")
     }
@@ -95,7 +95,7 @@ def test_no_near_copy_straddles_the_standard_librarys_splits(stdlib: Made) -> No
     assert worst[0] < 0.6, worst
 
 
-def test_split_of_the_standard_library(stdlib: Made) -> None:
+def test_stdlib_split_sizes_and_clusters(stdlib: Made) -> None:
     splits = stdlib.summary["splits"]
     for name in ("validation", "test"):
         assert 850_000 < splits[name]["bytes"] <= 1_000_000
@@ -108,7 +108,7 @@ def test_split_of_the_standard_library(stdlib: Made) -> None:
         if row["split"]:
             by_cluster.setdefault(row["cluster"], set()).add(row["split"])
     assert all(len(found) == 1 for found in by_cluster.values())
-    # The code-page tables are written by a program, and say so.
+    # The code-page tables are marked as generated.
     assert {r["reason"] for r in rows if re.fullmatch(r"encodings/cp125\d.py", r["path"])} == {"generated"}
     assert next(r for r in rows if r["path"] == "ast.py")["reason"] == ""
     codecs = [
@@ -117,7 +117,7 @@ def test_split_of_the_standard_library(stdlib: Made) -> None:
     assert len({r["cluster"] for r in codecs}) == 1
 
 
-def test_corpus_streams_what_was_selected(stdlib: Made) -> None:
+def test_corpus_streams_selected_documents(stdlib: Made) -> None:
     rows = stdlib.rows()
     for split in ("train", "validation", "test"):
         expected = [
@@ -130,7 +130,7 @@ def test_corpus_streams_what_was_selected(stdlib: Made) -> None:
         next(stdlib.corpus.documents("tset"))
 
 
-def test_funnel_adds_up(stdlib: Made) -> None:
+def test_curate_funnel_adds_up(stdlib: Made) -> None:
     funnel, dropped = stdlib.summary["funnel"], stdlib.summary["dropped"]
     for before, after in itertools.pairwise(funnel[:-1]):
         lost = dropped[after["stage"].removeprefix("without ")]
@@ -143,10 +143,10 @@ def test_funnel_adds_up(stdlib: Made) -> None:
     }
 
 
-def test_planted_copies_stay_together(tmp_path: Path) -> None:
-    """Families of near copies, planted in all corners of a corpus, over several seeds."""
+def test_planted_near_duplicates_stay_in_one_split(tmp_path: Path) -> None:
+    """Pairs of near duplicates in one corpus, over several seeds."""
     rng = random.Random(0)
-    texts = folder_of(150, rng)
+    texts = random_texts(150, rng)
     for name, text in list(texts.items())[:50]:
         changed = text.split(" ")
         changed[rng.randrange(len(changed))] = "changed"
@@ -159,8 +159,8 @@ def test_planted_copies_stay_together(tmp_path: Path) -> None:
             assert split[name] == split[f"copies/{name}"]
 
 
-def test_exact_copies_are_dropped_but_the_first(tmp_path: Path) -> None:
-    texts = folder_of(40, random.Random(0))
+def test_exact_duplicates_keep_only_the_first(tmp_path: Path) -> None:
+    texts = random_texts(40, random.Random(0))
     texts |= {f"z{i}.txt": texts["0007.txt"] for i in range(3)}
     made = Made(tmp_path, texts)
     reasons = {r["path"]: r["reason"] for r in made.rows()}
@@ -169,8 +169,8 @@ def test_exact_copies_are_dropped_but_the_first(tmp_path: Path) -> None:
     assert made.summary["dropped"]["exact_duplicate"]["documents"] == 3
 
 
-def test_long_lines_are_wrong_in_code_only(tmp_path: Path) -> None:
-    texts = folder_of(40, random.Random(0))
+def test_long_lines_drop_code_but_not_prose(tmp_path: Path) -> None:
+    texts = random_texts(40, random.Random(0))
     paragraph = prose(random.Random(1), 60).replace("\n", " ") + "\n"
     made = Made(tmp_path, texts | {"a.md": paragraph, "b.js": paragraph, "c.unknown": paragraph + "."})
     reasons = {r["path"]: r["reason"] for r in made.rows() if r["path"][1] == "."}
@@ -179,13 +179,13 @@ def test_long_lines_are_wrong_in_code_only(tmp_path: Path) -> None:
     assert {r["path"] for r in made.rows() if r["reason"] == "long_lines"} == {"b.js"}
 
 
-def test_split_is_stable_when_the_corpus_grows(tmp_path: Path) -> None:
+def test_split_is_stable_when_corpus_grows(tmp_path: Path) -> None:
     rng = random.Random(3)
-    texts = folder_of(200, rng)
+    texts = random_texts(200, rng)
     config = {"test_bytes": 10_000, "validation_bytes": 10_000, "max_cluster_fraction": 1.0}
     small = Made(tmp_path / "a", texts, **config)
     more = texts | {f"new{i}.txt": prose(rng, 20) for i in range(20)}
-    # Ids hold the source's name, so the second corpus grows in the same place.
+    # Ids contain the source's name, so the second corpus uses the same folder.
     for name, text in more.items():
         (tmp_path / "a/data" / name).write_text(text)
     before = {r["path"] for r in small.rows() if r["split"] == "test"}
@@ -195,11 +195,11 @@ def test_split_is_stable_when_the_corpus_grows(tmp_path: Path) -> None:
     curate(CurateConfig(**config), document_files(tmp_path / "b"), tmp_path / "c", Progress.silent())
     after = {d.path for d in Corpus(tmp_path / "b", tmp_path / "c").documents("test")}
     assert len(before & after) >= len(before) / 2
-    assert len(before) < 20  # a fresh draw of 20 from 220 would share two
+    assert len(before) < 20  # an independent draw of 20 from 220 would share two
 
 
-def test_held_out_never_takes_more_than_its_share(tmp_path: Path) -> None:
-    made = Made(tmp_path, folder_of(60, random.Random(5)))
+def test_held_out_respects_max_fraction(tmp_path: Path) -> None:
+    made = Made(tmp_path, random_texts(60, random.Random(5)))
     splits = made.summary["splits"]
     total = sum(s["bytes"] for s in splits.values())
     assert 0 < splits["test"]["bytes"] <= 0.1 * total
@@ -207,8 +207,8 @@ def test_held_out_never_takes_more_than_its_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_small_corpora_are_split_whatever_the_order(tmp_path: Path, seed: int) -> None:
-    """Documents that would not fit are passed over, not stumbled on."""
+def test_small_corpus_is_split_for_any_seed(tmp_path: Path, seed: int) -> None:
+    """Documents that do not fit are skipped."""
     rng = random.Random(seed)
     texts = {f"{i}.txt": prose(rng, 40 if i % 2 else 4) for i in range(16)}
     splits = Made(tmp_path, texts, seed=seed).summary["splits"]
@@ -216,7 +216,7 @@ def test_small_corpora_are_split_whatever_the_order(tmp_path: Path, seed: int) -
     assert splits["validation"]["documents"] >= 1
 
 
-def test_held_out_smaller_than_any_document(tmp_path: Path) -> None:
+def test_split_rejects_budget_below_every_document(tmp_path: Path) -> None:
     texts = {f"{i}.txt": prose(random.Random(i), 50) for i in range(30)}
     size = min(len(text) for text in texts.values())
     with pytest.raises(
@@ -225,7 +225,7 @@ def test_held_out_smaller_than_any_document(tmp_path: Path) -> None:
         Made(tmp_path, texts, test_bytes=1000)
 
 
-def test_one_document_cannot_be_split(tmp_path: Path) -> None:
+def test_split_rejects_single_document(tmp_path: Path) -> None:
     text = prose(random.Random(0), 100)
     with pytest.raises(DataError, match="too small to hold out a test split"):
         Made(tmp_path / "a", {"only.txt": text})
@@ -234,8 +234,8 @@ def test_one_document_cannot_be_split(tmp_path: Path) -> None:
     assert made.corpus.count("test") == 0
 
 
-def test_query_decides(tmp_path: Path) -> None:
-    texts = folder_of(50, random.Random(0))
+def test_curate_query_sets_reasons(tmp_path: Path) -> None:
+    texts = random_texts(50, random.Random(0))
     query = (
         "SELECT row, CASE WHEN path < '0010' THEN 'early' END AS reason FROM attributes WHERE path < '0045'"
     )
@@ -247,23 +247,23 @@ def test_query_decides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("SELECT NULL AS row, '' AS reason", "not documents"),
+        ("SELECT NULL AS row, '' AS reason", "unknown rows"),
         ("SELEC row", "query fails"),
         ("SELECT row FROM attributes", "query fails"),
         ("SELECT colour AS row, '' AS reason FROM attributes", "query fails"),
-        ("SELECT 0 AS row, '' AS reason FROM attributes", "not documents"),
-        ("SELECT 99 AS row, '' AS reason", "not documents"),
+        ("SELECT 0 AS row, '' AS reason FROM attributes", "unknown rows"),
+        ("SELECT 99 AS row, '' AS reason", "unknown rows"),
         ("SELECT 'x' AS row, '' AS reason", "query fails"),
         ("SELECT 0 AS row, content AS reason FROM read_text('/etc/hostname')", "query fails"),
         ("SELECT 0 AS row, '' AS reason); COPY attributes TO 'stolen.csv'; SELECT (1", "query fails"),
     ],
 )
-def test_bad_queries(tmp_path: Path, query: str, message: str) -> None:
+def test_curate_rejects_query(tmp_path: Path, query: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Made(tmp_path, folder_of(3, random.Random(0)), query=query)
+        Made(tmp_path, random_texts(3, random.Random(0)), query=query)
 
 
-def test_the_page_shows_the_default_query() -> None:
+def test_docs_show_default_query() -> None:
     page = Path(__file__).parents[2] / "docs/corpus.md"
     assert f"```sql\n{DEFAULT_QUERY}\n```" in page.read_text()
 
@@ -276,14 +276,14 @@ from whorl.tracking.progress import Progress
 documents, curated = map(Path, sys.argv[1:])
 ingest(IngestConfig(), documents, Progress.silent())
 curate(CurateConfig(), document_files(documents), curated, Progress.silent())
-# Not ru_maxrss: that of a process started from a large one begins with the large one's.
+# Not ru_maxrss: a child starts with that of its parent.
 lines = Path("/proc/self/status").read_text().splitlines()
 print(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_standard_library_in_half_a_gigabyte(tmp_path: Path) -> None:
+def test_stdlib_pipeline_needs_bounded_memory(tmp_path: Path) -> None:
     folders = tmp_path / "documents", tmp_path / "curated"
     for folder in folders:
         folder.mkdir()
@@ -292,16 +292,16 @@ def test_standard_library_in_half_a_gigabyte(tmp_path: Path) -> None:
     assert int(done.stdout) < 500_000_000
 
 
-def test_nothing_selected_says_why(tmp_path: Path) -> None:
+def test_curate_rejects_empty_selection(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="keeps none of 2 documents: too_short 2"):
         Made(tmp_path, {"a.txt": "short", "b.txt": "shorter"})
 
 
-def test_several_files_and_row_groups_give_the_same_corpus(
+def test_file_and_row_group_sizes_do_not_change_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where files, row groups and blocks are cut must not show in what a reader sees."""
-    texts = folder_of(120, random.Random(4))
+    """Boundaries of files, row groups and blocks do not change the documents."""
+    texts = random_texts(120, random.Random(4))
     one = Made(tmp_path, texts)
     # By import_module: as attributes of the package, these two names are the functions.
     monkeypatch.setattr(import_module("whorl.corpus.ingest"), "ROW_GROUP_BYTES", 5_000)
@@ -320,14 +320,14 @@ def test_several_files_and_row_groups_give_the_same_corpus(
         assert list(many.documents(split)) == list(one.corpus.documents(split))
 
 
-def test_selection_of_another_corpus_is_refused(tmp_path: Path) -> None:
-    a = Made(tmp_path / "a", folder_of(40, random.Random(0)))
-    b = Made(tmp_path / "b", folder_of(41, random.Random(0)))
+def test_corpus_rejects_selection_of_other_corpus(tmp_path: Path) -> None:
+    a = Made(tmp_path / "a", random_texts(40, random.Random(0)))
+    b = Made(tmp_path / "b", random_texts(41, random.Random(0)))
     with pytest.raises(DataError, match="a selection of 41 documents"):
         Corpus(a.ingest, b.curate)
 
 
-def test_attributes_of_a_known_text() -> None:
+def test_text_attributes_of_known_text() -> None:
     found = text_attributes("ab 12\n\n  éé\nab 12".encode(), 16)
     assert (found["n_bytes"], found["n_characters"], found["n_lines"]) == (19, 16, 4)
     assert (found["mean_line_length"], found["max_line_length"]) == (4.0, 6)
@@ -352,5 +352,5 @@ def test_attributes_of_a_known_text() -> None:
         (b"x = 1\n" * 200 + b"# Autogenerated\n", False),
     ],
 )
-def test_generated_code_says_so_in_its_head(head: bytes, expected: bool) -> None:
+def test_generated_attribute_from_head(head: bytes, expected: bool) -> None:
     assert text_attributes(head, len(head))["generated"] is expected

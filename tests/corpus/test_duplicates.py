@@ -1,4 +1,4 @@
-"""Near duplicates: the fast signatures equal the slow ones, and estimate what they claim to."""
+"""Near duplicates: fast signatures equal the reference, estimate Jaccard similarity, and find planted clusters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = st.lists(st.text("ab_ \n.é1", max_size=40).map(str.encode), min_size=1,
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS)
-def test_block_equals_one_at_a_time(texts: list[bytes]) -> None:
+def test_minhash_block_equals_reference(texts: list[bytes]) -> None:
     assert np.array_equal(
         minhash_signatures(texts), np.array([minhash_signature_reference(t) for t in texts])
     )
@@ -40,7 +40,7 @@ def mutate(rng: random.Random, text: list[str], changes: int) -> list[str]:
     return out
 
 
-def test_agreement_estimates_jaccard() -> None:
+def test_minhash_agreement_estimates_jaccard() -> None:
     rng = random.Random(0)
     errors = []
     for changes in range(0, 60, 2):
@@ -52,7 +52,7 @@ def test_agreement_estimates_jaccard() -> None:
     assert np.abs(errors).max() < 4 * 0.044
 
 
-def test_clusters_find_planted_families_and_nothing_else() -> None:
+def test_clusters_equal_planted_families() -> None:
     rng = random.Random(1)
     texts, family = [], []
     for f in range(300):
@@ -65,7 +65,7 @@ def test_clusters_find_planted_families_and_nothing_else() -> None:
     assert found.tolist() == [first[f] for f in family]
 
 
-def test_one_huge_bucket_takes_no_quadratic_time() -> None:
+def test_clusters_handle_one_huge_bucket() -> None:
     rng = random.Random(2)
     original = words(rng, 200)
     texts = [" ".join(mutate(rng, original, 1)).encode() for _ in range(3000)]
@@ -74,7 +74,7 @@ def test_one_huge_bucket_takes_no_quadratic_time() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40))
-def test_union_find_against_sets(pairs: list[tuple[int, int]]) -> None:
+def test_union_find_matches_naive_sets(pairs: list[tuple[int, int]]) -> None:
     sets = UnionFind(31)
     naive = [{i} for i in range(31)]
     for a, b in pairs:
@@ -87,7 +87,7 @@ def test_union_find_against_sets(pairs: list[tuple[int, int]]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
-def test_first_of_equals(rows: list[tuple[int, int]]) -> None:
+def test_first_occurrence_matches_list_index(rows: list[tuple[int, int]]) -> None:
     first = first_occurrence(np.array(rows, np.uint64))
     assert first.tolist() == [rows.index(row) for row in rows]
     assert np.array_equal(union_exact_duplicates(first).roots(), first)

@@ -1,4 +1,4 @@
-"""Ingest: every format, every bad input, and provenance that leads back to the very bytes."""
+"""Ingest: every format, bad input, and provenance that locates the original bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rows = list[dict[str, Any]]
 
 
 def run(out: Path, *sources: Path | str, **options: Any) -> tuple[Rows, Rows, dict[str, Any]]:
-    """Documents, quarantine, summary."""
+    """Ingest `sources`; return documents, quarantine and summary."""
     out.mkdir(exist_ok=True)
     config = IngestConfig(sources=[str(s) for s in sources], **options)
     summary = ingest(config, out, Progress.silent())
@@ -56,12 +56,12 @@ def lines(*records: object) -> bytes:
     return b"".join(json.dumps(r).encode() + b"\n" for r in records)
 
 
-def test_folder_of_text(data: Path, out: Path) -> None:
+def test_ingest_text_folder(data: Path, out: Path) -> None:
     (data / "b.md").write_text("# Grüße\r\nzweite Zeile")
     (data / "sub").mkdir()
     (data / "sub/a.py").write_text("# SPDX-License-Identifier: MIT\nx = 1\n")
     (data / ".git").mkdir()
-    (data / ".git/config").write_text("machinery")
+    (data / ".git/config").write_text("ignored")
     rows, quarantine, summary = run(out, data, licences={str(data): "CC0-1.0"})
     assert [(r["path"], r["licence"], r["language"]) for r in rows] == [
         ("b.md", "CC0-1.0", "markdown"),
@@ -73,7 +73,7 @@ def test_folder_of_text(data: Path, out: Path) -> None:
     assert summary["licences"]["MIT"]["documents"] == 1
 
 
-def test_single_file_and_globs(data: Path, out: Path) -> None:
+def test_ingest_file_and_globs(data: Path, out: Path) -> None:
     for name in ("a.txt", "b.txt", "c.md"):
         (data / name).write_text(f"text of {name}")
     (data / "deep").mkdir()
@@ -86,14 +86,14 @@ def test_single_file_and_globs(data: Path, out: Path) -> None:
     assert summary["excluded_files"] == 2
 
 
-def test_byte_order_mark_is_not_text(data: Path, out: Path) -> None:
+def test_ingest_strips_byte_order_mark(data: Path, out: Path) -> None:
     (data / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
     ((row,), _, _) = run(out, data)
     assert (row["text"], row["offset"], row["length"]) == ("hello", 3, 5)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_json_lines_offsets_lead_back(data: Path, out: Path, suffix: str) -> None:
+def test_jsonl_offsets_locate_records(data: Path, out: Path, suffix: str) -> None:
     raw = lines({"text": "first"}, {"text": "zwölf", "license": "MIT"}) + b"\n" + lines({"text": "third"})
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
     (data / f"a.jsonl{suffix}").write_bytes(pack(raw))
@@ -105,14 +105,14 @@ def test_json_lines_offsets_lead_back(data: Path, out: Path, suffix: str) -> Non
         assert json.loads(raw[row["offset"] : row["offset"] + row["length"]])["text"] == row["text"]
 
 
-def test_several_compressed_members(data: Path, out: Path) -> None:
+def test_jsonl_concatenated_streams(data: Path, out: Path) -> None:
     one, two = lines({"text": "one"}), lines({"text": "two"})
     (data / "a.jsonl.gz").write_bytes(gzip.compress(one) + gzip.compress(two))
     (data / "b.jsonl.zst").write_bytes(zstandard.compress(one) + zstandard.compress(two))
     assert [r["text"] for r in run(out, data)[0]] == ["one", "two"] * 2
 
 
-def test_bad_json_records(data: Path, out: Path) -> None:
+def test_jsonl_quarantines_bad_records(data: Path, out: Path) -> None:
     good = lines({"text": "good"})
     bad = {
         b"{not json\n": "bad_json",
@@ -135,7 +135,7 @@ def test_bad_json_records(data: Path, out: Path) -> None:
         assert raw[found["offset"] : found["offset"] + found["length"]] == record.rstrip(b"\n")
 
 
-def test_parquet(data: Path, out: Path) -> None:
+def test_parquet_rows_and_missing_column(data: Path, out: Path) -> None:
     table = pa.table({"n": [1, 2, 3], "body": ["first", None, "third"], "license": ["MIT", None, None]})
     pq.write_table(table, data / "a.parquet")
     rows, quarantine, _ = run(out, data, text_field="body")
@@ -145,7 +145,7 @@ def test_parquet(data: Path, out: Path) -> None:
         run(out, data)
 
 
-def test_invalid_utf8_names_the_byte(data: Path, out: Path) -> None:
+def test_invalid_utf8_detail_names_byte(data: Path, out: Path) -> None:
     (data / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
     (data / "good.py").write_text("x = 1\n")
     rows, (bad,), _ = run(out, data)
@@ -156,7 +156,7 @@ def test_invalid_utf8_names_the_byte(data: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 4, 5000])
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_truncated_stream_keeps_whole_records(data: Path, out: Path, suffix: str, cut: int) -> None:
+def test_truncated_stream_keeps_complete_records(data: Path, out: Path, suffix: str, cut: int) -> None:
     raw = lines(*({"text": os.urandom(2000).hex()} for _ in range(100)))
     packed = gzip.compress(raw) if suffix == ".gz" else zstandard.compress(raw)
     (data / f"a.jsonl{suffix}").write_bytes(packed[:-cut])
@@ -169,7 +169,7 @@ def test_truncated_stream_keeps_whole_records(data: Path, out: Path, suffix: str
     assert bad["offset"] == sum(len(line) + 1 for line in raw.splitlines()[: len(rows) - 1])
 
 
-def test_text_that_is_not_what_its_suffix_says(data: Path, out: Path) -> None:
+def test_wrong_suffix_is_damaged(data: Path, out: Path) -> None:
     (data / "a.txt.gz").write_bytes(b"no gzip at all")
     (data / "b.jsonl.zst").write_bytes(b"nor zstandard")
     (data / "c.txt").write_text("text")
@@ -179,7 +179,7 @@ def test_text_that_is_not_what_its_suffix_says(data: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
-def test_truncated_parquet(data: Path, out: Path, keep: float) -> None:
+def test_truncated_parquet_is_damaged(data: Path, out: Path, keep: float) -> None:
     pq.write_table(pa.table({"text": [os.urandom(100).hex() for _ in range(500)]}), data / "a.parquet")
     whole = (data / "a.parquet").read_bytes()
     (data / "a.parquet").write_bytes(whole[: int(len(whole) * keep)])
@@ -189,7 +189,7 @@ def test_truncated_parquet(data: Path, out: Path, keep: float) -> None:
     assert (bad["path"], bad["reason"]) == ("a.parquet", "damaged")
 
 
-def test_parquet_with_a_damaged_page(data: Path, out: Path) -> None:
+def test_parquet_damaged_page_keeps_earlier_rows(data: Path, out: Path) -> None:
     texts = [os.urandom(500).hex() for _ in range(2000)]
     pq.write_table(pa.table({"text": texts}), data / "a.parquet", compression="zstd", row_group_size=200)
     raw = bytearray((data / "a.parquet").read_bytes())
@@ -200,23 +200,37 @@ def test_parquet_with_a_damaged_page(data: Path, out: Path) -> None:
     assert [r["text"] for r in rows] == texts[: len(rows)]
 
 
-def test_empty_folder(data: Path, out: Path) -> None:
-    with pytest.raises(DataError, match="the folder is empty"):
-        run(out, data)
-    (data / "x.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match="all 1 files in it are excluded"):
-        run(out, data, include=["*.txt"])
-
-
-def test_folder_of_binaries(data: Path, out: Path) -> None:
+def make_bad_sources(data: Path) -> None:
+    """Folders that `ingest` rejects as a whole, below `data`."""
+    for name in ("empty", "filtered", "binary", "novels"):
+        (data / name).mkdir()
+    (data / "filtered/x.bin").write_bytes(b"\0")
     for i in range(5):
-        (data / f"{i}.bin").write_bytes(b"\x7fELF\0" + os.urandom(10_000))
-    (data / "late.bin").write_bytes(b"x" * 20_000 + b"\0")
-    with pytest.raises(DataError, match=r"none of the 6 files .* binary 6"):
-        run(out, data)
+        (data / f"binary/{i}.bin").write_bytes(b"\x7fELF\0" + os.urandom(10_000))
+    (data / "binary/late.bin").write_bytes(b"x" * 20_000 + b"\0")
 
 
-def test_pipe_and_broken_link_are_not_opened(data: Path, out: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("{data}/empty", {}, "the folder is empty"),
+        ("{data}/filtered", {"include": ["*.txt"]}, "all 1 files in it are excluded"),
+        ("{data}/binary", {}, r"none of the 6 files .* binary 6"),
+        ("pyhton-stdlib", {}, r"did you mean 'python-stdlib'\?"),
+        ("{data}/novel", {}, r"similar: .*novels"),
+        ("s3://bucket/texts", {}, "local files"),
+        ("{data}/novels", {"licences": {"elsewhere": "MIT"}}, "not among the sources"),
+    ],
+)
+def test_ingest_rejects_source(
+    data: Path, out: Path, source: str, options: dict[str, Any], message: str
+) -> None:
+    make_bad_sources(data)
+    with pytest.raises((DataError, ConfigError), match=message):
+        run(out, source.format(data=data), **options)
+
+
+def test_pipe_and_broken_link_are_quarantined(data: Path, out: Path) -> None:
     os.mkfifo(data / "pipe.txt")
     (data / "link.txt").symlink_to("nowhere")
     (data / "good.txt").write_text("good")
@@ -225,23 +239,10 @@ def test_pipe_and_broken_link_are_not_opened(data: Path, out: Path) -> None:
     assert [q["reason"] for q in quarantine] == ["not_a_file", "not_a_file"]
 
 
-def test_file_name_that_is_not_utf8(data: Path, out: Path) -> None:
+def test_non_utf8_file_name_is_escaped(data: Path, out: Path) -> None:
     Path(os.fsdecode(os.fsencode(data) + b"/caf\xe9.txt")).write_text("text")
     assert [r["path"] for r in run(out, data)[0]] == ["caf\\xe9.txt"]
     assert fingerprint(IngestConfig(sources=[str(data)]))
-
-
-def test_unknown_source_names_the_near_misses(data: Path, out: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        run(out, "pyhton-stdlib")
-    assert "did you mean 'python-stdlib'?" in str(caught.value)
-    (data / "novels").mkdir()
-    with pytest.raises(DataError, match=r"similar: .*novels"):
-        run(out, data / "novel")
-    with pytest.raises(DataError, match="local files"):
-        run(out, "s3://bucket/texts")
-    with pytest.raises(ConfigError, match="not among the sources"):
-        run(out, data, licences={"elsewhere": "MIT"})
 
 
 PEAK = """
@@ -250,7 +251,7 @@ from pathlib import Path
 from whorl.corpus import IngestConfig, ingest, fingerprint
 from whorl.tracking.progress import Progress
 out, *sources = sys.argv[1:]
-def peak():  # not ru_maxrss: that of a process started from a large one begins with the large one's
+def peak():  # not ru_maxrss: a child starts with that of its parent
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 before = peak()
@@ -261,8 +262,8 @@ print((peak() - before) * 1024)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_two_gigabytes_without_a_newline_in_bounded_memory(data: Path, out: Path) -> None:
-    """Sparse, so it takes no disk; as text it is refused by size, as JSONL it is one line, as .zst a bomb."""
+def test_huge_line_and_bomb_need_bounded_memory(data: Path, out: Path) -> None:
+    """A sparse 2 GB file as text and as one JSONL line, and a zstd bomb: all are quarantined by size."""
     for name in ("huge.txt", "huge.jsonl"):
         with (data / name).open("wb") as stream:
             stream.truncate(2_000_000_000)
@@ -283,7 +284,7 @@ def test_two_gigabytes_without_a_newline_in_bounded_memory(data: Path, out: Path
     assert int(done.stdout) < 250_000_000
 
 
-def test_row_groups_are_bounded(data: Path, out: Path) -> None:
+def test_row_groups_are_bounded_in_bytes(data: Path, out: Path) -> None:
     for i in range(12):
         (data / f"{i:02d}.txt").write_text(f"{i} " * 500_000)
     run(out, data)
@@ -293,7 +294,7 @@ def test_row_groups_are_bounded(data: Path, out: Path) -> None:
     assert max(sizes) < 6_000_000
 
 
-def test_same_bytes_same_artifact(data: Path, tmp_path: Path) -> None:
+def test_ingest_is_deterministic(data: Path, tmp_path: Path) -> None:
     for i in range(20):
         (data / f"{i}.txt").write_text(f"text {i}")
     first, second = tmp_path / "1", tmp_path / "2"
@@ -303,7 +304,7 @@ def test_same_bytes_same_artifact(data: Path, tmp_path: Path) -> None:
     assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_fingerprint_follows_the_bytes(data: Path, out: Path) -> None:
+def test_fingerprint_depends_on_bytes_and_names(data: Path, out: Path) -> None:
     config = IngestConfig(sources=[str(data)])
     (data / "a.txt").write_text("one")
     before = fingerprint(config)
@@ -324,8 +325,8 @@ def test_fingerprint_follows_the_bytes(data: Path, out: Path) -> None:
 @given(
     st.lists(st.one_of(st.text(max_size=40), st.binary(max_size=40), st.integers()), min_size=1, max_size=8)
 )
-def test_any_json_lines_file_is_accounted_for(values: list[Any]) -> None:
-    """Whatever a line holds, it becomes one document or one rejection, and reading goes on after it."""
+def test_jsonl_accounts_for_every_line(values: list[Any]) -> None:
+    """Each line becomes one document or one rejection, and later lines are still read."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -357,5 +358,5 @@ def test_any_json_lines_file_is_accounted_for(values: list[Any]) -> None:
         ("c.py", "?.py", True),
     ],
 )
-def test_globs(path: str, pattern: str, expected: bool) -> None:
+def test_matches_glob(path: str, pattern: str, expected: bool) -> None:
     assert matches(path, [pattern]) is expected

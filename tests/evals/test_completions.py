@@ -1,4 +1,4 @@
-"""Completions: where a function is cut, where a completion ends, and what counts as Python."""
+"""Parse rate: the cut after a header, the end of a completion, and valid Python."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _by_name(**sizes: int) -> dict[str, FunctionPrompt]:
     return {p.name: p for p in chosen}
 
 
-def test_the_cut_is_after_the_header() -> None:
+def test_prompt_ends_after_header() -> None:
     found = _by_name()
     assert set(found) == {"plain", "method", "last"}
     assert found["plain"].header == b'def plain(a, b=":"):\n'
@@ -73,7 +73,7 @@ def test_the_cut_is_after_the_header() -> None:
         assert prompt.prefix.endswith(prompt.header)
 
 
-def test_real_code_all_parses() -> None:
+def test_reference_code_parses() -> None:
     rate = reference_parse_rate(list(_by_name().values()))
     assert (rate.parsed, rate.unfinished, rate.rate) == (3, 0, 1.0)
     for prompt, body in rate.examples:
@@ -81,7 +81,7 @@ def test_real_code_all_parses() -> None:
 
 
 @pytest.mark.parametrize("limit", [5, 20])
-def test_a_limit_inside_the_body_leaves_it_unfinished(limit: int) -> None:
+def test_limit_inside_body_is_unfinished(limit: int) -> None:
     rate = reference_parse_rate(list(_by_name().values()), limit=limit)
     assert (rate.parsed, rate.unfinished) == (0, 3)
 
@@ -90,9 +90,9 @@ def test_a_limit_inside_the_body_leaves_it_unfinished(limit: int) -> None:
     ("completion", "body"),
     [
         (b"    return 1\nx = 2\n", b"    return 1\n"),
-        (b"    return 1\nx", b"    return 1\n"),  # the cut line is already outside
-        (b"    return 1\n", None),  # no end in sight
-        (b"    return 1" + END_OF_DOCUMENT, b"    return 1\n"),  # the model closed the file itself
+        (b"    return 1\nx", b"    return 1\n"),  # the cut line is outside
+        (b"    return 1\n", None),  # does not end
+        (b"    return 1" + END_OF_DOCUMENT, b"    return 1\n"),  # the model ended the file
         (b"    x = [\n0,\n]\n    return x\ny = 1\n", b"    x = [\n0,\n]\n    return x\n"),
         (b'    """a\nb\n    """\ny = 1\n', b'    """a\nb\n    """\n'),
         (b"    return (1\ny = 1\n", None),
@@ -104,18 +104,18 @@ def test_a_limit_inside_the_body_leaves_it_unfinished(limit: int) -> None:
         (b"    x = " + b"(" * 5_000 + b"\ny = 1\n", None),
     ],
 )
-def test_trim(completion: bytes, body: bytes | None) -> None:
+def test_trim_to_function(completion: bytes, body: bytes | None) -> None:
     assert trim_to_function(b"def f():\n", completion) == body
 
 
-def test_trim_of_a_method_ends_at_the_next_method() -> None:
+def test_trim_of_method_ends_at_next_method() -> None:
     assert (
         trim_to_function(b"    def f(self):\n", b"        return 1\n\n    def g") == b"        return 1\n\n"
     )
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"def f():\n", b"\tdef f():\n"]))
-def test_what_trim_accepts_is_python_and_a_prefix(completion: bytes, header: bytes) -> None:
+def test_trimmed_function_is_python_and_prefix(completion: bytes, header: bytes) -> None:
     body = trim_to_function(header, completion)
     if body is not None:
         assert completion.startswith(body)
@@ -123,23 +123,23 @@ def test_what_trim_accepts_is_python_and_a_prefix(completion: bytes, header: byt
         assert isinstance(function, ast.FunctionDef)
 
 
-def test_rate_counts_each_outcome() -> None:
+def test_parse_rate_counts_each_result() -> None:
     completions = [
         b"    return 1\nx\n",
         b"    return (\nx\n",
         b"    still going",
         b"        return 1\n    y\n",
     ]
-    asked = [FunctionPrompt(b"", b"def f():\n", b"", b"", "d", "f")] * 3 + [
+    prompts = [FunctionPrompt(b"", b"def f():\n", b"", b"", "d", "f")] * 3 + [
         FunctionPrompt(b"", b"    def f():\n", b"", b"", "d", "f")
     ]
-    rate = parse_rate(asked, lambda _: completions)
+    rate = parse_rate(prompts, lambda _: completions)
     assert (rate.n, rate.parsed, rate.unfinished, rate.median_bytes) == (4, 2, 1, 15.0)
     with pytest.raises(ValueError, match="4 prompts, but 1 completions"):
-        parse_rate(asked, lambda _: [b""])
+        parse_rate(prompts, lambda _: [b""])
 
 
-def test_prompts_are_a_function_of_documents_and_seed() -> None:
+def test_prompts_depend_on_documents_and_seed() -> None:
     documents = [(str(i), inspect.getsource(json.decoder).encode()) for i in range(5)]
     first, again, other = (sample_function_prompts(documents, 6, seed) for seed in (1, 1, 2))
     assert first == again != other
@@ -147,6 +147,6 @@ def test_prompts_are_a_function_of_documents_and_seed() -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"x = 1\n", b"def broken(:\n", b"\xff\xfe", b"def f(): return 1\n"])
-def test_a_corpus_without_functions_is_refused(text: bytes) -> None:
+def test_prompts_reject_corpus_without_functions(text: bytes) -> None:
     with pytest.raises(DataError, match="no held-out document has a Python function"):
         sample_function_prompts([("d", text)], 3, 0)

@@ -1,4 +1,4 @@
-"""Compressors: exact sizes, what priming may and may not do, and refusal of nothing."""
+"""Compressors: exact sizes, the order of the settings, and empty input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whorl.evals.compressors import CompressionResult, measure_compressors, ppmd
 
 
 def _code(seed: int, lines: int) -> bytes:
-    """Source-like text whose names are shared by all seeds: a training split helps."""
+    """Source-like text. All seeds share its names, so a training split helps."""
     names = [f"name_{random.Random(i).getrandbits(40):x}" for i in range(60)]
     rng = random.Random(seed)
     return "".join(
@@ -33,7 +33,7 @@ def results() -> dict[str, CompressionResult]:
     return {result.name: result for result in measured}
 
 
-def test_sizes_are_those_of_the_libraries(results: dict[str, CompressionResult]) -> None:
+def test_sizes_match_libraries(results: dict[str, CompressionResult]) -> None:
     stream = b"".join(HELD_OUT)
     extreme = 9 | lzma.PRESET_EXTREME
     assert results["gzip -9, one stream"].compressed_bytes == len(gzip.compress(stream, 9))
@@ -49,7 +49,7 @@ def test_sizes_are_those_of_the_libraries(results: dict[str, CompressionResult])
     assert one.bits_per_byte == pytest.approx(8 * one.compressed_bytes / len(stream))
 
 
-def test_knowing_more_never_costs_more(results: dict[str, CompressionResult]) -> None:
+def test_more_context_gives_smaller_sizes(results: dict[str, CompressionResult]) -> None:
     for method in ("xz -9e", "PPMd order 10"):
         primed, stream, alone = (
             results[f"{method}, {setting}"].compressed_bytes
@@ -61,26 +61,26 @@ def test_knowing_more_never_costs_more(results: dict[str, CompressionResult]) ->
     )
 
 
-def test_ppmd_primed_is_the_difference_of_two_streams() -> None:
+def test_ppmd_primed_size_is_difference() -> None:
     stream, primer = b"".join(HELD_OUT), b"".join(TRAIN)
-    # The coder holds back a few bytes at the border between the two, no more.
+    # The coder buffers a few bytes between the two streams.
     assert abs(ppmd_size(stream, primer) - (ppmd_size(primer + stream) - ppmd_size(primer))) <= 8
 
 
-def test_random_bytes_cannot_be_squeezed() -> None:
+def test_random_bytes_do_not_compress() -> None:
     noise = random.Random(0).randbytes(20_000)
     assert all(result.bits_per_byte > 7.99 for result in measure_compressors([noise]))
 
 
-def test_without_a_training_split_only_unprimed_settings() -> None:
+def test_no_training_split_skips_primed_settings() -> None:
     assert {r.setting for r in measure_compressors(HELD_OUT)} == {"one stream", "file by file"}
 
 
-def test_a_tiny_training_split_still_gives_a_dictionary() -> None:
+def test_tiny_training_split_gives_dictionary() -> None:
     assert "zstd -19, dictionary" in {r.name for r in measure_compressors([b"x = 1\n"], [b"y = 2\n"])}
 
 
 @pytest.mark.parametrize("held_out", [[], [b""], [b"", b""]])
-def test_an_empty_split_is_refused(held_out: list[bytes]) -> None:
+def test_compressors_reject_empty_split(held_out: list[bytes]) -> None:
     with pytest.raises(DataError, match="held-out split is empty"):
         measure_compressors(held_out, TRAIN)

@@ -1,4 +1,4 @@
-"""The n-gram model: a distribution, the textbook's numbers, and what counting can learn."""
+"""The n-gram model: normalization, agreement with the formulas, and learning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _array(tokens: list[int]) -> np.ndarray:
 
 
 def _reference(documents: list[list[int]], order: int, text: list[int]) -> list[float]:
-    """log2 p of each token by the formulas as printed, over dictionaries of tuples."""
+    """log2 p of each token by the published formulas, over dictionaries of tuples."""
     pad = [BOS] * (order - 1)
     counts: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(order + 1)]
     for document in documents:
@@ -66,9 +66,7 @@ documents_of = st.lists(st.lists(st.integers(1, VOCAB - 1), max_size=12), min_si
 
 @settings(max_examples=60, deadline=None)
 @given(documents_of, st.integers(1, 4), st.lists(st.integers(0, VOCAB - 1), max_size=10))
-def test_agrees_with_the_formulas_over_dictionaries(
-    documents: list[list[int]], order: int, text: list[int]
-) -> None:
+def test_ngram_matches_reference_formulas(documents: list[list[int]], order: int, text: list[int]) -> None:
     if not any(documents):
         documents = [[EOS]]
     model = NGram([_array(d) for d in documents], VOCAB, order, BOS)
@@ -77,16 +75,18 @@ def test_agrees_with_the_formulas_over_dictionaries(
 
 @settings(max_examples=30, deadline=None)
 @given(documents_of, st.integers(1, 4), st.lists(st.integers(0, VOCAB - 1), max_size=6))
-def test_sums_to_one_after_any_context(documents: list[list[int]], order: int, context: list[int]) -> None:
+def test_ngram_sums_to_one_after_any_context(
+    documents: list[list[int]], order: int, context: list[int]
+) -> None:
     model = NGram([_array(d) for d in [*documents, [EOS]]], VOCAB, order, BOS)
     last = [model.log2_prob(_array([*context, token]))[-1] for token in range(VOCAB)]
     assert sum(2.0**p for p in last) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_learns_a_pattern_and_longer_orders_learn_more() -> None:
+def test_ngram_learns_pattern_better_with_order() -> None:
     rng = np.random.default_rng(0)
 
-    def document() -> np.ndarray:  # the next token is the sum of the two before it, nine times in ten
+    def document() -> np.ndarray:  # with probability 0.9 the next token is the sum of the last two
         tokens = [2, 3]
         for _ in range(200):
             tokens.append(
@@ -97,22 +97,22 @@ def test_learns_a_pattern_and_longer_orders_learn_more() -> None:
     train, held_out = [document() for _ in range(20)], [document() for _ in range(4)]
     bits = [NGram(train, VOCAB, order, BOS).bits(held_out) / sum(map(len, held_out)) for order in (1, 2, 3)]
     assert bits[0] > 2.2 and bits[1] > 2.0
-    assert bits[2] < 1.0  # the source's own entropy is about 0.7
+    assert bits[2] < 1.0  # the source's entropy is about 0.7
 
 
-def test_documents_do_not_see_each_other() -> None:
-    # "3" ends every document and "4" begins the next: as one stream 4 would be certain after 3.
+def test_ngram_documents_are_independent() -> None:
+    # "3" ends every document and "4" begins the next: in one stream 4 would always follow 3.
     model = NGram([_array([4, 5, 3])] * 50, VOCAB, 3, BOS)
     assert model.log2_prob(_array([3, 4]))[1] < math.log2(0.5)
     assert model.log2_prob(_array([4, 5]))[0] > math.log2(0.9)
     assert model.bits([_array([4, 5, 3])] * 2) == pytest.approx(2 * model.bits([_array([4, 5, 3])]))
 
 
-def test_an_empty_document_costs_nothing() -> None:
+def test_ngram_empty_document_has_zero_bits() -> None:
     assert NGram([_array([2, 3])], VOCAB, 3, BOS).bits([_array([])]) == 0
 
 
 @pytest.mark.parametrize("documents", [[], [_array([])]])
-def test_an_empty_training_split_is_refused(documents: list[np.ndarray]) -> None:
+def test_ngram_rejects_empty_training_split(documents: list[np.ndarray]) -> None:
     with pytest.raises(DataError, match="no token"):
         NGram(documents, VOCAB, 3, BOS)

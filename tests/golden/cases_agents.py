@@ -1,4 +1,4 @@
-"""Golden cases of the agents: 20 records of CartPole for each algorithm, by our own environment."""
+"""Golden cases of the agents: 20 rollouts of the built-in CartPole for each algorithm."""
 
 from __future__ import annotations
 

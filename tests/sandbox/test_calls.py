@@ -1,4 +1,4 @@
-"""The filter, run by a small interpreter of its own beside the kernel: what it allows, for both architectures."""
+"""The seccomp filter, run by a BPF interpreter in Python: the calls it allows, for both architectures."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.sandbox import seccomp as calls
+from whorl.sandbox import seccomp
 
 PID = 4242
-REFUSED = calls.RET_ERRNO | errno.EPERM
+DENIED = seccomp.RET_ERRNO | errno.EPERM
 
 
-def answer(
+def run_filter(
     machine: str, number: int, *arguments: int, threads: bool = False, architecture: int | None = None
 ) -> int:
-    """What the filter says: classic BPF, the few instructions that we use."""
-    arch = calls.ARCHITECTURES[machine] if architecture is None else architecture
+    """Return the filter's result: an interpreter for the classic BPF instructions that it uses."""
+    arch = seccomp.ARCHITECTURES[machine] if architecture is None else architecture
     padded = [*arguments, 0, 0, 0, 0, 0, 0][:6]
     data = struct.pack("<IIQ6Q", number & 0xFFFFFFFF, arch, 0, *[a & (2**64 - 1) for a in padded])
-    code = list(struct.iter_unpack("<HBBI", calls.seccomp_filter(machine, PID, threads)))
-    at, accumulator = 0, 0
+    code = list(struct.iter_unpack("<HBBI", seccomp.seccomp_filter(machine, PID, threads)))
+    pc, accumulator = 0, 0
     while True:
-        operation, if_true, if_false, k = code[at]
-        at += 1
+        operation, if_true, if_false, k = code[pc]
+        pc += 1
         if operation == 0x20:  # BPF_LD | BPF_W | BPF_ABS
             (accumulator,) = struct.unpack_from("<I", data, k)
         elif operation == 0x54:  # BPF_ALU | BPF_AND | BPF_K
             accumulator &= k
         elif operation == 0x15:  # BPF_JMP | BPF_JEQ | BPF_K
-            at += if_true if accumulator == k else if_false
+            pc += if_true if accumulator == k else if_false
         elif operation == 0x45:  # BPF_JMP | BPF_JSET | BPF_K
-            at += if_true if accumulator & k else if_false
+            pc += if_true if accumulator & k else if_false
         else:
             assert operation == 0x06  # BPF_RET | BPF_K
             return int(k)
@@ -45,21 +45,21 @@ MACHINES = pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarc
 
 @MACHINES
 @given(number=st.integers(0, 600), arguments=st.lists(st.integers(0, 2**64 - 1), max_size=6))
-def test_what_is_not_in_the_list_is_refused(
-    machine: str, column: int, number: int, arguments: list[int]
-) -> None:
-    said = answer(machine, number, *arguments)
-    special = (calls.KILL, calls.TGKILL, calls.PRLIMIT, calls.CLONE, calls.CLONE3, calls.MMAP, calls.MPROTECT,
-               calls.OPEN, calls.OPENAT, calls.FCNTL, calls.IOCTL)  # fmt: skip
-    if number in {pair[column] for pair in calls.ALLOWED_SYSCALLS.values()}:
-        assert said == calls.RET_ALLOW
+def test_filter_denies_unlisted_calls(machine: str, column: int, number: int, arguments: list[int]) -> None:
+    result = run_filter(machine, number, *arguments)
+    special = (seccomp.KILL, seccomp.TGKILL, seccomp.PRLIMIT, seccomp.CLONE, seccomp.CLONE3, seccomp.MMAP, seccomp.MPROTECT,
+               seccomp.OPEN, seccomp.OPENAT, seccomp.FCNTL, seccomp.IOCTL)  # fmt: skip
+    if number in {pair[column] for pair in seccomp.ALLOWED_SYSCALLS.values()}:
+        assert result == seccomp.RET_ALLOW
     elif number not in {pair[column] for pair in special}:
-        assert said == REFUSED
+        assert result == DENIED
 
 
 @MACHINES
-def test_calls_that_lead_out_are_refused(machine: str, column: int) -> None:
-    forbidden = {  # socket connect bind ptrace execve execveat mount unshare setns bpf process_vm_readv io_uring_setup prctl
+def test_filter_denies_escape_calls(machine: str, column: int) -> None:
+    # socket connect bind ptrace execve execveat mount unshare setns bpf process_vm_readv io_uring_setup prctl fork vfork
+    # chmod chown link symlink truncate memfd_create pidfd_open pidfd_send_signal
+    forbidden = {
         0: [
             41,
             42,
@@ -86,50 +86,43 @@ def test_calls_that_lead_out_are_refused(machine: str, column: int) -> None:
             424,
         ],
         1: [198, 203, 200, 117, 221, 281, 40, 97, 268, 280, 270, 425, 167, 53, 54, 37, 36, 45, 279, 434, 424],
-    }  # .. fork vfork chmod chown link symlink truncate memfd_create pidfd_open pidfd_send_signal
+    }
     for number in forbidden[column]:
-        assert answer(machine, number) == REFUSED, number
+        assert run_filter(machine, number) == DENIED, number
 
 
 @MACHINES
-def test_arguments_are_looked_at(machine: str, column: int) -> None:
-    def said(pair: tuple[int | None, int | None], *arguments: int, threads: bool = False) -> bool:
+def test_filter_checks_arguments(machine: str, column: int) -> None:
+    def allowed(pair: tuple[int | None, int | None], *arguments: int, threads: bool = False) -> bool:
         number = pair[column]
         assert number is not None
-        return answer(machine, number, *arguments, threads=threads) == calls.RET_ALLOW
+        return run_filter(machine, number, *arguments, threads=threads) == seccomp.RET_ALLOW
 
-    for kill in (calls.KILL, calls.TGKILL):
-        assert said(kill, PID, 9) and not any(said(kill, p, 9) for p in (0, 1, -1, -PID, PID + 1))
-    assert said(calls.PRLIMIT, 0) and said(calls.PRLIMIT, PID) and not said(calls.PRLIMIT, 1)
-    assert (
-        said(calls.MMAP, 0, 4096, 3)
-        and not said(calls.MMAP, 0, 4096, 7)
-        and not said(calls.MPROTECT, 0, 4096, 5)
-    )
-    assert (
-        said(calls.OPENAT, 0, 0, 0) and said(calls.OPENAT, 0, 0, 0o1101) and said(calls.OPENAT, 0, 0, 0o1002)
-    )
-    assert not said(calls.OPENAT, 0, 0, 0o1000) and not said(calls.OPENAT, 0, 0, 0o2001000)
-    assert said(calls.FCNTL, 3, 1) and said(calls.FCNTL, 3, 4, 0o4000) and said(calls.FCNTL, 3, 1030)
-    assert (
-        not said(calls.FCNTL, 3, 8, 1)
-        and not said(calls.FCNTL, 3, 10, 9)
-        and not said(calls.FCNTL, 3, 4, 0o20000)
-    )
-    assert said(calls.IOCTL, 1, 0x5401) and not said(calls.IOCTL, 1, 0x5412)  # TIOCSTI writes into a terminal
-    assert said(calls.CLONE, 0x3D0F00, threads=True) and not said(calls.CLONE, 0x3D0F00)
-    assert not said(calls.CLONE, 17, threads=True) and not said(
-        calls.CLONE, 0x3D0F00 | 0x10000000, threads=True
-    )
-    assert answer(machine, calls.CLONE3[column]) == calls.RET_ERRNO | errno.ENOSYS
+    for kill in (seccomp.KILL, seccomp.TGKILL):
+        assert allowed(kill, PID, 9) and not any(allowed(kill, p, 9) for p in (0, 1, -1, -PID, PID + 1))
+    assert [allowed(seccomp.PRLIMIT, pid) for pid in (0, PID, 1)] == [True, True, False]
+    assert [allowed(seccomp.MMAP, 0, 4096, protection) for protection in (3, 7)] == [True, False]
+    assert not allowed(seccomp.MPROTECT, 0, 4096, 5)
+    flags = {0: True, 0o1101: True, 0o1002: True, 0o1000: False, 0o2001000: False}  # O_TRUNC is 0o1000
+    assert {flag: allowed(seccomp.OPENAT, 0, 0, flag) for flag in flags} == flags
+    for arguments in ((3, 1), (3, 4, 0o4000), (3, 1030)):
+        assert allowed(seccomp.FCNTL, *arguments)
+    for arguments in ((3, 8, 1), (3, 10, 9), (3, 4, 0o20000)):  # F_SETOWN, F_SETSIG, O_ASYNC
+        assert not allowed(seccomp.FCNTL, *arguments)
+    assert allowed(seccomp.IOCTL, 1, 0x5401) and not allowed(
+        seccomp.IOCTL, 1, 0x5412
+    )  # TIOCSTI writes into a terminal
+    assert allowed(seccomp.CLONE, 0x3D0F00, threads=True) and not allowed(seccomp.CLONE, 0x3D0F00)
+    assert not any(allowed(seccomp.CLONE, flags, threads=True) for flags in (17, 0x3D0F00 | 0x10000000))
+    assert run_filter(machine, seccomp.CLONE3[column]) == seccomp.RET_ERRNO | errno.ENOSYS
 
 
 @MACHINES
-def test_another_convention_ends_the_process(machine: str, column: int) -> None:
-    assert answer(machine, 0, architecture=0x40000003) == calls.RET_KILL_PROCESS  # 32 bits
-    assert answer(machine, 0x40000000 | 59) == calls.RET_KILL_PROCESS  # x32
+def test_filter_kills_on_other_calling_convention(machine: str, column: int) -> None:
+    assert run_filter(machine, 0, architecture=0x40000003) == seccomp.RET_KILL_PROCESS  # 32 bits
+    assert run_filter(machine, 0x40000000 | 59) == seccomp.RET_KILL_PROCESS  # x32
 
 
-def test_another_machine_has_no_filter() -> None:
+def test_filter_rejects_unknown_machine() -> None:
     with pytest.raises((KeyError, ValueError)):
-        calls.seccomp_filter("riscv64", PID, False)
+        seccomp.seccomp_filter("riscv64", PID, False)

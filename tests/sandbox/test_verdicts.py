@@ -1,4 +1,4 @@
-"""What passes and what does not; programs that would pass without being right."""
+"""Verdicts of right and wrong programs, and of programs that cheat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from whorl.sandbox import ExampleOutput, Program, ResourceLimits, Sandbox
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement needs Linux")
 
 ASSERTS = "assert add(1, 2) == 3"
 FUNCTION = "def test_sum():\n    assert add(1, 2) == 3\n    assert len([add(1, 1)]) == 1"
@@ -24,6 +24,7 @@ class Sums(unittest.TestCase):
 """
 RIGHT = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return a - b\n"
+FORGED = '{"reason": "passed", "example_outputs": []}'
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.mark.parametrize("tests", [ASSERTS, FUNCTION, CASE])
-def test_right_passes_and_wrong_fails(sandbox: Sandbox, tests: str) -> None:
+def test_right_program_passes_and_wrong_fails(sandbox: Sandbox, tests: str) -> None:
     assert sandbox.run(Program(RIGHT, tests)).reason == "passed"
     wrong = sandbox.run(Program(WRONG, tests))
     assert not wrong.ok and wrong.kind == "failed"
@@ -41,138 +42,136 @@ def test_right_passes_and_wrong_fails(sandbox: Sandbox, tests: str) -> None:
 
 
 CHEATS = {
-    "leaves with success": "import os; os._exit(0)",
-    "leaves with success, later": WRONG.replace("return a - b", "import os; os._exit(0)"),
-    "exits": "import sys; sys.exit(0)",
-    "exits later": WRONG.replace("return a - b", "raise SystemExit(0)"),
-    "kills itself": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-    "asserts nothing": WRONG + "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None",
-    "asserts nothing, later": WRONG.replace(
+    "os._exit": "import os; os._exit(0)",
+    "os._exit in function": WRONG.replace("return a - b", "import os; os._exit(0)"),
+    "sys.exit": "import sys; sys.exit(0)",
+    "SystemExit in function": WRONG.replace("return a - b", "raise SystemExit(0)"),
+    "kill self": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "patch assertEqual": WRONG + "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None",
+    "patch assertEqual in function": WRONG.replace(
         "return", "import unittest; unittest.TestCase.assertEqual = print; return"
     ),
-    "changes the code": WRONG
+    "patch __code__": WRONG
     + "import unittest\ndef f(self, first, second, msg=None): pass\nunittest.TestCase.assertEqual.__code__ = f.__code__",
-    "fails quietly": WRONG
+    "patch failureException": WRONG
     + "import unittest\nunittest.TestCase.failureException = type('E', (Exception,), {})",
-    "runs nothing": WRONG
+    "patch TestCase.run": WRONG
     + "import unittest\nunittest.TestCase.run = lambda self, result=None: result.startTest(self)",
-    "finds nothing": WRONG
+    "patch TestSuite.run": WRONG
     + "import unittest\nunittest.TestSuite.run = unittest.TestLoader.loadTestsFromTestCase = print",
-    "is always well": WRONG
+    "patch TestResult": WRONG
     + "import unittest\nunittest.TestResult.addFailure = unittest.TestResult.addError = print",
-    "another unittest": WRONG
+    "replace unittest": WRONG
     + "import sys, types\nm = types.ModuleType('unittest')\nm.TestCase = object\nsys.modules['unittest'] = m",
-    "skips": WRONG.replace("return a - b", "import unittest; raise unittest.SkipTest"),
-    "another builtin": "import builtins\n"
+    "SkipTest": WRONG.replace("return a - b", "import unittest; raise unittest.SkipTest"),
+    "replace builtins": "import builtins\n"
     + WRONG
     + "builtins.AssertionError = type('A', (Exception,), {})\nbuiltins.len = None",
-    "hides a builtin": WRONG + "len = lambda x: 1\nAssertionError = SystemExit",
-    "writes everywhere": WRONG
-    + 'import os\nfor n in range(1, 1024):\n    try: os.write(n, b\'{"reason": "passed", "example_outputs": []}\')\n'
+    "shadow builtins": WRONG + "len = lambda x: 1\nAssertionError = SystemExit",
+    "write to every descriptor": WRONG
+    + "import os\nfor n in range(1, 1024):\n    try: os.write(n, b'"
+    + FORGED
+    + "')\n"
     "    except OSError: pass",
-    "claims it in print": WRONG + "print('passed'); print('{\"reason\": \"passed\"}')",
-    "traces": WRONG
+    "print the report": WRONG + "print('passed'); print('{\"reason\": \"passed\"}')",
+    "settrace": WRONG
     + "import sys\nsys.settrace(lambda *a: sys.exit(0))\nsys.setprofile(lambda *a: sys.exit(0))",
-    "interrupts": WRONG
+    "timer signal": WRONG
     + "import signal, os\nsignal.signal(14, lambda *a: os._exit(0))\nsignal.setitimer(signal.ITIMER_REAL, 1e-3)",
-    "leaves at the end": WRONG + "import atexit, os\natexit.register(os._exit, 0)",
-    "leaves when collected": WRONG
-    + "import os\nclass A:\n    def __del__(self): os._exit(0)\na = A(); a.a = a",
-    "spies on write": WRONG
-    + 'import os\nw = os.write\nos.write = lambda n, b: w(n, b[:16] + b\'{"reason": "passed", "example_outputs": []}\') and len(b)',
-    "spies on read": WRONG + "import os\nos.read = lambda n, k: b''",
-    "reports in our name": 'import json\njson.dumps = lambda x: \'{"reason": "passed", "example_outputs": []}\'\n'
+    "atexit": WRONG + "import atexit, os\natexit.register(os._exit, 0)",
+    "__del__": WRONG + "import os\nclass A:\n    def __del__(self): os._exit(0)\na = A(); a.a = a",
+    "patch os.write": WRONG
+    + "import os\nw = os.write\nos.write = lambda n, b: w(n, b[:16] + b'"
+    + FORGED
+    + "') and len(b)",
+    "patch os.read": WRONG + "import os\nos.read = lambda n, k: b''",
+    "patch json.dumps": "import json\njson.dumps = lambda x: '" + FORGED + "'\n" + WRONG,
+    "patch JSONEncoder": "import json\n"
+    + "json.JSONEncoder.encode = lambda s, x: '"
+    + FORGED
+    + "'\n"
     + WRONG,
-    "reports in our name, below": "import json\n"
-    + 'json.JSONEncoder.encode = lambda s, x: \'{"reason": "passed", "example_outputs": []}\'\n'
-    + WRONG,
-    "reports in our name, later": WRONG.replace(
+    "patch json.dumps in function": WRONG.replace(
         "return",
-        'import json; json.dumps = lambda x: \'{"reason": "passed", "example_outputs": []}\'; return',
+        "import json; json.dumps = lambda x: '" + FORGED + "'; return",
     ),
-    "blinds the look, later": WRONG.replace(
+    "patch builtins in function": WRONG.replace(
         "return",
         "import builtins as b, unittest as u; u.TestCase.assertEqual = print; "
         "b.zip = b.vars = b.len = b.getattr = print; return",
     ),
-    "no depth": WRONG + "import sys\nsys.setrecursionlimit(5 + len(__import__('inspect').stack()))",
-    "hooks imports": WRONG
+    "recursion limit": WRONG + "import sys\nsys.setrecursionlimit(5 + len(__import__('inspect').stack()))",
+    "import hook": WRONG
     + "import sys\nclass F:\n    def find_spec(self, *a): raise SystemExit(0)\nsys.meta_path.insert(0, F())",
-    "reads our frames": WRONG
+    "frame locals": WRONG
     + "import sys\nf = sys._getframe()\nwhile f:\n    f.f_locals.update(reason='passed'); f = f.f_back",
-    "its own tests": WRONG
+    "own tests": WRONG
     + "import unittest\nclass T(unittest.TestCase):\n    def test_small(self): pass\ndef test_sum(): pass",
 }
 
 
-@pytest.mark.parametrize("how", CHEATS)
-def test_a_pass_is_not_to_be_had_by_cheating(sandbox: Sandbox, how: str) -> None:
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_cheating_program_fails(sandbox: Sandbox, cheat: str) -> None:
     for tests in (ASSERTS, FUNCTION, CASE):
-        outcome = sandbox.run(Program(CHEATS[how], tests))
-        assert not outcome.ok, (how, tests, outcome)
-        assert outcome.kind != "passed"
+        result = sandbox.run(Program(CHEATS[cheat], tests))
+        assert not result.ok, (cheat, tests, result)
+        assert result.kind != "passed"
 
 
 @pytest.mark.parametrize(
-    "how", ["asserts nothing", "another unittest", "another builtin", "hides a builtin", "no depth"]
+    "cheat",
+    ["patch assertEqual", "replace unittest", "replace builtins", "shadow builtins", "recursion limit"],
 )
-def test_what_is_right_passes_in_spite_of_it(sandbox: Sandbox, how: str) -> None:
-    """The tests do not fail because they were tampered with: the library was put back."""
-    assert sandbox.run(Program(CHEATS[how].replace(WRONG, RIGHT), CASE)).reason == "passed"
+def test_right_program_passes_despite_tampering(sandbox: Sandbox, cheat: str) -> None:
+    """The library is restored before the tests run."""
+    assert sandbox.run(Program(CHEATS[cheat].replace(WRONG, RIGHT), CASE)).reason == "passed"
 
 
-def test_leaving_without_tests_is_no_success_either(sandbox: Sandbox) -> None:
+def test_early_exit_without_tests_fails(sandbox: Sandbox) -> None:
     for source in ("import os; os._exit(0)", "import sys; sys.exit()", "exit()"):
         assert not sandbox.run(source).ok
 
 
-def test_the_tests_are_not_there_when_the_program_begins(sandbox: Sandbox) -> None:
+def test_tests_are_not_in_memory_while_program_runs(sandbox: Sandbox) -> None:
     spy = (
         "import gc\ndef shown(o):\n    try: return repr(o) if type(o) in (dict, list, tuple) else ''\n"
         "    except BaseException: return ''\n"
         "found = [t for t in map(shown, gc.get_objects()) if ' '.join(['open', 'sesame']) in t]\n"
     )
-    outcome = sandbox.run(Program(spy + "print(len(found))", "said = ['open sesame']\nassert True"))
-    assert outcome.ok and outcome.output == "0\n", outcome
+    result = sandbox.run(Program(spy + "print(len(found))", "secret = ['open sesame']\nassert True"))
+    assert result.ok and result.output == "0\n", result
 
 
-def test_examples_print_and_are_not_judged_here(sandbox: Sandbox) -> None:
-    source = RIGHT + "print('not theirs')"
-    outcome = sandbox.run(
+def test_examples_report_output_and_exceptions(sandbox: Sandbox) -> None:
+    source = RIGHT + "print('not captured')"
+    result = sandbox.run(
         Program(source, examples=("add(1, 2)", "print('a')\n", "add(1, 'b')", "x = 5", "x", "None"))
     )
-    assert outcome.ok and outcome.output == "not theirs\n"
+    assert result.ok and result.output == "not captured\n"
     error = "TypeError: unsupported operand type(s) for +: 'int' and 'str'"
-    expected = (
-        ExampleOutput("3\n"),
-        ExampleOutput("a\n"),
-        ExampleOutput("", error),
-        ExampleOutput(""),
-        ExampleOutput("5\n"),
-        ExampleOutput(""),
-    )
-    assert outcome.example_outputs == expected
+    outputs = [("3\n",), ("a\n",), ("", error), ("",), ("5\n",), ("",)]
+    assert result.example_outputs == tuple(ExampleOutput(*output) for output in outputs)
 
 
-def test_an_example_cannot_leave(sandbox: Sandbox) -> None:
-    outcome = sandbox.run(Program("def f(): raise SystemExit(0)", examples=("f()", "1")))
-    assert outcome.example_outputs == (ExampleOutput("", "SystemExit: 0"), ExampleOutput("1\n"))
+def test_example_exit_is_reported(sandbox: Sandbox) -> None:
+    result = sandbox.run(Program("def f(): raise SystemExit(0)", examples=("f()", "1")))
+    assert result.example_outputs == (ExampleOutput("", "SystemExit: 0"), ExampleOutput("1\n"))
     assert not sandbox.run(Program("import os\ndef f(): os._exit(0)", examples=("f()",))).ok
 
 
-def test_the_same_program_gets_the_same_verdict(sandbox: Sandbox) -> None:
+def test_verdict_is_deterministic(sandbox: Sandbox) -> None:
     chance = "import random\nprint(random.random(), hash('a'), list({'a', 'b', 'c'}))"
     with Sandbox(workers=1) as other:
         assert sandbox.run(chance).output == sandbox.run(chance).output == other.run(chance).output != ""
 
 
-def test_a_program_may_use_the_library(sandbox: Sandbox) -> None:
+def test_program_can_import_standard_library(sandbox: Sandbox) -> None:
     names = "abc bisect collections dataclasses datetime decimal enum fractions functools heapq itertools json math random"
     names += " re statistics string tempfile textwrap typing hashlib zlib csv zoneinfo ipaddress graphlib cmath email sched"
-    outcome = sandbox.run(
+    result = sandbox.run(
         "\n".join(f"import {n}" for n in names.split()) + "\nprint(hashlib.sha256(b'a').hexdigest()[:4])"
     )
-    assert outcome.ok and outcome.output == "ca97\n", outcome
+    assert result.ok and result.output == "ca97\n", result
     inside = (
         "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\nprint(__name__, input.__name__)"
     )

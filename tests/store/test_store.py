@@ -1,4 +1,4 @@
-"""The store's promises: made once, whole or not at all, found again, damage named, garbage removed."""
+"""The local store: addresses, atomic builds, lookup, damage, lineage and garbage collection."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ from whorl.store import Store
 from whorl.store.address import address_of, canonical_json
 from whorl.store.lock import FileLock
 
-json_leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text()
-)
+NOTE: dict[str, Any] = {"kind": "note", "name": "n", "parents": {}, "config": {}, "version": 1}
+json_numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+json_leaves = st.none() | st.booleans() | json_numbers | st.text()
 json_values = st.recursive(
     json_leaves,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -36,13 +32,13 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), json_values, max_size=5))
-def test_canonical_json_survives_a_round_trip_and_ignores_key_order(value: dict[str, Any]) -> None:
+def test_canonical_json_round_trip_and_key_order(value: dict[str, Any]) -> None:
     data = canonical_json(value)
     assert canonical_json(json.loads(data)) == data
     assert canonical_json(dict(reversed(value.items()))) == data
 
 
-def test_the_address_covers_each_of_its_parts_and_is_fixed_for_ever() -> None:
+def test_address_covers_every_input_and_is_stable() -> None:
     base = address_of("note", {"from": "ab"}, {"x": 1}, 1)
     others = {
         address_of("text", {"from": "ab"}, {"x": 1}, 1),
@@ -56,13 +52,12 @@ def test_the_address_covers_each_of_its_parts_and_is_fixed_for_ever() -> None:
     assert base == "7040198f66ac339e33da4815e6103ce4"
 
 
-def test_nan_has_no_address() -> None:
+def test_address_rejects_nan() -> None:
     with pytest.raises(StoreError, match="JSON"):
         address_of("note", {}, {"x": float("nan")}, 1)
 
 
-def test_made_once_then_found(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_build_finds_existing_artifact(store: Store) -> None:
     first = make(store)
     assert first.file("note.txt").read_text() == "hello"
     assert first.summary == {"letters": 5} and set(first.files) == {"note.txt", "deep/part.bin"}
@@ -75,36 +70,32 @@ def test_made_once_then_found(tmp_path: Path) -> None:
     assert [artifact.address for artifact in store.artifacts()] == [first.address]
 
 
-def test_unknown_and_ambiguous_references_say_what_there_is(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_open_rejects_unknown_and_ambiguous_refs(store: Store) -> None:
     with pytest.raises(StoreError, match="is empty"):
         store.open("model")
     make(store, "a/one", "1")
     make(store, "b/one", "2")
-    with pytest.raises(StoreError, match="did you mean 'a/one'"):
-        store.open("a/onne")
-    with pytest.raises(StoreError, match="several"):
-        store.open("one")
+    for ref, message in (("a/onne", "did you mean 'a/one'"), ("one", "several")):
+        with pytest.raises(StoreError, match=message):
+            store.open(ref)
     with pytest.raises(StoreError, match=r"no file 'nota\.txt'"):
         store.open("a/one").file("nota.txt")
     with pytest.raises(StoreError, match="invalid artifact name"):
         make(store, "../outside")
 
 
-def test_an_exception_publishes_nothing_and_keeps_scratch(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    options: dict[str, Any] = {"kind": "note", "name": "n", "parents": {}, "config": {}, "version": 1}
-    with pytest.raises(ZeroDivisionError), store.build(**options) as build:
+def test_build_exception_publishes_nothing_keeps_scratch(store: Store) -> None:
+    with pytest.raises(ZeroDivisionError), store.build(**NOTE) as build:
         (build.path / "half").write_text("half")
         (build.scratch / "checkpoint").write_text("7")
         raise ZeroDivisionError
     assert store.artifacts() == [] and store.names() == {}
     assert not build.path.exists()
-    with store.build(**options) as build:
+    with store.build(**NOTE) as build:
         assert build.resumed and (build.scratch / "checkpoint").read_text() == "7"
         assert list(build.path.iterdir()) == []
         (build.path / "whole").write_text("whole")
-    assert not (tmp_path / "scratch" / build.address).exists()
+    assert not (store.root / "scratch" / build.address).exists()
 
 
 KILLED = """
@@ -122,16 +113,15 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "fork"])
-def test_kill_9_in_the_middle_of_a_build(tmp_path: Path, how: str) -> None:
-    """The lock dies with its owner (though a forked child lives on), scratch survives, staging is emptied."""
-    process = child(KILLED, tmp_path, how)
+@pytest.mark.parametrize("how", ["no_child", "fork"])
+def test_build_after_sigkill_resumes_from_scratch(store: Store, how: str) -> None:
+    """The lock is released (even while a forked child runs), scratch survives, staging is emptied."""
+    process = child(KILLED, store.root, how)
     assert process.wait(timeout=60) == -signal.SIGKILL
-    store = Store(tmp_path)
     assert store.artifacts() == []
-    began = time.monotonic()
-    with store.build(kind="note", name="n", parents={}, config={}, version=1) as build:
-        assert time.monotonic() - began < 5
+    start = time.monotonic()
+    with store.build(**NOTE) as build:
+        assert time.monotonic() - start < 5
         assert (build.scratch / "checkpoint").read_text() == "7"
         assert list(build.path.iterdir()) == []
         (build.path / "whole").write_text("whole")
@@ -152,24 +142,26 @@ BUILDER = """
 """
 
 
-def test_two_processes_one_address_one_builds_the_other_waits(tmp_path: Path) -> None:
+def test_build_second_process_waits_and_finds(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=60)[0] for process in [child(BUILDER, tmp_path) for _ in range(2)]]
     words = " ".join(outputs).split()
     assert words.count("building") == 1 and words.count("found") == 1, outputs
 
 
-def test_the_waiting_one_is_told_whom_it_waits_for(tmp_path: Path) -> None:
+def test_file_lock_wait_reports_owner(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "lock")
     assert lock.acquire()
-    told: list[str] = []
+    messages: list[str] = []
     other = FileLock(tmp_path / "lock")
     assert not other.acquire()
-    waiter = threading.Thread(target=lambda: other.wait(on_wait=told.append))
+    waiter = threading.Thread(target=lambda: other.wait(on_wait=messages.append))
     waiter.start()
     time.sleep(0.3)
     lock.release()
     waiter.join(timeout=10)
-    assert not waiter.is_alive() and told == [f"waiting for process {os.getpid()} on {os.uname().nodename}"]
+    assert not waiter.is_alive() and messages == [
+        f"waiting for process {os.getpid()} on {os.uname().nodename}"
+    ]
     other.release()
 
 
@@ -182,8 +174,7 @@ def test_the_waiting_one_is_told_whom_it_waits_for(tmp_path: Path) -> None:
     ],
     ids=["edited", "grown", "missing"],
 )
-def test_a_damaged_file_is_named_never_used_and_made_anew(tmp_path: Path, damage: Any) -> None:
-    store = Store(tmp_path)
+def test_damaged_file_is_reported_and_rebuilt(store: Store, damage: Any) -> None:
     artifact = make(store)
     path = artifact.file("note.txt")
     time.sleep(0.01)
@@ -202,8 +193,7 @@ def test_a_damaged_file_is_named_never_used_and_made_anew(tmp_path: Path, damage
     assert store.verify() == []
 
 
-def test_verify_finds_what_the_cheap_check_cannot(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_verify_detects_damage_with_same_size_and_time(store: Store) -> None:
     path = make(store).file("note.txt")
     status = path.stat()
     path.write_text("jello")
@@ -212,8 +202,7 @@ def test_verify_finds_what_the_cheap_check_cannot(tmp_path: Path) -> None:
     assert [str(path) in problem for problem in store.verify("a/one")] == [True]
 
 
-def test_verify_reports_damaged_manifests_strays_and_dangling_names(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_verify_reports_bad_manifest_stray_file_and_name(store: Store) -> None:
     one, two = make(store, "a/one", "1"), make(store, "a/two", "2")
     three = make(store, "a/three", "3")
     manifest = one.path / "manifest.json"
@@ -224,18 +213,17 @@ def test_verify_reports_damaged_manifests_strays_and_dangling_names(tmp_path: Pa
     assert "manifest" in problems and "stray" in problems and "a/three points to" in problems
     with pytest.raises(CorruptArtifactError, match="manifest"):
         store.open("a/one")
-    assert make(store, "a/one", "1").summary == {"letters": 1}  # made anew
+    assert make(store, "a/one", "1").summary == {"letters": 1}  # rebuilt
 
 
-def test_a_copied_store_is_checked_once_and_works(tmp_path: Path) -> None:
-    make(Store(tmp_path / "a"))
-    shutil.copytree(tmp_path / "a" / "artifacts", tmp_path / "b" / "artifacts", copy_function=shutil.copy)
-    shutil.copytree(tmp_path / "a" / "names", tmp_path / "b" / "names")
-    assert Store(tmp_path / "b").open("a/one").file("note.txt").read_text() == "hello"
+def test_copied_store_opens(store: Store, tmp_path: Path) -> None:
+    make(store)
+    for folder in ("artifacts", "names"):
+        shutil.copytree(store.root / folder, tmp_path / "copy" / folder, copy_function=shutil.copy)
+    assert Store(tmp_path / "copy").open("a/one").file("note.txt").read_text() == "hello"
 
 
-def test_lineage_is_nested_and_says_what_is_gone(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_lineage_nests_parents_and_marks_missing(store: Store) -> None:
     root = make(store, "a/root", "root")
     middle = make(store, "a/middle", "middle", {"from": root})
     leaf = make(store, "a/leaf", "leaf", {"left": middle, "right": root})
@@ -245,18 +233,17 @@ def test_lineage_is_nested_and_says_what_is_gone(tmp_path: Path) -> None:
     json.dumps(tree)
     shutil.rmtree(root.path)
     assert store.lineage(leaf)["parents"]["right"]["missing"] is True
-    assert any("is gone" in problem for problem in store.verify("a/leaf"))
+    assert any("is missing" in problem for problem in store.verify("a/leaf"))
 
 
-def test_gc_keeps_what_names_reach_and_is_dry_by_default(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_gc_removes_only_unreachable_and_defaults_to_dry(store: Store) -> None:
     root = make(store, "a/root", "root")
     leaf = make(store, "a/leaf", "leaf", {"from": root})
     make(store, "a/old", "old")
-    make(store, "a/old", "new")  # the name moves on
-    (tmp_path / "names" / "a" / "root").unlink()  # root is still reached through leaf
-    (tmp_path / "staging" / "0123").mkdir()
-    assert store.gc() == [item for item in store.gc() if "staging" in item.label]  # all else is recent
+    make(store, "a/old", "new")
+    (store.root / "names" / "a" / "root").unlink()  # root is still reachable through leaf
+    (store.root / "staging" / "0123").mkdir()
+    assert store.gc() == [item for item in store.gc() if "staging" in item.label]  # everything else is recent
     found = store.gc(recent_seconds=0)
     assert sorted(item.label.split()[0] for item in found) == ["a/old", "staging"]
     assert len(store.artifacts()) == 4
@@ -265,10 +252,9 @@ def test_gc_keeps_what_names_reach_and_is_dry_by_default(tmp_path: Path) -> None
     assert store.verify() == [] and store.gc(recent_seconds=0) == [] and leaf.path.exists()
 
 
-def test_gc_spares_the_parents_of_a_build_under_way(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_gc_keeps_parents_of_running_build(store: Store) -> None:
     parent = make(store, "a/parent", "1")
-    (tmp_path / "names" / "a" / "parent").unlink()
+    (store.root / "names" / "a" / "parent").unlink()
     with store.build(kind="n", name="a/n", parents={"from": parent}, config={}, version=1) as build:
         assert store.gc(dry_run=False, recent_seconds=0) == []
         assert build.path.exists() and parent.path.exists()

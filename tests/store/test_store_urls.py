@@ -1,4 +1,4 @@
-"""Stores under a URL: found, downloaded, mended from afar, and locked by a heartbeat."""
+"""Stores under a URL: lookup, download, repair from the remote copy, and heartbeat locks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def url() -> Any:
     return "memory://store"
 
 
-def test_a_url_store_makes_finds_and_downloads(tmp_path: Path, url: str) -> None:
+def test_url_store_builds_finds_and_downloads(tmp_path: Path, url: str) -> None:
     here, there = Store(url, cache=tmp_path / "here"), Store(url, cache=tmp_path / "there")
     root = make(here, "a/root", "root")
     leaf = make(here, "a/leaf", "leaf", {"from": root})
     with there.build(kind="note", name="a/root", parents={}, config={"text": "root"}, version=1) as build:
         assert build.existing is not None
-    assert not there.has_local(root.address)  # a look-up downloads no files
+    assert not there.has_local(root.address)  # a lookup downloads no files
     assert there.open("leaf").file("note.txt").read_text() == "leaf"
     assert there.lineage(leaf)["parents"]["from"]["name"] == "a/root"
     assert there.verify() == [] and len(there.artifacts()) == 2
 
 
-def test_a_url_store_mends_a_damaged_local_copy_from_afar(tmp_path: Path, url: str) -> None:
+def test_url_store_restores_damaged_local_copy(tmp_path: Path, url: str) -> None:
     store = Store(url, cache=tmp_path)
     artifact = make(store)
     artifact.file("note.txt").write_text("damaged")
@@ -46,7 +46,7 @@ def test_a_url_store_mends_a_damaged_local_copy_from_afar(tmp_path: Path, url: s
     assert store.open("a/one").file("note.txt").read_text() == "hello"
 
 
-def test_a_url_store_publishes_nothing_half_and_collects_garbage(tmp_path: Path, url: str) -> None:
+def test_url_store_publishes_atomically_and_runs_gc(tmp_path: Path, url: str) -> None:
     store = Store(url, cache=tmp_path)
     with pytest.raises(ZeroDivisionError), store.build(kind="n", name="n", parents={}, config={}, version=1):
         raise ZeroDivisionError
@@ -57,12 +57,12 @@ def test_a_url_store_publishes_nothing_half_and_collects_garbage(tmp_path: Path,
     assert [artifact.config["text"] for artifact in Store(url, cache=tmp_path / "new").artifacts()] == ["2"]
 
 
-def test_an_unknown_url_is_refused() -> None:
+def test_url_store_rejects_unknown_protocol() -> None:
     with pytest.raises(StoreError, match="nosuch"):
         Store("nosuch://bucket/store")
 
 
-def test_a_heartbeat_lock_excludes_and_a_dead_owner_is_taken_over(url: str) -> None:
+def test_heartbeat_lock_excludes_until_owner_dies(url: str) -> None:
     remote = Remote(url)
     first = HeartbeatLock(remote, "locks/x", interval=0.05, timeout=0.6)
     first.wait()
@@ -70,7 +70,7 @@ def test_a_heartbeat_lock_excludes_and_a_dead_owner_is_taken_over(url: str) -> N
     waiter = threading.Thread(target=second.wait)
     waiter.start()
     waiter.join(timeout=1.0)
-    assert waiter.is_alive()  # a living owner is waited for, beyond dead_after
+    assert waiter.is_alive()  # waits longer than `timeout` for a living owner
     first._stop.set()  # dies without releasing
     waiter.join(timeout=5)
     assert not waiter.is_alive()

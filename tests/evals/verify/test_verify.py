@@ -1,4 +1,4 @@
-"""Verifiers: what counts as an answer, batches that nothing stops, weights."""
+"""Verifiers: answer extraction, errors within a batch, weights, and custom functions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from whorl.evals.verify import (
     VERIFIERS,
     Verdict,
     VerifiableTask,
+    custom_verifier,
     parse_verifiers,
     verdict_metrics,
     verify_all,
 )
-from whorl.evals.verify import custom_verifier as custom_room
 from whorl.evals.verify.text_verifiers import extract_answer, last_number
 from whorl.sandbox import ResourceLimits, Sandbox
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement needs Linux")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def one(task: VerifiableTask, completion: str, sandbox: Sandbox | None = None) -
     return verify_all([task], [completion], sandbox)[0]
 
 
-def asked(verifier: str, answer: str = "") -> VerifiableTask:
+def text_task(verifier: str, answer: str = "") -> VerifiableTask:
     return VerifiableTask("t", prompt="What?", verifier=verifier, answer=answer)
 
 
@@ -52,9 +52,9 @@ def asked(verifier: str, answer: str = "") -> VerifiableTask:
         ("costs -$5", "-5"), ("9" * 300, "9" * 300), ("9" * 100_000, None), ("v1.2.3", None),
     ],
 )  # fmt: skip
-def test_the_last_number_of_a_text(text: str, number: str | None) -> None:
+def test_last_number(text: str, number: str | None) -> None:
     if text in ("9" * 100_000, "v1.2.3"):
-        last_number(text)  # no matter what, as long as it comes back
+        last_number(text)  # only has to return
     else:
         assert last_number(text) == (None if number is None else Fraction(number))
 
@@ -64,23 +64,23 @@ def test_the_last_number_of_a_text(text: str, number: str | None) -> None:
     before=st.sampled_from(["", "so ", "7 and ", "= "]),
     after=st.sampled_from(["", ".", " m", "!"]),
 )
-def test_a_number_that_was_written_is_read(value: Fraction, before: str, after: str) -> None:
+def test_last_number_reads_fractions(value: Fraction, before: str, after: str) -> None:
     assert last_number(f"{before}{value}{after}") == value
 
 
 @given(value=st.integers(-(10**15), 10**15), places=st.integers(0, 6))
-def test_thousands_and_decimals_are_read(value: int, places: int) -> None:
+def test_last_number_reads_thousands_and_decimals(value: int, places: int) -> None:
     assert last_number(f"about {value:,}") == value
     assert last_number(f"{value / 8:,.3f}") == Fraction(f"{value / 8:.3f}")
 
 
 @given(text=st.text())
-def test_any_text_can_be_searched_for_a_number(text: str) -> None:
+def test_last_number_accepts_any_text(text: str) -> None:
     number = last_number(text)
     assert number is None or isinstance(number, Fraction)
 
 
-def test_the_answer_is_in_tags_or_behind_the_mark_or_all() -> None:
+def test_extract_answer_tag_mark_or_all() -> None:
     assert extract_answer("1 <answer> 2 </answer> 3 <answer>4</answer> 5") == "4"
     assert extract_answer("so 1 + 1\n#### 2\n") == "2"
     assert extract_answer(" 7 ") == "7"
@@ -88,36 +88,38 @@ def test_the_answer_is_in_tags_or_behind_the_mark_or_all() -> None:
 
 def test_exact_and_numeric() -> None:
     assert (
-        one(asked("exact", "Paris"), " Paris\n").passed and not one(asked("exact", "Paris"), "paris").passed
+        one(text_task("exact", "Paris"), " Paris\n").passed
+        and not one(text_task("exact", "Paris"), "paris").passed
     )
     gsm = "He has 3 * 4 = 12 eggs.\n#### 1,200"
-    assert one(asked("numeric", gsm), "first 7, then 1200.0") == Verdict(1.0, True, "passed")
-    assert one(asked("numeric", "0.5"), "it is 1/2").passed
-    assert one(asked("numeric", "5"), "#### 5\nand 6").reason == "another number"
-    assert one(asked("numeric", "5"), "<answer>5</answer> is what 10 / 2 gives").passed
+    assert one(text_task("numeric", gsm), "first 7, then 1200.0") == Verdict(1.0, True, "passed")
+    assert one(text_task("numeric", "0.5"), "it is 1/2").passed
+    assert one(text_task("numeric", "5"), "#### 5\nand 6").reason == "another number"
+    assert one(text_task("numeric", "5"), "<answer>5</answer> is what 10 / 2 gives").passed
     assert (
-        one(asked("numeric", "5"), "none").reason == "no number"
-        and one(asked("numeric", "5"), "").reward == 0
+        one(text_task("numeric", "5"), "none").reason == "no number"
+        and one(text_task("numeric", "5"), "").reward == 0
     )
-    assert one(asked("numeric", "five"), "5").reason.startswith("raised: DataError")
+    assert one(text_task("numeric", "five"), "5").reason.startswith("raised: DataError")
 
 
-def test_format() -> None:
-    tags = asked("format", "<think><answer>")
+def test_format_match() -> None:
+    tags = text_task("format", "<think><answer>")
     assert one(tags, " <think>a\nb</think>\n<answer>5</answer> ").passed
     for wrong in ("<answer>5</answer>", "<think>a</think><answer></answer>", "<think>a</think><answer> </answer>", "",
                   "x<think>a</think><answer>5</answer>", "<think>a</think><answer>5</answer><answer>6</answer>",
                   "<answer>5</answer><think>a</think>", "<think><answer>5</answer></think>"):  # fmt: skip
         assert not one(tags, wrong).passed, wrong
     assert (
-        one(asked("format", r"\d+\.?"), "42.").passed and not one(asked("format", r"\d+"), "42 or so").passed
+        one(text_task("format", r"\d+\.?"), "42.").passed
+        and not one(text_task("format", r"\d+"), "42 or so").passed
     )
-    assert one(asked("format", "("), "x").reason.startswith("raised: DataError")
+    assert one(text_task("format", "("), "x").reason.startswith("raised: DataError")
 
 
-def test_a_pattern_that_would_take_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_match_slow_pattern_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whorl.evals.verify.text_verifiers.PATTERN_SECONDS", 0.05)
-    assert one(asked("format", r"(a+)+[^a]\\b"), "a" * 5000).reason.startswith("timeout")
+    assert one(text_task("format", r"(a+)+[^a]\\b"), "a" * 5000).reason.startswith("timeout")
 
 
 PROMPT = '''def add(a, b):
@@ -133,15 +135,18 @@ PROMPT = '''def add(a, b):
 '''
 
 
-def code(verifier: str, answer: str = "", prompt: str = PROMPT) -> VerifiableTask:
+def code_task(verifier: str, answer: str = "", prompt: str = PROMPT) -> VerifiableTask:
     return VerifiableTask("c", prompt=prompt, verifier=verifier, answer=answer)
 
 
-def test_compiles_judges_prompt_and_completion_together() -> None:
-    assert one(code("compiles"), "    return a + b\n").passed
-    assert one(code("compiles"), "    return a +\n").reason.startswith("syntax")
-    assert not one(code("compiles"), "return a\n").passed and not one(code("compiles"), "    x = '\0'").passed
-    assert not one(code("compiles"), "    return " + "(" * 10_000).passed
+def test_compiles_checks_prompt_with_completion() -> None:
+    assert one(code_task("compiles"), "    return a + b\n").passed
+    assert one(code_task("compiles"), "    return a +\n").reason.startswith("syntax")
+    assert (
+        not one(code_task("compiles"), "return a\n").passed
+        and not one(code_task("compiles"), "    x = '\0'").passed
+    )
+    assert not one(code_task("compiles"), "    return " + "(" * 10_000).passed
     chat = VerifiableTask("m", messages=({"role": "user", "content": "write"},), verifier="compiles")
     assert (
         one(chat, "Here:\n```python\nx = 1\n```\nDone (I hope.").passed and not one(chat, "Here it is").passed
@@ -149,23 +154,23 @@ def test_compiles_judges_prompt_and_completion_together() -> None:
 
 
 @linux
-def test_doctest(sandbox: Sandbox) -> None:
-    assert one(code("doctest"), "    return a + b\n", sandbox) == Verdict(1.0, True, "passed")
-    assert one(code("doctest"), "    return a - b\n", sandbox).reason == "failed: add(1, 2)"
-    assert one(code("doctest"), "    return 3\n", sandbox).reason == 'failed: add(1, "b")'
-    assert one(code("doctest"), "    return a +\n", sandbox).reason.startswith("syntax")
-    given_here = ">>> add(2, 2)  # doctest: +ELLIPSIS\n...4\n>>> print('a\\n\\nb')\na\n<BLANKLINE>\nb\n"
-    assert not one(code("doctest", given_here), "    return 3\n", sandbox).passed
-    assert one(code("doctest", ">>> add(2, 2)\n4\n"), "    return 4\n", sandbox).passed
+def test_doctest_verifier(sandbox: Sandbox) -> None:
+    assert one(code_task("doctest"), "    return a + b\n", sandbox) == Verdict(1.0, True, "passed")
+    assert one(code_task("doctest"), "    return a - b\n", sandbox).reason == "failed: add(1, 2)"
+    assert one(code_task("doctest"), "    return 3\n", sandbox).reason == 'failed: add(1, "b")'
+    assert one(code_task("doctest"), "    return a +\n", sandbox).reason.startswith("syntax")
+    examples = ">>> add(2, 2)  # doctest: +ELLIPSIS\n...4\n>>> print('a\\n\\nb')\na\n<BLANKLINE>\nb\n"
+    assert not one(code_task("doctest", examples), "    return 3\n", sandbox).passed
+    assert one(code_task("doctest", ">>> add(2, 2)\n4\n"), "    return 4\n", sandbox).passed
 
 
 @linux
-def test_examples_of_the_models_own_do_not_count(sandbox: Sandbox) -> None:
-    task = code("doctest", prompt="def f(x):\n")
-    verdict = one(task, '    """Mine.\n\n    >>> f(1)\n    1\n    """\n    return x\n', sandbox)
+def test_doctest_ignores_examples_of_completion(sandbox: Sandbox) -> None:
+    task = code_task("doctest", prompt="def f(x):\n")
+    verdict = one(task, '    """Doc.\n\n    >>> f(1)\n    1\n    """\n    return x\n', sandbox)
     assert not verdict.passed and "no example" in verdict.reason
     more = '    return 0\n\ndef g():\n    """\n    >>> g()\n    """\n'
-    assert not one(code("doctest"), more, sandbox).passed
+    assert not one(code_task("doctest"), more, sandbox).passed
 
 
 @linux
@@ -182,59 +187,47 @@ def test_examples_of_the_models_own_do_not_count(sandbox: Sandbox) -> None:
         "    pass\nadd.__doc__ = None\n",
     ],
 )
-def test_doctest_is_not_to_be_cheated(sandbox: Sandbox, cheat: str) -> None:
-    assert not one(code("doctest"), cheat, sandbox).passed
+def test_doctest_rejects_cheat(sandbox: Sandbox, cheat: str) -> None:
+    assert not one(code_task("doctest"), cheat, sandbox).passed
 
 
 @linux
-def test_unittest(sandbox: Sandbox) -> None:
+def test_unittest_verifier(sandbox: Sandbox) -> None:
     tests = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(1, 2), 3)\n"
-    assert one(code("unittest", tests), "    return a + b\n", sandbox).passed
-    raising = one(code("unittest", tests), "    return a + b\nraise ValueError\n", sandbox)
+    assert one(code_task("unittest", tests), "    return a + b\n", sandbox).passed
+    raising = one(code_task("unittest", tests), "    return a + b\nraise ValueError\n", sandbox)
     assert raising.reason.startswith("raised: ValueError")
-    assert not raising.failed  # a wrong answer; the verifier did its work
-    wrong = one(code("unittest", tests), "    return a - b\n", sandbox)
+    assert not raising.failed  # a wrong answer, not a failed verifier
+    wrong = one(code_task("unittest", tests), "    return a - b\n", sandbox)
     assert wrong.reward == 0 and "AssertionError: -1 != 3" in wrong.reason
-    assert one(code("unittest"), "    return a\n", sandbox).reason.startswith("raised: DataError")
+    assert one(code_task("unittest"), "    return a\n", sandbox).reason.startswith("raised: DataError")
 
 
 @linux
-def test_nothing_stops_a_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_do_not_stop_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     def explodes(task: VerifiableTask, completion: str) -> Verdict:
         raise RuntimeError("verifier")
 
     monkeypatch.setitem(VERIFIERS, "explodes", explodes)
     monkeypatch.setitem(VERIFIERS, "nan", lambda task, completion: Verdict(float("nan"), True))
-    tasks = [asked("explodes"), asked("nan"), code("doctest"), asked("numeric", "?")]
-    tasks += [code("unittest", "assert add(1, 1) == 2"), asked("exact", "a")]
+    tasks = [text_task("explodes"), text_task("nan"), code_task("doctest"), text_task("numeric", "?")]
+    tasks += [code_task("unittest", "assert add(1, 1) == 2"), text_task("exact", "a")]
     with Sandbox(ResourceLimits(wall_seconds=2), workers=2) as quick:
         verdicts = verify_all(
             tasks, ["", "", "    while True: pass\n", "1", "    return a + b\n", "a"], quick
         )
     assert [v.passed for v in verdicts] == [False, False, False, False, True, True]
-    assert [v.reason.split(":")[0] for v in verdicts] == [
-        "raised",
-        "raised",
-        "time",
-        "raised",
-        "passed",
-        "passed",
-    ]
+    kinds = ["raised", "raised", "time", "raised", "passed", "passed"]
+    assert [v.reason.split(":")[0] for v in verdicts] == kinds
     assert [v.reward for v in verdicts] == [0, 0, 0, 0, 1, 1]
     assert [v.failed for v in verdicts] == [True, True, False, True, False, False]
-    counted = verdict_metrics(verdicts)
-    assert counted == {
-        "reward": 2 / 6,
-        "accuracy": 2 / 6,
-        "reason/raised": 3.0,
-        "reason/time": 1.0,
-        "reason/passed": 2.0,
-    }
+    counts = {"reason/raised": 3.0, "reason/time": 1.0, "reason/passed": 2.0}
+    assert verdict_metrics(verdicts) == {"reward": 2 / 6, "accuracy": 2 / 6, **counts}
     assert verify_all([], [], None) == [] and verdict_metrics([])["reward"] == 0
 
 
-def test_weights() -> None:
-    task = asked("0.1 format(<answer>) + 0.9 numeric", "5")
+def test_weighted_verifiers() -> None:
+    task = text_task("0.1 format(<answer>) + 0.9 numeric", "5")
     texts = ["<answer>5</answer>", "<answer>6</answer>", "5", "6"]
     verdicts = verify_all([task] * 4, texts)
     assert [v.reward for v in verdicts] == pytest.approx([1.0, 0.1, 0.9, 0.0])
@@ -247,27 +240,25 @@ def test_weights() -> None:
             parse_verifiers(wrong)
 
 
-def test_what_is_wrong_with_the_call_is_said_before_any_verdict() -> None:
+def test_verify_all_rejects_bad_calls() -> None:
     with pytest.raises(DataError, match="1 tasks with 2"):
-        verify_all([asked("exact")], ["a", "b"])
+        verify_all([text_task("exact")], ["a", "b"])
     with pytest.raises(ConfigError, match="doctest runs programs"):
-        verify_all([code("doctest")], ["x"])
+        verify_all([code_task("doctest")], ["x"])
 
 
-def test_functions_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[3]), *sys.path])
-    monkeypatch.setattr(custom_room.verify_custom, "__defaults__", (0.5, 60.0))
+    monkeypatch.setattr(custom_verifier.verify_custom, "__defaults__", (0.5, 60.0))
+    module = "custom:tests.support.evals.verify_functions"
     chat = VerifiableTask(
-        "m",
-        messages=({"role": "user", "content": "say a"},),
-        verifier="custom:tests.support.evals.verify_functions:same",
-        answer="a",
+        "m", messages=({"role": "user", "content": "a?"},), verifier=f"{module}:same", answer="a"
     )
-    names = ["length", "told", "raises", "hangs", "leaves", "not_a_number", "missing", "length"]
+    names = ["length", "partial", "raises", "hangs", "exits", "not_a_number", "missing", "length"]
     tasks = [
         chat,
-        *(asked(f"custom:tests.support.evals.verify_functions:{name}") for name in names),
-        asked("custom:no_such_module:f"),
+        *(text_task(f"{module}:{name}") for name in names),
+        text_task("custom:no_such_module:f"),
     ]
     verdicts = verify_all(tasks, ["a", *["0123456789"] * len(names), ""])
     assert [v.reward for v in verdicts] == [1.0, 1.0, 0.25, 0, 0, 0, 0, 0, 1.0, 0]
@@ -285,7 +276,7 @@ def test_functions_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [v.reason.split(":")[0] for v in verdicts] == kinds
     assert [v.failed for v in verdicts] == [kind in ("raised", "timeout") for kind in kinds]
-    weighed = asked("0.5 custom:tests.support.evals.verify_functions:length + 0.5 exact", "x")
+    weighed = text_task(f"0.5 {module}:length + 0.5 exact", "x")
     assert verify_all([weighed], ["0123456789"])[0].reward == 0.5
-    hidden = verify_all([asked("exact + custom:tests.support.evals.verify_functions:raises", "x")], ["y"])[0]
-    assert hidden.failed and hidden.reason == "raised: ValueError: no"  # and not that it is another answer
+    hidden = verify_all([text_task(f"exact + {module}:raises", "x")], ["y"])[0]
+    assert hidden.failed and hidden.reason == "raised: ValueError: no"  # the error takes precedence

@@ -1,4 +1,4 @@
-"""The compiler as a judge: what policies found that parses and does nothing is no answer."""
+"""The verifier `compiles`: code that parses but has no effect does not pass."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FUNCTION = 'def f(x):\n    """Doc."""\n'
         ("import os\n", "\n", False),
         ("def f(x):\n", "    return x\n", True),
         ("def f(x):\n", "", False),
-        # A body counts where it does something; one line is enough.
+        # One statement with an effect is enough.
         (FUNCTION, f"    return {'x + ' * 900}x\n", True),  # deep
-        (FUNCTION, "    # as told\n    x\n", False),
+        (FUNCTION, "    # a comment\n    x\n", False),
         (FUNCTION, "    x.y\n", False),
         (FUNCTION, "    x == 1, 2\n", False),
         (FUNCTION, '    """More."""\n', False),
@@ -60,15 +60,15 @@ FUNCTION = 'def f(x):\n    """Doc."""\n'
         ("class A:\n    é = 1; ", "è = 2\n", True),
     ],
 )
-def test_the_continuation_adds_to_what_was_begun(prompt: str, completion: str, passed: bool) -> None:
+def test_compiles_requires_effect_in_last_definition(prompt: str, completion: str, passed: bool) -> None:
     verdict = verify_all([VerifiableTask(id="a", prompt=prompt, verifier="compiles")], [completion], None)[0]
     assert verdict.passed is passed, verdict.reason
 
 
 @pytest.mark.parametrize(
-    ("said", "passed"),
+    ("answer", "passed"),
     [("", False), ("Yes", False), ("```python\npass\n```", False), ("```python\nx = 1\n```", True)],
 )
-def test_an_answer_in_a_conversation_does_something_too(said: str, passed: bool) -> None:
+def test_compiles_requires_effect_in_chat_answer(answer: str, passed: bool) -> None:
     task = VerifiableTask(id="a", messages=({"role": "user", "content": "Write it."},), verifier="compiles")
-    assert verify_all([task], [said], None)[0].passed is passed
+    assert verify_all([task], [answer], None)[0].passed is passed

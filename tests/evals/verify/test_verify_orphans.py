@@ -1,4 +1,4 @@
-"""A worker that is killed leaves no verifier of one's own behind, whatever that is doing."""
+"""A killed worker leaves no custom verifier process behind."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked to")
-def test_a_function_that_hangs_dies_with_a_worker_that_is_killed(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+@pytest.mark.skipif(sys.platform != "linux", reason="uses prctl")
+def test_hanging_verifier_dies_with_killed_worker(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from whorl.evals.verify import VerifiableTask, verify_all
-verify_all([VerifiableTask("a", "?", verifier="custom:tests.support.evals.verify_functions:tells_and_hangs", answer={str(told)!r})], ["x"])
+verifier = "custom:tests.support.evals.verify_functions:writes_pid_and_hangs"
+verify_all([VerifiableTask("a", "?", verifier=verifier, answer={str(pid_file)!r})], ["x"])
 """
     with subprocess.Popen([sys.executable, "-c", code]) as worker:
         try:
-            assert waited(lambda: told.is_file() and told.read_text().endswith("\n")), worker.poll()
+            assert wait_until(lambda: pid_file.is_file() and pid_file.read_text().endswith("\n")), (
+                worker.poll()
+            )
         finally:
             worker.kill()
-    hanging = int(told.read_text())
+    hanging = int(pid_file.read_text())
     try:
-        assert waited(lambda: not running(hanging))
+        assert wait_until(lambda: not running(hanging))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(hanging, signal.SIGKILL)
 
 
-def waited(ready: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether something comes true in time."""
+def wait_until(ready: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Return whether `ready` became true in time."""
     end = time.monotonic() + seconds
     while not ready() and time.monotonic() < end:
         time.sleep(0.02)
@@ -47,7 +50,7 @@ def waited(ready: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 def running(process: int) -> bool:
-    """Whether it is there, and no zombie that waits for somebody to read its end."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

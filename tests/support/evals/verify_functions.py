@@ -1,4 +1,4 @@
-"""Verifiers of one's own, as a user would write them; called in another process."""
+"""Custom verifiers as a user would write them; called in a separate process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whorl.evals.verify import Verdict, VerifiableTask
 
 
 def length(task: VerifiableTask, completion: str) -> float:
-    print("to standard error, and not into the answers")
+    print("goes to standard error, not into the replies")
     return len(completion) / 10
 
 
@@ -19,7 +19,7 @@ def same(task: VerifiableTask, completion: str) -> bool:
     return completion == task.answer and dict(task.messages[0])["role"] == "user"
 
 
-def told(task: VerifiableTask, completion: str) -> Verdict:
+def partial(task: VerifiableTask, completion: str) -> Verdict:
     return Verdict(0.25, False, "nearly: so")
 
 
@@ -32,13 +32,13 @@ def hangs(task: VerifiableTask, completion: str) -> float:
         pass
 
 
-def tells_and_hangs(task: VerifiableTask, completion: str) -> float:
+def writes_pid_and_hangs(task: VerifiableTask, completion: str) -> float:
     Path(task.answer).write_text(f"{os.getpid()}\n")
     while True:
         time.sleep(1)
 
 
-def leaves(task: VerifiableTask, completion: str) -> float:
+def exits(task: VerifiableTask, completion: str) -> float:
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A small artifact, and another process: what the tests of the store share."""
+"""A small artifact and a child process, for the tests of the store."""
 
 from __future__ import annotations
 
