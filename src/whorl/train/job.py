@@ -1,7 +1,7 @@
 """A job: everything that decides the weights of a pretrained language model, as one frozen record.
 
-It is the result of a plan, the identity of a checkpoint and the argument of every replica. It also holds fields that decide no
-weight: paths, the number of replicas, activation checkpointing. `identity` leaves these out.
+It is the result of a plan, the identity of a checkpoint and the argument of every replica. It also holds fields that
+decide no weight: paths, the number of replicas, activation checkpointing. `identity` leaves these out.
 """
 
 from __future__ import annotations

@@ -1,32 +1,27 @@
-"""Checkpoints: everything a run needs to continue as if it had never stopped. The format, and reading it.
+"""Checkpoint format and reading. A checkpoint holds everything that a run needs to resume exactly.
 
-One folder a checkpoint, `step-00001200/`:
+One folder per checkpoint, `step-00001200/`:
 
-    state.safetensors   weights, buffers, moments, averages, generators: tensors by name, in the ordinary format
-    state.json          the index: the step, each file's size and the hash of each of its chunks, where each tensor lies,
-                        and the record (schedule and data position, counts, metrics); sealed with its own hash
+    state.safetensors   weights, buffers, moments, averages, RNG states: tensors by name, in safetensors format
+    state.json          the index: step, size and chunk hashes of each file, location of each tensor, and the metadata
+                        (data position, counts, metrics); it has its own hash
 
-It is written beside its final name, flushed to the disk, then renamed (`writer.py`): a folder that carries a final name is
-whole, whatever was killed when. Reading checks all of it *before* any of it is used, takes the newest that is whole and
-says why it passed over others.
+The folder is written under a temporary name, flushed, then renamed (`writer.py`), so a folder with a final name is
+complete. Reading verifies everything *before* use, takes the newest valid checkpoint and logs the reason for each
+rejected one.
 
-*Why an index beside a format that has a header.* A tensor of the index is a list of pieces,
+The index lists each tensor as a list of pieces:
 
     "weights/head": {"dtype": "F32", "shape": [8192, 384], "pieces": [
         {"file": "state.safetensors", "start": [0, 0], "shape": [8192, 384], "offset": 4096}]}
 
-today one piece and one file. When tensors are sharded, each rank writes a file of its own with the pieces that it holds
-(`state-00002-of-00008.safetensors`, its own hashes), one of them writes the index of all, last, and a reader on any other
-number of ranks asks for the pieces that overlap its own. `load` assembles tensors from any number of pieces and files
-already, so neither the format nor a reader of it needs to change. Names say nothing of ranks: a state is read on any number
-of replicas, on any device and in any type (`restore` converts). A *job* continues only where all that decides its bits
-is the same (`job.identity`).
+Today each tensor has one piece in one file. Sharded states can use a file per rank (`state-00002-of-00008.safetensors`)
+without a change of the format: `load` assembles any number of pieces. Names contain no ranks, so any number of
+replicas, device and dtype can read a state. A *job* resumes only if its identity is equal (`job.identity`).
 
-*Versions.* `format` counts up when a reader of before would misread. An older program refuses a newer checkpoint and does
-not pass over it: going on from an older one beside it would throw work away.
-
-Speed: each chunk is read past the page cache, and hashed at once, by several threads, into memory that is touched before:
-the staging area (`staging.py`), which the first save needs anyway.
+`format` increases when an older reader would misread. A newer format raises: resuming from an older checkpoint instead
+would lose work. An older format is rejected with a message. Several threads read chunks with O_DIRECT into the staging
+buffer (`staging.py`) and hash them at once.
 """
 
 from __future__ import annotations
@@ -71,13 +66,15 @@ FLOAT_DTYPES = (
 
 
 class NewerFormatError(CheckpointError):
-    """Written by a newer version: going on from an older one beside it would lose what it holds."""
+    """Written by a newer version. Resuming from an older checkpoint instead would lose its steps."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name, and what else the run needs (JSON). The tensors may share a `Keeper`'s staging area: they are
-    good until its next save."""
+    """Tensors by name, and the metadata (JSON).
+
+    The tensors may share the staging buffer of a `CheckpointManager`; they are valid until its next save.
+    """
 
     step: int
     tensors: dict[str, Tensor]
@@ -85,7 +82,7 @@ class Checkpoint:
 
 
 def build_index(step: int, layout: Layout, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What `writer.write` is to be told beside the bytes."""
+    """Return the index of a new checkpoint, for `writer.write_checkpoint`."""
     tensors = {}
     for name, entry in layout.entries.items():
         shape = list(entry.shape)
@@ -102,7 +99,7 @@ def save(
     *,
     keep: int = DEFAULT_KEEP,
 ) -> Path:
-    """Writes the checkpoint of `step` before it returns, and removes all but the newest `keep`.
+    """Write the checkpoint of `step` synchronously, and remove all but the newest `keep`.
 
     Raises:
         DiskFullError: no space; older checkpoints are untouched.
@@ -120,10 +117,10 @@ def save(
 def load_latest(
     folder: Path, log: Callable[[str], None] = lambda _: None, staging: StagingBuffer | None = None
 ) -> Checkpoint | None:
-    """The newest whole checkpoint of `folder`, or None. `say` is told of each that was passed over and why.
+    """Return the newest valid checkpoint of `folder`, or None. `log` receives the reason for each rejected one.
 
     Raises:
-        NewerFormatError: there is one of a newer format.
+        NewerFormatError: there is a checkpoint of a newer format.
     """
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
@@ -131,15 +128,16 @@ def load_latest(
         except NewerFormatError:
             raise
         except CheckpointError as error:
-            log(f"passed over {path.name}: {error}")
+            log(f"rejected {path.name}: {error}")
     return None
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of the checkpoint at `path`.
+    """Return the index of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: missing, damaged, or of another format. NewerFormatError: of a newer one.
+        CheckpointError: missing, damaged, or of another format.
+        NewerFormatError: of a newer format.
     """
     try:
         body = writer.parse_index((path / INDEX).read_text())
@@ -147,8 +145,8 @@ def read_index(path: Path) -> dict[str, Any]:
             newer = int(body["format"]) > FORMAT
             raise (NewerFormatError if newer else CheckpointError)(
                 f"{path}: checkpoint format {body['format']}",
-                expected=f"{FORMAT}, the one this version reads",
-                do="use the version that wrote it" if newer else "remove it: nothing is converted",
+                expected=f"{FORMAT}, the format of this version",
+                do="use the version that wrote it" if newer else "remove it: older formats are not converted",
             )
         return body
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -156,13 +154,13 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, staging: StagingBuffer | None = None) -> Checkpoint:
-    """The checkpoint at `path`, checked.
+    """Return the verified checkpoint at `path`.
 
     Args:
-        area: memory to read it into; without one, its own.
+        staging: buffer to read into; by default a new one.
 
     Raises:
-        CheckpointError: missing or unreadable files, a hash that differs, or another format.
+        CheckpointError: missing or unreadable files, a hash mismatch, or another format.
     """
     body = read_index(path)
     staging = staging or StagingBuffer()
@@ -194,9 +192,9 @@ def load(path: Path, staging: StagingBuffer | None = None) -> Checkpoint:
 
 
 def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview, pool: Executor) -> None:
-    """The file at `path`, checked while it is read. `into`: whole pages, which a read past the page cache wants."""
+    """Read and verify a file. `into` must consist of whole pages, for O_DIRECT."""
     if file_entry["hash"] != HASH:
-        raise CheckpointError(f"{path} is hashed with {file_entry['hash']!r}", expected=HASH)
+        raise CheckpointError(f"{path} has the hash type {file_entry['hash']!r}", expected=HASH)
     chunk = int(file_entry["chunk"])
     if len(file_entry["chunks"]) != -(-size // chunk):
         raise CheckpointError(f"{path} has {len(file_entry['chunks'])} hashes for {size:,} bytes")
@@ -215,7 +213,7 @@ def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview
             except OSError as error:
                 if error.errno != errno.EINVAL or direct == file:
                     raise
-                n = os.preadv(file, [into[at:end]], at)  # not past the cache on this file system
+                n = os.preadv(file, [into[at:end]], at)  # this file system rejects O_DIRECT reads
             if not n:
                 return False
             at += n
@@ -225,7 +223,7 @@ def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview
         for number, whole in enumerate(pool.map(one, range(len(file_entry["chunks"])))):
             if not whole:
                 raise CheckpointError(
-                    f"{path}: its content differs from its recorded hash, between the bytes {number * chunk:,} and "
+                    f"{path}: the content differs from the recorded hash, between the bytes {number * chunk:,} and "
                     f"{min(size, (number + 1) * chunk):,}"
                 )
     finally:
@@ -234,7 +232,7 @@ def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview
 
 
 def _assemble(tensor_entry: Mapping[str, Any], staging: StagingBuffer, starts: Mapping[str, int]) -> Tensor:
-    """A tensor from its pieces; one piece that is all of it stays where it was read."""
+    """Assemble a tensor from its pieces; a single full piece is returned without a copy."""
     shape, dtype = tuple(tensor_entry["shape"]), str(tensor_entry["dtype"])
     whole: Tensor | None = None
     for piece in tensor_entry["pieces"]:
@@ -253,10 +251,10 @@ def _assemble(tensor_entry: Mapping[str, Any], staging: StagingBuffer, starts: M
 
 
 def restore(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into `target` in place, by name, in the target's type and on its device. All or nothing.
+    """Copy `tensors` into `target` in place, by name, converting dtype and device. All or nothing.
 
     Raises:
-        CheckpointError: a name is missing or unknown, a shape differs, or numbers would become whole ones (or the reverse).
+        CheckpointError: a name is missing or unknown, a shape differs, or one dtype is a float and the other is not.
     """
     for name in sorted(target.keys() | tensors.keys()):
         want, have = target.get(name), tensors.get(name)
@@ -264,11 +262,11 @@ def restore(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None
             raise CheckpointError(
                 f"checkpoint tensor {name!r} is {'missing' if have is None else tuple(have.shape)}",
                 expected=f"{'no such tensor' if want is None else tuple(want.shape)}",
-                do="the checkpoint is of another model: remove it to start again",
+                do="the checkpoint is of another model: remove it to start from step 0",
             )
         if want.dtype != have.dtype and not (want.dtype in FLOAT_DTYPES and have.dtype in FLOAT_DTYPES):
             raise CheckpointError(
-                f"checkpoint tensor {name!r} is of type {have.dtype}", expected=str(want.dtype)
+                f"checkpoint tensor {name!r} has dtype {have.dtype}", expected=str(want.dtype)
             )
     with copy_pool() as threads:
         copy_all([(target[name], tensors[name]) for name in target], threads)

@@ -1,20 +1,18 @@
-"""The keeper: the checkpoints of one job. What it goes on from, and a new one whenever enough time has passed.
+"""The checkpoint manager of one job: resume from the newest checkpoint, save when the interval has passed.
 
-`save` copies the state into the staging area and returns; a writer beside training does the rest (`background.py`).
-What can go wrong there is heard at the next look, `due()`, which the loop calls after each step:
+`save` copies the state into the staging buffer and returns; a writer process does the rest (`writer_process.py`). The
+loop calls `due()` after each step, which also reports errors of the writer:
 
-- *A second checkpoint while the first is being written* is not begun: training goes on, `due` says no until the
-  writer is done, and the delay is counted (`late`). Only what must be (the last one, a signal's, an interval of 0)
-  waits.
-- *A full disk* raises `DiskFullError` between two steps; the checkpoint before is whole.
-- *A durable tier that fails* is said once, counted, tried again next time, and ends up in the report.
+- *A checkpoint is due while the previous one is being written.* It is deferred and counted (`deferred`); training
+continues. Only the last checkpoint, one for a signal, or an interval of 0 waits. - *The disk is full.* `DiskFullError`
+is raised between two steps; the previous checkpoint is intact. - *Remote storage fails.* Logged once, counted, retried
+at the next interval, and reported.
 
-A kill costs at most an interval: the next copy is taken early by the time that the last writing took, so that a new
-checkpoint is *whole* within the interval after the one before was *taken*.
+A kill costs at most one interval: a copy is taken early by the duration of the last write, so that the new checkpoint
+is *complete* within the interval after the previous one was *taken*.
 
-A checkpoint also carries the state of the generators that belong to nobody (torch's, NumPy's and Python's own), which
-no code of this house draws from, but a network of somebody else's may; and this account, so that counts go on after a
-kill.
+A checkpoint also holds the global RNG states of torch, NumPy and Python, since third-party networks may use them, and
+the statistics, so that counts continue after a kill.
 """
 
 from __future__ import annotations
@@ -48,42 +46,42 @@ BRANCH_FOLDER = "stable"
 
 
 def branch_folder(scratch: Path, step: int) -> Path:
-    """Where the state after `step` steps is put aside during the stable run."""
+    """The folder for the state after `step` steps of a stable run."""
     return scratch / BRANCH_FOLDER / f"{step:08d}"
 
 
-UPLOAD_TIMEOUT = 60.0  # seconds that an upload may take after training has ended
+UPLOAD_TIMEOUT = 60.0  # seconds for an upload after the end of training
 
 
 @dataclass
 class CheckpointStats:
-    """What checkpoints came to, over all of a run's starts."""
+    """Statistics over all starts of a run."""
 
     written: int = 0
-    deferred: int = 0  # came due while the one before was being written
-    stall_seconds: float = 0.0  # that steps waited for copies, in all
+    deferred: int = 0  # due while the previous one was being written
+    stall_seconds: float = 0.0  # total stall of training steps for copies
     max_stall_seconds: float = 0.0
-    write_seconds: float = 0.0  # of the writer, in all
-    last_bytes: int = 0  # of the last one
+    write_seconds: float = 0.0  # of the writer, in total
+    last_bytes: int = 0  # size of the last one
     remote_written: int = 0
     remote_failed: int = 0
-    last_remote_time: float = 0.0  # when one was last asked for, in seconds since 1970
-    remote_error: str = ""  # the last one; empty once an upload succeeded
+    last_remote_time: float = 0.0  # of the last upload request, in seconds since 1970
+    remote_error: str = ""  # of the last failure; empty after a success
     resumes: int = 0
     rejected: list[str] = field(default_factory=list)
     size_report: list[dict[str, Any]] = field(default_factory=list)
 
     def summary(self) -> str:
-        """For a report."""
-        text = f"{self.written:,} of {self.last_bytes / 1e6:,.1f} MB; steps waited {self.stall_seconds:.2f} s in all"
+        """One line for a report."""
+        text = f"{self.written:,} of {self.last_bytes / 1e6:,.1f} MB; stalls {self.stall_seconds:.2f} s in total"
         if self.deferred:
-            text += f"; {self.deferred:,} began late, the one before being written still"
+            text += f"; {self.deferred:,} deferred during an earlier write"
         if self.resumes:
-            text += f"; continued {self.resumes:,} times"
+            text += f"; resumed {self.resumes:,} times"
         if self.rejected:
-            text += f"; passed over: {self.rejected[-1]}"
+            text += f"; rejected: {self.rejected[-1]}"
         if self.remote_written or self.remote_failed:
-            text += f"; {self.remote_written:,} in the durable tier"
+            text += f"; {self.remote_written:,} in remote storage"
         if self.remote_failed:
             last = f", the last: {self.remote_error}" if self.remote_error else ", and succeeded later"
             text += f" ({self.remote_failed:,} failed{last})"
@@ -94,11 +92,11 @@ class CheckpointManager:
     """The checkpoints of one job.
 
     Args:
-        identity: what must be the same for a checkpoint to fit (JSON).
-        seconds: between checkpoints; with 0, `due` is always true and `save` waits for the one before.
-        tiers: retention, and the durable tier if there is one.
-        account: counted into; goes on from that of the checkpoint.
-        thread: write in a thread of this process (see `background.py`).
+        identity: JSON that must be equal for a checkpoint to fit.
+        seconds: between checkpoints; with 0, `due` is always true and `save` waits for the previous write.
+        config: retention, and remote storage.
+        stats: updated; continues from the stats of the resumed checkpoint.
+        thread: write in a thread of this process (see `writer_process.py`).
     """
 
     def __init__(
@@ -121,17 +119,17 @@ class CheckpointManager:
         self.copy_pool = copy_pool()
         self.writer: AsyncWriter | None = None
         self.step_in_progress: int | None = None  # the step whose checkpoint is being written
-        self.writing_named = False  # and whether that is one that was put aside
+        self.writing_named = False  # whether that is a named copy
         self.last_save_time = time.monotonic()
         self.stats.last_remote_time = self.stats.last_remote_time or time.time()
-        self.last_uploaded_step: int | None = None  # the last step that was to be uploaded
+        self.last_uploaded_step: int | None = None  # the last step requested for upload
         self.expected_write_seconds = (
             seconds / 2
-        )  # how long a checkpoint takes to be whole; until one is, nobody knows
+        )  # time until a checkpoint is complete; an estimate before the first write
         self.deferral_counted = False
 
     def resume(self) -> Checkpoint | None:
-        """The newest whole checkpoint of all tiers, or None; the generators are as they were then.
+        """Return the newest valid checkpoint, local or remote, or None; restore the RNG states.
 
         Raises:
             CheckpointError: it is of another job, or of a newer format.
@@ -155,15 +153,15 @@ class CheckpointManager:
         return Checkpoint(found.step, without_rng_state(found.tensors), found.metadata)
 
     def load_branch(self, path: Path, may_differ: Collection[str]) -> Checkpoint:
-        """What another job put aside at `path`; the generators are as they were then.
+        """Return the branch state at `path`, saved by another job; restore the RNG states.
 
-        but: in what the job may differ from this one.
+        may_differ: identity keys that may differ.
 
         Raises:
-            CheckpointError: damaged, of a newer format, or of a job that differs in more.
+            CheckpointError: damaged, of a newer format, or of a job that differs in other keys.
         """
         found = load(path, self.staging)
-        self._check_identity(found, path, "give it the parents that the stable run had", may_differ)
+        self._check_identity(found, path, "use the parents of the stable run", may_differ)
         restore_rng_state(found)
         return Checkpoint(found.step, without_rng_state(found.tensors), found.metadata)
 
@@ -180,7 +178,7 @@ class CheckpointManager:
             )
 
     def _load_latest(self) -> Checkpoint | None:
-        """The newest step first, and of one step the local one."""
+        """The newest step first; for equal steps the local copy first."""
         local = sorted(self.folder.glob("step-*"))
         candidates: list[tuple[int, bool, Path | RemoteCheckpoint]] = [
             (int(p.name[5:]), True, p) for p in local
@@ -190,7 +188,7 @@ class CheckpointManager:
             try:
                 durable = RemoteStore(self.config.remote_url, self.job_id)
                 far, _ = durable.list_checkpoints()
-            except Exception as error:  # any back end, any reason
+            except Exception as error:  # any back end may raise any error
                 self._reject(self.config.remote_url, error)
         candidates += [(each.step, False, each) for each in far]
         for _, _, each in sorted(candidates, key=lambda item: item[:2], reverse=True):
@@ -211,20 +209,20 @@ class CheckpointManager:
 
     def _reject(self, what: str, error: Exception) -> None:
         why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        self.log(f"passed over {what}: {why}")
+        self.log(f"rejected {what}: {why}")
         self.stats.rejected.append(f"{what}: {why}")
 
     def _move_damaged(self, damaged: Path) -> None:
-        """Out of the way of retention, which goes by numbers and would take it for the newest; there to be looked at."""
+        """Rename a damaged checkpoint. Retention counts by step and would keep it as the newest."""
         for older in self.folder.glob("damaged-*"):
             shutil.rmtree(older, ignore_errors=True)
-        with suppress(OSError):  # a folder that cannot be written: the first checkpoint will say so
+        with suppress(OSError):  # a read-only folder: the first save reports it
             damaged.rename(self.folder / f"damaged-{damaged.name}")
 
     def prepare(self, tensors: Mapping[str, Tensor], parameters: int = 0) -> None:
-        """Allocates what saving such tensors takes, before the first step rather than in it, and starts the writer.
+        """Allocate the staging buffer for these tensors before the first step, and start the writer.
 
-        parameters: how many the model has, for the account of bytes per parameter.
+        parameters: the model's number of parameters, for bytes per parameter.
         """
         tensors = {**tensors, **rng_tensors()}
         self.layout = Layout.from_tensors(tensors)
@@ -233,14 +231,14 @@ class CheckpointManager:
         self.writer = self.writer or AsyncWriter(self.staging, thread=self.thread)
 
     def needs_upload(self, step: int) -> bool:
-        """Whether the durable tier, if there is one, was not told to take `step`."""
+        """Whether remote storage is configured and `step` was not requested for upload."""
         return self.config.remote_url is not None and self.last_uploaded_step != step
 
     def due(self) -> bool:
-        """Whether a checkpoint is to be taken now.
+        """Return whether to take a checkpoint now.
 
         Raises:
-            DiskFullError, CheckpointError: the one before could not be written.
+            DiskFullError, CheckpointError: the previous one could not be written.
         """
         self._poll_writer()
         if time.monotonic() - self.last_save_time < max(
@@ -252,7 +250,7 @@ class CheckpointManager:
         if not self.deferral_counted:
             self.deferral_counted = True
             self.stats.deferred += 1
-            self.log(f"a checkpoint is late: that of step {self.step_in_progress:,} is being written still")
+            self.log(f"checkpoint deferred: that of step {self.step_in_progress:,} is still being written")
         return False
 
     def save(
@@ -263,16 +261,13 @@ class CheckpointManager:
         *,
         upload: bool = False,
     ) -> float:
-        """Takes one; it is whole some time later (`finish` waits for that). Waits if one is being written.
+        """Take a checkpoint; return the stall in seconds. Waits if a write is in progress; `finish` waits for this one.
 
         Args:
-            durable: upload it too, whenever the last upload was.
-
-        Returns:
-            seconds that the caller waited.
+            upload: upload it too, regardless of the remote interval.
 
         Raises:
-            DiskFullError, CheckpointError: the one before could not be written.
+            DiskFullError, CheckpointError: the previous one could not be written.
         """
         account, began = self.stats, time.monotonic()
         self._copy_to_staging(tensors)
@@ -300,8 +295,7 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """A copy of its own in `folder`, which neither `resume` nor retention looks at; else like `save`. What is saved
-        after it is whole after it."""
+        """Save a separate copy in `folder`, which `resume` and retention ignore. Later saves complete after it."""
         began = time.monotonic()
         self._copy_to_staging(tensors)
         self.stats.stall_seconds += time.monotonic() - began
@@ -309,19 +303,19 @@ class CheckpointManager:
         self._submit(folder, step, kept, upload=False)
 
     def load_named(self, folder: Path) -> Mapping[str, Tensor]:
-        """What `put_aside` left in `folder`.
+        """Return the tensors that `save_named` wrote to `folder`.
 
         Raises:
-            CheckpointError: there is nothing, or it is damaged.
+            CheckpointError: missing or damaged.
         """
-        self.finish()  # then nobody reads from the area
+        self.finish()  # the writer may still read the staging buffer
         found = sorted(folder.glob("step-*"))
         if not found:
-            raise CheckpointError(f"{folder} holds no copy of the weights")
+            raise CheckpointError(f"{folder} has no copy of the weights")
         return without_rng_state(load(found[-1], self.staging).tensors)
 
     def _copy_to_staging(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies `tensors` and the generators into the staging area, once nobody writes from it."""
+        """Copy `tensors` and the RNG states into the staging buffer, after the current write ends."""
         self.finish()
         if self.layout is None:
             self.prepare(tensors)
@@ -349,7 +343,7 @@ class CheckpointManager:
         self.step_in_progress, self.writing_named = step, folder != self.folder
 
     def _poll_writer(self, timeout: float | None = 0.0) -> None:
-        """Takes in what the writer has told; waits for the first answer for `patience` seconds (None: however long)."""
+        """Process replies of the writer; wait up to `timeout` seconds for the first one (None: no limit)."""
         while self.writer is not None and (answer := self.writer.poll_reply(timeout)) is not None:
             timeout = 0.0
             if answer["tier"] == "remote":
@@ -369,17 +363,17 @@ class CheckpointManager:
         account = self.stats
         if "deferred" in reply:
             account.remote_failed += 1
-            account.remote_error = "an upload took longer than the time to the next"
+            account.remote_error = "an upload took longer than the interval"
         elif "error" in reply:
             account.remote_failed += 1
             if not account.remote_error:
                 self.log(
-                    f"the durable tier {self.config.remote_url} cannot be written ({reply['error']}); training goes on"
+                    f"remote storage {self.config.remote_url} is not writable ({reply['error']}); training continues"
                 )
             account.remote_error = reply["error"]
         else:
             if account.remote_error:
-                self.log(f"the durable tier {self.config.remote_url} can be written again")
+                self.log(f"remote storage {self.config.remote_url} is writable again")
             account.remote_written, account.remote_error = account.remote_written + 1, ""
 
     def __enter__(self) -> CheckpointManager:
@@ -393,7 +387,7 @@ class CheckpointManager:
             self.close()
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is whole.
+        """Wait until the last checkpoint is complete.
 
         Raises:
             DiskFullError, CheckpointError: it could not be written.
@@ -402,13 +396,13 @@ class CheckpointManager:
             self._poll_writer(None)
 
     def close(self) -> None:
-        """Lets the writer end what it has begun and gives the staging area back. Raises nothing; may be called twice."""
+        """Let the writer finish and free the staging buffer. Raises nothing; may be called twice."""
         if self.writer is not None:
             if not self.writer.close(UPLOAD_TIMEOUT):
                 self.log(
-                    f"an upload to {self.config.remote_url} was left unfinished after {UPLOAD_TIMEOUT:.0f} s"
+                    f"an upload to {self.config.remote_url} was unfinished after {UPLOAD_TIMEOUT:.0f} s"
                 )
-            with suppress(DiskFullError, CheckpointError):  # `finish` is for those who want to know
+            with suppress(DiskFullError, CheckpointError):  # `finish` reports errors to callers that need them
                 self._poll_writer()
             self.writer = None
         self.copy_pool.shutdown()

@@ -1,16 +1,16 @@
-"""Tiers: checkpoints often to the disk at hand, and every so often to storage that outlives the machine.
+"""Remote copies: frequent checkpoints on the local disk, fewer in storage that outlives the machine.
 
-A local disk takes a checkpoint in a second and dies with its machine; an object store survives and takes minutes. So each
-has its own interval and its own retention. What goes to the durable tier is a local checkpoint that is whole already,
-hashes and all: nothing is taken from training a second time.
+A local disk takes a checkpoint in a second and is lost with its machine; an object store takes minutes and survives. So
+each has a separate interval and retention. An upload copies a complete local checkpoint with its hashes; training is
+not involved.
 
-The durable tier is any URL that fsspec knows (`s3://`, `gs://`, `file://`, ...). Objects cannot be renamed as one, so
+The target is any fsspec URL (`s3://`, `gs://`, `file://`, ...). Objects cannot be renamed atomically, so
 
-    URL/JOB/step-00001200.1759990000.5f3a9c/state.safetensors      first: the files, under a name of their own
-    URL/JOB/step-00001200.1759990000.5f3a9c/state.json             last: the index, which makes it count
+    URL/JOB/step-00001200.1759990000.5f3a9c/state.safetensors      first: the files, under a unique name
+    URL/JOB/step-00001200.1759990000.5f3a9c/state.json             last: the index, which makes the checkpoint valid
 
-where JOB is the hash of all that decides the run: many runs may share one URL. The seconds in the name are its age,
-which not every store tells. Nothing here may stop training: what fails is reported, and tried again next time.
+JOB is the hash of the job's identity, so many runs may share one URL. The seconds in the name are its age, since not
+every store has timestamps. Errors never stop training: they are reported, and the next interval retries.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ HOUR = 3600.0
 
 
 class CheckpointConfig(BaseModel):
-    """Where checkpoints are kept beside the time between the local ones, and for how long."""
+    """Retention of local checkpoints, and remote storage."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    keep: int = Field(default=2, ge=1, description="the newest so many stay on the local disk")
+    keep: int = Field(default=2, ge=1, description="number of checkpoints kept on the local disk")
     keep_hours: float | None = Field(
-        default=None, gt=0, description="of those, none older than this but the newest"
+        default=None, gt=0, description="maximum age of these, except the newest"
     )
-    remote_url: str | None = Field(default=None, description="folder or URL that outlives this machine")
-    remote_interval: float = Field(default=600.0, ge=0, description="time between checkpoints there")
-    remote_keep: int = Field(default=3, ge=1, description="the newest so many stay there")
+    remote_url: str | None = Field(default=None, description="folder or URL of remote storage")
+    remote_interval: float = Field(default=600.0, ge=0, description="seconds between uploads")
+    remote_keep: int = Field(default=3, ge=1, description="number of checkpoints kept there")
     remote_keep_hours: float | None = Field(
-        default=None, gt=0, description="of those, none older but the newest"
+        default=None, gt=0, description="maximum age of these, except the newest"
     )
 
 
 @dataclass(frozen=True)
 class RemoteCheckpoint:
-    """A checkpoint of the durable tier: its step, its name there, when it was begun."""
+    """A checkpoint in remote storage: step, name, start time."""
 
     step: int
     name: str
@@ -61,7 +61,7 @@ class RemoteCheckpoint:
 
 
 class RemoteStore:
-    """The durable tier of one job. Raises whatever fsspec and its back ends raise."""
+    """The remote storage of one job. Raises the errors of fsspec and its back ends."""
 
     def __init__(self, url: str, job: str) -> None:
         import fsspec
@@ -71,7 +71,7 @@ class RemoteStore:
         self.root = f"{root.rstrip('/')}/{job}"
 
     def list_checkpoints(self) -> tuple[list[RemoteCheckpoint], list[RemoteCheckpoint]]:
-        """(those that have an index, those that are only begun), the newest first."""
+        """Return (checkpoints with an index, incomplete ones), newest first."""
         self.fs.invalidate_cache()
         if not self.fs.exists(self.root):
             return [], []
@@ -88,7 +88,7 @@ class RemoteStore:
         return [f for f, has in known if INDEX in has], [f for f, has in known if INDEX not in has]
 
     def upload(self, folder: Path, config: CheckpointConfig) -> str:
-        """Uploads the checkpoint in `folder`, then removes those that are too many or too old; its name there."""
+        """Upload the checkpoint in `folder`, then apply retention; return its remote name."""
         name = f"{folder.name}.{int(time.time())}.{secrets.token_hex(3)}"
         self.fs.makedirs(f"{self.root}/{name}", exist_ok=True)
         for path in sorted(folder.iterdir(), key=lambda path: path.name == INDEX):
@@ -101,48 +101,48 @@ class RemoteStore:
         return name
 
     def prune(self, config: CheckpointConfig) -> None:
-        """Retention; and what was begun an hour ago and never finished."""
+        """Apply retention, and remove uploads that were started over an hour ago and never finished."""
         whole, begun = self.list_checkpoints()
         now = time.time()
         for number, each in enumerate(whole):
             hours = (now - each.started_at) / HOUR
             too_old = config.remote_keep_hours is not None and hours > config.remote_keep_hours
             if number and (number >= config.remote_keep or too_old):
-                self.fs.rm_file(f"{self.root}/{each.name}/{INDEX}")  # first: no reader finds half of one
+                self.fs.rm_file(f"{self.root}/{each.name}/{INDEX}")  # first, so that no reader sees a partial checkpoint
                 self.fs.rm(f"{self.root}/{each.name}", recursive=True)
         for each in begun:
             if now - each.started_at > HOUR:
                 self.fs.rm(f"{self.root}/{each.name}", recursive=True)
 
     def download(self, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
-        """Downloads it next to the local ones, written aside and renamed; what it holds is checked when it is loaded."""
+        """Download a checkpoint next to the local ones, under a temporary name until complete. `load` verifies it."""
         folder.mkdir(parents=True, exist_ok=True)
         aside, final = folder / f"writing-{os.getpid()}-fetched", folder / f"step-{checkpoint.step:08d}"
-        shutil.rmtree(aside, ignore_errors=True)  # of a download that failed
+        shutil.rmtree(aside, ignore_errors=True)  # remove a failed download
         aside.mkdir()
         for path in self.fs.find(f"{self.root}/{checkpoint.name}"):
             self.fs.get_file(str(path), str(aside / str(path).split("/")[-1]))
-        if final.exists():  # a damaged one: it was passed over, or we would not be here
+        if final.exists():  # the local copy is damaged, or it would have been loaded
             shutil.rmtree(final)
         aside.rename(final)
         return final
 
 
 class Uploader:
-    """The durable tier at the writer's side. Told what happens to it, never raising."""
+    """Uploads in the writer process. Reports every result through `notify` and never raises."""
 
     def __init__(self, config: CheckpointConfig, job: str, notify: Callable[[dict[str, Any]], None]) -> None:
         self.config, self.job, self.notify = config, job, notify
         self.store: RemoteStore | None = None
 
     def upload(self, folder: Path, step: int) -> None:
-        """Uploads, and tells how it went."""
+        """Upload a checkpoint and report the result."""
         began = time.monotonic()
         assert self.config.remote_url is not None
         try:
             self.store = self.store or RemoteStore(self.config.remote_url, self.job)
             name = self.store.upload(folder, self.config)
-        except Exception as error:  # any back end, any reason: training goes on
+        except Exception as error:  # any back end may raise any error; training continues
             self.notify({"tier": "remote", "step": step, "error": f"{type(error).__name__}: {error}"})
             return
         self.notify({"tier": "remote", "step": step, "name": name, "seconds": time.monotonic() - began})

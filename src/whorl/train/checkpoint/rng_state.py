@@ -1,7 +1,7 @@
-"""The generators that belong to nobody: torch's, NumPy's and Python's own, in a checkpoint.
+"""The global RNG states of torch, NumPy and Python in a checkpoint.
 
-No code of this house draws from them, but a network of somebody else's may, and then a continued run must draw what it
-would have drawn. torch's states are tensors, and lie among the tensors; the others are numbers in the record.
+The project's code uses no global generator, but a third-party network may. torch's states are tensors of the
+checkpoint; the others are in the metadata.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ RNG_PREFIX = "generators/"
 
 
 def without_rng_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All of a checkpoint's tensors but those."""
+    """The tensors of a checkpoint without the RNG states."""
     return {n: t for n, t in tensors.items() if not n.startswith(RNG_PREFIX)}
 
 
 def rng_tensors() -> dict[str, Tensor]:
-    """torch's own generators, on every device that is in use."""
+    """The states of torch's global generators, for the CPU and every GPU in use."""
     found = {f"{RNG_PREFIX}torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found |= {f"{RNG_PREFIX}cuda/{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -33,13 +33,13 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def rng_metadata() -> dict[str, Any]:
-    """Python's and NumPy's own generators."""
+    """The states of Python's and NumPy's global generators."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
 def restore_rng_state(checkpoint: Checkpoint) -> None:
-    """All of them as they were when `found` was taken; those of a device that is not here are left out."""
+    """Restore all global generators from a checkpoint, except those of missing devices."""
     torch.set_rng_state(checkpoint.tensors[f"{RNG_PREFIX}torch"].clone())
     if torch.cuda.is_available():
         for name, state in checkpoint.tensors.items():

@@ -1,7 +1,7 @@
-"""What a checkpoint is made of, in bytes a parameter, and why.
+"""Bytes per parameter of a checkpoint, by part.
 
-A parameter costs more than its own four bytes: an optimiser keeps moments beside it. Which, depends on how it is trained
-(`language.treatments`), so a run's figure is a mean, and this is where it comes from.
+A parameter costs more than its four bytes: optimizers store moments. Which moments depends on the parameter's optimizer
+(`lm/objective.param_optims`), so a run's figure is a mean.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from torch import Tensor
 
 MOMENTS = {
-    "momentum": "Muon's momentum of the matrices",
-    "mean": "Adam's mean of the gradients",
-    "square": "the mean of their squares (Adam; of a table trained by row Adagrad one number a row)",
+    "momentum": "Muon's momentum",
+    "mean": "Adam's first moment",
+    "square": "Adam's second moment (sparse Adagrad: one number per row)",
 }
 
 
 def bytes_per_parameter(tensors: Mapping[str, Tensor], parameters: int = 0) -> list[dict[str, Any]]:
-    """{"part", "bytes", "per_parameter", "what"} of each part of `tensors`, the largest first.
+    """Return {"part", "bytes", "per_parameter", "what"} of each part of `tensors`, largest first.
 
-    tensors: named as by `Shared.tensors`; parameters: how many the model has; 0 counts the weights here.
+    tensors: named as by `SharedState.tensors`; parameters: of the model; 0 counts the weights in `tensors`.
     """
     sizes: dict[str, int] = {}
     types: dict[str, set[str]] = {}
@@ -49,16 +49,16 @@ def _describe(part: str) -> str:
     if kind == "state":
         return MOMENTS.get(moment, moment)
     known = {
-        "weights": "the master weights, cast for products as they run (under pretrain.rounding the bf16 ones)",
-        "averages": "the running average of the weights",
-        "buffers": "what layers keep beside weights",
-        "generators": "states of generators",
+        "weights": "master weights, cast for each product (bf16 with pretrain.bf16_weights)",
+        "averages": "running average of the weights",
+        "buffers": "buffers of layers",
+        "generators": "RNG states",
     }
     return known.get(kind, kind)
 
 
 def format_line(parts: list[dict[str, Any]]) -> str:
-    """For a report: the total, then each part that weighs anything."""
+    """Format the total and each part that is not negligible as one line."""
     total = sum(part["per_parameter"] for part in parts)
     named = [f"{p['per_parameter']:.2f} {p['what']}" for p in parts if p["per_parameter"] >= 0.005]
-    return f"{total:.1f} bytes a parameter: " + "; ".join(named)
+    return f"{total:.1f} bytes per parameter: " + "; ".join(named)

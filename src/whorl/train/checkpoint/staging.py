@@ -1,19 +1,16 @@
-"""Staging: the only part of a checkpoint that a training step waits for, a copy from memory to memory.
+"""Staging: a memory-to-memory copy, the only part of a checkpoint that stalls training.
 
-A checkpoint is a consistent picture of the weights, so nothing may change while it is taken; hashing and writing take
-ten times as long as a copy and can be done from the copy (CheckFreq, Mohan et al., FAST 2021, calls the two halves
-snapshot and persist). What makes the copy cheap:
+A checkpoint is a consistent snapshot, so the weights may not change during the copy. Hashing and writing take ten times
+as long and use the copy (CheckFreq, Mohan et al., FAST 2021: snapshot and persist). The copy is fast because of:
 
-- *One flat area, laid out as the file.* The area holds the very bytes that go to the disk, header and all. The writer
-  gathers nothing, and hands whole pages to the kernel.
-- *Preallocated.* The first touch of a fresh page costs a fault and its zeroing: two to six times what the copy itself
-  does. The area is touched once, when training begins, and asked for in huge pages.
-- *Several threads.* One core cannot saturate memory. Tensors are cut into pieces of 4 MB, which threads copy with
-  `memmove`; it runs outside the interpreter's lock, and from a few MB on it writes past the caches, whereas a
-  compute kernel (`Tensor.copy_`) first reads each line that it then overwrites.
+- *One flat buffer with the file's layout.* The buffer holds exactly the bytes of the file, header included. The writer
+gathers nothing and passes whole pages to the kernel. - *Preallocation.* The first access to a page costs a fault and
+zeroing, two to six times the copy. The buffer is touched once, when training starts, and uses huge pages. - *Several
+threads.* One core cannot saturate memory bandwidth. Threads copy pieces of 4 MB with `memmove`, outside the GIL. From a
+few MB on, `memmove` bypasses the caches; `Tensor.copy_` would first read each line that it overwrites.
 
-The area is an anonymous file in memory (memfd), so that a writer in a process of its own maps the same pages. Where the
-system has none, it is this process's own memory, and the writer is a thread.
+The buffer is an anonymous file in memory (memfd), so a writer process maps the same pages. On systems without memfd it
+is private memory, and the writer is a thread.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ from whorl.machine.device_probe import usable_cores
 
 PAGE = 4096
 CHUNK_BYTES = 4 << 20  # bytes that a thread copies at a time
-MAX_THREADS = 8  # memory is saturated long before
+MAX_THREADS = 8  # more threads do not increase memory bandwidth
 
-# The names that safetensors gives to types.
+# Names of dtypes in safetensors.
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.int64: "I64",
@@ -48,7 +45,7 @@ DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies in the file: `offset` from its first byte."""
+    """Location of a tensor in the file: `offset` from the first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +55,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors file of given tensors: its header, filled with spaces to whole pages, and where each tensor lies."""
+    """Layout of a safetensors file: the header, padded to whole pages, and the location of each tensor."""
 
     header: bytes
     entries: dict[str, Entry]
@@ -66,7 +63,7 @@ class Layout:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """The widest types first, so that each tensor is aligned without holes, which the format forbids."""
+        """Return the layout of these tensors; wide types first, so that tensors are aligned without gaps, which the format forbids."""
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         described, sizes, at = {}, {}, 0
         for name in order:
@@ -89,7 +86,7 @@ class Layout:
         return cls(header, entries, len(header) + at)
 
     def matches(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether it is the layout of `tensors`."""
+        """Whether this is the layout of `tensors`."""
         return len(tensors) == len(self.entries) and all(
             (e := self.entries.get(n)) is not None and e.shape == t.shape and e.dtype == DTYPE_NAMES[t.dtype]
             for n, t in tensors.items()
@@ -97,7 +94,7 @@ class Layout:
 
 
 class StagingBuffer:
-    """Memory that is allocated once and holds the bytes of files. `fd` can be mapped by another process; -1: it cannot."""
+    """A buffer for file contents, allocated once. Another process can map `fd`, unless it is -1."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("whorl-checkpoint") if hasattr(os, "memfd_create") else -1
@@ -107,7 +104,7 @@ class StagingBuffer:
         self.pinned = False
 
     def ensure_capacity(self, n_bytes: int) -> None:
-        """At least so many bytes, all of them touched. What it held stays; views that were made before stay valid."""
+        """Grow to at least `n_bytes` and touch all pages. Contents and existing views stay valid."""
         wanted = -(-n_bytes // PAGE) * PAGE
         if wanted <= self.size:
             return
@@ -117,40 +114,40 @@ class StagingBuffer:
             self.memory = mmap.mmap(self.fd, wanted)
         except OSError as error:
             raise CheckpointError(
-                f"no memory for the copy that checkpoints are written from, {wanted / 1e6:,.0f} MB ({error})",
-                do="train a smaller model, or on a machine with more memory",
+                f"no memory for the checkpoint staging buffer, {wanted / 1e6:,.0f} MB ({error})",
+                do="train a smaller model, or use a machine with more memory",
             ) from error
         self.size, self.pinned = wanted, False
         self.flat = torch.frombuffer(self.memory, dtype=torch.uint8)
         for name in (
             "MADV_HUGEPAGE",
             "MADV_POPULATE_WRITE",
-        ):  # advice: a kernel that has not heard of it goes without
+        ):  # hints: older kernels ignore them
             self._advise({"MADV_POPULATE_WRITE": 23}.get(name, getattr(mmap, name, -1)))
 
     def _advise(self, advice: int) -> None:
         advise = getattr(ctypes.CDLL(None), "madvise", None) if os.name == "posix" else None
-        if advise is not None and advice >= 0:  # through ctypes, which lets other threads run meanwhile
+        if advise is not None and advice >= 0:  # through ctypes, which releases the GIL
             advise(ctypes.c_void_p(self.flat.data_ptr()), ctypes.c_size_t(self.size), advice)
 
     def pin(self) -> None:
-        """For copies from a GPU that run by themselves: they need memory that the system never moves."""
+        """Pin the memory, for asynchronous copies from a GPU."""
         if not self.pinned:
             torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), self.size, 0)  # type: ignore[no-untyped-call]
             self.pinned = True
 
     def view(self, start: int, n_bytes: int) -> memoryview:
-        """Bytes from `start` on."""
+        """The bytes from `start` on."""
         assert self.memory is not None
         return memoryview(self.memory)[start : start + n_bytes]
 
     def tensor(self, entry: Entry, start: int = 0) -> Tensor:
-        """The tensor that lies there; `start` is where its file begins. It shares the area's memory."""
+        """A view of the tensor at this entry; `start` is the offset of its file in the buffer."""
         begin = start + entry.offset
         return self.flat[begin : begin + entry.n_bytes].view(DTYPES_BY_NAME[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
-        """Gives the memory back as soon as no view of it is left."""
+        """Free the memory as soon as no view is left."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd, self.memory, self.size = -1, None, 0
@@ -163,14 +160,14 @@ def copy_pool() -> ThreadPoolExecutor:
 
 
 def read_pool() -> ThreadPoolExecutor:
-    """Threads that mostly wait for a disk, which wants several requests at once."""
+    """Threads for reading: they mostly wait, and a disk needs several requests in flight."""
     return ThreadPoolExecutor(min(MAX_THREADS, 2 * usable_cores()), thread_name_prefix="read")
 
 
 def copy_to_staging(
     staging: StagingBuffer, layout: Layout, tensors: Mapping[str, Tensor], pool: Executor
 ) -> None:
-    """Copies `tensors` into `area` as `layout` says; when this returns, they may change."""
+    """Copy `tensors` into the buffer in this layout; on return, they may change."""
     staging.ensure_capacity(layout.n_bytes)
     if any(t.is_cuda for t in tensors.values()):
         staging.pin()
@@ -180,7 +177,7 @@ def copy_to_staging(
 
 @torch.no_grad()
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], pool: Executor) -> None:
-    """target <- source for every pair of the same shape, whatever their types and devices."""
+    """target <- source for every pair of equal shape, with any dtypes and devices."""
     work: list[list[tuple[int, int, int]]] = [[]]
     filled, waits = 0, False
     for target, source in pairs:

@@ -1,17 +1,15 @@
-"""The writer: from bytes in memory to a folder on the disk that is whole or not there. Without torch: it starts fast.
+"""Writes a checkpoint atomically: from bytes in memory to a complete folder on disk. Imports no torch, so it starts fast.
 
-    writing-PID/            aside: the tensors, their hashes in the index, both flushed
-    step-00001200/          renamed from it, and the parent folder flushed
+    writing-PID/            temporary: the tensors, and the index with their hashes, both flushed
+    step-00001200/          renamed from it, then the parent folder is flushed
 
-*Which hash.* It guards against bits that flip and files that are cut, not against people, so it need not be
-cryptographic, only faster than any disk. XXH3 (128 bits) does 12 GB/s on one core and lets other threads run; SHA-256
-does 0.4 to 1.6 (without and with the CPU's help) and BLAKE3 3 on the same core, beside a disk that reads 2.5 to 7. Each
-chunk of 8 MB has its own, so that a restore checks while it reads, on several cores. Written after the name of the hash, so
-that another can take its place.
+*Hash.* It detects bit flips and truncation, so it need not be cryptographic, only faster than any disk. Measured on one
+core: XXH3 (128 bits) 12 GB/s, SHA-256 0.4 to 1.6, BLAKE3 3; the disk reads 2.5 to 7. Each chunk of 8 MB has a hash, so
+a restore verifies while it reads, on several cores. The index records the hash's name.
 
-*Past the page cache.* O_DIRECT hands the pages of the staging area to the disk as they are. Written in the ordinary way, the
-kernel copies them first, on a core that training wants (0.2 s a GB against 0.02), and fills memory with pages that
-nobody reads again. Where a file system refuses, the ordinary way is taken.
+*O_DIRECT.* The staging buffer's pages are written directly to the disk. Otherwise the kernel copies them first, on a
+core that training needs (0.2 s per GB against 0.02), and fills the page cache. File systems that reject O_DIRECT get
+normal writes.
 """
 
 from __future__ import annotations
@@ -45,19 +43,19 @@ def digest(data: memoryview | bytes) -> str:
 
 
 def dump_index(body: dict[str, Any]) -> str:
-    """An index as text, with its own hash: a flipped digit is still JSON."""
-    body = json.loads(json.dumps(body))  # as a reader will see it: numbers that are keys become text
+    """Serialize an index with its hash: a flipped digit would still be valid JSON."""
+    body = json.loads(json.dumps(body))  # as a reader sees it: integer keys become strings
     return json.dumps({"body": body, HASH: digest(_canonical(body))}) + "\n"
 
 
 def parse_index(text: str) -> dict[str, Any]:
-    """The index in `text`. Raises ValueError, KeyError: it is not one, or was changed."""
+    """Parse an index. Raises ValueError or KeyError if it is invalid or was changed."""
     found = json.loads(text)
-    if "body" not in found:  # format 1 had none
+    if "body" not in found:  # format 1 had no body
         return dict(found)
     body: dict[str, Any] = found["body"]
     if body.get("format") == FORMAT and found[HASH] != digest(_canonical(body)):
-        raise ValueError("its content differs from its recorded hash")
+        raise ValueError("the content differs from the recorded hash")
     return body
 
 
@@ -70,15 +68,16 @@ def write_checkpoint(
     keep_seconds: float | None = None,
     in_use: Collection[str] = (),
 ) -> Path:
-    """Writes a checkpoint, then removes those that are too many or too old.
+    """Write a checkpoint, then apply retention; return its folder.
 
     Args:
-        index: `step`, `tensors`, `record`; format, time and hashes are added.
-        content: the bytes of the tensors' file; readable up to the next whole page.
-        busy: names of checkpoints that are being read.
+        index: `step`, `bytes`, `tensors`, `metadata`; format, time and hashes are added.
+        content: the bytes of the tensor file, readable up to the next page boundary.
+        in_use: names of checkpoints that are being uploaded.
 
     Raises:
-        DiskFullError: no space; older checkpoints are untouched. CheckpointError: the disk refuses otherwise.
+        DiskFullError: no space; older checkpoints are untouched.
+        CheckpointError: another disk error.
     """
     step, n_bytes = int(index["step"]), int(index["bytes"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,11 +104,11 @@ def write_checkpoint(
         if error.errno in DISK_FULL_ERRNOS:
             raise DiskFullError(
                 f"no space left while writing the checkpoint of step {step} to {folder} ({n_bytes / 1e6:,.0f} MB)",
-                do="free space, then run the same command: it continues from the checkpoint before",
+                do="free space, then run the same command: it resumes from the previous checkpoint",
             ) from error
         raise CheckpointError(
             f"the checkpoint of step {step} cannot be written to {folder}: {error}",
-            do="make that folder writable, then run the same command: it continues from the checkpoint before",
+            do="make that folder writable, then run the same command: it resumes from the previous checkpoint",
         ) from error
     for left in folder.glob("writing-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -118,7 +117,7 @@ def write_checkpoint(
 
 
 def prune(folder: Path, keep: int, keep_seconds: float | None = None, in_use: Collection[str] = ()) -> None:
-    """Removes all but the newest `keep`, and of those what is older than `keep_seconds`; never the newest."""
+    """Remove all but the newest `keep`, and of these all older than `keep_seconds`; never the newest."""
     found = sorted(folder.glob("step-*"))
     for number, path in enumerate(reversed(found)):
         too_old = keep_seconds is not None and time.time() - path.stat().st_mtime > keep_seconds
@@ -127,7 +126,7 @@ def prune(folder: Path, keep: int, keep_seconds: float | None = None, in_use: Co
 
 
 def _write_tensors(path: Path, content: memoryview, n_bytes: int) -> list[str]:
-    """The first `n_bytes` of `content` into a new file, flushed; the hash of each chunk."""
+    """Write the first `n_bytes` of `content` to a new file and flush it; return the hash of each chunk."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     direct = getattr(os, "O_DIRECT", 0)
     try:
@@ -152,7 +151,7 @@ def _write_tensors(path: Path, content: memoryview, n_bytes: int) -> list[str]:
 
 
 def _preallocate(file: int, n_bytes: int) -> None:
-    """Learns that the disk is full before writing, where the file system can tell."""
+    """Detect a full disk before writing, where the file system supports it."""
     if hasattr(os, "posix_fallocate") and n_bytes:
         try:
             os.posix_fallocate(file, 0, n_bytes)
@@ -170,11 +169,11 @@ def _write_all(file: int, data: memoryview) -> None:
             direct = getattr(os, "O_DIRECT", 0)
             if error.errno != errno.EINVAL or not flags & direct:
                 raise
-            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)  # not here: through the page cache, then
+            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)  # O_DIRECT is rejected: use the page cache
 
 
 def fsync_path(path: Path) -> None:
-    """To the disk. Some file systems cannot flush a folder; then there is nothing to be done."""
+    """Flush a file or folder to disk. File systems that cannot flush a folder are ignored."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():

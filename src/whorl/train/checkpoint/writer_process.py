@@ -1,18 +1,15 @@
-"""The writer at work beside training: a process of its own, or a thread where memory cannot be shared with one.
+"""The asynchronous checkpoint writer: a separate process, or a thread where memory cannot be shared.
 
-A process, because a thread shares the interpreter's lock with the training loop. The writer's own calls (hash, write,
-flush) run outside the lock, but it takes it between them; put at a low priority, so that it steals no core from
-training, it may lose its core *while it holds the lock*, and the loop waits for a thread that is not allowed to run.
-An upload in Python (TLS, retries) would hold it for longer. A process has no lock in common, and maps the staging
-area's pages.
+A thread would share the GIL with the training loop. Hashing and writing release the GIL but take it between calls. At
+low priority the writer may lose its core *while it holds the GIL*, and the loop then waits. An upload in Python (TLS,
+retries) holds it for longer. A process has no lock in common and maps the staging buffer's pages.
 
-Its priority is nice 10: about a tenth of a core while all are busy, and all of it when training waits. The work is a
-tenth of a second of a core for each GB, so that is enough; at SCHED_IDLE a busy machine would never finish a
-checkpoint.
+Its priority is nice 10: about a tenth of a core when all are busy, a whole core when training waits. The work takes a
+tenth of a core-second per GB, so this suffices. With SCHED_IDLE a busy machine would never finish a checkpoint.
 
-It dies with its parent (SIGKILL at the parent's death, where the system offers that; else at the end of the pipe),
-leaving a `writing-` folder, so a run that starts anew never meets the writer of one that is dead. It ignores SIGTERM
-and SIGINT, which are sent to whole groups: what it has begun it ends, and goes when its parent closes the pipe.
+It dies with its parent (parent-death signal where available, else end of the pipe) and leaves a `writing-` folder. It
+ignores SIGTERM and SIGINT, which schedulers send to whole groups: it finishes its request and exits when the parent
+closes the pipe.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ Notify = Callable[[dict[str, Any]], None]
 
 
 class WriterWorker:
-    """What is done with each request, wherever it is done. `content` gives the bytes of the staging area."""
+    """Handles requests, in a process or a thread. `staged_bytes` returns the bytes of the staging buffer."""
 
     def __init__(self, staged_bytes: Callable[[int], memoryview], notify: Notify) -> None:
         self.staged_bytes, self.notify = staged_bytes, notify
@@ -55,7 +52,7 @@ class WriterWorker:
         self.in_use: set[str] = set()
 
     def handle(self, request: dict[str, Any]) -> None:
-        """Writes a checkpoint, tells how it went, and has it uploaded if that was asked for."""
+        """Write a checkpoint, report the result, and upload it if requested."""
         began, used, step = time.monotonic(), time.thread_time(), int(request["index"]["step"])
         try:
             path = writer.write_checkpoint(
@@ -70,7 +67,7 @@ class WriterWorker:
             self.notify({"tier": "local", "step": step, "error": error.what, "do": error.do,
                        "full": isinstance(error, DiskFullError)})  # fmt: skip
             return
-        except Exception as error:  # nobody would hear it in here
+        except Exception as error:  # an exception here would be lost
             self.notify({"tier": "local", "step": step, "error": f"{type(error).__name__}: {error}",
                        "do": "", "full": False})  # fmt: skip
             return
@@ -80,7 +77,7 @@ class WriterWorker:
             self._upload(request, path, step)
 
     def _upload(self, request: dict[str, Any], path: Path, step: int) -> None:
-        if request["wait_for_upload"]:  # the last before the end: it waits for its turn
+        if request["wait_for_upload"]:  # the last one before the end waits for earlier uploads
             self.finish()
         if self.upload_thread is not None and self.upload_thread.is_alive():
             self.notify({"tier": "remote", "step": step, "deferred": True})
@@ -100,17 +97,17 @@ class WriterWorker:
         self.upload_thread.start()
 
     def finish(self) -> None:
-        """Waits for the upload that is under way."""
+        """Wait for the upload in progress."""
         if self.upload_thread is not None:
             self.upload_thread.join()
 
 
 class AsyncWriter:
-    """The parent's side: one request at a time, answers when they come.
+    """The parent's side: one request at a time; replies arrive asynchronously.
 
     Args:
-        area: where the bytes of each request lie; they may not change until its answer.
-        priority: "nice", "idle" (SCHED_IDLE) or "normal", of the process.
+        staging: holds the bytes of a request; they may not change until its reply.
+        priority: of the process: "nice", "idle" (SCHED_IDLE) or "normal".
     """
 
     def __init__(self, staging: StagingBuffer, *, thread: bool = False, priority: str = "nice") -> None:
@@ -138,10 +135,10 @@ class AsyncWriter:
         worker.finish()
 
     def submit(self, request: dict[str, Any]) -> None:
-        """Begins to write what lies in the area.
+        """Start writing the contents of the staging buffer.
 
         Raises:
-            CheckpointError: the writer is gone.
+            CheckpointError: the writer has died.
         """
         request = {**request, "size": self.staging.size}
         if self.thread is not None:
@@ -153,10 +150,10 @@ class AsyncWriter:
             raise self._writer_died() from error
 
     def poll_reply(self, timeout: float | None = 0.0) -> dict[str, Any] | None:
-        """The next answer, if it comes in time; None waits for as long as it takes.
+        """Return the next reply if it arrives within `timeout` seconds (None: no limit), else None.
 
         Raises:
-            CheckpointError: the writer is gone.
+            CheckpointError: the writer has died.
         """
         if self.thread is not None:
             try:
@@ -175,12 +172,12 @@ class AsyncWriter:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
         return CheckpointError(
-            f"the process that writes checkpoints went away (status {self.process.returncode})",
-            do="run the same command again: it continues from the last whole checkpoint",
+            f"the checkpoint writer process died (status {self.process.returncode})",
+            do="run the same command again: it resumes from the last complete checkpoint",
         )
 
     def close(self, timeout: float) -> bool:
-        """Lets it end what it has begun; after `patience` seconds it is stopped. Whether it ended by itself."""
+        """Let the writer finish; after `timeout` seconds kill it. Return whether it finished."""
         if self.thread is not None:
             self._requests.put(None)
             self.thread.join(timeout)
@@ -198,7 +195,7 @@ class AsyncWriter:
 
 
 def main() -> None:
-    """The writer's process: descriptors of its pipe and of the area, its parent, its priority."""
+    """Entry point of the process. Arguments: file descriptors of pipe and buffer, parent's pid, priority."""
     link, area, parent, priority = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
@@ -230,7 +227,7 @@ def main() -> None:
 
 
 def _lower_priority(priority: str) -> None:
-    """Below training, where the system lets us."""
+    """Lower the priority below training's, where permitted."""
     with contextlib.suppress(OSError, AttributeError):
         if priority == "idle":
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

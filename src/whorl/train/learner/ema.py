@@ -1,14 +1,14 @@
 """Exponential moving average (EMA) of the weights.
 
-The average lies closer to a minimum than the last iterate (Polyak and Juditsky 1992; for networks, Izmailov et al. 2018,
-arXiv:1803.05407). It helps most at a high learning rate. A schedule that decays to zero has much of the same effect, so the
-EMA is off by default (`Job.ema`).
+The average lies closer to a minimum than the last iterate (Polyak and Juditsky 1992; for networks, Izmailov et al.
+2018, arXiv:1803.05407). It helps most at a high learning rate. A schedule that decays to zero has much of the same
+effect, so the EMA is off by default (`Job.ema`).
 
     every 10th step:  average <- b average + (1 - b) weights,   b = min(decay^10, (1 + step) / (10 + step))
 
-The interval limits the cost: one update is a pass over all weights. The second bound on b makes early averages a plain mean,
-which discards the untrained weights. Each replica averages its share of the tensors. The averages are in shared memory and
-in checkpoints.
+The interval limits the cost: one update is a pass over all weights. The second bound on b makes early averages a plain
+mean, which discards the untrained weights. Each replica averages its share of the tensors. The averages are in shared
+memory and in checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class EMA:
 
     @torch.no_grad()
     def on_step_end(self, steps_done: int) -> None:
-        """Update the averages. Every replica calls this after each step; `steps_done` counts from the start of the run."""
+        """Update the averages.
+
+        Every replica calls this after each step; `steps_done` counts from the start of the run.
+        """
         if not self.shared.ema or steps_done % UPDATE_INTERVAL:
             return
         decay = min(self.decay**UPDATE_INTERVAL, (1 + steps_done) / (10 + steps_done))

@@ -2,14 +2,14 @@
 
 One step of an update, on 1 or N replicas:
 
-    each rank    total, count and gradients of the *summed* loss of its share of the batch (`accumulate`, any number of times)
+    each rank    total, count and gradients of the *summed* loss of its share of the batch (`accumulate`, repeatable)
     all-gather   the global count divides the gradients once
     each rank    sums its share of the parameters over the replicas; all-gather of the global gradient norm, for clipping
     each rank    updates its share in place
     all-gather   barrier: all ranks see the new weights
 
-So 1 x 8, 2 x 4 and 8 x 1 micro-batches, on any number of replicas, give the same step up to the rounding of sums (tested).
-Parameters are partitioned by update cost (`zero1.py`), rows of lookup tables by row number.
+So 1 x 8, 2 x 4 and 8 x 1 micro-batches, on any number of replicas, give the same step up to the rounding of sums
+(tested). Parameters are partitioned by update cost (`zero1.py`), rows of lookup tables by row number.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, flatten_vie
 class SharedState:
     """Tensors in shared memory, visible to all replicas, by name.
 
-    weights, buffers: by parameter or buffer name; state: by "parameter/moment". gradients: [replicas, ...] for each dense
-    parameter. row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse parameter. ema: averages
-    of the weights if enabled (`ema.py`). Only rank 0 writes a buffer, between two barriers.
+    weights, buffers: by parameter or buffer name; state: by "parameter/moment". gradients: [replicas, ...] for each
+    dense parameter. row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse parameter.
+    ema: averages of the weights if enabled (`ema.py`). Only rank 0 writes a buffer, between two barriers.
     """
 
     weights: dict[str, Tensor]
@@ -62,8 +62,8 @@ class SharedState:
 
         Args:
             max_rows: upper bound on lookups in one table per replica and step.
-            contiguous: place all AdamW parameters in one flat buffer, so that an update is a few operations. For one replica.
-            bf16_matrices: store Muon's matrices in bf16 (`stochastic_rounding.py`).
+            contiguous: place all AdamW parameters in one flat buffer, so that an update is a few operations. For one
+            replica. bf16_matrices: store Muon's matrices in bf16 (`stochastic_rounding.py`).
         """
 
         device = next(networks.parameters()).device
@@ -209,7 +209,7 @@ class GradHook(Protocol):
     """Observer of the gradients of an update on this rank. Implementations must not change the tensors."""
 
     def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
-        """Called per micro-batch of this rank: gradients of the summed loss times `scale` (dense parameters), and the count."""
+        """Called per micro-batch of this rank with the gradients of its summed loss times `scale`, and its count."""
 
     def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         """Called before the step with the dense parameters' mean gradients over the batch, times `clipped`."""

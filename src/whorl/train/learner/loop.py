@@ -63,9 +63,9 @@ def train_loop(
     Args:
         lr_scale: maps a step number to a factor on every learning rate.
         sync_weights: called with the number of steps done when the weights are in place.
-        on_step_end: called after each record with the number of steps done, the means of all metrics, and the stopwatch.
-            Phases: "data" (wait for a record), "logprobs" (everything `minibatches` computes, such as log-probabilities of
-            a reference or values of a critic), "backward" (forward and backward), "optimizer".
+        on_step_end: called after each record with the number of steps done, the means of all metrics, and the
+            stopwatch. Phases: "data" (wait for a record), "logprobs" (everything `minibatches` computes, such as
+            log-probabilities of a reference or values of a critic), "backward" (forward and backward), "optimizer".
         stopwatch: accumulates the phases.
     """
     stopwatch = stopwatch or Stopwatch()

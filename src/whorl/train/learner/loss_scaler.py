@@ -1,19 +1,19 @@
 """Dynamic loss scaling for fp16.
 
-fp16 has more digits than bf16, but its range ends at 65,504 and underflows below 6e-8. Gradients of deep layers underflow,
-and weights stop changing without an error. So the loss is multiplied by a scale before the backward. The fp32 gradients are
-divided by it before any use (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). On an overflow the step is skipped and
-the scale halves; after `GROWTH_INTERVAL` steps without overflow it doubles.
+fp16 has more digits than bf16, but its range ends at 65,504 and underflows below 6e-8. Gradients of deep layers
+underflow, and weights stop changing without an error. So the loss is multiplied by a scale before the backward. The
+fp32 gradients are divided by it before any use (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). On an
+overflow the step is skipped and the scale halves; after `GROWTH_INTERVAL` steps without overflow it doubles.
 
     backward of  scale * total;   gradients / (scale * count);   scales are powers of two
 
 A power of two changes only exponents, so in fp32 a scaled step has the same bits as an unscaled one (tested).
 
-Two subtle points. (1) The loss is a *sum* over tokens: 4,096 tokens are a factor of 2^12. So the scale starts at 2^8 where
-others use 2^20, may fall below 1, and stays at or below 2^15, which fp16 represents (`next_token` multiplies fp16 gradients
-by it). (2) An overflow is not a bad batch: the loss is finite, only its gradients are not. The spike guard records no event
-for it. A non-finite loss is left to the spike guard and does not change the scale; neither do non-finite gradients at the
-smallest scale.
+Two subtle points. (1) The loss is a *sum* over tokens: 4,096 tokens are a factor of 2^12. So the scale starts at 2^8
+where others use 2^20, may fall below 1, and stays at or below 2^15, which fp16 represents (`next_token` multiplies fp16
+gradients by it). (2) An overflow is not a bad batch: the loss is finite, only its gradients are not. The spike guard
+records no event for it. A non-finite loss is left to the spike guard and does not change the scale; neither do
+non-finite gradients at the smallest scale.
 
 Every replica sees the same sums, so all of them halve the scale, or none. The state is in each checkpoint.
 """

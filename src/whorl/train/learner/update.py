@@ -27,9 +27,10 @@ class DivergedError(WhorlError):
 
 
 def accept_if_finite(metrics: Mapping[str, float]) -> bool:
-    """Return True for finite metrics: the default `accept_step`. It stops a run before non-finite gradients reach the weights.
+    """Return True for finite metrics; the default `accept_step`.
 
-    A step whose gradients overflowed because of the loss scale (`loss_scaler.py`) is skipped.
+    It stops a run before non-finite gradients reach the weights. A step whose gradients overflowed because of the loss
+    scale (`loss_scaler.py`) is skipped.
 
     Raises:
         DivergedError: the loss or the gradient norm is NaN or infinite.
@@ -56,7 +57,7 @@ OptimizerName = Literal["muon", "adamw", "sparse_adagrad"]
 
 @dataclass(frozen=True)
 class ParamOptim:
-    """How one parameter is optimized: "muon" (matrices), "adamw", or "sparse_adagrad" (lookup tables with sparse gradients)."""
+    """The optimizer of one parameter: "muon" (matrices), "adamw", or "sparse_adagrad" (lookup tables)."""
 
     optimizer: OptimizerName
     lr: float  # peak learning rate

@@ -1,7 +1,8 @@
 """Partition of the optimizer work: parameters over replicas (ZeRO stage 1), Muon's matrices over groups, balanced by cost.
 
 A matrix costs its orthogonalization; any other parameter costs a few operations per number. Rows of lookup tables are
-partitioned by row number (`learner.py`). The algorithm is greedy, largest cost first, to the least loaded part (Graham 1969:
+partitioned by row number (`learner.py`). The algorithm is greedy, largest cost first, to the least loaded part (Graham
+1969:
 at most 4/3 of the optimum). Ties are broken by name, so every replica computes the same partition.
 """
 

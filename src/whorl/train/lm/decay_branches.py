@@ -1,9 +1,9 @@
 """Decay branches: one stable run that serves several budgets.
 
 With the warmup-stable-decay schedule (`lr_schedule.py`) the plateau does not depend on the run's length. So a run for a
-quarter of the steps equals the long run until its decay starts (Hu et al. 2024, MiniCPM, arXiv:2404.06395, section 4; Haegele
-et al. 2024, arXiv:2405.18392). For T steps, decay ratio d and branches at fractions s of T, the cost is T (1 + d sum s) steps
-instead of T (1 + sum s). With d = 0.5:
+quarter of the steps equals the long run until its decay starts (Hu et al. 2024, MiniCPM, arXiv:2404.06395, section 4;
+Haegele et al. 2024, arXiv:2405.18392). For T steps, decay ratio d and branches at fractions s of T, the cost is T (1 +
+d sum s) steps instead of T (1 + sum s). With d = 0.5:
 
     steps           0       0.125 T   0.25 T           0.5 T                      T
     stable run      warm-up ---+---------+---------------+ decay ................ model for T
@@ -11,8 +11,9 @@ instead of T (1 + sum s). With d = 0.5:
     fraction 0.5                         + decay ....... model for 0.5 T
 
 `pretrain.decay_branches = [0.25, 0.5]` saves the state at each branch point and stores it in the model artifact
-(`stable/0.25/`, checkpoint format). A `decay_branch` step with `fraction = 0.25` and the model as parent resumes that state
-and decays. A branch is a separate step, so it is an ordinary model artifact. A state takes about three times the weights.
+(`stable/0.25/`, checkpoint format). A `decay_branch` step with `fraction = 0.25` and the model as parent resumes that
+state and decays. A branch is a separate step, so it is an ordinary model artifact. A state takes about three times the
+weights.
 
 A branch equals, bit for bit, the run planned for its steps. The state holds everything that the next step depends on. The
 branch warms up over the stable run's warm-up *steps*. It starts at the first step at which the two schedules differ.

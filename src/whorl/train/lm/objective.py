@@ -1,7 +1,7 @@
 """The language-model update: next-token prediction, and the optimizer of each parameter.
 
-It trains every `LanguageModel` (`models/language_model.py`) and uses only `prepare`, `trunk` and the head. `trunk` and the
-loss are compiled together, for rows of one shape.
+It trains every `LanguageModel` (`models/language_model.py`) and uses only `prepare`, `trunk` and the head. `trunk` and
+the loss are compiled together, for rows of one shape.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from whorl.train.optim.mup import inverse_width_mult
 def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOptim]:
     """Return Muon (or AdamW, see `optim.optimizer`) for the blocks' matrices, sparse Adagrad for n-gram tables, else AdamW.
 
-    The blocks' matrices are the weights of linear layers and experts; routers, convolution filters and state-space decay rates
-    are not included. Weight decay covers a larger set (`decay_mask.py`). muP scales learning rates by width (`mup.py`).
+    The blocks' matrices are the weights of linear layers and experts; routers, convolution filters and state-space
+    decay rates are not included. Weight decay covers a larger set (`decay_mask.py`). muP scales learning rates by width
+    (`mup.py`).
     """
     share, decaying = inverse_width_mult(model, optim), decayed_parameters(model)
 
@@ -60,8 +61,9 @@ def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOpt
 class LMObjective:
     """Next-token loss of a micro-batch.
 
-    Rows with one document each, the common case, take the compiled path without a document mask. Packed rows run uncompiled with
-    segments and positions. Models with experts are not compiled: the shapes of their products depend on the routing.
+    Rows with one document each, the common case, take the compiled path without a document mask. Packed rows run
+    uncompiled with segments and positions. Models with experts are not compiled: the shapes of their products depend on
+    the routing.
     """
 
     def __init__(self, model: LanguageModel, moe: MoEBalancer, *, z_loss: float, compile: bool) -> None:

@@ -6,9 +6,9 @@
     float16     float16       float16                scaled         float32
     float8      bfloat16      E4M3, backward E5M2    unscaled       bfloat16
 
-Master weights, summed gradients and moments are fp32 in all four. With `bf16_weights` the blocks' matrices are stored in
-bf16 instead. See `loss_scaler.py`, `nn/float8.py`, `stochastic_rounding.py`, and `machine/device_probe.py` for the choice of
-the type. Cost in bits per byte: `bench/train/precision.py`.
+Master weights, summed gradients and moments are fp32 in all four. With `bf16_weights` the blocks' matrices are stored
+in bf16 instead. See `loss_scaler.py`, `nn/float8.py`, `stochastic_rounding.py`, and `machine/device_probe.py` for the
+choice of the type. Cost in bits per byte: `bench/train/precision.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Pretraining: the training loop over batches of text, with periodic validation.
 
-The weights depend only on `Job` and the step number: data order, learning rates, seed. No clock and no measured speed enters.
-So a run that was killed and resumed ends with the same bits as an undisturbed run. Time decides only when a checkpoint is
-taken. Rank 0 copies it from shared memory while the other replicas compute the next gradients: weights change only after a
-barrier.
+The weights depend only on `Job` and the step number: data order, learning rates, seed. No clock and no measured speed
+enters. So a run that was killed and resumed ends with the same bits as an undisturbed run. Time decides only when a
+checkpoint is taken. Rank 0 copies it from shared memory while the other replicas compute the next gradients: weights
+change only after a barrier.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Heartbeat and stall detection of a run.
 
-`heartbeat.json` in the run's folder holds the step, the current phase, timestamps and memory use, for external monitors. A
-thread of rank 0 writes it and detects stalls: no progress for twenty times the usual step, and at least two minutes. On a
-stall the stacks of all threads are dumped: by that thread for rank 0, by a signal for the other ranks. `faulthandler` writes
-them from C, so it also works when Python is blocked (a deadlock in a library, a lock that is never released).
+`heartbeat.json` in the run's folder holds the step, the current phase, timestamps and memory use, for external
+monitors. A thread of rank 0 writes it and detects stalls: no progress for twenty times the usual step, and at least two
+minutes. On a stall the stacks of all threads are dumped: by that thread for rank 0, by a signal for the other ranks.
+`faulthandler` writes them from C, so it also works when Python is blocked (a deadlock in a library, a lock that is
+never released).
 
 A process that the kernel kills for memory leaves no message. The next process reads its last heartbeat and reports it.
 """

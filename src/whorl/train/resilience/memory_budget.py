@@ -4,12 +4,12 @@ The budget covers all replicas together, as `batch_size` does. It bounds the act
 backward of one micro-batch, without logits and loss (`objectives/next_token.py` never materializes all logits). Weights,
 gradients, moments and temporaries of operations are not included.
 
-A block's activations are measured on one row and on two rows, plain and packed; the larger value counts. A formula would have
-to hold for every mixer on every device. The measurement is uncompiled. A compiled trunk keeps up to a fifth less, so it stays
-within the budget and recomputes at most one block more than necessary.
+A block's activations are measured on one row and on two rows, plain and packed; the larger value counts. A formula
+would have to hold for every mixer on every device. The measurement is uncompiled. A compiled trunk keeps up to a fifth
+less, so it stays within the budget and recomputes at most one block more than necessary.
 
-Functorch's `activation_memory_budget` is not used: it has no effect in eager mode, is a fraction rather than bytes, and at
-0.7 it kept 0.57. The compiler also handles checkpointed blocks, with the same bytes as in eager mode.
+Functorch's `activation_memory_budget` is not used: it has no effect in eager mode, is a fraction rather than bytes, and
+at 0.7 it kept 0.57. The compiler also handles checkpointed blocks, with the same bytes as in eager mode.
 
     python bench/train/activation_memory.py        bytes against time, for several budgets
 """

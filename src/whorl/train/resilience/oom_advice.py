@@ -1,7 +1,7 @@
 """Out of memory: error messages with the setting to reduce and its new value.
 
-Memory runs out in many ways: Python's MemoryError, torch's allocators, the kernel's OOM killer, a small /dev/shm. The remedy
-is nearly always one of four settings.
+Memory runs out in many ways: Python's MemoryError, torch's allocators, the kernel's OOM killer, a small /dev/shm. The
+remedy is nearly always one of four settings.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 A scheduler sends SIGTERM and, some seconds later, SIGKILL. A step may take longer. Between two updates the weights and
 moments in shared memory *are* the state after the last step, since gradients are stored separately. So the signal may
 interrupt, by an exception at any bytecode, every phase that changes no state: waiting for data, forward and backward,
-validation. The other phases (the update, a checkpoint, a log record) are short and finish first. `INTERRUPTIBLE` lists the
-former.
+validation. The other phases (the update, a checkpoint, a log record) are short and finish first. `INTERRUPTIBLE` lists
+the former.
 
-Only rank 0 handles the signal. The other ranks ignore it (a scheduler may signal the whole group) and end when rank 0 closes
-its pipes.
+Only rank 0 handles the signal. The other ranks ignore it (a scheduler may signal the whole group) and end when rank 0
+closes its pipes.
 """
 
 from __future__ import annotations

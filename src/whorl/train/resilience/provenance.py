@@ -1,7 +1,7 @@
 """Provenance of a batch: the documents it contains, for error reports.
 
-Training stores nothing for this. The data order is a function of the batch number, so the documents are computed on request.
-Raw text has no document index; there the blocks read are listed by file and offset.
+Training stores nothing for this. The data order is a function of the batch number, so the documents are computed on
+request. Raw text has no document index; there the blocks read are listed by file and offset.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Snapshots of the weights for rollbacks, at fixed step numbers.
 
-Checkpoints are written by time, so their steps differ between machines. A rollback decides the final weights, so its target
-must not. Snapshots are therefore taken at fixed steps, every eighth of the run by default, in the checkpoint format, and only
-if the previous steps were good.
+Checkpoints are written by time, so their steps differ between machines. A rollback decides the final weights, so its
+target must not. Snapshots are therefore taken at fixed steps, every eighth of the run by default, in the checkpoint
+format, and only if the previous steps were good.
 
-The subtle point is retention. A killed run resumes from an older checkpoint, whose guard refers to an older snapshot. So a
-snapshot stays as long as one of the last few checkpoints refers to it.
+The subtle point is retention. A killed run resumes from an older checkpoint, whose guard refers to an older snapshot.
+So a snapshot stays as long as one of the last few checkpoints refers to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def ensure_local_snapshot(
 ) -> dict[str, Any]:
     """Return the metadata of a restored state, with a snapshot that exists on this machine.
 
-    A state downloaded from remote storage refers to a snapshot of the other machine; this state then becomes the snapshot.
+    A state downloaded from remote storage refers to a snapshot of the other machine; this state then becomes the
+    snapshot.
     overwrite: make this state the snapshot in any case, unless the guard has bad steps.
     """
     guard = dict(metadata.get("spike_guard") or {})

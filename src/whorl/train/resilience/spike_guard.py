@@ -3,19 +3,20 @@
     nonfinite     the loss or the gradient norm is NaN or infinite
     empty         the batch has no target
     spike         loss or norm is more than `threshold` robust standard deviations above the median of the last `window`
-                  steps. Robust: 1.4826 x the median absolute deviation, so earlier spikes do not mask the next one. It is at
-                  least a fraction of the median, so a smooth curve does not turn ripples into spikes
-    diverged      the loss rose above the uniform loss and stayed there: with too high a learning rate, norms and caps prevent
-                  NaN, but the weights become useless
+                  steps. Robust: 1.4826 x the median absolute deviation, so earlier spikes do not mask the next one. It
+                  is at least a fraction of the median, so a smooth curve does not turn ripples into spikes
+    diverged      the loss rose above the uniform loss and stayed there: at too high a learning rate, norms and caps
+                  prevent NaN, but the weights become useless
 
-A bad batch is *skipped*: weights and moments stay. After `patience` bad steps in a row the weights are at fault. They are
-*rolled back* to the last snapshot (`rollback.py`), and training continues with the next batches, as PaLM did by hand
-(Chowdhery et al. 2022, arXiv:2204.02311, section 5.1). Skipping on rolling statistics: OLMo 2 (arXiv:2501.00656, section 3).
-Both have limits, beyond which training stops.
+A bad batch is *skipped*: weights and moments stay. After `patience` bad steps in a row the weights are at fault. They
+are *rolled back* to the last snapshot (`rollback.py`), and training continues with the next batches, as PaLM did by
+hand (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1). Skipping on rolling statistics: OLMo 2 (arXiv:2501.00656,
+section 3). Both have limits, beyond which training stops.
 
-The subtle point is exactness. Every replica decides from the same numbers, so all skip or none. The state is JSON in each
-checkpoint. Step number equals batch number, skipped or not, so schedule and data order are unaffected. Snapshots are taken at
-fixed steps. So a run with events that was killed and resumed ends with the same bits as an undisturbed one.
+The subtle point is exactness. Every replica decides from the same numbers, so all skip or none. The state is JSON in
+each checkpoint. Step number equals batch number, skipped or not, so schedule and data order are unaffected. Snapshots
+are taken at fixed steps. So a run with events that was killed and resumed ends with the same bits as an undisturbed
+one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from whorl.train.config import SpikeGuardConfig
 from whorl.train.learner.update import DivergedError, is_finite
 
 MAD_TO_STD = 1.4826  # for a normal distribution
-# Lower bounds on the deviation, as a fraction of the median. Odd but harmless batches had 1.2 times the usual loss and ten
-# times the usual norm, which clipping handles.
+# Lower bounds on the deviation, as a fraction of the median. Odd but harmless batches had 1.2 times the usual loss and
+# ten times the usual norm, which clipping handles.
 MIN_LOSS_DEVIATION, MIN_NORM_DEVIATION = 0.05, 3.0
 DIVERGED_ABOVE, RECOVERED_BELOW = (
     1.1,
