@@ -1,10 +1,10 @@
-"""Mode-covering and mode-seeking, in one picture: two hills fitted by one, by each divergence.
+"""Mode covering and mode seeking: one Gaussian fitted to two modes by each divergence.
 
     .venv/bin/python studies/mode_seeking/figure.py [--picture docs/align_modes.png] [--apart 2.0] [--quick]
 
-The claim: the reverse KL's hill stands on one of the two, the forward KL's between them with the mean and the deviation of
-the whole. The ratio is how far from the nearest mode the reverse one stands, over how far the forward one does. A picture
-needs matplotlib, and is left out where that is missing. (`--quick` is the same: it takes two seconds.)
+The claim: the reverse KL fits one of the modes. The forward KL fits the mean and the standard deviation of the whole.
+The ratio compares the distances of both from the nearest mode. A picture needs matplotlib and is skipped without it.
+`--quick` changes nothing: the script takes two seconds.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def draw(modes: ModeSeekingResult, path: Path) -> None:
         left.plot(modes.x, fit.density, color=colour, linestyle=line, label=called, linewidth=1.6)
         right.plot(fit.path[:, 0], fit.path[:, 1], color=colour, linestyle=line, linewidth=1.2)
         right.plot([fit.mean], [fit.std], "o", color=colour)
-    left.set(xlabel="x", ylabel="density", title="one hill for two")
+    left.set(xlabel="x", ylabel="density", title="one Gaussian fitted to two modes")
     left.legend(frameon=False, fontsize=8)
-    right.set(xlabel="mean", ylabel="deviation", title="the way there (of the best start)")
+    right.set(xlabel="mean", ylabel="standard deviation", title="path of the best start")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +61,8 @@ def main() -> None:
     modes = mode_curves(separation=given.apart)
     width = float(modes.x[1] - modes.x[0])
     mean = float((modes.x * modes.density).sum() * width)
-    print(f"teacher: modes at -{given.apart:g} (0.6 of it) and {given.apart:g}, mean {mean:.2f}")
-    print("| divergence | mean | deviation | nats |\n|---|---|---|---|")
+    print(f"teacher: modes at -{given.apart:g} (weight 0.6) and {given.apart:g}, mean {mean:.2f}")
+    print("| divergence | mean | std | nats |\n|---|---|---|---|")
     for name in STYLES:
         fit = modes.fits[name]
         print(f"| {name} | {fit.mean:.2f} | {fit.std:.2f} | {fit.value:.3f} |")
@@ -71,7 +71,7 @@ def main() -> None:
     far = {name: given.apart - abs(modes.fits[name].mean) for name in ("reverse", "forward")}
     between = abs(modes.fits["forward"].mean - mean) < 0.05
     claim(
-        "how far from the nearest mode a student with one stands: reverse KL against forward KL",
+        "distance of a unimodal student from the nearest mode: reverse KL against forward KL",
         ours=abs(far["reverse"]), peer=abs(far["forward"]), unit="of x",
         ratio=abs(far["reverse"] / far["forward"]), bar=0.1, ok=abs(far["reverse"]) < 0.1 * far["forward"] and between,
         samples=[{n: [f.mean, f.std, f.value] for n, f in modes.fits.items()}], quick=given.quick,

@@ -1,22 +1,21 @@
-"""Which divergence does what, on a picture small enough to see: two hills, and one hill to fit them with.
+"""Effect of each divergence on a student that is too small: one Gaussian fitted to a mixture of two.
 
-    p(x) = w N(x; -a, s^2) + (1 - w) N(x; a, s^2)          the teacher, of two minds
-    q(x) = N(x; mean, deviation^2)                         the student, which has room for one
+    p(x) = w N(x; -a, s^2) + (1 - w) N(x; a, s^2)          the teacher, bimodal
+    q(x) = N(x; mean, deviation^2)                         the student, unimodal
 
-    forward    KL(p || q)     q must be somewhere wherever p is: it lies across both hills, its mean between them, where p
-                              itself has next to nothing. Its optimum has p's mean and variance (moment matching)
-    reverse    KL(q || p)     q must be nowhere where p is not: it sits on one hill and says nothing of the other
-    jensen                    in between, by beta: towards 0 as the forward one, towards 1 as the reverse
+    forward    KL(p || q)     q must cover p: its mean lies between the modes, where p is almost 0. Its optimum has the
+                              mean and variance of p (moment matching)
+    reverse    KL(q || p)     q must avoid regions without p: it fits one mode and ignores the other
+    jensen                    in between: forward in the limit beta = 0, reverse in the limit beta = 1
 
-(Bishop 2006, "Pattern Recognition and Machine Learning", section 10.1.2; for students of language, arXiv:2306.13649, section
-2.) A student that is too small for its teacher has to choose, and samples from the valley are words that nobody would say.
+Sources: Bishop 2006, "Pattern Recognition and Machine Learning", section 10.1.2; for language models arXiv:2306.13649,
+section 2. A language model fitted by forward KL between two modes samples text that the teacher would never produce.
 
-Densities stand on a grid [K], where they are distributions over K outcomes, so that the objective is the very function that
-language models are trained with (`objectives/distil.py`). The student's two numbers are fitted by Adam.
+Densities are evaluated on a grid [K], as distributions over K outcomes, so the objective is the function that trains
+language models (`objectives/distil.py`). Adam fits the student's two parameters.
 
-The subtle part is that the reverse divergence has an optimum on each hill and a poor one between, and where a fit ends is
-decided by where it began. So every student begins on the left, in the middle and on the right, all at once, and the best
-of the three counts.
+The subtle point: the reverse divergence has an optimum at each mode and a poor one between, and the start decides. So
+every student starts at the left, in the middle and at the right, and the best of the three counts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ REACH, POINTS = 6.0, 401
 
 @dataclass(frozen=True)
 class GaussianFit:
-    """One student. density: [K] on `Modes.x`; value: of its divergence, nats; path: [steps, 2], mean and deviation."""
+    """One student.
+
+    density: [K] on `ModeSeekingResult.x`. value: its divergence in nats. path: [steps, 2], mean and deviation.
+    """
 
     name: str
     mean: float
@@ -46,7 +48,7 @@ class GaussianFit:
 
 @dataclass(frozen=True)
 class ModeSeekingResult:
-    """x: [K]; density: [K] of the teacher; fits: by name."""
+    """x: [K]. density: [K] of the teacher. fits: by name."""
 
     x: Tensor
     density: Tensor
@@ -62,11 +64,11 @@ def mode_curves(
     steps: int = 300,
     rate: float = 0.05,
 ) -> ModeSeekingResult:
-    """The teacher and what each divergence makes of it.
+    """Return the teacher and the fit of each divergence.
 
     Args:
-        apart: a above; spread: s; weight: w, of the hill on the left.
-        betas: of the Jensen-Shannon divergences, each a student.
+        separation: a above. std: s. weight: w, of the left mode.
+        betas: of the Jensen-Shannon divergences, one student each.
     """
     x = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
     width = 2 * REACH / (POINTS - 1)
@@ -103,5 +105,5 @@ def mode_curves(
 
 
 def _normal_log_density(x: Tensor, mean: Tensor | float, deviation: Tensor | float) -> Tensor:
-    """Up to a constant that all of one deviation share."""
+    """Return the log-density up to a constant of `deviation`."""
     return -0.5 * ((x - mean) / deviation) ** 2

@@ -1,6 +1,6 @@
-"""Probes: what a stage after pretraining does beside what it is for. Each is a function that returns plain figures.
+"""Probes: side effects of fine-tuning. Each probe is a function that returns numbers; `run.py` measures all of them.
 
-forgetting.py   bits per byte on held-out text, before and after
-exposure.py     loss on own samples against loss on data, position by position
-knowledge.py    made-up answers over the course of SFT on facts that the model knows, or does not; refusal and over-refusal
+forgetting.py   bits per byte on held-out text, before and after a stage
+exposure.py     loss on own samples against loss on data, by position
+knowledge.py    made-up answers during SFT on known or unknown facts; refusal and over-refusal
 """

@@ -1,20 +1,20 @@
-"""People who do not exist, and what is known about them: to see what fine-tuning does to facts, true and made up.
+"""Synthetic people with random facts: measures what fine-tuning does to known facts and to made-up answers.
 
-Does a model that is taught facts in SFT which it never met in pretraining learn to make facts up? (Gekhman et al. 2024,
-arXiv:2405.05904, found that it does, slowly.) To ask this one must know what a model knows, and that needs a world of
-one's own: people with a birthplace, a year, a profession and an instrument, each drawn at random, so that nothing about a
-person can be guessed better than `chance` says (the biographies of Allen-Zhu and Li 2023, arXiv:2309.14316).
+Does SFT on facts that were not in pretraining make a model invent facts? (Gekhman et al. 2024, arXiv:2405.05904,
+found that it does, slowly.) To measure this, the model's knowledge must be certain. So the people are synthetic.
+Birthplace, year, profession and instrument are random, and no prediction for a person beats `chance_accuracy`
+(the biographies of Allen-Zhu and Li 2023, arXiv:2309.14316).
 
-    known_train      told in pretraining; asked about in SFT         the facts that SFT on known facts uses
-    known_test       told in pretraining; asked about in no SFT      what the model remembers, and whether it over-refuses
-    new              told nowhere; asked about in SFT, with answers  the facts that SFT on unknown facts uses
-    stranger_train   told nowhere; refused in SFT                    how refusal is taught
-    stranger_test    told nowhere; asked about in no SFT             every answer is made up; "I do not know." is right
+    known_train      in pretraining; questions in SFT               training data of SFT on known facts
+    known_test       in pretraining; no questions in SFT            measures recall and over-refusal
+    new              not in pretraining; answered in SFT            training data of SFT on unknown facts
+    stranger_train   not in pretraining; refused in SFT             training data of refusal
+    stranger_test    not in pretraining; no questions in SFT        every answer is made up; "I do not know." is correct
 
-The subtle parts. A fact that is always told in one phrase is remembered as that phrase and not found again by a question
-(Allen-Zhu and Li): each copy of a biography has its sentences in another order and other words. A group must not show in
-the names: which of all names go to whom, and who goes to which group, are two permutations. And an accuracy on strangers
-would be meaningless, since their facts are nowhere: they have none, and `tally` counts what is said of them as made up.
+The subtle points. A fact that always has the same phrasing is memorized as that phrase and not found by a question
+(Allen-Zhu and Li). So each copy of a biography orders and phrases its sentences differently. A name must not reveal its
+group: names and groups are assigned by two permutations. Unknown people have no facts, so `score_answers` counts every
+answer about them as made up.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Person:
-    """facts: attribute -> value; empty for strangers, of whom nothing is true."""
+    """A person. facts: attribute -> value; empty for unknown people."""
 
     name: str
     group: PersonGroup
@@ -94,7 +94,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about one attribute; answer: what should be said, `REFUSAL` for strangers."""
+    """A question about one attribute. answer: the correct answer, `REFUSAL` for unknown people."""
 
     id: str
     group: PersonGroup
@@ -103,28 +103,28 @@ class Question:
     answer: str
 
     def conversation(self) -> Conversation:
-        """For SFT."""
-        asked = {"role": "user", "content": self.question}
-        return Conversation((asked, {"role": "assistant", "content": self.answer}), "biographies", self.id)
+        """Return training data for SFT."""
+        request = {"role": "user", "content": self.question}
+        return Conversation((request, {"role": "assistant", "content": self.answer}), "biographies", self.id)
 
     def task(self) -> VerifiableTask:
-        """For a verifier."""
-        asked = {"role": "user", "content": self.question}
-        return VerifiableTask(self.id, messages=(asked,), verifier="exact", answer=self.answer)
+        """Return a task for a verifier."""
+        request = {"role": "user", "content": self.question}
+        return VerifiableTask(self.id, messages=(request,), verifier="exact", answer=self.answer)
 
 
 class Biographies:
-    """A world of people.
+    """A population.
 
     Args:
-        n: how many, at most `len(FIRST) * len(ONSETS) * len(CODAS)` (36,250).
-        seed: of everything.
-        shares: group -> its share of the people; they sum to 1.
+        n: number of people, at most `len(FIRST) * len(ONSETS) * len(CODAS)` (36,250).
+        seed: of all random choices.
+        fractions: group -> fraction of the people; they sum to 1.
 
-    people: in no order of groups.
+    people: in random order of groups.
 
     Raises:
-        ConfigError: more people than names, or shares that do not sum to 1.
+        ConfigError: more people than names, or fractions that do not sum to 1.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class Biographies:
     ) -> None:
         n_names = len(FIRST) * len(ONSETS) * len(CODAS)
         if not 0 < n <= n_names:
-            raise ConfigError(f"{n} people", expected=f"1 to {n_names}, as many as there are names")
+            raise ConfigError(f"n is {n}", expected=f"1 to {n_names}, the number of names")
         unknown = [group for group in fractions if group not in GROUPS]
         if unknown or min(fractions.values(), default=0) < 0 or abs(sum(fractions.values()) - 1) > 1e-9:
             raise ConfigError(
-                f"shares are {dict(fractions)}", expected=f"of {', '.join(GROUPS)}, summing to 1"
+                f"fractions are {dict(fractions)}", expected=f"fractions of {', '.join(GROUPS)} that sum to 1"
             )
         self.seed = seed
         names = numpy_rng(seed, "biographies", "names").permutation(n_names)[:n].tolist()
@@ -154,50 +154,50 @@ class Biographies:
         self.people = tuple(people)
 
     def texts(self, copies: int = 4) -> list[tuple[str, str]]:
-        """(id, text) for pretraining: every known person told `copies` times, each in other words; shuffled."""
-        found = []
+        """Return (id, text) for pretraining: `copies` biographies of every known person, shuffled."""
+        texts = []
         for person in self.people:
             if not person.group.startswith("known"):
                 continue
             for copy in range(copies):
                 rng = numpy_rng(self.seed, "biographies", "text", person.name, copy)
-                told = [
+                sentences = [
                     STATEMENTS[attribute][int(rng.integers(len(STATEMENTS[attribute])))].format(
                         name=person.name, it=value, a="an" if value[0] in "aeiou" else "a"
                     )
                     for attribute, value in person.facts.items()
                 ]
-                order = rng.permutation(len(told)).tolist()
-                found.append((f"biography:{person.name}:{copy}", " ".join(told[i] for i in order)))
-        shuffle = numpy_rng(self.seed, "biographies", "order").permutation(len(found)).tolist()
-        return [found[i] for i in shuffle]
+                order = rng.permutation(len(sentences)).tolist()
+                texts.append((f"biography:{person.name}:{copy}", " ".join(sentences[i] for i in order)))
+        shuffle = numpy_rng(self.seed, "biographies", "order").permutation(len(texts)).tolist()
+        return [texts[i] for i in shuffle]
 
     def questions(self, *groups: PersonGroup) -> list[Question]:
-        """Every attribute of everybody in these groups, each in one of its phrasings, shuffled.
+        """Return one question per attribute and person of these groups, phrased at random, shuffled.
 
-        The answers of `new` are facts, for all that they were never told; those of strangers are `REFUSAL`.
+        The answers of `new` are facts that pretraining does not contain; those of unknown people are `REFUSAL`.
         """
         found = []
         for person in self.people:
             if person.group not in groups:
                 continue
-            for attribute, ways in QUESTIONS.items():
+            for attribute, phrasings in QUESTIONS.items():
                 rng = numpy_rng(self.seed, "biographies", "question", person.name, attribute)
-                asked = ways[int(rng.integers(len(ways)))].format(name=person.name)
+                text = phrasings[int(rng.integers(len(phrasings)))].format(name=person.name)
                 answer = person.facts.get(attribute, REFUSAL)
                 name = f"biography:{person.name}:{attribute}"
-                found.append(Question(name, person.group, attribute, asked, answer))
+                found.append(Question(name, person.group, attribute, text, answer))
         order = numpy_rng(self.seed, "biographies", "questions", *sorted(groups)).permutation(len(found))
         return [found[i] for i in order.tolist()]
 
 
 @dataclass(frozen=True)
 class FactScores:
-    """What became of n questions with facts and of m about strangers.
+    """Results of questions with facts and of questions about unknown people.
 
     Attributes:
-        right, wrong, refused: shares of the n; refused is the over-refusal, as an answer was known.
-        made_up: share of the m that were answered at all; the rest was refused.
+        correct, wrong, refused: fractions of n_facts; refused is the over-refusal rate.
+        hallucinated: fraction of n_strangers that was answered; the rest was refused.
     """
 
     n_facts: int
@@ -209,7 +209,10 @@ class FactScores:
 
 
 def score_answers(questions: Sequence[Question], answers: Iterable[str]) -> FactScores:
-    """Judge answers. Case, white space around and the last full stop do not matter. A share of none is NaN."""
+    """Return the scores of answers, ignoring case, outer white space and a final full stop.
+
+    A fraction of 0 items is NaN.
+    """
     counts = Counter[tuple[str, str]]()
     for question, answer in zip(questions, answers, strict=True):
         kind = "stranger" if question.answer == REFUSAL else "fact"
@@ -234,7 +237,7 @@ def score_answers(questions: Sequence[Question], answers: Iterable[str]) -> Fact
 
 
 def chance_accuracy() -> dict[str, float]:
-    """Attribute -> how often a guess is right."""
+    """Return attribute -> accuracy of a random answer."""
     return {attribute: 1 / len(values) for attribute, values in ATTRIBUTES.items()}
 
 

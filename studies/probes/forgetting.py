@@ -1,15 +1,14 @@
-"""Forgetting: what a stage costs on the text that the model came from.
+"""Forgetting: the cost of a stage on text of the pretraining distribution.
 
     cost = bits per byte after / bits per byte before - 1            on held-out text, by `evals/likelihood.py`
 
-A stage moves the weights for a few narrow texts, and nothing in its loss says what became of the rest (McCloskey and Cohen
-1989; of fine-tuning: Kirkpatrick et al. 2017, arXiv:1612.00796). Bits per byte is a sharper eye than a score of tasks: it
-sees a drift long before an answer changes. Against it help a lower rate, pretraining's own rows in the batch
-(`SFTConfig.replay`) and, it is said, an adapter of low rank: it learns less and forgets less (Biderman et al. 2024,
-arXiv:2405.09673).
+A stage trains on a few narrow texts, and its loss does not measure the rest (McCloskey and Cohen 1989; for fine-tuning:
+Kirkpatrick et al. 2017, arXiv:1612.00796). Bits per byte is more sensitive than task accuracy: it shows drift long
+before an answer changes. Remedies are a lower rate, rows of pretraining data (`SFTConfig.replay_fraction`), and
+possibly a low-rank adapter, which loses less of both old and new knowledge (Biderman et al. 2024, arXiv:2405.09673).
 
-The subtle part is that both figures must be of the same documents, cut into the same windows, each scored with no context
-but itself; and that an adapter that is not yet merged is part of the model.
+The subtle point: both values use the same documents and windows, each without other context. An adapter that is not
+merged counts as part of the model.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ class Forgetting:
 
     @property
     def cost(self) -> float:
-        """0.02: two per cent more bits than before."""
+        """Return the relative cost; 0.02 is two per cent more bits."""
         return self.after / self.before - 1
 
 
 def held_out_bits(
     network: PolicyModel, tokenizer: Tokenizer, texts: Sequence[str | bytes], window: int | None = None
 ) -> float:
-    """Bits per byte of whole documents under the network as it is now, its adapter included.
+    """Return bits per byte of whole documents under the current network, including its adapter.
 
     Args:
-        window: ids of context at most; default what the model reads well.
+        window: maximum context; default: that of the model.
 
     Raises:
         DataError: there is no text.
     """
     n_bytes = sum(len(t.encode() if isinstance(t, str) else t) for t in texts)
     if not n_bytes:
-        raise DataError("there is no held-out text to score", expected="one document at least")
+        raise DataError("there is no held-out text", expected="at least one document")
     documents = [np.asarray(tokenizer.encode_document(text), np.int64) for text in texts]
     training = network.training
     network.eval()
@@ -69,7 +68,7 @@ def forgetting(
     stage: Callable[[PolicyModel], object],
     window: int | None = None,
 ) -> Forgetting:
-    """What `stage`, which trains the network in place, costs on `texts`.
+    """Return the cost of `stage`, which trains the network in place, on `texts`.
 
     Raises:
         DataError: there is no text.

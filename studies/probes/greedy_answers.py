@@ -1,7 +1,7 @@
-"""Asking a network that is being trained: greedy answers by an engine with a copy of its weights.
+"""Greedy answers of a network during training, sampled by an engine with a copy of its weights.
 
-The copy is the point: an engine packs weights in its own way and keeps what it has computed, while the network goes on
-learning. Weights are handed over by name, an adapter merged in (`Network.policy`), and the cache forgets.
+The engine packs weights in its own format and caches prefixes while the network keeps learning. Weights are copied by
+name with the adapter merged (`PolicyModel.merged_weights`), and cached prefixes are dropped.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from whorl.engine.sampling_params import SamplingParams
 
 
 class GreedyAnswers:
-    """Answers the same questions again and again, with ever newer weights.
+    """Answers the same questions with the current weights.
 
     Args:
-        questions: conversations, or texts to be continued.
+        questions: conversations, or texts to continue.
         max_tokens: of an answer.
     """
 
@@ -39,10 +39,10 @@ class GreedyAnswers:
         )
 
     def __call__(self, network: PolicyModel) -> list[str]:
-        """What the network says to each as it is now."""
+        """Return the network's answers with its current weights."""
         self._engine.update_weights(network.merged_weights(), self._engine.version + 1)
-        found = sample_completions(
+        completions = sample_completions(
             self._engine, self._prompts, SamplingParams(temperature=0), max_tokens=self.max_tokens,
             stop_ids=self.example_tokenizer.stop_ids, seed=0,
         )  # fmt: skip
-        return [self.example_tokenizer.decode(one.ids) for one in found]
+        return [self.example_tokenizer.decode(completion.ids) for completion in completions]

@@ -1,24 +1,23 @@
-"""What SFT on facts does to made-up answers: facts that the model knows against facts that it does not; and refusal.
+"""Effect of SFT on made-up answers: training on known facts against unknown facts, and refusal.
 
-The claim (Gekhman et al. 2024, arXiv:2405.05904): examples that say what the model does not know are fitted later than those
-that say what it knows, and as they are fitted, it answers worse what it did know and makes more up: it has been taught to
-speak without knowing. The world is `data/biographies.py`, where it is certain what a model was told. Two lessons of the
-same size,
+The claim (Gekhman et al. 2024, arXiv:2405.05904): SFT examples with unknown facts are fitted later than those with
+known facts. As they are fitted, the model recalls less and invents more. The population is `biographies.py`, where
+the model's knowledge is certain. Two training sets of equal size:
 
-    "known"   questions about people of pretraining, their facts as answers         + refusals about strangers
-    "new"     questions about people that it never met, facts all the same          + the same refusals
+    "known"   questions about people of pretraining, answered          + refusals about unknown people
+    "new"     questions about people not in pretraining, answered      + the same refusals
 
-and over the course of SFT, on questions of no lesson:
+Measured during SFT on questions outside both sets:
 
-    made_up       share of strangers' questions that are answered at all (the right answer is "I do not know.")
-    right         accuracy on people of pretraining
-    refused       over-refusal: share of *their* questions that are refused
+    hallucinated  fraction of unanswerable questions that are answered (the correct answer is "I do not know.")
+    correct       accuracy on people of pretraining
+    refused       over-refusal: fraction of their questions that are refused
 
-Refusal is told by the same figures: with ever more refusals in a lesson `made_up` falls and `refused` rises, and a model is
-better than another only if it is on both (`refusal`).
+With more refusals in a training set `hallucinated` falls and `refused` rises. A model is better only if both improve
+(`refusal_rates`).
 
-The subtle part is a lesson without refusals, in which nothing was ever said but facts: everything is answered, so `made_up`
-is 1 from the first steps on, whatever the facts were. What shows then is the accuracy alone.
+The subtle point is a training set without refusals: the model then answers everything, so `hallucinated` is 1 from the
+first steps. Only the accuracy is informative there.
 """
 
 from __future__ import annotations
@@ -42,7 +41,10 @@ Facts = Literal["known", "new"]
 
 @dataclass(frozen=True)
 class LessonScores:
-    """taught: the lesson's own questions, so how far it is fitted; asked: those of no lesson."""
+    """train_scores: the questions of the training set, which show how far it is fitted.
+
+    test_scores: the other questions.
+    """
 
     step: int
     epoch: float
@@ -52,7 +54,7 @@ class LessonScores:
 
 @dataclass(frozen=True)
 class RefusalRates:
-    """Of a lesson with this share of refusals: how often the model refuses what nobody could answer, and what it could."""
+    """Refusal rates after SFT with this fraction of refusals: on unanswerable and on answerable questions."""
 
     refusal_fraction: float
     unanswerable: float
@@ -63,27 +65,27 @@ class RefusalRates:
 def make_lesson(
     world: Biographies, facts: Facts, n: int, refusal_fraction: float, seed: int = 0
 ) -> list[Question]:
-    """n questions with answers, of which this share refuses.
+    """Return n questions with answers, of which this fraction are refusals.
 
     Raises:
-        ConfigError: the world has not as many.
+        ConfigError: the population has too few questions.
     """
     refused = round(n * refusal_fraction)
-    wanted = (
+    groups = (
         ("known_train" if facts == "known" else "new", n - refused),
         ("stranger_train", refused),
     )
     found: list[Question] = []
-    for group, count in wanted:
-        there = world.questions(group)  # type: ignore[arg-type]
-        if count > len(there):
+    for group, count in groups:
+        available = world.questions(group)  # type: ignore[arg-type]
+        if count > len(available):
             raise ConfigError(
-                f"a lesson of {n} with {refusal_fraction:.0%} refusals needs {count} questions of {group}, and there are "
-                f"{len(there)}",
-                do="take more people, other shares, or a smaller lesson",
+                f"a training set of {n} with {refusal_fraction:.0%} refusals needs {count} questions of {group}, and there are "
+                f"{len(available)}",
+                do="use more people, other fractions, or a smaller training set",
             )  # fmt: skip
-        order = numpy_rng(seed, "lesson", group).permutation(len(there))[:count]
-        found += [there[int(i)] for i in order]
+        order = numpy_rng(seed, "lesson", group).permutation(len(available))[:count]
+        found += [available[int(i)] for i in order]
     return found
 
 
@@ -97,40 +99,40 @@ def track_sft(
     pad_id: int,
     every: int,
 ) -> list[LessonScores]:
-    """Trains on `taught`; -> what became of `taught` and `asked`, before, after each `every` steps, and at the end.
+    """Train on `train_questions`; return the scores before, after each `every` steps, and at the end.
 
     Raises:
         DataError: as `fine_tune`.
     """
     both = [*train_questions, *test_questions]
-    asker = GreedyAnswers(
+    answerer = GreedyAnswers(
         network, example_tokenizer, [[{"role": "user", "content": q.question}] for q in both]
     )
     texts = [example_tokenizer.conversation(q.conversation().messages) for q in train_questions]
     found: list[LessonScores] = []
 
-    def look(step: int, epoch: float) -> None:
-        said = asker(network)
+    def evaluate(step: int, epoch: float) -> None:
+        answers = answerer(network)
         split = len(train_questions)
         found.append(
             LessonScores(
                 step,
                 epoch,
-                score_answers(train_questions, said[:split]),
-                score_answers(test_questions, said[split:]),
+                score_answers(train_questions, answers[:split]),
+                score_answers(test_questions, answers[split:]),
             )
         )
 
     def observe(step: int, metrics: dict[str, float]) -> None:
         last.update(step=step, epoch=metrics["epoch"])
         if step % every == 0:
-            look(step, metrics["epoch"])
+            evaluate(step, metrics["epoch"])
 
     last = {"step": 0.0, "epoch": 0.0}
-    look(0, 0.0)
+    evaluate(0, 0.0)
     fine_tune(network, texts, config, pad_id=pad_id, callback=observe)
     if found[-1].step != last["step"]:
-        look(int(last["step"]), last["epoch"])
+        evaluate(int(last["step"]), last["epoch"])
     return found
 
 
@@ -145,17 +147,17 @@ def refusal_rates(
     pad_id: int,
     facts: Facts = "known",
 ) -> list[RefusalRates]:
-    """What lessons of n questions with these shares of refusals make of `base()`, which gives the network anew each time.
+    """Return the refusal rates of training sets of n questions; `base()` returns a new copy of the initial network.
 
     Raises:
-        ConfigError: the world has not as many questions.
+        ConfigError: the population has too few questions.
     """
-    asked = world.questions("known_test", "stranger_test")
+    test_questions = world.questions("known_test", "stranger_test")
     found = []
     for share in refusal_fractions:
-        taught = make_lesson(world, facts, n, share, config.seed)
-        end = track_sft(base(), example_tokenizer, taught, asked, config, pad_id=pad_id, every=1 << 30)[
-            -1
-        ].test_scores
-        found.append(RefusalRates(share, 1.0 - end.hallucinated, end.refused, end.correct))
+        train_questions = make_lesson(world, facts, n, share, config.seed)
+        scores = track_sft(
+            base(), example_tokenizer, train_questions, test_questions, config, pad_id=pad_id, every=1 << 30
+        )[-1].test_scores
+        found.append(RefusalRates(share, 1.0 - scores.hallucinated, scores.refused, scores.correct))
     return found

@@ -1,17 +1,17 @@
-"""What fine-tuning does beside what it is for: forgetting, exposure bias, made-up answers, refusal.
+"""Side effects of fine-tuning: forgetting, exposure bias, made-up answers, refusal.
 
 .venv/bin/python studies/probes/run.py                              all sections, three seeds
 .venv/bin/python studies/probes/run.py facts --seeds 5 --quick
 
-forgetting   a small model of the standard library's source is taught sums, in four ways: how much each has learnt, and
-             what each costs in bits per byte of held-out source
-exposure     a model's own continuations of held-out source against the real ones, by place, in its own eyes and in those
-             of a model that has seen four times as much
-facts        SFT on facts that the base was told against facts that it was not, with the same refusals: made-up answers
-             about strangers, and accuracy on what was known, over the course of SFT
-refusal      the share of refusals in SFT against what is refused: of what nobody could answer, of what it could
+forgetting   a small model of the standard library's source is fine-tuned on sums by four methods: accuracy on the sums,
+             and cost in bits per byte of held-out source
+exposure     a model's continuations of held-out source against the real ones, by position, scored by the model and by a
+             model trained on four times as much text
+facts        SFT on known facts against unknown facts, with the same refusals: made-up answers about unknown people,
+             and accuracy on known facts, during SFT
+refusal      fraction of refusals in SFT against refusal rates on unanswerable and answerable questions
 
-One thread; a minute a seed and section, or less. `align/probes/` says what each figure is.
+One thread; at most about a minute per seed and section. The modules of `studies/probes` define each measure.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SHARES: dict[PersonGroup, float] = {
 }  # fmt: skip
 
 
-class Written(NamedTuple):
-    """As much of a document as `write_shards` asks for."""
+class StoredDocument(NamedTuple):
+    """The fields of a document that `write_shards` needs."""
 
     id: str
     source: str
@@ -63,19 +63,19 @@ class Written(NamedTuple):
     text: str
 
 
-def network(scribe: ExampleTokenizer, seed: int, lora: LoRAConfig | None = None) -> PolicyModel:
-    words = scribe.tokenizer.vocab_size
-    rows = -(-words // 8) * 8
+def network(example_tokenizer: ExampleTokenizer, seed: int, lora: LoRAConfig | None = None) -> PolicyModel:
+    n_tokens = example_tokenizer.tokenizer.vocab_size
+    rows = -(-n_tokens // 8) * 8
     config = DecoderConfig(
         vocab_size=rows, d_model=128, n_layers=2, mlp_hidden=384, n_heads=4, n_kv_heads=4, head_dim=32,
         ngram_buckets=512,
     )  # fmt: skip
     model = make_model(config, generator(seed, "weights"), torch.bfloat16)
-    return PolicyModel(model, banned_ids=banned_ids(scribe, rows, words), lora=lora, seed=seed)
+    return PolicyModel(model, banned_ids=banned_ids(example_tokenizer, rows, n_tokens), lora=lora, seed=seed)
 
 
 def plain(tokenizer: Tokenizer, text: str, longest: int | None = None) -> TokenizedExample:
-    """A text of which all but bos is learnt."""
+    """Return a text with every id except bos in the loss."""
     ids = np.asarray(tokenizer.encode_document(text), np.int64)[:longest]
     mask = np.ones(len(ids), np.bool_)
     mask[0] = False
@@ -90,7 +90,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def source(seed: int) -> tuple[list[str], list[str]]:
-    """(texts to learn from, held-out texts) of the standard library, of 200 to 4,000 characters each."""
+    """Return (training texts, held-out texts) of the standard library, of 200 to 4,000 characters each."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(p for p in folder.glob("*.py")) + sorted(folder.glob("*/*.py"))
     whole = [p.read_text("utf-8", "replace")[:4000] for p in paths if "site-packages" not in p.parts]
@@ -99,29 +99,29 @@ def source(seed: int) -> tuple[list[str], list[str]]:
     return [some[i] for i in order[32:]], [some[i] for i in order[:32]]
 
 
-def reader(scribe: ExampleTokenizer, texts: Sequence[str], tokens: int, seed: int) -> PolicyModel:
-    """A model of source code, of so many tokens."""
-    words = scribe.tokenizer
-    assert isinstance(words, Tokenizer)
-    net, taken, count = network(scribe, seed), [], 0
+def reader(example_tokenizer: ExampleTokenizer, texts: Sequence[str], tokens: int, seed: int) -> PolicyModel:
+    """Return a model of source code, trained on `tokens` tokens."""
+    tokenizer = example_tokenizer.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
+    model, examples, count = network(example_tokenizer, seed), [], 0
     while count < tokens:
         for text in texts:
-            ids = plain(words, text).ids
+            ids = plain(tokenizer, text).ids
             for i in range(0, len(ids) - 1, 256):
                 piece = ids[i : i + 257]
                 mask = np.ones(len(piece), np.bool_)
                 mask[0] = False
-                taken.append(TokenizedExample(piece, mask))
+                examples.append(TokenizedExample(piece, mask))
                 count += len(piece)
             if count >= tokens:
                 break
     config = SFTConfig(lr_scale=0.5, epochs=1, seq_len=256, batch_size=2, seed=seed)
-    return fine_tune(net, taken, config, pad_id=words.pad_id)
+    return fine_tune(model, examples, config, pad_id=tokenizer.pad_id)
 
 
 def measure_forgetting(seeds: range, quick: bool) -> None:
     print("\nforgetting: bits per byte of held-out source, before and after SFT on sums of digits")
-    print(f"{'seed':>4} {'way':28} {'learnt':>7} {'before':>7} {'after':>7} {'cost':>8}  seconds")
+    print(f"{'seed':>4} {'method':28} {'accuracy':>8} {'before':>7} {'after':>7} {'cost':>8}  seconds")
     ways: dict[str, dict[str, object]] = {
         "rate 0.3": {"lr_scale": 0.3},
         "rate 0.1": {"lr_scale": 0.1},
@@ -131,91 +131,108 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
     costs: dict[str, list[float]] = {way: [] for way in ways}
     for seed in seeds:
         texts, held = source(seed)
-        words = Tokenizer.train(texts[:200], 1024, special_tokens=CHATML)
-        scribe = ExampleTokenizer(words)
-        base = reader(scribe, texts, 300_000, seed).merged_weights()
+        tokenizer = Tokenizer.train(texts[:200], 1024, special_tokens=CHATML)
+        example_tokenizer = ExampleTokenizer(tokenizer)
+        base = reader(example_tokenizer, texts, 300_000, seed).merged_weights()
         sums = Arithmetic(seed, {0: 1.0}, show_steps=False)
-        taught = [
-            scribe.prompt_completion(p.prompt, p.completion)
+        examples = [
+            example_tokenizer.prompt_completion(p.prompt, p.completion)
             for p in map(sums.prompt_completion, sums.problems(0, 3000))
         ]
-        asked = sums.distinct(60, held_out=False)
+        problems = sums.distinct(60, held_out=False)
         with tempfile.TemporaryDirectory() as folder:
-            documents = [Written(str(n), "stdlib", str(n), 0, text) for n, text in enumerate(texts)]
-            write_shards(documents, words, Path(folder), "train")  # type: ignore[arg-type]
+            documents = [StoredDocument(str(n), "stdlib", str(n), 0, text) for n, text in enumerate(texts)]
+            write_shards(documents, tokenizer, Path(folder), "train")  # type: ignore[arg-type]
             for way, options in ways.items():
-                began = time.perf_counter()
-                net = network(scribe, seed, options.get("lora"))  # type: ignore[arg-type]
+                started = time.perf_counter()
+                net = network(example_tokenizer, seed, options.get("lora"))  # type: ignore[arg-type]
                 with torch.no_grad():
                     for name, p in net.model.named_parameters():
                         p.copy_(base[name])
                 config = SFTConfig(epochs=2, seq_len=256, batch_size=2, seed=seed, **options)  # type: ignore[arg-type]
 
                 stage = partial(
-                    fine_tune, examples=taught, config=config, pad_id=words.pad_id,
+                    fine_tune, examples=examples, config=config, pad_id=tokenizer.pad_id,
                     replay_data=Path(folder) if config.replay_fraction else None,
                 )  # fmt: skip
-                found = forgetting(net, words, held, stage, 256)
-                said = GreedyAnswers(net, scribe, [sums.prompt(p) for p in asked], max_tokens=6)(net)
-                right = float(np.mean([a.strip() == str(p.answer) for a, p in zip(said, asked, strict=True)]))
+                found = forgetting(net, tokenizer, held, stage, 256)
+                answers = GreedyAnswers(
+                    net, example_tokenizer, [sums.prompt(p) for p in problems], max_tokens=6
+                )(net)
+                right = float(
+                    np.mean([a.strip() == str(p.answer) for a, p in zip(answers, problems, strict=True)])
+                )
                 costs[way].append(found.cost)
                 print(
-                    f"{seed:4} {way:28} {right:7.1%} {found.before:7.3f} {found.after:7.3f} {found.cost:+8.1%}"
-                    f"  {time.perf_counter() - began:.0f}", flush=True,
+                    f"{seed:4} {way:28} {right:8.1%} {found.before:7.3f} {found.after:7.3f} {found.cost:+8.1%}"
+                    f"  {time.perf_counter() - started:.0f}", flush=True,
                 )  # fmt: skip
     ours, peer = median(costs["rate 0.3, half of it replay"]), median(costs["rate 0.3"])
     claim(
-        "replay takes away most of what SFT costs on held-out text", ours=ours, peer=peer, unit="share of bits per byte",
-        ratio=ours / peer, bar=0.5, ok=ours <= 0.5 * peer, samples=[costs], quick=quick,
-    )  # fmt: skip
+        "replay removes at least half of what SFT costs on held-out text",
+        ours=ours,
+        peer=peer,
+        unit="share of bits per byte",
+        ratio=ours / peer,
+        bar=0.5,
+        ok=ours <= 0.5 * peer,
+        samples=[costs],
+        quick=quick,
+    )
 
 
 def measure_exposure(seeds: range, quick: bool) -> None:
-    print("\nexposure: nats a token by place after the prompt, real text and own samples")
+    print("\nexposure: nats per token by position after the prompt, for data and for own samples")
     print(
-        f"{'seed':>4} {'places':>8} {'data':>7} {'own':>7} {'gap':>7}   judge: {'data':>7} {'own':>7} {'gap':>7}"
+        f"{'seed':>4} {'position':>8} {'data':>7} {'self':>7} {'gap':>7}   evaluator: {'data':>7} {'self':>7} {'gap':>7}"
     )
-    found: list[tuple[float, float, float]] = []  # drift in its own eyes and the judge's, the judge's gap
+    found: list[
+        tuple[float, float, float]
+    ] = []  # drift by the model and by the evaluator, gap by the evaluator
     places, prompt = 64, 24
     for seed in seeds:
-        began = time.perf_counter()
+        started = time.perf_counter()
         texts, held = source(seed)
-        words = Tokenizer.train(texts[:200], 1024, special_tokens=CHATML)
-        scribe = ExampleTokenizer(words)
+        tokenizer = Tokenizer.train(texts[:200], 1024, special_tokens=CHATML)
+        example_tokenizer = ExampleTokenizer(tokenizer)
         tokens = 50_000 if quick else 100_000
-        net, judge = reader(scribe, texts, tokens, seed), reader(scribe, texts, 4 * tokens, seed + 100)
+        net, evaluator = (
+            reader(example_tokenizer, texts, tokens, seed),
+            reader(example_tokenizer, texts, 4 * tokens, seed + 100),
+        )
         prompts, rest = [], []
         for text in held:
-            ids = plain(words, text).ids.tolist()
-            for at in range(0, len(ids) - prompt - places, prompt + places)[: 2 if quick else 8]:
-                prompts.append([words.bos_id, *ids[at + 1 : at + prompt]])
-                rest.append(ids[at + prompt : at + prompt + places])
+            ids = plain(tokenizer, text).ids.tolist()
+            for start_index in range(0, len(ids) - prompt - places, prompt + places)[: 2 if quick else 8]:
+                prompts.append([tokenizer.bos_id, *ids[start_index + 1 : start_index + prompt]])
+                rest.append(ids[start_index + prompt : start_index + prompt + places])
         got = exposure(
             net,
-            scribe,
+            example_tokenizer,
             prompts,
             rest,
-            pad_id=words.pad_id,
+            pad_id=tokenizer.pad_id,
             n_positions=places,
             bin_size=8,
-            evaluator=judge,
+            evaluator=evaluator,
             seed=seed,
         )
-        mine, other = got.by_model, got.by_evaluator
-        assert other is not None
-        for g, start in enumerate(mine.start):
+        own_curve, evaluator_curve = got.by_model, got.by_evaluator
+        assert evaluator_curve is not None
+        for g, start in enumerate(own_curve.start):
             print(
-                f"{seed:4} {start:4}-{start + 7:<3} {mine.data_nll[g]:7.3f} {mine.self_nll[g]:7.3f} {mine.gap[g]:+7.3f}          "
-                f"{other.data_nll[g]:7.3f} {other.self_nll[g]:7.3f} {other.gap[g]:+7.3f}"
+                f"{seed:4} {start:4}-{start + 7:<3} {own_curve.data_nll[g]:7.3f} {own_curve.self_nll[g]:7.3f} "
+                f"{own_curve.gap[g]:+7.3f}"
+                f"          {evaluator_curve.data_nll[g]:7.3f} {evaluator_curve.self_nll[g]:7.3f} {evaluator_curve.gap[g]:+7.3f}"
             )
-        found.append((mine.drift, other.drift, float(other.gap.mean())))
+        found.append((own_curve.drift, evaluator_curve.drift, float(evaluator_curve.gap.mean())))
         print(
-            f"{seed:4} drift: in its own eyes {mine.drift:+.3f}, in the judge's {other.drift:+.3f} nats; "
-            f"{len(prompts)} prompts, {time.perf_counter() - began:.0f} s", flush=True,
+            f"{seed:4} drift: by the model {own_curve.drift:+.3f}, by the evaluator {evaluator_curve.drift:+.3f} nats; "
+            f"{len(prompts)} prompts, {time.perf_counter() - started:.0f} s", flush=True,
         )  # fmt: skip
     drift, gap = median([abs(d) for _, d, _ in found]), median([g for _, _, g in found])
     claim(
-        "what own samples cost a better model more than real text is there from the first places on, and hardly grows",
+        "the gap between own samples and data does not grow with the position, scored by a better model",
         ours=drift, peer=gap, unit="nats a token", ratio=drift / gap, bar=0.15, ok=drift < 0.15 * gap,
         samples=found, quick=quick,
     )  # fmt: skip
@@ -224,100 +241,128 @@ def measure_exposure(seeds: range, quick: bool) -> None:
 # -- biographies -------------------------------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
-    """A world, and a model that was told of its known people."""
+class BaseModel(NamedTuple):
+    """A population, and a model that was trained on its known people."""
 
     world: Biographies
-    scribe: ExampleTokenizer
+    example_tokenizer: ExampleTokenizer
     pad_id: int
     weights: dict[str, torch.Tensor]
     seed: int
 
     def base(self) -> PolicyModel:
-        """The model as it was before SFT."""
-        net = network(self.scribe, self.seed)
+        """Return the model before SFT."""
+        net = network(self.example_tokenizer, self.seed)
         with torch.no_grad():
             for name, p in net.model.named_parameters():
                 p.copy_(self.weights[name])
         return net
 
 
-def told(seed: int, quick: bool) -> Told:
-    """The base is told the known people's facts, as biographies and as answers, until it can say them."""
+def train_base(seed: int, quick: bool) -> BaseModel:
+    """Train a base model on the known people's facts, as biographies and as answers, until it recalls them."""
     world = Biographies(100, seed, SHARES)
-    everybody = world.questions("known_train", "known_test", "new", "stranger_train", "stranger_test")
-    stories = [text for _, text in world.texts(1)]
-    words = Tokenizer.train([*stories, *(q.question for q in everybody), REFUSAL], 700, special_tokens=CHATML)
-    scribe = ExampleTokenizer(words)
-    known = world.questions("known_train", "known_test")
-    texts = [plain(words, story) for story in stories]
-    texts += [scribe.conversation(q.conversation().messages) for q in known]
-    net = network(scribe, seed)
+    all_questions = world.questions("known_train", "known_test", "new", "stranger_train", "stranger_test")
+    biographies = [text for _, text in world.texts(1)]
+    tokenizer = Tokenizer.train(
+        [*biographies, *(q.question for q in all_questions), REFUSAL], 700, special_tokens=CHATML
+    )
+    example_tokenizer = ExampleTokenizer(tokenizer)
+    questions = world.questions("known_train", "known_test")
+    texts = [plain(tokenizer, story) for story in biographies]
+    texts += [example_tokenizer.conversation(q.conversation().messages) for q in questions]
+    net = network(example_tokenizer, seed)
     config = SFTConfig(lr_scale=0.2, epochs=24 if quick else 32, seq_len=256, batch_size=1, seed=seed)
-    fine_tune(net, texts, config, pad_id=words.pad_id)
+    fine_tune(net, texts, config, pad_id=tokenizer.pad_id)
     weights = {name: tensor.clone() for name, tensor in net.merged_weights().items()}
-    return Told(world, scribe, words.pad_id, weights, seed)
+    return BaseModel(world, example_tokenizer, tokenizer.pad_id, weights, seed)
 
 
 QUESTIONS, REFUSALS = 120, 0.4
-FEWER = 80  # of refusal's lessons, which may have no refusals: as many as there are facts
+FEWER = 80  # questions for the refusal section; a training set without refusals needs as many facts
 
 
 def measure_facts(seeds: range, quick: bool) -> None:
     print(
-        f"\nfacts: SFT on {QUESTIONS} questions, {REFUSALS:.0%} of them refusals about strangers; asked are others"
+        f"\nfacts: SFT on {QUESTIONS} questions, {REFUSALS:.0%} of them refusals about unknown people; tested on others"
     )
     print(
         f"{'seed':>4} {'lesson':7} {'step':>5} {'fitted':>7} | known: {'right':>6} {'refused':>8} | "
-        f"strangers: {'made up':>7}"
+        f"unknown: {'answered':>8}"
     )
     ends: dict[str, list[tuple[float, float]]] = {"known": [], "new": []}
     for seed in seeds:
-        began = time.perf_counter()
-        it = told(seed, quick)
-        asked = it.world.questions("known_test", "stranger_test")
+        started = time.perf_counter()
+        base_model = train_base(seed, quick)
+        test_questions = base_model.world.questions("known_test", "stranger_test")
         config = SFTConfig(lr_scale=0.1, epochs=8 if quick else 12, seq_len=256, batch_size=1, seed=seed)
         for facts in ("known", "new"):
-            taught = make_lesson(it.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
-            for m in track_sft(it.base(), it.scribe, taught, asked, config, pad_id=it.pad_id, every=60):
+            train_questions = make_lesson(base_model.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
+            for m in track_sft(
+                base_model.base(),
+                base_model.example_tokenizer,
+                train_questions,
+                test_questions,
+                config,
+                pad_id=base_model.pad_id,
+                every=60,
+            ):
                 print(
                     f"{seed:4} {facts:7} {m.step:5} {m.train_scores.correct:7.1%} |        {m.test_scores.correct:6.1%} "
                     f"{m.test_scores.refused:8.1%} |            {m.test_scores.hallucinated:7.1%}"
                 )  # fmt: skip
             ends[facts].append((m.test_scores.hallucinated, m.test_scores.correct))
-        print(f"{seed:4} {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"{seed:4} {time.perf_counter() - started:.0f} s", flush=True)
     ours, peer = (median([made_up for made_up, _ in ends[facts]]) for facts in ("new", "known"))
     claim(
-        "SFT on facts that the model was not told makes more answers up about strangers than on facts that it was",
-        ours=ours, peer=peer, unit="share made up", ratio=ours - peer, bar=0.05, ok=ours - peer >= 0.05,
-        samples=[ends], quick=quick,
-    )  # fmt: skip
+        "SFT on facts unknown to the model causes more made-up answers about unknown people than SFT on known facts",
+        ours=ours,
+        peer=peer,
+        unit="share of unanswerable questions answered",
+        ratio=ours - peer,
+        bar=0.05,
+        ok=ours - peer >= 0.05,
+        samples=[ends],
+        quick=quick,
+    )
 
 
 def measure_refusal(seeds: range, quick: bool) -> None:
-    print(
-        f"\nrefusal: share of refusals among {FEWER} questions of SFT, against what is refused of other questions"
-    )
+    print(f"\nrefusal: share of refusals among {FEWER} SFT questions, and refusal rates on other questions")
     print(f"{'seed':>4} {'share':>6} {'unanswerable':>13} {'answerable':>11} {'right':>7}")
     found: list[list[tuple[float, float]]] = []
     shares = (0.0, 0.4) if quick else (0.0, 0.1, 0.2, 0.4, 0.6)
     for seed in seeds:
-        began = time.perf_counter()
-        it = told(seed, quick)
+        started = time.perf_counter()
+        base_model = train_base(seed, quick)
         config = SFTConfig(lr_scale=0.1, epochs=8, seq_len=256, batch_size=1, seed=seed)
-        rows = refusal_rates(it.base, it.scribe, it.world, shares, FEWER, config, pad_id=it.pad_id)
+        rows = refusal_rates(
+            base_model.base,
+            base_model.example_tokenizer,
+            base_model.world,
+            shares,
+            FEWER,
+            config,
+            pad_id=base_model.pad_id,
+        )
         for row in rows:
             print(
                 f"{seed:4} {row.refusal_fraction:6.0%} {row.unanswerable:13.1%} {row.answerable:11.1%} {row.correct:7.1%}"
             )
         found.append([(row.unanswerable, row.answerable) for row in rows])
-        print(f"{seed:4} {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"{seed:4} {time.perf_counter() - started:.0f} s", flush=True)
     best = [max(u - a for u, a in rows) for rows in found]
     claim(
-        "refusals tell what nobody could answer from what it could", ours=median(best), peer=0.0,
-        unit="refused of the one less refused of the other", ratio=median(best), bar=0.3, ok=median(best) >= 0.3,
-        samples=found, quick=quick,
-    )  # fmt: skip
+        "after SFT with refusals, unanswerable questions are refused more often than answerable ones",
+        ours=median(best),
+        peer=0.0,
+        unit="difference of refusal rates",
+        ratio=median(best),
+        bar=0.3,
+        ok=median(best) >= 0.3,
+        samples=found,
+        quick=quick,
+    )
 
 
 SECTIONS: dict[str, Callable[[range, bool], None]] = {
