@@ -15,6 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from whorl.embedding.embedder import Embedder
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
@@ -22,8 +23,9 @@ from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel
-from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
-from whorl.serve.worker.model_loading import ModelLocation, load_embedder, load_generation_model
+from whorl.serve.worker.model_entry import ServedModel
+from whorl.serve.worker.model_loading import ModelLocation, load_generation_model
+from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -113,8 +115,11 @@ class Model:
 
         For search, load a model that the step `embedder` trained: a language model's vectors lie in a narrow cone.
         """
-        assert self._entry.embed is not None
-        return _embed(self._entry, texts)
+        embed = self._entry.embed
+        assert embed is not None
+        if isinstance(texts, str):
+            return torch.tensor(embed(self._entry.encode_text(texts)))
+        return torch.tensor([embed(self._entry.encode_text(text)) for text in texts])
 
     def _log_probs(self, text: str) -> Tensor:
         ids = self._entry.encode_prompt(text)
@@ -189,26 +194,10 @@ class Model:
         return [texts[r.id][len(r.forced_prefix) :].decode("utf-8", "replace") for r in requests]
 
 
-class Embedder:
-    """A text embedder that the step `embedder` trained.
-
-    Attributes:
-        name, tokenizer: as of a `Model`.
-    """
-
-    def __init__(self, entry: ServedEmbedder) -> None:
-        self._entry = entry
-        self.name, self.tokenizer = entry.name, entry.tokenizer
-
-    def embed(self, texts: str | Sequence[str]) -> Tensor:
-        """Unit vectors of texts, [d] or [n, d] in fp32; their products are cosine similarities."""
-        return _embed(self._entry, texts)
-
-
 def load(
     name_or_path: str | Path, *, store: str | None = None, context: int | None = None, **engine: Any
 ) -> Model | Embedder:
-    """Open a model or an embedder.
+    """Open a model, or an embedder that the step `embedder` trained (`.embed(texts)`: unit vectors as a NumPy array).
 
     Args:
         name_or_path: `RECIPE/STEP` or another name of the store (`whorl ls`), or a folder with `config.json`.
@@ -226,7 +215,7 @@ def load(
         )
     location = ModelLocation(str(name_or_path), store)
     if location.kind == "embedder":
-        return Embedder(load_embedder(location, probe()))
+        return Embedder.load(location.folder, Tokenizer.load(location.folder), probe().device)
     entries, running = load_generation_model(
         location, probe(), EngineConfig(**{"max_num_seqs": 32, **engine}), max_model_len=context
     )
@@ -235,11 +224,3 @@ def load(
 
 def _texts(texts: str | Sequence[str]) -> Sequence[str]:
     return (texts,) if isinstance(texts, str) else texts
-
-
-def _embed(entry: ServedModel | ServedEmbedder, texts: str | Sequence[str]) -> Tensor:
-    embed = entry.embed
-    assert embed is not None
-    if isinstance(texts, str):
-        return torch.tensor(embed(entry.encode_text(texts)))
-    return torch.tensor([embed(entry.encode_text(text)) for text in texts])

@@ -58,7 +58,7 @@ class Layer(Structure):
     ]
 
 
-class Model(Structure):
+class ModelStruct(Structure):
     _fields_: ClassVar[Fields] = [
         *((name, c_int64) for name in ("vocab", "d_model", "n_layers")),
         *((name, c_void_p) for name in ("embedding", "positions")),

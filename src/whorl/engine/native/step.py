@@ -158,7 +158,7 @@ class NativeStep:
         x = hidden.float().contiguous()
         logits = torch.empty(len(x), self.vocab_size)
         struct = self.weights.struct
-        head, cap = ctypes.addressof(struct) + layout.Model.head.offset, struct.logit_softcap
+        head, cap = ctypes.addressof(struct) + layout.ModelStruct.head.offset, struct.logit_softcap
         self.library.whorl_product(
             self._step, head, x.data_ptr(), len(x), logits.data_ptr(), 0, cap, self.threads
         )

@@ -95,7 +95,7 @@ class PackedWeights:
         self.rotaries: dict[int, tuple[Rotary, list[layout.Layer]]] = {}
         self._blocks: list[Any] = list(model.blocks)
         self.layers = (layout.Layer * len(self._blocks))()
-        self.struct = layout.Model()
+        self.struct = layout.ModelStruct()
         with torch.no_grad():
             for block, layer in zip(self._blocks, self.layers, strict=True):
                 if isinstance(model, Decoder):
