@@ -69,10 +69,10 @@ def parse_lengths(text: str, field: str = "lengths") -> LengthDistribution:
     kind, colon, rest = text.partition(":")
     if not colon:
         kind, rest = "fixed", text
-    wanted = {"fixed": (1, 1), "uniform": (2, 2), "lognormal": (2, 3)}.get(kind.strip())
+    arity = {"fixed": (1, 1), "uniform": (2, 2), "lognormal": (2, 3)}.get(kind.strip())
     try:
         numbers = [float(part) for part in rest.split(",")]
-        if wanted is None or not wanted[0] <= len(numbers) <= wanted[1]:
+        if arity is None or not arity[0] <= len(numbers) <= arity[1]:
             raise ValueError
         if kind == "lognormal" and len(numbers) == 2:
             numbers.append(MAX_LENGTH)
@@ -214,10 +214,10 @@ def read_prompts(path: Path) -> list[tuple[Prompt, int | None]]:
     Raises:
         DataError: an invalid line, with its number.
     """
-    found: list[tuple[Prompt, int | None]] = []
+    entries: list[tuple[Prompt, int | None]] = []
     for number, line in _lines(path):
         if path.suffix not in (".jsonl", ".json"):
-            found.append((line, None))
+            entries.append((line, None))
             continue
         entry = _parse_object(path, number, line)
         length = entry.get("max_tokens", entry.get("output_tokens"))
@@ -227,10 +227,10 @@ def read_prompts(path: Path) -> list[tuple[Prompt, int | None]]:
                 f"{path}, line {number} is not a valid prompt: {line[:80]}",
                 expected="prompt, question, messages or conversations, and optionally max_tokens as an integer",
             )
-        found.append((prompt, length))
-    if not found:
+        entries.append((prompt, length))
+    if not entries:
         raise DataError(f"{path} contains no prompts", expected="one per line")
-    return found
+    return entries
 
 
 def read_length_pairs(path: Path) -> tuple[tuple[int, int], ...]:
@@ -239,7 +239,7 @@ def read_length_pairs(path: Path) -> tuple[tuple[int, int], ...]:
     Raises:
         DataError: an invalid line, with its number.
     """
-    found: list[tuple[int, int]] = []
+    entries: list[tuple[int, int]] = []
     for number, line in _lines(path):
         try:
             if line.startswith("{"):
@@ -256,10 +256,10 @@ def read_length_pairs(path: Path) -> tuple[tuple[int, int], ...]:
                 f"{path}, line {number}: {line[:80]!r}",
                 expected="prompt length and output length in tokens",
             ) from None
-        found.append((pair[0], pair[1]))
-    if not found:
+        entries.append((pair[0], pair[1]))
+    if not entries:
         raise DataError(f"{path} contains no lengths", expected="two integers per line")
-    return tuple(found)
+    return tuple(entries)
 
 
 def _prompt(entry: dict[str, Any]) -> Prompt | None:

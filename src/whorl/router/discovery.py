@@ -31,11 +31,11 @@ def parse_host_port(name: str) -> tuple[str, int]:
 async def resolve_urls(host: str, port: int) -> list[str]:
     """Return the URLs of all addresses of a name; an empty list if it cannot be resolved."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         LOG.warning("%s cannot be resolved: %s", host, error)
         return []
-    addresses = {(str(address[0]), family) for family, _, _, _, address in found}
+    addresses = {(str(address[0]), family) for family, _, _, _, address in infos}
     return sorted(
         f"http://[{a}]:{port}" if family == socket.AF_INET6 else f"http://{a}:{port}"
         for a, family in addresses
@@ -44,13 +44,13 @@ async def resolve_urls(host: str, port: int) -> list[str]:
 
 def sync_replicas(pool: ReplicaPool, urls: Iterable[str]) -> None:
     """Make the pool consist of `urls`, unless `urls` is empty. The name of a replica is its address."""
-    wanted = {url.removeprefix("http://"): url for url in urls}
-    if not wanted:
+    urls_by_name = {url.removeprefix("http://"): url for url in urls}
+    if not urls_by_name:
         return
-    for name in [n for n in pool.replicas if n not in wanted]:
+    for name in [n for n in pool.replicas if n not in urls_by_name]:
         LOG.info("replica %s was removed", name)
         pool.remove(name)
-    for name, url in wanted.items():
+    for name, url in urls_by_name.items():
         if name not in pool.replicas:
             pool.add(name, url)
 

@@ -137,13 +137,13 @@ class RoutingPolicy:
         limit = self.concurrency_limit(names)
         eligible = [r for r in names if self.loads[r].running < limit]
         hits = {r: self.indexes[r].match_length(hashes) for r in names}
-        known = max(hits.values()) > 0
-        candidates = eligible if known else self.rng.sample(eligible, min(2, len(eligible)))
+        has_prefix = max(hits.values()) > 0
+        candidates = eligible if has_prefix else self.rng.sample(eligible, min(2, len(eligible)))
         # Ties: the replica with more cached blocks, then a random one.
         costs = {r: (self.cost(r, len(hashes) - hits[r]), -hits[r]) for r in names}
         best = min(candidates, key=lambda r: (costs[r], self.rng.random()))
-        limited = known and min(costs.values()) < costs[best]
-        reason = "load_bound" if limited else "prefix" if known else "power_of_two"
+        limited = has_prefix and min(costs.values()) < costs[best]
+        reason = "load_bound" if limited else "prefix" if has_prefix else "power_of_two"
         return RoutingDecision(best, hits[best], len(hashes), reason)
 
     def begin(self, hashes: BlockHashes, replica: str) -> Ticket:

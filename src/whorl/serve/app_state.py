@@ -80,10 +80,10 @@ class AppState:
         for model in self.models:
             if name is None or name == model.name or name in model.aliases:
                 return model
-        known = ", ".join(repr(model.name) for model in self.models)
+        available = ", ".join(repr(model.name) for model in self.models)
         raise ApiError(
             404,
-            f"The model {name!r} does not exist; available: {known}.",
+            f"The model {name!r} does not exist; available: {available}.",
             param="model",
             code="model_not_found",
         )

@@ -91,17 +91,17 @@ def from_validation_errors(errors: Sequence[Any]) -> ApiError:
     """
     if not errors:
         return ApiError(400, "the request cannot be parsed")
-    worst = max(errors, key=lambda e: (e.get("type") == "extra_forbidden", len(e.get("loc", ()))))
-    place = [str(p) for p in worst.get("loc", ()) if p != "body" and _is_field_name(p)]
-    param = ".".join(place) or None
-    if worst.get("type") == "json_invalid":
+    error = max(errors, key=lambda e: (e.get("type") == "extra_forbidden", len(e.get("loc", ()))))
+    location = [str(p) for p in error.get("loc", ()) if p != "body" and _is_field_name(p)]
+    param = ".".join(location) or None
+    if error.get("type") == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    if worst.get("type") == "extra_forbidden":
+    if error.get("type") == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
-    if worst.get("type") == "missing" and param is None:
+    if error.get("type") == "missing" and param is None:
         return ApiError(400, "the request has no JSON body; send one with content-type: application/json")
-    message = str(worst.get("msg", "invalid")).removeprefix("Value error, ")
-    code = "missing_required_parameter" if worst.get("type") == "missing" else "invalid_value"
+    message = str(error.get("msg", "invalid")).removeprefix("Value error, ")
+    code = "missing_required_parameter" if error.get("type") == "missing" else "invalid_value"
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 

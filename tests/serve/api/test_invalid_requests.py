@@ -55,7 +55,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     ],
 )
 def test_chat_error_names_the_parameter(server: Any, change: dict[str, Any], param: str | None) -> None:
-    error = error_of(httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | change), 400)
+    error = error_of(server.post("/v1/chat/completions", json=CHAT | change), 400)
     if param is not None:
         assert error["param"] == param
     assert error["type"] == "invalid_request_error"
@@ -78,7 +78,7 @@ def test_chat_error_names_the_parameter(server: Any, change: dict[str, Any], par
     ],
 )
 def test_completion_error_names_the_parameter(server: Any, change: dict[str, Any], param: str | None) -> None:
-    error = error_of(httpx.post(f"{server.url}/v1/completions", json=TEXT | change), 400)
+    error = error_of(server.post("/v1/completions", json=TEXT | change), 400)
     if param is not None:
         assert error["param"] == param
 
@@ -98,7 +98,7 @@ def test_completion_error_names_the_parameter(server: Any, change: dict[str, Any
 def test_other_endpoints_name_the_parameter(
     server: Any, path: str, body: dict[str, Any], param: str | None
 ) -> None:
-    error = error_of(httpx.post(f"{server.url}/v1/{path}", json={"model": "tiny", **body}), 400)
+    error = error_of(server.post(f"/v1/{path}", json={"model": "tiny", **body}), 400)
     if param is not None:
         assert error["param"] == param
 
@@ -121,32 +121,26 @@ def test_other_endpoints_name_the_parameter(
     ],
 )
 def test_invalid_json_is_rejected(server: Any, body: bytes) -> None:
-    answer = httpx.post(
-        f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"}
-    )
+    answer = server.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     error_of(answer, 400)
 
 
 def test_json_requires_its_content_type(server: Any) -> None:
     """A cross-origin page can send text without a preflight request, but not JSON."""
-    answer = httpx.post(
-        f"{server.url}/v1/completions", content=json.dumps(TEXT), headers={"content-type": "text/plain"}
-    )
+    answer = server.post("/v1/completions", content=json.dumps(TEXT), headers={"content-type": "text/plain"})
     error_of(answer, 400)
     assert "access-control-allow-origin" not in answer.headers
 
 
 def test_unknown_paths_and_methods_are_rejected(server: Any) -> None:
-    error_of(httpx.get(f"{server.url}/v1/nothing"), 404)
-    error_of(httpx.get(f"{server.url}/static/../app.py"), 404)
-    error_of(httpx.get(f"{server.url}/static/%2e%2e/app.py"), 404)
+    error_of(server.get("/v1/nothing"), 404)
+    error_of(server.get("/static/../app.py"), 404)
+    error_of(server.get("/static/%2e%2e/app.py"), 404)
     error_of(httpx.delete(f"{server.url}/v1/completions"), 405)
 
 
 def test_completion_accepts_emoji_and_unicode_stop(server: Any) -> None:
-    answer = httpx.post(
-        f"{server.url}/v1/completions", json=TEXT | {"prompt": "\U0001f642 ok", "stop": "\u00e9"}
-    )
+    answer = server.post("/v1/completions", json=TEXT | {"prompt": "\U0001f642 ok", "stop": "\u00e9"})
     assert answer.status_code == 200
 
 
@@ -176,17 +170,17 @@ def test_body_timeout_returns_408() -> None:
 
 def test_local_server_rejects_foreign_host_header(server: Any) -> None:
     """DNS rebinding: evil.example resolves to 127.0.0.1."""
-    error_of(httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"}), 403)
-    assert httpx.get(f"{server.url}/v1/models", headers={"host": "localhost:1"}).status_code == 200
+    error_of(server.get("/v1/models", headers={"host": "evil.example"}), 403)
+    assert server.get("/v1/models", headers={"host": "localhost:1"}).status_code == 200
 
 
 def test_full_queue_returns_503_with_retry_after() -> None:
     with running(make_state(max_queue=4)) as server:
-        answer = httpx.post(f"{server.url}/v1/completions", json=TEXT | {"prompt": ["a", "b"], "n": 3})
+        answer = server.post("/v1/completions", json=TEXT | {"prompt": ["a", "b"], "n": 3})
         assert answer.status_code == 200  # a single request may exceed the queue limit
         server.in_loop(lambda: setattr(server.api.worker, "submit", _reject_submit))
         server.in_loop(lambda: server.api.worker.streams.update({str(i): _WaitingStream() for i in range(4)}))
-        error = error_of(full := httpx.post(f"{server.url}/v1/completions", json=TEXT), 503)
+        error = error_of(full := server.post("/v1/completions", json=TEXT), 503)
         assert error["code"] == "queue_full" and int(full.headers["retry-after"]) >= 1
         server.in_loop(server.api.worker.streams.clear)
 

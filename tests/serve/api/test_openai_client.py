@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -19,7 +18,7 @@ LETTERS = {str(i): 50 for i in range(97, 123)}  # restricts the output to letter
 
 @pytest.fixture
 def client(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return server.client()
 
 
 def test_models_are_listed_and_found_by_alias(client: openai.OpenAI) -> None:
@@ -187,12 +186,12 @@ def test_responses_stream_equals_full_response(client: openai.OpenAI) -> None:
 
 def test_tokenize_and_detokenize_round_trip(server: Any) -> None:
     text = "def add(a, b): <|im_end|>"
-    told = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()
+    told = server.post("/tokenize", json={"prompt": text}).json()
     assert told["count"] == len(told["tokens"]) and server.api.models[0].tokenizer.bos_id == told["tokens"][0]
-    back = httpx.post(f"{server.url}/detokenize", json={"tokens": told["tokens"][1:]}).json()
+    back = server.post("/detokenize", json={"tokens": told["tokens"][1:]}).json()
     assert back == {"prompt": text}
-    chat = httpx.post(f"{server.url}/tokenize", json={"messages": ASK}).json()
-    assert chat["tokens"] == server.api.models[0].chat.prompt(ASK)
+    chat = server.post("/tokenize", json={"messages": ASK}).json()
+    assert chat["tokens"] == server.api.models[0].chat_template.encode_prompt(ASK)
 
 
 def test_errors_map_to_client_exceptions(client: openai.OpenAI) -> None:

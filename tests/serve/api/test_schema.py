@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -22,7 +21,7 @@ PATHS = [
 
 def described(server: Any) -> dict[str, Any]:
     """The API's description, with the model that there is: other names would all end at the same 404."""
-    found: dict[str, Any] = httpx.get(f"{server.url}/openapi.json").json()
+    found: dict[str, Any] = server.get("/openapi.json").json()
     for model in found["components"]["schemas"].values():
         if "model" in model.get("properties", {}):
             model["properties"]["model"] = {"enum": ["tiny", "random/tiny"]}

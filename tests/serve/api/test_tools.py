@@ -77,7 +77,7 @@ def test_parser_extracts_calls_and_keeps_other_text() -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "down"}}])
 def test_tool_choice_forces_a_valid_call(server: Any, choice: Any) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = server.client()
     for seed in range(3):
         whole = client.chat.completions.create(**ASK, tool_choice=choice, seed=seed, max_tokens=200).choices[
             0
@@ -102,7 +102,7 @@ def test_tool_choice_forces_a_valid_call(server: Any, choice: Any) -> None:
 
 
 def test_output_follows_json_schema_regex_and_grammar(server: Any) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = server.client()
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},

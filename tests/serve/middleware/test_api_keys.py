@@ -120,10 +120,10 @@ def test_server_requires_key_and_enforces_limits(tmp_path: Path) -> None:
             answer = httpx.post(url, json=ask, headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/v1/models", "/metrics", "/v1/engine/state"):
-            assert httpx.get(server.url + path).status_code == 401
-        assert httpx.get(f"{server.url}/health").status_code == 200
+            assert server.get(path).status_code == 401
+        assert server.get("/health").status_code == 200
         with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
+            server.client("no").models.list()
         own = {"authorization": f"Bearer {key}"}
         first = httpx.post(url, json=ask, headers=own)
         assert first.status_code == 200 and first.headers["x-ratelimit-limit-requests"] == "2"
@@ -134,11 +134,11 @@ def test_server_requires_key_and_enforces_limits(tmp_path: Path) -> None:
         assert int(second.headers["retry-after"]) >= 1 and "x-ratelimit-remaining-tokens" in second.headers
         never = httpx.post(url, json=ask | {"prompt": [5] * 101}, headers=own)
         assert never.status_code == 429 and "exceeds" in never.json()["error"]["message"]
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+        client = server.client(key)
         client.completions.create(model="tiny", prompt=[5], max_tokens=1)
         with pytest.raises(openai.RateLimitError):
             client.embeddings.create(model="tiny", input=[[5]])
-        other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=free, max_retries=0)
+        other = server.client(free)
         assert other.completions.create(model="tiny", prompt=[5], max_tokens=1).choices
 
 

@@ -22,6 +22,13 @@ def answered(page: Any) -> None:
     page.wait_for_selector("body:not(.busy)")
 
 
+def chat(page: Any, fake: Fake, text: str, *tokens: Any) -> None:
+    """Send a message and wait for the response made of `tokens`."""
+    fake.set_output(*tokens)
+    send(page, text)
+    answered(page)
+
+
 def last(page: Any) -> Any:
     return page.locator(".message.model .text").last
 
@@ -75,17 +82,13 @@ def test_stop_closes_the_connection_and_keeps_the_text(visit: Any, fake: Fake, b
     expect(page.locator(".stats").first).to_contain_text("stopped · 2 tokens")
     expect(page.locator("#announcements")).to_contain_text("Stopped.")
     # The next message continues the conversation.
-    fake.set_output("three")
-    send(page, "Go on")
-    answered(page)
+    chat(page, fake, "Go on", "three")
     assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["Count!", "One two", "Go on"]
 
 
 def test_edit_and_regenerate_keep_every_branch(visit: Any, fake: Fake) -> None:
     page = visit()
-    fake.set_output("first")
-    send(page, "A?")
-    answered(page)
+    chat(page, fake, "A?", "first")
     fake.set_output("second")
     page.get_by_role("button", name="Regenerate").click()
     answered(page)
@@ -108,33 +111,25 @@ def test_edit_and_regenerate_keep_every_branch(visit: Any, fake: Fake) -> None:
     expect(last(page)).to_have_text("first")
     expect(page.locator(".message.model .branches")).to_contain_text("1 / 2")
     # The request contains the shown path.
-    fake.set_output("fourth")
-    send(page, "C?")
-    answered(page)
+    chat(page, fake, "C?", "fourth")
     assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["A?", "first", "C?"]
 
 
 def test_response_can_be_edited(visit: Any, fake: Fake) -> None:
     page = visit()
-    fake.set_output("No.")
-    send(page, "A?")
-    answered(page)
+    chat(page, fake, "A?", "No.")
     page.locator(".message.model .edit").click()
     page.get_by_label("Edit the response").fill("Yes.")
     page.keyboard.press("Control+Enter")
     expect(last(page)).to_have_text("Yes.")
     assert len(fake.requests) == 1
-    fake.set_output("Fine.")
-    send(page, "B?")
-    answered(page)
+    chat(page, fake, "B?", "Fine.")
     assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["A?", "Yes.", "B?"]
 
 
 def test_conversation_survives_reload_and_can_be_cleared(visit: Any, fake: Fake) -> None:
     page = visit()
-    fake.set_output("first")
-    send(page, "A?")
-    answered(page)
+    chat(page, fake, "A?", "first")
     page.reload()
     answered(page)
     expect(page.locator(".message .text")).to_have_text(["A?", "first"])
@@ -150,9 +145,7 @@ def test_model_output_is_never_markup(visit: Any, fake: Fake) -> None:
     page = visit()
     title = page.title()
     token = Piece(EVIL.encode(), -0.5, ((EVIL.encode(), -0.5),))
-    fake.set_output("Look: ", token)
-    send(page, EVIL)
-    answered(page)
+    chat(page, fake, EVIL, "Look: ", token)
     expect(last(page)).to_have_text("Look: " + EVIL)
     page.locator(".t").nth(1).hover()
     expect(page.locator("#tooltip")).to_contain_text("<img·src=x")
@@ -228,9 +221,7 @@ def test_api_key_is_requested_and_kept_in_session_storage(visit: Any, fake: Fake
     page.keyboard.press("Tab")
     answered(page)
     expect(page.locator("#error")).to_be_hidden()
-    fake.set_output("yes")
-    send(page, "A?")
-    answered(page)
+    chat(page, fake, "A?", "yes")
     assert fake.requests[0][2]["authorization"] == "Bearer wh-1"
     assert page.evaluate("JSON.stringify(localStorage)").count("wh-1") == 0
     assert "wh-1" in page.evaluate("JSON.stringify(sessionStorage)")
@@ -263,9 +254,7 @@ def test_settings_are_stored_validated_and_sent(visit: Any, fake: Fake) -> None:
     page.uncheck("#probabilities")
     page.reload()
     answered(page)
-    fake.set_output("ok")
-    send(page, "A?")
-    answered(page)
+    chat(page, fake, "A?", "ok")
     body = fake.bodies()[-1]
     assert body.pop("messages")[0] == {"role": "system", "content": "Be brief."}
     assert {k: v for k, v in body.items() if k not in ("model", "stream", "stream_options")} == {
@@ -291,9 +280,7 @@ def test_page_works_with_forbidden_or_corrupt_storage(visit: Any, fake: Fake) ->
     forbid = "Object.defineProperty(window, 'localStorage', {get() { throw new Error('forbidden') }})"
     nonsense = "sessionStorage.setItem('whorl.talk', '[1, {'); sessionStorage.setItem('whorl.sheet', '{}')"
     page = visit(before=lambda page: page.add_init_script(f"{forbid};{nonsense}"))
-    fake.set_output("ok")
-    send(page, "A?")
-    answered(page)
+    chat(page, fake, "A?", "ok")
     expect(last(page)).to_have_text("ok")
 
 
@@ -309,9 +296,7 @@ def test_draws_once_per_frame_and_announces_sentences(visit: Any, fake: Fake) ->
         };"""
     page = visit(before=lambda page: page.add_init_script(counters))
     pieces = [" word" if i % 10 else ". Word" for i in range(2000)]
-    fake.set_output(*pieces)
-    send(page, "Much!")
-    answered(page)
+    chat(page, fake, "Much!", *pieces)
     assert last(page).inner_text() == "".join(pieces)
     draws, frames, announced = page.evaluate("[window.draws, window.frames_, window.announced]")
     assert 1 <= draws <= frames + 1

@@ -9,10 +9,18 @@ from tests.support.serve.browser_pages import PHONE, expect
 from tests.support.serve.fake_server import Fake, Piece
 
 pytestmark = pytest.mark.browser
-BASE = [{"id": "code", "whorl": {"chat": False}}]
 
 
-def complete(page: Any, button: str = "Continue") -> None:
+@pytest.fixture
+def page(visit: Any, fake: Fake) -> Any:
+    """The page with a base model, in Complete mode."""
+    fake.models = [{"id": "code", "whorl": {"chat": False}}]
+    return visit()
+
+
+def complete(page: Any, fake: Fake, *tokens: Any, button: str = "Continue") -> None:
+    """Generate a completion made of `tokens` and wait for its end."""
+    fake.set_output(*tokens)
     page.get_by_role("button", name=button).click()
     page.wait_for_selector("body:not(.busy) .regenerate:not(:disabled)")
 
@@ -37,9 +45,7 @@ def layers_agree(page: Any) -> None:
     assert abs(under - field) <= 1
 
 
-def test_base_model_opens_in_complete_mode(visit: Any, fake: Fake) -> None:
-    fake.models = BASE
-    page = visit()
+def test_base_model_opens_in_complete_mode(page: Any, fake: Fake) -> None:
     expect(page.locator("#text")).to_be_focused()
     expect(page.get_by_role("radio", name="Complete")).to_be_checked()
     fake.set_output("    return", " 1", "\n", hold=True)
@@ -54,19 +60,15 @@ def test_base_model_opens_in_complete_mode(visit: Any, fake: Fake) -> None:
     assert path == "/v1/completions" and body["prompt"] == "def one():\n" and body["logprobs"] == 5
     layers_agree(page)
     # A second completion; both keep their token spans.
-    fake.set_output("\n", "one()")
-    complete(page)
+    complete(page, fake, "\n", "one()")
     assert fake.bodies()[1]["prompt"] == "def one():\n    return 1\n"
     assert page.locator(".t").all_text_contents() == ["    return", " 1", "\n", "\n", "one()"]
 
 
-def test_completion_versions_and_undo(visit: Any, fake: Fake) -> None:
-    fake.models = BASE
-    page = visit()
+def test_completion_versions_and_undo(page: Any, fake: Fake) -> None:
     page.fill("#text", "x = ")
     for text, button in (("1", "Continue"), ("2", "Regenerate"), ("3", "Regenerate")):
-        fake.set_output(text)
-        complete(page, button)
+        complete(page, fake, text, button=button)
         assert fake.bodies()[-1]["prompt"] == "x = "
     field = page.locator("#text")
     expect(field).to_have_value("x = 3")
@@ -80,12 +82,9 @@ def test_completion_versions_and_undo(visit: Any, fake: Fake) -> None:
     layers_agree(page)
 
 
-def test_edit_removes_later_token_spans(visit: Any, fake: Fake) -> None:
-    fake.models = BASE
-    page = visit()
+def test_edit_removes_later_token_spans(page: Any, fake: Fake) -> None:
     page.fill("#text", "x =")
-    fake.set_output(" 1", " +", " 2")
-    complete(page)
+    complete(page, fake, " 1", " +", " 2")
     field = page.locator("#text")
     field.evaluate("e => { e.focus(); e.setSelectionRange(6, 6); }")  # within " +"
     page.keyboard.type("-")
@@ -95,12 +94,9 @@ def test_edit_removes_later_token_spans(visit: Any, fake: Fake) -> None:
     expect(page.get_by_role("button", name="Regenerate")).to_be_disabled()
 
 
-def test_completion_tooltip_at_pointer_and_caret(visit: Any, fake: Fake) -> None:
-    fake.models = BASE
-    page = visit()
+def test_completion_tooltip_at_pointer_and_caret(page: Any, fake: Fake) -> None:
     page.fill("#text", "x =")
-    fake.set_output(Piece(b" 1", -0.6931472), Piece(b" +", -2.3025851))
-    complete(page)
+    complete(page, fake, Piece(b" 1", -0.6931472), Piece(b" +", -2.3025851))
     tip = page.locator("#tooltip")
     box = page.locator(".overlay .t").nth(1).bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -117,9 +113,7 @@ def test_completion_tooltip_at_pointer_and_caret(visit: Any, fake: Fake) -> None
     expect(tip).to_contain_text("·+  10.0\u00a0%")
 
 
-def test_completion_stop_and_error(visit: Any, fake: Fake) -> None:
-    fake.models = BASE
-    page = visit()
+def test_completion_stop_and_error(page: Any, fake: Fake) -> None:
     page.expected = ("status of 503",)
     page.fill("#text", "x =")
     fake.set_output(" 1", " +", hold=True)

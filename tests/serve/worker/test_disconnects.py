@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,25 @@ def gated() -> Iterator[tuple[Running, Gate]]:
         gate.let(10_000)
 
 
+@contextmanager
+def open_stream(url: str, **changes: Any) -> Iterator[Iterator[str]]:
+    """Lines of a streamed completion, after the first one. The lines hold a reference that keeps the connection open."""
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{url}/v1/completions", json=STREAM | changes) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
+
+
+def raw_request(version: str, **changes: Any) -> bytes:
+    """A completion request as bytes."""
+    body = json.dumps(STREAM | changes).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
 def drained(server: Running) -> None:
     assert server.loop is not None
     asyncio.run_coroutine_threadsafe(server.api.worker.wait_drained(), server.loop).result(60)
@@ -60,12 +80,7 @@ def drained(server: Running) -> None:
 def test_disconnect_in_stream_aborts_and_frees_pages(gated: tuple[Running, Gate]) -> None:
     server, gate = gated
     gate.let(4)
-    with (
-        httpx.Client(timeout=60) as client,
-        client.stream("POST", f"{server.url}/v1/completions", json=STREAM | {"n": 2}) as answer,
-    ):
-        lines = answer.iter_lines()  # a reference: a collected generator closes the connection
-        next(lines)
+    with open_stream(server.url, n=2):
         assert len(server.api.worker.streams) == 2
     gate.let(1)  # the abort runs after the current step
     drained(server)
@@ -78,10 +93,8 @@ def test_disconnect_in_stream_aborts_and_frees_pages(gated: tuple[Running, Gate]
 
 def test_disconnect_before_full_response_aborts(gated: tuple[Running, Gate]) -> None:
     server, gate = gated
-    body = json.dumps(STREAM | {"stream": False}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as s:
-        s.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        s.sendall(raw_request("1.1", stream=False))
         gate.let(2)
         while not server.in_loop(
             lambda: any(st.first_token_time for st in server.api.worker.streams.values())
@@ -100,10 +113,8 @@ def test_slow_reader_does_not_block_others() -> None:
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.connect(("127.0.0.1", server.port))
-        body = json.dumps(STREAM | {"n": 8, "logprobs": 20, "seed": 1}).encode()
-        head = b"POST /v1/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        slow.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        fast = httpx.post(f"{server.url}/v1/completions", json=STREAM | {"stream": False}, timeout=60)
+        slow.sendall(raw_request("1.0", n=8, logprobs=20, seed=1))
+        fast = server.post("/v1/completions", json=STREAM | {"stream": False}, timeout=60)
         assert fast.json()["usage"]["completion_tokens"] == 200
         drained(server)  # all eight end although no data was read
         server.ask(lambda e: e.check_integrity())
@@ -182,12 +193,7 @@ def test_sigterm_drains_running_and_rejects_new_requests() -> None:
     assert process.stdout is not None and process.stdin is not None
     url = process.stdout.readline().strip()
     try:
-        with (
-            httpx.Client(timeout=60) as client,
-            client.stream("POST", f"{url}/v1/completions", json=STREAM) as answer,
-        ):
-            lines = answer.iter_lines()
-            next(lines)
+        with open_stream(url) as lines:
             process.send_signal(signal.SIGTERM)
             while httpx.get(f"{url}/health").json()["status"] != "draining":
                 pass
@@ -209,13 +215,8 @@ def test_drain_timeout_truncates_sequences() -> None:
     engine = make_tiny_engine(make_tokenizer())
     gate = Gate(engine)
     server = Running(make_state(engine, drain_seconds=0))
-    with (
-        httpx.Client(timeout=60) as client,
-        client.stream("POST", f"{server.url}/v1/completions", json=STREAM) as answer,
-    ):
-        gate.let(2)
-        lines = answer.iter_lines()
-        next(lines)
+    gate.let(2)
+    with open_stream(server.url) as lines:
         server.in_loop(server.server.drain)
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
@@ -291,13 +292,13 @@ def test_server_reports_failed_engine() -> None:
     engine = make_tiny_engine(make_tokenizer())
     with running(make_state(engine)) as server:
         server.ask(lambda e: setattr(e, "step", lambda: 1 / 0))
-        answer = httpx.post(f"{server.url}/v1/completions", json=STREAM | {"stream": False})
+        answer = server.post("/v1/completions", json=STREAM | {"stream": False})
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
         assert "ZeroDivision" not in answer.text
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        assert httpx.post(f"{server.url}/v1/completions", json=STREAM).status_code == 503
-        assert httpx.get(f"{server.url}/metrics").status_code == 200
-        assert httpx.get(f"{server.url}/v1/engine/state").json()["status"] == "failed"
+        assert server.get("/health").status_code == 503
+        assert server.post("/v1/completions", json=STREAM).status_code == 503
+        assert server.get("/metrics").status_code == 200
+        assert server.get("/v1/engine/state").json()["status"] == "failed"
 
 
 def test_stream_merges_unread_deltas() -> None:

@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from tests.support.serve.live_server import make_tiny_decoder, make_tokenizer, running
@@ -56,10 +55,10 @@ def test_model_folder_is_served_under_its_names(folder: Path, machine: Any) -> N
     with running(AppState(ServeConfig(port=0), [served], engine)) as server:
         for model in ("small", str(folder)):
             asked = {"model": model, "prompt": "def ", "max_tokens": 3}
-            answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+            answer = server.post("/v1/completions", json=asked)
             assert answer.status_code == 200 and answer.json()["model"] == "small"
-        assert httpx.get(f"{server.url}/v1/models/{folder}").status_code == 200
-        state = httpx.get(f"{server.url}/v1/engine/state").json()
+        assert server.get(f"/v1/models/{folder}").status_code == 200
+        state = server.get("/v1/engine/state").json()
         assert state["model"] == "small" and sum(n for _, n in state["page_map"]) == state["pages"]["total"]
         assert len(state["batches"]) == engine.stats.steps and len(state["latencies"]["ttft"]) == 2
 
@@ -91,7 +90,7 @@ def test_embedder_only_server_rejects_generation(tmp_path: Path, machine: Any) -
     with running(AppState(ServeConfig(port=0), [served], None)) as server:
         texts = ["return a + b", "class Stack"]
         asked = {"model": "vectors", "input": texts}
-        told = httpx.post(f"{server.url}/v1/embeddings", json=asked).json()
+        told = server.post("/v1/embeddings", json=asked).json()
         found = np.array([one["embedding"] for one in told["data"]])
         assert np.allclose(found, embedder.embed(texts), atol=1e-6)
         for path, body in (
@@ -99,10 +98,10 @@ def test_embedder_only_server_rejects_generation(tmp_path: Path, machine: Any) -
             ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
             ("responses", {"input": "x"}),
         ):
-            answer = httpx.post(f"{server.url}/v1/{path}", json={"model": "vectors", **body})
+            answer = server.post(f"/v1/{path}", json={"model": "vectors", **body})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
         for path in ("health", "metrics", "v1/engine/state", "v1/models"):
-            assert httpx.get(f"{server.url}/{path}").status_code == 200
+            assert server.get(f"/{path}").status_code == 200
 
 
 def test_serve_rejects_bad_model_host_and_port(tmp_path: Path, folder: Path) -> None:

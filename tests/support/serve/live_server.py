@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import torch
 import uvicorn
 
+from tests.support.tiny import decoder_config
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.models import Decoder, DecoderConfig
+from whorl.models import Decoder
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
@@ -32,14 +35,10 @@ def make_tokenizer(specials: tuple[str, ...] = MARKS) -> Tokenizer:
     return Tokenizer.train([TEXT * 20], 300, special_tokens=specials)
 
 
-def make_tiny_decoder(tokenizer: Tokenizer, longest: int = 256) -> Decoder:
-    """A decoder that draws varied text, quickly."""
-    config = DecoderConfig(
-        vocab_size=tokenizer.vocab_size, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16,
-        mlp_hidden=64, ngram_buckets=64,
-    )  # fmt: skip
+def make_tiny_decoder(tokenizer: Tokenizer) -> Decoder:
+    """A decoder with random weights that samples varied text."""
     generator = torch.Generator().manual_seed(0)
-    model = Decoder(config, generator)
+    model = Decoder(decoder_config(vocab_size=tokenizer.vocab_size), generator)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.2)
@@ -92,13 +91,22 @@ class Running:
         self.thread.join(30)
         assert not self.thread.is_alive()
 
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, **options)
+
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
+
     def ask(self, function: Any) -> Any:
-        """`function(engine)` between two steps."""
+        """Run `function(engine)` between two steps."""
         assert self.loop is not None
         return asyncio.run_coroutine_threadsafe(self.api.worker.call(function), self.loop).result(30)
 
     def in_loop(self, function: Any) -> Any:
-        """`function()` in the server's event loop."""
+        """Run `function()` in the server's event loop."""
 
         async def call() -> Any:
             return function()

@@ -63,10 +63,10 @@ async def tokenize(state: AppState, body: TokenizeRequest) -> Response:
     """Return the ids of a prompt, or of a conversation."""
     model = state.find_model(body.model)
     if body.messages is not None:
-        writer, messages = state.generation_model(body.model), template_messages(body.messages)
+        chat_model, messages = state.generation_model(body.model), template_messages(body.messages)
         ids = await in_thread_if_large(
             sum(len(m.text) for m in body.messages),
-            lambda: writer.chat_template.encode_prompt(
+            lambda: chat_model.chat_template.encode_prompt(
                 messages, add_generation_prompt=body.add_generation_prompt
             ),
         )

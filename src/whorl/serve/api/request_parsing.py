@@ -70,12 +70,12 @@ def parse_completion(
         _prompt(p, served, plain and body.token_healing is not False) for p in _prompt_list(body.prompt)
     ]
     _check_sequence_count(best * len(prompts), config, "best_of" if body.best_of else "n")
-    wanted = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    if wanted == 0 and not body.echo:
+    requested = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if requested == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 is allowed only with echo", param="max_tokens")
     requests = []
     for prompt in prompts:
-        max_tokens = _max_new_tokens(prompt.ids, max(1, wanted), served, "max_tokens", "prompt")
+        max_tokens = _max_new_tokens(prompt.ids, max(1, requested), served, "max_tokens", "prompt")
         for i in range(best):
             requests.append(
                 _request(
@@ -302,12 +302,12 @@ def _prompt(given: str | list[int], served: ServedModel, heal: bool) -> ParsedPr
             return ParsedPrompt(ids, given.encode(), required)
         return ParsedPrompt(served.encode_prompt(given), given.encode())
     check_ids(given, served.vocab_size, "prompt")
-    known = (i for i in given if i < served.tokenizer.vocab_size)
-    return ParsedPrompt(given, served.tokenizer.decode(known))
+    decodable = (i for i in given if i < served.tokenizer.vocab_size)
+    return ParsedPrompt(given, served.tokenizer.decode(decodable))
 
 
 def _max_new_tokens(
-    ids: Sequence[int], wanted: int | None, served: ServedModel, param: str, source: str
+    ids: Sequence[int], requested: int | None, served: ServedModel, param: str, source: str
 ) -> int:
     """Return the number of tokens to generate: the requested number, or the remaining context.
 
@@ -315,15 +315,15 @@ def _max_new_tokens(
         ApiError: the prompt and the requested tokens exceed the context.
     """
     remaining = served.max_model_len - len(ids)
-    if remaining < (wanted or 1):
-        output = f" and {wanted:,} for the output ({param})" if wanted else ""
+    if remaining < (requested or 1):
+        output = f" and {requested:,} for the output ({param})" if requested else ""
         raise ApiError(
             400,
             f"This model's context is {served.max_model_len:,} tokens; the request has {len(ids):,} in {source}{output}.",
             param=source if remaining < 1 else param,
             code="context_length_exceeded",
         )
-    return wanted or remaining
+    return requested or remaining
 
 
 def _check_sequence_count(count: int, config: ServeConfig, param: str) -> None:

@@ -140,8 +140,8 @@ def usage(streams: Sequence[Stream], n_prompt: int, best_of: int) -> dict[str, A
 
 def usage_field(body: GenerationRequest) -> dict[str, Any]:
     """Return the `usage` field of all chunks but the last: null if usage was requested, else absent."""
-    wanted = body.stream_options is not None and body.stream_options.include_usage
-    return {"usage": None} if wanted else {}
+    requested = body.stream_options is not None and body.stream_options.include_usage
+    return {"usage": None} if requested else {}
 
 
 def close_all(streams: Sequence[Stream]) -> Callable[[], None]:

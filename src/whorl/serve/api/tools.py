@@ -46,9 +46,9 @@ class ParsedToolCall:
 def tool_choice_grammar(tools: Sequence[Tool], choice: str | ToolChoice | None) -> Grammar | None:
     """Return the grammar of a forced call, or None if no call is forced."""
     if isinstance(choice, ToolChoice):
-        wanted = [tool for tool in tools if tool.function.name == choice.function.name]
+        allowed = [tool for tool in tools if tool.function.name == choice.function.name]
     elif choice == "required":
-        wanted = list(tools)
+        allowed = list(tools)
     else:
         return None
     forms = [
@@ -61,7 +61,7 @@ def tool_choice_grammar(tools: Sequence[Tool], choice: str | ToolChoice | None) 
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in wanted
+        for tool in allowed
     ]
     schema = forms[0] if len(forms) == 1 else {"anyOf": forms}
     return Grammar(json_schema=orjson.dumps(schema).decode())
@@ -70,14 +70,14 @@ def tool_choice_grammar(tools: Sequence[Tool], choice: str | ToolChoice | None) 
 def parse_tool_call(text: str) -> ParsedToolCall | None:
     """Return the call that `text` encodes, or None."""
     try:
-        found = orjson.loads(text)
+        call = orjson.loads(text)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters", {}))
     return ParsedToolCall(
-        found["name"], arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        call["name"], arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     )
 
 

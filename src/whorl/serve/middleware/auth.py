@@ -75,7 +75,7 @@ class KeyFile:
     def add(
         self, name: str, requests_per_minute: int | None = None, tokens_per_minute: int | None = None
     ) -> str:
-        """Create a key and return its full text, which is not stored.
+        """Create a key and return its full text, name_or_id is not stored.
 
         Raises:
             ConfigError: the name is empty or taken.
@@ -93,19 +93,19 @@ class KeyFile:
         self._write([*keys, entry])
         return full_key
 
-    def revoke(self, which: str) -> ApiKey:
+    def revoke(self, name_or_id: str) -> ApiKey:
         """Remove and return the key with this name or id.
 
         Raises:
             ConfigError: no such key.
         """
         keys = self.read()
-        found = [key for key in keys if which in (key.name, key.id)]
-        if len(found) != 1:
+        matches = [key for key in keys if name_or_id in (key.name, key.id)]
+        if len(matches) != 1:
             known = ", ".join(key.name for key in keys) or "none"
-            raise ConfigError(f"no key {which!r}", expected=f"one of: {known}")
-        self._write([key for key in keys if key is not found[0]])
-        return found[0]
+            raise ConfigError(f"no key {name_or_id!r}", expected=f"one of: {known}")
+        self._write([key for key in keys if key is not matches[0]])
+        return matches[0]
 
     def _write(self, keys: list[ApiKey]) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -160,17 +160,17 @@ class KeyStore:
             return
         self._last_check = now
         try:
-            found = self.file.path.stat()
-            stamp: object = (found.st_mtime_ns, found.st_size, found.st_ino)
+            status = self.file.path.stat()
+            file_state: object = (status.st_mtime_ns, status.st_size, status.st_ino)
         except OSError:
-            stamp = "gone"
-        if stamp == self._file_state:
+            file_state = "gone"
+        if file_state == self._file_state:
             return
         fresh = {}
         for key in self.file.read():
             old = self._limits_by_key.get(key.id)
             fresh[key.id] = old if old is not None and old.key == key else KeyLimits(key, self.clock)
-        self._limits_by_key, self._file_state = fresh, stamp
+        self._limits_by_key, self._file_state = fresh, file_state
 
 
 def _hash(key: str) -> str:

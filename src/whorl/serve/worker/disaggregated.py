@@ -47,7 +47,7 @@ class _InFlight:
     """A request in progress."""
 
     request: Request
-    stage: Literal["queued", "reading", "importing", "writing"] = "queued"
+    stage: Literal["queued", "prefill", "importing", "decode"] = "queued"
     process: WorkerProcess | None = None
     ticket: Ticket | None = None
     cached: int | None = None  # prefix hit in the prefill process; the decoder's hit includes the transfer
@@ -104,35 +104,35 @@ class DisaggregatedEngine:
         """Add a request; its id must be new. A rejected request ends with "abort", and `errors` has the reason."""
         if request.id in self._in_flight:
             raise DataError(f"id {request.id!r} belongs to a request in progress", expected="a new id")
-        self._in_flight[request.id] = way = _InFlight(request)
-        self._queue.append(way)
+        self._in_flight[request.id] = entry = _InFlight(request)
+        self._queue.append(entry)
         self._dispatch_queued()
 
     def abort(self, request_id: str) -> bool:
         """End a request; the next step reports it. Returns False if no such request is in progress."""
-        way = self._in_flight.get(request_id)
-        if way is None:
+        entry = self._in_flight.get(request_id)
+        if entry is None:
             return False
-        if way.process is not None:
-            way.process.post(("abort", request_id))
-        self._finish(way, Delta(request_id, finish_reason="abort"))
+        if entry.process is not None:
+            entry.process.post(("abort", request_id))
+        self._finish(entry, Delta(request_id, finish_reason="abort"))
         return True
 
     def step(self, seconds: float = 0.02) -> list[Delta]:
         """Return the deltas that arrived from the processes; wait at most `seconds` for the first."""
         self._dispatch_queued()
-        ends = {p.channel.sock: p for p in self._processes.values()}
+        processes = {p.channel.sock: p for p in self._processes.values()}
         waiting = 0.0 if self._deltas else seconds
-        for end in select.select(list(ends), [], [], waiting)[0]:
-            process = ends[end]
+        for sock in select.select(list(processes), [], [], waiting)[0]:
+            process = processes[sock]
             try:
                 while process.channel.poll(0):
                     self._on_message(process, *process.channel.receive())
             except EOFError:
                 self._on_exit(process)
         self._dispatch_queued()
-        told, self._deltas = self._deltas, []
-        return told
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def wait_until_ready(self) -> None:
         """Wait until every process has loaded its model. Raises ProducerError if one exits."""
@@ -157,119 +157,121 @@ class DisaggregatedEngine:
     def _dispatch_queued(self) -> None:
         """Dispatch queued requests while the number of prompts in transit is below the limit."""
         while self._queue and self._ready("decode"):
-            way = self._queue[0]
-            hashes = block_hashes(way.request.ids, str(way.request.adapter).encode())
+            entry = self._queue[0]
+            hashes = block_hashes(entry.request.ids, str(entry.request.adapter).encode())
             decoders = self._policies["decode"]
-            known = max(decoders.indexes[n].match_length(hashes) for n in self._ready("decode")) * BLOCK_IDS
+            cached = max(decoders.indexes[n].match_length(hashes) for n in self._ready("decode")) * BLOCK_IDS
             # The process that computes the prompt returns its log-probabilities. Blocks of adapters are not transferred.
-            whole = way.request.prompt_log_probs or way.request.adapter is not None
-            short = len(way.request.ids) - known < self.min_prefill_tokens
-            readers = self._ready("prefill")
-            if short or whole or not readers:
+            needs_decoder = entry.request.prompt_log_probs or entry.request.adapter is not None
+            short = len(entry.request.ids) - cached < self.min_prefill_tokens
+            prefill_workers = self._ready("prefill")
+            if short or needs_decoder or not prefill_workers:
                 self._queue.popleft()
-                self._send_to_decoder(way, None)
+                self._send_to_decoder(entry, None)
                 continue
-            if sum(w.stage in ("reading", "importing") for w in self._in_flight.values()) >= self.max_pending:
+            if sum(w.stage in ("prefill", "importing") for w in self._in_flight.values()) >= self.max_pending:
                 return
             self._queue.popleft()
-            self._send(way, "prefill", "reading", ("read", way.request), None)
+            self._send(entry, "prefill", "prefill", ("read", entry.request), None)
 
-    def _send_to_decoder(self, way: _InFlight, fd: int | None) -> None:
-        self._send(way, "decode", "writing" if fd is None else "importing", ("write", way.request), fd)
+    def _send_to_decoder(self, entry: _InFlight, fd: int | None) -> None:
+        self._send(entry, "decode", "decode" if fd is None else "importing", ("write", entry.request), fd)
 
-    def _send(self, way: _InFlight, role: Role, stage: Any, message: Any, fd: int | None) -> None:
+    def _send(self, entry: _InFlight, role: Role, stage: Any, message: Any, fd: int | None) -> None:
         policy = self._policies[role]
-        hashes = block_hashes(way.request.ids, str(way.request.adapter).encode())
+        hashes = block_hashes(entry.request.ids, str(entry.request.adapter).encode())
         name = policy.choose(hashes, self._ready(role)).replica
-        self._end_ticket(way)
-        way.stage, way.process, way.ticket = stage, self._processes[name], policy.begin(hashes, name)
-        way.process.post(message, fd)
+        self._end_ticket(entry)
+        entry.stage, entry.process, entry.ticket = stage, self._processes[name], policy.begin(hashes, name)
+        entry.process.post(message, fd)
 
     def _on_message(self, process: WorkerProcess, message: Any, fd: int | None) -> None:
-        verb, *what = message
+        verb, *values = message
         if verb == "ready":
             process.ready = True
-            self._policies[self._roles[process.name]].add(process.name, what[0] // BLOCK_IDS)
+            self._policies[self._roles[process.name]].add(process.name, values[0] // BLOCK_IDS)
             return
         if verb == "deltas":
-            for delta in what[0]:
+            for delta in values[0]:
                 self._on_delta(process, delta)
             return
-        way = self._in_flight.get(what[0])
-        if way is None or way.process is not process:
+        entry = self._in_flight.get(values[0])
+        if entry is None or entry.process is not process:
             if fd is not None:
                 os.close(fd)  # the request was aborted, or started in another process
         elif verb == "read":
             assert fd is not None
-            way.cached = what[1]
+            entry.cached = values[1]
             self.n_transferred += 1
             if self._ready("decode"):
-                self._send_to_decoder(way, fd)
+                self._send_to_decoder(entry, fd)
             else:
                 os.close(fd)
-                self._requeue(way)
+                self._requeue(entry)
         elif verb == "taken":
-            way.stage = "writing"
+            entry.stage = "decode"
         elif verb == "unusable":
             self.n_rejected_blocks += 1
-            LOG.warning("KV blocks of request %s were rejected, computing it again: %s", *what)
-            way.stage, way.cached = "writing", None
+            LOG.warning("KV blocks of request %s were rejected, computing it again: %s", *values)
+            entry.stage, entry.cached = "decode", None
         elif verb == "refused":
-            self.errors[what[0]] = what[1]
-            self._finish(way, Delta(what[0], finish_reason="abort"))
+            self.errors[values[0]] = values[1]
+            self._finish(entry, Delta(values[0], finish_reason="abort"))
 
     def _on_delta(self, process: WorkerProcess, delta: Delta) -> None:
-        way = self._in_flight.get(delta.request_id)
-        if way is None or way.process is not process:
+        entry = self._in_flight.get(delta.request_id)
+        if entry is None or entry.process is not process:
             return
-        if not way.started and way.cached is not None:
-            delta = replace(delta, cached_tokens=way.cached)
-        way.started = True
-        if way.ticket is not None:
-            self._policies["decode"].mark_prefilled(way.ticket)
+        if not entry.started and entry.cached is not None:
+            delta = replace(delta, cached_tokens=entry.cached)
+        entry.started = True
+        if entry.ticket is not None:
+            self._policies["decode"].mark_prefilled(entry.ticket)
         if delta.finish_reason is None:
             self._deltas.append(delta)
         else:
-            self._finish(way, delta)
+            self._finish(entry, delta)
 
-    def _finish(self, way: _InFlight, delta: Delta) -> None:
-        del self._in_flight[way.request.id]
-        if way in self._queue:
-            self._queue.remove(way)
-        self._end_ticket(way)
+    def _finish(self, entry: _InFlight, delta: Delta) -> None:
+        del self._in_flight[entry.request.id]
+        if entry in self._queue:
+            self._queue.remove(entry)
+        self._end_ticket(entry)
         self._deltas.append(delta)
 
-    def _end_ticket(self, way: _InFlight) -> None:
-        if way.ticket is not None:
+    def _end_ticket(self, entry: _InFlight) -> None:
+        if entry.ticket is not None:
             self._policies["decode"].end(
-                way.ticket
+                entry.ticket
             )  # any policy works: a ticket holds a reference to its load counters
 
-    def _requeue(self, way: _InFlight) -> None:
-        self._end_ticket(way)
-        way.stage, way.process, way.ticket, way.cached = "queued", None, None, None
-        self._queue.appendleft(way)
+    def _requeue(self, entry: _InFlight) -> None:
+        self._end_ticket(entry)
+        entry.stage, entry.process, entry.ticket, entry.cached = "queued", None, None, None
+        self._queue.appendleft(entry)
 
     def _on_exit(self, process: WorkerProcess) -> None:
-        how = process.exit_description()
+        exit_description = process.exit_description()
         process.close()
         del self._processes[process.name]
         if process.ready:
             self._policies[self._roles[process.name]].remove(process.name)
-        for way in [w for w in self._in_flight.values() if w.process is process]:
-            if way.started:
-                self.errors[way.request.id] = ProducerError(f"{how} while it generated the output")
-                self._finish(way, Delta(way.request.id, finish_reason="abort"))
+        for entry in [w for w in self._in_flight.values() if w.process is process]:
+            if entry.started:
+                self.errors[entry.request.id] = ProducerError(
+                    f"{exit_description} while it generated the output"
+                )
+                self._finish(entry, Delta(entry.request.id, finish_reason="abort"))
             else:
-                self._requeue(way)
+                self._requeue(entry)
         if not process.ready:
-            raise ProducerError(f"{how} before it loaded its model", do="see its earlier output")
+            raise ProducerError(f"{exit_description} before it loaded its model", do="see its earlier output")
         if self._restarts_left > 0:
             self._restarts_left -= 1
             self._start_process(process.name, self._roles[process.name], process.cores)
         if not any(self._roles[name] == "decode" for name in self._processes):
             raise ProducerError(
-                f"{how}, and no decoder is left", do="see its earlier output; restart the server"
+                f"{exit_description}, and no decoder is left", do="see its earlier output; restart the server"
             )
 
     def _start_process(self, name: str, role: Role, cores: tuple[int, ...]) -> None:

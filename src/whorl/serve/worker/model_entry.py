@@ -45,9 +45,9 @@ class ServedModel:
 
     def encode_healed(self, text: str) -> tuple[list[int], bytes]:
         """Return (ids, forced prefix) with token healing: the model generates the last token of the prompt again."""
-        words = self.tokenizer
-        found = words.heal_prompt(text) if isinstance(words, HFTokenizer) else heal(words, text)
-        return found.ids, found.forced_prefix
+        tokenizer = self.tokenizer
+        healed = tokenizer.heal_prompt(text) if isinstance(tokenizer, HFTokenizer) else heal(tokenizer, text)
+        return healed.ids, healed.forced_prefix
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
@@ -102,5 +102,5 @@ def mean_pooled_embedding(model: LanguageModel, ids: Sequence[int]) -> list[floa
     (`embedding/train.py`).
     """
     hidden = model(torch.tensor([list(ids)], device=model.embedding.device))[0].float().mean(dim=0)
-    found: list[float] = torch.nn.functional.normalize(hidden, dim=0).tolist()
-    return found
+    vector: list[float] = torch.nn.functional.normalize(hidden, dim=0).tolist()
+    return vector

@@ -48,16 +48,16 @@ class ModelLocation:
             self.folder, self.kind = folder, "model"
             names = [folder.resolve().name, ref]
         else:
-            found = Store(store).open(ref)
-            if found.kind not in ("model", "embedder"):
+            artifact = Store(store).open(ref)
+            if artifact.kind not in ("model", "embedder"):
                 raise ConfigError(
-                    f"{found.name} is a {found.kind}",
+                    f"{artifact.name} is a {artifact.kind}",
                     expected="a model or an embedder",
                     do="list artifacts with `whorl ls`",
                 )
-            found.check()
-            self.folder, self.kind = found.path, found.kind
-            names = [found.name, found.name.rpartition("/")[2], ref]
+            artifact.check()
+            self.folder, self.kind = artifact.path, artifact.kind
+            names = [artifact.name, artifact.name.rpartition("/")[2], ref]
         self.names = list(dict.fromkeys(([name] if name else []) + names))
 
 
@@ -145,13 +145,13 @@ def make_engine(
     **engine_kwargs: Any,
 ) -> Engine:
     """Build an engine with the model's token bytes, its banned ids and a grammar compiler."""
-    said = token_bytes(tokenizer, model)
-    ends = sorted(i for i in chat.stop_ids if i < len(said))
-    compiler = GrammarCompiler(said, ends, len(said)) if ends else None
+    id_bytes = token_bytes(tokenizer, model)
+    ends = sorted(i for i in chat.stop_ids if i < len(id_bytes))
+    compiler = GrammarCompiler(id_bytes, ends, len(id_bytes)) if ends else None
     return Engine(
         model,
         config,
-        token_bytes=said,
+        token_bytes=id_bytes,
         banned_ids=banned_ids(tokenizer, model),
         compile_grammar=compiler.compile if compiler is not None else None,
         **engine_kwargs,
