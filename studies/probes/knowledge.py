@@ -80,8 +80,8 @@ def make_lesson(
         available = world.questions(group)  # type: ignore[arg-type]
         if count > len(available):
             raise ConfigError(
-                f"a training set of {n} with {refusal_fraction:.0%} refusals needs {count} questions of {group}, and there are "
-                f"{len(available)}",
+                f"a training set of {n} with {refusal_fraction:.0%} refusals needs {count} questions of {group}, and "
+                f"there are {len(available)}",
                 do="use more people, other fractions, or a smaller training set",
             )  # fmt: skip
         order = numpy_rng(seed, "lesson", group).permutation(len(available))[:count]

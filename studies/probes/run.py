@@ -223,7 +223,8 @@ def measure_exposure(seeds: range, quick: bool) -> None:
             print(
                 f"{seed:4} {start:4}-{start + 7:<3} {own_curve.data_nll[g]:7.3f} {own_curve.self_nll[g]:7.3f} "
                 f"{own_curve.gap[g]:+7.3f}"
-                f"          {evaluator_curve.data_nll[g]:7.3f} {evaluator_curve.self_nll[g]:7.3f} {evaluator_curve.gap[g]:+7.3f}"
+                f"          {evaluator_curve.data_nll[g]:7.3f} {evaluator_curve.self_nll[g]:7.3f} "
+                f"{evaluator_curve.gap[g]:+7.3f}"
             )
         found.append((own_curve.drift, evaluator_curve.drift, float(evaluator_curve.gap.mean())))
         print(

@@ -102,8 +102,8 @@ def test_arithmetic_and_word_problems_are_asked(home: Path) -> None:
         (["pretrain", "--tasks", "gsm8k", "--data", "nowhere"], "with --data"),
         (["pretrain", "--budgets", "8,x"], "numbers with commas"),
         (["pretrain", "--budgets", "999"], "0 to max_tokens = 128"),
-        (["pretrain", "--level", 99], "there is no level 99"),
-        (["pretrain", "--reward", "tokenizer"], "no reward model could be read"),
+        (["pretrain", "--level", 99], "unknown level 99"),
+        (["pretrain", "--reward", "tokenizer"], "cannot read a reward model"),
     ],
 )
 def test_what_is_refused_says_why(home: Path, words: list[object], said: str) -> None:

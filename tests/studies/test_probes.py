@@ -89,7 +89,7 @@ def test_a_model_that_is_the_source_has_no_gap_and_one_of_a_stranger_has() -> No
         PolicyModel(sure(decoder()), banned_ids=out),
         [scribe().prompt(chr(97 + n % 26)) for n in range(120)],
     )
-    options = {"pad_id": tokenizer().pad_id, "places": PLACES, "together": 4, "seed": 7}
+    options = {"pad_id": tokenizer().pad_id, "n_positions": PLACES, "bin_size": 4, "seed": 7}
     same = exposure(net, scribe(), prompts, sampled(net, prompts, 1), **options).by_model
     assert same.start.tolist() == [0, 4, 8] and same.n_data[0] > 350
     assert np.abs(same.gap).max() < 0.12 and abs(same.drift) < 0.2  # standard errors are about 0.03
@@ -125,7 +125,7 @@ def test_what_does_not_match_is_refused() -> None:
         exposure(net, scribe(), [[256], [256]], [[1]], pad_id=0, n_positions=4)
     judge = PolicyModel(decoder())
     judge.model.config = judge.model.config.model_copy(update={"vocab_size": 300})
-    with pytest.raises(DataError, match="the judge has 300 ids"):
+    with pytest.raises(DataError, match="the evaluator has 300 ids"):
         exposure(net, scribe(), [[256]], [[1]], pad_id=0, n_positions=4, evaluator=judge)
 
 

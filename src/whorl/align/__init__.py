@@ -1,1 +1,1 @@
-"""Alignment: what is learnt after pretraining, from conversations, preferences, rewards and teachers."""
+"""Alignment: training after pretraining, from conversations, preferences, rewards and teachers."""

@@ -96,7 +96,7 @@ def test_distinct_problems_and_too_many_of_them() -> None:
     source = Arithmetic(0, {0: 1})
     few = source.distinct(5)
     assert len({p.expression for p in few}) == 5
-    with pytest.raises(DataError, match="different problems"):
+    with pytest.raises(DataError, match="distinct problems"):
         source.distinct(82)
     with pytest.raises(DataError, match="no held-out problem"):
         Arithmetic(0, {0: 1}, held_out_fraction=0.0).problems(0, 1, held_out=True)
@@ -121,7 +121,7 @@ def test_wrong_dials_are_refused() -> None:
     for weights in ({99: 1.0}, {1: -1.0}, {1: 0.0}, {}, {1: float("nan")}):
         with pytest.raises(ConfigError, match="weights"):
             Arithmetic(0, weights)
-    with pytest.raises(ConfigError, match="held_out_share"):
+    with pytest.raises(ConfigError, match="held_out_fraction"):
         Arithmetic(0, held_out_fraction=1.0)
 
 

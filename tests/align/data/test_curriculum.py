@@ -141,7 +141,7 @@ def test_states_and_arguments_that_cannot_be_are_refused() -> None:
         with pytest.raises(ConfigError):
             Curriculum(difficulty, **options)  # type: ignore[arg-type]
     for task, rate, tried in ((2, 0, 1), (-1, 0, 1), (0, 2, 1), (0, -1, 1), (0, math.nan, 1), (0, 0, -1)):
-        with pytest.raises(ValueError, match="passed at"):
+        with pytest.raises(ValueError, match="pass rate"):
             curriculum.update(task, rate, tried)
 
 

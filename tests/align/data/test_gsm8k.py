@@ -70,7 +70,7 @@ def test_lines_that_are_no_problem_are_set_aside(tmp_path: Path) -> None:
     assert [p.answer for p in gsm8k(path, quarantine)] == ["1", "2"]
     assert quarantine.summary() == {"accepted": 2, "no_answer": 2, "bad_field": 2, "empty": 1, "bad_json": 1}
     assert [(r.line, r.field) for r in quarantine][:2] == [(2, "answer"), (3, "answer")]
-    with pytest.raises(DataError, match="not one record"):
+    with pytest.raises(DataError, match="no usable record"):
         list(gsm8k(write(tmp_path / "y.jsonl", {"text": "x"}), Quarantine()))
 
 

@@ -154,16 +154,16 @@ def test_a_teacher_of_another_vocabulary_is_refused_and_both_are_named() -> None
 def test_tokenizers_are_compared_token_by_token() -> None:
     a, b = (Tokenizer([*TOKENIZER.token_bytes[:256], pair]) for pair in (b"ab", b"ba"))
     assert check_same_vocabulary(a, Tokenizer(a.token_bytes[:257])) == tokenizer_fingerprint(a)
-    with pytest.raises(ConfigError, match=r"Ann.*260 ids.*Ben.*260: id 256 is b'ab' .* b'ba'"):
+    with pytest.raises(ConfigError, match=r"Ann.*260 ids.*Ben.*260 ids: id 256 is b'ab' .* b'ba'"):
         check_same_vocabulary(a, b, names=("Ann", "Ben"))
-    with pytest.raises(ConfigError, match=r"259 ids.*260: id 256"):
+    with pytest.raises(ConfigError, match=r"259 ids.*260 ids: id 256"):
         check_same_vocabulary(TOKENIZER, a)
 
 
 def test_bad_texts_are_named() -> None:
-    with pytest.raises(DataError, match="no text"):
+    with pytest.raises(DataError, match="no examples"):
         learn(network_of(), LiveTeacher(model_of(0)), [], config_of())
-    with pytest.raises(DataError, match="text 1 has"):
+    with pytest.raises(DataError, match="example 1 has"):
         long = SCRIBE.prompt_completion("a", "b" * 40)
         learn(network_of(), LiveTeacher(model_of(0)), [some_texts(1)[0], long], config_of())
 

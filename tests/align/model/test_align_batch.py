@@ -58,7 +58,7 @@ def test_every_token_keeps_what_belongs_to_it(
 
 
 def test_a_text_that_is_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rows of 4"):
+    with pytest.raises(ConfigError, match="rows have 4"):
         pack(sums(2), 4, 0)
 
 

@@ -93,14 +93,14 @@ def test_what_has_no_room_is_counted_by_its_reason() -> None:
 
     assert len(room.tokenize(given, make)) == 2
     assert room.rejected == {"longer than 8 ids": 1, "empty": 1}
-    assert room.summary == "1 left out: empty; 1 left out: longer than 8 ids"
+    assert room.summary == "1 rejected: empty; 1 rejected: longer than 8 ids"
     nothing = TokenizedExample(np.array([1, 2]), np.array([False, False]))
     assert room.tokenize([0], lambda _: nothing) == []
-    assert room.rejected["nothing to learn in it"] == 1
+    assert room.rejected["no target in the loss"] == 1
 
 
 def test_a_mask_of_another_length_is_refused() -> None:
-    with pytest.raises(DataError, match="2 ids with a mask of 1"):
+    with pytest.raises(DataError, match="2 ids and a mask of 1"):
         TokenizedExample(np.array([1, 2]), np.array([False]))
     with pytest.raises(DataError):
         TokenizedExample(np.array([1]), np.array([True]))

@@ -222,7 +222,7 @@ def test_what_teaches_nothing_is_left_out_and_counted() -> None:
     assert sorted(room.rejected.values()) == [1, 1, 1, 2]
     assert {
         "chosen and rejected are the same ids",
-        "an answer says nothing",
+        "a completion is empty",
         "longer than 16 ids",
     } < room.rejected.keys()
     labelled = [
@@ -231,9 +231,9 @@ def test_what_teaches_nothing_is_left_out_and_counted() -> None:
         UnpairedPreference("a>", "x" * 30, False),
     ]
     assert [o.label for o in tokenize_unpaired(writer, labelled, LengthFilter(16))] == [True]
-    with pytest.raises(DataError, match="no preference"):
+    with pytest.raises(DataError, match="no preferences"):
         train_preferences(network(), [], config(), pad_id=PAD)
-    with pytest.raises(DataError, match="single answers"):
+    with pytest.raises(DataError, match="single completions"):
         train_preferences(network(), [UnpairedExample(one, True)], config(), pad_id=PAD)
 
 

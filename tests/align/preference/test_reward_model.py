@@ -159,12 +159,12 @@ def test_it_learns_who_is_preferred_and_comes_back_from_disk(tmp_path: Path, lor
 
 
 def test_a_folder_that_is_none_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no reward model could be read"):
+    with pytest.raises(CheckpointError, match="cannot read a reward model"):
         load_reward_model(tmp_path)
     save_reward_model(RewardModel(decoder()), tmp_path / "a", config=config(), trained_on={})
     save_reward_model(RewardModel(decoder(d_model=16)), tmp_path / "b", config=config(), trained_on={})
     (tmp_path / "a" / "reward.safetensors").write_bytes((tmp_path / "b" / "reward.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="as wide as the model"):
+    with pytest.raises(CheckpointError, match="the width of the model"):
         load_reward_model(tmp_path / "a")
 
 
@@ -178,7 +178,7 @@ def test_best_of_n_and_verdicts() -> None:
         0,
         int(scored[2:4].argmax()),
     ]
-    with pytest.raises(DataError, match="no texts"):
+    with pytest.raises(DataError, match="a group is empty"):
         model.best_indices([texts, []])
     tasks = [VerifiableTask(id=str(n), prompt="a>") for n in range(5)]
     verdicts = score_completions(model, writer, tasks, answers)
@@ -187,7 +187,7 @@ def test_best_of_n_and_verdicts() -> None:
     model.model.max_positions = 8
     long = score_completions(model, writer, tasks[:2], ["x" * 20, "x"])
     assert long[0].reward == 0 and long[0].reason.startswith("verifier") and long[1].reward > 0
-    with pytest.raises(DataError, match="2 answers"):
+    with pytest.raises(DataError, match="2 completions"):
         score_completions(model, writer, tasks, ["x", "y"])
 
 
@@ -231,11 +231,11 @@ def test_a_report_finds_who_only_counts_and_who_is_too_sure() -> None:
         and np.isnan(same.length_bias.reward_correlation)
     )
     json.dumps(same.to_json(), allow_nan=False)
-    assert "nan" not in same.table() and "no pair has answers of different length" in same.table()
+    assert "nan" not in same.table() and "no pair has completions of different length" in same.table()
     one_way = make_reward_report(
         torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3, 2], [2, 1]])
     ).table()
-    assert "nan" not in one_way and "50.0% of 2, where the shorter one was - of 0" in one_way
+    assert "nan" not in one_way and "50.0% of 2, where the shorter one was: - of 0" in one_way
     assert np.isnan(correlation(torch.ones(3), torch.arange(3.0)))
-    with pytest.raises(DataError, match="no pair"):
+    with pytest.raises(DataError, match="no pairs"):
         evaluate_reward_model(RewardModel(decoder()), [])

@@ -89,7 +89,7 @@ def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_rl_replicas(many, net, 24) == 6  # two turns, as with eight
     ahead = long.async_rollout.model_copy(update={"workers": 1})
     assert choose_rl_replicas(long.model_copy(update={"async_rollout": ahead}), net, 24) == 1
-    with pytest.raises(ValueError, match="shared out, or sampled ahead"):
+    with pytest.raises(ValueError, match="use one of them"):
         RLConfig(replicas=2, async_rollout=ahead)
 
 

@@ -79,9 +79,9 @@ def test_the_rows_of_pretraining_take_their_share(tmp_path: Path) -> None:
 
 
 def test_without_texts_or_tokens_it_says_so() -> None:
-    with pytest.raises(DataError, match="no text"):
+    with pytest.raises(DataError, match="no examples"):
         fine_tune(network(), [], SETTINGS, pad_id=0)
-    with pytest.raises(DataError, match="tokens of pretraining"):
+    with pytest.raises(DataError, match="pretraining token set"):
         fine_tune(network(), sums(3), SETTINGS.model_copy(update={"replay_fraction": 0.5}), pad_id=0)
 
 

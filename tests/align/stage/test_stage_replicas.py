@@ -74,7 +74,7 @@ def test_fine_tuning_takes_the_steps_of_one(
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     one = train(SHORT.model_copy(update={**change, "replicas": 1}), **rest)
     two = train(SHORT.model_copy(update={**change, "replicas": 2}), log=said.append, **rest)
-    assert said == ["2 replicas learn, 1 thread each"] and used[-2:] == [1, 2]  # and as before at the end
+    assert said == ["2 replicas train, 1 thread each"] and used[-2:] == [1, 2]  # and as before at the end
     held_together(*one, *two)
 
 

@@ -182,5 +182,5 @@ def test_what_cannot_be_measured_is_said() -> None:
         measure_scaling(
             engine, scribe(), [TASK], ScalingConfig(max_completion_tokens=40, max_answer_tokens=4), verify_all
         )
-    with pytest.raises(ValidationError, match="0 to max_tokens = 8"):
+    with pytest.raises(ValidationError, match="0 to max_completion_tokens = 8"):
         ScalingConfig(max_completion_tokens=8, thinking_budgets=(4, 9))

@@ -1,4 +1,7 @@
-"""What alignment learns from: conversations, preferences, judged answers and tasks; read, mined or generated."""
+"""Training data of alignment: conversations, preferences, labelled completions and tasks.
+
+read, extracted or generated.
+"""
 
 from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
 from whorl.align.data.quarantine import Quarantine, RejectedRecord

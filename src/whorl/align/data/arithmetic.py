@@ -1,23 +1,22 @@
-"""Arithmetic with a difficulty dial: problems without end, whose answers are known and whose solutions can be written out.
+"""Generated arithmetic problems with levels of difficulty, known answers and written solutions.
 
     level 1    47+85                   #### 132
     level 7    (23-48)*7               23-48=-25 NEWLINE -25*7=-175 NEWLINE #### -175
-    columns    47+85                   47+85:7+5=12,4+8+1=13;132 NEWLINE #### 132
+    digits     47+85                   47+85:7+5=12,4+8+1=13;132 NEWLINE #### 132
 
-A level says which operators, how many digits each number has, and whether brackets may stand anywhere (`LEVELS`; from 0,
-one digit and one digit, to 10, five digits and five). `weights` gives each level its share. Text and solution are made
-from one tree, so that they cannot disagree: the text has just the brackets that lead back to the tree, and the solution
-takes its operations from the inside out, the left ones first. Its last line is the answer behind "#### ", as GSM8K has it.
-With `columns` a sum or a difference is worked out digit by digit from the right, as at school: each of its steps then
-depends on three digits at most, which a small network learns far sooner than whole sums.
+A level defines the operators, the digits of each number, and whether brackets may occur (`LEVELS`, 0 to 10). `weights`
+sets the share of each level. Expression and solution come from one tree, so they always agree. The expression has
+exactly the brackets that reproduce the tree; the solution evaluates it from the inside out, left first. The last line
+is the answer after "#### ", as in GSM8K. With `digit_by_digit` each sum or difference is worked out by columns. Each
+step then depends on at most three digits, which a small network learns much sooner than whole sums.
 
-Problem i of a seed is always the same, whatever was drawn before, since its numbers are a hash of (seed, i) and not the
-next ones of a stream (splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
+Problem i of a seed never changes: its numbers are a hash of (seed, i), not the next values of a stream (splitmix64:
+Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
 
-The subtle part is holding out. Two seeds, or two indices, may well give the same problem, so an index cannot say what is
-held out. The problem itself does: a hash of its text, which knows no seed, and with the two sides of + and * put in
-order, since a model that has seen 12+34 has nearly seen 34+12. An index whose first draw lies on the wrong side is drawn
-again, and again. (A step of a longer problem may still be a short problem that is held out.)
+The subtle point is the held-out set. Two seeds or two indices may give the same problem, so an index cannot define
+it. A hash of the expression does, without the seed. The operands of + and * are sorted first, because 12+34 and 34+12
+are almost the same problem. An index on the wrong side is drawn again. A step of a longer problem may equal a
+held-out short one.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from whorl.align.data.formats import Conversation, PromptCompletion
 from whorl.errors import ConfigError, DataError, one_of
 from whorl.evals.verify.task import VerifiableTask
 
-ANSWER_PREFIX = "#### "  # what stands before the answer on the last line
-SLOTS = 12  # draws a problem: its level, and for up to 4 terms the numbers, the operators, the order
+ANSWER_PREFIX = "#### "  # precedes the answer on the last line
+SLOTS = 12  # draws per problem: level, and for up to 4 terms the numbers, operators and order
 ATTEMPTS = 2000
 _STEP = re.compile(r"(-?\d+)([+-])(\d+|\(-\d+\))=(-?\d+)")
 
 
 @dataclass(frozen=True)
 class ArithmeticLevel:
-    """operators: any of "+-*"; digits: of each term, from 2 to 4 terms; brackets: whether they may stand anywhere."""
+    """operators: any of "+-*". digits: of each of the 2 to 4 terms. brackets: whether they may occur anywhere."""
 
     operators: str
     digits: tuple[int, ...]
@@ -66,7 +65,7 @@ LEVELS = (
 
 @dataclass(frozen=True)
 class ArithmeticProblem:
-    """expression, as Python reads it; its value; steps as "a+b=c", from the inside out; level: index into LEVELS."""
+    """expression: Python syntax. answer: its value. steps: "a+b=c", from the inside out. level: index into LEVELS."""
 
     id: str
     expression: str
@@ -80,15 +79,15 @@ class Arithmetic:
     """A source of problems.
 
     Args:
-        seed: another gives other problems.
-        weights: level -> how often, in any unit.
-        working: whether solutions are written out. Without, the answer alone follows "expression=".
-        columns: whether sums and differences are written out digit by digit.
-        held_out_share: of all problems there are, in [0, 1). It must be the same wherever one source trains and another
-            tests; the seed and the weights may differ.
+        seed: selects the problems.
+        weights: level -> relative frequency.
+        show_steps: write solutions out; otherwise only the answer follows "expression=".
+        digit_by_digit: write sums and differences out by columns.
+        held_out_fraction: of all problems, in [0, 1). It must be equal for a training source and its test source;
+            seed and weights may differ.
 
     Raises:
-        ConfigError: a level that is not there, a weight below 0, or none above it.
+        ConfigError: an unknown level, a negative weight, or no positive weight.
     """
 
     seed: int = 0
@@ -101,21 +100,21 @@ class Arithmetic:
         for level, weight in self.weights.items():
             if level not in range(len(LEVELS)):
                 raise ConfigError(
-                    f"weights: there is no level {level}",
+                    f"weights: unknown level {level}",
                     expected=one_of(str(level), [str(i) for i in range(len(LEVELS))]),
                 )
             if not weight >= 0:
                 raise ConfigError(f"weights: level {level} has {weight}", expected="0 or more")
         if not sum(self.weights.values()) > 0:
-            raise ConfigError("weights: no level has one above 0", expected="at least one")
+            raise ConfigError("weights: no level has a positive weight", expected="at least one")
         if not 0 <= self.held_out_fraction < 1:
-            raise ConfigError(f"held_out_share is {self.held_out_fraction}", expected="0 up to below 1")
+            raise ConfigError(f"held_out_fraction is {self.held_out_fraction}", expected="0 up to below 1")
 
     def problems(self, start: int, n: int, *, held_out: bool = False) -> list[ArithmeticProblem]:
-        """Problems start, ..., start + n - 1, of the training or of the held-out ones.
+        """Return problems start, ..., start + n - 1 of the training set or of the held-out set.
 
         Raises:
-            DataError: the levels have (nearly) no problem on that side.
+            DataError: the levels have (almost) no problem in that set.
         """
         found: dict[int, ArithmeticProblem] = {}
         left = np.arange(start, start + n, dtype=np.uint64)
@@ -133,16 +132,16 @@ class Arithmetic:
                     again.append(index)
             left = np.array(again, dtype=np.uint64)
         raise DataError(
-            f"no {'held-out' if held_out else 'training'} problem came up in {ATTEMPTS} draws at levels "
-            f"{sorted(self.weights)}, of which {self.held_out_fraction:.0%} are held out",
-            expected="levels with more problems, or another share",
+            f"no {'held-out' if held_out else 'training'} problem in {ATTEMPTS} draws at levels "
+            f"{sorted(self.weights)}, with held_out_fraction {self.held_out_fraction:g}",
+            expected="levels with more problems, or another held_out_fraction",
         )
 
     def distinct(self, n: int, *, held_out: bool = True) -> list[ArithmeticProblem]:
-        """The first n that differ, so that none counts twice in a test.
+        """Return the first n distinct problems, so that a test counts none twice.
 
         Raises:
-            DataError: there are not as many.
+            DataError: there are fewer.
         """
         found: dict[str, ArithmeticProblem] = {}
         start = 0
@@ -153,17 +152,17 @@ class Arithmetic:
             start += size
             if len(found) == before:
                 raise DataError(
-                    f"the levels {sorted(self.weights)} have {before} different problems on that side, not {n}",
-                    do="ask for fewer, or for levels with more digits",
+                    f"the levels {sorted(self.weights)} have {before} distinct problems in this set, not {n}",
+                    do="request fewer, or use levels with more digits",
                 )
         return list(found.values())[:n]
 
     def prompt(self, problem: ArithmeticProblem) -> str:
-        """What is asked, as a text to be continued."""
+        """Return the problem as a text to continue."""
         return f"{problem.expression}\n" if self.show_steps else f"{problem.expression}="
 
     def solution(self, problem: ArithmeticProblem) -> str:
-        """The right continuation."""
+        """Return the correct continuation."""
         return (
             written_solution(problem, digit_by_digit=self.digit_by_digit)
             if self.show_steps
@@ -171,7 +170,7 @@ class Arithmetic:
         )
 
     def task(self, problem: ArithmeticProblem, *, chat: bool = False) -> VerifiableTask:
-        """As something to be verified: the number on the last line, or without working the exact text."""
+        """Return a task: the verifier compares the number on the last line, or the exact text without steps."""
         return VerifiableTask(
             id=problem.id,
             prompt="" if chat else self.prompt(problem),
@@ -182,11 +181,11 @@ class Arithmetic:
         )
 
     def prompt_completion(self, problem: ArithmeticProblem) -> PromptCompletion:
-        """As something to be learnt by a model that continues text."""
+        """Return training data for a model that continues text."""
         return PromptCompletion(self.prompt(problem), self.solution(problem), "arithmetic", problem.id)
 
     def conversation(self, problem: ArithmeticProblem) -> Conversation:
-        """As something to be learnt by a model that answers."""
+        """Return training data for a chat model."""
         answer = {"role": "assistant", "content": self.solution(problem)}
         return Conversation((*self._question(problem), answer), "arithmetic", problem.id)
 
@@ -206,15 +205,15 @@ class Arithmetic:
 
 
 def written_solution(problem: ArithmeticProblem, *, digit_by_digit: bool = False) -> str:
-    """The solution written out; its last line is the answer."""
+    """Return the written solution; its last line is the answer."""
     steps = tuple(map(digit_steps, problem.steps)) if digit_by_digit else problem.steps
     return "\n".join((*steps, f"{ANSWER_PREFIX}{problem.answer}"))
 
 
 def digit_steps(step: str) -> str:
-    """A step "a+b=c" or "a-b=c" digit by digit: "a+b:" then what is added or taken away in each column, ";c".
+    """Return a step "a+b=c" or "a-b=c" by columns: "a+b:", then the sum or difference of each column, then ";c".
 
-    Signs are settled first, as at school: -25+7 is 25-7 with a minus before it. Products stay as they are.
+    Signs are normalized first: -25+7 is 25-7 with a minus sign. Products stay unchanged.
     """
     match = _STEP.fullmatch(step)
     if match is None:
@@ -241,7 +240,7 @@ def digit_steps(step: str) -> str:
 
 
 def hash_draws(seed: int, indices: NDArray[np.uint64], attempt: int, n_draws: int) -> NDArray[np.uint64]:
-    """[len(indices), slots] hashes of (seed, index, attempt, slot), each as good as drawn from all of uint64."""
+    """Return [len(indices), n_draws] hashes of (seed, index, attempt, draw), each uniform over uint64."""
     with np.errstate(over="ignore"):
         state = _splitmix64(np.array([seed % 2**64], dtype=np.uint64))
         state = _splitmix64(state ^ _splitmix64(indices + np.uint64(1)))
@@ -251,25 +250,25 @@ def hash_draws(seed: int, indices: NDArray[np.uint64], attempt: int, n_draws: in
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's last steps: a one-to-one map of uint64 in which every bit in moves every bit out."""
+    """Apply the final steps of splitmix64: a bijection of uint64 in which every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-# A part of an expression: its text, how tightly it binds (* 2, + and - 1, a number 3), its value, the key of what it is
-# whichever way round it is written, and the steps that lead to its value.
+# A subexpression: text, precedence (* 2, + and - 1, number 3), value, key that ignores operand order, and the steps of
+# its evaluation.
 _Term = tuple[str, int, int, str, tuple[str, ...]]
 
 
 def _problem(name: str, number: int, row: Sequence[int]) -> tuple[ArithmeticProblem, str]:
-    """A problem of a level out of one row of draws, and its key."""
+    """Return a problem of a level from one row of draws, and its key."""
     level = LEVELS[number]
     terms = len(level.digits)
     parts: list[_Term] = []
     for drawn, digits in zip(row[1:5], level.digits, strict=False):
         low = 10 ** (digits - 1)
-        value = low + drawn % (9 * low)  # the remainder's bias is below 1e-13 of a share
+        value = low + drawn % (9 * low)  # the bias of the remainder is below 1e-13
         parts.append((str(value), 3, value, str(value), ()))
     operators = [level.operators[drawn % len(level.operators)] for drawn in row[5 : 4 + terms]]
     order = iter(row[8:])
@@ -286,7 +285,7 @@ def _combine(left: _Term, operator: str, right: _Term) -> _Term:
     a, b = left[2], right[2]
     value = a * b if operator == "*" else a + b if operator == "+" else a - b
     before = f"({left[0]})" if left[1] < binds else left[0]
-    # Even where it would change no value: 8+(3+4) is worked out as 3+4 first, and so it must be read.
+    # Also where the value would not change: 8+(3+4) evaluates 3+4 first, and the text must show it.
     after = f"({right[0]})" if right[1] <= binds else right[0]
     keys = (left[3], right[3])
     if operator != "-":

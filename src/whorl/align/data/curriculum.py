@@ -1,25 +1,24 @@
-"""Curriculum: which tasks come next, by how often each was passed of late.
+"""Curriculum: samples tasks by their recent pass rates.
 
-A group of answers to one task teaches through the differences of their rewards (GRPO): all right or all wrong, it teaches
-nothing, and its rollouts were paid for. With p the chance of passing, the variance of such a reward is p (1 - p), and so
-is the size of what there is to learn; most at one half. So tasks are drawn with weights:
+A group of completions of one task gives a signal through the differences of its rewards (GRPO). A group that is all
+correct or all wrong gives none. With pass rate p the variance of the reward is p (1 - p), largest at one half. So
+tasks are drawn with these weights:
 
-    "uniform"      1                      none: what the others are compared with
-    "filter"       1 if 0 < p < 1         hard: neither always right nor always wrong (of the tries remembered)
-    "variance"     p (1 - p)              soft: the more even the odds, the more often
-    "easy_first"   p (1 - p), bounded     only tasks up to some difficulty; the bound moves on once the hardest that are
-                                          open are passed at the rate `move_on`
+    "uniform"      1                      the baseline
+    "filter"       1 if 0 < p < 1         hard: neither always correct nor always wrong (in the recent attempts)
+    "variance"     p (1 - p)              soft
+    "easy_first"   p (1 - p), bounded     only tasks up to a difficulty; the bound rises once the hardest open tasks
+                                          pass at `advance_rate`
 
-(Foster et al. 2025, "Learning to reason at the frontier of learnability", arXiv:2502.12272, for p (1 - p).) And `resample`
-draws more groups in place of those that taught nothing, until enough are left: DAPO's dynamic sampling (Yu et al. 2025,
-arXiv:2503.14476, the condition beside equation 11).
+Source of p (1 - p): Foster et al. 2025, arXiv:2502.12272. `resample` draws further groups in place of uninformative
+ones: DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476, the condition of equation 11).
 
-The subtle parts. A weight of nought would be for ever, as only draws change an estimate; so none falls below `floor` of
-the highest there is, and a task that was too hard is looked at again. Old tries fade by `memory` with each new group, as
-the model that made them is gone. An unseen task counts as one half: what nobody knows is worth a try. And the state is
-counts alone: the generator of a draw is passed in, so a run that went on draws what one that never stopped would have.
+The subtle points. A weight of 0 would be permanent, since only draws update an estimate. So no weight is below
+`min_weight` of the maximum. Old attempts decay by `decay` with each new group, because the model has changed. An
+unseen task counts as one half. The state is counts alone: the caller passes the generator, so a resumed run draws the
+same tasks.
 
-What is drawn may be a task, or a whole level of a generator: `shares` gives weights that sum to 1.
+An item may also be a whole level of a generator: `probabilities` sum to 1.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ from whorl.errors import ConfigError, DataError, one_of
 
 CurriculumRule = Literal["uniform", "filter", "variance", "easy_first"]
 G = TypeVar("G")
-MIN_COUNT = 1 / 16  # of a try: what has faded below it is gone, so that "always right" can be true again
+MIN_COUNT = 1 / 16  # of an attempt; a smaller count becomes 0, so that "always correct" can become true again
 
 
 class Curriculum:
     """Pass rates of n tasks, and draws from them.
 
     Args:
-        difficulty: [n], in any unit; only "easy_first" looks at it.
+        difficulty: [n], any unit; used by "easy_first" only.
         rule: see the top of this file.
-        move_on: the pass rate of the hardest open tasks at which harder ones open.
-        memory: in (0, 1]: what a group's tries count for when the task's next group is recorded.
-        floor: in (0, 1]: the least weight, as a part of the highest that the rule can give.
+        advance_rate: pass rate of the hardest open tasks at which harder ones open.
+        decay: in (0, 1]; weight of a group's attempts when the next group of the task is recorded.
+        min_weight: in (0, 1]; least weight, relative to the largest weight of the rule.
 
-    passed, failed: [n] faded counts; reach: how many of the distinct difficulties are open.
+    passed, failed: [n] decayed counts. n_open_levels: number of open difficulties.
 
     Raises:
-        ConfigError: no task, a difficulty that is no number, or an argument out of its range.
+        ConfigError: no task, a difficulty that is not finite, or an argument out of range.
     """
 
     def __init__(
@@ -67,10 +66,10 @@ class Curriculum:
     ) -> None:
         self.difficulty = np.asarray(difficulty, dtype=np.float64)
         if self.difficulty.ndim != 1 or not len(self.difficulty) or not np.isfinite(self.difficulty).all():
-            raise ConfigError("difficulty must be one finite number a task", expected="at least one task")
+            raise ConfigError("difficulty must be one finite number per task", expected="at least one task")
         if rule not in get_args(CurriculumRule):
             raise ConfigError(f"rule is {rule!r}", expected=one_of(rule, get_args(CurriculumRule)))
-        for name, value in (("memory", decay), ("floor", min_weight), ("move_on", advance_rate)):
+        for name, value in (("decay", decay), ("min_weight", min_weight), ("advance_rate", advance_rate)):
             if not 0 < value <= 1:
                 raise ConfigError(f"{name} is {value}", expected="above 0, up to 1")
         self.rule, self.advance_rate, self.decay, self.min_weight = rule, advance_rate, decay, min_weight
@@ -83,16 +82,16 @@ class Curriculum:
         return len(self.difficulty)
 
     def pass_rates(self) -> NDArray[np.float64]:
-        """[n] pass rate of each task, by the tries remembered and one more that was half passed."""
+        """Return [n] pass rates from the recent attempts plus one half-passed attempt."""
         return (self.passed + 0.5) / (self.passed + self.failed + 1.0)
 
     def is_open(self) -> NDArray[np.bool_]:
-        """[n] whether a task may be drawn: it is no harder than the bound."""
+        """Return [n] whether a task may be drawn: its difficulty is within the bound."""
         allowed: NDArray[np.bool_] = self.difficulty <= self._levels[self.n_open_levels - 1]
         return allowed
 
     def weights(self) -> NDArray[np.float64]:
-        """[n] in [0, 1]: 0 for tasks that are not open, at least `floor` for the others."""
+        """Return [n] weights in [0, 1]: 0 for closed tasks, at least `min_weight` for the others."""
         p = self.pass_rates()
         if self.rule == "uniform":
             weight = np.ones(len(p))
@@ -103,16 +102,16 @@ class Curriculum:
         return np.where(self.is_open(), np.maximum(weight, self.min_weight), 0.0)
 
     def probabilities(self) -> NDArray[np.float64]:
-        """[n] `weights`, summing to 1."""
+        """Return [n] `weights`, normalized to sum to 1."""
         weight = self.weights()
         shares: NDArray[np.float64] = weight / weight.sum()
         return shares
 
     def draw(self, n: int, rng: np.random.Generator) -> list[int]:
-        """The next n tasks, each at most once; where fewer are open, all of them once before any comes twice.
+        """Return n tasks, each at most once; if fewer are open, all appear once before any appears twice.
 
-        The chance to come first is a task's share, and so on among those that are left (the n largest of log weight +
-        Gumbel noise: Efraimidis and Spirakis 2006).
+        Sampling without replacement in proportion to the weights: the n largest of log weight + Gumbel noise
+        (Efraimidis and Spirakis 2006).
         """
         weight = self.weights()
         (candidates,) = weight.nonzero()
@@ -125,13 +124,13 @@ class Curriculum:
         return chosen
 
     def update(self, task: int, pass_rate: float, n_attempts: int = 8) -> None:
-        """A group of `tried` answers to a task, of which the share `rate` passed.
+        """Record a group of `n_attempts` completions of a task, of which `pass_rate` passed.
 
         Raises:
-            ValueError: there is no such task, or the numbers cannot be.
+            ValueError: no such task, or impossible numbers.
         """
         if not 0 <= task < len(self) or not 0 <= pass_rate <= 1 or n_attempts < 0:
-            raise ValueError(f"task {task} of {len(self)}: passed at {pass_rate} of {n_attempts} tries")
+            raise ValueError(f"task {task} of {len(self)}: pass rate {pass_rate} of {n_attempts} attempts")
         for counts, new in (
             (self.passed, pass_rate * n_attempts),
             (self.failed, (1 - pass_rate) * n_attempts),
@@ -144,20 +143,20 @@ class Curriculum:
         while self.n_open_levels < len(self._levels):
             hardest = self.difficulty == self._levels[self.n_open_levels - 1]
             passed, tried = self.passed[hardest], (self.passed + self.failed)[hardest]
-            # One lucky task says nothing of its level: half of the level's tasks, or eight, must have been tried.
+            # One passed task is not enough: half of the level's tasks, or eight, must have been tried.
             enough = (tried > 0).sum() >= min(8, math.ceil(len(tried) / 2))
             if not enough or passed.sum() < self.advance_rate * tried.sum():
                 return
             self.n_open_levels += 1
 
     def copy(self) -> Curriculum:
-        """Another that begins as this one is."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other.passed, other.failed = self.passed.copy(), self.failed.copy()
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs, as JSON can hold it."""
+        """Return the state as JSON, for `load_state_dict`."""
         return {
             "passed": self.passed.tolist(),
             "failed": self.failed.tolist(),
@@ -165,10 +164,10 @@ class Curriculum:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a curriculum of the same tasks.
+        """Restore the state of a curriculum of the same tasks.
 
         Raises:
-            DataError: it is of another number of tasks, or no such state; nothing is changed then.
+            DataError: another number of tasks, or an invalid state; nothing changes then.
         """
         try:
             passed = np.array(state["passed"], dtype=np.float64)
@@ -182,19 +181,21 @@ class Curriculum:
         shape = self.difficulty.shape
         if passed.shape != shape or failed.shape != shape:
             raise DataError(
-                f"the curriculum's state is of {len(passed)} tasks, and there are {len(self)}",
-                do="go on with the tasks that the run began with",
+                f"the curriculum's state has {len(passed)} tasks, and there are {len(self)}",
+                do="resume with the tasks of the original run",
             )
-        sound = all((counts >= 0).all() and np.isfinite(counts).all() for counts in (passed, failed))
-        if not sound or not 1 <= reach <= len(self._levels):
-            raise DataError("the curriculum's state has counts that cannot be", do="take another checkpoint")
+        valid = all((counts >= 0).all() and np.isfinite(counts).all() for counts in (passed, failed))
+        if not valid or not 1 <= reach <= len(self._levels):
+            raise DataError("the curriculum's state has impossible counts", do="use another checkpoint")
         self.passed, self.failed, self.n_open_levels = passed, failed, reach
 
 
 @dataclass(frozen=True)
 class Resampled(Generic[G]):
-    """kept: groups that teach; aside: those that do not, in the order they came; and how many of these were all right,
-    all wrong, or all the same in between."""
+    """informative, uninformative: groups with and without a learning signal, in order of arrival.
+
+    all_passed, all_failed, all_equal: number of uninformative groups by kind.
+    """
 
     informative: list[G]
     uninformative: list[G]
@@ -204,7 +205,7 @@ class Resampled(Generic[G]):
 
 
 def informative(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards differ, so that its advantages are not all nought."""
+    """Return whether the rewards of a group differ, so that its advantages are not all 0."""
     return len(rewards) > 0 and min(rewards) < max(rewards)
 
 
@@ -216,25 +217,27 @@ def resample(
     *,
     max_rounds: int = 4,
 ) -> Resampled[G]:
-    """Roll out groups until `wanted` of them teach, or the rounds are used up; every group is recorded.
+    """Roll out groups until `n_groups` are informative or the rounds are used up; every group is recorded.
 
     Args:
-        roll: takes tasks, returns for each its group and the group's rewards, in [0, 1].
-        most_rounds: of draws. A model that passes everything would go on for ever; what there is, is returned.
+        rollout: takes tasks, returns for each its group and the group's rewards, in [0, 1].
+        max_rounds: of draws; bounds the cost if the model passes every task.
     """
-    kept: list[G] = []
-    aside: list[G] = []
+    informative_groups: list[G] = []
+    uninformative_groups: list[G] = []
     counts = {"passed": 0, "failed": 0, "equal": 0}
     for _ in range(max_rounds):
-        if len(kept) >= n_groups:
+        if len(informative_groups) >= n_groups:
             break
-        tasks = curriculum.draw(n_groups - len(kept), rng)
+        tasks = curriculum.draw(n_groups - len(informative_groups), rng)
         for task, (group, rewards) in zip(tasks, rollout(tasks), strict=True):
             mean = sum(rewards) / max(len(rewards), 1)
             curriculum.update(task, min(max(mean, 0.0), 1.0), len(rewards))
             if informative(rewards):
-                kept.append(group)
+                informative_groups.append(group)
             else:
-                aside.append(group)
+                uninformative_groups.append(group)
                 counts["passed" if mean >= 1 else "failed" if mean <= 0 else "equal"] += 1
-    return Resampled(kept, aside, counts["passed"], counts["failed"], counts["equal"])
+    return Resampled(
+        informative_groups, uninformative_groups, counts["passed"], counts["failed"], counts["equal"]
+    )

@@ -1,19 +1,18 @@
-"""Data sets as files of an artifact: what one step made and another learns from.
+"""Data sets as files of an artifact: written by one step, read by another.
 
-    tasks.train.jsonl           something to be answered, and what judges it
-    pairs.train.jsonl           texts and what continues them
-    conversations.train.jsonl   messages, of which every turn of the assistant is learnt
-    preferences.train.jsonl     prompts with two answers, the first the better
-    judged.train.jsonl          prompts with an answer, and whether it is good
+    tasks.train.jsonl           prompts with a verifier
+    pairs.train.jsonl           prompts with completions
+    conversations.train.jsonl   messages; every assistant turn is in the loss
+    preferences.train.jsonl     prompts with two completions, chosen and rejected
+    unpaired.train.jsonl        prompts with a completion and a label
 
-and the same with `test`: what is held out. A set has those files that it has items for.
+and the same with `test`, the held-out split. A data set has files only for the items it contains.
 
-What people bring is read by `data/read.py`, which knows many shapes and looks for where a prompt ends. What is written here
-was read already, so preferences and conversations are read back as they stand: nothing is looked for a second time. (Tasks
-and pairs have one shape, and are read back by the readers; `stage.py`.)
+Data of users are read by `data/read.py`, which recognizes many formats and detects where a prompt ends. The files here
+have one format and are read back unchanged. (Tasks and pairs are read back by `read.py`; see `stage/io.py`.)
 
-The subtle part is what is held out. A file often has the same prompt several times, with other answers, and a prompt on both
-sides would be measured by heart. So sides are drawn by the prompt (`apart`): all that was said to it goes together.
+The subtle point is the held-out split. A file often has several completions of one prompt. A prompt in both splits
+would measure memorization. So `split_by_prompt` assigns prompts, with all their completions, to a split.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 
 def write_dataset(folder: Path, name: str, split: str, items: Iterable[Item]) -> int:
-    """JSON lines of items, in `folder/name.split.jsonl`; -> how many. Of none there is no file."""
+    """Write items as JSON lines to `folder/name.split.jsonl` and return their number; no file for no items."""
     given = ({k: v for k, v in asdict(item).items() if v not in ("", ())} for item in items)
     lines = [json.dumps(record) + "\n" for record in given]
     if lines:
@@ -52,14 +51,14 @@ def write_dataset(folder: Path, name: str, split: str, items: Iterable[Item]) ->
 
 
 def read_conversations(folder: Path, split: str) -> list[Conversation]:
-    """Those of `write_set`; none where there is no file. Raises DataError: a line is damaged."""
+    """Return the conversations of `write_dataset`; empty if there is no file. Raises DataError: a line is damaged."""
     return _read(
         folder / f"conversations.{split}.jsonl", lambda r: Conversation(**r | _restore_tuples(r, "messages"))
     )
 
 
 def read_preferences(folder: Path, split: str) -> list[Preference]:
-    """As `read_conversations`."""
+    """Return the preferences; otherwise as `read_conversations`."""
     sides = ("prompt", "chosen", "rejected")
     return _read(
         folder / f"preferences.{split}.jsonl", lambda r: Preference(**r | _restore_tuples(r, *sides))
@@ -67,7 +66,7 @@ def read_preferences(folder: Path, split: str) -> list[Preference]:
 
 
 def read_unpaired(folder: Path, split: str) -> list[UnpairedPreference]:
-    """As `read_conversations`."""
+    """Return the labelled completions; otherwise as `read_conversations`."""
     return _read(
         folder / f"unpaired.{split}.jsonl",
         lambda r: UnpairedPreference(**r | _restore_tuples(r, "prompt", "completion")),
@@ -75,7 +74,7 @@ def read_unpaired(folder: Path, split: str) -> list[UnpairedPreference]:
 
 
 def _restore_tuples(record: Mapping[str, Any], *names: str) -> dict[str, TextOrMessages]:
-    """Fields that are texts, or messages: which JSON makes a list of."""
+    """Return fields that are strings or messages, with messages as tuples (JSON makes them lists)."""
     return {name: record[name] if isinstance(record[name], str) else tuple(record[name]) for name in names}
 
 
@@ -88,13 +87,18 @@ def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
             found.append(make(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
-                f"{path}, line {number}: {error}", expected="what `write_set` wrote", do="make the set again"
+                f"{path}, line {number}: {error}",
+                expected="a line of `write_dataset`",
+                do="write the data set again",
             ) from error
     return found
 
 
 def prompt_text(item: Item) -> str:
-    """What is asked in it, as a text to compare: of a conversation all before the assistant's first word."""
+    """Return the prompt of an item as a string to compare.
+
+    Of a conversation all messages before the assistant's first one.
+    """
     if isinstance(item, Conversation):
         first = next(
             (n for n, message in enumerate(item.messages) if message["role"] == "assistant"),
@@ -111,8 +115,7 @@ def _as_text(messages: Messages) -> str:
 
 
 def split_by_prompt(items: Sequence[ItemT], test_fraction: float, seed: int) -> dict[str, list[ItemT]]:
-    """{"train": ..., "test": ...}, both in an order of the seed's; `share` of the prompts are held out, one at least where
-    there are two."""
+    """Return {"train": ..., "test": ...} in a seeded order; at least one of two or more prompts is held out."""
     by_prompt: dict[str, list[ItemT]] = {}
     for item in items:
         by_prompt.setdefault(prompt_text(item), []).append(item)
@@ -125,14 +128,14 @@ def split_by_prompt(items: Sequence[ItemT], test_fraction: float, seed: int) -> 
 
 
 def content_hash(path: Path) -> str:
-    """A hash of a file, or of all files of a folder with their names: what stands there decides what is learnt.
+    """Return a hash of a file, or of all files of a folder with their names.
 
     Raises:
-        DataError: there is nothing.
+        DataError: the path does not exist.
     """
     if path.is_file():
         return file_sha256(path)
     if not path.is_dir():
-        raise DataError(f"{path} is not there", expected="a JSONL or Parquet file, or a folder of them")
+        raise DataError(f"{path} does not exist", expected="a JSONL or Parquet file, or a folder of them")
     files = sorted(file for file in path.rglob("*") if file.is_file())
     return "\n".join(f"{file.relative_to(path)} {file_sha256(file)}" for file in files)

@@ -1,21 +1,21 @@
-"""The shapes in which people write conversations, preferences and judged answers, brought to one noun each.
+"""Record formats of conversations, preferences and labelled completions, converted to one type each.
 
-    Conversation   messages                               what SFT learns: every turn of the assistant
-    Pair           prompt, completion (texts)             the same for a model that continues text and knows no chat
-    Preference     prompt; chosen, rejected               DPO and its kin, reward models
-    Judged         prompt; answer, good or not            KTO
-    Task           (evals/verify)                         something whose answer a program can check
+    Conversation          messages                               SFT: every assistant turn
+    PromptCompletion      prompt, completion (strings)           SFT of a model without a chat template
+    Preference            prompt; chosen, rejected               DPO and related objectives, reward models
+    UnpairedPreference    prompt; completion, label              KTO
+    VerifiableTask        (evals/verify)                         a prompt whose answer a program can check
 
-A record is a mapping, as JSON or Parquet gave it. Conversations come as `messages` (role, content), as ShareGPT's
-`conversations` (from, value), as Alpaca's instruction / input / output, or as prompt / completion. Preferences come with
-a prompt and two answers, as texts or as lists of messages, and either answer may repeat the prompt or stand in for it:
-all of these are written by people who train with TRL (its page "dataset formats" names them).
+A record is a mapping from JSON or Parquet. Conversations come as `messages` (role, content), as ShareGPT's
+`conversations` (from, value), as Alpaca's instruction / input / output, or as prompt / completion. Preferences come
+with a prompt and two completions, as strings or as messages. Either completion may repeat the prompt or include it.
+These are the formats of TRL's page "dataset formats".
 
-The subtle part is a pair without a prompt. Among messages the prompt is the turns that both share. Among texts it is the
-longest common beginning, but that may end inside a word ("bl" of blue and black), and tokens would then be cut where
-nobody cuts them. So it goes back to the end of the last "Assistant:" or, where no one is named, of the last whole word.
+The subtle point is a pair without a prompt. For messages the prompt is the shared turns. For strings it is the longest
+common prefix. That may end inside a word ("bl" of blue and black), where no tokenizer would split. So it is cut at
+the end of the last "Assistant:" or, without one, of the last whole word.
 
-Nothing is repaired by guessing: a record that fits no shape raises `BadRecordError` with the field at fault.
+Nothing is repaired by guessing: a record without a known format raises `BadRecordError` with the faulty field.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from whorl.evals.verify.task import VerifiableTask
 
 Message = Mapping[str, Any]
 Messages = tuple[Message, ...]
-TextOrMessages = (
-    str | Messages
-)  # a text to be continued and what continues it, or a conversation and what answers it
+TextOrMessages = str | Messages  # a string to continue and its continuation, or a conversation and its answer
 
 ROLES = {
     "system": "system", "developer": "developer",
@@ -45,7 +43,7 @@ ASSISTANT_MARKER = "\n\nAssistant:"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages (role, content, perhaps tool_calls ...), one of them the assistant's; where they come from; a name."""
+    """Messages (role, content, optional tool_calls ...), at least one from the assistant, with source and id."""
 
     messages: Messages
     source: str = ""
@@ -54,7 +52,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A text and what continues it."""
+    """A string and its continuation."""
 
     prompt: str
     completion: str
@@ -64,10 +62,10 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, the first the better. All three are texts, or all three are messages.
+    """Two completions of one prompt, `chosen` preferred. All three are strings, or all three are messages.
 
     Raises:
-        DataError: the answers are the same, or texts and messages are mixed.
+        DataError: the completions are equal, or strings and messages are mixed.
     """
 
     prompt: TextOrMessages
@@ -83,13 +81,13 @@ class Preference:
             raise DataError(
                 f"preference {self.id!r}: chosen and rejected are identical",
                 expected="two different answers",
-                do="leave the pair out: it says nothing",
+                do="leave the pair out",
             )
 
 
 @dataclass(frozen=True)
 class UnpairedPreference:
-    """An answer to a prompt, and whether it is good. Both are texts, or both are messages."""
+    """A completion of a prompt, and whether it is good. Both are strings, or both are messages."""
 
     prompt: TextOrMessages
     completion: TextOrMessages
@@ -99,33 +97,33 @@ class UnpairedPreference:
 
 
 def to_conversation(record: Mapping[str, Any]) -> Conversation:
-    """A record in any of the four shapes. Raises BadRecordError."""
+    """Convert a record in one of the four formats. Raises BadRecordError."""
     if _has(record, "messages"):
-        found = _messages(record["messages"], "messages")
+        messages = _messages(record["messages"], "messages")
     elif _has(record, "conversations"):
-        found = _messages(record["conversations"], "conversations")
+        messages = _messages(record["conversations"], "conversations")
         if isinstance(record.get("system"), str) and record["system"].strip():
-            found = ({"role": "system", "content": record["system"]}, *found)
+            messages = ({"role": "system", "content": record["system"]}, *messages)
     elif _has(record, "instruction"):
-        asked = _text(record, "instruction")
-        given = record.get("input") or ""
-        if not isinstance(given, str):
-            raise BadRecordError("bad_field", "input", f"is {_type_name(given)}, not a text")
+        question = _text(record, "instruction")
+        extra = record.get("input") or ""
+        if not isinstance(extra, str):
+            raise BadRecordError("bad_field", "input", f"is {_type_name(extra)}, not a text")
         answer = _text(record, "output")
-        found = _one_message("user", f"{asked}\n\n{given}" if given.strip() else asked) + _one_message(
-            "assistant", answer
-        )
+        messages = _one_message(
+            "user", f"{question}\n\n{extra}" if extra.strip() else question
+        ) + _one_message("assistant", answer)
     elif _has(record, "prompt"):
-        found = _as_messages(record, "prompt", "user") + _as_messages(record, "completion", "assistant")
+        messages = _as_messages(record, "prompt", "user") + _as_messages(record, "completion", "assistant")
     else:
         raise _unknown_shape(record, "messages; conversations; instruction and output; prompt and completion")
-    if not any(m["role"] == "assistant" for m in found):
-        raise BadRecordError("no_answer", "", f"{len(found)} messages, none the assistant's")
-    return Conversation(found, *_source_and_id(record))
+    if not any(m["role"] == "assistant" for m in messages):
+        raise BadRecordError("no_answer", "", f"{len(messages)} messages, none from the assistant")
+    return Conversation(messages, *_source_and_id(record))
 
 
 def to_prompt_completion(record: Mapping[str, Any]) -> PromptCompletion:
-    """A record with the texts `prompt` and `completion`; the prompt may be empty. Raises BadRecordError."""
+    """Convert a record with the strings `prompt` (may be empty) and `completion`. Raises BadRecordError."""
     if not _has(record, "completion"):
         raise _unknown_shape(record, "prompt and completion, as texts")
     prompt = record.get("prompt") or ""
@@ -135,7 +133,7 @@ def to_prompt_completion(record: Mapping[str, Any]) -> PromptCompletion:
 
 
 def to_preference(record: Mapping[str, Any]) -> Preference:
-    """A record with `chosen` and `rejected`, and `prompt` if it is not part of them. Raises BadRecordError."""
+    """Convert a record with `chosen` and `rejected`, and `prompt` unless they include it. Raises BadRecordError."""
     if not (_has(record, "chosen") and _has(record, "rejected")):
         raise _unknown_shape(record, "prompt, chosen and rejected")
     texts = all(isinstance(record[k], str) for k in ("chosen", "rejected"))
@@ -161,9 +159,9 @@ def to_preference(record: Mapping[str, Any]) -> Preference:
         if _has(record, "prompt"):
             prompt = _as_messages(record, "prompt", "user")
             repeated = prompt == sides[0][: len(prompt)] == sides[1][: len(prompt)]
-            # A system turn may stand before what the prompt's text says: the sides are then the fuller account.
-            told = isinstance(record["prompt"], str) and prompt[0] in sides[0][:shared]
-            if repeated or told:
+            # The completions may have a system turn before the prompt text. Then they define the prompt.
+            repeated_text = isinstance(record["prompt"], str) and prompt[0] in sides[0][:shared]
+            if repeated or repeated_text:
                 prompt = sides[0][:shared]
                 sides = [side[shared:] for side in sides]
         else:
@@ -172,33 +170,33 @@ def to_preference(record: Mapping[str, Any]) -> Preference:
         chosen, rejected = sides
         for name, side in zip(("chosen", "rejected"), sides, strict=True):
             if not any(m["role"] == "assistant" for m in side):
-                raise BadRecordError("no_answer", name, "adds nothing of the assistant's to the prompt")
+                raise BadRecordError("no_answer", name, "adds no assistant message to the prompt")
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not value:
-            raise BadRecordError("empty", name, "adds nothing to the prompt")
+            raise BadRecordError("empty", name, "adds no text to the prompt")
     if not prompt:
-        raise BadRecordError("no_prompt", "", "no prompt, and the two answers share no beginning")
+        raise BadRecordError("no_prompt", "", "no prompt, and the two completions have no common prefix")
     return Preference(prompt, chosen, rejected, *_source_and_id(record))
 
 
 def to_unpaired_preference(record: Mapping[str, Any]) -> UnpairedPreference:
-    """A record with `prompt`, `completion` and `label` (true for a good answer). Raises BadRecordError."""
+    """Convert a record with `prompt`, `completion` and `label` (true for a good completion). Raises BadRecordError."""
     if not (_has(record, "completion") and _has(record, "label")):
         raise _unknown_shape(record, "prompt, completion and label")
     label = record["label"]
     if label not in (True, False):
-        raise BadRecordError("bad_field", "label", f"is {label!r}, neither true nor false")
+        raise BadRecordError("bad_field", "label", f"is {label!r}, not true or false")
     prompt, answer = _prompt_and_answer(record, "completion")
     return UnpairedPreference(prompt, answer, bool(label), *_source_and_id(record))
 
 
 def to_task(record: Mapping[str, Any]) -> VerifiableTask:
-    """A record with `prompt` (text or messages) or `messages`, `verifier`, `answer`, `difficulty`. Raises BadRecordError."""
+    """Convert a record with `prompt` or `messages`, `verifier`, `answer`, `difficulty`. Raises BadRecordError."""
     if not (_has(record, "prompt") or _has(record, "messages")):
         raise _unknown_shape(record, "prompt or messages, verifier, answer")
     field = "prompt" if _has(record, "prompt") else "messages"
     if field == "prompt" and _has(record, "messages"):
-        raise BadRecordError("bad_field", "messages", "stands beside a prompt")
+        raise BadRecordError("bad_field", "messages", "given together with prompt")
     text = _text(record, "prompt") if isinstance(record[field], str) and field == "prompt" else ""
     messages = () if text else _messages(record[field], field)
     answer = record.get("answer", "")
@@ -215,7 +213,7 @@ def to_task(record: Mapping[str, Any]) -> VerifiableTask:
 
 
 def _has(record: Mapping[str, Any], field: str) -> bool:
-    return record.get(field) is not None  # a column of Parquet holds null where a record has no such field
+    return record.get(field) is not None  # a Parquet column holds null where a record has no such field
 
 
 def _type_name(value: object) -> str:
@@ -247,7 +245,7 @@ def _text(record: Mapping[str, Any], field: str) -> str:
     if not isinstance(value, str):
         raise BadRecordError("bad_field", field, f"is {_type_name(value)}, not a text")
     if not value.strip():
-        raise BadRecordError("empty", field, "nothing but white space")
+        raise BadRecordError("empty", field, "only white space")
     return _encodable(value, field)
 
 
@@ -256,7 +254,7 @@ def _one_message(role: str, content: str) -> Messages:
 
 
 def _as_messages(record: Mapping[str, Any], field: str, role: str) -> Messages:
-    """A field that is a text (said by `role`), a list of messages, or one message."""
+    """Return a field that is a string (of `role`), a list of messages, or one message, as messages."""
     value = record.get(field)
     if isinstance(value, Mapping):
         value = [value]
@@ -272,7 +270,7 @@ def _prompt_and_answer(record: Mapping[str, Any], answer: str) -> tuple[TextOrMe
 
 
 def _messages(value: object, field: str) -> Messages:
-    """(role, content) or (from, value); the keys are those of the first, null fields are left out."""
+    """Return messages of (role, content) or (from, value) with the keys of the former; null fields are dropped."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRecordError("bad_field", field, f"is {_type_name(value)}, not a list of messages")
     if not value:
@@ -283,23 +281,23 @@ def _messages(value: object, field: str) -> Messages:
 def _message(value: object, field: str) -> Message:
     if not isinstance(value, Mapping):
         raise BadRecordError("bad_field", field, f"is {_type_name(value)}, not a message")
-    by, says = ("role", "content") if _has(value, "role") else ("from", "value")
-    role = value.get(by)
+    role_key, content_key = ("role", "content") if _has(value, "role") else ("from", "value")
+    role = value.get(role_key)
     if not isinstance(role, str) or role.lower() not in ROLES:
-        raise BadRecordError("bad_role", f"{field}.{by}", f"{role!r} is none of {', '.join(ROLES)}")
-    rest = {k: v for k, v in value.items() if v is not None and k not in (by, says)}
-    content = value.get(says)
+        raise BadRecordError("bad_role", f"{field}.{role_key}", f"{role!r} is not one of {', '.join(ROLES)}")
+    rest = {k: v for k, v in value.items() if v is not None and k not in (role_key, content_key)}
+    content = value.get(content_key)
     if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
         content = "".join(str(p.get("text") or "") for p in content)
     if content is None and rest.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise BadRecordError("bad_field", f"{field}.{says}", f"is {_type_name(content)}, not a text")
-    spoken = ROLES[role.lower()]
-    # A tool may return nothing; a person or a model who says nothing is a fault of the data.
-    if not content.strip() and spoken in ("user", "assistant") and not rest.get("tool_calls"):
-        raise BadRecordError("empty", f"{field}.{says}", "nothing but white space")
-    return {"role": spoken, "content": _encodable(content, f"{field}.{says}"), **rest}
+        raise BadRecordError("bad_field", f"{field}.{content_key}", f"is {_type_name(content)}, not a text")
+    known_role = ROLES[role.lower()]
+    # A tool may return nothing; an empty user or assistant message is an error.
+    if not content.strip() and known_role in ("user", "assistant") and not rest.get("tool_calls"):
+        raise BadRecordError("empty", f"{field}.{content_key}", "only white space")
+    return {"role": known_role, "content": _encodable(content, f"{field}.{content_key}"), **rest}
 
 
 def _check_different(chosen: TextOrMessages, rejected: TextOrMessages) -> None:
@@ -308,7 +306,7 @@ def _check_different(chosen: TextOrMessages, rejected: TextOrMessages) -> None:
 
 
 def _common_prompt(chosen: str, rejected: str) -> str:
-    """The prompt that two texts share (see the top of this file)."""
+    """Return the prompt shared by two strings (see the top of this file)."""
     alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     shared = chosen[: next(alike, min(len(chosen), len(rejected)))]
     named = shared.rfind(ASSISTANT_MARKER)
@@ -316,7 +314,7 @@ def _common_prompt(chosen: str, rejected: str) -> str:
         return shared[: named + len(ASSISTANT_MARKER)]
     ends = [
         i for i, c in enumerate(shared) if c.isspace()
-    ]  # the space goes with the answer, as tokens have it
+    ]  # the space belongs to the completion, as in tokenizers
     if not ends:
         return ""
     return shared[: ends[-1]]

@@ -1,14 +1,14 @@
-"""GSM8K: word problems of a few steps, with written solutions (Cobbe et al. 2021, arXiv:2110.14168).
+"""GSM8K: word problems with written solutions (Cobbe et al. 2021, arXiv:2110.14168).
 
 A line holds a question and an answer whose last line is "#### " and the number:
 
     Natalia sold 48/2 = <<48/2=24>>24 clips in May. NEWLINE Natalia sold ... NEWLINE #### 72
 
-What stands in << >> is meant for a calculator that writes the right-hand side while the model speaks. Without one it is
-noise: it is taken out, unless asked for. The number may have commas for thousands; the task's answer has none.
+The text in << >> is for a calculator that fills in results during decoding. Without one it is noise and is removed by
+default. The number may have commas for thousands; the task's answer has none.
 
-Each problem is a task ("numeric": the number behind the last "####", or the last number at all) and, with its solution, a
-conversation or a pair of texts.
+Each problem gives a task ("numeric": the number after the last "####", or the last number), and with its solution a
+conversation or a prompt-completion pair.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ SOURCE = "gsm8k"
 
 @dataclass(frozen=True)
 class WordProblem:
-    """A question; its solution, the last line included; the number as Python writes it; how many steps the solution has."""
+    """A problem.
+
+    solution: with its last line. answer: the number in Python syntax. steps: number of steps in the solution.
+    """
 
     id: str
     question: str
@@ -39,7 +42,7 @@ class WordProblem:
     steps: int
 
     def task(self, *, chat: bool = True) -> VerifiableTask:
-        """Its difficulty is the number of steps."""
+        """Return the task; its difficulty is the number of steps."""
         return VerifiableTask(
             id=self.id,
             prompt="" if chat else self._text(),
@@ -50,12 +53,12 @@ class WordProblem:
         )
 
     def conversation(self) -> Conversation:
-        """For a model that answers."""
-        asked = {"role": "user", "content": self.question}
-        return Conversation((asked, {"role": "assistant", "content": self.solution}), SOURCE, self.id)
+        """Return training data for a chat model."""
+        question = {"role": "user", "content": self.question}
+        return Conversation((question, {"role": "assistant", "content": self.solution}), SOURCE, self.id)
 
     def prompt_completion(self) -> PromptCompletion:
-        """For a model that continues text."""
+        """Return training data for a model that continues text."""
         return PromptCompletion(self._text(), self.solution, SOURCE, self.id)
 
     def _text(self) -> str:
@@ -63,13 +66,13 @@ class WordProblem:
 
 
 def gsm8k(path: Path, quarantine: Quarantine, *, calculator: bool = False) -> Iterator[WordProblem]:
-    """Problems in the file's order, called after the file and line.
+    """Yield problems in file order, with ids from file and line.
 
     Args:
-        calculator: keep what stands in << >>.
+        calculator: keep the text in << >>.
 
     Raises:
-        DataError: the file is not there, or not one of its lines is such a problem.
+        DataError: the file is missing, or no line is a problem.
     """
     good = 0
     for file, line, record in records(path):
@@ -96,7 +99,7 @@ def _problem(name: str, question: object, answer: object, calculator: bool) -> W
         if not isinstance(value, str):
             raise BadRecordError("bad_field", field, f"is {type(value).__name__}, not a text")
         if not value.strip():
-            raise BadRecordError("empty", field, "nothing but white space")
+            raise BadRecordError("empty", field, "only white space")
     text = "\n" + str(answer).replace("\r\n", "\n").strip()
     found = FINAL.search(text)
     if found is None:

@@ -1,12 +1,12 @@
-"""Where bad records go: each is named with its reason, none is dropped unseen.
+"""Quarantine of bad records: each is stored with its reason; none is dropped silently.
 
-A file of a million conversations has a few that are broken. Stopping at the first would make the file useless, and
-passing over them would hide that one shape of record was never read at all. So a bad record is set aside with its file,
-its line, a reason out of `REASONS`, the field at fault and what was found there; the reasons are counted. In memory the
-first `keep` are held; with a path, each is also a line of a JSONL file.
+A file of a million conversations has a few broken ones. Stopping at the first would make the file useless. Skipping
+them silently would hide that a whole format was never read. So a bad record is stored with its file, line, reason
+from `REASONS`, faulty field and value, and reasons are counted. The first `max_kept` are held in memory; with a path,
+each is also a line of a JSONL file.
 
-The corpus has a quarantine of its own, whose records are places in bytes. Here a record is a line (of JSONL) or a row
-(of Parquet and Arrow), both counted from 1, and what is wrong with it is as a rule one field.
+The quarantine of the corpus stores byte positions. Here a record is a line (JSONL) or a row (Parquet, Arrow), counted
+from 1, and the fault is usually one field.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from whorl.errors import DataError
 
 REASONS = {
     "bad_json": "a line is not a JSON object",
-    "bad_text": "holds characters that are no text (lone surrogates), or bytes that are not UTF-8",
+    "bad_text": "has lone surrogates, or bytes that are not UTF-8",
     "too_large": "a line is longer than the limit",
-    "damaged": "compressed or columnar data ends early or does not decode",
-    "unknown_shape": "has none of the sets of fields that are known",
-    "bad_field": "a field has another type than its shape asks for",
-    "bad_role": "a message is spoken by nobody we know",
-    "empty": "a field holds nothing but white space",
-    "no_answer": "no message is the assistant's, so there is nothing to learn",
-    "no_prompt": "chosen and rejected have no beginning in common",
-    "identical": "chosen and rejected are the same, so neither is preferred",
+    "damaged": "compressed or columnar data is truncated or cannot be decoded",
+    "unknown_shape": "matches no known set of fields",
+    "bad_field": "a field has the wrong type",
+    "bad_role": "a message has an unknown role",
+    "empty": "a field is empty or white space",
+    "no_answer": "no message is from the assistant",
+    "no_prompt": "chosen and rejected have no common prefix",
+    "identical": "chosen and rejected are equal",
 }
 
 
 class BadRecordError(Exception):
-    """One record cannot be used: raised by what shapes a record, caught where records are read.
+    """A record cannot be used: raised during conversion, caught where records are read.
 
     Args:
         reason: one of `REASONS`.
-        field: the field at fault, with places inside of it, as "messages[2].content"; "" for the whole record.
-        detail: what was found there.
+        field: faulty field with its index, such as "messages[2].content"; "" for the whole record.
+        detail: the value found there.
     """
 
     def __init__(self, reason: str, field: str, detail: str) -> None:
@@ -51,7 +51,7 @@ class BadRecordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """A record set aside. line: of JSONL, or the row of Parquet and Arrow; from 1."""
+    """A rejected record. line: of JSONL, or the row of Parquet and Arrow; from 1."""
 
     file: str
     line: int
@@ -65,13 +65,13 @@ class RejectedRecord:
 
 
 class Quarantine:
-    """Bad records and their counts, over as many files as one likes.
+    """Bad records and their counts, over any number of files.
 
     Args:
-        path: a JSONL file to which each is appended; None keeps them in memory alone.
-        keep: how many are held in memory. All are counted.
+        path: a JSONL file to append to; None keeps records in memory only.
+        max_kept: number held in memory; all are counted.
 
-    records: the first `keep`; counts: reason -> how many; accepted: how many records were good.
+    rejected: the first `max_kept`. counts: reason -> number. accepted: number of good records.
     """
 
     def __init__(self, path: Path | None = None, *, max_kept: int = 1000) -> None:
@@ -81,7 +81,7 @@ class Quarantine:
         self.accepted = 0
 
     def add(self, file: Path | str, line: int, error: BadRecordError) -> None:
-        """Set one record aside."""
+        """Reject one record."""
         record = RejectedRecord(str(file), line, error.reason, error.field, error.detail[:500])
         self.counts[error.reason] += 1
         if len(self.rejected) < self.max_kept:
@@ -97,15 +97,15 @@ class Quarantine:
         return iter(self.rejected)
 
     def summary(self) -> dict[str, int]:
-        """Reason -> count, the most frequent first, with "accepted" at the head."""
+        """Return reason -> count, most frequent first, with "accepted" at the front."""
         return {"accepted": self.accepted, **dict(self.counts.most_common())}
 
     def no_records_error(self, path: Path, expected: str) -> DataError:
-        """What to raise where not one record of `path` was good."""
+        """Return the error for a `path` without a single good record."""
         counts = ", ".join(f"{reason} {n}" for reason, n in self.counts.most_common())
         first = next((r for r in self.rejected if r.file.startswith(str(path))), None)
         return DataError(
-            f"{path} holds not one record that can be used: {counts or 'it is empty'}",
+            f"{path} has no usable record: {counts or 'it is empty'}",
             expected=expected,
-            do=f"look at the first: {first}" if first else "give a file with records in it",
+            do=f"look at the first: {first}" if first else "pass a file with records",
         )

@@ -1,15 +1,15 @@
-"""Files in, nouns of `formats` out; what cannot be used goes to the quarantine.
+"""Readers of alignment data: files in, types of `formats` out; bad records go to the quarantine.
 
-    preferences(path, quarantine)   -> an iterator of Preference; likewise conversations, pairs, judged, tasks
+    preferences(path, quarantine)   -> an iterator of Preference; likewise conversations, pairs, unpaired, tasks
 
-`path` is a JSONL file (plain, .gz or .zst; a `.json` file may also be one array), a Parquet file, a folder that
-Hugging Face's `datasets` saved to disk (one data set, or several under the names of their splits), or a folder of such
-files, read in the order of their names. The library `datasets` is not needed: what it saves is Arrow streams beside a
-small state file.
+`path` is a JSONL file (plain, .gz or .zst), a `.json` file with one array, or a Parquet file. It may also be a folder
+saved by Hugging Face's `datasets` (one data set, or several named splits), or a folder of such files, read in name
+order. The library `datasets` is not needed: it saves Arrow streams and a small state file.
 
-The subtle parts: a line without an end must not be read into memory, so lines are read up to a limit and the rest is
-skipped. A compressed file that ends early gives its whole records, then one quarantined. And a file of which not one
-record could be used raises: somebody pointed at the wrong file, or at fields of other names.
+The subtle points. A line without an end must not fill memory, so lines are read up to a limit and the rest is
+skipped. A truncated compressed file gives its complete records, then one quarantined record. A file without a single
+good record
+raises: the path or the field names are probably wrong.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ LINES, COMPRESSED = (".jsonl", ".ndjson", ".json"), {".gz": "gzip", ".zst": "zst
 LONGEST_LINE = 32 << 20
 BLOCK = 1 << 20
 T = TypeVar("T")
-# What a reader yields for a record: where it is, and the record or why there is none.
+# A record with its position, or the reason why it is bad.
 Record = tuple[Path, int, Mapping[str, Any] | BadRecordError]
 
 
 def conversations(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[Conversation]:
-    """Conversations in order; `split` is read where a folder has several. Raises DataError: no record is good."""
+    """Yield conversations in order; `split` selects among several in a folder. Raises DataError: no record is good."""
     return _converted(path, quarantine, split, formats.to_conversation)
 
 
 def pairs(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[PromptCompletion]:
-    """Texts and what continues them; else as `conversations`."""
+    """Yield prompt-completion pairs; otherwise as `conversations`."""
     return _converted(path, quarantine, split, formats.to_prompt_completion)
 
 
 def preferences(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[Preference]:
-    """Pairs of answers; else as `conversations`."""
+    """Yield preference pairs; otherwise as `conversations`."""
     return _converted(path, quarantine, split, formats.to_preference)
 
 
 def unpaired(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[UnpairedPreference]:
-    """Answers with a label; else as `conversations`."""
+    """Yield labelled completions; otherwise as `conversations`."""
     return _converted(path, quarantine, split, formats.to_unpaired_preference)
 
 
 def tasks(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[VerifiableTask]:
-    """Tasks; one without an id is called after its file and line. Else as `conversations`."""
+    """Yield tasks; the default id is file and line. Otherwise as `conversations`."""
     return _converted(path, quarantine, split, formats.to_task)
 
 
 def records(path: Path, *, split: str = "train", longest: int = LONGEST_LINE) -> Iterator[Record]:
-    """(file, line from 1, record or what is wrong with it), in order.
+    """Yield (file, line from 1, record or its error), in order.
 
     Raises:
-        DataError: there is no such file or split, or its suffix is none that we read.
+        DataError: no such file or split, or an unknown suffix.
     """
     for file in _files(path, split):
         if file.suffix == ".parquet":
@@ -93,7 +93,7 @@ def _converted(
             quarantine.accepted += 1
             yield item
     if not good:
-        raise quarantine.no_records_error(path, "records of the shapes that align/data/formats.py names")
+        raise quarantine.no_records_error(path, "records in a format of align/data/formats.py")
 
 
 def _files(path: Path, split: str) -> list[Path]:
@@ -102,7 +102,7 @@ def _files(path: Path, split: str) -> list[Path]:
             raise _unreadable(path)
         return [path]
     if not path.is_dir():
-        raise DataError(f"{path} is not there", expected="a JSONL or Parquet file, or a folder of them")
+        raise DataError(f"{path} does not exist", expected="a JSONL or Parquet file, or a folder of them")
     named = path / "dataset_dict.json"
     if named.is_file():
         splits = _json(named).get("splits", [])
@@ -137,7 +137,7 @@ def _readable(path: Path) -> bool:
 
 def _unreadable(path: Path) -> DataError:
     return DataError(
-        f"{path} holds nothing that can be read as records",
+        f"{path} has no readable records",
         expected="*.jsonl, *.jsonl.gz, *.jsonl.zst, *.parquet, or a folder saved by Hugging Face's datasets",
     )
 
@@ -147,7 +147,7 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb")
     import pyarrow as pa
 
-    # Arrow's stream, unlike the gzip module, bounds what it unfolds and tells of an end that came early.
+    # Unlike the gzip module, Arrow's stream bounds its buffer and reports a truncated file.
     raw: Any = pa.CompressedInputStream(pa.OSFile(str(path)), COMPRESSED[path.suffix])
     return io.BufferedReader(raw, 1 << 16)
 
@@ -176,7 +176,7 @@ def _json_lines(path: Path, longest: int) -> Iterator[Record]:
 def _array(path: Path, data: bytes) -> Iterator[Record]:
     try:
         values = json.loads(data.decode())
-    except ValueError as error:  # that of the decoding among them
+    except ValueError as error:  # includes decoding errors
         yield path, 1, BadRecordError("bad_json", "", str(error))
         return
     for number, value in enumerate(values, 1):
@@ -200,7 +200,7 @@ def _object(value: Any) -> Mapping[str, Any] | BadRecordError:
 
 
 def _columnar_records(path: Path, batches: Callable[[Path], Iterator[Any]]) -> Iterator[Record]:
-    """A record a row. Rows are decoded one by one, so that bytes that are no text cost one row and not the batch."""
+    """Yield one record per row. Rows are decoded one by one, so that invalid bytes cost one row and not the batch."""
     import pyarrow as pa
 
     row = 0

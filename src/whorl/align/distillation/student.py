@@ -1,15 +1,16 @@
-"""Students: smaller models for a teacher to teach, made by width, by depth, or by pruning.
+"""Student models for distillation: reduced width, a subset of the teacher's layers, or pruning.
 
-    width       the same shape with fewer heads and channels, drawn anew; it knows nothing yet
-    layers      of the teacher's own, evenly: layer round(i (n - 1) / (k - 1)) becomes layer i of k, so that the first and
-                the last stay (DistilBERT takes every other one, Sanh et al. 2019, arXiv:1910.01108, section 3)
-    pruning     whole heads and channels go, the rest makes good (`models/pruning/prune.py`); after `layers`, if both are asked for
+    width_multiplier   the same shape with fewer heads and channels, randomly initialized
+    n_layers           evenly spaced layers of the teacher: layer round(i (n - 1) / (k - 1)) becomes layer i of k, so
+                       the first and the last stay (DistilBERT takes every second layer, Sanh et al. 2019,
+                       arXiv:1910.01108, section 3)
+    pruning            removes heads and channels and compensates (`models/pruning/prune.py`); after n_layers
 
-Embedding and head come along with layers and pruning, and so does most of what was known: such a student begins near its
-teacher, a narrow one begins nowhere. In exchange a narrow one is smaller in every product, the head's too.
+Layer selection and pruning keep embedding, head and most of the knowledge, so the student starts near its teacher. A
+narrow student starts from scratch, but is smaller in every matrix product, including the head.
 
-The subtle part is that layers differ. In a `Transformer` each has a mixer by name and may be a mixture of experts, so what
-is copied is not numbers alone: the pattern of names is that of the layers that stay.
+The subtle point: layers differ. In a `Transformer` each layer names its mixer and may be a mixture of experts. So the
+copy also takes over the pattern of names.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ def make_student(
     generator: torch.Generator | None = None,
     calibration_ids: Sequence[Tensor] = (),
 ) -> LanguageModel:
-    """A student of `teacher`, on its device; the teacher stays as it is.
+    """Return a student of `teacher` on its device; the teacher is unchanged.
 
     Args:
-        generator: draws the weights of a narrow one.
-        rows: batches of ids [B, T] to prune by.
+        generator: initializes the weights of a narrow student.
+        calibration_ids: batches of ids [B, T] for pruning.
 
     Raises:
-        ConfigError: more layers than there are, a shape that cannot be scaled or cut, nothing to prune by.
+        ConfigError: more layers than the teacher has, a shape that cannot be scaled or pruned, or no calibration ids.
     """
     if config.width_multiplier is not None:
         shape = scale_width(teacher.config, config.width_multiplier)
@@ -55,55 +56,57 @@ def make_student(
     if any(fewer.values()):
         if not calibration_ids:
             raise ConfigError(
-                "a student is to be pruned, and there are no rows of ids to measure with",
-                expected="some of the texts that it will learn from",
+                "pruning needs calibration ids, and there are none",
+                expected="some of the training texts",
             )
         calibration_ids = [ids.to(teacher.embedding.device) for ids in calibration_ids]
         student = prune(student, calibration_ids, **fewer)  # type: ignore[arg-type]
     if student is teacher:
-        raise ConfigError("the student is its teacher", expected="width, layers, heads or mlp_hidden")
+        raise ConfigError(
+            "the student equals its teacher", expected="width_multiplier, n_layers, n_heads or mlp_hidden"
+        )
     return student
 
 
 def uniform_layers(n: int, k: int) -> list[int]:
-    """k of n layers, the first and the last among them.
+    """Return k of n layer indices, including the first and the last.
 
     Raises:
-        ConfigError: there are not as many.
+        ConfigError: k is not within 1 to n.
     """
     if not 1 <= k <= n:
-        raise ConfigError(f"layers is {k}", expected=f"1 to {n}, the teacher's")
+        raise ConfigError(f"n_layers is {k}", expected=f"1 to {n}, the layers of the teacher")
     return [0] if k == 1 else [round(i * (n - 1) / (k - 1)) for i in range(k)]
 
 
 def select_layers(teacher: LanguageModel, layers: int) -> LanguageModel:
-    """A model of `layers` of the teacher's own."""
+    """Return a model with `layers` of the teacher's layers."""
     if teacher.quantization is not None:
-        raise ConfigError("the teacher is quantised", expected="one in full precision to take layers from")
+        raise ConfigError("the teacher is quantized", expected="a teacher in full precision")
     chosen = uniform_layers(len(teacher.blocks), layers)
     student = make_model(select_layers_config(teacher.config, chosen), None, teacher.dtype)
     student.to(teacher.embedding.device)
-    new = {old: number for number, old in enumerate(chosen)}
+    new_index = {old: number for number, old in enumerate(chosen)}
     state: dict[str, Tensor] = {}
     for name, tensor in teacher.state_dict().items():
         parts = name.split(".")
         if parts[0] == "blocks":
-            if int(parts[1]) not in new:
+            if int(parts[1]) not in new_index:
                 continue
-            parts[1] = str(new[int(parts[1])])
+            parts[1] = str(new_index[int(parts[1])])
         state[".".join(parts)] = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
     student.load_state_dict(state)  # copies
     return student.train(teacher.training)
 
 
 def select_layers_config(config: ModelConfig, chosen: Sequence[int]) -> ModelConfig:
-    """The shape of those layers alone."""
+    """Return the shape with the chosen layers."""
     changes: dict[str, Any] = {"n_layers": len(chosen)}
     if isinstance(config, TransformerConfig):
         if config.kv_sharing_factor > 1:
             raise ConfigError(
-                f"layers lend keys to others (share_keys is {config.kv_sharing_factor})",
-                expected="a teacher whose layers can go one by one", do="choose a width",
+                f"layers share keys and values (kv_sharing_factor is {config.kv_sharing_factor})",
+                expected="a teacher with independent layers", do="set width_multiplier",
             )  # fmt: skip
         names = config.layer_names()
         pattern = tuple(names[n] for n in chosen)
@@ -115,37 +118,40 @@ def select_layers_config(config: ModelConfig, chosen: Sequence[int]) -> ModelCon
 
 
 def scale_width(config: ModelConfig, multiplier: float) -> ModelConfig:
-    """The same shape at a share of its width: residual stream, heads and channels; heads stay as wide as they are.
+    """Return the shape at a multiple of its width: residual stream, number of heads and channels; head_dim stays.
 
     Raises:
-        ConfigError: layers that nobody knows how to scale.
+        ConfigError: a layer kind that cannot be scaled.
     """
 
-    def heads(n: int, kv: int) -> dict[str, int]:
-        fewer, groups = max(1, round(n * multiplier)), max(1, round(kv * multiplier))
-        return {"n_heads": fewer, "n_kv_heads": max(g for g in range(1, groups + 1) if fewer % g == 0)}
+    def heads(n: int, n_kv: int) -> dict[str, int]:
+        fewer, fewer_kv = max(1, round(n * multiplier)), max(1, round(n_kv * multiplier))
+        return {"n_heads": fewer, "n_kv_heads": max(g for g in range(1, fewer_kv + 1) if fewer % g == 0)}
 
-    def even(n: int) -> int:
+    def round_to_8(n: int) -> int:
         return max(8, round(n * multiplier / 8) * 8)
 
-    changes: dict[str, Any] = {"d_model": even(config.d_model), "mlp_hidden": even(config.mlp_hidden)}
+    changes: dict[str, Any] = {
+        "d_model": round_to_8(config.d_model),
+        "mlp_hidden": round_to_8(config.mlp_hidden),
+    }
     if isinstance(config, DecoderConfig):
         return _revalidated(config, changes | heads(config.n_heads, config.n_kv_heads))
     mixers: dict[str, Any] = {}
     for name, mixer in config.mixers.items():
         if not isinstance(mixer, AttentionConfig):
             raise ConfigError(
-                f"mixers: nobody knows how to make {name!r} ({mixer.kind}) narrower",
-                expected="attention with heads", do="give the student a configuration of its own",
+                f"mixer {name!r} ({mixer.kind}) cannot be scaled in width",
+                expected="attention with heads", do="configure the student explicitly",
             )  # fmt: skip
         mixers[name] = mixer.model_copy(update=heads(mixer.n_heads, mixer.n_kv_heads))
     if config.experts is not None:
         e = config.experts
-        shared = even(e.shared_hidden) if e.shared_hidden else 0
-        changes["experts"] = e.model_copy(update={"hidden": even(e.hidden), "shared_hidden": shared})
+        shared = round_to_8(e.shared_hidden) if e.shared_hidden else 0
+        changes["experts"] = e.model_copy(update={"hidden": round_to_8(e.hidden), "shared_hidden": shared})
     return _revalidated(config, changes | {"mixers": mixers})
 
 
 def _revalidated(config: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
-    """Checked again as a whole."""
+    """Return the changed configuration, validated again."""
     return type(config).model_validate(config.model_copy(update=changes).model_dump())

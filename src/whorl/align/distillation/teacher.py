@@ -1,21 +1,20 @@
-"""A teacher: what it says of every id that a student is to learn, from a model that stands beside or from what was kept.
+"""Teachers: a live model, or its cached top-k log-probabilities.
 
-    Beside(model)      asked in every step, whole vocabulary: whatever the student has just written can be scored
-    Told.load(folder)  its K likeliest ids after every place of given texts, from one pass: many students learn from it
+    LiveTeacher(model)             scored at every step over the whole vocabulary; works on completions of the student
+    CachedTeacher.load(folder)     top-k ids at every target of fixed texts, from one pass; shared by many students
 
-A folder of the second kind has two files: `told.safetensors`,
+A folder of the second kind has two files. `teacher_logits.safetensors`:
 
-    ids, mask [n]      the texts end to end            first [texts + 1]   where each begins
-    tops [M, K] int32  likeliest ids, best first       log_probs [M, K]    fp32, of the M ids that are learnt
+    ids, mask [n]         the texts, concatenated           first [texts + 1]   start of each text
+    top_ids [M, K] int32  most likely ids, best first       log_probs [M, K]    fp32, for the M targets in the loss
 
-and `told.json`, its manifest: form, sizes, temperature, who taught, the tokenizer and the tensors' hashes.
+`teacher_logits.json` is the manifest: format, sizes, temperature, teacher, fingerprint of the tokenizer, hash of the
+tensors. Log-probabilities are fp32 because the objective uses the remaining probability 1 - sum p. For a confident
+teacher it is 1e-4 or less, and half precision would leave only rounding.
 
-Log-probabilities are kept in single precision, because the objective takes the others' share, 1 - sum p, as one outcome
-more: where a teacher is sure that is 1e-4 or less, and half precision would leave nothing of it but rounding.
-
-The subtle part is that ids are numbers. Two tokenizers of one size agree in no id, and a divergence between their models
-is a number like any other, that falls like any other. So who teaches and who learns are compared token by token
-(`same_words`) before anything is scored, and a folder says which vocabulary its numbers mean.
+The subtle point: ids are numbers. Two tokenizers of equal size may share no id, and the divergence between their models
+still looks like a normal loss. So the vocabularies of teacher and student are compared token by token
+(`check_same_vocabulary`) before anything is scored, and a folder stores the fingerprint of its vocabulary.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from whorl.tokens.tokenizer import Tokenizer
 from whorl.train.learner.update import MicroBatch
 
 FORMAT_VERSION, TENSORS, MANIFEST = 1, "teacher_logits.safetensors", "teacher_logits.json"
-FORWARD_POSITIONS = 1 << 13  # positions of a forward
-MAX_LOGITS = 1 << 22  # numbers of logits at once
+FORWARD_POSITIONS = 1 << 13  # positions of a forward pass
+MAX_LOGITS = 1 << 22  # logits held at a time
 
 
 class Teacher(Protocol):
-    """Who can be learnt from."""
+    """Interface of a source of target distributions."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -63,16 +62,22 @@ class Teacher(Protocol):
     def loss(
         self, batch: MicroBatch, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
     ) -> Loss:
-        """hidden: [N, d_model] of the student at the N targets of `part` that count; head: its own."""
+        """Return the divergence.
+
+        hidden: [N, d_model] of the student at the N targets in the loss; head: the student's.
+        """
         ...
 
     def identity(self) -> str:
-        """Of what it says: a run goes on with no other."""
+        """Return a hash of the teacher's output; a resumed run needs the same."""
         ...
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer | HFTokenizer) -> str:
-    """Of the bytes of every id and of what ends a text: the same for two tokenizers whose ids mean the same."""
+    """Return a hash of the bytes of all ids and of the end and control ids.
+
+    Equal for tokenizers whose ids mean the same.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for token in tokenizer.token_bytes:
         digest.update(len(token).to_bytes(4, "big") + token)
@@ -86,10 +91,10 @@ def check_same_vocabulary(
     *,
     names: tuple[str, str] = ("the teacher", "the student"),
 ) -> str:
-    """The fingerprint of the vocabulary that both have.
+    """Return the fingerprint of the common vocabulary.
 
     Raises:
-        ConfigError: they have two; both are named, with the first id that they tell apart.
+        ConfigError: the vocabularies differ; names both, and the first id that differs.
     """
     found = tokenizer_fingerprint(teacher)
     if found == tokenizer_fingerprint(student):
@@ -97,21 +102,21 @@ def check_same_vocabulary(
     a, b = teacher.token_bytes, student.token_bytes
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
-    def said(of: Sequence[bytes]) -> str:
-        return repr(of[first]) if first < len(of) else "no id"
+    def token_at(tokens: Sequence[bytes]) -> str:
+        return repr(tokens[first]) if first < len(tokens) else "no id"
 
-    where = f"id {first:,} is {said(a)} to the one and {said(b)} to the other"
+    where = f"id {first:,} is {token_at(a)} in the first and {token_at(b)} in the second"
     if a == b:
         where = f"texts end with {list(teacher.end_ids)} and {list(student.end_ids)}"
     raise ConfigError(
-        f"{names[0]} has a vocabulary of {len(a):,} ids and {names[1]} another of {len(b):,}: {where}",
+        f"{names[0]} has a vocabulary of {len(a):,} ids and {names[1]} one of {len(b):,} ids: {where}",
         expected="one tokenizer for both",
-        do="choose a teacher of the student's tokenizer, or fine-tune on the teacher's texts instead",
+        do="choose a teacher with the student's tokenizer, or fine-tune on the teacher's texts",
     )
 
 
 class LiveTeacher:
-    """A model that is asked in every step; it learns nothing.  words: fingerprint of its vocabulary, "" if unknown."""
+    """A frozen model, scored at every step. vocab_fingerprint: of its vocabulary, "" if unknown."""
 
     def __init__(self, model: LanguageModel, vocab_fingerprint: str = "") -> None:
         self.model, self.vocab_fingerprint = model.eval().requires_grad_(False), vocab_fingerprint
@@ -120,24 +125,26 @@ class LiveTeacher:
     def loss(
         self, batch: MicroBatch, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
     ) -> Loss:
-        """Over the whole vocabulary."""
+        """Return the divergence over the whole vocabulary."""
         segments = batch.get("segment_ids")
         with torch.no_grad():
-            said = self.model(batch["tokens"], None if segments is None else batch["positions"], segments)
+            hidden_states = self.model(
+                batch["tokens"], None if segments is None else batch["positions"], segments
+            )
         return distil_full_vocab(
-            hidden, head, said[batch["loss_mask"]], self.model.head_weight, hidden.new_ones(len(hidden)),
+            hidden, head, hidden_states[batch["loss_mask"]], self.model.head_weight, hidden.new_ones(len(hidden)),
             softcap=softcap, teacher_softcap=self.model.logit_softcap,
             kind=config.divergence, beta=config.beta, temperature=config.temperature,
         )  # fmt: skip
 
     def identity(self) -> str:
-        """A hash of its weights."""
+        """Return a hash of the weights."""
         return _hash_tensors(p.detach() for p in self.model.parameters())
 
 
 @dataclass(frozen=True)
 class CachedTeacher:
-    """What a teacher said of given texts (see the top of this file).  start: [texts + 1], of each text's rows of M."""
+    """Cached top-k log-probabilities (see the top of this file). row_offsets: [texts + 1] of each text's rows of M."""
 
     examples: tuple[TokenizedExample, ...]
     top_ids: Tensor
@@ -151,34 +158,40 @@ class CachedTeacher:
     def loss(
         self, batch: MicroBatch, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
     ) -> Loss:
-        """Over the K ids and one outcome for all others.  `part` carries `told`: which row of M, for each target."""
+        """Return the divergence over K ids and one outcome for the rest.
+
+        `batch["teacher_row"]`: row of M of each target.
+        """
         rows = batch["teacher_row"][
             batch["loss_mask"]
-        ].cpu()  # all that was said stays on the host; these N go over
-        log_probs, tops = self.log_probs[rows].to(hidden.device), self.top_ids[rows].to(hidden.device).long()
+        ].cpu()  # the cache stays on the CPU; these N rows are moved
+        log_probs, top_ids = (
+            self.log_probs[rows].to(hidden.device),
+            self.top_ids[rows].to(hidden.device).long(),
+        )
         return distil_top_k(
-            hidden, head, log_probs, tops, hidden.new_ones(len(hidden)), softcap,
+            hidden, head, log_probs, top_ids, hidden.new_ones(len(hidden)), softcap,
             kind=config.divergence, beta=config.beta, temperature=config.temperature,
         )  # fmt: skip
 
     def identity(self) -> str:
-        """A hash of what it said."""
+        """Return a hash of the cached values."""
         return _hash_tensors((self.top_ids, self.log_probs))
 
     def target_rows(self, batch: MicroBatch, numbers: Tensor) -> Tensor:
-        """[B, T], which row of M says something of each target that counts, of a part of texts numbered `numbers`."""
+        """Return [B, T] rows of M for each target in the loss, of a batch of the texts with indices `numbers`."""
         mask = batch["loss_mask"]
-        which = batch["sequence"][mask]  # row by row, a text's targets stand side by side
-        new = torch.ones(len(which), dtype=torch.bool)
-        new[1:] = which[1:] != which[:-1]
-        places = torch.arange(len(which))
-        nth = places - torch.where(new, places, 0).cummax(0).values
-        found = torch.full(mask.shape, -1)
-        found[mask] = self.row_offsets[numbers[which]] + nth
-        return found
+        text_index = batch["sequence"][mask]  # in row order, the targets of a text are adjacent
+        is_first = torch.ones(len(text_index), dtype=torch.bool)
+        is_first[1:] = text_index[1:] != text_index[:-1]
+        positions = torch.arange(len(text_index))
+        target_index = positions - torch.where(is_first, positions, 0).cummax(0).values
+        rows = torch.full(mask.shape, -1)
+        rows[mask] = self.row_offsets[numbers[text_index]] + target_index
+        return rows
 
     def save(self, folder: Path) -> Path:
-        """Writes both files into `folder`, each aside and renamed, the manifest last."""
+        """Write both files into `folder` by write and rename, the manifest last."""
         folder.mkdir(parents=True, exist_ok=True)
         lengths = [len(text) for text in self.examples]
         tensors = {
@@ -188,53 +201,61 @@ class CachedTeacher:
             "top_ids": self.top_ids.int().contiguous(),
             "log_probs": self.log_probs.float().contiguous(),
         }
-        aside = folder / f".{TENSORS}"
-        save_file(tensors, aside)
-        aside.rename(folder / TENSORS)
+        temporary = folder / f".{TENSORS}"
+        save_file(tensors, temporary)
+        temporary.rename(folder / TENSORS)
         manifest = {
-            "format": FORMAT_VERSION, "texts": len(self.examples), "targets": len(self.top_ids), "top": int(self.top_ids.shape[1]),
-            "temperature": self.temperature, "vocab_size": self.vocab_size, "vocab_fingerprint": self.vocab_fingerprint,
-            "teacher_name": self.teacher_name, "sha256": file_sha256(folder / TENSORS),
-        }  # fmt: skip
-        aside = folder / f".{MANIFEST}"
-        aside.write_text(json.dumps(manifest, indent=2) + "\n")
-        aside.rename(folder / MANIFEST)
+            "format": FORMAT_VERSION,
+            "texts": len(self.examples),
+            "targets": len(self.top_ids),
+            "top": int(self.top_ids.shape[1]),
+            "temperature": self.temperature,
+            "vocab_size": self.vocab_size,
+            "vocab_fingerprint": self.vocab_fingerprint,
+            "teacher_name": self.teacher_name,
+            "sha256": file_sha256(folder / TENSORS),
+        }
+        temporary = folder / f".{MANIFEST}"
+        temporary.write_text(json.dumps(manifest, indent=2) + "\n")
+        temporary.rename(folder / MANIFEST)
         return folder
 
     @classmethod
     def load(cls, folder: Path) -> CachedTeacher:
-        """What `save` wrote.
+        """Read the files of `save`.
 
         Raises:
-            DataError: a file is missing, damaged, or not what the manifest says; file and field are named.
+            DataError: a file is missing, damaged or does not match the manifest; names file and field.
         """
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
             if manifest["format"] != FORMAT_VERSION:
-                raise _unreadable(folder / MANIFEST, f"form is {manifest['format']!r}", f"{FORMAT_VERSION}")
+                raise _unreadable(folder / MANIFEST, f"format is {manifest['format']!r}", f"{FORMAT_VERSION}")
             if file_sha256(folder / TENSORS) != manifest["sha256"]:
-                raise _unreadable(folder / TENSORS, "it is not the file that the manifest was made of", "")
-            found = load_file(folder / TENSORS)
-            ids, mask, first = (found[name].numpy() for name in ("ids", "mask", "first"))
-            tops, log_probs = found["top_ids"], found["log_probs"]
+                raise _unreadable(folder / TENSORS, "its hash differs from the manifest", "")
+            tensors = load_file(folder / TENSORS)
+            ids, mask, first = (tensors[name].numpy() for name in ("ids", "mask", "first"))
+            top_ids, log_probs = tensors["top_ids"], tensors["log_probs"]
             shape = (manifest["targets"], manifest["top"])
-            if tuple(tops.shape) != shape or tuple(log_probs.shape) != shape:
-                raise _unreadable(folder / TENSORS, f"tops is {list(tops.shape)}", f"{list(shape)}")
+            if tuple(top_ids.shape) != shape or tuple(log_probs.shape) != shape:
+                raise _unreadable(folder / TENSORS, f"top_ids is {list(top_ids.shape)}", f"{list(shape)}")
             texts = tuple(
                 TokenizedExample(ids[a:b], mask[a:b])
                 for a, b in zip(first[:-1].tolist(), first[1:].tolist(), strict=True)
             )
-            rest = {
+            fields = {
                 name: manifest[name]
                 for name in ("vocab_size", "vocab_fingerprint", "temperature", "teacher_name")
             }
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise _unreadable(folder, f"{type(error).__name__}: {error}", "what `Told.save` wrote") from error
-        return cls(texts, tops, log_probs, _row_offsets(texts), **rest)
+            raise _unreadable(
+                folder, f"{type(error).__name__}: {error}", "a folder of `CachedTeacher.save`"
+            ) from error
+        return cls(texts, top_ids, log_probs, _row_offsets(texts), **fields)
 
 
 def _unreadable(path: Path, what: str, expected: str) -> DataError:
-    return DataError(f"{path}: {what}", expected=expected, do="let the teacher say it again")
+    return DataError(f"{path}: {what}", expected=expected, do="cache the teacher again")
 
 
 def _hash_tensors(tensors: Iterable[Tensor]) -> str:
@@ -260,40 +281,40 @@ def cache_teacher_logits(
     teacher_name: str = "",
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> CachedTeacher:
-    """One pass of a teacher over `texts`: its `top` likeliest ids wherever one is to be learnt.
+    """Return the `top_k` most likely ids of a teacher at every target in the loss, from one pass over the examples.
 
     Args:
-        words: fingerprint of its vocabulary (`fingerprint_of`); teacher: its address or name, for the manifest.
-        advance: told how many texts were read.
+        vocab_fingerprint: of its vocabulary (`tokenizer_fingerprint`). teacher_name: address or name, for the manifest.
+        on_progress: called with the number of texts just processed.
 
     Raises:
-        DataError: there is nothing to say anything about.
+        DataError: no target is in the loss.
     """
     start = _row_offsets(examples)
     if not int(start[-1]):
-        raise DataError("the texts have no id that is to be learnt", expected="one at least")
+        raise DataError("no target of the examples is in the loss", expected="at least one")
     vocab = int(model.config.vocab_size)
     top_k = min(top_k, vocab)
-    tops = torch.zeros(int(start[-1]), top_k, dtype=torch.int32)
+    top_ids = torch.zeros(int(start[-1]), top_k, dtype=torch.int32)
     log_probs = torch.zeros(int(start[-1]), top_k)
-    told = CachedTeacher(
-        tuple(examples), tops, log_probs, start, vocab, vocab_fingerprint, temperature, teacher_name
+    cache = CachedTeacher(
+        tuple(examples), top_ids, log_probs, start, vocab, vocab_fingerprint, temperature, teacher_name
     )
     order = sorted(range(len(examples)), key=lambda n: len(examples[n]))
     model.eval()
     while order:
         longest = len(examples[order[min(len(order), 64) - 1]])
-        now, order = order[: (n := max(1, min(64, FORWARD_POSITIONS // longest)))], order[n:]
-        part = pad([examples[n] for n in now], pad_id)
-        rows = told.target_rows(part, torch.tensor(now))[part["loss_mask"]]
+        batch_indices, order = order[: (n := max(1, min(64, FORWARD_POSITIONS // longest)))], order[n:]
+        part = pad([examples[n] for n in batch_indices], pad_id)
+        rows = cache.target_rows(part, torch.tensor(batch_indices))[part["loss_mask"]]
         device = model.embedding.device
         hidden = model(part["tokens"].to(device))[part["loss_mask"].to(device)]
         size = max(1, MAX_LOGITS // vocab)
-        for at, some in zip(torch.split(rows, size), torch.split(hidden, size), strict=True):
-            found = (model.logits(some) / temperature).log_softmax(-1).topk(top_k)
-            log_probs[at], tops[at] = found.values.cpu(), found.indices.int().cpu()
-        on_progress(len(now))
-    return told
+        for row, states in zip(torch.split(rows, size), torch.split(hidden, size), strict=True):
+            top = (model.logits(states) / temperature).log_softmax(-1).topk(top_k)
+            log_probs[row], top_ids[row] = top.values.cpu(), top.indices.int().cpu()
+        on_progress(len(batch_indices))
+    return cache
 
 
 def sample_teacher_completions(
@@ -306,16 +327,21 @@ def sample_teacher_completions(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> tuple[list[TokenizedExample], int]:
-    """Its own answers to `prompts` as texts to learn from, and how many it did not end: these are left out.
+    """Return the teacher's completions of `prompts` as examples, and the number of truncated ones, which are dropped.
 
-    (Sequence-level distillation: Kim and Rush 2016, arXiv:1606.07947, by samples in place of the likeliest.)
+    Sequence-level distillation: Kim and Rush 2016, arXiv:1606.07947, with samples in place of the most likely
+    completion.
     """
     engine = rollout_engine(
         model.eval().requires_grad_(False), example_tokenizer, sequences=64, max_length=length
     )
     sampling = policy_sampling(temperature)
-    found = sample_completions(
+    completions = sample_completions(
         engine, prompts, sampling, max_tokens=max_tokens, stop_ids=example_tokenizer.stop_ids, seed=seed
     )
-    kept = [concat(p, one.ids) for p, one in zip(prompts, found, strict=True) if one.finished]
-    return kept, len(found) - len(kept)
+    examples = [
+        concat(p, completion.ids)
+        for p, completion in zip(prompts, completions, strict=True)
+        if completion.finished
+    ]
+    return examples, len(completions) - len(examples)

@@ -1,20 +1,20 @@
-"""Distillation: a student learns what a teacher says, of given texts or of what it has just written itself.
+"""Distillation: a student learns a teacher's distribution, on given texts or on its own completions.
 
-    given texts       teacher --says of every id-->  D(p_t, q_t)            off-policy
-    own answers       student --samples--> ids --teacher says of every id-->  D(p_t, q_t)        on-policy
+    given texts        teacher scores every target -->  D(p_t, q_t)                                   off-policy
+    own completions    student samples --> teacher scores every sampled id -->  D(p_t, q_t)           on-policy
 
-It is told as the difference from fine-tuning (`sft.py`): there a target is one id, here it is a distribution; and of each
-step's texts a share `own` lend their prompts alone, which the student answers with its newest weights, so that the teacher
-corrects it where it really goes and not where somebody else would have gone (generalised knowledge distillation, Agarwal et
-al. 2024, arXiv:2306.13649, algorithm 1; own is its lambda, there the chance of a whole batch, here the share of every one).
-No gradient goes through the sampling. `own` = 0 on the teacher's own answers is distillation by sequences (`teacher_texts`).
+Differences from fine-tuning (`stage/sft.py`): a target is a distribution, not one id. A share `on_policy_fraction` of
+each step's texts provides only prompts, which the student completes with its newest weights. So the teacher corrects
+states that the student really reaches (generalized knowledge distillation, Agarwal et al. 2024, arXiv:2306.13649,
+algorithm 1). The paper's lambda is the probability of a whole on-policy batch; here it is the share in every batch.
+Sampling has no gradient. on_policy_fraction = 0 on the teacher's completions is sequence-level distillation.
 
-Who teaches is one of two (`teacher.py`): a model beside, or what one said before. Which divergence is an argument.
+The teacher is either a live model or its cached top-k log-probabilities (`teacher.py`). The divergence is an argument.
 
-Sampling is in lock-step: every `refresh` steps the engine is given the weights as they are and answers the prompts of all
-these steps at once. Checkpoints are taken only there, so what a run goes on with after a kill needs none of the answers, and
-the weights come out the same to the bit. As in reinforcement learning the engine's word for each id is held against the
-trainer's in the first step after new weights: the metric `parity`.
+Sampling is in lockstep: every `sync_every` steps the engine gets the current weights and completes the prompts of all
+these steps. Checkpoints are taken only at these points, so a resumed run needs no stored completions and ends with
+the same bits. The first step after new weights compares the engine's log-probabilities with the trainer's, as in RL:
+the metrics `logprob_diff_max` and `logprob_diff_mean`.
 """
 
 from __future__ import annotations
@@ -65,24 +65,25 @@ def train_student(
     checkpoint_dir: Path | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> PolicyModel:
-    """Trains `network` on what `teacher` says, from the newest checkpoint if there is one.
+    """Train `network` on the teacher's distributions and return it; resumes from the newest checkpoint.
 
     Args:
-        texts: to learn from, or to take prompts of (all before the first id that is learnt); of a `Told`, its own. None
-            longer than `config.length` + 1.
-        scribe: of the student's tokenizer.
-        observe: told after each step: kl (the divergence, nats a target), count, gradient_norm, positions (with padding, of
-            the forward), seconds_*; with own answers sampled (ids), own_length, cut_off (share without an end), parity.
-        scratch: folder for checkpoints; None keeps none.
+        examples: texts to learn from, or to take prompts of (all ids before the first one in the loss). For a
+            `CachedTeacher` its own examples. None longer than `config.seq_len` + 1.
+        example_tokenizer: of the student.
+        callback: called after each step with kl (the divergence, nats per target), loss_tokens, grad_norm, positions
+            (including padding) and time/*. With on-policy texts also on_policy_tokens, completion_length/on_policy,
+            truncated_fraction, logprob_diff_max and logprob_diff_mean.
+        checkpoint_dir: folder of checkpoints; None keeps none.
 
     Raises:
-        ConfigError: another vocabulary, a `Told` that is to judge what it has not seen, or of another temperature.
-        DataError: nothing to learn from; a text that is too long. DivergedError: what is not finite.
+        ConfigError: another vocabulary, or a `CachedTeacher` with on-policy texts or another temperature.
+        DataError: no examples, or one that is too long. DivergedError: a value is not finite.
     """
     check_teacher(network, teacher, config, example_tokenizer)
     batches = _DistillationBatches(network, teacher, examples, config, example_tokenizer, pad_id)
-    mixtures = MoEBalancer(network.model, RoutingConfig(), ProcessGroup())
-    objective = _DistillationObjective(network, teacher, config, mixtures, batches.banned_mask)
+    moe_balancer = MoEBalancer(network.model, RoutingConfig(), ProcessGroup())
+    objective = _DistillationObjective(network, teacher, config, moe_balancer, batches.banned_mask)
     identity = {
         "stage": "distil",
         "config": config.model_dump(mode="json", exclude={"checkpoint_seconds"}),
@@ -90,60 +91,73 @@ def train_student(
         "teacher": teacher.identity(),
     }
 
-    def parts(first: int, _: Precomputed) -> Iterator[list[MicroBatch]]:
+    def step_batches(first: int, _: Precomputed) -> Iterator[list[MicroBatch]]:
         for record in batches.batches_from(first):
             objective.fresh, batches.latest = record.fresh, record
-            pieces: list[MicroBatch] = list(
+            micro: list[MicroBatch] = list(
                 micro_batches(record.batch, micro_batch_rows(config, record.batch))
             )
-            record.metrics["positions"] = float(sum(piece["tokens"].numel() for piece in pieces))
-            yield pieces
+            record.metrics["positions"] = float(sum(piece["tokens"].numel() for piece in micro))
+            yield micro
 
-    def told(step: int, metrics: dict[str, float]) -> None:
-        mixtures.on_step_end()
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        moe_balancer.on_step_end()
         callback(step, {**metrics, **batches.latest.metrics, **objective.logprob_diff.pop_metrics()})
 
     run_stage(
-        network, config, objective, parts, identity=identity, steps=batches.steps,
-        positions=config.batch_size * -(-config.seq_len // 8) * 8,  # rows are rounded up so (`rows.lay`)
-        callback=told, may_save=lambda step: step % config.sync_every == 0 or not batches.n_on_policy, checkpoint_dir=checkpoint_dir, log=log,
-    )  # fmt: skip
+        network,
+        config,
+        objective,
+        step_batches,
+        identity=identity,
+        steps=batches.steps,
+        positions=config.batch_size * -(-config.seq_len // 8) * 8,  # rows are rounded up to 8 (`pad`)
+        callback=on_step,
+        may_save=lambda step: step % config.sync_every == 0 or not batches.n_on_policy,
+        checkpoint_dir=checkpoint_dir,
+        log=log,
+    )
     return network.eval()
 
 
 def check_teacher(
     network: PolicyModel, teacher: Teacher, config: DistilConfig, example_tokenizer: ExampleTokenizer
 ) -> None:
-    """That they speak of the same ids, and that this teacher can say what is asked.
+    """Check that both have the same vocabulary and that the teacher can score the requested texts.
 
     Raises:
-        ConfigError: it is not so.
+        ConfigError: they do not match.
     """
-    own, mine = network.model.config.vocab_size, tokenizer_fingerprint(example_tokenizer.tokenizer)
-    if teacher.vocab_size != own or (teacher.vocab_fingerprint and teacher.vocab_fingerprint != mine):
+    vocab_size, fingerprint = (
+        network.model.config.vocab_size,
+        tokenizer_fingerprint(example_tokenizer.tokenizer),
+    )
+    if teacher.vocab_size != vocab_size or (
+        teacher.vocab_fingerprint and teacher.vocab_fingerprint != fingerprint
+    ):
         raise ConfigError(
-            f"the teacher's vocabulary ({teacher.vocab_size:,} ids, {teacher.vocab_fingerprint or 'unknown'}) is not the student's "
-            f"({own:,} ids, {mine})",
+            f"the teacher's vocabulary ({teacher.vocab_size:,} ids, {teacher.vocab_fingerprint or 'unknown'}) "
+            f"differs from the student's ({vocab_size:,} ids, {fingerprint})",
             expected="one vocabulary",
-            do="distil from a teacher of the same tokenizer, or fine-tune on its texts",
+            do="distil from a teacher with the same tokenizer, or fine-tune on its texts",
         )
     if not isinstance(teacher, CachedTeacher):
         return
     if config.on_policy_fraction:
         raise ConfigError(
-            f"on_policy_fraction is {config.on_policy_fraction:g}, and the teacher is not there: what it said is of given texts alone",
-            expected="a model beside, for what the student writes", do="set on_policy_fraction to 0, or load the teacher",
+            f"on_policy_fraction is {config.on_policy_fraction:g}, and a cached teacher scores only its own examples",
+            expected="a live teacher", do="set on_policy_fraction to 0, or load the teacher",
         )  # fmt: skip
     if teacher.temperature != config.temperature:
         raise ConfigError(
-            f"temperature is {config.temperature:g}, and the teacher was asked at {teacher.temperature:g}",
-            expected="the same", do="set temperature to it, or let the teacher say it again",
+            f"temperature is {config.temperature:g}, and the teacher was cached at {teacher.temperature:g}",
+            expected="the same", do="set temperature to that value, or cache the teacher again",
         )  # fmt: skip
 
 
 @dataclass
 class _StepBatch:
-    """What a step learns from. fresh: its own answers are of the very weights that are about to learn."""
+    """Data of one step. fresh: its completions were sampled with the weights that are about to be trained."""
 
     batch: dict[str, Tensor]
     fresh: bool
@@ -151,18 +165,18 @@ class _StepBatch:
 
 
 class _DistillationObjective:
-    """The divergence of a micro-batch, and parity beside it."""
+    """Divergence of a micro-batch, and the comparison of log-probabilities."""
 
     def __init__(
         self,
         network: PolicyModel,
         teacher: Teacher,
         config: DistilConfig,
-        mixtures: MoEBalancer,
-        forbidden: Tensor,
+        moe_balancer: MoEBalancer,
+        banned_mask: Tensor,
     ) -> None:
         self.network, self.teacher, self.config = network, teacher, config
-        self.moe_balancer, self.banned_mask = mixtures, forbidden
+        self.moe_balancer, self.banned_mask = moe_balancer, banned_mask
         self.fresh, self.logprob_diff = False, LogProbDiff()
 
     def __call__(self, part: MicroBatch) -> Loss:
@@ -177,21 +191,21 @@ class _DistillationObjective:
         return loss if records is None else self.moe_balancer.add_aux_losses(loss, records, mask)
 
     @torch.no_grad()
-    def _compare_log_probs(self, part: MicroBatch, hidden: Tensor) -> None:
-        mask = part["loss_mask"]
-        sampled = part["sampled"][mask] > 0
+    def _compare_log_probs(self, batch: MicroBatch, hidden: Tensor) -> None:
+        mask = batch["loss_mask"]
+        sampled = batch["sampled"][mask] > 0
         if not sampled.any():
             return
         log_prob, _ = token_log_probs(
-            hidden[sampled], self.network.model.head_weight, part["targets"][mask][sampled],
+            hidden[sampled], self.network.model.head_weight, batch["targets"][mask][sampled],
             temperature=self.network.temperature, softcap=self.network.model.logit_softcap,
             banned_mask=self.banned_mask,
         )  # fmt: skip
-        self.logprob_diff.update(log_prob - part["behaviour_log_prob"][mask][sampled])
+        self.logprob_diff.update(log_prob - batch["behaviour_log_prob"][mask][sampled])
 
 
 class _DistillationBatches:
-    """The record of each step, by its number: every epoch in an order of its own, the first of a step to be answered."""
+    """Data of each step, by step number; every epoch has its own order. The first texts of a step are on-policy."""
 
     def __init__(
         self,
@@ -199,91 +213,94 @@ class _DistillationBatches:
         teacher: Teacher,
         texts: Sequence[TokenizedExample],
         config: DistilConfig,
-        scribe: ExampleTokenizer,
+        example_tokenizer: ExampleTokenizer,
         pad_id: int,
     ) -> None:
         self.network, self.teacher, self.texts, self.config = network, teacher, texts, config
-        self.scribe, self.pad_id = scribe, pad_id
+        self.example_tokenizer, self.pad_id = example_tokenizer, pad_id
         if not texts:
-            raise DataError("there is no text to learn from", expected="one at least")
+            raise DataError("there are no examples", expected="at least one")
         for n, text in enumerate(texts):
             if len(text) > config.seq_len + 1:
                 raise DataError(
-                    f"text {n} has {len(text):,} ids, and a row has room for {config.seq_len + 1:,}",
-                    expected="shorter texts", do="leave it out (`Room`), or make length larger",
+                    f"example {n} has {len(text):,} ids, and a row holds {config.seq_len + 1:,}",
+                    expected="shorter examples", do="filter it (`LengthFilter`), or increase seq_len",
                 )  # fmt: skip
         if isinstance(teacher, CachedTeacher) and dataset_fingerprint(
             teacher.examples
         ) != dataset_fingerprint(texts):
             raise DataError(
-                "the teacher said nothing of these texts", expected="the texts of its folder, in their order"
+                "the cached teacher has other examples", expected="the examples of its folder, in order"
             )
         self.batch_size = min(config.batch_size, len(texts))
         self.n_on_policy = round(config.on_policy_fraction * self.batch_size)
         self.steps = max(1, math.ceil(config.epochs * len(texts) / self.batch_size))
         vocab = int(network.model.config.vocab_size)
-        forbidden = banned_ids(scribe, vocab, len(scribe.tokenizer.token_bytes))
-        out = torch.zeros(vocab, dtype=torch.bool)
-        out[forbidden] = True
-        self.banned_mask = out.to(network.device)
+        banned = banned_ids(example_tokenizer, vocab, len(example_tokenizer.tokenizer.token_bytes))
+        banned_mask = torch.zeros(vocab, dtype=torch.bool)
+        banned_mask[banned] = True
+        self.banned_mask = banned_mask.to(network.device)
         self.latest = _StepBatch({}, False)
         if self.n_on_policy:
             self.engine = rollout_engine(
-                network.eval_copy(), scribe, sequences=64, max_length=config.seq_len + 1
+                network.eval_copy(), example_tokenizer, sequences=64, max_length=config.seq_len + 1
             )
 
     def batches_from(self, first: int) -> Iterator[_StepBatch]:
-        """Records from number `first` on, which with answers of its own is a multiple of `refresh`."""
+        """Yield the data of step `first` and of all later steps.
+
+        With on-policy texts `first` is a multiple of `sync_every`.
+        """
         config = self.config
         waiting: list[tuple[TokenizedExample, np.ndarray[Any, Any], bool]] = []
         for step in range(first, self.steps):
             numbers = self._step_indices(step)
             fresh = bool(self.n_on_policy) and step % config.sync_every == 0
             if fresh:
-                upto = range(step, min(step + config.sync_every, self.steps))
+                steps = range(step, min(step + config.sync_every, self.steps))
                 waiting = self._sample_on_policy(
-                    [n for s in upto for n in self._step_indices(s)[: self.n_on_policy]], step
+                    [n for s in steps for n in self._step_indices(s)[: self.n_on_policy]], step
                 )
-            mine, waiting = waiting[: self.n_on_policy], waiting[self.n_on_policy :]
-            given = [self.texts[n] for n in numbers[self.n_on_policy :]]
-            texts = [text for text, _, _ in mine] + given
-            nothing = [np.zeros(len(text), np.float32) for text in given]
+            on_policy, waiting = waiting[: self.n_on_policy], waiting[self.n_on_policy :]
+            off_policy = [self.texts[n] for n in numbers[self.n_on_policy :]]
+            texts = [text for text, _, _ in on_policy] + off_policy
+            zeros = [np.zeros(len(text), np.float32) for text in off_policy]
             streams = {}
-            if mine:
-                streams["behaviour_log_prob"] = [p for _, p, _ in mine] + nothing
-                streams["sampled"] = [text.loss_mask.astype(np.float32) for text, _, _ in mine] + nothing
-            laid = (
+            if on_policy:
+                streams["behaviour_log_prob"] = [p for _, p, _ in on_policy] + zeros
+                streams["sampled"] = [text.loss_mask.astype(np.float32) for text, _, _ in on_policy] + zeros
+            batch = (
                 pack(texts, config.seq_len, self.pad_id, streams)
                 if config.packing
                 else sort_by_length(pad(texts, self.pad_id, streams))
             )
             if isinstance(self.teacher, CachedTeacher):
-                laid["teacher_row"] = self.teacher.target_rows(laid, torch.tensor(numbers))
-            record = _StepBatch(laid, fresh)
-            if mine:
-                lengths = [int(text.loss_mask.sum()) for text, _, _ in mine]
-                record.metrics |= {
+                batch["teacher_row"] = self.teacher.target_rows(batch, torch.tensor(numbers))
+            step_batch = _StepBatch(batch, fresh)
+            if on_policy:
+                lengths = [int(text.loss_mask.sum()) for text, _, _ in on_policy]
+                step_batch.metrics |= {
                     "on_policy_tokens": float(sum(lengths)),
-                    "completion_length/on_policy": sum(lengths) / len(mine),
-                    "truncated_fraction": sum(not ended for _, _, ended in mine) / len(mine),
+                    "completion_length/on_policy": sum(lengths) / len(on_policy),
+                    "truncated_fraction": sum(not ended for _, _, ended in on_policy) / len(on_policy),
                 }
-            yield record
+            yield step_batch
 
     def _sample_on_policy(
         self, numbers: Sequence[int], step: int
     ) -> list[tuple[TokenizedExample, np.ndarray[Any, Any], bool]]:
-        """Texts of the student's own after the prompts of these, with the log-probability of each id as drawn."""
+        """Return (example, log-probability of each id as sampled, finished) for the prompts of some texts."""
         self.engine.update_weights(self.network.merged_weights(), step + 1)
         prompts = [self.texts[n].ids[: self.texts[n].prompt_length].tolist() for n in numbers]
-        found = sample_completions(
+        completions = sample_completions(
             self.engine, prompts, policy_sampling(self.network.temperature), max_tokens=self.config.max_completion_tokens,
-            stop_ids=self.scribe.stop_ids, seed=derive(self.config.seed, "distil", "own", step),
+            stop_ids=self.example_tokenizer.stop_ids, seed=derive(self.config.seed, "distil", "own", step),
         )  # fmt: skip
-        made = []
-        for prompt, one in zip(prompts, found, strict=True):
-            log_probs = np.array([0.0] * len(prompt) + one.log_probs, np.float32)
-            made.append((concat(prompt, one.ids), log_probs, one.finished))
-        return made
+        samples = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            log_probs = np.array([0.0] * len(prompt) + completion.log_probs, np.float32)
+            samples.append((concat(prompt, completion.ids), log_probs, completion.finished))
+        return samples
 
     def _step_indices(self, step: int) -> list[int]:
         places = range(step * self.batch_size, (step + 1) * self.batch_size)

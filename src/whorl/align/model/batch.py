@@ -1,17 +1,16 @@
-"""Rows of texts: what a forward pass is given, and every stream that goes with its tokens.
+"""Batches of rows: the input of a forward pass, and all streams aligned with its tokens.
 
-A row [T] of a part, shifted by one, as in `tokens/packing.py`:
+A row [T] is shifted by one, as in `tokens/packing.py`:
 
-    tokens       what the network reads               loss_mask    True where the target is to be learnt
-    targets      the id that follows                  sequence     the text's number, -1 for padding
+    tokens       input of the network                 loss_mask    True where the target is in the loss
+    targets      the next id                          sequence     index of the text, -1 for padding
     segment_ids, positions                            only where several texts share a row
 
-Further streams [n] of a text lie beside its ids (log-probabilities of whoever sampled it, advantages, a teacher's word),
-and stream[t] says something about ids[t]; in a row they lie at that id's place as a target. So no algorithm ever shifts
-anything.
+Further streams [n] of a text are aligned with its ids (log-probabilities of the sampler, advantages). In a row,
+stream[t] is stored at the position where ids[t] is the target. So no algorithm shifts anything.
 
-`lay` gives every text a row, as long as the longest: causal attention alone then keeps texts from padding. `pack` puts
-several into a row of a given length (best fit, longest first), with a document mask: for texts of very different lengths.
+`pad` gives every text its own row; causal attention keeps texts from padding. `pack` puts several texts into a row
+(best fit, longest first) with a document mask, for texts of very different lengths.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def pad(
     streams: Mapping[str, TokenStream] | None = None,
     multiple: int = 8,
 ) -> dict[str, Tensor]:
-    """One text a row, [B, T] with T a multiple of `multiple`."""
+    """Return one text per row, [B, T] with T a multiple of `multiple`."""
     longest = max(len(text) for text in examples) - 1
     length = max(1, -(-longest // multiple) * multiple)
     part = _fill_rows(examples, [[n] for n in range(len(examples))], length, pad_id, streams or {})
@@ -51,15 +50,16 @@ def pack(
     pad_id: int,
     streams: Mapping[str, TokenStream] | None = None,
 ) -> dict[str, Tensor]:
-    """Several texts a row of `length` inputs.
+    """Return several texts per row of `seq_len` inputs.
 
     Raises:
-        ConfigError: a text is longer.
+        ConfigError: a text is longer than a row.
     """
     sizes = [len(text) - 1 for text in examples]
     if max(sizes) > seq_len:
         raise ConfigError(
-            f"a text of {max(sizes) + 1:,} ids for rows of {seq_len:,}", expected="shorter ones"
+            f"a text has {max(sizes) + 1:,} ids, and rows have {seq_len:,} positions",
+            expected="shorter texts",
         )
     order = sorted(range(len(examples)), key=lambda n: -sizes[n])
     rows = [
@@ -102,7 +102,7 @@ def _fill_rows(
 
 
 def micro_batches(batch: MicroBatch, batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches of so many rows, the last of what is left; padding that all rows of one end in is cut off."""
+    """Yield micro-batches of `batch_size` rows, without trailing columns that are padding in all rows."""
     for i in range(0, len(batch["tokens"]), batch_size):
         piece = {name: t[i : i + batch_size] for name, t in batch.items()}
         used = (piece["sequence"] >= 0).any(0).nonzero()
@@ -111,14 +111,16 @@ def micro_batches(batch: MicroBatch, batch_size: int) -> Iterator[dict[str, Tens
 
 
 def sort_by_length(batch: MicroBatch) -> dict[str, Tensor]:
-    """The same rows from the shortest to the longest, so that `cut` finds padding to cut off."""
+    """Return the rows sorted by length, so that `micro_batches` can drop padding."""
     order = torch.argsort((batch["sequence"] >= 0).sum(1), stable=True)
     return {name: t[order] for name, t in batch.items()}
 
 
 def sort_by_group(batch: MicroBatch) -> dict[str, Tensor]:
-    """The same rows, those of a `group` one behind another, groups in the order of their longest rows: what a group has in
-    common is read once where its rows lie together (`families.py`)."""
+    """Return the rows with each `group` contiguous, groups sorted by their longest row.
+
+    A shared prompt is computed once where its rows are contiguous (`shared_prefix.py`).
+    """
     group, length = batch["group"][:, 0], (batch["sequence"] >= 0).sum(1)
     longest = torch.zeros(int(group.max()) + 1, dtype=length.dtype).scatter_reduce(0, group, length, "amax")
     order = torch.argsort(longest[group] * len(longest) + group, stable=True)

@@ -1,15 +1,15 @@
-"""A text to learn from: token ids, and which of them are to be learnt, made in one place and never again.
+"""Training examples: token ids with a loss mask, both made once where the text is tokenized.
 
-    ids    [n]  bos (if the vocabulary has one), then what was there before, then what is learnt
-    mask   [n]  True for the ids that are learnt: what the assistant says, and the id that ends its turn
+    ids        [n]  bos (if the vocabulary has one), then the prompt, then the completion
+    loss_mask  [n]  True for ids in the loss: the assistant's tokens, and the id that ends its turn
 
-The known mistakes of this field are mistakes of this file. Text that was sampled is decoded and tokenised again, and other
-ids come out than were sampled; a mask is found afterwards by looking for strings, and leaves out the end, so that the model
-never learns to stop; prompt and answer are tokenised together, and a token spans the border. Here a prompt is encoded as it
-will be when something is sampled after it, the answer is encoded by itself, and what a model sampled arrives as ids.
+This file prevents three common errors. Sampled text that is decoded and tokenized again gets other ids. A mask that is
+found by string search misses the end, so the model never learns to stop. Joint tokenization of prompt and completion
+merges tokens across the border. Here a prompt is encoded exactly as for sampling, a completion is encoded alone,
+and sampled completions arrive as ids.
 
-The subtle part is truncation: a text that is longer than the room would lose its end, and with it the eos. It is refused
-(`Room`), counted by its reason, and the rest goes on.
+The subtle point is truncation: cutting a long text would remove its end and the eos. `LengthFilter` rejects it and
+counts the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """One sequence. ids: [n] int64; mask: [n] bool, False at 0, since nothing comes before it."""
+    """One sequence. ids: [n] int64. loss_mask: [n] bool, False at 0, because no id comes before it."""
 
     ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
@@ -40,8 +40,8 @@ class TokenizedExample:
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.loss_mask) or not len(self.ids) or self.loss_mask[0]:
             raise DataError(
-                f"a text of {len(self.ids)} ids with a mask of {len(self.loss_mask)}",
-                expected="as many of both, one at least, and the first id not to be learnt",
+                f"an example has {len(self.ids)} ids and a mask of {len(self.loss_mask)}",
+                expected="equal lengths of at least one, and the first id not in the loss",
             )
 
     def __len__(self) -> int:
@@ -49,18 +49,17 @@ class TokenizedExample:
 
     @property
     def prompt_length(self) -> int:
-        """Ids before the first that is learnt; all of them, if none is."""
+        """Number of ids before the first one in the loss; or of all ids."""
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else len(self.ids)
 
 
 class ExampleTokenizer:
-    """Makes texts for one tokenizer, and the prompts that are sampled after.
+    """Makes training examples and sampling prompts with one tokenizer.
 
-    Args:
-        tokenizer: ours or that of others.
-        chat: how it writes conversations; by default the house's template for it.
+    chat: default, the tokenizer's own template.
 
-    ends: ids that end an answer; control: ids that are never to be sampled.
+    Raises:
+        DataError: the tokenizer has no end-of-text token.
     """
 
     def __init__(self, tokenizer: Tokenizer | HFTokenizer, chat: ChatTemplate | None = None) -> None:
@@ -70,16 +69,16 @@ class ExampleTokenizer:
         self.control_ids = tuple(tokenizer.control_ids)
         if not tokenizer.end_ids:
             raise DataError(
-                "the tokenizer has no token that ends a text",
-                expected="an eos",
+                "the tokenizer has no end-of-text token",
+                expected="an eos token",
                 do="choose another tokenizer",
             )
 
     def prompt(self, prompt: str | Sequence[Message]) -> list[int]:
-        """The ids that an answer is sampled after: of a text to be continued, or a conversation to be answered.
+        """Return the ids of a prompt: a text to continue, or a conversation to answer.
 
         Raises:
-            DataError: the template cannot write it.
+            DataError: the template cannot render it.
         """
         if not isinstance(prompt, str):
             return self.chat.encode_prompt(prompt)
@@ -88,26 +87,27 @@ class ExampleTokenizer:
         return self.tokenizer.encode_prompt(prompt)
 
     def prompt_completion(self, prompt: str | Sequence[Message], answer: str) -> TokenizedExample:
-        """A prompt with the answer that is to be learnt, its end included.
+        """Return a prompt with its completion in the loss, including the end id.
 
         Raises:
-            DataError: the template cannot write it.
+            DataError: the template cannot render it.
         """
         if not isinstance(prompt, str):
-            said = (
+            content = (
                 answer if self.chat.is_trained else answer.strip()
-            )  # a transcript has its own white space around
-            return self.conversation([*prompt, {"role": "assistant", "content": said}])
-        before = self.prompt(prompt)
-        return concat(before, [*map(int, self.tokenizer.encode(answer)), self.tokenizer.end_ids[0]])
+            )  # the transcript template adds its own white space
+            return self.conversation([*prompt, {"role": "assistant", "content": content}])
+        prompt_ids = self.prompt(prompt)
+        return concat(prompt_ids, [*map(int, self.tokenizer.encode(answer)), self.tokenizer.end_ids[0]])
 
     def conversation(self, messages: Sequence[Message]) -> TokenizedExample:
-        """A conversation, of which every turn of the assistant is learnt.
+        """Return a conversation with every assistant turn in the loss.
 
-        A transcript has no id that ends a turn: after an assistant's last word the text ends, and that is learnt too.
+        The transcript template has no id that ends a turn. There the text ends after the assistant's last message,
+        and that end is in the loss.
 
         Raises:
-            DataError: the template cannot write it, or does not only append.
+            DataError: the template cannot render it, or changes earlier text.
         """
         ids, mask = self.chat.encode_with_mask(messages)
         if not self.chat.is_trained and messages and messages[-1].get("role") == "assistant":
@@ -117,17 +117,17 @@ class ExampleTokenizer:
         return TokenizedExample(np.array(ids, np.int64), np.array(mask, np.bool_))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """What an answer of these ids says: up to the id that ends it, with a mark for bytes that are no text."""
-        said = []
+        """Return the text of a completion up to its stop id, with replacement characters for invalid bytes."""
+        kept = []
         for i in ids:
             if i in self.stop_ids:
                 break
-            said.append(i)
-        return self.tokenizer.decode(said).decode("utf-8", "replace")
+            kept.append(i)
+        return self.tokenizer.decode(kept).decode("utf-8", "replace")
 
 
 def concat(prompt: Sequence[int], answer: Sequence[int]) -> TokenizedExample:
-    """A text of which `answer` is learnt: for ids that were sampled, these ids."""
+    """Return an example of `prompt` and `answer`, with the answer in the loss; for sampled ids."""
     mask = np.zeros(len(prompt) + len(answer), np.bool_)
     mask[len(prompt) :] = True
     return TokenizedExample(np.array([*prompt, *answer], np.int64), mask)
@@ -135,40 +135,40 @@ def concat(prompt: Sequence[int], answer: Sequence[int]) -> TokenizedExample:
 
 @dataclass
 class LengthFilter:
-    """Takes texts in that have room in `length` ids and something to learn; counts the others by their reason."""
+    """Accepts examples of at most `max_length` ids with something in the loss; counts the others by reason."""
 
     max_length: int
     rejected: dict[str, int] = field(default_factory=dict)
 
     def tokenize(self, items: Iterable[T], encode: Callable[[T], TokenizedExample]) -> list[TokenizedExample]:
-        """What `make` makes of each; of those that it cannot make (DataError), too."""
-        found = []
-        for thing in items:
+        """Return the accepted examples of `encode`; items that it rejects with DataError are counted."""
+        examples = []
+        for item in items:
             try:
-                text = encode(thing)
+                example = encode(item)
             except DataError as error:
                 self.reject(error)
                 continue
-            if self.accepts(text):
-                found.append(text)
-        return found
+            if self.accepts(example):
+                examples.append(example)
+        return examples
 
     def accepts(self, *texts: TokenizedExample) -> bool:
-        """Whether all of them are taken in; if not, the reason is counted once, for they belong together."""
+        """Return whether all are accepted; otherwise count the reason once, because they belong together."""
         if max(len(text) for text in texts) > self.max_length:
             self.reject(f"longer than {self.max_length:,} ids")
         elif not all(text.loss_mask.any() for text in texts):
-            self.reject("nothing to learn in it")
+            self.reject("no target in the loss")
         else:
             return True
         return False
 
     def reject(self, reason: str | DataError) -> None:
-        """Counts something that is left out."""
+        """Count a rejected item."""
         reason = str(reason).splitlines()[0]
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
 
     @property
     def summary(self) -> str:
-        """In words, or nothing."""
-        return "; ".join(f"{n:,} left out: {reason}" for reason, n in sorted(self.rejected.items()))
+        """Counts as text, or an empty string."""
+        return "; ".join(f"{n:,} rejected: {reason}" for reason, n in sorted(self.rejected.items()))

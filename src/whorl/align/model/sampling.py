@@ -1,12 +1,13 @@
-"""Answers: what an engine samples after prompts, as ids with the log-probability that each was drawn with.
+"""Sampled completions: ids with the log-probability and weight version of each.
 
-One function, `answer`, for all who sample: rollouts of reinforcement learning, evaluations, test-time scaling, a student
-whose own words a teacher judges. Ids in, ids out; the id that ends an answer is one of its ids: to stop is a choice too.
+`sample_completions` serves all users: RL rollouts, evaluations, test-time scaling and on-policy distillation. Input and
+output are ids. The stop id is part of a completion, because stopping is a choice of the policy.
 
-Of prompts that are the same, as the K answers to a task have, one is read in first, and the others find it in the cache.
+Among equal prompts, such as the K completions of a task, one is prefilled first, and the others reuse its cached
+prefix.
 
-The subtle part is the seeds. What an answer draws depends on its own seed and place alone, not on what else is in the batch
-or when it was let in, so the same call gives the same answers wherever the engine is (up to ties that rounding decides).
+The subtle point is seeds. A completion depends only on its own seed and index, not on the other requests or on
+timing. So the same call returns the same completions on every engine, except for ties decided by rounding.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ BLOCK_SIZE = 8  # positions
 
 @dataclass
 class Completion:
-    """ids: what was sampled, the end included; log_probs: of each, as drawn; versions: of the weights that drew it.
+    """ids: sampled ids with the stop id. log_probs: of each id. versions: of the weights that sampled each id.
 
-    finished: whether it ended by itself; else the limit cut it off.
+    finished: ended with a stop id, not at the length limit.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -42,10 +43,12 @@ class Completion:
 
 
 def policy_sampling(temperature: float) -> SamplingParams:
-    """Sampling of the whole distribution: what a policy is trained on must be what it acted with, with nothing cut off."""
+    """Return parameters that sample the full distribution: training must use the distribution that was sampled from."""
     if temperature <= 0:
         raise ConfigError(
-            f"temperature is {temperature:g}", expected="above 0: a policy explores", do="take 1"
+            f"temperature is {temperature:g}",
+            expected="above 0, so that the policy explores",
+            do="set it to 1",
         )
     return SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
 
@@ -58,22 +61,22 @@ def rollout_engine(
     max_length: int,
     **options: Any,
 ) -> Engine:
-    """An engine for throughput: prompts are read in as fast as they can be, and small pages let answers share them.
+    """Return an engine tuned for throughput, with small blocks so that completions share prefixes.
 
-    Nothing in it goes by the clock, so its answers have the same bits whoever else it answered before.
+    It has no time-dependent decisions, so its completions do not depend on earlier requests.
     """
     vocab = model.config.vocab_size
-    words = len(example_tokenizer.tokenizer.token_bytes)
-    most = -(-max_length // BLOCK_SIZE) * BLOCK_SIZE
+    n_tokens = len(example_tokenizer.tokenizer.token_bytes)
+    row_length = -(-max_length // BLOCK_SIZE) * BLOCK_SIZE
     config = EngineConfig(
-        max_num_seqs=sequences, max_model_len=max_length, kv_cache_tokens=sequences * most, block_size=BLOCK_SIZE,
+        max_num_seqs=sequences, max_model_len=max_length, kv_cache_tokens=sequences * row_length, block_size=BLOCK_SIZE,
         max_num_batched_tokens=max(2048, 2 * sequences), max_decode_slowdown=math.inf, **options,
     )  # fmt: skip
-    return Engine(model, config, banned_ids=banned_ids(example_tokenizer, vocab, words))
+    return Engine(model, config, banned_ids=banned_ids(example_tokenizer, vocab, n_tokens))
 
 
 def banned_ids(example_tokenizer: ExampleTokenizer, vocab_size: int, n_tokens: int) -> list[int]:
-    """Ids that are not sampled: control ids, and rows of the matrix that no token stands behind."""
+    """Return the ids that are never sampled: control ids, and padding rows of the vocabulary matrix."""
     return sorted({*example_tokenizer.control_ids, *range(n_tokens, vocab_size)} - example_tokenizer.stop_ids)
 
 
@@ -88,59 +91,61 @@ def sample_completions(
     first_index: int = 0,
     on_finished: Callable[[int], None] = lambda _: None,
 ) -> list[Completion]:
-    """Answers to `prompts`, in their order.
+    """Return completions of `prompts`, in order.
 
     Args:
-        seed: of the draws; each answer has a seed of its own, by its place; first: the place of the first.
-        advance: told how many answers have come to an end.
+        seed: each completion has its own seed, derived from its index; first_index: index of the first.
+        on_finished: called with the number of completions that just ended.
 
     Raises:
-        ConfigError: a prompt has no room; its place is named.
+        ConfigError: a prompt is too long; its index is named.
     """
-    found = [Completion() for _ in prompts]
+    completions = [Completion() for _ in prompts]
 
     for n, ids in enumerate(prompts):
         if len(ids) >= engine.max_positions:
             raise ConfigError(
-                f"prompt {n} has {len(ids):,} ids and there is room for {engine.max_positions:,}",
-                expected="shorter prompts", do="leave it out, or make max_length larger",
+                f"prompt {n} has {len(ids):,} ids, and the engine holds {engine.max_positions:,}",
+                expected="shorter prompts", do="leave it out, or increase max_length",
             )  # fmt: skip
 
-    def ask(numbers: Sequence[int]) -> None:
-        for n in numbers:
-            own = (
+    def submit(indices: Sequence[int]) -> None:
+        for n in indices:
+            params = (
                 sampling
                 if sampling.temperature == 0
                 else sampling.model_copy(update={"seed": derive(seed, first_index + n)})
             )
-            most = min(max_tokens, engine.max_positions - len(prompts[n]))
+            limit = min(max_tokens, engine.max_positions - len(prompts[n]))
             engine.add(
-                Request(id=str(n), ids=tuple(prompts[n]), sampling=own, max_tokens=most, stop_ids=stop_ids)
+                Request(
+                    id=str(n), ids=tuple(prompts[n]), sampling=params, max_tokens=limit, stop_ids=stop_ids
+                )
             )
 
     def step() -> None:
-        ended = 0
+        n_finished = 0
         for delta in engine.step():
-            one = found[int(delta.request_id)]
+            completion = completions[int(delta.request_id)]
             for token in delta.tokens:
-                one.ids.append(token.id)
-                one.log_probs.append(token.log_prob)
-                one.versions.append(token.version)
+                completion.ids.append(token.id)
+                completion.log_probs.append(token.log_prob)
+                completion.versions.append(token.version)
             if delta.finish_reason is not None:
-                one.finished = delta.finish_reason == "stop"
-                ended += 1
-        if ended:
-            on_finished(ended)
+                completion.finished = delta.finish_reason == "stop"
+                n_finished += 1
+        if n_finished:
+            on_finished(n_finished)
 
-    leading: dict[tuple[int, ...], int] = {}
+    first_index_of: dict[tuple[int, ...], int] = {}
     for n, ids in enumerate(prompts):
-        leading.setdefault(tuple(ids), n)
-    leaders = set(leading.values())
-    ask(sorted(leaders))  # whoever asks the same later finds it computed
-    if len(leaders) < len(prompts):
-        while any(not found[n].ids for n in leaders):
+        first_index_of.setdefault(tuple(ids), n)
+    first_of_prompt = set(first_index_of.values())
+    submit(sorted(first_of_prompt))  # equal prompts submitted later find the prefix cached
+    if len(first_of_prompt) < len(prompts):
+        while any(not completions[n].ids for n in first_of_prompt):
             step()
-        ask([n for n in range(len(prompts)) if n not in leaders])
+        submit([n for n in range(len(prompts)) if n not in first_of_prompt])
     while engine.busy:
         step()
-    return found
+    return completions

@@ -1,1 +1,1 @@
-"""Preference optimisation (DPO, KTO, IPO, SimPO, ORPO) and reward models."""
+"""Preference optimization (DPO, KTO, IPO, SimPO, ORPO) and reward models."""

@@ -1,22 +1,21 @@
-"""Preference optimisation as a stage: DPO, IPO, KTO, SimPO and ORPO, by an argument.
+"""Preference optimization as a stage: DPO, IPO, KTO, SimPO and ORPO, selected by an argument.
 
-It is told as the difference from SFT (`sft.py`): the texts are answers of which one was preferred (`choices.py`), the
-loss is one of `objectives/preference.py`, and what it weighs is not a token but a text:
+Differences from SFT (`stage/sft.py`): the examples are completions with a preference (`pairs.py`), the loss is one of
+`objectives/preference.py`, and it weights texts, not tokens:
 
-    log pi(y|x)  = sum over the targets of a text that are learnt of log p(target | all before it)
-    count        = pairs of the step (KTO: answers), so every pair weighs the same, however long
+    log pi(y|x)  = sum over the targets of a text in the loss of log p(target | all ids before it)
+    count        = pairs of the step (KTO: completions), so every pair has the same weight at any length
 
-The reference of DPO, IPO and KTO is the network as it was before the first step, or another that is given. It says its
-word on every text once, before training; the words lie beside the texts, and in every checkpoint.
+The reference of DPO, IPO and KTO is the network before the first step, or another one. It scores every text once before
+training. The scores are stored with the texts and in every checkpoint.
 
-KTO's z, the divergence that good and bad are measured from, needs prompts with answers to other prompts. Which prompt
-gets which answer is drawn once; the reference scores these too, and the policy scores those of a step before its
-micro-batches, so that how a step is cut does not change z.
+KTO's reference point z needs prompts with completions of other prompts. These mismatched examples are drawn once. The
+reference scores all of them, and the policy scores those of a step before its micro-batches. So the split of a step
+does not change z.
 
-The subtle part is what is *not* raised. These losses ask for a gap, and a gap also grows where the chosen answer becomes
-less likely, the rejected one still less (Pal et al. 2024, arXiv:2402.13228, section 3; Razin et al. 2024,
-arXiv:2410.08847). So besides rewards, margin and accuracy the metrics chosen_log_prob and rejected_log_prob are told,
-nats a token.
+The subtle point: these losses increase a margin, which also grows if both completions become less likely (Pal et al.
+2024, arXiv:2402.13228, section 3; Razin et al. 2024, arXiv:2410.08847). So the metrics logps/chosen and
+logps/rejected report nats per token, in addition to rewards, margin and accuracy.
 """
 
 from __future__ import annotations
@@ -65,22 +64,22 @@ def train_preferences(
     checkpoint_dir: Path | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> PolicyModel:
-    """Trains `network` on preferences, from the newest checkpoint if there is one.
+    """Train `network` on preferences and return it; resumes from the newest checkpoint.
 
     Args:
-        items: pairs; for KTO answers with a label, or pairs, of which each is one good answer and one bad. None longer
-            than `config.length` ids (`choices` sees to that).
-        reference: by default the network as it is given.
-        observe: told after each step: loss, chosen_reward, rejected_reward, margin, accuracy (implicit rewards; KTO: of good
-            and bad answers, and divergence), chosen_log_prob, rejected_log_prob, count, gradient_norm, seconds_*.
-        scratch: folder for checkpoints; None keeps none.
+        items: pairs. For KTO labelled completions, or pairs, which count as one desirable and one undesirable
+            completion. None longer than `config.seq_len` ids (`tokenize_pairs` ensures it).
+        reference: default, the initial network.
+        callback: called after each step with loss, rewards/chosen, rewards/rejected, rewards/margin, rewards/accuracy,
+            logps/chosen, logps/rejected, loss_tokens, grad_norm and time/*; KTO adds kl.
+        checkpoint_dir: folder of checkpoints; None keeps none.
 
     Raises:
-        DataError: nothing to learn from, or answers without a partner where pairs are needed.
+        DataError: there are no items, or single completions where pairs are needed.
     """
     data, world = _PreferenceBatches(items, config, pad_id), ProcessGroup()
 
-    def tell(step: int, metrics: dict[str, float]) -> None:
+    def on_step(step: int, metrics: dict[str, float]) -> None:
         callback(step, normalize_metrics(metrics))
 
     run_stage(
@@ -92,7 +91,7 @@ def train_preferences(
         steps=data.pair_batches.steps,
         positions=data.pair_batches.positions,
         precompute=lambda: data.reference_log_probs(reference or network),
-        callback=tell,
+        callback=on_step,
         checkpoint_dir=checkpoint_dir,
         log=log,
         replicas=choose_replicas(
@@ -113,11 +112,18 @@ def _replica_main(
     shared: SharedState,
     kept: Precomputed,
 ) -> None:
-    """What the replicas beside the first do: the same, and nobody watches."""
+    """Run the replicas other than the first."""
     train_replica(
-        world, network, data.config, preference_objective(data.config, network), data.batches_from(first, network, kept, world),
-        shared, positions=data.pair_batches.positions, first=first, steps=data.pair_batches.steps,
-    )  # fmt: skip
+        world,
+        network,
+        data.config,
+        preference_objective(data.config, network),
+        data.batches_from(first, network, kept, world),
+        shared,
+        positions=data.pair_batches.positions,
+        first=first,
+        steps=data.pair_batches.steps,
+    )
 
 
 @torch.no_grad()
@@ -129,10 +135,10 @@ def evaluate_preferences(
     pad_id: int,
     reference: PolicyModel,
 ) -> dict[str, float]:
-    """What `prefer` would tell of these items, all at once, without learning: for pairs that are held out.
+    """Return the metrics of `train_preferences` for all items without training, for held-out pairs.
 
     Raises:
-        DataError: as `prefer`.
+        DataError: as `train_preferences`.
     """
     data = _PreferenceBatches(items, config, pad_id)
     objective = preference_objective(config, network)
@@ -154,26 +160,29 @@ def evaluate_preferences(
 
 
 def preference_objective(config: PreferenceConfig, network: PolicyModel) -> Callable[[MicroBatch], Loss]:
-    """The loss of a micro-batch; see `Units.parts` for its fields, and `_Data.step` for those of its texts."""
+    """Return the loss function of a micro-batch; its fields are those of `_PreferenceBatches.step_batches`."""
     name = config.objective
     beta = DEFAULT_BETA[name] if config.beta is None else config.beta
 
-    def objective(part: MicroBatch) -> Loss:
-        judged = network.log_probs(part)
-        length = part["length"]
-        log_prob = judged.log_prob.new_zeros(len(length)).index_add(
-            0, judged.sequence, judged.log_prob
+    def objective(batch: MicroBatch) -> Loss:
+        output = network.log_probs(batch)
+        length = batch["length"]
+        log_prob = output.log_prob.new_zeros(len(length)).index_add(
+            0, output.sequence, output.log_prob
         )  # [S]
-        each = log_prob.detach() / length
+        mean_log_prob = log_prob.detach() / length
         if name == "kto":
-            good = part["label"]
+            desirable = batch["label"]
             loss = kto(
-                log_prob, part["reference_log_prob"], good, part["kl"],
+                log_prob, batch["reference_log_prob"], desirable, batch["kl"],
                 beta=beta, desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight,
             )  # fmt: skip
-            seen = {"logps/chosen": each[good].sum(), "logps/rejected": each[~good].sum()}
-            return Loss(loss.total, loss.count, {**loss.metrics, **seen})
-        reference = part.get("reference_log_prob")
+            logps = {
+                "logps/chosen": mean_log_prob[desirable].sum(),
+                "logps/rejected": mean_log_prob[~desirable].sum(),
+            }
+            return Loss(loss.total, loss.count, {**loss.metrics, **logps})
+        reference = batch.get("reference_log_prob")
         pairs = PairLogProbs(
             log_prob[0::2],
             log_prob[1::2],
@@ -190,14 +199,17 @@ def preference_objective(config: PreferenceConfig, network: PolicyModel) -> Call
             loss = simpo(pairs, beta=beta, gamma=config.gamma)
         else:
             loss = orpo(pairs, weight=beta)
-        seen = {"logps/chosen": each[0::2].sum(), "logps/rejected": each[1::2].sum()}
-        return Loss(loss.total, loss.count, {**loss.metrics, **seen})
+        logps = {"logps/chosen": mean_log_prob[0::2].sum(), "logps/rejected": mean_log_prob[1::2].sum()}
+        return Loss(loss.total, loss.count, {**loss.metrics, **logps})
 
     return objective
 
 
 def normalize_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics under the same names for all objectives: KTO's rewards are means over the answers of their own kind."""
+    """Return metrics with the same names for all objectives.
+
+    KTO's rewards become means over the completions of their class.
+    """
     if "rewards/desirable" not in metrics:
         return metrics
     found = {
@@ -214,7 +226,7 @@ def normalize_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 class _PreferenceBatches:
-    """Texts, what a reference says of them, and the micro-batches of each step."""
+    """Examples, their reference log-probabilities, and the micro-batches of each step."""
 
     def __init__(
         self,
@@ -224,9 +236,9 @@ class _PreferenceBatches:
     ) -> None:
         if not items:
             raise DataError(
-                "there is no preference to learn from",
-                expected="one at least",
-                do="see what was left out, and why",
+                "there are no preferences",
+                expected="at least one",
+                do="check the rejected items and their reasons",
             )
         self.config, self.pad_id = config, pad_id
         self.texts: list[TokenizedExample] = []
@@ -240,8 +252,8 @@ class _PreferenceBatches:
                 good.append(item.label)
             else:
                 raise DataError(
-                    f"{config.objective} learns from pairs, and there are single answers",
-                    expected="chosen and rejected", do="take kto, or pair the answers",
+                    f"{config.objective} needs pairs, and there are single completions",
+                    expected="chosen and rejected", do="use kto, or pair the completions",
                 )  # fmt: skip
         self.labels = torch.tensor(good)
         self.mismatched = mismatched_examples(self.texts, config) if config.objective == "kto" else []
@@ -255,7 +267,10 @@ class _PreferenceBatches:
         }
 
     def reference_log_probs(self, reference: PolicyModel) -> dict[str, Tensor]:
-        """What the reference says, if one is asked: of every text, and for KTO of every prompt with a stranger's answer."""
+        """Return the reference log-probabilities of every text, and for KTO of every mismatched text.
+
+        Empty without a reference.
+        """
         if self.config.objective not in NEEDS_REFERENCE:
             return {}
         found = {"reference_log_prob": sequence_log_probs(reference, self.texts, self.pad_id)}
@@ -266,58 +281,63 @@ class _PreferenceBatches:
     def batches_from(
         self, first: int, network: PolicyModel, kept: Precomputed, world: ProcessGroup
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of step `first` and of all after it."""
+        """Yield the micro-batches of step `first` and of all later steps."""
         for number in range(first, self.pair_batches.steps):
             yield self.step_batches(self.pair_batches.step_units(number), network, kept, world)
 
     def step_batches(
         self, units: Sequence[int], network: PolicyModel, kept: Precomputed, world: ProcessGroup
     ) -> list[dict[str, Tensor]]:
-        """Those of some units that fall to this replica, with reference_log_prob [S]; for KTO also good [S] and divergence
-        [] of all units, by the weights as they are now."""
-        mine = self.pair_batches.shard(units, world)
+        """Return this replica's micro-batches of some units, with reference_log_prob [S].
+
+        For KTO also label [S], and kl [] of all units under the current weights.
+        """
+        own_units = self.pair_batches.shard(units, world)
         streams = {name: kept[name] for name in ("reference_log_prob",) if name in kept}
         if self.config.objective != "kto":
-            return list(self.pair_batches.micro_batches(mine, streams))
-        parts = list(self.pair_batches.micro_batches(mine, {**streams, "label": self.labels}))
+            return list(self.pair_batches.micro_batches(own_units, streams))
+        parts = list(self.pair_batches.micro_batches(own_units, {**streams, "label": self.labels}))
         divergence = torch.zeros(())
         if self.mismatched:
-            own = sequence_log_probs(network, [self.mismatched[unit] for unit in mine], self.pad_id)
-            now = [x for each in world.all_gather_scalars(*own.tolist()) for x in each]
+            own_scores = sequence_log_probs(network, [self.mismatched[unit] for unit in own_units], self.pad_id)
+            scores = [x for each in world.all_gather_scalars(*own_scores.tolist()) for x in each]
             all_units = [
                 u
                 for rank in range(world.size)
                 for u in self.pair_batches.shard(units, ProcessGroup(rank, world.size))
             ]
-            divergence = kto_kl(torch.tensor(now), kept["mismatched_log_prob"][torch.tensor(all_units)])
+            divergence = kto_kl(torch.tensor(scores), kept["mismatched_log_prob"][torch.tensor(all_units)])
         return [{**part, "kl": divergence} for part in parts]
 
 
 def mismatched_examples(
     texts: Sequence[TokenizedExample], config: PreferenceConfig
 ) -> list[TokenizedExample]:
-    """The prompt of each text with the answer of one that has another prompt, cut to the room; none, if all are alike.
+    """Return each prompt with the completion of another prompt, cut to the length limit.
 
-    The texts are put into a random circle, and each takes the answer of the next one in it whose prompt is another.
+    The result is empty if all prompts are equal.
+    The texts are arranged in a random circle. Each one takes the completion of the next text with another prompt.
     """
     order = numpy_rng(config.seed, "prefer", "crossed").permutation(len(texts)).tolist()
     prompts = [text.ids[: text.prompt_length].tobytes() for text in texts]
     if len(set(prompts)) < 2:
         return []
     found = dict[int, TokenizedExample]()
-    follows = stranger = order[
+    successor = other = order[
         0
-    ]  # the next one in the circle, and the next one whose prompt is not the next one's
+    ]  # the next text in the circle, and the next one with another prompt than that
     for n in [
         *reversed(order),
         *reversed(order),
-    ]:  # twice around: the first time nothing follows the last ones
-        giver = texts[stranger if prompts[n] == prompts[follows] else follows]
-        own, start = texts[n].prompt_length, giver.prompt_length
+    ]:  # two passes: in the first one the last texts have no successor
+        source = texts[other if prompts[n] == prompts[successor] else successor]
+        own, start = texts[n].prompt_length, source.prompt_length
         stop = start + max(1, config.seq_len - own)
-        ids = np.concatenate([texts[n].ids[:own], giver.ids[start:stop]])
-        found[n] = TokenizedExample(ids, np.concatenate([np.zeros(own, np.bool_), giver.loss_mask[start:stop]]))
-        if prompts[n] != prompts[follows]:
-            stranger = follows
-        follows = n
+        ids = np.concatenate([texts[n].ids[:own], source.ids[start:stop]])
+        found[n] = TokenizedExample(
+            ids, np.concatenate([np.zeros(own, np.bool_), source.loss_mask[start:stop]])
+        )
+        if prompts[n] != prompts[successor]:
+            other = successor
+        successor = n
     return [found[n] for n in range(len(texts))]

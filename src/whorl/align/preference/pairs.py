@@ -1,17 +1,17 @@
-"""Answers of which one was preferred, as texts; and the micro-batches that they are learnt from.
+"""Preference data as training examples, and the micro-batches of each step.
 
-    Choice     chosen, rejected: two texts with one prompt             DPO, IPO, SimPO, ORPO, reward models
-    Opinion    a text, and whether its answer is good                  KTO; a choice is two of them
+    PreferencePair    chosen, rejected: two texts with one prompt      DPO, IPO, SimPO, ORPO, reward models
+    UnpairedExample   a text, and whether its completion is good       KTO; a pair is two of them
 
-A prompt is encoded once, as it is when something is sampled after it, and each answer by itself; so both texts begin with
-the same ids, and only their last turn is learnt: earlier turns of the assistant are the prompt's.
+A prompt is encoded exactly as for sampling, and each completion alone. So both texts start with the same ids, and only
+the last turn is in the loss; earlier assistant turns belong to the prompt.
 
-Left out, and counted by reason (`Room`): answers that are the same once they are ids, texts longer than the room, answers
-that say nothing. The first teach nothing, and would count in every mean.
+`LengthFilter` rejects and counts completions with equal ids, texts that are too long, and empty completions. The first
+have no gradient and would bias every mean.
 
-The subtle part is the micro-batch. A pair is one example, so it is never split: units are sorted by length and taken
-together while they fit into `micro_tokens` positions. As the loss is summed and divided once, how a step was cut, and
-whether its texts share rows, changes nothing but rounding (a test).
+The subtle point is the micro-batch. A pair is one unit and is never split. Units are sorted by length and grouped while
+they fit into `micro_batch_tokens` positions. The loss is summed and divided once, so grouping and packing change only
+rounding (tested).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from whorl.errors import DataError
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng
 
-MAX_SCORED_EXAMPLES = 4096  # that are laid out at a time where nothing is learnt
+MAX_SCORED_EXAMPLES = 4096  # examples laid out at a time when scoring
 
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two texts that begin with the same prompt, the first the better."""
+    """Two texts with the same prompt; `chosen` is preferred."""
 
     chosen: TokenizedExample
     rejected: TokenizedExample
@@ -47,7 +47,7 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class UnpairedExample:
-    """A text, and whether its answer is good."""
+    """A text, and whether its completion is good."""
 
     example: TokenizedExample
     label: bool
@@ -56,60 +56,63 @@ class UnpairedExample:
 def tokenize_completion(
     example_tokenizer: ExampleTokenizer, prompt: TextOrMessages, completion: TextOrMessages
 ) -> TokenizedExample:
-    """A prompt with an answer, both texts or both messages, of which the answer alone is learnt.
+    """Return a prompt with a completion in the loss; both are strings, or both are messages.
 
     Raises:
-        DataError: the template cannot write it; texts and messages are mixed; the answer is nobody's.
+        DataError: the template cannot render it, strings and messages are mixed, or no message is the assistant's.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
         return example_tokenizer.prompt_completion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise DataError("a prompt and its answer mix texts and messages", expected="one or the other")
-    before, whole = example_tokenizer.prompt(prompt), example_tokenizer.conversation([*prompt, *completion])
-    # Each turn of the assistant is a run of the mask; the first that is no part of the prompt begins the answer.
-    begins = np.flatnonzero(np.diff(whole.loss_mask.astype(np.int8)) == 1) + 1
+        raise DataError("prompt and completion mix strings and messages", expected="one kind")
+    prompt_ids, conversation = (
+        example_tokenizer.prompt(prompt),
+        example_tokenizer.conversation([*prompt, *completion]),
+    )
+    # Each assistant turn is a run of the mask. The completion starts at the first run after those of the prompt.
+    run_starts = np.flatnonzero(np.diff(conversation.loss_mask.astype(np.int8)) == 1) + 1
     turns = sum(message["role"] == "assistant" for message in prompt)
-    if len(begins) <= turns:
-        raise DataError("no message of the answer is the assistant's", expected="one at least")
-    start = int(begins[turns])
-    text = concat(before, whole.ids[start:].tolist())
-    text.loss_mask[len(before) :] = whole.loss_mask[start:]
-    return text
+    if len(run_starts) <= turns:
+        raise DataError("no message of the completion is from the assistant", expected="at least one")
+    start = int(run_starts[turns])
+    example = concat(prompt_ids, conversation.ids[start:].tolist())
+    example.loss_mask[len(prompt_ids) :] = conversation.loss_mask[start:]
+    return example
 
 
 def tokenize_pairs(
     example_tokenizer: ExampleTokenizer, preferences: Iterable[Preference], length_filter: LengthFilter
 ) -> list[PreferencePair]:
-    """Pairs as texts; `room` counts what is left out, and why."""
-    made = []
-    for one in preferences:
+    """Return pairs as examples; `length_filter` counts the rejected ones by reason."""
+    pairs = []
+    for preference in preferences:
         try:
-            made.append(
+            pairs.append(
                 PreferencePair(
-                    tokenize_completion(example_tokenizer, one.prompt, one.chosen),
-                    tokenize_completion(example_tokenizer, one.prompt, one.rejected),
+                    tokenize_completion(example_tokenizer, preference.prompt, preference.chosen),
+                    tokenize_completion(example_tokenizer, preference.prompt, preference.rejected),
                 )
             )
         except DataError as error:
             length_filter.reject(error)
-    return valid_pairs(example_tokenizer, made, length_filter)
+    return valid_pairs(example_tokenizer, pairs, length_filter)
 
 
 def valid_pairs(
     example_tokenizer: ExampleTokenizer, pairs: Iterable[PreferencePair], length_filter: LengthFilter
 ) -> list[PreferencePair]:
-    """Those of some pairs that teach something: for answers that a model sampled, which come as ids."""
-    found = []
-    for one in pairs:
-        if np.array_equal(one.chosen.ids, one.rejected.ids):
+    """Return the pairs with a learning signal; also for sampled completions, which arrive as ids."""
+    valid = []
+    for pair in pairs:
+        if np.array_equal(pair.chosen.ids, pair.rejected.ids):
             length_filter.reject("chosen and rejected are the same ids")
         elif not (
-            is_nonempty(example_tokenizer, one.chosen) and is_nonempty(example_tokenizer, one.rejected)
+            is_nonempty(example_tokenizer, pair.chosen) and is_nonempty(example_tokenizer, pair.rejected)
         ):
-            length_filter.reject("an answer says nothing")
-        elif length_filter.accepts(one.chosen, one.rejected):
-            found.append(one)
-    return found
+            length_filter.reject("a completion is empty")
+        elif length_filter.accepts(pair.chosen, pair.rejected):
+            valid.append(pair)
+    return valid
 
 
 def tokenize_unpaired(
@@ -117,35 +120,35 @@ def tokenize_unpaired(
     preferences: Iterable[UnpairedPreference],
     length_filter: LengthFilter,
 ) -> list[UnpairedExample]:
-    """Judged answers as texts; `room` counts what is left out, and why."""
-    found = []
-    for one in preferences:
+    """Return labelled completions as examples; `length_filter` counts the rejected ones by reason."""
+    examples = []
+    for preference in preferences:
         try:
-            text = tokenize_completion(example_tokenizer, one.prompt, one.completion)
+            example = tokenize_completion(example_tokenizer, preference.prompt, preference.completion)
         except DataError as error:
             length_filter.reject(error)
             continue
-        if not is_nonempty(example_tokenizer, text):
-            length_filter.reject("an answer says nothing")
-        elif length_filter.accepts(text):
-            found.append(UnpairedExample(text, one.label))
-    return found
+        if not is_nonempty(example_tokenizer, example):
+            length_filter.reject("a completion is empty")
+        elif length_filter.accepts(example):
+            examples.append(UnpairedExample(example, preference.label))
+    return examples
 
 
 def is_nonempty(example_tokenizer: ExampleTokenizer, example: TokenizedExample) -> bool:
-    """Whether what is learnt in it is more than its end and white space."""
+    """Return whether the completion has more than its end and white space."""
     return bool(example_tokenizer.decode(example.ids[example.loss_mask].tolist()).strip())
 
 
 class PairBatches:
-    """The micro-batches of each step, by its number: every epoch in an order of its own.
+    """Micro-batches of each step, by step number; every epoch has its own order.
 
     Args:
-        texts: of all units, one after another.
-        each: texts a unit: 2 for pairs.
+        examples: of all units, one after another.
+        examples_per_unit: 2 for pairs.
         name: of the stage, for its random stream.
 
-    steps: of all epochs; positions: of a step, at most.
+    steps: of all epochs. positions: of a step, at most.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class PairBatches:
         self._order_cache: tuple[int, Any] | None = None
 
     def step_units(self, step: int) -> list[int]:
-        """The units of a step."""
+        """Return the units of a step."""
         places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         return [
             int(self._epoch_order(int(epoch))[place])
@@ -179,7 +182,7 @@ class PairBatches:
         ]
 
     def shard(self, units: Sequence[int], group: ProcessGroup) -> list[int]:
-        """Those of some units that fall to this replica: each has short ones and long ones."""
+        """Return this replica's units; each replica gets short and long ones."""
         if group.size == 1:
             return list(units)
         return sorted(units, key=lambda unit: int(self.sizes[unit].max()))[group.rank :: group.size]
@@ -187,8 +190,11 @@ class PairBatches:
     def micro_batches(
         self, units: Sequence[int], streams: Mapping[str, Tensor]
     ) -> Iterator[dict[str, Tensor]]:
-        """Micro-batches of some units. A part has the fields of `rows.py`, length [S] (targets of each of its S texts that
-        are learnt) and of each stream, which has a number for every text, those of its texts [S]."""
+        """Yield micro-batches of some units.
+
+        A batch has the fields of `model/batch.py`, length [S] (targets in the loss of each text), and of each stream
+        the values [S] of its texts.
+        """
         for group in self._unit_groups(units):
             numbers = [
                 unit * self.examples_per_unit + i for unit in group for i in range(self.examples_per_unit)
@@ -202,7 +208,7 @@ class PairBatches:
             yield part | {name: stream[torch.tensor(numbers)] for name, stream in streams.items()}
 
     def _unit_groups(self, units: Sequence[int]) -> Iterator[list[int]]:
-        """Units that are learnt together, from short to long."""
+        """Yield groups of units that share a micro-batch, from short to long."""
         group: list[int] = []
         used = 0
         for unit in sorted(units, key=lambda unit: int(self.sizes[unit].max())):
@@ -210,7 +216,7 @@ class PairBatches:
             if self.config.packing:
                 used += int(self.sizes[unit].sum())
             else:
-                used = (len(group) + 1) * longest  # all are as long as the last
+                used = (len(group) + 1) * longest  # all rows are as long as the last
             if group and used > self.config.micro_batch_tokens:
                 yield group
                 group, used = [], int(self.sizes[unit].sum()) if self.config.packing else longest
@@ -219,7 +225,7 @@ class PairBatches:
             yield group
 
     def _row_length(self, longest: int) -> int:
-        """Of a row, in positions."""
+        """Return the length of a row in positions."""
         return max(self.config.seq_len, longest) if self.config.packing else _round_up_8(longest)
 
     def _epoch_order(self, epoch: int) -> Any:
@@ -234,7 +240,7 @@ def _round_up_8(n: int) -> int:
 
 
 def sequence_log_probs(network: PolicyModel, texts: Sequence[TokenizedExample], pad_id: int) -> Tensor:
-    """[S] what `network` says of each text: its log-probability, summed over what is learnt of it. No gradients."""
+    """Return [S] summed log-probabilities over the targets in the loss of each text, without gradients."""
     found = torch.zeros(len(texts))
     order = sorted(range(len(texts)), key=lambda n: len(texts[n]))
     for i in range(0, len(order), MAX_SCORED_EXAMPLES):

@@ -1,22 +1,21 @@
-"""A reward model: a language model's trunk, and one number read at the last token of a text.
+"""Reward model: the trunk of a language model with a linear reward head on the last token of a text.
 
     r(x, y) = w . h(last token of x y)                                    h [d_model], w [d_model]
     trained on pairs: - log sigma(r(chosen) - r(rejected))                `objectives/reward.py`
 
-(Stiennon et al. 2020, arXiv:2009.01325, section 3.4; w drawn with deviation 1 / sqrt(d_model + 1): its appendix B.1.) It is
-told as the difference from the network of every other stage (`network.py`): the head over the vocabulary is not used and
-not trained, and the critic's read-out is asked once a text. There is no bias: differences are all that pairs teach, and
-`centring` holds the level at 0, so that 0 means "neither good nor bad" and two models can be compared.
+Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; w is drawn with deviation 1 / sqrt(d_model + 1), appendix
+B.1. Differences from other stages (`model/policy_model.py`): the vocabulary head is neither used nor trained, and the
+value head is read once per text. It has no bias, because pairs determine only differences. `center_rewards_coef`
+holds the level at 0, so rewards of two models are comparable.
 
-The subtle part is *where* it is read. Rows are made for predicting the next token and leave a text's last id out; but
-that id is the end of the answer, and whether an answer has ended is much of what there is to judge. So a text is given
-one more id that nobody reads, and the mask marks the position of its own last one (`readable`); document masks and
-padding then work as they do everywhere.
+The subtle point is the position. Rows for next-token prediction omit a text's last id, but this id ends the answer and
+matters to the reward. So each text gets one extra id that is never read (`append_read_token`). The mask marks the
+position of the text's own last id. Document masks and padding work as usual.
 
-On disk it is a folder of a language model (`models/serialization.py`), an adapter merged in, with two more files:
+On disk it is the folder of a language model (`models/serialization.py`), with an adapter merged, and two more files:
 
     reward.safetensors   value.weight [1, d_model]
-    reward.json          what it was trained on and how, and its figures on held-out pairs
+    reward.json          training data, configuration, and metrics on held-out pairs
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class RewardModel(PolicyModel):
     """See the top of this file.
 
     Args:
-        model: its trunk, to be trained. lora: train an adapter of it. seed: of the read-out.
+        model: trunk to be trained. lora: train an adapter of it. seed: of the reward head.
     """
 
     value: nn.Linear
@@ -76,18 +75,18 @@ class RewardModel(PolicyModel):
         super().__init__(model, lora=lora, seed=seed)
         width = model.config.d_model
         self.value = nn.Linear(width, 1, bias=False)
-        with torch.no_grad():  # drawn on the host: the same numbers on every device
+        with torch.no_grad():  # drawn on the CPU: the same numbers on every device
             self.value.weight.normal_(0.0, (width + 1) ** -0.5, generator=generator(seed, "reward"))
         self.value.to(self.device)
         if model.head is not None:
             model.head.requires_grad_(False)
 
     def param_optims(self, optim: OptimConfig) -> dict[str, ParamOptim]:
-        """All but the head over the vocabulary, which no reward asks."""
+        """Return the optimizers of all parameters except the vocabulary head."""
         return {name: t for name, t in super().param_optims(optim).items() if name != "model.head"}
 
     def rewards(self, batch: MicroBatch) -> Tensor:
-        """[S] fp32, with gradients: of the S texts of a part, each with one target that counts (`readable`)."""
+        """Return [S] rewards in fp32 with gradients, of S texts from `append_read_token`."""
         mask = batch["loss_mask"]
         read = self.value(self.hidden(batch)[mask].float()).squeeze(-1)
         rewards: Tensor = torch.zeros_like(read).index_add(0, batch["sequence"][mask], read)
@@ -95,7 +94,10 @@ class RewardModel(PolicyModel):
 
     @torch.no_grad()
     def score_examples(self, examples: Sequence[TokenizedExample]) -> Tensor:
-        """[S] rewards of S texts, on the host, whatever is marked in them; for best of n, reports, judging rollouts."""
+        """Return [S] rewards of S texts on the CPU.
+
+        Their loss masks are ignored. For best of n, reports and rollouts.
+        """
         found = torch.zeros(len(examples))
         for i in range(0, len(examples), MAX_SCORED_EXAMPLES):
             some = examples[i : i + MAX_SCORED_EXAMPLES]
@@ -107,19 +109,19 @@ class RewardModel(PolicyModel):
         return found
 
     def best_indices(self, groups: Sequence[Sequence[TokenizedExample]]) -> list[int]:
-        """Of each group of texts, the place of the one with the highest reward; of several, the first.
+        """Return the index of the highest reward in each group of texts; the first among equals.
 
         Raises:
             DataError: a group is empty.
         """
         if not all(groups):
-            raise DataError("a group has no texts", expected="one at least to choose the best of")
+            raise DataError("a group is empty", expected="at least one text")
         scored = self.score_examples([text for group in groups for text in group])
         return [int(part.argmax()) for part in torch.split(scored, [len(group) for group in groups])]
 
 
 def append_read_token(example: TokenizedExample) -> TokenizedExample:
-    """The text with one more id, which nobody reads, as the only target: its position is that of the last id."""
+    """Return the text with one extra id as its only target, at the position of its last id."""
     mask = np.zeros(len(example) + 1, np.bool_)
     mask[-1] = True
     return TokenizedExample(np.append(example.ids, example.ids[-1]), mask)
@@ -135,52 +137,56 @@ def train_reward_model(
     checkpoint_dir: Path | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> RewardModel:
-    """Trains on pairs, from the newest checkpoint if there is one.
+    """Train on pairs and return the model; resumes from the newest checkpoint.
 
     Args:
-        pairs: none longer than `config.length` ids (`choices` sees to that).
-        observe: told after each step: loss, chosen_reward, rejected_reward, margin, accuracy, count, gradient_norm,
-            seconds_*.
-        scratch: folder for checkpoints; None keeps none.
+        pairs: none longer than `config.seq_len` ids (`tokenize_pairs` ensures it).
+        callback: called after each step with loss, rewards/chosen, rewards/rejected, rewards/margin, rewards/accuracy,
+            loss_tokens, grad_norm and time/*.
+        checkpoint_dir: folder of checkpoints; None keeps none.
 
     Raises:
-        DataError: nothing to learn from.
+        DataError: there are no pairs.
     """
     if not pairs:
         raise DataError(
-            "there is no pair to learn from", expected="one at least", do="see what was left out, and why"
+            "there are no pairs", expected="at least one", do="check the rejected pairs and their reasons"
         )
     texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
-    units = PairBatches([append_read_token(text) for text in texts], 2, config, pad_id, "reward")
+    pair_batches = PairBatches([append_read_token(text) for text in texts], 2, config, pad_id, "reward")
     world = ProcessGroup()
     run_stage(
         model,
         config,
         reward_objective(config, model),
-        lambda first, _: _batches(units, first, world),
+        lambda first, _: _batches(pair_batches, first, world),
         identity={
             "stage": "reward",
             "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"}),
             "texts": dataset_fingerprint(texts),
         },
-        steps=units.steps,
-        positions=units.positions,
+        steps=pair_batches.steps,
+        positions=pair_batches.positions,
         callback=callback,
         checkpoint_dir=checkpoint_dir,
         log=log,
         replicas=choose_replicas(
-            model, config.replicas, positions=units.steps * units.positions, length=config.seq_len, max_replicas=units.batch_size
+            model,
+            config.replicas,
+            positions=pair_batches.steps * pair_batches.positions,
+            length=config.seq_len,
+            max_replicas=pair_batches.batch_size,
         ),
-        replica=partial(_replica_main, model, config, units),
+        replica=partial(_replica_main, model, config, pair_batches),
         world=world,
-    )  # fmt: skip
+    )
     return model
 
 
-def _batches(units: PairBatches, first: int, world: ProcessGroup) -> Iterator[list[dict[str, Tensor]]]:
-    """This replica's micro-batches of step `first` and of all after it."""
-    for number in range(first, units.steps):
-        yield list(units.micro_batches(units.shard(units.step_units(number), world), {}))
+def _batches(pair_batches: PairBatches, first: int, world: ProcessGroup) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield this replica's micro-batches of step `first` and of all later steps."""
+    for number in range(first, pair_batches.steps):
+        yield list(pair_batches.micro_batches(pair_batches.shard(pair_batches.step_units(number), world), {}))
 
 
 def _replica_main(
@@ -192,7 +198,7 @@ def _replica_main(
     shared: SharedState,
     _: Precomputed,
 ) -> None:
-    """What the replicas beside the first do: the same, and nobody watches."""
+    """Run the replicas other than the first."""
     train_replica(
         world, model, config, reward_objective(config, model), _batches(units, first, world), shared,
         positions=units.positions, first=first, steps=units.steps,
@@ -200,7 +206,7 @@ def _replica_main(
 
 
 def reward_objective(config: RewardConfig, model: RewardModel) -> Callable[[MicroBatch], Loss]:
-    """The loss of a micro-batch of pairs."""
+    """Return the loss function of a micro-batch of pairs."""
 
     def objective(part: MicroBatch) -> Loss:
         rewards = model.rewards(part)
@@ -215,16 +221,16 @@ def score_completions(
     tasks: Sequence[VerifiableTask],
     completions: Sequence[str],
 ) -> list[Verdict]:
-    """What a reward model says of answers to tasks, in the form of the verifiers (`evals/verify`): a reward for learning.
+    """Return a verdict for each completion, like the verifiers of `evals/verify`.
 
-    The reward is sigma(r), from 0 to 1: how likely the answer is to be preferred to one of reward 0. So no single answer can
-    outweigh a batch, and what cannot be judged gets 0, the least there is. passed: r is above 0.
-
-    Returns:
-        a verdict for each answer; for one that cannot be judged (no room, no text) it is marked as failed.
+    The reward is sigma(r), from 0 to 1: the probability of being preferred to a completion of reward 0. It is
+    bounded, so one completion cannot dominate a batch. A completion that cannot be scored (too long, not renderable)
+    gets 0 and failed=True. passed: r > 0.
     """
     if len(tasks) != len(completions):
-        raise DataError(f"{len(completions):,} answers to {len(tasks):,} tasks", expected="as many of both")
+        raise DataError(
+            f"there are {len(completions):,} completions and {len(tasks):,} tasks", expected="equal numbers"
+        )
     texts: dict[int, TokenizedExample] = {}
     found = [Verdict(0.0, False, "")] * len(tasks)
     longest = model.model.max_positions
@@ -246,16 +252,16 @@ def score_completions(
 def load_reward_verifier(
     folder: Path, dtype: str, device: str = "cpu"
 ) -> Callable[[Sequence[VerifiableTask], Sequence[str]], list[Verdict]]:
-    """A reward model as a judge: `reward_all` of the one in `folder`, computing in `dtype` on `device`.
+    """Return a verifier that uses the reward model in `folder`, computing in `dtype` on `device`.
 
-    It reads words, in its own tokenizer; so it may judge a policy that has another.
+    It reads text with its own tokenizer, so the policy may have another one.
 
     Raises:
-        CheckpointError: there is no reward model.
+        CheckpointError: the folder has no reward model.
     """
     model, _ = load_reward_model(folder, getattr(torch, dtype), device)
-    scribe = load_example_tokenizer(folder)
-    return lambda tasks, completions: score_completions(model, scribe, tasks, completions)
+    example_tokenizer = load_example_tokenizer(folder)
+    return lambda tasks, completions: score_completions(model, example_tokenizer, tasks, completions)
 
 
 def save_reward_model(
@@ -267,12 +273,12 @@ def save_reward_model(
     metrics: Mapping[str, Any] | None = None,
     base: Path | None = None,
 ) -> None:
-    """Writes a reward model into an empty folder.
+    """Write a reward model into an empty folder.
 
     Args:
-        base: folder of the model that its trunk began as, whose tokenizer and chat template come along.
-        trained_on: what its pairs were, as JSON: their source, how many, what was left out.
-        figures: of `reward_report.py`.
+        base: folder of the model its trunk started from; its tokenizer and chat template are copied.
+        trained_on: description of the pairs as JSON: source, number, rejected.
+        metrics: of `reward_report.py`.
     """
     save_model(model.eval_copy(), folder)
     if base is not None:
@@ -292,28 +298,28 @@ def save_reward_model(
 def load_reward_model(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[RewardModel, dict[str, Any]]:
-    """(the reward model of `folder`, to be asked, on `device`; its record).
+    """Return (the frozen reward model of `folder` on `device`, its record).
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the read-out does not fit the trunk.
+        CheckpointError: a file is missing or damaged, or the reward head does not fit the trunk.
     """
     try:
         record = json.loads((folder / METADATA_FILE).read_text(encoding="utf-8"))
         weights = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"no reward model could be read from {folder}: {error}",
+            f"cannot read a reward model from {folder}: {error}",
             expected=f"a model's files, {METADATA_FILE} and {WEIGHTS_FILE}",
-            do="name a folder that `save_reward` wrote",
+            do="pass a folder of `save_reward_model`",
         ) from error
     model = RewardModel(load_model(folder, dtype, device))
-    given = weights.get("value.weight")
-    if given is None or given.shape != model.value.weight.shape:
+    weight = weights.get("value.weight")
+    if weight is None or weight.shape != model.value.weight.shape:
         raise CheckpointError(
-            f"{folder / WEIGHTS_FILE}: tensor 'value.weight' is {None if given is None else list(given.shape)}",
-            expected=f"{list(model.value.weight.shape)}, as wide as the model",
+            f"{folder / WEIGHTS_FILE}: tensor 'value.weight' is {None if weight is None else list(weight.shape)}",
+            expected=f"{list(model.value.weight.shape)}, the width of the model",
         )
     with torch.no_grad():
-        model.value.weight.copy_(given)
+        model.value.weight.copy_(weight)
     model.requires_grad_(False)
     return model.eval(), record

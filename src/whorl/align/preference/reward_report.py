@@ -1,18 +1,16 @@
-"""Can a reward model be believed? On pairs that it did not learn from: is it right, is it as sure as it should be, and does
-it only count words?
+"""Quality report of a reward model on held-out pairs: accuracy, calibration and length bias.
 
     accuracy      share of pairs where r(chosen) > r(rejected); a tie counts half
-    calibration   of the pairs where it said 80 %, were 80 % right? (`objectives/reward.py`)
-    length bias   longer answers are preferred by people and still more by models of people (Singhal et al. 2023,
-                  arXiv:2310.03716): a policy that learns from such a model learns to be long
+    calibration   predicted preference probability against observed frequency (`objectives/reward.py`)
+    length bias   people prefer longer answers, and reward models even more (Singhal et al. 2023, arXiv:2310.03716),
+                  so a policy trained on such a model becomes verbose
 
-Length is looked at in three ways, for none is enough. The correlation of reward with the answer's length over all texts
-mixes prompts: where a hard prompt asks for a long answer, both move together without any bias. That of the *differences*
-inside a pair leaves prompts out. And accuracy apart for pairs where the longer one was chosen, and where it was rejected,
-says what the bias costs: a model that only counts has 1 and 0.
+Length bias needs three measures. The correlation of reward and length over all texts mixes prompts: a hard prompt has
+a long answer. The correlation of the differences within a pair removes prompts. Accuracy, split by whether the longer
+completion was chosen, gives the cost of the bias. A model that only counts tokens has 1 and 0.
 
-The subtle part is what the model is compared with: if 70 % of the chosen answers are longer, a model that finds the
-longer one better in 70 % of pairs need not be biased. So the data's share stands beside the model's.
+The subtle point is the baseline. If 70 % of the chosen completions are longer, a model that prefers the longer one in
+70 % of pairs need not be biased. So the share in the data is reported next to the model's.
 """
 
 from __future__ import annotations
@@ -32,11 +30,13 @@ from whorl.objectives.reward import Calibration, pair_calibration
 
 @dataclass(frozen=True)
 class LengthBias:
-    """Lengths are ids of the answer; NaN where there is nothing to say.
+    """Length bias; lengths are ids of the completion, NaN where undefined.
 
-    reward: correlation of reward and length over all texts; margin: of their differences inside a pair; longer_chosen, n,
-    shorter_chosen, m: accuracy where the chosen one is the longer or the shorter, and how many pairs that are; data: share
-    of pairs of different lengths where the longer one was chosen; model: where the model prefers it.
+    reward_correlation: of reward and length over all texts. margin_correlation: of their differences within a pair.
+    accuracy_longer_chosen, n_longer: accuracy and number of pairs where the chosen completion is longer.
+    accuracy_shorter_chosen, n_shorter: the same where it is shorter.
+    data_longer_fraction: share of pairs of different length whose longer completion was chosen.
+    model_longer_fraction: share where the model prefers it.
     """
 
     reward_correlation: float
@@ -51,7 +51,7 @@ class LengthBias:
 
 @dataclass(frozen=True)
 class RewardReport:
-    """What a reward model is worth on pairs. accuracy: ties count half; margin: mean of r(chosen) - r(rejected)."""
+    """Metrics of a reward model on pairs. accuracy: ties count half. margin: mean of r(chosen) - r(rejected)."""
 
     pairs: int
     accuracy: float
@@ -60,7 +60,7 @@ class RewardReport:
     length_bias: LengthBias
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON."""
+        """Return the report as JSON."""
         curve = self.calibration
         names = ("edges", "predicted", "observed", "count")
         return {
@@ -74,30 +74,32 @@ class RewardReport:
         }
 
     def table(self) -> str:
-        """Lines for people: the figures, the reliability curve, the length bias."""
+        """Return the report as text: metrics, reliability curve, length bias."""
         curve, bias = self.calibration, self.length_bias
         lines = [
             f"{self.pairs:,} pairs, accuracy {self.accuracy:.1%}, margin {self.margin:.3f}, "
             f"calibration error {curve.expected_error:.3f} (largest {curve.max_error:.3f})",
-            "  certainty      said    seen    pairs",
+            "  probability  predicted  observed    pairs",
         ]
         for i, n in enumerate(curve.count.tolist()):
             if n:
-                between = f"{float(curve.edges[i]):.0%} to {float(curve.edges[i + 1]):.0%}"
+                interval = f"{float(curve.edges[i]):.0%} to {float(curve.edges[i + 1]):.0%}"
                 lines.append(
-                    f"  {between:12} {float(curve.predicted[i]):6.1%}  {float(curve.observed[i]):6.1%}  {n:7,.0f}"
+                    f"  {interval:12} {float(curve.predicted[i]):9.1%}  {float(curve.observed[i]):8.1%}  {n:7,.0f}"
                 )
-        differ = bias.n_longer + bias.n_shorter
+        n_different = bias.n_longer + bias.n_shorter
         lines.append(
-            f"  length: correlation with reward {_format_or_dash(bias.reward_correlation, '+.2f')}, of the differences in a pair "
-            f"{_format_or_dash(bias.margin_correlation, '+.2f')}"
-            + ("" if differ else "; no pair has answers of different length")
+            f"  length: correlation with reward {_format_or_dash(bias.reward_correlation, '+.2f')}, "
+            f"of the differences within a pair {_format_or_dash(bias.margin_correlation, '+.2f')}"
+            + ("" if n_different else "; no pair has completions of different length")
         )
-        if differ:
+        if n_different:
             lines += [
-                f"  right where the longer one was chosen {_format_or_dash(bias.accuracy_longer_chosen, '.1%')} of {bias.n_longer:,}, where "
-                f"the shorter one was {_format_or_dash(bias.accuracy_shorter_chosen, '.1%')} of {bias.n_shorter:,}",
-                f"  the longer one is preferred by the data in {bias.data_longer_fraction:.1%}, by the model in {bias.model_longer_fraction:.1%}",
+                f"  accuracy where the longer one was chosen: {_format_or_dash(bias.accuracy_longer_chosen, '.1%')} of "
+                f"{bias.n_longer:,}, where the shorter one was: "
+                f"{_format_or_dash(bias.accuracy_shorter_chosen, '.1%')} of {bias.n_shorter:,}",
+                f"  the longer one is preferred in {bias.data_longer_fraction:.1%} of the data, by the model in "
+                f"{bias.model_longer_fraction:.1%}",
             ]
         return "\n".join(lines)
 
@@ -105,48 +107,48 @@ class RewardReport:
 def evaluate_reward_model(
     model: RewardModel, pairs: Sequence[PreferencePair], *, bins: int = 10
 ) -> RewardReport:
-    """Of a model on pairs that it did not learn from.
+    """Return the report of a model on held-out pairs.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no pairs.
     """
     if not pairs:
-        raise DataError("there is no pair to report on", expected="one at least", do="hold some back")
+        raise DataError("there are no pairs", expected="at least one", do="hold some out")
     scored = model.score_examples([text for pair in pairs for text in (pair.chosen, pair.rejected)])
     lengths = [[int(t.loss_mask.sum()) for t in (pair.chosen, pair.rejected)] for pair in pairs]
     return make_reward_report(scored.view(-1, 2), torch.tensor(lengths), bins=bins)
 
 
 def make_reward_report(rewards: Tensor, lengths: Tensor, *, bins: int = 10) -> RewardReport:
-    """rewards, lengths: [P, 2], chosen and rejected."""
-    margin, apart = rewards[:, 0] - rewards[:, 1], lengths[:, 0] - lengths[:, 1]
+    """Return the report. rewards, lengths: [P, 2], chosen and rejected."""
+    margin, length_difference = rewards[:, 0] - rewards[:, 1], lengths[:, 0] - lengths[:, 1]
     right = torch.where(margin == 0, 0.5, (margin > 0).double())
-    longer, shorter = apart > 0, apart < 0
-    prefers = torch.cat([right[longer], 1 - right[shorter]])  # the longer one
-    differ = int(longer.sum() + shorter.sum())
+    longer, shorter = length_difference > 0, length_difference < 0
+    prefers_longer = torch.cat([right[longer], 1 - right[shorter]])  # the longer one
+    n_different = int(longer.sum() + shorter.sum())
     bias = LengthBias(
         reward_correlation=correlation(rewards.flatten(), lengths.flatten()),
-        margin_correlation=correlation(margin, apart),
+        margin_correlation=correlation(margin, length_difference),
         accuracy_longer_chosen=_mean(right[longer]),
         n_longer=int(longer.sum()),
         accuracy_shorter_chosen=_mean(right[shorter]),
         n_shorter=int(shorter.sum()),
-        data_longer_fraction=int(longer.sum()) / differ if differ else float("nan"),
-        model_longer_fraction=_mean(prefers),
+        data_longer_fraction=int(longer.sum()) / n_different if n_different else float("nan"),
+        model_longer_fraction=_mean(prefers_longer),
     )
     curve = pair_calibration(margin, bins=bins)
     return RewardReport(len(margin), float(right.mean()), float(margin.double().mean()), curve, bias)
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Pearson's, of [N] and [N]; NaN where one of them does not vary."""
+    """Return Pearson's correlation of [N] and [N]; NaN where one of them is constant."""
     a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
     scale = float(a.norm() * b.norm())
     return float(a @ b) / scale if scale > 0 else float("nan")
 
 
 def _format_or_dash(value: float, form: str) -> str:
-    """A dash where there is nothing to say."""
+    """Return the formatted value, or a dash for NaN."""
     return "-" if value != value else format(value, form)
 
 

@@ -1,15 +1,15 @@
-"""What a policy learns from experience: an advantage for every token, and the objective bound to the network.
+"""Advantages of a rollout batch, and the policy objective bound to the network.
 
-    advantages(config, experience)     [R] rewards -> [R, T] advantages, by the algorithm's baseline
-    objective_of(config, network)      micro-batch -> Loss, by the algorithm's surrogate, clip and average
+    compute_advantages(config, experience, state)     [R] rewards -> [R, T] advantages, by the algorithm's baseline
+    policy_objective(config, network, state)          micro-batch -> Loss, by the algorithm's surrogate and aggregation
 
-The algorithm is a `Method` (`objectives/llm_policy.py`), of which the configuration may change any argument. `Signals` is
-what goes on from record to record beside weights: the KL's weight where it is adapted, and how far the engine's word for a
-token was from the trainer's.
+The algorithm is a `PolicyLossConfig` (`objectives/llm_policy.py`), and the configuration may override any argument.
+`RLState` holds what persists between rollout batches in addition to the weights: an adaptive KL coefficient, and the
+difference between the log-probabilities of engine and trainer.
 
-The subtle part is parity. The first forward of a record is by the very weights that sampled it, so there every token's
-log-probability must be the engine's but for rounding: 1e-4 in fp32. It costs nothing to look, and every record that the
-newest weights sampled tells it; of one that is older there is nothing to compare.
+The subtle point is that difference. The first forward pass of a rollout batch uses the weights that sampled it, so each
+log-probability must equal the engine's up to rounding: 1e-4 in fp32. The comparison costs nothing. It is made for every
+rollout batch that the newest weights sampled; an older one has nothing to compare with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VALUE_COEF = 0.5
 
 
 def resolve_method(config: RLConfig) -> PolicyLossConfig:
-    """The algorithm with what the configuration changes of it."""
+    """Return the arguments of the algorithm with the overrides of the configuration."""
     method = PRESETS[config.algorithm]
     changed: dict[str, Any] = {
         "kl_coef": config.kl.coef,
@@ -67,27 +67,27 @@ def resolve_method(config: RLConfig) -> PolicyLossConfig:
 
 
 def check_method(config: RLConfig, network: PolicyModel, reference: PolicyModel | None) -> PolicyLossConfig:
-    """The same, checked against the networks that are there.
+    """Return the same as `resolve_method`, checked against the networks.
 
     Raises:
-        ConfigError: a KL without a reference, or a critic that is missing, or has no use.
+        ConfigError: a KL without a reference, or a critic that is missing or unused.
     """
     method = resolve_method(config)
     if config.kl.coef and reference is None:
         raise ConfigError(
             f"kl.coef is {config.kl.coef:g}, and there is no reference",
-            expected="the policy as it was before", do="give one, or set kl.coef to 0",
+            expected="a reference, such as the initial policy", do="pass one, or set kl.coef to 0",
         )  # fmt: skip
     if (method.baseline == "critic") != (network.value is not None):
         raise ConfigError(
-            f"{config.algorithm} {'needs' if network.value is None else 'has no use for'} a critic",
-            expected=f"Network(critic={network.value is None})",
+            f"{config.algorithm} {'needs' if network.value is None else 'does not use'} a critic",
+            expected=f"PolicyModel(critic={network.value is None})",
         )
     return method
 
 
 class RLState:
-    """What goes on from record to record beside the weights (see the top of this file)."""
+    """State that persists between rollout batches in addition to the weights (see the top of this file)."""
 
     def __init__(self, config: RLConfig) -> None:
         self.kl_coef, self.kl_target = config.kl.coef, config.kl.target_kl
@@ -96,23 +96,23 @@ class RLState:
         self._expected_version: int | None = None
 
     def expect_version(self, version: int) -> None:
-        """The next forward is by the weights that sampled, `version`."""
+        """Declare that the next forward pass uses the weights of `version`, which sampled the batch."""
         self._expected_version = version
 
     def compare_log_probs(self, batch: MicroBatch, log_prob: Tensor, version: int) -> None:
-        """Looks at tokens [...] that the weights of `version` sampled."""
+        """Compare tokens [...] that the weights of `version` sampled."""
         same = batch["loss_mask"] & (batch["version"] == version)
         self.logprob_diff.update((log_prob - batch["behaviour_log_prob"])[same])
 
     def observe_micro_batch(self, batch: MicroBatch, log_prob: Tensor) -> None:
-        """Of a micro-batch: log_prob [N] of the targets that count."""
+        """Compare the tokens of a micro-batch. log_prob: [N] of the targets in the loss."""
         if self._expected_version is not None:
             mask = batch["loss_mask"]
             same = batch["version"][mask] == self._expected_version
             self.logprob_diff.update((log_prob.detach() - batch["behaviour_log_prob"][mask])[same])
 
     def update_kl_coef(self, kl: float) -> None:
-        """KL to the reference of a record, nats a token: the weight is adapted where a target is given."""
+        """Adapt the KL coefficient if a target is set. kl: of a rollout batch, in nats per token."""
         if self.kl_target is not None:
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self.kl_target)
             self.metrics["kl_coef"] = self.kl_coef
@@ -124,78 +124,82 @@ class RLState:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another one was."""
+        """Restore a state returned by `state_dict`."""
         self.kl_coef = state["kl_coef"]
 
 
 @torch.no_grad()
 def compute_advantages(config: RLConfig, experience: Experience, state: RLState) -> dict[str, Tensor]:
-    """advantage [R, T] beside the targets of a record, on the host as all its streams are; with a critic value_target too;
-    with workers weight."""
-    method, part = resolve_method(config), experience.batch
-    mask, reward = part["loss_mask"], experience.reward.clone()
+    """Return advantage [R, T] aligned with the targets, on the CPU like all streams of a rollout batch.
+
+    With a critic the result also has value_target, with asynchronous workers weight.
+    """
+    method, batch = resolve_method(config), experience.batch
+    mask, reward = batch["loss_mask"], experience.reward.clone()
     if config.resolved_overlong_buffer:
         reward += overlong_reward(
             experience.length, config.max_completion_tokens, config.resolved_overlong_buffer
         )
-    current = part.get("proximal_log_prob", part["behaviour_log_prob"])
+    current = batch.get("proximal_log_prob", batch["behaviour_log_prob"])
     kl: Tensor | None = None
-    if "reference_log_prob" in part:
+    if "reference_log_prob" in batch:
         kl = (
-            kl_reward(current, part["reference_log_prob"], 1.0, method.kl_estimator) * mask
+            kl_reward(current, batch["reference_log_prob"], 1.0, method.kl_estimator) * mask
         )  # [R, T], minus the KL
         state.update_kl_coef(float(-kl.sum() / mask.sum().clamp(min=1)))
     penalty = kl * state.kl_coef if kl is not None and method.kl_apply_to == "reward" else None
-    rows = torch.arange(experience.rows)[:, None].expand_as(mask)[mask]  # [N], of the targets that count
-    found: dict[str, Tensor] = {}
+    rows = torch.arange(experience.rows)[:, None].expand_as(mask)[mask]  # [N], of the targets in the loss
+    streams: dict[str, Tensor] = {}
 
-    def spread(values: Tensor) -> Tensor:
+    def to_grid(values: Tensor) -> Tensor:
         out = torch.zeros(mask.shape)
         out[mask] = values
         return out
 
     if method.baseline == "critic":
-        each = torch.zeros(mask.shape) if penalty is None else penalty.clone()
-        last = mask.long().cumsum(1).argmax(1)  # the end of each answer
-        some = mask.any(1)
-        each[some.nonzero()[:, 0], last[some]] += reward[some]
-        advantage, target = token_gae(each[mask], part["old_value"][mask], rows, lambda_=config.gae_lambda)
-        found = {"advantage": spread(whiten(advantage)), "value_target": spread(target)}
+        token_rewards = torch.zeros(mask.shape) if penalty is None else penalty.clone()
+        last = mask.long().cumsum(1).argmax(1)  # last token of each completion
+        nonempty = mask.any(1)
+        token_rewards[nonempty.nonzero()[:, 0], last[nonempty]] += reward[nonempty]
+        advantage, target = token_gae(
+            token_rewards[mask], batch["old_value"][mask], rows, lambda_=config.gae_lambda
+        )
+        streams = {"advantage": to_grid(whiten(advantage)), "value_target": to_grid(target)}
     else:
         if penalty is not None:
             reward += penalty.sum(1)
         group = torch.arange(experience.rows) // config.group_size
-        told = group_advantages(reward, group, baseline=method.baseline, scale_rewards=method.scale_rewards)
-        found["advantage"] = told.advantage[:, None] * mask
+        result = group_advantages(reward, group, baseline=method.baseline, scale_rewards=method.scale_rewards)
+        streams["advantage"] = result.advantage[:, None] * mask
     if config.async_rollout.workers and config.async_rollout.importance != "none":
         weight, ratios = importance_weights(
             current[mask],
-            part["behaviour_log_prob"][mask],
+            batch["behaviour_log_prob"][mask],
             rows,
             rule=config.async_rollout.importance,
             level=config.async_rollout.importance_level,
             high=config.async_rollout.importance_clip,
         )
-        found["weight"] = spread(weight)
+        streams["weight"] = to_grid(weight)
         state.metrics |= {f"importance/{name}": value for name, value in vars(ratios).items()}
-    return found
+    return streams
 
 
 def policy_objective(config: RLConfig, network: PolicyModel, state: RLState) -> Callable[[MicroBatch], Loss]:
-    """The loss of a micro-batch of rows with their streams."""
+    """Return the loss function of a micro-batch of rows with their streams."""
     method = resolve_method(config)
 
     def objective(part: MicroBatch) -> Loss:
         bonus = method.entropy_coef > 0
-        # Of adapters only where it counts: with a frozen head the gradient without it is cheaper.
-        judged = network.log_probs(part, entropy=bonus or network.lora is None)
-        state.observe_micro_batch(part, judged.log_prob)
+        # With an adapter the head is frozen, and the gradient without entropy is cheaper.
+        output = network.log_probs(part, entropy=bonus or network.lora is None)
+        state.observe_micro_batch(part, output.log_prob)
         mask = part["loss_mask"]
-        n = len(mask)  # every row is one text
+        n = len(mask)  # one completion per row
         rows = torch.arange(n, device=mask.device)[:, None].expand_as(mask)[mask]
         streams = {
             name: part[name][mask]
@@ -208,16 +212,18 @@ def policy_objective(config: RLConfig, network: PolicyModel, state: RLState) -> 
             )
             if name in part
         }
-        entropy = judged.entropy if bonus or judged.entropy is None else judged.entropy.detach()
-        tokens = CompletionTokens(judged.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
-        now = replace(method, kl_coef=state.kl_coef)
-        loss = policy_loss(tokens, now)
-        if judged.value is None:
+        entropy = output.entropy if bonus or output.entropy is None else output.entropy.detach()
+        tokens = CompletionTokens(output.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
+        loss_config = replace(method, kl_coef=state.kl_coef)
+        loss = policy_loss(tokens, loss_config)
+        if output.value is None:
             return loss
-        critic = value_loss(
-            judged.value, part["old_value"][mask], part["value_target"][mask], rows,
-            aggregation=now.aggregation, constant=now.constant, n_sequences=n,
+        critic_loss = value_loss(
+            output.value, part["old_value"][mask], part["value_target"][mask], rows,
+            aggregation=loss_config.aggregation, constant=loss_config.constant, n_sequences=n,
         )  # fmt: skip
-        return Loss(loss.total + VALUE_COEF * critic.total, loss.count, {**loss.metrics, **critic.metrics})
+        return Loss(
+            loss.total + VALUE_COEF * critic_loss.total, loss.count, {**loss.metrics, **critic_loss.metrics}
+        )
 
     return objective

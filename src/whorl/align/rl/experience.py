@@ -1,14 +1,14 @@
-"""From a record of rollouts to what is learnt from it: rows with their streams, and an advantage for every token.
+"""Rollout batches as training data: rows with aligned streams.
 
-    record [R, T] of ids   ->   tokens, targets, loss_mask, sequence [R, T - 1], and beside the targets
-                                behaviour_log_prob, version, advantage (and value_target, reference_log_prob, old_value)
+    ids [R, T]   ->   tokens, targets, loss_mask, sequence [R, T - 1], and aligned with the targets
+                      behaviour_log_prob, version, advantage (and value_target, reference_log_prob, old_value)
 
-Where the algorithms differ is a baseline and a few factors (`objectives/llm_policy.py`); who is compared with whom is the
-same for all: the K answers to one task.
+Algorithms differ in a baseline and a few factors (`objectives/llm_policy.py`). Every one of them compares the K
+completions of one task.
 
-The subtle part is what was cut off. An answer that ran into the limit has no end: nothing says what would have come of it.
-Its reward is what the verifier says of what there is (nearly always 0), and it counts like any other; `overlong` lets the
-reward fall softly before the limit instead (DAPO), so that length is told from wrongness.
+The subtle point is truncation. A completion that reached the length limit has no end. Its reward is the verifier's
+result for the truncated text (almost always 0), and it counts like any other. With `overlong_buffer` the reward falls
+gradually before the limit (DAPO), which separates length from wrongness.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from whorl.slots import Slot
 
 @dataclass(frozen=True)
 class Experience:
-    """A record, copied out of its slot.
+    """A rollout batch, copied out of its slot.
 
-    part: rows with streams (see the top of this file); reward: [R], as verified; passed, finished: [R] bool; length: [R] ids
-    sampled; task: [R]; redrawn, broken: counts.
+    batch: rows with streams (see the top of this file). reward: [R]. passed, finished: [R] bool. length: [R] sampled
+    ids.
+    task: [R] index. resampled_groups, failed_verifications: counts.
     """
 
     batch: dict[str, Tensor]
@@ -45,26 +46,26 @@ class Experience:
 
 
 def read_rollouts(slot: Slot[Rollouts]) -> Experience:
-    """What a slot holds; the columns that no row uses are cut off."""
+    """Return the content of a slot, without columns that no row uses."""
     views = slot.tensors()
     length, prompt = views["length"].clone(), views["prompt_length"]
-    stop = max(2, int(length.max()))
-    ids = views["ids"][:, :stop]
-    place = torch.arange(1, stop)
-    inside = place < length[:, None]  # [R, stop - 1], of targets
-    sampled = inside & (place >= prompt[:, None])
+    width = max(2, int(length.max()))
+    ids = views["ids"][:, :width]
+    column = torch.arange(1, width)
+    valid = column < length[:, None]  # [R, stop - 1], of targets
+    sampled = valid & (column >= prompt[:, None])
     rows = torch.arange(len(length))[:, None]
     zeros = torch.zeros(())
-    part = {
-        "tokens": torch.where(torch.arange(stop - 1) < length[:, None], ids[:, :-1], 0),
-        "targets": torch.where(inside, ids[:, 1:], 0),
+    batch = {
+        "tokens": torch.where(torch.arange(width - 1) < length[:, None], ids[:, :-1], 0),
+        "targets": torch.where(valid, ids[:, 1:], 0),
         "loss_mask": sampled,
-        "sequence": torch.where(inside, rows, -1),
-        "behaviour_log_prob": torch.where(sampled, views["behaviour_log_prob"][:, 1:stop], zeros),
-        "version": torch.where(sampled, views["version"][:, 1:stop], 0),
+        "sequence": torch.where(valid, rows, -1),
+        "behaviour_log_prob": torch.where(sampled, views["behaviour_log_prob"][:, 1:width], zeros),
+        "version": torch.where(sampled, views["version"][:, 1:width], 0),
     }
     return Experience(
-        part,
+        batch,
         views["reward"].clone(),
         views["passed"].clone(),
         views["finished"].clone(),
@@ -76,7 +77,7 @@ def read_rollouts(slot: Slot[Rollouts]) -> Experience:
 
 
 def rollout_metrics(experience: Experience, group_size: int) -> dict[str, float]:
-    """What a record says about how the policy does."""
+    """Return the metrics of a rollout batch."""
     reward, passed = experience.reward, experience.passed
     length, groups = experience.length.float(), experience.reward.view(-1, group_size)
     wrong = ~passed

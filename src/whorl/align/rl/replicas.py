@@ -1,16 +1,17 @@
-"""Replicas of a policy: processes that answer a share of each record's tasks and learn from a share of its rows.
+"""Replicas of a policy: processes that each sample and train a shard of every rollout batch.
 
-Why processes. Sampling and learning of a small model are thousands of short operations, and operations split over cores
-wait for one another each time (`parallel/process_group.py`). Here each core has its own engine for its own tasks, and its own rows to
-learn from; they meet a few times a step.
+Sampling and training a small model are thousands of short operations. Splitting one operation over cores adds a
+synchronization each time (`parallel/process_group.py`). With replicas each core has its own engine for its own tasks
+and its own rows, and the replicas synchronize a few times per step.
 
-All replicas run the same loop (`learn.py`). What depends on the whole record, and is cheap, each finds out for itself from
-the same numbers: which tasks are drawn, who is compared with whom, advantages, the order of rows. What is costly is shared
-out, and `gather` puts it together in shared memory: the sampled rows, and what was asked of other weights.
+All replicas run the same loop (`rl/train.py`). Cheap computations over the whole rollout batch are repeated by each
+replica on the same numbers: task selection, baselines, advantages, row order. Expensive ones are sharded. The results
+are
+gathered in shared memory: sampled rows, and log-probabilities under other weights.
 
-The subtle part is that nothing is drawn differently. An answer's seed follows from its place in the record, not from who
-samples it, so one replica and four sample the same answers, up to ties that rounding decides, and take the same steps up to
-the rounding of sums (a test).
+The subtle point is randomness. The seed of a completion depends on its index in the rollout batch, not on the
+replica. So one replica and four sample the same completions, except for ties decided by rounding. They take the same
+steps up to the rounding of sums (tested).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from whorl.parallel.process_group import ProcessGroup
 def choose_rl_replicas(
     config: RLConfig, network: PolicyModel, length: int, *, uses_reward_model: bool = False
 ) -> int:
-    """How many replicas a stage takes: what is asked for, no more than there are tasks; or, by default, one a thread where
-    that pays, or as many fewer as take the same turns.
+    """Return the number of replicas of a stage.
 
-    length: ids of a row; judged: by a reward model, of which each replica would have its own. Always one where workers
-    sample ahead, or the model is not on the CPU.
+    That is the requested number, at most one per task. By default it is one per thread where that pays, reduced to the
+    smallest number with the same number of rounds. It is 1 with asynchronous workers, or if the model is not on the
+    CPU.
+
+    length: ids of a row. uses_reward_model: each replica would need its own reward model, so the default is 1.
     """
     if config.async_rollout.workers:
         return 1
@@ -52,45 +55,46 @@ def choose_rl_replicas(
 
 @dataclass
 class ReplicaGroup:
-    """One replica's place among all; `columns`: shared memory by name, [R, ...] each, that `gather` goes through."""
+    """One replica's membership of the group. buffers: shared memory by name, [R, ...] each, used to gather."""
 
     process_group: ProcessGroup = field(default_factory=ProcessGroup)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def is_single(self) -> bool:
-        """Whether there is nobody to share with."""
+        """Whether this is the only replica."""
         return self.process_group.size == 1
 
     def shard(self, n: int) -> range:
-        """Which of n tasks are this replica's: a stretch as long as the others', or shorter by one."""
+        """Return the indices of this replica's share of n tasks: contiguous, with sizes that differ by at most one."""
         size, rank = self.process_group.size, self.process_group.rank
         return range(n * rank // size, n * (rank + 1) // size)
 
     def shard_rows(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This replica's rows of sorted ones: each takes every size-th group, so that all have short and long ones."""
+        """Return this replica's rows of sorted rows: every size-th group, short and long ones."""
         group = rows["group"][:, 0]
-        number = torch.cat([group.new_zeros(1), (group[1:] != group[:-1]).long()]).cumsum(0)
-        if int(number.max()) + 1 < self.process_group.size:  # too few to go round
-            number = torch.arange(len(number))
-        mine = number % self.process_group.size == self.process_group.rank
-        return {name: t[mine] for name, t in rows.items()}
+        group_index = torch.cat([group.new_zeros(1), (group[1:] != group[:-1]).long()]).cumsum(0)
+        if int(group_index.max()) + 1 < self.process_group.size:  # fewer groups than replicas
+            group_index = torch.arange(len(group_index))
+        own_rows = group_index % self.process_group.size == self.process_group.rank
+        return {name: t[own_rows] for name, t in rows.items()}
 
     def all_gather_list(self, values: Sequence[float]) -> list[float]:
-        """What all replicas have to say of their shares, one behind the other."""
+        """Return the values of all replicas, concatenated in rank order."""
         return [value for each in self.process_group.all_gather_scalars(*values) for value in each]
 
     def all_gather_rows(self, into: Mapping[str, Tensor], rows: Tensor) -> None:
-        """Fills tensors [R, ...] with every replica's rows; `rows` [n] are the numbers of this one's.
+        """Fill tensors [R, ...] with the rows of every replica. rows: [n] indices of this replica's rows.
 
-        A column is written anew only after a step, at which all have met: so nobody reads what is being overwritten.
+        A buffer is written again only after a step, at which all replicas synchronize, so no replica reads it
+        meanwhile.
         """
-        places = {
+        views = {
             name: self.buffers[name] if tensor.dim() == 1 else self.buffers[name][:, : tensor.shape[1]]
             for name, tensor in into.items()
         }
         for name, tensor in into.items():
-            places[name][rows] = tensor[rows]
+            views[name][rows] = tensor[rows]
         self.process_group.all_gather_scalars()
         for name, tensor in into.items():
-            tensor.copy_(places[name])
+            tensor.copy_(views[name])

@@ -1,20 +1,19 @@
-"""Rollouts: tasks in, judged answers out, as records in slots. The producer of RL from verifiable rewards.
+"""Rollout worker: samples completions of tasks, verifies them, and writes a rollout batch into a slot.
 
-A record is G tasks with K answers each, R = G K rows; row g K + k is answer k to task g. Of each id it keeps the
-log-probability that it was drawn with and the version of the weights that drew it; of each answer, what the verifiers said.
-The same producer works in lock-step with the learner, in a process of its own that runs ahead, or behind Ray: `slots/` runs
-it, and nothing here knows which (idea 2 of the house).
+A rollout batch has G tasks with K completions each, R = G K rows; row g K + k is completion k of task g. For each id it
+keeps the log-probability under the sampling weights and the version of those weights. The same producer runs in
+lockstep with the learner, in a process that samples ahead, or in Ray; `slots/` runs it.
 
-    tasks   drawn by a curriculum that remembers how often each was solved (`data/curriculum.py`)
-    answers by the engine, at the policy's temperature, with nothing cut off its distribution
-    rewards by the verifiers, those of programs in a sandbox; or by a reward model, the `judge`, in their place
+    tasks        drawn by a curriculum that tracks pass rates (`data/curriculum.py`)
+    completions  sampled by the engine at the policy's temperature, without top-k or top-p
+    rewards      from verifiers, those of programs in a sandbox, or from a reward model
 
-With `redraws` a group of which all answers got the same reward, from which a group-relative advantage learns nothing, is
-put aside and another task is drawn in its place (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
+With `dynamic_sampling_rounds` a group with equal rewards, from which a group-relative advantage learns nothing, is
+replaced by a group of another task (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
 
-The subtle part is weights that change under way. In lock-step they do not. Running ahead, the engine may take new ones
-between two steps (`in_flight`), so that the ids of one answer are of several versions; each says its own, and the record's
-own version is the oldest.
+The subtle point is a change of weights during sampling. In lockstep weights do not change. A worker that samples
+ahead may update between two engine steps (`update_in_flight`), so the ids of one completion may have several
+versions. Each id records its version, and the version of the rollout batch is the oldest.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
 
 @dataclass(frozen=True)
 class Rollouts:
-    """R rows of up to T ids. prompt: how many of `ids` were given; length: how many there are in all.
+    """R rows of up to T ids. prompt_length: ids of the prompt. length: ids of prompt and completion.
 
-    behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself;
-    task: its number among the tasks; redrawn: groups that others took the place of; broken: answers whose verifier failed.
+    behaviour_log_prob, version: of each sampled id. reward, passed: from the verifier. finished: ended with a stop id.
+    task: index. resampled_groups: groups that were replaced. failed_verifications: completions whose verifier failed.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
@@ -72,7 +71,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The answers to one task, and what the verifiers said of each."""
+    """Completions of one task and their verdicts."""
 
     task: int
     completions: list[Completion]
@@ -80,35 +79,37 @@ class RolloutGroup:
 
 
 def rollout_spec(groups: int, group_size: int, length: int) -> Spec[Rollouts]:
-    """Of records of `groups` tasks with `answers` answers each, in rows of `length` ids."""
+    """Return the slot layout of `groups` tasks with `group_size` completions each, in rows of `length` ids."""
     return Spec.from_dataclass(Rollouts, R=groups * group_size, T=length)
 
 
 def shared_rollout_buffers(rows: int, length: int) -> dict[str, Tensor]:
-    """What replicas gather a record through (`peers.py`): its fields with a row an answer, and what is asked of weights."""
+    """Return shared memory to gather a rollout batch (`rl/replicas.py`): fields with R rows, and scored values."""
     fields = {
         name: torch.from_numpy(np.zeros(field.shape, field.dtype))
         for name, field in rollout_spec(rows, 1, length).fields.items()
         if field.shape[0] == rows
     }
-    asked = {name: torch.zeros(rows, length) for name in ("log_prob", "value", "reference_log_prob")}
-    return {name: t.share_memory_() for name, t in {**fields, **asked}.items()}  # type: ignore[no-untyped-call]
+    scored = {name: torch.zeros(rows, length) for name in ("log_prob", "value", "reference_log_prob")}
+    return {name: t.share_memory_() for name, t in {**fields, **scored}.items()}  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class RolloutWorker:
-    """Answers tasks with the board's newest weights. It pickles small: engine and sandbox are made where it runs.
+    """Samples completions with the newest weights of the board.
+
+    It pickles small: the engine is built in the worker process.
 
     Args:
-        model: the shape of the policy; dtype: what it computes in.
-        tokenizer: folder of the tokenizer, and of its chat template if there is one.
-        tasks: those that have room (`with_room`).
-        length: ids of a row, prompt and answer.
-        curriculum: which are drawn.
-        in_flight: take new weights between two steps of the engine.
-        threads: of torch, in a process of its own; None leaves them.
-        judge: folder of a reward model, which is loaded where the worker runs; None asks the verifiers.
-        device: of the engine, and of the judge (`placed` says which).
+        model_config: shape of the policy. dtype: its compute dtype.
+        tokenizer_path: folder of the tokenizer and its chat template.
+        tasks: tasks that fit into a row (`filter_by_length`).
+        max_seq_len: ids of a row, prompt and completion.
+        curriculum: selects tasks.
+        update_in_flight: accept new weights between two engine steps.
+        threads: of torch, in a worker process; None keeps the setting.
+        reward_model: folder of a reward model, loaded in the worker process; None uses the verifiers.
+        device: of the engine and the reward model (see `assign_devices`).
     """
 
     model_config: ModelConfig
@@ -132,19 +133,19 @@ class RolloutWorker:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.curriculum = self.curriculum.copy()  # arrays that came through Ray's object store are read-only
+        self.curriculum = self.curriculum.copy()  # arrays from Ray's object store are read-only
 
     def join_group(self, group: ReplicaGroup) -> None:
-        """From now on it answers its share of each record's tasks, and has the other answers from its peers."""
+        """Sample only this replica's share of each rollout batch from now on, and gather the rest."""
         self._replica_group = group
 
     @property
     def replica_group(self) -> ReplicaGroup:
-        """Those it shares records with: by default nobody."""
+        """Return the group of this replica; by default a group of one."""
         return getattr(self, "_replica_group", None) or ReplicaGroup()
 
     def setup(self, rows: int = 64) -> None:
-        """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
+        """Build engine, tokenizer and sandbox; `fill` calls this when needed."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         network = make_model(self.model_config, torch.Generator(), getattr(torch, self.dtype))
@@ -160,7 +161,7 @@ class RolloutWorker:
             max_length=self.max_seq_len,
             **self.engine_options,
         )
-        self._engine.version = -1  # that of nobody: the first look at the board loads
+        self._engine.version = -1  # no version, so the first `sync_weights` loads
         self._prompts: dict[int, list[int]] = {}
         self._reward_verifier = (
             None
@@ -171,16 +172,18 @@ class RolloutWorker:
         if self._reward_verifier is None and any(
             name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX
         ):
-            self._sandbox = Sandbox() if self.replica_group.is_single else Sandbox(workers=1)  # a core each
+            self._sandbox = (
+                Sandbox() if self.replica_group.is_single else Sandbox(workers=1)
+            )  # one core per replica
 
     def close(self) -> None:
-        """Ends the sandbox."""
+        """Close the sandbox."""
         if getattr(self, "_sandbox", None) is not None:
             self._sandbox.close()  # type: ignore[union-attr]
             self._sandbox = None
 
     def fill(self, slot: Slot[Rollouts], weights: BoardReader, rng: np.random.Generator) -> int:
-        """Writes one record; returns how many ids were sampled."""
+        """Write one rollout batch and return the number of sampled ids."""
         if not hasattr(self, "_engine"):
             most = -(-(len(slot.data.reward) // self.group_size) // self.replica_group.process_group.size)
             self.setup(most * self.group_size)
@@ -191,118 +194,128 @@ class RolloutWorker:
         attempts = count()
 
         def roll(tasks: Sequence[int]) -> list[tuple[RolloutGroup, list[float]]]:
-            made = self._sample_groups(tasks, derive(slot.seed, "answers", next(attempts)))
-            return [(group, [v.reward for v in group.verdicts]) for group in made]
+            sampled_groups = self._sample_groups(tasks, derive(slot.seed, "answers", next(attempts)))
+            return [(group, [v.reward for v in group.verdicts]) for group in sampled_groups]
 
         found = resample(self.curriculum, roll, groups, rng, max_rounds=1 + self.dynamic_sampling_rounds)
-        again = found.uninformative[: groups - len(found.informative)]  # there was nothing better
-        kept = found.informative + again
-        data.resampled_groups[0] = len(found.uninformative) - len(again)
-        sampled, oldest, mine = 0, 1 << 62, list[int]()
-        for g, group in enumerate(kept):
-            if not group.completions:  # a peer's
+        filler = found.uninformative[: groups - len(found.informative)]  # fill up with them
+        groups_kept = found.informative + filler
+        data.resampled_groups[0] = len(found.uninformative) - len(filler)
+        sampled, oldest, own_rows = 0, 1 << 62, list[int]()
+        for g, group in enumerate(groups_kept):
+            if not group.completions:  # sampled by another replica
                 continue
-            mine += range(g * k, (g + 1) * k)
+            own_rows += range(g * k, (g + 1) * k)
             prompt = self._prompt(group.task)
-            for i, (one, verdict) in enumerate(zip(group.completions, group.verdicts, strict=True)):
-                row, start, stop = g * k + i, len(prompt), len(prompt) + len(one.ids)
-                data.ids[row, :start], data.ids[row, start:stop] = prompt, one.ids
-                data.behaviour_log_prob[row, start:stop] = np.array(one.log_probs, np.float32)
-                data.version[row, start:stop] = one.versions
+            for i, (completion, verdict) in enumerate(zip(group.completions, group.verdicts, strict=True)):
+                row, start, stop = g * k + i, len(prompt), len(prompt) + len(completion.ids)
+                data.ids[row, :start], data.ids[row, start:stop] = prompt, completion.ids
+                data.behaviour_log_prob[row, start:stop] = np.array(completion.log_probs, np.float32)
+                data.version[row, start:stop] = completion.versions
                 data.prompt_length[row], data.length[row], data.task[row] = start, stop, group.task
                 data.reward[row] = np.float32(verdict.reward)
-                data.passed[row], data.finished[row] = verdict.passed, one.finished
-                sampled += len(one.ids)
-                oldest = min(oldest, *one.versions) if one.versions else oldest
-        data.failed_verifications[0] = sum(v.failed for group in kept for v in group.verdicts)
+                data.passed[row], data.finished[row] = verdict.passed, completion.finished
+                sampled += len(completion.ids)
+                oldest = min(oldest, *completion.versions) if completion.versions else oldest
+        data.failed_verifications[0] = sum(v.failed for group in groups_kept for v in group.verdicts)
         weights.version = oldest if sampled else self._engine.version
         if not self.replica_group.is_single:
             views = slot.tensors()
             shared = {name: view for name, view in views.items() if len(view) == len(data.reward)}
-            self.replica_group.all_gather_rows(shared, torch.tensor(mine, dtype=torch.int64))
+            self.replica_group.all_gather_rows(shared, torch.tensor(own_rows, dtype=torch.int64))
         return sampled
 
     def _sample_groups(self, drawn: Sequence[int], seed: int) -> list[RolloutGroup]:
-        """Of the tasks drawn; those that peers answered without their answers."""
+        """Return the groups of the drawn tasks; those of other replicas have verdicts but no completions."""
         k, share = self.group_size, self.replica_group.shard(len(drawn))
-        mine = [drawn[g] for g in share]
-        prompts = [self._prompt(task) for task in mine for _ in range(k)]
+        own_tasks = [drawn[g] for g in share]
+        prompts = [self._prompt(task) for task in own_tasks for _ in range(k)]
         found = sample_completions(
-            self._engine, prompts, policy_sampling(self.temperature),
-            max_tokens=self.max_completion_tokens, stop_ids=self._example_tokenizer.stop_ids, seed=seed, first_index=share.start * k,
-        )  # fmt: skip
-        tasks = [self.tasks[task] for task in mine for _ in range(k)]
-        said = [self._example_tokenizer.decode(one.ids) for one in found]
-        verdicts = (
-            verify_all(tasks, said, self._sandbox)
-            if self._reward_verifier is None
-            else self._reward_verifier(tasks, said)
+            self._engine,
+            prompts,
+            policy_sampling(self.temperature),
+            max_tokens=self.max_completion_tokens,
+            stop_ids=self._example_tokenizer.stop_ids,
+            seed=seed,
+            first_index=share.start * k,
         )
-        own = [
-            RolloutGroup(t, found[i * k : i * k + k], verdicts[i * k : i * k + k]) for i, t in enumerate(mine)
+        tasks = [self.tasks[task] for task in own_tasks for _ in range(k)]
+        texts = [self._example_tokenizer.decode(completion.ids) for completion in found]
+        verdicts = (
+            verify_all(tasks, texts, self._sandbox)
+            if self._reward_verifier is None
+            else self._reward_verifier(tasks, texts)
+        )
+        own_groups = [
+            RolloutGroup(t, found[i * k : i * k + k], verdicts[i * k : i * k + k])
+            for i, t in enumerate(own_tasks)
         ]
         if self.replica_group.is_single:
-            return own
-        told = self.replica_group.all_gather_list([x for v in verdicts for x in (v.reward, float(v.failed))])
-        heard = [
-            Verdict(reward, False, failed=bool(f)) for reward, f in zip(told[::2], told[1::2], strict=True)
+            return own_groups
+        gathered = self.replica_group.all_gather_list(
+            [x for v in verdicts for x in (v.reward, float(v.failed))]
+        )
+        all_verdicts = [
+            Verdict(reward, False, failed=bool(f))
+            for reward, f in zip(gathered[::2], gathered[1::2], strict=True)
         ]
-        groups = [RolloutGroup(task, [], heard[g * k : g * k + k]) for g, task in enumerate(drawn)]
-        groups[share.start : share.stop] = own
+        groups = [RolloutGroup(task, [], all_verdicts[g * k : g * k + k]) for g, task in enumerate(drawn)]
+        groups[share.start : share.stop] = own_groups
         return groups
 
     def _prompt(self, task: int) -> list[int]:
         if task not in self._prompts:
-            one = self.tasks[task]
-            self._prompts[task] = self._example_tokenizer.prompt(one.prompt or one.messages)
+            spec = self.tasks[task]
+            self._prompts[task] = self._example_tokenizer.prompt(spec.prompt or spec.messages)
         return self._prompts[task]
 
 
 def assign_devices(
-    worker: RolloutWorker, ahead: AsyncRolloutConfig, learner: torch.device
+    worker: RolloutWorker, config: AsyncRolloutConfig, learner: torch.device
 ) -> list[RolloutWorker]:
-    """The workers of a run, each with its device: in lock-step, where each waits for the other anyway, the learner's; ahead
-    of it what `ahead.device` says. A process of its own is a fresh interpreter (`slots/producers.py`), as CUDA wants it.
+    """Return one worker per process, each with its device.
 
-    auto: never on the learner's GPU, whose time and memory it would take. cuda: there too, if there is no other. Ray gives
-    an actor a GPU of its own, if it is asked for one, and what a cluster has cannot be seen from here: auto means CPUs.
+    In lockstep the worker uses the learner's device. Ahead of it the device follows `async_rollout.device`. With
+    auto, workers never use the learner's GPU; with cuda they do if there is no other GPU. In Ray an actor gets its
+    own GPU only with cuda; auto means CPU, because the cluster's devices are not visible here. Worker processes are
+    spawned, as CUDA requires.
 
     Raises:
-        ConfigError: GPUs are asked for, and there are none.
+        ConfigError: cuda is requested and there is no GPU.
     """
-    if not ahead.workers:
+    if not config.workers:
         worker.device = str(learner)
         return [worker]
     devices, gpus = ["cpu"], torch.cuda.device_count()
-    if ahead.backend == "ray":
-        devices = ["cuda"] if ahead.device == "cuda" else ["cpu"]
-    elif ahead.device == "cuda" or (ahead.device == "auto" and learner.type == "cuda"):
-        others = [f"cuda:{n}" for n in range(gpus) if learner.type != "cuda" or n != (learner.index or 0)]
-        devices = others or ([str(learner)] if ahead.device == "cuda" and gpus else ["cpu"])
-        if ahead.device == "cuda" and not gpus:
+    if config.backend == "ray":
+        devices = ["cuda"] if config.device == "cuda" else ["cpu"]
+    elif config.device == "cuda" or (config.device == "auto" and learner.type == "cuda"):
+        free = [f"cuda:{n}" for n in range(gpus) if learner.type != "cuda" or n != (learner.index or 0)]
+        devices = free or ([str(learner)] if config.device == "cuda" and gpus else ["cpu"])
+        if config.device == "cuda" and not gpus:
             raise ConfigError(
-                "async_rollout.device is cuda, and torch sees no GPU here", expected="a machine with one",
-                do="take auto, or cpu",
+                "async_rollout.device is cuda, and torch finds no GPU", expected="a machine with a GPU",
+                do="set it to auto or cpu",
             )  # fmt: skip
-    return [replace(worker, device=devices[n % len(devices)]) for n in range(ahead.workers)]
+    return [replace(worker, device=devices[n % len(devices)]) for n in range(config.workers)]
 
 
 def filter_by_length(
     example_tokenizer: ExampleTokenizer, tasks: Sequence[VerifiableTask], length: int, max_tokens: int
 ) -> tuple[list[VerifiableTask], dict[str, int]]:
-    """(tasks whose prompt leaves room for an answer, reasons of the others with their count)."""
+    """Return (tasks whose prompt leaves room for a completion, counts of the others by reason)."""
     found: list[VerifiableTask] = []
-    left: dict[str, int] = {}
+    rejected: dict[str, int] = {}
     for task in tasks:
         try:
             n = len(example_tokenizer.prompt(task.prompt or task.messages))
         except DataError as error:
             reason = str(error).splitlines()[0]
-            left[reason] = left.get(reason, 0) + 1
+            rejected[reason] = rejected.get(reason, 0) + 1
             continue
         if n + max_tokens <= length:
             found.append(task)
         else:
             reason = f"prompt longer than {length - max_tokens:,} ids"
-            left[reason] = left.get(reason, 0) + 1
-    return found, left
+            rejected[reason] = rejected.get(reason, 0) + 1
+    return found, rejected

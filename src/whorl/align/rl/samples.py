@@ -1,8 +1,7 @@
-"""What a stage tells while it runs and leaves behind: a table of rollouts, and samples from before and after.
+"""Sample completions for people: a table of rollouts during training, and samples before and after a stage.
 
-Figures say how much; only samples say what. So while a policy learns, a few of its newest answers stand on the screen with
-their rewards, the best and the worst of each task among them, and a stage keeps its answers to the same held-out tasks from
-before and after, side by side.
+The table shows the best and the worst completion of a few tasks with their rewards. A stage keeps its completions of
+the same held-out tasks, before and after training.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ WIDTH = 62
 
 @dataclass(frozen=True)
 class CompletionSample:
-    """An answer: what was asked, what was said, and what the verifier said of it."""
+    """A prompt, a completion, and the verifier's result."""
 
     prompt: str
     answer: str
@@ -31,10 +30,10 @@ class CompletionSample:
 def make_samples(
     tasks: Sequence[VerifiableTask], completions: Sequence[str], verdicts: Sequence[Verdict], n: int = 8
 ) -> list[dict[str, object]]:
-    """The first `n`, as JSON."""
+    """Return the first `n` samples as JSON."""
     found = [
-        CompletionSample(_prompt_text(task), words, verdict.reward, verdict.passed, verdict.reason)
-        for task, words, verdict in zip(tasks, completions, verdicts, strict=False)
+        CompletionSample(_prompt_text(task), completion, verdict.reward, verdict.passed, verdict.reason)
+        for task, completion, verdict in zip(tasks, completions, verdicts, strict=False)
     ]
     return [asdict(sample) for sample in found[:n]]
 
@@ -46,20 +45,22 @@ def rollout_table(
     group_size: int,
     rows: int = 3,
 ) -> str:
-    """Lines for the screen: of `rows` tasks the best and the worst answer, with rewards and lengths."""
+    """Return lines for the terminal: of `rows` tasks the best and the worst completion, with rewards."""
     reward = experience.reward.view(-1, group_size)
     spread = (reward.max(1).values - reward.min(1).values).sort(descending=True, stable=True).indices
     lines = []
     for g in spread[:rows].tolist():
-        asked = _one_line(_prompt_text(tasks[int(experience.task[g * group_size])]), 24)
+        prompt = _one_line(_prompt_text(tasks[int(experience.task[g * group_size])]), 24)
         order = reward[g].argsort(descending=True, stable=True).tolist()
         for k in dict.fromkeys((order[0], order[-1])):
             row = g * group_size + k
             mask = experience.batch["loss_mask"][row]
-            words = example_tokenizer.decode(experience.batch["targets"][row][mask].tolist())
+            completion = example_tokenizer.decode(experience.batch["targets"][row][mask].tolist())
             mark = "+" if experience.passed[row] else "-"
-            lines.append(f"    {mark} {float(reward[g, k]):5.2f}  {asked:24}  {_one_line(words, WIDTH)}")
-            asked = ""
+            lines.append(
+                f"    {mark} {float(reward[g, k]):5.2f}  {prompt:24}  {_one_line(completion, WIDTH)}"
+            )
+            prompt = ""
     return "\n".join(lines)
 
 
@@ -68,6 +69,6 @@ def _prompt_text(task: VerifiableTask) -> str:
 
 
 def _one_line(text: str, width: int) -> str:
-    """On one line, its end kept where it is too long: that is where answers are."""
-    flat = text.strip().replace("\n", " / ")
-    return flat if len(flat) <= width else "..." + flat[3 - width :]
+    """Return the text on one line; the end is kept if it is too long, because answers are at the end."""
+    line = text.strip().replace("\n", " / ")
+    return line if len(line) <= width else "..." + line[3 - width :]

@@ -1,20 +1,20 @@
-"""Reinforcement learning from verifiable rewards: the loop of `train/learner/loop.py` over records of rollouts.
+"""Reinforcement learning from verifiable rewards: the loop of `train/learner/loop.py` over rollout batches.
 
-    rollouts (answers to tasks, judged)  ->  experience (rows, advantages)  ->  an update  ->  weights on the board  ->  ...
+    rollouts (verified completions)  ->  experience (rows, advantages)  ->  update  ->  weights on the board  ->  ...
 
-Everything specific to an algorithm is a line of a table (`objectives/llm_policy.py`); what is here is the same for all:
-who samples, who is compared with whom, which weights are asked again (a reference, the proximal policy), what is published.
+Algorithms differ only in a table (`objectives/llm_policy.py`). This file has the shared part: sampling, scoring under a
+reference and under the proximal policy, and publishing weights.
 
-In lock-step a record is sampled when the learner asks, with the weights that it has just published. With workers it is
-sampled ahead, in processes of their own, by the same code: each id carries the version of the weights that drew it, what is
-too old is made anew, and what is a little old is weighed by `objectives/advantages/importance.py`. A worker that is killed is started
-again, with the board's newest weights and the learner's curriculum, and makes what it was at under the same number: a record
-of rollouts follows from these, so in lock-step its bits are those of an undisturbed run.
+In lockstep a rollout batch is sampled on demand with the weights just published. Asynchronous workers run the same
+code in other processes. Each id records the version of its weights, rollouts that are too old are sampled again, and
+the rest is corrected by `objectives/advantages/importance.py`. A killed worker is restarted with the board's newest
+weights and the learner's curriculum, and repeats its rollout batch under the same number. In lockstep the bits are
+those of an undisturbed run.
 
-Three log-probabilities have three names: `behaviour_log_prob`, of whoever sampled; `proximal_log_prob`, of the learner's
-weights before the record's first step, from which a clipped ratio is measured; `log_prob`, of the weights that are learning.
-In lock-step the first two are the same numbers up to rounding, and on every batch the metric `parity` says how far the
-engine's word and the trainer's lie apart: if it grows, one of them is wrong, and nothing else needs to be suspected first.
+Three log-probabilities have three names. `behaviour_log_prob` comes from the weights that sampled. `proximal_log_prob`
+comes from the learner's weights before the first step of the rollout batch; a clipped ratio is measured from it.
+`log_prob` comes from the weights in training. In lockstep the first two agree up to rounding. The metrics
+`logprob_diff_max` and `logprob_diff_mean` report the difference: if it grows, engine or trainer is wrong.
 """
 
 from __future__ import annotations
@@ -67,21 +67,22 @@ def train_policy(
     checkpoint_dir: Path | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> PolicyModel:
-    """Trains `network` on what `worker` samples, from the newest checkpoint if there is one.
+    """Train `network` on rollouts of `worker` and return it; resumes from the newest checkpoint.
 
     Args:
         worker: of the same shape as the network's model.
-        reference: that the policy is kept near; needed where `config.kl.weight` is above 0.
-        observe: called after each record with the metrics and what was learnt from; may raise `Stop`. Replicas wait for it,
-            ten minutes at most.
-        scratch: folder for checkpoints; None keeps none.
+        reference: of the KL; needed if `config.kl.coef` is above 0.
+        callback: called after each rollout batch with metrics and experience; may raise `StopTraining`. Replicas wait
+            for it for at most ten minutes.
+        checkpoint_dir: folder of checkpoints; None keeps none.
 
     Raises:
-        ConfigError: a KL without a reference, PPO without a critic. ProducerError: a worker failed.
-        ReplicaError: another replica failed. DivergedError: what is not finite. CheckpointError: the checkpoint is of other
-        settings.
+        ConfigError: a KL without a reference, or PPO without a critic.
+        ProducerError: a worker failed. ReplicaError: another replica failed.
+        DivergedError: a value is not finite. CheckpointError: the checkpoint has other settings.
 
-    A long stage on several cores starts replicas (`peers.py`): a script that calls this wants `if __name__ == "__main__":`.
+    A long stage on several cores starts replicas (`rl/replicas.py`), so a calling script needs `if __name__ ==
+    "__main__":`.
     """
     check_method(config, network, reference)
     identity = {
@@ -92,18 +93,22 @@ def train_policy(
         ),
         "tasks": len(worker.tasks),
     }
-    keeper = (
+    checkpoints = (
         CheckpointManager(checkpoint_dir, identity, seconds=config.checkpoint_seconds, log=log)
         if checkpoint_dir is not None
         else None
     )
-    found = keeper.resume() if keeper is not None else None
-    first, rounds, seconds = 0, 0, 0.0
-    signals = RLState(config)
-    if found is not None:
-        first, rounds, seconds = found.step, found.metadata["rounds"], found.metadata["seconds"]
-        worker.curriculum.load_state_dict(found.metadata["curriculum"])
-        signals.load_state_dict(found.metadata["signals"])
+    checkpoint = checkpoints.resume() if checkpoints is not None else None
+    first, updates, seconds = 0, 0, 0.0
+    state = RLState(config)
+    if checkpoint is not None:
+        first, updates, seconds = (
+            checkpoint.step,
+            checkpoint.metadata["rounds"],
+            checkpoint.metadata["seconds"],
+        )
+        worker.curriculum.load_state_dict(checkpoint.metadata["curriculum"])
+        state.load_state_dict(checkpoint.metadata["signals"])
         log(f"continues at step {first:,} of {config.steps:,}")
     positions, threads = (
         config.prompts_per_step * config.group_size * worker.max_seq_len,
@@ -113,32 +118,45 @@ def train_policy(
         config, network, worker.max_seq_len, uses_reward_model=worker.reward_model is not None
     )
     shared = make_shared_state(network, config, positions=positions, replicas=replicas)
-    if found is not None:
-        restore(shared.tensors(), found.tensors)
-    start = ResumePoint(first, rounds, seconds, signals)
-    peers = ReplicaGroup()
+    if checkpoint is not None:
+        restore(shared.tensors(), checkpoint.tensors)
+    start = ResumePoint(first, updates, seconds, state)
+    replica_group = ReplicaGroup()
     if replicas > 1:
-        peers = ReplicaGroup(
+        replica_group = ReplicaGroup(
             buffers=shared_rollout_buffers(config.prompts_per_step * config.group_size, worker.max_seq_len)
         )
-        each = max(1, threads // replicas)
-        log(f"{replicas} replicas sample and learn, {each} {'thread' if each == 1 else 'threads'} each")
-        given = (peers.buffers, each, network, worker, config, reference, shared, start)
-        peers.process_group = spawn_replicas(replicas, _replica_main, *given)
-        torch.set_num_threads(each)
+        threads_each = max(1, threads // replicas)
+        log(
+            f"{replicas} replicas sample and train, {threads_each} {'thread' if threads_each == 1 else 'threads'} each"
+        )
+        replica_args = (
+            replica_group.buffers,
+            threads_each,
+            network,
+            worker,
+            config,
+            reference,
+            shared,
+            start,
+        )
+        replica_group.process_group = spawn_replicas(replicas, _replica_main, *replica_args)
+        torch.set_num_threads(threads_each)
     try:
-        _train_replica(peers, network, worker, config, reference, shared, start, callback, keeper, log)
+        _train_replica(
+            replica_group, network, worker, config, reference, shared, start, callback, checkpoints, log
+        )
     finally:
         worker.close()
         worker.join_group(ReplicaGroup())
-        peers.process_group.close()
+        replica_group.process_group.close()
         torch.set_num_threads(threads)
     return network.eval()
 
 
 @dataclass
 class ResumePoint:
-    """Where a run begins, or goes on: records and updates that were, seconds that they took, what goes on beside weights."""
+    """Where a run starts or resumes: steps and updates done, seconds used, and further state."""
 
     step: int
     updates: int
@@ -146,12 +164,14 @@ class ResumePoint:
     state: RLState
 
 
-def _replica_main(world: ProcessGroup, columns: dict[str, Tensor], threads: int, *given: Any) -> None:
-    """What the replicas beside the first do: the same, and nobody watches."""
+def _replica_main(
+    process_group: ProcessGroup, buffers: dict[str, Tensor], threads: int, *replica_args: Any
+) -> None:
+    """Run the replicas other than the first."""
     torch.set_num_threads(threads)
-    worker: RolloutWorker = given[1]
+    worker: RolloutWorker = replica_args[1]
     try:
-        _train_replica(ReplicaGroup(world, columns), *given)
+        _train_replica(ReplicaGroup(process_group, buffers), *replica_args)
     finally:
         worker.close()
 
@@ -164,46 +184,50 @@ def _train_replica(
     reference: PolicyModel | None,
     shared: SharedState,
     start: ResumePoint,
-    observe: RolloutCallback = lambda step, metrics, experience: None,
-    keeper: CheckpointManager | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    callback: RolloutCallback = lambda step, metrics, experience: None,
+    checkpoints: CheckpointManager | None = None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """One replica's part of `train_policy`; alone, all of it."""
+    """Run one replica's part of `train_policy`; a single replica runs all of it."""
     worker.join_group(replicas)
-    first, signals, rows = start.step, start.state, config.prompts_per_step * config.group_size
+    first, state, rows = start.step, start.state, config.prompts_per_step * config.group_size
     learner = make_learner(
         network,
-        policy_objective(config, network, signals),
+        policy_objective(config, network, state),
         config,
         positions=rows * worker.max_seq_len,
         steps_done=start.updates,
         shared=shared,
         world=replicas.process_group,
     )
-    # In lock-step the worker records into it. Workers ahead have copies of their own, and this one is of the records that
-    # were read: what a checkpoint keeps, and what a worker that is started again begins with. It knows less than the copy
-    # that died: nothing of the groups that others took the place of, nor of the records that were on their way.
+    # In lockstep the worker updates this curriculum. Asynchronous workers have copies, and this one covers the rollouts that
+    # were read. A checkpoint keeps it, and a restarted worker starts from it. Compared with the lost copy it lacks
+    # the replaced groups and the rollouts in flight.
     curriculum = worker.curriculum
     board = Board.from_tensors(network.merged_weights())
     board.publish(network.merged_weights(), first)
-    ahead = config.async_rollout
-    n = max(1, ahead.workers)
-    # Where no record may be older than the weights there is nothing to be asked for ahead: one slot keeps them in order.
-    each = 1 + ahead.prefetch if ahead.workers and ahead.max_policy_lag else 1
+    async_config = config.async_rollout
+    n = max(1, async_config.workers)
+    # If no rollout may be older than the weights, nothing can be sampled ahead: one slot keeps the order.
+    slots_per_worker = (
+        1 + async_config.prefetch if async_config.workers and async_config.max_policy_lag else 1
+    )
     spec = rollout_spec(config.prompts_per_step, config.group_size, worker.max_seq_len)
-    ring: SlotRing[Rollouts] = SlotRing(spec, n * each)
-    kind = _producer_class(config, say)
-    workers = enumerate(assign_devices(worker, ahead, network.device))
-    producers = [kind(ring, one, seed=config.seed, number=number, board=board) for number, one in workers]
-    draining = FIFOReader(
-        ring, producers, start=first, order="ready" if ahead.workers else "sequence",
-        board=board, max_lag=ahead.max_policy_lag if ahead.workers else None,
+    ring: SlotRing[Rollouts] = SlotRing(spec, n * slots_per_worker)
+    producer_class = _producer_class(config, log)
+    workers = enumerate(assign_devices(worker, async_config, network.device))
+    producers = [
+        producer_class(ring, one, seed=config.seed, number=number, board=board) for number, one in workers
+    ]
+    reader = FIFOReader(
+        ring, producers, start=first, order="ready" if async_config.workers else "sequence",
+        board=board, max_lag=async_config.max_policy_lag if async_config.workers else None,
     )  # fmt: skip
-    began, newest = time.monotonic() - start.seconds, list[Experience]()
+    started, latest = time.monotonic() - start.seconds, list[Experience]()
 
-    def passes(slot: Slot[Rollouts]) -> Iterator[list[MicroBatch]]:
+    def minibatches(slot: Slot[Rollouts]) -> Iterator[list[MicroBatch]]:
         experience = read_rollouts(slot)
-        newest[:] = [experience]
+        latest[:] = [experience]
         if config.async_rollout.workers:
             tried = experience.task.view(-1, config.group_size)[:, 0].tolist()
             for task, passed in zip(
@@ -211,55 +235,62 @@ def _train_replica(
             ):
                 curriculum.update(task, passed, config.group_size)
         return rollout_minibatches(
-            config, network, reference, signals, experience, slot.sequence, board.version, replicas
+            config, network, reference, state, experience, slot.sequence, board.version, replicas
         )
 
-    def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        spent = {f"time/{name}": s for name, s in clock.pop_seconds().items()}
-        seen = signals.pop_metrics(replicas.process_group)  # each replica compared its own rows
-        told = {**rollout_metrics(newest[0], config.group_size), **metrics, **seen, **spent}
-        told |= {name: value for name, value in draining.pop_stats().metrics().items() if ahead.workers}
-        told["time/total"] = time.monotonic() - began
-        if keeper is not None and step < config.steps and keeper.due():
-            record = {
+    def on_step_end(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+        seconds = {f"time/{name}": s for name, s in clock.pop_seconds().items()}
+        state_metrics = state.pop_metrics(replicas.process_group)  # each replica compared its own rows
+        step_metrics = {
+            **rollout_metrics(latest[0], config.group_size),
+            **metrics,
+            **state_metrics,
+            **seconds,
+        }
+        step_metrics |= {
+            name: value for name, value in reader.pop_stats().metrics().items() if async_config.workers
+        }
+        step_metrics["time/total"] = time.monotonic() - started
+        if checkpoints is not None and step < config.steps and checkpoints.due():
+            metadata = {
                 "rounds": learner.rounds,
-                "seconds": told["time/total"],
+                "seconds": step_metrics["time/total"],
                 "curriculum": curriculum.state_dict(),
-                "signals": signals.state_dict(),
+                "signals": state.state_dict(),
             }
-            keeper.save(step, learner.shared.tensors(), record)
-        observe(step, told, newest[0])
+            checkpoints.save(step, learner.shared.tensors(), metadata)
+        callback(step, step_metrics, latest[0])
         if replicas.process_group.rank or config.max_train_seconds is None:
-            return  # one clock decides; the others hear of it when their links close
-        if told["time/total"] > config.max_train_seconds:
-            say(f"ends after {step:,} of {config.steps:,} steps: the time is up")
+            return  # rank 0 decides on time; the other ranks end when their pipes close
+        if step_metrics["time/total"] > config.max_train_seconds:
+            log(f"ends after {step:,} of {config.steps:,} steps: max_train_seconds is reached")
             raise StopTraining
 
     network.train()
-    with keeper or nullcontext(), draining as records, suppress(StopTraining):
+    with checkpoints or nullcontext(), reader as records, suppress(StopTraining):
         train_loop(
             learner,
             records,
-            passes,
+            minibatches,
             first=first,
             last=config.steps,
             lr_scale=lambda step: lr_scale(step, config.steps, config.schedule),
             sync_weights=lambda step: board.publish(network.merged_weights(), step),
-            on_step_end=after,
+            on_step_end=on_step_end,
         )
 
 
-def _producer_class(config: RLConfig, say: Callable[[str], None]) -> Any:
-    """What runs the workers."""
+def _producer_class(config: RLConfig, log: Callable[[str], None]) -> Any:
+    """Return the class that runs the workers."""
     if not config.async_rollout.workers:
         return SerialProducer
     if config.async_rollout.backend == "process":
-        return partial(ProducerProcess, restarts=config.max_worker_restarts, log=say)
+        return partial(ProducerProcess, restarts=config.max_worker_restarts, log=log)
     from whorl.slots.ray import RayProducer, init_ray
 
     init_ray()
     options = {"num_gpus": 1} if config.async_rollout.device == "cuda" else None
-    return partial(RayProducer, restarts=config.max_worker_restarts, log=say, options=options)
+    return partial(RayProducer, restarts=config.max_worker_restarts, log=log, options=options)
 
 
 def rollout_minibatches(
@@ -272,47 +303,49 @@ def rollout_minibatches(
     version: int,
     replicas: ReplicaGroup,
 ) -> Iterator[list[MicroBatch]]:
-    """From a record to minibatches, each a list of micro-batches whose gradients are summed before a step.
+    """Yield the minibatches of a rollout batch, each a list of micro-batches whose gradients are summed before a step.
 
     Args:
-        number: of the record: what is random follows from it.
-        version: of the weights that are about to learn.
-        peers: with whom the rows of each minibatch are shared.
+        record_index: of the rollout batch; seeds the order of rows.
+        version: of the weights before the first step.
+        replicas: the rows of each minibatch are sharded over them.
     """
-    part = experience.batch
+    batch = experience.batch
     groups = torch.arange(experience.rows) // config.group_size
-    part["group"] = groups[:, None].expand_as(part["tokens"])
-    stale = bool((part["version"][part["loss_mask"]] != version).any())
+    batch["group"] = groups[:, None].expand_as(batch["tokens"])
+    stale = bool((batch["version"][batch["loss_mask"]] != version).any())
     if network.value is not None or stale or config.update_epochs * config.minibatches > 1:
-        scored = _score_sharded(network, part, replicas, "")
-        part["proximal_log_prob"] = scored["log_prob"]
-        state.compare_log_probs(part, scored["log_prob"], version)
+        scored = _score_sharded(network, batch, replicas, "")
+        batch["proximal_log_prob"] = scored["log_prob"]
+        state.compare_log_probs(batch, scored["log_prob"], version)
         if "value" in scored:
-            part["old_value"] = scored["value"]
-    else:  # one step: the log-probability that learns is the one before it
+            batch["old_value"] = scored["value"]
+    else:  # one step: log_prob is the proximal one
         state.expect_version(version)
     if reference is not None:
-        part["reference_log_prob"] = _score_sharded(reference, part, replicas, "reference_")["log_prob"]
-    part |= compute_advantages(config, experience, state)
+        batch["reference_log_prob"] = _score_sharded(reference, batch, replicas, "reference_")["log_prob"]
+    batch |= compute_advantages(config, experience, state)
     rng = generator(config.seed, "minibatches", record_index)
     for _ in range(config.update_epochs):
         order = torch.randperm(experience.rows, generator=rng)
         for chosen in order.tensor_split(config.minibatches):
-            rows = replicas.shard_rows(sort_by_group({name: t[chosen] for name, t in part.items()}))
+            rows = replicas.shard_rows(sort_by_group({name: t[chosen] for name, t in batch.items()}))
             yield list(micro_batches(rows, micro_batch_rows(config, rows)))
 
 
 def _score_sharded(
-    network: PolicyModel, part: MicroBatch, replicas: ReplicaGroup, prefix: str
+    network: PolicyModel, batch: MicroBatch, replicas: ReplicaGroup, prefix: str
 ) -> dict[str, Tensor]:
-    """`network.score`, each replica of its rows."""
+    """Return `network.score` of all rows; each replica computes its share."""
     if replicas.is_single:
-        return network.score(part)
-    n = len(part["tokens"])
-    mine = (part["group"][:, 0] % replicas.process_group.size == replicas.process_group.rank).nonzero()[:, 0]
-    own = network.score({name: t[mine] for name, t in part.items()})
-    found = {name: torch.zeros(n, *t.shape[1:]) for name, t in own.items()}
-    for name, t in own.items():
-        found[name][mine] = t
-    replicas.all_gather_rows({prefix + name: t for name, t in found.items()}, mine)
-    return found
+        return network.score(batch)
+    n = len(batch["tokens"])
+    own_rows = (batch["group"][:, 0] % replicas.process_group.size == replicas.process_group.rank).nonzero()[
+        :, 0
+    ]
+    own_scores = network.score({name: t[own_rows] for name, t in batch.items()})
+    scores = {name: torch.zeros(n, *t.shape[1:]) for name, t in own_scores.items()}
+    for name, t in own_scores.items():
+        scores[name][own_rows] = t
+    replicas.all_gather_rows({prefix + name: t for name, t in scores.items()}, own_rows)
+    return scores

@@ -1,8 +1,8 @@
-"""Folders in, folders out: what every stage reads and what it leaves behind.
+"""Input and output of a stage: folders of models and data sets.
 
-A stage is handed the folder of a model (weights, tokenizer, chat template) and leaves another like it, so that stages follow
-each other in any order, and each can be served, sampled from and measured. What a stage learns from is a folder too: JSON
-lines, written by `sets.py`.
+A stage reads the folder of a model (weights, tokenizer, chat template) and writes another one. So stages run in any
+order, and each result can be served, sampled and evaluated. Training data are folders of JSON lines
+(`data/dataset_files.py`).
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ ADAPTER = "adapter"
 
 
 def load_example_tokenizer(folder: Path) -> ExampleTokenizer:
-    """The scribe of a model's tokenizer and chat template."""
+    """Return the example tokenizer of a model's tokenizer and chat template."""
     tokenizer = load_tokenizer(folder)
     return ExampleTokenizer(tokenizer, load_chat_template(folder, tokenizer))
 
 
 def load_stage_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:
-    """The model of a folder, to be trained: on the machine's device, computing in what is fastest there (or in what
-    `config` says). What a stage adds to it (an adapter, a critic, moments, an engine that samples) lies there too.
+    """Return the model of a folder for training, on the machine's device.
 
-    An adapter that a stage before left beside its model (`lora.merge = false`) is merged.
+    It computes in the fastest dtype there, or in `config.dtype`. Adapter, critic, optimizer state and
+    engine use the same device. An adapter that an earlier stage saved next to its model (`lora.merge = false`) is
+    merged.
     """
     dtype = machine.torch_dtype if config.dtype is None else getattr(torch, config.dtype)
     model = load_model(folder, dtype, machine.device, to_train=True)
@@ -69,16 +70,21 @@ def make_policy_model(
     temperature: float = 1.0,
     critic: bool = False,
 ) -> PolicyModel:
-    """A model as a stage trains it: judged over what can be sampled, its rows read as an engine of `room` positions does."""
+    """Return a model as a stage trains it: scored over the ids that can be sampled.
+
+    context_hint: context length of the engine that rows must agree with.
+    """
     model.context_hint = context_hint
-    out = banned_ids(example_tokenizer, model.config.vocab_size, len(example_tokenizer.tokenizer.token_bytes))
+    banned = banned_ids(
+        example_tokenizer, model.config.vocab_size, len(example_tokenizer.tokenizer.token_bytes)
+    )
     return PolicyModel(
-        model, temperature=temperature, banned_ids=out, lora=config.lora, critic=critic, seed=config.seed
+        model, temperature=temperature, banned_ids=banned, lora=config.lora, critic=critic, seed=config.seed
     )
 
 
 def save_stage_model(network: PolicyModel, base: Path, out: Path) -> None:
-    """Writes the folder of the model that came out; an adapter merged, or beside the model that it is for."""
+    """Write the folder of the trained model, with its adapter merged or next to the base model."""
     lora = network.lora
     network.requires_grad_(False)
     if lora is not None and lora.merge:
@@ -92,13 +98,13 @@ def save_stage_model(network: PolicyModel, base: Path, out: Path) -> None:
 
 
 def read_tasks(folder: Path, split: str) -> list[VerifiableTask]:
-    """Those that a step wrote (`sets.py`); none where there is no file."""
+    """Return the tasks that a step wrote (`data/dataset_files.py`); empty if there is no file."""
     path = folder / f"tasks.{split}.jsonl"
     return list(tasks(path, Quarantine())) if path.is_file() else []
 
 
 def read_prompt_completions(folder: Path, split: str) -> list[PromptCompletion]:
-    """As `read_tasks`."""
+    """Return the prompt-completion pairs; otherwise as `read_tasks`."""
     path = folder / f"pairs.{split}.jsonl"
     return list(pairs(path, Quarantine())) if path.is_file() else []
 
@@ -115,9 +121,9 @@ def evaluate_tasks(
     seed: int = 0,
     sandbox: Sandbox | None = None,
 ) -> tuple[list[str], list[Verdict]]:
-    """(answers, verdicts) of `samples` answers to each task, one task after the other, by the weights as they are now.
+    """Return (completions, verdicts), `samples` per task in task order, with the current weights.
 
-    temperature: None takes the likeliest tokens.
+    temperature: None decodes greedily.
     """
     engine = rollout_engine(network.eval_copy(), example_tokenizer, sequences=64, max_length=length)
     prompts = [
@@ -128,8 +134,8 @@ def evaluate_tasks(
         if temperature is None
         else SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
     )
-    found = sample_completions(
+    completions = sample_completions(
         engine, prompts, sampling, max_tokens=max_tokens, stop_ids=example_tokenizer.stop_ids, seed=seed
     )
-    said = [example_tokenizer.decode(one.ids) for one in found]
-    return said, verify_all([task for task in eval_tasks for _ in range(samples)], said, sandbox)
+    texts = [example_tokenizer.decode(completion.ids) for completion in completions]
+    return texts, verify_all([task for task in eval_tasks for _ in range(samples)], texts, sandbox)

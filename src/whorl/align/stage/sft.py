@@ -1,21 +1,19 @@
-"""Supervised fine-tuning: pretraining's objective, on what the assistant says alone.
+"""Supervised fine-tuning: next-token prediction on the assistant's tokens.
 
-    total = - sum over the targets that are to be learnt of log p(target | all before it in its text)
-    count = how many there are, in the whole step
+    total = - sum over targets in the loss mask of log p(target | all ids before it in its text)
+    count = their number, in the whole step
 
-It is told as the difference from pretraining (`train/lm/pretrain.py`): the texts are conversations, the mask is theirs, and the
-count that divides is that of the targets that count, over the step, not over a row: a short answer beside a long one weighs
-by its tokens in every way of cutting the batch. Rows are packed, and a document mask keeps neighbours apart; a step is the
-same as if every text had a row of its own (a test).
+Differences from pretraining (`train/lm/pretrain.py`): the texts are conversations with their own loss masks, and the
+divisor is the number of masked targets in the step, not in a row. So every token has the same weight in any split of
+the batch. Rows are packed, with a document mask between texts. A step equals one with a row per text (tested).
 
-With `replay`, a share of each step's rows are pretraining's: against forgetting, and, with most of a step, the way in which
-instructions are mixed into late pretraining.
+With `replay_fraction`, a share of each step's rows comes from pretraining data. It reduces forgetting. A large share
+mixes instructions into late pretraining.
 
-A long stage on several cores starts replicas, each of which takes its rows of every step (`training.py`): the same steps up
-to the rounding of sums. A script that calls this wants `if __name__ == "__main__":`.
+A long stage on several cores starts replicas, each with its rows of every step (`stage/trainer.py`). The steps agree
+up to the rounding of sums. A script that calls this needs `if __name__ == "__main__":`.
 
-Everything else that decides a weight is in the configuration and the step's number, so a run that was killed goes on to the
-bits of one that was not.
+Batches depend only on the configuration and the step number, so a resumed run ends with the same bits.
 """
 
 from __future__ import annotations
@@ -65,51 +63,65 @@ def fine_tune(
     checkpoint_dir: Path | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> PolicyModel:
-    """Trains `network` on `texts`, from the newest checkpoint if there is one.
+    """Train `network` on `examples` and return it; resumes from the newest checkpoint.
 
     Args:
-        texts: none longer than `config.length` + 1 (`Room` sees to that).
-        replay: a token set of pretraining, if `config.replay` asks for rows of it.
-        observe: told after each step: nll (of what is learnt, nats a token), count, gradient_norm, tokens, seconds_*.
-        scratch: folder for checkpoints; None keeps none.
+        examples: none longer than `config.seq_len` + 1 (`LengthFilter` ensures it).
+        replay_data: token set of pretraining, needed if `config.replay_fraction` is above 0.
+        callback: called after each step with nll (nats per trained token), loss_tokens, grad_norm, epoch and time/*.
+        checkpoint_dir: folder of checkpoints; None keeps none.
 
     Raises:
-        DataError: nothing to learn from; replay is asked for, and there is no token set.
+        DataError: there are no examples, or replay is requested without a token set.
     """
     if not examples:
         raise DataError(
-            "there is no text to learn from", expected="one at least", do="see what was left out, and why"
+            "there are no examples", expected="at least one", do="check the rejected ones and their reasons"
         )
     if config.replay_fraction and replay_data is None:
         raise DataError(
-            f"replay_fraction is {config.replay_fraction:g}, and there are no tokens of pretraining",
-            expected="the token set as a parent", do="name it, or set replay_fraction to 0",
+            f"replay_fraction is {config.replay_fraction:g}, and there is no pretraining token set",
+            expected="the token set as a parent", do="add it, or set replay_fraction to 0",
         )  # fmt: skip
     batches = _SFTBatches(examples, config, pad_id, replay_data)
     settings = config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"})
     identity = {"stage": "sft", "config": settings, "texts": dataset_fingerprint(examples)}
     world = ProcessGroup()
-    mixtures, objective = _sft_objective(network, world)
+    moe_balancer, objective = _sft_objective(network, world)
 
-    def told(step: int, metrics: dict[str, float]) -> None:
-        mixtures.on_step_end()
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        moe_balancer.on_step_end()
         callback(step, {**metrics, "epoch": step / batches.steps * config.epochs})
 
     replicas = choose_replicas(
-        network, config.replicas, positions=batches.steps * batches.positions, length=config.seq_len, max_replicas=batches.n_own
-    )  # fmt: skip
+        network,
+        config.replicas,
+        positions=batches.steps * batches.positions,
+        length=config.seq_len,
+        max_replicas=batches.n_own,
+    )
     run_stage(
-        network, config, objective, lambda first, _: batches.micro_batches(first, world),
-        identity=identity, steps=batches.steps, positions=batches.positions, callback=told, checkpoint_dir=checkpoint_dir, log=log,
-        replicas=replicas, replica=partial(_replica_main, network, batches), world=world,
-    )  # fmt: skip
+        network,
+        config,
+        objective,
+        lambda first, _: batches.micro_batches(first, world),
+        identity=identity,
+        steps=batches.steps,
+        positions=batches.positions,
+        callback=on_step,
+        checkpoint_dir=checkpoint_dir,
+        log=log,
+        replicas=replicas,
+        replica=partial(_replica_main, network, batches),
+        world=world,
+    )
     return network.eval()
 
 
 def _sft_objective(network: PolicyModel, world: ProcessGroup) -> tuple[MoEBalancer, LMObjective]:
-    """What is learnt, and the books of experts beside it."""
-    mixtures = MoEBalancer(network.model, RoutingConfig(), world)
-    return mixtures, LMObjective(network.model, mixtures, z_loss=0.0, compile=False)
+    """Return the objective, and the load balancer of its experts."""
+    moe_balancer = MoEBalancer(network.model, RoutingConfig(), world)
+    return moe_balancer, LMObjective(network.model, moe_balancer, z_loss=0.0, compile=False)
 
 
 def _replica_main(
@@ -120,16 +132,16 @@ def _replica_main(
     shared: SharedState,
     _: Precomputed,
 ) -> None:
-    """What the replicas beside the first do: the same, and nobody watches."""
-    mixtures, objective = _sft_objective(network, world)
+    """Run the replicas other than the first."""
+    moe_balancer, objective = _sft_objective(network, world)
     train_replica(
         world, network, batches.config, objective, batches.micro_batches(first, world), shared,
-        positions=batches.positions, first=first, steps=batches.steps, on_step_end=lambda *_: mixtures.on_step_end(),
+        positions=batches.positions, first=first, steps=batches.steps, on_step_end=lambda *_: moe_balancer.on_step_end(),
     )  # fmt: skip
 
 
 class _SFTBatches:
-    """The rows of each step, by its number: every epoch in an order of its own."""
+    """Rows of each step, by step number; every epoch has its own order."""
 
     def __init__(
         self, texts: Sequence[TokenizedExample], config: SFTConfig, pad_id: int, replay: Path | None
@@ -144,7 +156,7 @@ class _SFTBatches:
             if config.batch_size < 2:
                 raise ConfigError(
                     f"replay_fraction is {config.replay_fraction:g} and batch_size {config.batch_size}",
-                    expected="2 rows a step at least: one of each kind",
+                    expected="at least 2 rows per step: one of each kind",
                 )
             self.n_replay = min(
                 max(1, round(config.batch_size * config.replay_fraction)), config.batch_size - 1
@@ -155,21 +167,21 @@ class _SFTBatches:
         self.positions = self.n_own * width + self.n_replay * config.seq_len  # of a step, at most
 
     def micro_batches(self, first: int, world: ProcessGroup) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of the steps from number `first` on: of each batch every `world.size`-th row."""
+        """Yield the micro-batches of steps `first` and later: of each batch every `world.size`-th row."""
         for rows in self.batches_from(first):
-            mine = [
+            own_rows = [
                 {name: t[world.rank :: world.size] for name, t in part.items()} if world.size > 1 else part
                 for part in rows
             ]
             yield [
                 p
-                for part in mine
+                for part in own_rows
                 if len(part["tokens"])
                 for p in micro_batches(part, micro_batch_rows(self.config, part))
             ]
 
     def batches_from(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
-        """The batches from number `first` on: each is one part, or two with that of pretraining."""
+        """Yield the batches from step `first` on: one part, or two with that of pretraining."""
         replay: Any = None
         if self.n_replay and self.replay_data is not None:
             replay = iter(
@@ -200,7 +212,7 @@ class _SFTBatches:
 
 
 def _pretraining_batch(views: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A batch of pretraining as a part of this room's: with the names that `cut` looks at."""
+    """Return a batch of pretraining with the field names that `micro_batches` uses."""
     names = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
     part = {name: views[name].clone() for name in names}
     return {**part, "sequence": part["segment_ids"].long() - 1}

@@ -1,16 +1,15 @@
-"""A stage that goes through a data set: what fine-tuning, preferences and reward models share beside their objectives.
+"""The loop of stages over a data set, shared by fine-tuning, preferences, reward models and distillation.
 
-    batches   the micro-batches of each step, by its number alone
-    once      what is computed before the first step and kept: a reference's word on every text
-    resume    from the newest checkpoint, to the bits of a run that was not killed
+    batches      micro-batches of each step, by step number alone
+    precompute   computed once before the first step, such as reference log-probabilities
+    resume       from the newest checkpoint, with the bits of an undisturbed run
 
-Replicas, where a stage can start them, take every step's batch together, each its rows of it: a small model's operations are
-too short to be split over cores (`parallel/process_group.py`). What is in a batch follows from the step's number, so all make the same
-one, and nobody sends rows.
+Replicas train on shards of every step's batch: the operations of a small model are too short to be split over cores
+(`parallel/process_group.py`). A batch follows from the step number, so each replica builds it and no rows are sent.
 
-`once` is the subtle part. A reference is the network as it was before its first step, so after a kill nobody could ask it
-again without loading it anew; and what a checkpoint was trained against must be what goes on to be used, bit for bit. So
-what `once` made is part of every checkpoint, and is made only where there is none.
+The subtle point is `precompute`. The reference is the network before its first step, which is gone after a restart. A
+resumed run must train against the same values, bit for bit. So they are part of every checkpoint and are computed only
+where there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -41,20 +40,18 @@ from whorl.train.optim.lr_schedule import lr_scale
 StepCallback = Callable[[int, dict[str, float]], None]
 PRECOMPUTED_PREFIX = "once/"
 Precomputed = Mapping[str, Tensor]
-MIN_REPLICA_FLOPS = (
-    1e13  # operations of a whole stage, about half a minute: below, starting processes does not pay
-)
+MIN_REPLICA_FLOPS = 1e13  # FLOPs of a stage, about half a minute; starting processes for less does not pay
 MAX_REPLICA_PARAMS = (
-    5e7  # parameters: above, operations are long enough to be split, and engines of their own cost memory
+    5e7  # parameters; above, operations are long enough to be split, and extra engines cost memory
 )
 
 
 def choose_replicas(
     network: PolicyModel, requested: int | None, *, positions: float, length: int, max_replicas: int
 ) -> int:
-    """How many replicas a stage takes: what is asked for, or by default one a thread where that pays; `most` at most.
+    """Return the number of replicas: `requested`, or by default one per thread where that pays; at most `max_replicas`.
 
-    positions: that the whole stage learns from, in rows of `length`. Always one where the model is not on the CPU.
+    positions: of the whole stage, in rows of `length`. The result is 1 where the model is not on the CPU.
     """
     if network.device.type != "cpu":
         return 1
@@ -76,16 +73,17 @@ def make_learner(
     shared: SharedState | None = None,
     world: ProcessGroup | None = None,
 ) -> Learner:
-    """One update of all that `network` trains, by pretraining's optimisers at a share of their rates.
+    """Return a learner with one update of all trained parameters, with pretraining's optimizers at scaled rates.
 
-    objective: of a micro-batch that lies where the network does; here it is brought there (`Network.here`).
-    positions: of a step, at most: how often a table may be looked into; shared, world: of replicas.
+    objective: of a micro-batch on the network's device; it is moved there (`PolicyModel.to_device`).
+    positions: of a step, at most; bounds the rows of embedding tables that a step can touch. shared, world: of
+    replicas.
     """
     optim = config.optim()
-    treatments = network.param_optims(optim)
+    param_optims = network.param_optims(optim)
     update = Update(
         lambda part: objective(network.to_device(part)),
-        treatments,
+        param_optims,
         clip_norm=optim.clip_norm,
         momentum=optim.momentum,
         muon_every=optim.muon_every,
@@ -93,29 +91,29 @@ def make_learner(
         eps=1e-10,
         loss_scaler=LossScaler() if network.model.dtype == torch.float16 else None,
     )
-    kind = muon_dtype(network.model.dtype)
+    muon_type = muon_dtype(network.model.dtype)
     shared = shared or make_shared_state(network, config, positions=positions)
-    return Learner(network, [update], shared, world, dtype=kind, steps_done=steps_done)
+    return Learner(network, [update], shared, world, dtype=muon_type, steps_done=steps_done)
 
 
 def make_shared_state(
     network: PolicyModel, config: StageConfig, *, positions: int, replicas: int = 1
 ) -> SharedState:
-    """Weights, gradients and moments of a stage's learner, of any number of replicas."""
-    treatments = network.param_optims(config.optim())
-    return SharedState.allocate(network, treatments, replicas, max_rows=positions, contiguous=replicas == 1)
+    """Allocate weights, gradients and optimizer state of a stage's learner for any number of replicas."""
+    param_optims = network.param_optims(config.optim())
+    return SharedState.allocate(network, param_optims, replicas, max_rows=positions, contiguous=replicas == 1)
 
 
 def micro_batch_rows(config: StageConfig, batch: MicroBatch) -> int:
-    """Rows of a forward with gradients."""
+    """Return the rows of a forward pass with gradients."""
     return max(1, config.micro_batch_tokens // batch["tokens"].shape[1])
 
 
 def dataset_fingerprint(examples: Sequence[TokenizedExample]) -> str:
-    """Of ids and masks, in their order."""
+    """Return a hash of all ids and loss masks, in order."""
     digest = hashlib.blake2b(digest_size=16)
-    for text in examples:
-        digest.update(text.ids.tobytes() + text.loss_mask.tobytes() + b"|")
+    for example in examples:
+        digest.update(example.ids.tobytes() + example.loss_mask.tobytes() + b"|")
     return digest.hexdigest()
 
 
@@ -137,65 +135,69 @@ def run_stage(
     replica: Callable[..., None] | None = None,
     world: ProcessGroup | None = None,
 ) -> None:
-    """Trains `network` for `steps` steps, from the newest checkpoint if there is one.
+    """Train `network` for `steps` steps, resuming from the newest checkpoint.
 
     Args:
-        batches: from a step's number and what `once` made to the micro-batches of that step and all after it.
-        identity: JSON of what must be the same for a checkpoint to fit.
+        batches: (first step, precomputed tensors) -> iterator over the micro-batches of each step.
+        identity: JSON that must match the checkpoint's.
         positions: of a step, at most.
-        once: called before the first step, with the weights as they were given.
-        observe: told after each step the means of all metrics, and seconds by what they were spent on.
-        may_save: whether a run may go on from behind that many steps.
-        scratch: folder for checkpoints; None keeps none.
-        replicas: processes that learn, this one among them; each asks its own `batches` for its part of a step.
-        replica: what the others do, called as `replica(world, first, shared, kept)`: it ends in `take_part`. Pickled.
-        world: this process's place among them, which is filled in here.
+        precompute: called before the first step, with the initial weights.
+        callback: called after each step with the means of all metrics and with seconds by activity.
+        may_save: whether a run may resume after that many steps.
+        checkpoint_dir: folder of checkpoints; None keeps none.
+        replicas: number of processes, including this one; each builds its part of a step.
+        replica: entry point of the others, called as `replica(world, first, shared, precomputed)`. It must call
+            `train_replica`. Pickled.
+        world: process group, completed here.
 
     Raises:
-        CheckpointError: the checkpoint is of another job. ReplicaError: another replica failed.
+        CheckpointError: the checkpoint belongs to another job. ReplicaError: another replica failed.
     """
     seconds = config.checkpoint_seconds
-    keeper = (
+    checkpoints = (
         CheckpointManager(checkpoint_dir, dict(identity), seconds=seconds, log=log)
         if checkpoint_dir is not None
         else None
     )
-    found = keeper.resume() if keeper is not None else None
-    first = found.step if found is not None else 0
-    if found is None:
+    checkpoint = checkpoints.resume() if checkpoints is not None else None
+    first = checkpoint.step if checkpoint is not None else 0
+    if checkpoint is None:
         network.eval()
-        kept = precompute()
+        precomputed = precompute()
     else:
-        kept = {
+        precomputed = {
             n[len(PRECOMPUTED_PREFIX) :]: t.clone()
-            for n, t in found.tensors.items()
+            for n, t in checkpoint.tensors.items()
             if n.startswith(PRECOMPUTED_PREFIX)
         }
     shared = make_shared_state(network, config, positions=positions, replicas=replicas)
-    if found is not None:
+    if checkpoint is not None:
         restore(
-            shared.tensors(), {n: t for n, t in found.tensors.items() if not n.startswith(PRECOMPUTED_PREFIX)}
+            shared.tensors(),
+            {n: t for n, t in checkpoint.tensors.items() if not n.startswith(PRECOMPUTED_PREFIX)},
         )
         log(f"continues at step {first:,} of {steps:,}")
 
-    def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        spent = {f"time/{name}": s for name, s in clock.pop_seconds().items()}
-        callback(done, {**metrics, **spent})
-        if keeper is not None and done < steps and may_save(done) and keeper.due():
-            keeper.save(done, {**shared.tensors(), **{PRECOMPUTED_PREFIX + n: t for n, t in kept.items()}})
+    def on_step_end(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+        time_metrics = {f"time/{name}": s for name, s in clock.pop_seconds().items()}
+        callback(done, {**metrics, **time_metrics})
+        if checkpoints is not None and done < steps and may_save(done) and checkpoints.due():
+            checkpoints.save(
+                done, {**shared.tensors(), **{PRECOMPUTED_PREFIX + n: t for n, t in precomputed.items()}}
+            )
 
     threads, world = torch.get_num_threads(), world or ProcessGroup()
     if replicas > 1 and replica is not None:
-        each = max(1, threads // replicas)
-        log(f"{replicas} replicas learn, {each} {'thread' if each == 1 else 'threads'} each")
-        started = spawn_replicas(replicas, _replica_main, replica, each, first, shared, kept)
+        threads_each = max(1, threads // replicas)
+        log(f"{replicas} replicas train, {threads_each} {'thread' if threads_each == 1 else 'threads'} each")
+        started = spawn_replicas(replicas, _replica_main, replica, threads_each, first, shared, precomputed)
         world.size, world.pipes, world.children = started.size, started.pipes, started.children
-        torch.set_num_threads(each)
+        torch.set_num_threads(threads_each)
     try:
-        with keeper or nullcontext():
+        with checkpoints or nullcontext():
             train_replica(
-                world, network, config, objective, batches(first, kept), shared,
-                positions=positions, first=first, steps=steps, on_step_end=after,
+                world, network, config, objective, batches(first, precomputed), shared,
+                positions=positions, first=first, steps=steps, on_step_end=on_step_end,
             )  # fmt: skip
     finally:
         world.close()
@@ -203,9 +205,11 @@ def run_stage(
     network.eval()
 
 
-def _replica_main(world: ProcessGroup, replica: Callable[..., None], threads: int, *given: Any) -> None:
+def _replica_main(
+    world: ProcessGroup, replica: Callable[..., None], threads: int, *replica_args: Any
+) -> None:
     torch.set_num_threads(threads)
-    replica(world, *given)
+    replica(world, *replica_args)
 
 
 def train_replica(
@@ -221,7 +225,7 @@ def train_replica(
     steps: int,
     on_step_end: Callable[[int, dict[str, float], Stopwatch], None] = lambda step, metrics, clock: None,
 ) -> None:
-    """The steps from `first` on, by this replica; alone, all of them. Arguments as in `run_stage`."""
+    """Run the steps from `first` on for this replica. Arguments as in `run_stage`."""
     learner = make_learner(
         network, objective, config, positions=positions, steps_done=first, shared=shared, world=world
     )

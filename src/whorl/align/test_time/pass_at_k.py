@@ -1,19 +1,21 @@
-"""What n answers are worth, from N >= n samples to each task: any of them right, the vote, the best by a score.
+"""Estimators from N >= n samples per task: pass@n, majority vote, and best of n by a score.
 
-Of N samples c are right. To draw n of them without replacement is as good as to sample n anew, so each figure is its mean
-over all subsets of n, which needs no further sample and has no bias:
+c of N samples are correct. Drawing n of them without replacement is equivalent to sampling n times. So each estimate
+is the mean over all subsets of size n. It needs no further samples and is unbiased:
 
-    any        1 - C(N - c, n) / C(N, n)                       pass@n (Chen et al. 2021, arXiv:2107.03374, eq. 1)
-    best       sum_i right_(i) C(i - 1, n - 1) / C(N, n)       in rising order of their score, sample i is the best of a
-                                                               subset if the others come from those below it
-    majority   whether the commonest answer is right           self-consistency (Wang et al. 2022, arXiv:2203.11171); ties
-                                                               are drawn; random subsets, since there is no short sum
+    pass       1 - C(N - c, n) / C(N, n)                       pass@n (Chen et al. 2021, arXiv:2107.03374, eq. 1)
+    best       sum_i correct_(i) C(i - 1, n - 1) / C(N, n)     in rising order of score; sample i is the best of a
+                                                               subset if the others rank below it majority   whether
+                                                               the most frequent answer is correct
+                                                               self-consistency (Wang et al. 2022, arXiv:2203.11171);
+                                                               ties are drawn; random subsets, as there is no closed
+                                                               form
 
-The obvious estimate of pass@n, 1 - (1 - c / N)^n, is biased: it draws with replacement.
+The plain estimate of pass@n, 1 - (1 - c / N)^n, is biased, because it draws with replacement.
 
-The subtle part is the interval. The samples of one task are alike, so it is tasks that are counted, not samples: the spread
-is that of the tasks' own figures, and Wilson's interval is taken with as many tasks as would spread like that. With one
-sample a task it is Wilson's own, and where all are right, or none, it does not shrink to a point as a normal interval does.
+The subtle point is the interval. Samples of one task are correlated, so the unit is the task. The spread is that of the
+per-task estimates, and Wilson's interval uses the number of tasks that would give this spread. With one sample per
+task it is Wilson's interval. It does not shrink to a point where all samples are correct, or none.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 from whorl.errors import ConfigError
 
 Z95 = 1.959964  # two-sided 95 %
-SUBSETS = 256  # random ones a task, of a vote
+SUBSETS = 256  # random subsets per task for a vote
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,23 @@ class Estimate:
 
 
 def pass_at_k(correct: NDArray[np.bool_], n: int) -> NDArray[np.float64]:
-    """[tasks] chance that one of n is right, of right [tasks, N]. Raises ConfigError: n is not in 1 to N."""
+    """Return [tasks] probability that one of n is correct.
+
+    correct: [tasks, N]. Raises ConfigError: n is not in 1 to N.
+    """
     total = _check_n(correct.shape[1], n)
     wrong = total - correct.sum(1)
     return np.array([1.0 - comb(int(w), n) / comb(total, n) for w in wrong])
 
 
 def best_of_n(correct: NDArray[np.bool_], scores: NDArray[np.float64], n: int) -> NDArray[np.float64]:
-    """[tasks] chance that the best of n by its score is right; among equal scores it is drawn.
+    """Return [tasks] probability that the best of n by score is correct; equal scores are drawn.
 
     Args:
-        right, scores: [tasks, N], higher scores are better.
+        correct, scores: [tasks, N]; higher scores are better.
 
     Raises:
-        ConfigError: n is not in 1 to N; a score is not a number.
+        ConfigError: n is not in 1 to N, or a score is NaN.
     """
     total = _check_n(correct.shape[1], n)
     if correct.shape != scores.shape or np.isnan(scores).any():
@@ -79,11 +84,11 @@ def majority_at_k(
     rng: np.random.Generator,
     subsets: int = SUBSETS,
 ) -> dict[int, NDArray[np.float64]]:
-    """n -> [tasks] chance that what is said most often among n is right.
+    """Return n -> [tasks] probability that the most frequent answer among n is correct.
 
     Args:
-        right: [tasks, N]; said: what each sample answers; an empty one does not vote.
-        subsets: orders a task, about, whose first n are a subset.
+        correct: [tasks, N]. sampled_answers: answer of each sample; an empty one does not vote.
+        subsets: approximate number of orders per task, whose first n are a subset.
 
     Raises:
         ConfigError: an n is not in 1 to N.
@@ -92,56 +97,58 @@ def majority_at_k(
     for n in ns:
         _check_n(total, n)
     found: dict[int, list[float]] = {n: [] for n in ns}
-    turned = (
+    rotations = (
         np.arange(total)[:, None] + np.arange(total)
-    ) % total  # each order from each of its places: fair for n = 1
+    ) % total  # each order from every start: exact for n = 1
     for good, answers in zip(correct, sampled_answers, strict=True):
         names = sorted({a for a in answers if a})
         place = {name: k for k, name in enumerate(names)}
         ballots = np.zeros((total, len(names)))
-        worth = np.zeros(len(names))
+        is_correct = np.zeros(len(names))
         for i, answer in enumerate(answers):
             if answer:
                 ballots[i, place[answer]] = 1.0
-                worth[place[answer]] = max(worth[place[answer]], float(good[i]))
-        if not names or not worth.any():
+                is_correct[place[answer]] = max(is_correct[place[answer]], float(good[i]))
+        if not names or not is_correct.any():
             for n in ns:
                 found[n].append(0.0)
             continue
-        orders = rng.permuted(np.tile(np.arange(total), (-(-subsets // total), 1)), axis=1)[:, turned]
+        orders = rng.permuted(np.tile(np.arange(total), (-(-subsets // total), 1)), axis=1)[:, rotations]
         orders = orders.reshape(-1, total)
         counts = ballots[orders].cumsum(1)  # [subsets, N, names]
         for n in ns:
             votes = counts[:, n - 1]
             top = (votes == votes.max(1, keepdims=True)) & (votes > 0)
             ties = top.sum(1)
-            share = np.divide(top @ worth, ties, out=np.zeros(len(orders)), where=ties > 0)
+            share = np.divide(top @ is_correct, ties, out=np.zeros(len(orders)), where=ties > 0)
             found[n].append(float(share.mean()))
     return {n: np.array(each) for n, each in found.items()}
 
 
 def estimate(values: NDArray[np.float64], draws: int = 1) -> Estimate:
-    """The mean of the tasks' figures [tasks] in 0 to 1, with its 95 % interval (see the top of this file).
+    """Return the mean of the tasks' estimates [tasks] in 0 to 1, with its 95 % interval (see the top of this file).
 
-    draws: behind each figure, with no sample in two of them: N // n for n out of N. More than all of these nobody knows.
+    draws: disjoint draws per task, N // n for n of N; an upper bound of the effective sample size.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are no tasks.
     """
     tasks = len(values)
     if not tasks:
-        raise ConfigError("there is no task to take a mean of", expected="one at least")
+        raise ConfigError("there are no tasks", expected="at least one")
     mean = float(np.clip(values.mean(), 0.0, 1.0))
     spread = float(values.var())
-    most = float(tasks * draws)
+    upper = float(tasks * draws)
     binomial = mean * (1 - mean)
-    known = min(most, binomial * tasks / spread) if spread > 0 else (most if binomial > 0 else float(tasks))
-    middle = (mean + Z95**2 / (2 * known)) / (1 + Z95**2 / known)
-    half = Z95 / (1 + Z95**2 / known) * sqrt(binomial / known + Z95**2 / (4 * known**2))
-    return Estimate(mean, max(0.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)))
+    effective = (
+        min(upper, binomial * tasks / spread) if spread > 0 else (upper if binomial > 0 else float(tasks))
+    )
+    center = (mean + Z95**2 / (2 * effective)) / (1 + Z95**2 / effective)
+    half = Z95 / (1 + Z95**2 / effective) * sqrt(binomial / effective + Z95**2 / (4 * effective**2))
+    return Estimate(mean, max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
 
 
 def _check_n(total: int, n: int) -> int:
     if not 1 <= n <= total:
-        raise ConfigError(f"n is {n}", expected=f"1 to {total}, as many samples as a task has")
+        raise ConfigError(f"n is {n}", expected=f"1 to {total}, the samples per task")
     return total

@@ -1,18 +1,17 @@
-"""Preference pairs out of Python source: the true body is chosen, the same body with one fault is rejected.
+"""Preference pairs from Python source: the original body is chosen, the same body with one injected bug is rejected.
 
-    syntax     a bracket, a colon, a quote or a space of indentation is gone, so that Python refuses it
+    syntax     removes a bracket, colon, quote or space of indentation, so that Python rejects it
     operator   == for !=, < for >=, + for -, and for or ...
-    variable   another of the function's own names
-    constant   a number off by one, True for False
+    variable   another variable of the function
+    constant   a number plus one, True for False
     return     the value is computed and not returned
 
-The judge is known, and needs no taste: a fault of the first kind is one that `ast.parse` refuses, and one of the others
-gives another tree. Each variant is checked to be what its kind says, so that chosen and rejected never mean the same
-(as they would if a comment or a space had been changed).
+The label is certain: a syntax bug fails `ast.parse`, any other bug changes the syntax tree. Each variant is checked, so
+chosen and rejected never have the same meaning (as after a change of a comment or a space).
 
-The subtle part is to change one spot and nothing else. Printing a changed tree would also change quotes, comments and
-line breaks, and a model would learn to prefer people's layout to `ast.unparse`'s. So a fault is an edit of the text:
-where, tokens say; whether it is one, the parser says. Chosen and rejected differ by a few characters.
+The subtle point is to change one place only. `ast.unparse` of a changed tree would also change quotes, comments and
+line breaks, and a model would learn layout. So a bug is an edit of the text: tokens locate it, the parser confirms
+it. Chosen and rejected differ in a few characters.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ OPERATOR_SWAPS = {
     "+=": "-=", "-=": "+=", "and": "or", "or": "and",
 }  # fmt: skip
 BRACKETS = frozenset("()[]{}")
-MAX_EDITS = 20  # edits of a kind, before the function is given up for it
+MAX_EDITS = 20  # attempts per kind and function
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Put `text` in the place of what stands from start to stop, in characters."""
+    """Replacement of the characters from start to stop by `text`."""
 
     start: int
     stop: int
@@ -50,7 +49,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class _BodyToken:
-    """A token of the body: its kind, its text, where it begins and ends in the whole function."""
+    """A token of the body: kind, text, and character positions in the whole function."""
 
     kind: int
     text: str
@@ -59,13 +58,13 @@ class _BodyToken:
 
 
 def inject_bug(function: PythonFunction, kind: str, seed: int = 0) -> str | None:
-    """The body with one fault of a kind, or None where it offers no spot for one.
+    """Return the body with one bug of a kind, or None if there is no place for it.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: unknown kind.
     """
     if kind not in BUG_KINDS:
-        raise ConfigError(f"there is no fault {kind!r}", expected=one_of(kind, list(BUG_KINDS)))
+        raise ConfigError(f"unknown kind of bug {kind!r}", expected=one_of(kind, list(BUG_KINDS)))
     whole = function.header + function.body
     tree = parse_or_none(whole)
     pieces = _body_tokens(whole, len(function.header))
@@ -91,11 +90,11 @@ def bug_preferences(
     seed: int = 0,
     counts: Counter[str] | None = None,
 ) -> list[Preference]:
-    """Pairs of bodies, in the functions' order; id ends in the fault's kind.
+    """Return pairs of bodies in the functions' order; the id ends in the kind of bug.
 
     Args:
-        kinds: of faults. per_function: at most so many pairs of a function, each of another kind, chosen by the seed.
-        counts: pairs by kind, and under "none" the functions that offered no spot.
+        kinds: of bugs. per_function: maximum pairs per function, each of another kind, chosen by the seed.
+        counts: pairs by kind, and under "none" the functions without a place for a bug.
     """
     counts = Counter() if counts is None else counts
     found: list[Preference] = []
@@ -115,7 +114,7 @@ def bug_preferences(
 
 
 def split_pairs(pairs: Iterable[Preference]) -> list[UnpairedPreference]:
-    """Both answers of every pair on their own, the good one first."""
+    """Return both completions of every pair as labelled completions, the good one first."""
     sides = ((p, p.chosen, True) for p in pairs), ((p, p.rejected, False) for p in pairs)
     return [
         UnpairedPreference(p.prompt, answer, good, p.source, f"{p.id}:{'good' if good else 'bad'}")
@@ -151,7 +150,7 @@ def _variable(whole: str, tree: ast.AST, pieces: list[_BodyToken], begins: int) 
             start = starts[node.lineno - 1] + len(line.encode()[: node.col_offset].decode())
             if start >= begins and whole.startswith(
                 node.id, start
-            ):  # in an f-string, Python 3.11 names no spot
+            ):  # in an f-string, Python 3.11 gives no position
                 edits += [Edit(start, start + len(node.id), other) for other in sorted(own - {node.id})]
     return edits
 
@@ -185,7 +184,7 @@ BUG_KINDS: dict[str, Callable[[str, ast.AST, list[_BodyToken], int], list[Edit]]
 
 
 def _body_tokens(whole: str, begins: int) -> list[_BodyToken]:
-    """The body's tokens; none if Python's tokenizer and its parser disagree."""
+    """Return the tokens of the body; none if tokenizer and parser disagree."""
     starts = _line_starts(whole)
     try:
         found = list(tokenize.generate_tokens(io.StringIO(whole).readline))
@@ -200,7 +199,7 @@ def _body_tokens(whole: str, begins: int) -> list[_BodyToken]:
 
 
 def _line_starts(text: str) -> list[int]:
-    """Where each line begins, and where one would after the last."""
+    """Return the start of each line, and one past the last."""
     starts = [0]
     for line in text.split("\n"):
         starts.append(starts[-1] + len(line) + 1)

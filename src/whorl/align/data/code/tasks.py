@@ -1,19 +1,18 @@
-"""Tasks out of Python source: continue this code, and a program says whether it is right.
+"""Coding tasks from Python source, with a program as verifier.
 
-    body       a function's signature and docstring; right if Python accepts them with the body that is written
-    doctest    what the function needs (imports, helpers), then its signature and docstring, whose examples are the tests
-    compiles   the beginning of a file, cut after a function's signature; right if Python accepts what it becomes
+    body       signature and docstring of a function; correct if Python accepts them with the completion
+    doctest    required imports and helpers, then signature and docstring, whose examples are the tests
+    compiles   the start of a file, cut after a function's signature; correct if Python accepts the result
 
-Each comes with the true body as `solution`, so that the checking can be checked: `solvable` puts the solutions to the
-verifier that will judge the model, and drops the tasks that it does not pass. (Examples that need a network, print a
-date, or use a name from somewhere else: no reader of source can tell them all, a run does.) It drops those, too, that pass
-with no answer at all: a docstring is a body, so that a file cut after one is whole already, and silence would be rewarded.
+Each task has the original body as `solution`, so that the verifier can be tested. `filter_solvable` runs the solutions
+through the verifier and drops tasks that fail: examples that need a network, print a date or use foreign names cannot
+be detected in the source. It also drops tasks that pass with an empty completion. A docstring is a valid body, so a
+file cut after one is complete, and an empty answer would be rewarded.
 
-The subtle part is what a function needs. A doctest of a library runs inside its module, where every helper is at hand; a
-task runs alone. So the names that the function and its examples use are looked up among the module's own, and the
-statements that bind them come along, and what these need in turn, in the order of the file. Which names are the module's,
-and not local, Python's own `symtable` says. What needs a relative import, or more than
-`context_bytes`, is left out.
+The subtle point is context. A library's doctest runs inside its module; a task runs alone. So the module-level names
+that the function and its examples use are resolved. The statements that bind them are included, recursively, in file
+order. Python's `symtable` separates module names from local names and builtins. A function that needs a relative
+import, or more than `context_bytes`, is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from whorl.evals.verify.task import Verdict, VerifiableTask
 
 @dataclass(frozen=True)
 class CodeTask:
-    """A task, a solution that is known to be right or hoped to be, and the file it stands in."""
+    """A task, its reference solution, and the file it comes from."""
 
     task: VerifiableTask
     solution: str
@@ -55,14 +54,14 @@ def doctest_tasks(
     context_bytes: int = 2000,
     skipped: Counter[str] | None = None,
 ) -> list[CodeTask]:
-    """Functions at the top of their files whose docstrings hold examples, in an order of the seed's.
+    """Return tasks from top-level functions whose docstrings have examples, in a seeded order.
 
-    The task's answer is the docstring, whose examples are to be run after prompt + completion.
+    The answer of a task is the docstring; its examples run after prompt + completion.
 
     Args:
         files: (path, text) pairs.
-        context_bytes: the most that a function may need beside itself.
-        skipped: counts of what was left out, by reason.
+        context_bytes: largest size of the required context.
+        skipped: counts of skipped functions by reason.
     """
     skipped = Counter() if skipped is None else skipped
     texts = {path: text for path, text in files if ">>>" in text}
@@ -95,17 +94,20 @@ def doctest_tasks(
     return found
 
 
-def body_tasks(found: Iterable[PythonFunction]) -> list[CodeTask]:
-    """Functions whose body is to be written; what is written must parse, and do more than the docstring did."""
+def body_tasks(functions: Iterable[PythonFunction]) -> list[CodeTask]:
+    """Return tasks to write a body; the completion must parse and add to the docstring."""
     return [
         CodeTask(
             VerifiableTask(
-                f"body:{one.id}", one.header, verifier="compiles", difficulty=float(len(one.body.encode()))
+                f"body:{function.id}",
+                function.header,
+                verifier="compiles",
+                difficulty=float(len(function.body.encode())),
             ),
-            one.body,
-            one.file,
+            function.body,
+            function.file,
         )
-        for one in found
+        for function in functions
     ]
 
 
@@ -118,13 +120,15 @@ def compile_tasks(
     per_file: int = 2,
     skipped: Counter[str] | None = None,
 ) -> list[CodeTask]:
-    """Beginnings of files, each cut after the signature of a documented function or method; its docstring is to be written.
+    """Return starts of files, each cut after the signature of a documented function or method.
+
+    The completion writes docstring and body.
 
     Args:
         files: (path, text) pairs.
-        prompt_bytes: the longest beginning. body_bytes: of the true body without its docstring, least and most.
-        per_file: the most from one file.
-        skipped: counts of what was left out, by reason.
+        prompt_bytes: largest prompt. body_bytes: least and largest size of the body without its docstring.
+        per_file: maximum number per file.
+        skipped: counts of skipped functions by reason.
     """
     skipped = Counter() if skipped is None else skipped
     texts = dict(files)
@@ -142,9 +146,7 @@ def compile_tasks(
             skipped["long_prompt"] += 1
         elif taken[function.file] == per_file:
             skipped["enough_of_this_file"] += 1
-        elif (
-            parse_or_none(prompt + solution) is None
-        ):  # it stands inside of a `try`, say, whose end comes later
+        elif parse_or_none(prompt + solution) is None:  # such as inside a `try` whose end comes later
             skipped["does_not_end_here"] += 1
         elif prompt in found:
             skipped["copy"] += 1
@@ -160,34 +162,34 @@ def compile_tasks(
 def filter_solvable(
     candidates: Sequence[CodeTask], verify: TaskVerifier
 ) -> tuple[list[CodeTask], Counter[str]]:
-    """Tasks that their own solution passes and no answer does not, and why the others were dropped.
+    """Return the tasks that their solution passes and an empty completion does not, and counts of the others by reason.
 
     Args:
-        judge: what will judge the model's answers: tasks and completions in, verdicts out.
+        verify: takes tasks and completions, returns verdicts; the same as in training.
     """
     tasks = [m.task for m in candidates]
     solved, silent = verify(tasks, [m.solution for m in candidates]), verify(tasks, [""] * len(tasks))
     kept: list[CodeTask] = []
     dropped = Counter[str]()
-    for one, with_it, without in zip(candidates, solved, silent, strict=True):
-        if not with_it.passed:
-            dropped[with_it.reason.split(":")[0]] += 1
-        elif without.passed:
+    for candidate, with_solution, with_empty in zip(candidates, solved, silent, strict=True):
+        if not with_solution.passed:
+            dropped[with_solution.reason.split(":")[0]] += 1
+        elif with_empty.passed:
             dropped["passes without an answer"] += 1
         else:
-            kept.append(one)
+            kept.append(candidate)
     return kept, dropped
 
 
 def _signature_lines(function: PythonFunction) -> int:
-    """Lines of the header before the docstring begins."""
+    """Return the number of header lines before the docstring."""
     tree = parse_or_none(function.header)
     assert tree is not None and isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
     return tree.body[0].body[0].lineno - 1
 
 
 def _examples(docstring: str) -> list[doctest.Example]:
-    """Examples, at least one of which says what must come out; empty if one does not parse."""
+    """Return the examples, at least one with expected output; empty if one does not parse."""
     try:
         examples = doctest.DocTestParser().get_examples(docstring)
     except ValueError:
@@ -199,7 +201,7 @@ def _examples(docstring: str) -> list[doctest.Example]:
 
 
 def _context(text: str, function: PythonFunction, examples: list[doctest.Example], limit: int) -> str | None:
-    """The statements of the module that function and examples need, in their order; None if they are too much."""
+    """Return the module statements that function and examples need, in order; None if they exceed the limit."""
     tree = parse_or_none(text)
     assert tree is not None
     lines = source_lines(text)
@@ -208,14 +210,14 @@ def _context(text: str, function: PythonFunction, examples: list[doctest.Example
     for i, statement in enumerate(tree.body):
         for name in _bound_names(statement):
             binds.setdefault(name, []).append(i)
-    own = next(i for i, s in enumerate(tree.body) if _first_line(s) == function.line)
-    asked, given = _names("".join(e.source for e in examples))
-    wanted = _names(function.header + function.body)[0] | (asked - given)
+    own_index = next(i for i, s in enumerate(tree.body) if _first_line(s) == function.line)
+    used, bound = _names("".join(e.source for e in examples))
+    wanted = _names(function.header + function.body)[0] | (used - bound)
     needed: set[int] = set()
     size = 0
     while wanted:
         for i in binds.get(wanted.pop(), []):
-            if i == own or i in needed:
+            if i == own_index or i in needed:
                 continue
             needed.add(i)
             size += len(statements[i].encode())
@@ -235,7 +237,7 @@ def _first_line(statement: ast.stmt) -> int:
 
 
 def _bound_names(statement: ast.stmt) -> set[str]:
-    """Names that a statement at the top of a module gives a meaning, those inside of `if` and `try` among them."""
+    """Return the names that a module-level statement binds, including those inside `if` and `try`."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}
     names = set[str]()
@@ -250,7 +252,7 @@ def _bound_names(statement: ast.stmt) -> set[str]:
 
 
 def _names(source: str) -> tuple[set[str], set[str]]:
-    """(names that a piece of a module takes from the module, names that it gives to it), as Python's compiler sees it."""
+    """Return (names that source code uses from the module, names that it binds), according to the compiler."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
