@@ -89,7 +89,7 @@ class Batch(Structure):
     ]
 
 
-ABI_STRUCTURES = (Matrix, Norm, Layer, Model, LayerCache, Batch)  # in the order of `whorl_sizeof`
+ABI_STRUCTURES = (Matrix, Norm, Layer, ModelStruct, LayerCache, Batch)  # in the order of `whorl_sizeof`
 
 
 def check_sizes(library: ctypes.CDLL) -> None:
