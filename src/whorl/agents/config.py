@@ -30,7 +30,7 @@ class AgentConfig(BaseModel):
         default=1, ge=0, description="rollouts that an actor fills before the last one is read; 0: lockstep"
     )
     max_policy_lag: int | None = Field(
-        default=None, ge=0, description="drop rollouts whose weights lag by more versions"
+        default=None, ge=0, description="rollouts whose weights lag by more versions are generated again"
     )
     hidden: tuple[int, ...] = (64, 64)
     discount: float = Field(default=0.99, ge=0, le=1)
