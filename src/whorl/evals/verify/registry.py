@@ -125,9 +125,9 @@ def verify_all(
     for (job, _), verdict in zip(to_call, verify_custom([call for _, call in to_call]), strict=True):
         verdicts[job] = verdict
     by_task: list[list[tuple[WeightedVerifier, Verdict]]] = [[] for _ in tasks]
-    for (i, term), verdict in zip(jobs, verdicts, strict=True):
-        assert verdict is not None
-        by_task[i].append((term, verdict))
+    for (i, term), graded in zip(jobs, verdicts, strict=True):
+        assert graded is not None
+        by_task[i].append((term, graded))
     return [_combine(found) for found in by_task]
 
 
