@@ -1,14 +1,13 @@
-"""Replicas on one machine that train one set of weights, each on its own core.
+"""Replicas on one machine that train one set of weights, one process per core.
 
-Why processes rather than threads inside the products. A small model's step is hundreds of short operations; split
-each over the cores and they wait for one another hundreds of times a step (two threads were seen to make such a
-step 1.3 times as fast as one). Give each core its own share of the *batch* and they meet three times a step.
+A small model's step is hundreds of short operations. Threads inside each operation would synchronize hundreds of times
+per step (two threads: 1.3 times faster). Replicas with a share of the *batch* each synchronize three times.
 
-Weights, gradients and optimiser state lie in shared memory: nothing is sent. After the backward each replica sums,
-over all replicas in rank order, the gradients of its share of the parameters, and updates that share in place
-(the partition of ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, stage 1). The meeting point is `exchange`: every
-replica gives a few numbers and gets everybody's. It goes through pipes: a write and a read in the kernel order memory on
-every kind of CPU, and a pipe whose other end died reads as such at once, so a replica never waits for a dead one.
+Weights, gradients and optimizer state are in shared memory, so no tensor is sent. After the backward each replica sums
+its share of the gradients over all replicas in rank order and updates those parameters in place (ZeRO stage 1,
+Rajbhandari et al. 2020, arXiv:1910.02054). `all_gather_scalars` is the barrier: every replica sends a few numbers and
+receives all of them, through pipes. A pipe orders memory on every CPU, and a dead peer closes it, so a replica never
+waits for a dead one.
 """
 
 from __future__ import annotations
@@ -30,19 +29,22 @@ import torch.multiprocessing
 from whorl.errors import WhorlError
 from whorl.machine.device_probe import keep_freed_memory
 
-SHUTDOWN_TIMEOUT = 15.0  # a replica that samples hears of the end at its next meeting
-REPLICA_TIMEOUT = 600.0  # a first step compiles; nothing that is alive takes longer
+SHUTDOWN_TIMEOUT = 15.0  # a replica notices the end at its next barrier
+REPLICA_TIMEOUT = 600.0  # a first step includes compilation; no live replica takes longer
 
 
 class ReplicaError(WhorlError):
-    """Another replica raised, died or hung. killed: the system ended it (SIGKILL), as it does when memory is full."""
+    """Another replica raised, died or hung.
+
+    killed: SIGKILL ended it, as the kernel does when memory is full.
+    """
 
     killed = False
 
 
 @dataclass
 class ProcessGroup:
-    """This process among its peers: `rank` of `size`; `links[r]` leads to rank r (None for itself)."""
+    """This process's rank in a group of `size`. `pipes[r]` connects to rank r (None for itself)."""
 
     rank: int = 0
     size: int = 1
@@ -50,12 +52,12 @@ class ProcessGroup:
     children: list[BaseProcess] = field(default_factory=list)
 
     def all_gather_scalars(self, *values: float) -> list[tuple[float, ...]]:
-        """Gives `values`, waits for everybody, returns what each rank gave, in rank order.
+        """Send `values`, wait for all ranks, and return each rank's values in rank order.
 
-        Whatever a rank wrote into shared memory before is visible to all after.
+        A barrier: earlier writes to shared memory are visible to all ranks afterwards.
 
         Raises:
-            ReplicaError: a peer died or gave no sign for PATIENCE_SECONDS.
+            ReplicaError: a peer died or did not respond for REPLICA_TIMEOUT seconds.
         """
         message = b"v" + struct.pack(f"{len(values)}d", *values)
         for rank, peer in enumerate(self.pipes):
@@ -75,8 +77,8 @@ class ProcessGroup:
         try:
             if not peer.poll(REPLICA_TIMEOUT):
                 raise ReplicaError(
-                    f"training replica {rank} gave no sign for {REPLICA_TIMEOUT:.0f} s",
-                    do="run the same command again: it continues from the last checkpoint",
+                    f"training replica {rank} did not respond for {REPLICA_TIMEOUT:.0f} s",
+                    do="run the same command again: it resumes from the last checkpoint",
                 )
             message = peer.recv_bytes()
         except (EOFError, OSError) as error:
@@ -86,14 +88,14 @@ class ProcessGroup:
         return struct.unpack(f"{(len(message) - 1) // 8}d", message[1:])
 
     def _raise_reported_error(self, rank: int, peer: Connection) -> None:
-        """A peer that is gone may have said why before it went."""
+        """Raise the error that a dead peer sent before its exit, if any."""
         with suppress(OSError, EOFError):
             while peer.poll(0):
                 if (message := peer.recv_bytes())[:1] == b"e":
                     raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
 
     def _dead_replica_error(self, rank: int) -> ReplicaError:
-        """What is known of how a peer ended: of one that this process started, the exit code."""
+        """Return an error for a dead peer, with its exit code if this process started it."""
         code = None
         if self.children:
             self.children[rank - 1].join(timeout=2)
@@ -102,18 +104,18 @@ class ProcessGroup:
         if code is not None:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         dead = ReplicaError(
-            f"training replica {rank} died without a word ({how})",
-            do="run the same command again: it continues from the last checkpoint",
+            f"training replica {rank} died without an error message ({how})",
+            do="run the same command again: it resumes from the last checkpoint",
         )
         dead.killed = code == -signal.SIGKILL
         return dead
 
     def all_reduce_scalars(self, *values: float) -> tuple[float, ...]:
-        """The sum of what each rank gave, value by value, added in rank order."""
+        """The sum over ranks of each value, added in rank order."""
         return tuple(sum(column) for column in zip(*self.all_gather_scalars(*values), strict=True))
 
     def close(self) -> None:
-        """Ends what is left of the peers that this process started."""
+        """End the remaining replicas that this process started."""
         for link in self.pipes:
             if link is not None:
                 link.close()
@@ -126,9 +128,9 @@ class ProcessGroup:
 
 
 def spawn_replicas(size: int, target: Callable[..., None], *args: Any) -> ProcessGroup:
-    """Starts ranks 1 .. size-1, each calling work(world, *arguments), and returns the caller's world (rank 0).
+    """Start ranks 1 .. size-1, each calling target(process_group, *args); return the caller's group (rank 0).
 
-    Arguments cross by pickle; tensors among them must lie in shared memory (`share_memory_`) and are not copied.
+    Arguments are pickled. Tensors among them must be in shared memory (`share_memory_`) and are not copied.
     """
     keep_freed_memory()
     context = torch.multiprocessing.get_context("spawn")
@@ -143,7 +145,7 @@ def spawn_replicas(size: int, target: Callable[..., None], *args: Any) -> Proces
         )
         child.start()
         children.append(child)
-    for rank in range(1, size):  # only the child holds its ends now: its death closes them
+    for rank in range(1, size):  # only the child keeps its ends open: its death closes them
         for link in links[rank]:
             if link is not None:
                 link.close()
@@ -157,7 +159,7 @@ def _replica_main(
     target: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    # A scheduler may send it to all processes of a job. Rank 0 hears it; the rest end when its links close.
+    # A scheduler may signal all processes of a job. Rank 0 handles it; the others end when their pipes close.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     world = ProcessGroup(rank, size, pipes)
     torch.set_num_threads(1)
@@ -165,7 +167,7 @@ def _replica_main(
     try:
         target(world, *args)
     except (ReplicaError, KeyboardInterrupt):
-        pass  # somebody else's failure, reported where it happened
+        pass  # another replica's failure, reported there
     except Exception:
         message = b"e" + traceback.format_exc().encode()
         for link in pipes:
@@ -173,4 +175,4 @@ def _replica_main(
                 try:
                     link.send_bytes(message)
                 except OSError:
-                    continue  # that peer is gone already
+                    continue  # that peer has exited

@@ -73,7 +73,9 @@ class CheckpointStats:
 
     def summary(self) -> str:
         """One line for a report."""
-        text = f"{self.written:,} of {self.last_bytes / 1e6:,.1f} MB; stalls {self.stall_seconds:.2f} s in total"
+        text = (
+            f"{self.written:,} of {self.last_bytes / 1e6:,.1f} MB; stalls {self.stall_seconds:.2f} s in total"
+        )
         if self.deferred:
             text += f"; {self.deferred:,} deferred during an earlier write"
         if self.resumes:
@@ -399,10 +401,10 @@ class CheckpointManager:
         """Let the writer finish and free the staging buffer. Raises nothing; may be called twice."""
         if self.writer is not None:
             if not self.writer.close(UPLOAD_TIMEOUT):
-                self.log(
-                    f"an upload to {self.config.remote_url} was unfinished after {UPLOAD_TIMEOUT:.0f} s"
-                )
-            with suppress(DiskFullError, CheckpointError):  # `finish` reports errors to callers that need them
+                self.log(f"an upload to {self.config.remote_url} was unfinished after {UPLOAD_TIMEOUT:.0f} s")
+            with suppress(
+                DiskFullError, CheckpointError
+            ):  # `finish` reports errors to callers that need them
                 self._poll_writer()
             self.writer = None
         self.copy_pool.shutdown()

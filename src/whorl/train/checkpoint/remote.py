@@ -108,7 +108,9 @@ class RemoteStore:
             hours = (now - each.started_at) / HOUR
             too_old = config.remote_keep_hours is not None and hours > config.remote_keep_hours
             if number and (number >= config.remote_keep or too_old):
-                self.fs.rm_file(f"{self.root}/{each.name}/{INDEX}")  # first, so that no reader sees a partial checkpoint
+                self.fs.rm_file(
+                    f"{self.root}/{each.name}/{INDEX}"
+                )  # first, so that no reader sees a partial checkpoint
                 self.fs.rm(f"{self.root}/{each.name}", recursive=True)
         for each in begun:
             if now - each.started_at > HOUR:

@@ -63,7 +63,10 @@ class Layout:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """Return the layout of these tensors; wide types first, so that tensors are aligned without gaps, which the format forbids."""
+        """Return the layout of these tensors.
+
+        Wide types come first, so that tensors are aligned without gaps, which the format forbids.
+        """
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         described, sizes, at = {}, {}, 0
         for name in order:

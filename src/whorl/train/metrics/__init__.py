@@ -1,1 +1,1 @@
-"""Metrics of a training run: throughput, layer statistics, noise scale, validation."""
+"""Training metrics: averages between reports, layer statistics, noise scale, expert balance, validation."""

@@ -1,25 +1,22 @@
-"""Figures of a training run that decide nothing: norms by group of layers, how far steps go, what activations look like.
+"""Layer statistics of a training run; they do not influence training.
 
-    gradient_norm/GROUP   of the mean gradient over the whole batch, before clipping
-    weight_norm/GROUP     after the step
-    update_ratio/GROUP    |w' - w| / |w|, a step: about 1e-3 is usual, 1e-1 tears a layer apart, 1e-6 leaves it as it was
-    activations/N/rms     of the residual stream after block N
-    activations/N/outliers   the share of it beyond 6 times its rms: what low precision would clip
-    activations/N/zeros   the share of zeros inside the block's MLP: dead units of a ReLU
-    noise_scale/tokens, /rows   the batch size at which noise and gradient are equal (`noise.py`)
-    noise_scale/trace, /square  what it is the ratio of, of this look alone
-    figures_share         the share of the time, since the last report, that all of this took
+    grad_norm/GROUP              of the mean gradient over the whole batch, before clipping
+    weight_norm/GROUP            after the step
+    update_ratio/GROUP           |w' - w| / |w| per step: about 1e-3 is usual, 1e-1 destroys a layer, 1e-6 has no effect
+    activations/N/rms            of the residual stream after block N
+    activations/N/outliers       fraction beyond 6 times the rms, which low precision would clip
+    activations/N/zeros          fraction of zeros inside the block's MLP: dead ReLU units
+    noise_scale/tokens, /sequences     batch size at which noise and gradient are equal (`noise_scale.py`)
+    noise_scale/tr_sigma, /grad_sq     numerator and denominator of this measurement
+    stats_overhead               fraction of the time since the last report spent here
 
-GROUP is `embedding`, `head`, `memory`, or a block's `blocks.3.attention`, `blocks.3.mlp`, `blocks.3.norms`.
+GROUP is `embedding`, `head`, `memory`, or `blocks.3.attention`, `blocks.3.mlp`, `blocks.3.norms`. The step number
+decides when to measure, so all replicas measure at the same step. Each replica covers the parameters it owns and one
+row of its validation text; one all-reduce sums the squares. Training is only read; the activations' forward pass
+restores the random state. A test compares the bits with and without measurements.
 
-They are taken every so many steps, by the step number alone, so that all replicas take them at the same step: each replica
-over the parameters that it owns and over one row of its held-out text; the sums of squares meet in one exchange. The loop
-is only read: gradients between clipping and update, weights between steps, activations in a forward of their own (its
-random numbers are given back). A test holds the bits of a run with and without them together.
-
-The subtle part: Muon moves a matrix only every second step (`optim.matrix_every`). So the way of the weights is taken over
-that many steps and divided by them; a single step would show no way for half of the layers. Of a look-up table only the
-rows that a step touches are compared with what they were.
+The subtle point: Muon updates a matrix only every `optim.muon_every` steps. So the weight change is taken over that
+many steps and divided by them. For lookup tables only the rows that a step touches are compared.
 """
 
 from __future__ import annotations
@@ -42,14 +39,14 @@ from whorl.train.optim.mup import inverse_width_mult
 if TYPE_CHECKING:
     from whorl.train.job import Job
 
-MIN_INTERVAL = 50  # steps between two looks, at least
-MAX_MEASUREMENTS = 100  # a run
-MAX_TOKENS = 256  # of the row whose activations are looked at
+MIN_INTERVAL = 50  # minimum steps between two measurements
+MAX_MEASUREMENTS = 100  # per run
+MAX_TOKENS = 256  # length of the row for activation statistics
 OUTLIER_THRESHOLD = 6.0
 
 
 def layer_group(name: str) -> str:
-    """The group of layers of a parameter, by its name."""
+    """Return the layer group of a parameter name."""
     first, *rest = name.split(".")
     if first != "blocks" or len(rest) < 2:
         return first
@@ -57,10 +54,10 @@ def layer_group(name: str) -> str:
 
 
 class LayerStats:
-    """Looks at one replica's learner; a `Watcher` of its update.
+    """Measures one replica's learner; a `GradHook` of its update.
 
     Args:
-        ids: [n, T + 1] of this replica, of which the first row is looked at.
+        ids: [n, T + 1] of this replica; only the first row is used.
         steps_done: as the learner's.
     """
 
@@ -81,15 +78,15 @@ class LayerStats:
         self.flops_per_token = model.flops_per_token(job.seq_len)
         self.sample_row = ids[:1, : min(job.seq_len, MAX_TOKENS)]
         self.muon_every = job.optim.muon_every
-        between = max(1, job.steps // 500)  # reports: a look falls on one
+        between = max(1, job.steps // 500)  # report interval: measurements coincide with reports
         wanted = max(MIN_INTERVAL, self.muon_every, math.ceil(job.steps / MAX_MEASUREMENTS))
         self.every = between * math.ceil(wanted / between)
         self.layer_groups = sorted({layer_group(n) for n in update.named})
         self.weights = {n: p.data for n, p in update.named.items() if n in update.local_shard}
         self.tables = dict(update.sparse_tables)
         self.steps_done = steps_done
-        self._before: dict[int, dict[str, Tensor]] = {}  # weights by the step that ends a window
-        self._rows: list[tuple[str, Tensor, Tensor, Tensor]] = []  # group, table, rows, what they held
+        self._before: dict[int, dict[str, Tensor]] = {}  # weights by the step that ends their interval
+        self._rows: list[tuple[str, Tensor, Tensor, Tensor]] = []  # group, table, rows, previous values
         self._squares: dict[tuple[str, str], float] = {}
         self._found: dict[str, float] = {}
         self._seconds, self._since = 0.0, time.perf_counter()
@@ -99,7 +96,7 @@ class LayerStats:
     def _measured_at(self, step: int) -> bool:
         return step % self.every == 0 or step == self.steps
 
-    # What the update tells: behind each backward, then between clipping and the step.
+    # GradHook: called after each backward, then between clipping and the step.
 
     def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
         if self._measured_at(self.steps_done + 1):
@@ -121,11 +118,11 @@ class LayerStats:
                 self._add_squares("gradient", {name: total})
                 self._rows.append((name, table, touched, table[touched]))
 
-    # What the loop tells, between steps.
+    # Called by the training loop, between steps.
 
     @torch.no_grad()
     def on_step_end(self, steps_done: int) -> None:
-        """`done` steps are done. All replicas call this."""
+        """Measure if this step is due. All replicas call this."""
         self.steps_done = steps_done
         if self._measured_at(steps_done):
             with self._timed():
@@ -135,11 +132,11 @@ class LayerStats:
                 self._snapshot_weights()
 
     def reset(self) -> None:
-        """The weights went back: from where they were before, nobody moved them here in a step."""
+        """Discard snapshots after a rollback: the weight change since then is not an update."""
         self._before, self._rows = {}, []
 
     def pop_metrics(self) -> dict[str, float]:
-        """What was found since the last call: nothing, most times."""
+        """Return the statistics since the last call; empty at most steps."""
         now = time.perf_counter()
         share = self._seconds / max(1e-9, now - self._since)
         found, self._found = self._found, {}
@@ -147,7 +144,7 @@ class LayerStats:
         return {**found, "stats_overhead": share} if found else {}
 
     def learning_rates(self, lr_scale: float) -> dict[str, float]:
-        """The learning rates at `factor` of their peaks: of matrices by itself, the others by name."""
+        """The learning rates at `lr_scale` of their peaks: matrices without a suffix, the others by group."""
         o = self.optim
         matrices = o.lr_muon if o.optimizer == "muon" else o.lr_adamw * inverse_width_mult(self.model, o)
         rates = {"": matrices, "/embedding": o.lr_embedding, "/scalars": o.lr_scalar}
@@ -169,7 +166,7 @@ class LayerStats:
         for name, table, touched, old in self._rows:
             self._add_squares(
                 "way", {name: table[touched] - old}, self.muon_every
-            )  # of one step; dense ones of several
+            )  # of one step; dense changes span several
             self._add_squares("from", {name: old})
         for name, table in self.tables.items():
             self._add_squares("weight", {name: table[self.process_group.rank :: self.process_group.size]})
@@ -183,10 +180,10 @@ class LayerStats:
         parts, tokens, weighted, whole = (next(summed) for _ in range(4))
         self._found |= self.noise_scale.finalize(parts, tokens, weighted, whole, self.batch_rows)
         self.noise_scale.reset()
-        self._whole = math.nan  # a step that is not taken tells no gradient
+        self._whole = math.nan  # stays NaN if the step is skipped
         for group in self.layer_groups:
             gradient, weight, way, start = (math.sqrt(next(summed)) for _ in kinds)
-            if not math.isnan(whole):  # else the step was not taken
+            if not math.isnan(whole):  # otherwise the step was skipped
                 self._found[f"grad_norm/{group}"] = gradient
             self._found[f"weight_norm/{group}"] = weight
             if start:
@@ -200,10 +197,10 @@ class LayerStats:
                 self._found[f"activations/{block}/zeros"] = zeros / hidden
 
     def _add_squares(self, kind: str, tensors: Mapping[str, Tensor], scale: float = 1.0) -> float:
-        """Adds the squares of `tensors`, times `scale` each, to their groups; returns the sum of them."""
+        """Add the squares of `tensors`, each times `scale`, to their groups; return the sum."""
         norms: list[float] = []
         if tensors:
-            wide = [t.float() for t in tensors.values()]  # bf16 would sum its squares in bf16
+            wide = [t.float() for t in tensors.values()]  # bf16 norms would be summed in bf16
             norms = torch.stack(torch._foreach_norm(wide)).double().square().tolist()
             for name, square in zip(tensors, norms, strict=True):
                 key = kind, layer_group(name)
@@ -211,8 +208,7 @@ class LayerStats:
         return sum(norms) * scale * scale
 
     def _activation_stats(self) -> list[list[float]]:
-        """Of each block, over this replica's row: sum of squares and number of what it puts out, how many of them are
-        outliers; how many zeros there are in its MLP, of how many."""
+        """Per block, over this replica's row: sum of squares, count and outliers of its output; zeros and count inside its MLP."""
         found = [[0.0] * 5 for _ in self.model.blocks]
         if not len(self.sample_row):
             return found

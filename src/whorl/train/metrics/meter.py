@@ -1,4 +1,4 @@
-"""What a run tells: to whom (`Observer`), and figures between two reports, means weighted by tokens and where time went."""
+"""Callbacks of a training run, and metrics averaged between two reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from whorl.models import LanguageModel
 
 
 class TrainCallback(Protocol):
-    """What rank 0 tells while it trains. All calls are made between updates."""
+    """Receives the results of rank 0 during training. All calls happen between updates."""
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None: ...
@@ -17,8 +17,10 @@ class TrainCallback(Protocol):
 
 
 class Meter:
-    """Figures since the last report: means weighted by tokens, and where the time went. A checkpoint keeps it (`state`), so
-    that the first report after a kill is of all its steps."""
+    """Averages metrics since the last report, weighted by tokens, and sums times.
+
+    A checkpoint stores the state, so the first report after a resume covers all its steps.
+    """
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         self._reset()
@@ -35,7 +37,7 @@ class Meter:
     def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         self.seconds += sum(seconds.values())
         self.wait_seconds += seconds["data"]
-        if "skipped" in metrics:  # what may be NaN is in its event
+        if "skipped" in metrics:  # its metrics may be NaN; the event has them
             return
         for name, value in metrics.items():
             if name not in ("loss_tokens", "grad_norm"):

@@ -1,15 +1,14 @@
-"""Keeping mixtures of experts in use while a model trains: two losses, a bias, and figures of who was used.
+"""Load balancing of mixtures of experts: two auxiliary losses, a router bias, and load metrics.
 
-A router that is left alone sends everything to a few experts. Against that each forward adds, for every layer of
-experts, the load-balancing loss and the router's z-loss (`objectives/routing.py`), and each step moves the balancing
-bias of the routers that have one (DeepSeek-V3, arXiv:2412.19437, section 2.1.2: no gradient, so nothing of the task is
-given up for it).
+An unconstrained router sends most tokens to a few experts. So each forward pass adds, for every expert layer, the
+load-balancing loss and the router's z-loss (`objectives/routing.py`). Each step moves the balancing bias of routers
+that have one (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), which needs no gradient.
 
-The subtle part is *whose* load. A step is many micro-batches on many replicas, and how it was cut must not change it. So
-loads are summed over micro-batches here and over replicas by an exchange, and rank 0 moves the bias, which lies in shared
-memory and in checkpoints like a weight. The balancing loss is a product of two means, of which the load has no gradient:
-it takes the load of the whole batch (as Qiu et al. 2025, arXiv:2501.11873, find better than that of a part), and that of
-the step before, since the whole of this one is known only when all its parts have gone by. It goes into checkpoints too.
+The subtle point is the *load*. A step consists of micro-batches on replicas, and the split must not change the result.
+So loads are summed over micro-batches here and over replicas by an all-reduce, and rank 0 moves the bias in shared
+memory. The load-balancing loss is a product of two means, of which the load has no gradient. It uses the load of the
+whole batch (better than a micro-batch's, Qiu et al. 2025, arXiv:2501.11873), taken from the previous step, since this
+step's is complete only at its end. Loads and biases are in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from whorl.train.config import RoutingConfig
 
 
 class MoEBalancer:
-    """The mixtures of experts of one network in training; false if it has none.
+    """Balances the mixtures of experts of one network; falsy if it has none.
 
     Args:
-        world: of the replicas; `end_step` is called by all of them.
-        loads: `state` of the run that is continued.
+        process_group: of the replicas; all of them call `on_step_end`.
+        previous_load: `state` of the run to continue.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class MoEBalancer:
         self.layers = [m for m in network.modules() if isinstance(m, MixtureOfExperts)]
         self.requested = [torch.zeros(m.router.n_experts, dtype=torch.float64) for m in self.layers]
         self.assigned = [torch.zeros_like(w) for w in self.requested]
-        # even at first: then the loss is 1 and pulls nowhere
+        # uniform at first: the loss is then 1 without a gradient
         self.previous_load = (
             [torch.ones_like(w) for w in self.requested]
             if previous_load is None
@@ -54,16 +53,17 @@ class MoEBalancer:
 
     @property
     def stochastic(self) -> bool:
-        """Whether experts or tokens are left out by chance in training."""
+        """Whether experts or tokens are dropped at random in training."""
         return any(m.router.expert_dropout or m.router.token_dropout for m in self.layers)
 
     def __bool__(self) -> bool:
         return bool(self.layers)
 
     def add_aux_losses(self, loss: Loss, routings: list[Routing], mask: Tensor) -> Loss:
-        """`loss` of a micro-batch and what its routing adds, summed over the same tokens.
+        """Return `loss` of a micro-batch plus its auxiliary losses, summed over the same tokens.
 
-        mask: of the targets, any shape. Metrics gain `balance` (1 = even) and `router_z`, means over the layers.
+        mask: of the targets, any shape. Adds the metrics `moe/aux_loss` (1 = balanced) and `moe/z_loss`, means over the
+            layers.
         """
         balance, z = loss.total.new_zeros(()), loss.total.new_zeros(())
         for n, record in enumerate(routings):
@@ -79,7 +79,7 @@ class MoEBalancer:
 
     @torch.no_grad()
     def on_step_end(self) -> None:
-        """After an update: the biases follow the loads of all replicas."""
+        """Move the biases by the loads of all replicas; called after an update."""
         if not self.layers:
             return
         mine = [float(x) for part in (*self.requested, *self.assigned) for x in part]
@@ -99,17 +99,16 @@ class MoEBalancer:
 
     @property
     def state(self) -> list[list[float]]:
-        """What the next step's balancing loss takes the loads from."""
+        """The loads for the next step's load-balancing loss."""
         return [before.tolist() for before in self.previous_load]
 
     def discard_step(self) -> None:
-        """After a step that was not taken: its loads move no bias."""
+        """Discard the loads of a step that was skipped."""
         for part in (*self.requested, *self.assigned):
             part.zero_()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Since the last call, of each layer: the share of every expert, the Gini coefficient (0 = even), the busiest
-        expert's load over the mean, and the share of wishes that found no place."""
+        """Return per layer since the last call: each expert's load fraction, Gini coefficient (0 = balanced), maximum over mean load, load entropy, and the fraction of dropped assignments."""
         found: dict[str, float] = {}
         for n, (wished, counts) in enumerate(self.logged_load):
             if counts.any():

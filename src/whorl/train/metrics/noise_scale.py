@@ -1,31 +1,23 @@
-"""The gradient-noise scale: up to how large a batch more rows a step save steps.
+"""Gradient noise scale: the batch size up to which larger batches save steps.
 
-From (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv:1812.06162, section 2.2): with G the gradient
-of the true loss and Sigma the covariance of the gradient of a single token, the gradient g of a batch of B tokens has
+From McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv:1812.06162, section 2.2. With G the
+gradient of the true loss and Sigma the covariance of one token's gradient, the gradient g of a batch of B tokens has
 
     E |g|^2 = |G|^2 + tr(Sigma) / B
 
-and the simple noise scale, tr(Sigma) / |G|^2 (eq. 2.9), is the batch size, in tokens, at which noise and gradient are equal.
-Well below it twice the batch halves the steps; well above it twice the batch only costs twice as much.
-
-Two batch sizes give two such equations, so |G|^2 and tr(Sigma) (appendix A.1). A step has them for nothing: the whole batch
-of N tokens, and the k parts it is computed in (the micro-batches of all replicas), of n_1 .. n_k tokens, rarely all equal:
+The simple noise scale tr(Sigma) / |G|^2 (eq. 2.9) is the batch size in tokens at which noise and gradient are equal.
+Two batch sizes determine both unknowns (appendix A.1). A step has them without extra cost: the whole batch of N tokens,
+and its k micro-batches over all replicas, of n_1 .. n_k tokens:
 
     E sum_i n_i |g_i|^2  =  N |G|^2 + k tr(Sigma)
     E N |g|^2            =  N |G|^2 +   tr(Sigma)
-
     tr(Sigma) ~ (sum_i n_i |g_i|^2 - N |g|^2) / (k - 1)        |G|^2 ~ |g|^2 - tr(Sigma) / N
 
-which for equal parts are the paper's own two estimators. Both are unbiased whatever the cut; only their spread depends on k.
-
-The subtle parts. Each estimate is noisy, |G|^2 may come out below zero, and a ratio of noisy numbers is biased: both are
-averaged over looks first, and the averages divided. Tokens of a row are not independent, rows are: a part must be of whole
-rows, and then tr(Sigma) counts the tokens' dependence in (in rows the scale is that over the mean tokens of a row). And the
-scale is that of plain gradient descent over the dense parameters (not look-up tables, of which a part touches other rows):
-Muon and AdamW rescale the gradient, so take it for an order of magnitude, and for how it grows during a run.
-
-One replica with one micro-batch has a single part, of which no variance can be had. It would take another backward over half
-of the rows, in a shape that was not compiled, so there the scale is left out (`pretrain.micro_rows` brings it).
+For equal parts these are the paper's estimators. Both are unbiased for any split. Each estimate is noisy and |G|^2 may
+be negative, so both are averaged over measurements before the division. Tokens of a row are dependent, so micro-batches
+must consist of whole rows. The scale is that of plain SGD over the dense parameters; Muon and AdamW rescale the
+gradient, so it is an order of magnitude. A single micro-batch on one replica has no variance estimate (set
+`pretrain.micro_batch_size`).
 """
 
 from __future__ import annotations
@@ -36,64 +28,67 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-EMA_DECAY = 0.9  # of the running averages, a look: about the last ten count
+EMA_DECAY = 0.9  # of the running averages: about the last ten measurements
 
 
 def unbiased_estimates(
     n_micro_batches: int, tokens: float, weighted_sq: float, batch_sq: float
 ) -> tuple[float, float]:
-    """Unbiased estimates of tr(Sigma), of a token, and of |G|^2.
+    """Return unbiased estimates of tr(Sigma) per token, and of |G|^2.
 
     Args:
-        parts: k, at least 2.
+        n_micro_batches: k, at least 2.
         tokens: N.
-        weighted: the sum of n_i |g_i|^2 over the parts, g_i the mean gradient of a part.
-        whole: |g|^2, of the mean gradient of the batch.
+        weighted_sq: the sum of n_i |g_i|^2, with g_i the mean gradient of a micro-batch.
+        batch_sq: |g|^2 of the mean gradient of the batch.
     """
     trace = (weighted_sq - tokens * batch_sq) / (n_micro_batches - 1)
     return trace, batch_sq - trace / tokens
 
 
 class NoiseScale:
-    """Gathers the parts of the steps that are looked at, and averages over looks.
+    """Collects the micro-batches of measured steps, and averages over measurements.
 
-    A resumed run begins its averages anew; `trace` and `square` of every look are among the figures, so any stretch can be
-    averaged afterwards.
+    A resumed run restarts the averages. Every measurement logs tr_sigma and grad_sq, so any interval can be averaged
+    later.
     """
 
     def __init__(self) -> None:
-        self.tr_sigma = self.grad_sq = 0.0  # running averages, begun at zero: in their ratio that cancels
+        self.tr_sigma = self.grad_sq = (
+            0.0  # running averages, started at zero: the bias cancels in their ratio
+        )
         self.reset()
 
     def reset(self) -> None:
-        """What was gathered is of a step that was not taken, or was used."""
+        """Discard the collected sums: the step was skipped, or they were used."""
         self._parts, self._tokens, self._weighted = 0, 0.0, 0.0
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor], count: float, scale: float = 1.0) -> None:
-        """Gradients of the *summed* loss of a part, times `scale` (fp16), and its number of target tokens."""
+        """Add a micro-batch: gradients of its *summed* loss times `scale` (fp16), and its number of target tokens."""
         if count > 0:
-            wide = [g.float() for g in gradients]  # bf16 would sum its squares in bf16
+            wide = [g.float() for g in gradients]  # bf16 norms would be summed in bf16
             square = float(torch.stack(torch._foreach_norm(wide)).double().square().sum()) / scale**2
             self._parts += 1
             self._tokens += count
             self._weighted += square / count
 
     def local_sums(self) -> tuple[float, float, float]:
-        """Of this replica, to be added up over all: how many parts, tokens, n_i |g_i|^2."""
+        """This replica's sums, for an all-reduce: number of micro-batches, tokens, n_i |g_i|^2."""
         return float(self._parts), self._tokens, self._weighted
 
     def finalize(
         self, n_micro_batches: float, tokens: float, weighted_sq: float, batch_sq: float, rows: int
     ) -> dict[str, float]:
-        """The figures of a step from its sums over all replicas; none if there was a single part.
+        """Return the metrics of a step from its sums over all replicas; empty for a single micro-batch.
 
         Args:
-            whole: |g|^2; rows: of the batch.
+            batch_sq: |g|^2.
+            rows: of the batch.
 
         Returns:
-            noise_scale/trace and /square of this look; noise_scale/tokens and /rows from the averages, unless the averaged
-            |G|^2 is not above zero: then the noise is so much larger that the looks do not tell how much.
+            noise_scale/tr_sigma and /grad_sq of this measurement; noise_scale/tokens and /sequences from the averages,
+            unless the averaged |G|^2 is not positive: then the noise is too large to estimate the scale.
         """
         if n_micro_batches < 2 or not math.isfinite(weighted_sq + batch_sq):
             return {}

@@ -1,9 +1,8 @@
-"""What is watched beside the training loss, on a few rows that stay the same.
+"""Validation during training, on a fixed set of rows.
 
-What is watched beside the loss: the held-out loss, and `copy_nll`, the loss on the second half of rows that repeat shuffled
-ids. No statistics help there; only heads that look up "what followed this before" do (Olsson et al. 2022, In-context
-Learning and Induction Heads, the repeated-sequence test), so the step at which it falls is the step at which copying was
-learnt.
+held_out_nll is the loss on validation text. induction_nll is the loss on the second half of rows that repeat shuffled
+ids. Token statistics do not help there; only induction heads do (Olsson et al. 2022, In-context Learning and Induction
+Heads, the repeated-sequence test). The step at which it drops is the induction onset.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ INDUCTION_ROWS = 8
 
 
 class Validator:
-    """Loss on a fixed few rows of the validation split, and on rows that repeat shuffled ids; shared by the replicas."""
+    """Loss on fixed validation rows and on rows that repeat shuffled ids; the replicas share the rows."""
 
     def __init__(self, job: Job, process_group: ProcessGroup) -> None:
         tokens = TokenSet(Path(job.tokens))
@@ -40,7 +39,7 @@ class Validator:
         step = max(1, len(rows) // HELD_OUT_ROWS)  # spread over the split
         rows = rows[::step][:HELD_OUT_ROWS]
         shape = (INDUCTION_ROWS, job.seq_len // 2)
-        # Ids as frequent as in the text, in an order that no text has.
+        # ids with the text's frequencies, in random order
         stream = torch.cat([row.flatten() for row in rows]) if rows else torch.arange(job.model.vocab_size)
         half = stream[torch.randint(len(stream), shape, generator=generator(job.seed, "copy"))]
         mine = slice(process_group.rank, None, process_group.size)
@@ -48,12 +47,12 @@ class Validator:
         self.induction_rows = torch.cat([half, half], dim=1)[mine].to(job.device)
 
     def fixed_ids(self) -> Tensor:
-        """[n, T + 1] ids that stay the same, of this replica: held-out text, or what there is in its place; n may be 0."""
+        """Return fixed ids [n, T + 1] of this replica: validation text, or the induction rows if there is none; n may be 0."""
         return self.induction_rows if self.rows is None else self.rows
 
     @torch.no_grad()
     def __call__(self, model: LanguageModel, process_group: ProcessGroup) -> dict[str, float]:
-        """held_out_nll and copy_nll in nats a token."""
+        """Return held_out_nll and induction_nll in nats per token."""
         nll, count = self._nll(model, self.rows, 0) if self.rows is not None else (0.0, 0.0)
         copy_nll, copy_count = self._nll(model, self.induction_rows, self.induction_rows.shape[1] // 2)
         sums = process_group.all_reduce_scalars(nll, count, copy_nll, copy_count)

@@ -1,1 +1,1 @@
-"""Optimisers, learning-rate schedules, muP, stochastic rounding."""
+"""Optimizers, learning-rate schedules, muP, stochastic rounding."""

@@ -1,17 +1,16 @@
-"""Which parameters layers multiply with: the matrices. Weight decay is theirs alone, and muP's rates are (`mup.py`).
+"""Selects the weight matrices. Only they get weight decay and muP's scaled learning rates (`mup.py`).
 
-Decay pulls a weight towards zero, and that means different things. A matrix between two norms keeps its function when it
-shrinks, so decay only sets how far a step turns it (van Laarhoven 2017, arXiv:1706.05350); before a softmax it bounds the
-logits. A gain that shrinks silences its layer. A bias, a temperature or a state space's decay rate has another resting
-place than zero. A row of an embedding that is rarely met would fade between two meetings.
+Decay moves a weight towards zero, with different effects. A matrix between two norms computes the same function when
+scaled, so decay only sets the effective step size (van Laarhoven 2017, arXiv:1706.05350); before a softmax it bounds
+the logits. A decaying gain silences its layer. Biases, temperatures and state-space decay rates have other neutral
+values than zero. Rare embedding rows would decay between their uses.
 
-So what decays is said by the *layer*, not by the number of dimensions: [n_heads, 1] temperatures, [n_heads, distances]
-position biases, [inner, d_state] decay rates and the taps of a short convolution (one filter a feature) have two dimensions
-and are no matrices.
+So the *layer type* decides, not the number of dimensions: [n_heads, 1] temperatures, [n_heads, distances] position
+biases, [inner, d_state] decay rates and short convolution filters have two dimensions and are not matrices.
 
-    decays      weights of linear layers, experts, routers and convolutions; a language model's head, unless it is tied
-    does not    gains, biases, temperatures, gates, recurrences' decay rates, taps, embeddings (a tied head is one),
-                learned positions, look-up tables
+    decays          weights of linear layers, experts, routers and convolutions; an untied language-model head
+    does not        gains, biases, temperatures, gates, recurrence decay rates, filters, embeddings (a tied head too),
+                    learned positions, lookup tables
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MATRIX_LAYERS = (
 
 
 def decayed_parameters(networks: nn.Module) -> set[str]:
-    """Names of the weights that layers multiply with, over all modules of `networks`."""
+    """Names of the weight matrices over all modules of `networks`."""
     found = set()
     for path, module in networks.named_modules():
         prefix = f"{path}." if path else ""

@@ -1,20 +1,18 @@
-"""Schedules: the factor on every peak learning rate, as a pure function of the step's number.
+"""Learning-rate schedules: the factor on every peak learning rate, as a pure function of the step number.
 
-    wsd        warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv:2404.06395, eq. 1): a linear warm-up, a plateau, a
-               linear decay over the last part. Most of the final drop in loss comes in the decay, so a short run decays
-               long: half of it by default, fitted in bench/plan/scaling_sweep.py
-    cosine     half a cosine from the end of the warm-up to the floor (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5,
+    wsd        warmup-stable-decay (Hu et al. 2024, MiniCPM, arXiv:2404.06395, eq. 1): linear warm-up, plateau, linear decay.
+               Most of the final loss reduction happens in the decay, so short runs use a long one: half of the steps by
+               default, fitted in bench/plan/scaling_sweep.py
+    cosine     half a cosine from the end of the warm-up to the minimum (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5,
                without restarts)
-    linear     a straight line from the end of the warm-up to the floor: wsd without a plateau
-    constant   the warm-up, then the peak
+    linear     linear from the end of the warm-up to the minimum: wsd without a plateau
+    constant   warm-up, then the peak
 
-Only wsd has a plateau that does not know how long the run will be. So one stable run can serve several budgets: from a
-point of its plateau a decay is run for each (`branches.py`). With the other falling schedules every budget is a run of its
-own.
+Only wsd has a plateau that is independent of the run's length. So one stable run can serve several budgets, with a
+decay branch for each (`lm/decay_branches.py`).
 
-The subtle part: nothing here remembers. A run that was killed asks for the factor of the step it continues at, and gets what
-the undisturbed one got. `step` counts from 0 to total - 1; the floor is reached at `total`, so the last step, which still
-moves weights, is one step's worth above it.
+The functions have no state, so a resumed run gets the factors of an undisturbed run. `step` counts from 0 to total - 1.
+The minimum is reached at `total`, so the last step is one step above it.
 """
 
 from __future__ import annotations
@@ -24,32 +22,30 @@ import math
 from whorl.errors import ConfigError
 from whorl.train.config import ScheduleConfig
 
-MIN_LR_RATIO = 0.02  # share of the peak that is left at the very end
+MIN_LR_RATIO = 0.02  # final learning rate as a fraction of the peak
 
 
 def lr_scale(step: int, total: int, config: ScheduleConfig) -> float:
-    """The factor, above 0 and at most 1, at `step` (from 0) of `total`."""
+    """Return the factor, above 0 and at most 1, at `step` (from 0) of `total`."""
     warm = warmup_steps(total, config)
     falling = config.decay_ratio * total if config.kind == "wsd" else total - warm
     return _lr_scale(config.kind, step, total, warm, falling, config.min_lr_ratio)
 
 
 def warmup_stable_decay(step: int, total: int, warmup_ratio: float = 0.02, decay_ratio: float = 0.5) -> float:
-    """wsd by itself: of the steps the share `warmup` warms up, the share `decay` decays, to `FLOOR`."""
+    """Return the wsd factor with explicit ratios, and `MIN_LR_RATIO` as the minimum."""
     return _lr_scale("wsd", step, total, warmup_ratio * total, decay_ratio * total, MIN_LR_RATIO)
 
 
 def _lr_scale(
     kind: str, step: int, total: int, rise_steps: float, decay_steps: float, min_lr_ratio: float
 ) -> float:
-    """warm, falling: steps of the two slopes, not whole ones in general."""
+    """Return the factor; `rise_steps` and `decay_steps` may be fractional."""
     rising = (step + 1) / max(1.0, rise_steps)
     if kind == "constant":
         return min(1.0, rising)
     left, length = max(0, total - step), max(1.0, decay_steps)
-    if (
-        kind == "cosine"
-    ):  # (1 + cos(pi (1 - x))) / 2 = sin(pi x / 2)^2, which stays above 0 however small x is
+    if kind == "cosine":  # (1 + cos(pi (1 - x))) / 2 = sin(pi x / 2)^2, which stays positive for tiny x
         fallen = min_lr_ratio + (1 - min_lr_ratio) * math.sin(math.pi / 2 * min(1.0, left / length)) ** 2
     else:
         fallen = min_lr_ratio + (1 - min_lr_ratio) * left / length
@@ -57,22 +53,22 @@ def _lr_scale(
 
 
 def warmup_steps(total: int, config: ScheduleConfig) -> float:
-    """How many steps of `total` warm up."""
+    """Number of warm-up steps of a run of `total` steps."""
     return config.warmup_ratio * total if config.warmup_steps is None else config.warmup_steps
 
 
 def check_warmup(total: int, config: ScheduleConfig) -> None:
-    """That a warm-up given in steps leaves room in a run of `total` (shares were checked with the recipe).
+    """Check that a warm-up given in steps fits into a run of `total` steps (ratios are checked with the recipe).
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not fit.
     """
     warm = warmup_steps(total, config)
     room = total * (1 - config.decay_ratio) if config.kind == "wsd" else total
     if warm > room + 1e-6 * total:
-        falls = f", of which the last {config.decay_ratio:g} decays" if config.kind == "wsd" else ""
+        falls = f" with decay_ratio {config.decay_ratio:g}" if config.kind == "wsd" else ""
         raise ConfigError(
             f"schedule.warmup_steps is {warm:g}, in a run of {total:,} steps{falls}",
             expected=f"at most {room:,.0f}",
-            do="give the warm-up as a share (schedule.warmup), or train longer",
+            do="set schedule.warmup_ratio instead, or train longer",
         )

@@ -1,16 +1,14 @@
-"""Three optimisers, each for the parameters it suits; every one keeps its state by parameter name.
+"""The three optimizers; each stores its state by parameter name.
 
-- `Muon` for the matrices of the blocks (Jordan et al. 2024, "Muon: An optimizer for hidden layers"): momentum, then
-  the nearest orthogonal matrix, so that every direction of the update has the same size. The iteration is the
-  Polar Express (Amsel et al. 2025, arXiv:2505.16932), whose coefficients are the best quintic of each round.
-  Matrices of one shape go through it as a batch.
-- `AdamW` (Loshchilov & Hutter 2019, arXiv:1711.05101) for embeddings, head, gains and scalars.
-- `RowAdagrad` for n-gram memories: only the rows that a batch touched, each with its own step size (Duchi et al.
-  2011, with one accumulator a row as in recommendation models). Dense Adam over such a table would move
-  hundreds of megabytes a step to change a few thousand rows.
+- `Muon` for the matrices of the blocks (Jordan et al. 2024, "Muon: An optimizer for hidden layers"): momentum, then the
+nearest orthogonal matrix, so every direction of the update has equal size. The iteration is Polar Express (Amsel et al.
+2025, arXiv:2505.16932), which has the optimal quintic for each round. Matrices of equal shape are batched. - `AdamW`
+(Loshchilov & Hutter 2019, arXiv:1711.05101) for embeddings, head, gains and scalars. - `SparseAdagrad` for n-gram
+tables: updates only the rows of the batch, each with its step size (Duchi et al. 2011, one accumulator per row as in
+recommendation models). Dense Adam would move hundreds of megabytes per step to change a few thousand rows.
 
-All take gradients of the *mean* loss and change weights in place. `state` holds tensors by "name/moment", which
-is what a checkpoint stores.
+All take gradients of the *mean* loss and update weights in place. `state` holds tensors by "name/moment", the names in
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,22 +25,22 @@ from whorl.train.optim.stochastic_rounding import Rounding
 NamedTensors = list[tuple[str, Tensor]]
 Allocator = Callable[[str, tuple[int, ...]], Tensor]
 
-# Polar Express with three rounds, for singular values from 1e-2 to 1 (arXiv:2505.16932, algorithm 1, with a margin of 1 %).
-# Five rounds reach down to 1e-3 and cost two thirds more; over three seeds they ended no lower (LOG.md). Directions weaker
-# than a hundredth of the strongest are mostly noise, and three rounds leave them small.
+# Polar Express with three rounds, for singular values from 1e-2 to 1 (arXiv:2505.16932, algorithm 1, with a 1% margin).
+# Five rounds reach 1e-3 and cost two thirds more; over three seeds the final loss was no lower (LOG.md). Directions
+# below a hundredth of the strongest are mostly noise.
 POLAR_EXPRESS = ((7.9103, -22.0788, 15.8691), (3.6073, -2.6467, 0.5110), (2.6713, -1.9853, 0.4535))
 
 
 def zeros_like_named(_name: str, shape: tuple[int, ...]) -> Tensor:
-    """The default allocator of optimiser state."""
+    """The default allocator of optimizer state: zeros."""
     return torch.zeros(shape)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix (U V^T of the singular value decomposition), approximately.
+    """Return approximately the nearest semi-orthogonal matrix (U V^T of the singular value decomposition).
 
-    matrices: [n, rows, columns], rows <= columns, in the type that the products are to run in; overwritten -> the same
-    shape; singular values above a hundredth of the norm come out between 0.7 and 1.3, weaker ones smaller.
+    matrices: [n, rows, columns], rows <= columns, in the dtype of the products; overwritten. Returns the same shape.
+        Singular values above a hundredth of the norm become 0.7 to 1.3, weaker ones stay smaller.
     """
     x = matrices.div_(matrices.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-7)
     gram, polynomial = x.new_empty(2, x.shape[0], x.shape[1], x.shape[1])
@@ -56,18 +54,18 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon:
-    """Momentum and orthogonalisation for matrices [rows, columns].
+    """Momentum and orthogonalization for matrices [rows, columns].
 
     Args:
-        params: matrices, in turns: those of turn i are updated in the steps s with s mod (number of turns) = i, with
-            that many times the learning rate.
-        learning_rate: peak; an update has spectral norm learning_rate * turns * sqrt(max(1, rows / columns)).
-        decay: by name, times weight_decay; 1 for those that are not named.
-        dtype: the type of the orthogonalisation's products.
-        rounding: how an update becomes the new weight, where weights are narrower than fp32.
+        param_groups: matrices in groups. Step s updates group s mod (number of groups), with the learning rate times
+            that number.
+        learning_rate: peak; an update has spectral norm learning_rate * groups * sqrt(max(1, rows / columns)).
+        decay_scale: by name, times weight_decay; default 1.
+        dtype: of the orthogonalization's products.
+        rounding: of updates, for weights narrower than fp32.
 
-    Why turns. Momentum averages some twenty gradients, so the direction changes little from one step to the next, while
-    the orthogonalisation of all matrices in each step would be a seventh of a small model's training (LOG.md).
+    Groups save time: momentum averages some twenty gradients, so the direction changes little per step. Orthogonalizing
+    every matrix in every step would take a seventh of a small model's training time (LOG.md).
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class Muon:
         for turn in param_groups:
             by_shape: dict[tuple[int, int], NamedTensors] = defaultdict(
                 list
-            )  # an MLP's way up and way down together
+            )  # batches an MLP's up and down projections together
             for name, p in turn:
                 self.momentum_buffers[name] = allocate(f"{name}/momentum", tuple(p.shape))
                 self.weight_decay[name] = weight_decay * (decay_scale or {}).get(name, 1.0)
@@ -104,7 +102,7 @@ class Muon:
         return {f"{name}/momentum": moment for name, moment in self.momentum_buffers.items()}
 
     def step(self, gradients: dict[str, Tensor], lr_scale: float) -> None:
-        """One update; `factor` scales the peak learning rate."""
+        """Apply one update; `lr_scale` multiplies the peak learning rate."""
         for name, moment in self.momentum_buffers.items():
             moment.lerp_(gradients[name], 1 - self.momentum)
         turns = len(self.param_groups)
@@ -127,7 +125,7 @@ class Muon:
 
 
 class _Group(NamedTuple):
-    """Parameters of one peak learning rate and one weight decay."""
+    """Parameters with one peak learning rate and one weight decay."""
 
     peak_lr: float
     weight_decay: float
@@ -138,16 +136,16 @@ class _Group(NamedTuple):
 
 
 class AdamW:
-    """Adam with decoupled weight decay, fp32.  Bias-corrected as in Kingma & Ba 2015, algorithm 1; told plainly, one
-    parameter at a time, in `optim_reference.py`.
+    """Adam with decoupled weight decay, fp32, bias correction as in Kingma & Ba 2015, algorithm 1.
 
-    Most of its parameters are tiny, so each line of the algorithm runs over all those of one learning rate at once.
+    Most parameters are tiny, so each operation runs over all parameters of one learning rate at once. A test compares
+    it with a plain reference.
 
     Args:
         learning_rate: peaks by name.
-        decay: by name, times weight_decay; 1 for those that are not named.
-        fused: torch's kernel, which reads and writes every number once a step, in place of one pass for each line; its
-            last bits differ. By default on CUDA only (`bench/train/optim/adamw_step.py` compares).
+        decay_scale: by name, times weight_decay; default 1.
+        fused: torch's fused kernel, one pass over memory instead of one per operation; the last bits differ. Default:
+            on CUDA only (`bench/train/optim/adamw_step.py`).
     """
 
     def __init__(
@@ -187,17 +185,17 @@ class AdamW:
         self.steps = 0
 
     def step(self, gradients: dict[str, Tensor], lr_scale: float) -> None:
-        """One update; `factor` scales each parameter's peak learning rate."""
+        """Apply one update; `lr_scale` multiplies each parameter's peak learning rate."""
         self.steps += 1
         first, second = self.betas
         correction = (1 - second**self.steps) ** 0.5 / (1 - first**self.steps)
-        if gradients is not self._seen:  # a single replica's are the same memory in every step
+        if gradients is not self._seen:  # a single replica passes the same tensors in every step
             self._seen = gradients
             self._laid = [flatten_views([gradients[name] for name in group.names]) for group in self.groups]
         for (peak, decay, _, weights, mean, square), gradient in zip(self.groups, self._laid, strict=True):
             rate = peak * lr_scale
             if not len(weights) == len(mean) == len(square) == len(gradient):
-                raise AssertionError("some of AdamW's tensors lie end to end and others do not")
+                raise AssertionError("AdamW: only some tensors are contiguous in memory")
             if self.fused:
                 self._fused_step(weights, mean, square, gradient, rate, decay)
                 continue
@@ -219,7 +217,7 @@ class AdamW:
         lr: float,
         weight_decay: float,
     ) -> None:
-        """The same step in one pass. Torch adds eps behind the bias correction, so it is told one that makes up for it."""
+        """Apply the step in one pass. Torch adds eps after the bias correction, so the eps passed compensates for it."""
         taken = torch.tensor(float(self.steps), device=weights[0].device)
         torch._fused_adamw_(
             weights,
@@ -239,7 +237,7 @@ class AdamW:
 
 
 def flatten_views(tensors: list[Tensor]) -> list[Tensor]:
-    """The same memory as one flat tensor, where the tensors lie end to end; else the tensors."""
+    """Return one flat view if the tensors are contiguous in memory, else the tensors."""
     if len(tensors) < 2:
         return [t.view(-1) for t in tensors]
     first, end = tensors[0], tensors[0].data_ptr()
@@ -248,12 +246,12 @@ def flatten_views(tensors: list[Tensor]) -> list[Tensor]:
             return tensors
         end += t.numel() * t.element_size()
     if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
-        return tensors  # neighbours by chance
+        return tensors  # adjacent, but in different storages
     return [torch.as_strided(first, (sum(t.numel() for t in tensors),), (1,))]
 
 
 class SparseAdagrad:
-    """Adagrad with one accumulator a row, for look-up tables [rows, d] with sparse gradients."""
+    """Adagrad with one accumulator per row, for lookup tables [rows, d] with sparse gradients."""
 
     def __init__(
         self,
@@ -267,7 +265,7 @@ class SparseAdagrad:
         self.state = {f"{name}/square": allocate(f"{name}/square", (p.shape[0],)) for name, p in params}
 
     def step(self, name: str, table: Tensor, rows: Tensor, gradients: Tensor, lr_scale: float) -> None:
-        """rows: [n] row numbers, repeats allowed; gradients: [n, d], summed over repeats here."""
+        """Update the given rows. rows: [n] row numbers, with repeats; gradients: [n, d], summed over repeats here."""
         touched, inverse = torch.unique(rows, return_inverse=True)
         total = gradients.new_zeros(len(touched), gradients.shape[1]).index_add_(0, inverse, gradients)
         squares = self.state[f"{name}/square"]

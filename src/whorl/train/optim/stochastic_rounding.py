@@ -1,20 +1,19 @@
-"""Matrices kept in bf16, without fp32 masters: two bytes a weight less, if the rounding is right.
+"""Stochastic rounding: matrices stored in bf16 without fp32 master weights, two bytes less per weight.
 
-An update of a weight late in training is a thousandth of it, and bf16 has three digits: rounded to the nearest number, the
-sum of both is the weight again, step after step, and learning stalls. Rounded *stochastically* it is one of the two
-neighbours a < x < b, the upper with probability (x - a) / (b - a): right in the mean, so what is lost in a step is
-not lost in a hundred (Gupta et al. 2015, arXiv:1502.02551, section 3; bf16: Zamirai et al. 2020, arXiv:2010.06192).
-The price is noise of variance (b - x)(x - a) at each update.
+Late in training an update is a thousandth of its weight, and bf16 has three digits. Rounded to nearest, the sum is the
+old weight, so training stalls. *Stochastic* rounding picks one of the neighbours a < x < b, the upper with probability
+(x - a) / (b - a). It is unbiased (Gupta et al. 2015, arXiv:1502.02551, section 3; bf16: Zamirai et al. 2020,
+arXiv:2010.06192) and adds noise of variance (b - x)(x - a) per update.
 
-How: bf16 is the upper half of an fp32 number. A random number of 16 bits is added to its bits and the lower half cut off: it
-carries into the upper half exactly as often as it should, for either sign, since signs and magnitudes are kept apart.
+bf16 is the upper half of an fp32 number. A random 16-bit number is added to the bits and the lower half is cut off. The
+carry has exactly the right probability, for both signs.
 
-What is kept in bf16 is what Muon trains: the matrices of the blocks, which is nearly all of a large model. Embedding,
-head, gains, tables and all moments stay fp32. The update itself is computed in fp32, a matrix at a time. Gradients of these
-matrices arrive in bf16, as they would anyway from products in bf16, and are summed over micro-batches and replicas in fp32.
+Only Muon's matrices are stored in bf16: nearly all of a large model. Embedding, head, gains, tables and all moments
+stay fp32. The update is computed in fp32, one matrix at a time. Gradients of these matrices are bf16 and are summed
+over micro-batches and replicas in fp32.
 
-The subtle part is where chance comes from: a generator made for each update from (seed, step, the parameter's name). So a
-run that was stopped goes on exactly, and whichever replica owns a matrix draws the same for it.
+The random generator is seeded per update from (seed, step, parameter name). So a resumed run continues exactly, and the
+result is independent of the replica that owns a matrix.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ LOW_BITS = 1 << 16
 
 
 class Rounding:
-    """How an fp32 result becomes a bf16 weight.
+    """Rounds fp32 results to bf16 weights.
 
-    kind: "nearest" stalls, and is there to show it; seed: of the run.
+    mode: "nearest" stalls and exists for comparison; seed: of the run.
     """
 
     def __init__(self, mode: RoundingMode, seed: int) -> None:
@@ -41,7 +40,7 @@ class Rounding:
 
     @torch.no_grad()
     def write(self, weight: Tensor, value: Tensor, name: str, step: int) -> None:
-        """Rounds `value` (fp32) into `weight` (bf16; an fp32 one is `value` itself or takes it as it is)."""
+        """Round `value` (fp32) into `weight`; an fp32 weight is copied."""
         if weight.dtype != torch.bfloat16 or self.mode == "nearest":
             if weight is not value:
                 weight.copy_(value)
@@ -51,7 +50,10 @@ class Rounding:
 
 
 def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x: fp32, any shape -> bf16, each one of its two neighbours, with E[result] = x. Numbers of bf16 stay as they are."""
+    """Round each element to one of its two bf16 neighbours, with E[result] = x; bf16 values are unchanged.
+
+    x: fp32, any shape.
+    """
     noise = torch.randint(LOW_BITS, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     bits = x.contiguous().view(torch.int32) + noise
-    return (bits & -LOW_BITS).view(torch.float32).to(torch.bfloat16)  # exact: the lower half is empty
+    return (bits & -LOW_BITS).view(torch.float32).to(torch.bfloat16)  # exact: the lower half is zero

@@ -1,12 +1,11 @@
-"""Looking into compiled code: a range around each of its kernels, with the part of the model that it computes.
+"""Instrumentation of compiled code: a profiler range around each kernel, with the part of the model it belongs to.
 
-What `torch.compile` makes for a graph is a Python module whose `call` runs kernels in a fixed order, and the profiler sees
-nothing of those on a CPU. While this is entered, the compiler notes for every kernel which lines of the model it came from
-(inductor's provenance), and each module's kernels are replaced by callers that open a range. A kernel belongs to the part
-that most of its lines lie in: a fused kernel may have a line of the norm before it.
+`torch.compile` makes a Python module per graph whose `call` runs kernels in a fixed order. On a CPU the profiler does
+not see them. In this context the compiler records the source lines of every kernel (inductor's provenance), and each
+module's kernels are wrapped in ranges. A fused kernel belongs to the part that most of its lines are in.
 
-This leans on the insides of one version of torch. Where they are not as expected, nothing is replaced: compiled code then
-counts as one piece, and `found` stays empty.
+This relies on the internals of one version of torch. If they differ, no kernel is wrapped: compiled code then counts as
+one block, and `kernels` stays empty.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SHARED_FILES = (
     "linear.py",
     "rotary.py",
     "position.py",
-)  # used by several parts: the caller decides
+)  # used by several parts: the caller's file decides
 _COPY_WORDS = {
     "clone", "transpose", "view", "unsafe", "cat", "slice", "copy", "to", "expand", "stack", "permute", "flip", "fused",
     "cpp", "triton", "poi",
@@ -48,7 +47,7 @@ _COPY_WORDS = {
 
 
 def part_of_traces(traces: Sequence[str]) -> str:
-    """The part of the model that most of these stack traces (outermost call first) lie in."""
+    """Return the model part that most of these stack traces (outermost call first) point to."""
     votes: Counter[str] = Counter()
     for trace in traces:
         files = re.findall(r'File "([^"]+)"', trace)
@@ -63,12 +62,12 @@ def _part_of_file(file: str) -> str:
     if path.parent.name == "experts" or path.name == "mlp.py":
         return "MLP, experts"
     if "nn" in path.parts and "whorl" in path.parts and path.name not in _SHARED_FILES:
-        return "attention"  # a mixer of whatever kind
+        return "attention"  # any kind of mixer
     return ""
 
 
 def classify_kernel(name: str, part: str) -> str:
-    """The class of a compiled kernel, from the operators that its name lists."""
+    """Return the class of a compiled kernel, from the operators in its name."""
     if name.startswith("extern_kernels."):
         bare = name.partition(".")[2]
         if "mm" in bare or "linear" in bare:
@@ -87,7 +86,7 @@ def classify_kernel(name: str, part: str) -> str:
 
 
 class KernelInstrumentation:
-    """While entered, whatever is compiled has its kernels in ranges whenever `on` is true."""
+    """Within the context, compiled kernels get ranges, opened while `enabled` is true."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -95,7 +94,7 @@ class KernelInstrumentation:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Compiles afresh (nothing from a cache), so that compile time is all of it and modules pass by here."""
+        """Disable compiler caches in the context, so that compile time is complete and every module is instrumented."""
         try:
             import torch._inductor.config as inductor
             import torch._inductor.debug as debug
@@ -111,9 +110,7 @@ class KernelInstrumentation:
 
         def watched(cls: type, key: str, path: str, *more: Any, **named: Any) -> ModuleType:
             module: ModuleType = load(cls, key, path, *more, **named)
-            self._instrument(
-                module, Path(path), debug._inductor_kernel_stack_trace
-            )  # bound anew for each graph
+            self._instrument(module, Path(path), debug._inductor_kernel_stack_trace)  # rebound for each graph
             return module
 
         PyCodeCache.load_by_key_path = classmethod(watched)  # type: ignore[assignment]
@@ -153,7 +150,7 @@ class KernelInstrumentation:
     def _ranged(
         self, kernel: Callable[..., Any], calls: list[tuple[str, str, str]], product: bool
     ) -> Callable[..., Any]:
-        """The kernel in a range. `call` is straight: the n-th call of a run is the n-th of the source."""
+        """Wrap a kernel in a range. `call` has no branches: the n-th call of a run is the n-th call in the source."""
         turn = 0
 
         def run(*arguments: Any, **named: Any) -> Any:
@@ -164,7 +161,7 @@ class KernelInstrumentation:
                 return kernel(*arguments, **named)
             if (
                 label not in self.kernels and not product
-            ):  # the operators inside a product are seen by themselves
+            ):  # the operators inside a product are traced individually
                 tensors = {t.data_ptr(): t for t in arguments if isinstance(t, torch.Tensor)}
                 moved = float(sum(t.numel() * t.element_size() for t in tensors.values()))
                 flops = float(max((t.numel() for t in tensors.values()), default=0))
@@ -176,7 +173,7 @@ class KernelInstrumentation:
 
 
 class _AttributeProxy:
-    """An object, some of whose attributes are others."""
+    """An object with some attributes replaced."""
 
     def __init__(self, held: Any, names: dict[str, Any]) -> None:
         self.__dict__.update(names, _held=held)

@@ -1,15 +1,14 @@
-"""Where a training step's time goes: the very loop of `pretrain`, a few steps of it under torch's profiler.
+"""Profile of a training step: the loop of `pretrain`, run for a few steps under torch's profiler.
 
-    3 steps        the first compiles; its excess over a later one is the compile time, told apart
-    N steps        timed as they are: what a step takes
-    N steps        traced: where it goes. Tracing itself costs time, mostly on small operators; how much is told
+    3 steps        the first compiles; its excess over a later step is the compile time, reported separately
+    N steps        untraced: the step time
+    N steps        traced: the breakdown. Tracing adds overhead, mostly on small operators; it is reported
 
-Replicas run as in training, each over its share of the batch, and rank 0 is traced. Peaks are measured before the first
-step, by all replicas at once, so that they share the machine as the steps will.
+Replicas run as in training, each on its share of the batch, and rank 0 is traced. Peaks are measured before the first
+step by all replicas at once, so that they share the machine as the steps do.
 
-Ranges around the parts of a step are put on from outside, on this one learner's objects: the models and the loop know
-nothing of them, and nothing is paid when nobody profiles. Compiled code is looked into by `profile_compiled.py`; the trace
-is read by `profile_trace.py`.
+Ranges are added from outside, on this learner's objects, so models and loop contain no profiling code. Compiled code is
+instrumented by `inductor.py`; `trace.py` reads the trace.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ WARMUP_STEPS = 3
 
 @dataclass
 class Profile:
-    """What was found. Times in seconds a step of rank 0, unless they say otherwise.
+    """The result. Times are seconds per step of rank 0, unless noted.
 
-    parts: part -> {"forward", "backward"}; classes: class -> `Cost`; peak_flops: by type, of this replica and, all replicas
-    together, `machine_flops`, in the job's type.
+    parts: part -> {"forward", "backward"}; classes: class -> `OpCost`; peak_flops: by dtype, of this replica;
+        machine_flops: of all replicas together, in the job's dtype.
     """
 
     steps: int
@@ -60,11 +59,11 @@ class Profile:
     threads: int
     dtype: str
     compiled: bool
-    step_seconds: float  # the median of the untraced steps
+    step_seconds: float  # median of the untraced steps
     traced_seconds: float
     compile_seconds: float
     tokens_per_second: float  # all replicas
-    flops_per_second: float  # of the products of the model, all replicas
+    flops_per_second: float  # of the model's matrix products, all replicas
     peak_flops: dict[str, float]
     bandwidth: float
     machine_flops: float
@@ -75,11 +74,11 @@ class Profile:
 
     @property
     def mfu(self) -> float:
-        """Of the peak of all replicas: the share of it that the model's own products would need."""
+        """Model FLOPs utilization: the model's FLOP/s as a fraction of the peak of all replicas."""
         return self.flops_per_second / self.machine_flops
 
     def roofline_seconds(self, kind: str) -> float:
-        """Seconds that the roofline allows a class: the longer of its arithmetic and its traffic, each at its peak."""
+        """Roofline bound of a class in seconds: the longer of arithmetic and memory traffic, each at its peak."""
         cost = self.classes[kind]
         return max(cost.flops / self.peak_flops[self.dtype], cost.bytes / self.bandwidth)
 
@@ -96,12 +95,12 @@ class Profile:
 
 
 def profile(job: Job, trace: Path, *, steps: int = 8) -> Profile:
-    """Profiles `steps` steps of `job` from its untrained weights; the trace goes to `trace` (.json.gz).
+    """Profile `steps` steps of `job` from its untrained weights; write the trace to `trace` (.json.gz).
 
     Raises:
-        what `pretrain` raises.
+        the errors of `pretrain`.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the tracer tells of its own start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses the tracer's start and stop messages
     model = build_model(job)
     shared = allocate_shared(model, job)
     threads = torch.get_num_threads()
@@ -127,10 +126,10 @@ def _run(
     steps: int,
     trace: Path | None,
 ) -> Profile | None:
-    """What every replica runs; the one with `trace` is looked at."""
+    """The part that every replica runs; the one with `trace` set is traced."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    process_group.all_gather_scalars()  # all are here: their peaks are taken side by side
+    process_group.all_gather_scalars()  # barrier: all replicas measure their peaks at the same time
     flops, bandwidth = measure_peaks(job.device, job.dtype)
     machine = process_group.all_reduce_scalars(flops[job.dtype])[0]
     kernels = KernelInstrumentation()
@@ -201,7 +200,7 @@ def _run(
 
 
 class _Tracer:
-    """Starts and ends the profiler and the ranges of steps."""
+    """Starts and stops the profiler and the step ranges."""
 
     def __init__(self, job: Job, ranges: ProfilerRanges, kernels: KernelInstrumentation, steps: int) -> None:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (job.device == "cuda")
@@ -225,7 +224,7 @@ class _Tracer:
             self.ranges.enabled = self.kernels.enabled = False
 
     def save(self, path: Path) -> list[dict[str, Any]]:
-        """Writes the trace, and returns its events."""
+        """Write the trace and return its events."""
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name("whole-" + path.name.removesuffix(".gz"))
         self.profiler.export_chrome_trace(str(aside))
@@ -238,7 +237,7 @@ class _Tracer:
 
 
 class ProfilerRanges:
-    """Ranges around the parts of a step, opened while `on` is true."""
+    """Ranges around the parts of a step, opened while `enabled` is true."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -247,23 +246,21 @@ class ProfilerRanges:
         return record_function(RANGE + part) if self.enabled else nullcontext()
 
     def wrap_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The records, each wait for one in a range."""
+        """Yield the batches, with each wait in a range."""
         while True:
             with self("data wait"):
                 record = next(batches)
             yield record
 
     def instrument(self, learner: Learner, model: LanguageModel, process_group: ProcessGroup) -> None:
-        """On one replica's own objects."""
+        """Wrap the methods of one replica's objects."""
         self._wrap_method(process_group, "all_gather_scalars", "all-gather")
         self._wrap_method(model, "prepare", "embed")
         for update in learner.updates:
             self._wrap_method(update, "accumulate", "gradient accumulation")
             self._wrap_method(update, "step", "optimizer")
             objective = update.objective
-            if isinstance(
-                objective, LMObjective
-            ):  # what is compiled was taken hold of before, and is left alone
+            if isinstance(objective, LMObjective):  # compiled code is instrumented by `inductor.py`
                 plain, compiled = objective._loss, objective.compiled_loss != objective._loss
                 looked_into = self._instrumented_loss(plain, model)
                 objective._loss = looked_into  # type: ignore[method-assign]
@@ -279,7 +276,7 @@ class ProfilerRanges:
         object.__setattr__(owner, name, run)
 
     def _instrumented_loss(self, loss: Callable[..., Any], model: LanguageModel) -> Callable[..., Any]:
-        """The uncompiled loss, with ranges in it for as long as it runs (compiled code would see them otherwise)."""
+        """Return the uncompiled loss with ranges inside; they are removed after each call, or compiled code would trace them."""
 
         def run(*arguments: Any, **named: Any) -> Any:
             if not self.enabled:
@@ -333,7 +330,7 @@ def _module_parts(model: LanguageModel) -> Iterable[tuple[nn.Module, str]]:
 
 
 def mfu_by_class(result: Profile) -> dict[str, float]:
-    """The share of the peak of products that products and attention reach while they run."""
+    """The fraction of peak FLOP/s that matrix products and attention reach while they run."""
     peak = result.peak_flops[result.dtype]
     return {
         kind: result.classes[kind].flops / result.classes[kind].seconds / peak

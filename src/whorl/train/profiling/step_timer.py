@@ -1,6 +1,6 @@
-"""Timing real training steps before there is anything to train on: what the planner asks.
+"""Timing of training steps before data exists, for the planner.
 
-The very learner, replicas and objective of a run, over random ids (what the ids are does not change what a step costs).
+It uses the learner, replicas and objective of a run, on random ids (their values do not affect the time).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARMUP_STEPS = 3
 
 @dataclass(frozen=True)
 class StepTiming:
-    """startup: seconds until the first steps were done (processes, compiling); step: the median of the rest."""
+    """startup_seconds: until the first steps are done (processes, compilation); step_seconds: median of the rest."""
 
     startup_seconds: float
     step_seconds: float
@@ -33,7 +33,7 @@ class StepTiming:
 
 @with_oom_advice
 def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
-    """Times steps of `job` for about `seconds` after the first few."""
+    """Time steps of `job` for about `seconds` after the first few."""
     began = time.perf_counter()
     shared = allocate_shared(build_model(job), job)
     world = spawn_replicas(job.replicas, _replica, job, shared, seconds)
@@ -42,7 +42,7 @@ def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
     finally:
         world.close()
         del shared
-        trim_freed_memory()  # the next job is another shape
+        trim_freed_memory()  # the next job has other shapes
     return StepTiming(startup - began, sorted(times)[len(times) // 2])
 
 
@@ -74,7 +74,7 @@ def _measure_steps(
             update.step(1e-3)
         started = time.perf_counter()
         times: list[float] = []
-        # Rank 0 decides when to stop; its word travels with the exchange, so that all stop at the same step.
+        # Rank 0 decides when to stop; the all-gather carries its clock, so that all ranks stop at the same step.
         while (
             process_group.all_gather_scalars(time.perf_counter() - started)[0][0] < seconds or len(times) < 3
         ):
@@ -86,7 +86,7 @@ def _measure_steps(
 
 
 def random_batch(job: Job, rows: int) -> MicroBatch:
-    """A batch of random ids in the form the loop uses, all rows plain."""
+    """Return a batch of random ids in the loop's format, one document per row."""
     ids = torch.randint(
         0, job.model.vocab_size, (rows, job.seq_len + 1), generator=generator(job.seed, "timing")
     ).to(job.device)

@@ -1,21 +1,21 @@
-"""Reading a trace of training steps: where the time went, by part of the model and by class of operator.
+"""Reads a trace of training steps: time by part of the model and by class of operator.
 
-A trace (torch's profiler, the JSON of chrome://tracing) is a list of intervals, each with a name, a thread, a start and a
-duration; operators nest in operators and in the ranges that `profile.py` opened around the parts of a step. From that:
+A trace (torch's profiler, chrome://tracing JSON) is a list of intervals with name, thread, start and duration.
+Operators nest in operators and in the ranges of `profiler.py`.
 
-    part        the innermost range that an operator stands in
-    backward    an operator under `autograd::engine::evaluate_function`. Its part is that of the operator whose gradient it
-                is: both carry the same sequence number. Many forward operators show a number before the one that makes
-                the node takes it, so the last forward operator with a number has it
-    class       the outermost operator whose name says what it does owns its whole duration. What no such operator owns (the
-                Python between them, the dispatcher, autograd's queue, views) is "framework", or "waiting" where one waits
+    part        the innermost range around an operator
+    backward    an operator under `autograd::engine::evaluate_function`. Its part is that of the forward operator with the
+                same sequence number. Many forward operators show a number before the one that creates the node uses it,
+                so the last forward operator with that number decides
+    class       the outermost operator with a known name owns its whole duration. Time outside such operators (Python, the
+                dispatcher, autograd's queue, views) is "framework", or "waiting" in a wait range
 
-FLOPs and bytes are reckoned from shapes: of a product [m, k] x [k, n] 2 m k n operations, and each matrix once; of
-anything else one operation an element of its largest tensor, its inputs read and its output written once. Compiled kernels
-carry no shapes; `profile_compiled.py` notes the bytes of their arguments. So bytes are what a machine without a cache must
-move at least, and work on small tensors may well be faster than the roofline: they were in cache.
+FLOPs and bytes are estimated from shapes. A product [m, k] x [k, n] has 2 m k n operations and reads or writes each
+matrix once. Any other operator has one operation per element of its largest tensor, reads its inputs and writes its
+output once. `inductor.py` records the bytes of compiled kernels. So bytes are the minimum traffic without a cache;
+small tensors in cache may exceed the roofline.
 
-Where a trace has kernels of a GPU, times are theirs, ascribed to the operator that launched them.
+If a trace has GPU kernels, times are those of the kernels, assigned to the operators that launched them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-RANGE = "whorl: "  # ranges of ours begin so
+RANGE = "whorl: "  # prefix of our ranges
 STEP = "step"
 PARTS = (
     "data wait",
@@ -80,7 +80,7 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """What is known of a compiled kernel, by the name of its range: its place, and what a call moves."""
+    """A compiled kernel, by the name of its range: its part, class, and cost per call."""
 
     part: str
     kind: str
@@ -106,7 +106,7 @@ class OpCost:
 
 @dataclass
 class TraceSummary:
-    """Means a step. parts: seconds by (part, whether of its backward)."""
+    """Means per step. parts: seconds by (part, is backward)."""
 
     steps: int
     seconds: float
@@ -126,16 +126,16 @@ class _Node:
 
     @property
     def self_seconds(self) -> float:
-        """What no child covers."""
+        """Time outside all children."""
         return max(0.0, self.seconds - sum(child.seconds for child in self.children))
 
 
 def read_trace(
     events: Iterable[Mapping[str, Any]], kernels: Mapping[str, KernelInfo] | None = None
 ) -> TraceSummary:
-    """The events of a trace ("traceEvents") with ranges RANGE + STEP around its steps.
+    """Summarize the events ("traceEvents") of a trace with ranges RANGE + STEP around its steps.
 
-    kernels: of compiled code, by the name of their ranges.
+    kernels: compiled kernels by the name of their ranges.
     """
     found = [e for e in events if e.get("ph") == "X"]
     steps = [e for e in found if e["name"] == RANGE + STEP and e.get("cat") != "gpu_user_annotation"]
@@ -148,7 +148,9 @@ def read_trace(
             threads[event["tid"]].append(event)
     reader = _Reader(kernels or {}, on_device=bool(launched))
     main = steps[0]["tid"] if steps else None
-    for thread in sorted(threads, key=lambda t: t != main):  # forward first: its numbers name the backward
+    for thread in sorted(
+        threads, key=lambda t: t != main
+    ):  # forward first: its sequence numbers name the backward
         roots = _nested(threads[thread], launched)
         if thread == main:
             roots = [node for root in roots for node in _steps_in(root)]
@@ -165,7 +167,7 @@ def read_trace(
 
 
 def _nested(events: list[Mapping[str, Any]], launched: Mapping[Any, float]) -> list[_Node]:
-    """Intervals of one thread as trees."""
+    """Return the intervals of one thread as trees."""
     roots: list[_Node] = []
     open_: list[_Node] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
@@ -234,7 +236,7 @@ def _device_seconds(node: _Node) -> float:
 
 
 def _has_only_views(node: _Node) -> bool:
-    """Nothing but views under it."""
+    """Whether it has only views as children."""
     return all(_base_name(child.name) in _VIEWS for child in node.children)
 
 
@@ -243,9 +245,9 @@ def _base_name(name: str) -> str:
 
 
 def classify_op(name: str, part: str, *, is_leaf: bool = True) -> str | None:
-    """The class of an operator, or None for one that only calls others, makes a view, or is none.
+    """Return the class of an operator, or None for views, non-operators and operators that only call others.
 
-    alone: it calls no other that does work.
+    is_leaf: it calls no other operator that does work.
     """
     if "::" not in name or name.startswith(("autograd::", "torch::autograd::")):
         return None
@@ -263,10 +265,10 @@ def classify_op(name: str, part: str, *, is_leaf: bool = True) -> str | None:
 
 
 def estimate_cost(name: str, dims: list[Any], types: list[str]) -> tuple[float, float]:
-    """(FLOPs, bytes) of an operator from the shapes and types of its arguments, as the profiler writes them."""
+    """Return (FLOPs, bytes) of an operator from the profiler's argument shapes and types."""
     bare = _base_name(name)
-    shapes: list[tuple[list[int], int]] = []  # shape, bytes an element
-    first: list[float] = []  # elements of the tensors of the first argument
+    shapes: list[tuple[list[int], int]] = []  # shape, bytes per element
+    first: list[float] = []  # elements of the tensors in the first argument
     for number, dim in enumerate(dims):
         kind = types[number] if number < len(types) else ""
         if kind == "TensorList" or (dim and isinstance(dim[0], list)):
@@ -281,11 +283,11 @@ def estimate_cost(name: str, dims: list[Any], types: list[str]) -> tuple[float, 
     moved = sum(n * width for n, width in sizes)
     if bare in _MATMULS:
         flops, out = _matmul_cost([s for s, _ in shapes], bare)
-        given = any(math.prod(s) == out for s, _ in shapes[2:])  # the result is among the arguments
+        given = any(math.prod(s) == out for s, _ in shapes[2:])  # the output is among the arguments
         return flops, moved + (0.0 if given else out * shapes[0][1])
     if "scaled_dot_product" in bare or "flash_attention" in bare:
         q = shapes[0][0]
-        causal = 0.5  # the only kind that a language model uses
+        causal = 0.5  # language models use causal attention only
         return 4.0 * causal * math.prod(q) * q[-2] * (2.5 if "backward" in bare else 1.0), moved + sizes[0][
             0
         ] * sizes[0][1]
@@ -295,11 +297,9 @@ def estimate_cost(name: str, dims: list[Any], types: list[str]) -> tuple[float, 
     if bare in _LOOKUPS:
         table = shapes[0][0]
         rows = min(n for n, _ in sizes)
-        if (
-            len(sizes) == 1 and len(table) > 1
-        ):  # `index` does not tell its ids: about as many as there are rows
+        if len(sizes) == 1 and len(table) > 1:  # `index` does not record its ids: assume one per row
             rows = float(table[0])
-        single = len(table) < 2 or "gather" in bare or "scatter" in bare  # elements rather than rows
+        single = len(table) < 2 or "gather" in bare or "scatter" in bare  # elements instead of rows
         return 0.0, rows * (8 + 2.0 * (1 if single else table[-1]) * shapes[0][1])
     largest = max(sizes, key=lambda s: s[0])
     if bare in ("fill_", "zero_"):
@@ -314,7 +314,7 @@ def estimate_cost(name: str, dims: list[Any], types: list[str]) -> tuple[float, 
 
 
 def _matmul_cost(shapes: list[list[int]], bare: str) -> tuple[float, float]:
-    """(FLOPs, elements of the result)."""
+    """Return (FLOPs, elements of the output)."""
     if bare in ("addmm", "baddbmm", "addmv"):
         shapes = shapes[1:]
     if len(shapes) < 2 or not shapes[0] or not shapes[1]:
