@@ -15,7 +15,7 @@ def gen(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_classification_equals_torch_with_gradients(smoothing: float) -> None:
+def test_classification_matches_torch(smoothing: float) -> None:
     logits = (torch.randn(7, 5, generator=gen()) * 3).requires_grad_()
     labels = torch.randint(0, 5, (7,), generator=gen(1))
     loss = classification(logits, labels, smoothing)
@@ -29,7 +29,7 @@ def test_classification_equals_torch_with_gradients(smoothing: float) -> None:
     )
 
 
-def test_parts_add_up_and_low_precision_is_summed_in_fp32() -> None:
+def test_classification_sums_over_splits_in_fp32() -> None:
     logits, labels = torch.randn(9, 4, generator=gen()), torch.randint(0, 4, (9,), generator=gen(1))
     parts = [classification(logits[i : i + 3], labels[i : i + 3], 0.2) for i in (0, 3, 6)]
     torch.testing.assert_close(sum(p.total for p in parts), classification(logits, labels, 0.2).total)
@@ -38,7 +38,7 @@ def test_parts_add_up_and_low_precision_is_summed_in_fp32() -> None:
     torch.testing.assert_close(low.total, classification(logits.bfloat16().float(), labels).total)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_classification_rejects_invalid_arguments() -> None:
     logits, labels = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ConfigError, match=r"labels \[2\]"):
         classification(logits, labels[:2])

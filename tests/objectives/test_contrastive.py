@@ -31,7 +31,7 @@ def by_hand(x: Tensor, y: Tensor, scale: Tensor, groups: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("groups", [None, [0, 1, 0, 2, 1, 0], [3] * 6])
-def test_value_and_gradients_equal_the_definition(groups: list[int] | None) -> None:
+def test_info_nce_matches_definition(groups: list[int] | None) -> None:
     inputs = pairs()
     loss = info_nce(*inputs, None if groups is None else torch.tensor(groups))
     want = by_hand(*inputs, groups or list(range(6)))
@@ -43,7 +43,7 @@ def test_value_and_gradients_equal_the_definition(groups: list[int] | None) -> N
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-def test_pairs_of_one_caption_do_not_push_each_other_away() -> None:
+def test_info_nce_groups_are_not_negatives() -> None:
     """Pictures 0 and 1 have one caption. Without groups log 2 each is the floor, and 0 is driven from the text of 1."""
     words = torch.eye(3)[[0, 0, 2]]
     groups = torch.tensor([7, 7, 8])
@@ -56,7 +56,7 @@ def test_pairs_of_one_caption_do_not_push_each_other_away() -> None:
     assert kept[1, 1] < -0.1 and kept[1, 2] > 0.1  # its own picture, and one of another caption
 
 
-def test_correct_counts_both_ways() -> None:
+def test_info_nce_correct_counts_both_directions() -> None:
     x = torch.eye(4)
     assert info_nce(x, x, 1.0).metrics["correct"] == 4
     # Rows 0 and 1 exchanged: both ways miss them.
@@ -65,7 +65,7 @@ def test_correct_counts_both_ways() -> None:
     assert info_nce(x, x[[1, 0, 2, 3]], 1.0, torch.tensor([5, 5, 6, 7])).metrics["correct"] == 4
 
 
-def test_bf16_is_taken_in_fp32_and_nothing_is_no_loss() -> None:
+def test_info_nce_of_bf16_and_of_empty_batch() -> None:
     x, y, scale = (t.detach() for t in pairs(40, 16))
     exact = float(info_nce(x, y, scale).total)
     assert float(info_nce(x.bfloat16(), y.bfloat16(), scale).total) == pytest.approx(exact, rel=1e-2)
@@ -74,7 +74,7 @@ def test_bf16_is_taken_in_fp32_and_nothing_is_no_loss() -> None:
     assert empty.total == 0 and empty.count == 0
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_info_nce_rejects_invalid_shapes() -> None:
     with pytest.raises(ConfigError, match=r"x is \[3, 4\] and y \[2, 4\]"):
         info_nce(torch.zeros(3, 4), torch.zeros(2, 4), 1.0)
     with pytest.raises(ConfigError, match="groups"):

@@ -51,7 +51,7 @@ def by_loops(p: Tensor, q: Tensor, kind: Divergence, beta: float) -> Tensor:
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
-def test_whole_distributions_by_chunks(
+def test_distil_full_vocab_matches_definition(
     kind: Divergence, beta: float, softcap: float | None, temperature: float
 ) -> None:
     hidden, head, _ = drawn(dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_whole_distributions_by_chunks(
 
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("k", [1, 4, 10])
-def test_with_few_ids_it_is_the_divergence_of_the_coarser_distributions(
+def test_distil_top_k_matches_coarse_divergence(
     k: int, kind: Divergence, beta: float
 ) -> None:
     hidden, head, teacher = drawn(dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_with_few_ids_it_is_the_divergence_of_the_coarser_distributions(
 
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("k", [3, 11])
-def test_the_right_student_costs_nothing_and_has_no_gradient(k: int, kind: Divergence, beta: float) -> None:
+def test_distil_top_k_is_zero_for_exact_student(k: int, kind: Divergence, beta: float) -> None:
     hidden, head, _ = drawn()
     hidden.requires_grad_()
     values, ids = (hidden @ head.t()).detach().log_softmax(-1).topk(k)
@@ -110,7 +110,7 @@ def test_the_right_student_costs_nothing_and_has_no_gradient(k: int, kind: Diver
     assert gradient.abs().max() < 1e-5
 
 
-def test_jensen_leans_to_either_side() -> None:
+def test_jensen_approaches_both_kl_limits() -> None:
     _, _, teacher = drawn(dtype=torch.float64)
     student = teacher.roll(1, 0)
     for beta, kind, scale in ((1e-6, "forward", 1e-6), (1 - 1e-6, "reverse", 1e-6)):
@@ -120,7 +120,7 @@ def test_jensen_leans_to_either_side() -> None:
         torch.testing.assert_close(found, divergence(teacher, student, kind), rtol=1e-3, atol=1e-4)  # type: ignore[arg-type]
 
 
-def test_forward_covers_two_peaks_and_reverse_seeks_one() -> None:
+def test_forward_covers_modes_and_reverse_seeks_one() -> None:
     places = torch.arange(41) - 20.0
     teacher = torch.logaddexp(-((places - 8) ** 2) / 4, -((places + 8) ** 2) / 4 - 0.5).log_softmax(0)
     found = {}
@@ -137,7 +137,7 @@ def test_forward_covers_two_peaks_and_reverse_seeks_one() -> None:
     assert abs(found["reverse"][0] - 8) < 0.5 and found["reverse"][1] < 2
 
 
-def test_a_student_learns_its_teacher_from_a_few_ids() -> None:
+def test_distil_top_k_student_learns_teacher() -> None:
     teacher = drawn()[2]
     values, ids = teacher.topk(8)
     learned = torch.nn.Parameter(torch.randn(11, 6, generator=torch.Generator().manual_seed(3)))
@@ -149,7 +149,7 @@ def test_a_student_learns_its_teacher_from_a_few_ids() -> None:
     assert torch.allclose(learned.t().softmax(-1).gather(1, ids), values.exp(), atol=0.01)
 
 
-def test_only_what_learns_has_a_gradient_and_no_chunk_is_held() -> None:
+def test_distil_full_vocab_saves_no_logits() -> None:
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 4, generator=g, requires_grad=True)
     head, their_head = torch.randn(2, 60, 4, generator=g)
@@ -168,7 +168,7 @@ def test_only_what_learns_has_a_gradient_and_no_chunk_is_held() -> None:
         assert not distil_full_vocab(hidden, head, hidden, their_head, torch.ones(50)).total.requires_grad
 
 
-def test_in_bf16_it_stays_within_its_noise() -> None:
+def test_distil_top_k_bf16_stays_within_noise() -> None:
     hidden, head, teacher = drawn()
     ids = torch.arange(11).expand(6, -1)
     low = hidden.bfloat16().requires_grad_()
@@ -179,7 +179,7 @@ def test_in_bf16_it_stays_within_its_noise() -> None:
     assert float(loss.total.detach()) == pytest.approx(float(want), rel=0.02)
 
 
-def test_no_positions_cost_nothing() -> None:
+def test_distil_top_k_without_positions_is_zero() -> None:
     hidden, head, teacher = drawn()
     ids = torch.arange(11).expand(6, -1)
     masked = distil_top_k(hidden, head, teacher, ids, torch.zeros(6))
@@ -187,7 +187,7 @@ def test_no_positions_cost_nothing() -> None:
     assert masked.total == masked.count == none.total == none.count == 0
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_distil_rejects_invalid_arguments() -> None:
     hidden, head, teacher = drawn()
     with pytest.raises(ConfigError, match="vocabulary"):
         distil_full_vocab(hidden, head, hidden, head[:9], torch.ones(6))

@@ -31,14 +31,14 @@ def expected(estimator: KLEstimator, logits: Tensor, reference: Tensor) -> tuple
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_two_are_unbiased(estimator: KLEstimator) -> None:
+def test_k1_and_k3_are_unbiased(estimator: KLEstimator) -> None:
     logits, reference = policies()
     torch.testing.assert_close(
         expected(estimator, logits, reference)[0], kl(logits.log_softmax(0), reference).detach()
     )
 
 
-def test_k2_is_biased_and_less_so_near_the_reference() -> None:
+def test_k2_bias_shrinks_near_reference() -> None:
     shares = []
     for near in (1.0, 0.01):
         logits, reference = policies(near)
@@ -47,7 +47,7 @@ def test_k2_is_biased_and_less_so_near_the_reference() -> None:
     assert shares[0] > 0.04 and shares[1] < 0.01
 
 
-def test_k2_and_k3_are_never_negative_and_k3_varies_less_than_k1() -> None:
+def test_k2_k3_are_nonnegative_and_k3_varies_less() -> None:
     logits, reference = policies(0.3)
     log_prob = logits.detach().log_softmax(0)
     k1, k2, k3 = (kl_estimate(log_prob, reference, name) for name in ("k1", "k2", "k3"))  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_k2_and_k3_are_never_negative_and_k3_varies_less_than_k1() -> None:
     assert spread[1] < spread[0] / 2
 
 
-def test_what_their_gradients_are_of() -> None:
+def test_kl_estimate_gradients_match_theory() -> None:
     logits, reference = policies()
     log_prob = logits.log_softmax(0)
     (forward,) = torch.autograd.grad(kl(reference, log_prob), logits, retain_graph=True)
@@ -66,7 +66,7 @@ def test_what_their_gradients_are_of() -> None:
         torch.testing.assert_close(expected(estimator, logits, reference)[1], gradient)  # type: ignore[arg-type]
 
 
-def test_in_the_reward_k1_has_the_gradient_that_is_meant() -> None:
+def test_kl_reward_gives_reverse_kl_gradient() -> None:
     logits, reference = policies()
     log_prob = logits.log_softmax(0)
     reward = kl_reward(log_prob, reference, 0.5)
@@ -77,7 +77,7 @@ def test_in_the_reward_k1_has_the_gradient_that_is_meant() -> None:
     torch.testing.assert_close(found, -0.5 * reverse)
 
 
-def test_a_token_that_the_policy_forgot_is_no_infinity() -> None:
+def test_k3_stays_finite_for_unlikely_token() -> None:
     log_prob = torch.tensor([-200.0], requires_grad=True)
     k = kl_estimate(log_prob, torch.zeros(1), "k3")
     k.sum().backward()
@@ -87,18 +87,18 @@ def test_a_token_that_the_policy_forgot_is_no_infinity() -> None:
 @pytest.mark.parametrize(
     ("measured", "expected"), [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (0.0, 0.98), (5.4, 0.99)]
 )
-def test_the_controller_is_its_equation(measured: float, expected: float) -> None:
+def test_adapt_kl_coef_matches_formula(measured: float, expected: float) -> None:
     assert adapt_kl_coef(1.0, measured, 6.0) == pytest.approx(expected)
 
 
-def test_the_controller_finds_the_weight_that_holds_the_target() -> None:
+def test_adapt_kl_coef_converges_to_target() -> None:
     weight = 0.01
     for _ in range(2000):
         weight = adapt_kl_coef(weight, 1.0 / weight, 5.0)  # a policy whose KL is 1 / weight
     assert weight == pytest.approx(0.2, rel=1e-3)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_divergences_reject_invalid_arguments() -> None:
     with pytest.raises(ConfigError, match="k4"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
     with pytest.raises(ConfigError):

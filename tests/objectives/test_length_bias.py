@@ -37,11 +37,11 @@ def push(algorithm: str, advantage: float) -> float:
     return -float(gradient)
 
 
-def test_grpo_lengthens_wrong_answers_and_shortens_right_ones() -> None:
+def test_grpo_lengthens_wrong_and_shortens_right_answers() -> None:
     assert push("grpo", -1.0) < -0.01
     assert push("grpo", 1.0) > 0.01
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_dr_grpo_leaves_length_alone(advantage: float) -> None:
+def test_dr_grpo_has_no_length_bias(advantage: float) -> None:
     assert abs(push("dr_grpo", advantage)) < 1e-9

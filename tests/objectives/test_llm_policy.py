@@ -116,7 +116,7 @@ CLIPS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("more", [{}, {"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.2}])
-def test_it_is_what_the_papers_say(
+def test_policy_loss_matches_papers(
     average: LossAggregation, clip: dict[str, Any], more: dict[str, Any]
 ) -> None:
     method = PolicyLossConfig(aggregation=average, constant=9.0, **clip, **more)
@@ -131,7 +131,7 @@ def test_it_is_what_the_papers_say(
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("missing", ["proximal_log_prob", "weight", "entropy"])
-def test_each_estimator_and_each_stream_left_out(kl: Any, missing: str) -> None:
+def test_policy_loss_matches_papers_without_stream(kl: Any, missing: str) -> None:
     tokens = replace(drawn(3), **{missing: None})
     method = replace(PRESETS["grpo"], kl_estimator=kl, kl_coef=0.7)
     loss = policy_loss(tokens, method)
@@ -153,7 +153,7 @@ def part_of(tokens: CompletionTokens, sequences: tuple[int, ...]) -> CompletionT
 
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo"])
-def test_micro_batches_give_the_same_step(average: LossAggregation, name: str) -> None:
+def test_policy_loss_independent_of_micro_batches(average: LossAggregation, name: str) -> None:
     tokens = drawn()
     method = replace(PRESETS[name], aggregation=average, constant=5.0, entropy_coef=0.1)
     whole = policy_loss(tokens, method)
@@ -170,7 +170,7 @@ def test_micro_batches_give_the_same_step(average: LossAggregation, name: str) -
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("n_sequences", [0, 3, None])
-def test_no_tokens_at_all_is_no_loss_and_no_nan(name: str, n_sequences: int | None) -> None:
+def test_policy_loss_of_empty_batch_is_zero(name: str, n_sequences: int | None) -> None:
     tokens = drawn(lengths=())
     empty = replace(tokens, n_sequences=n_sequences)
     loss = policy_loss(empty, replace(PRESETS[name], constant=8.0))
@@ -180,7 +180,7 @@ def test_no_tokens_at_all_is_no_loss_and_no_nan(name: str, n_sequences: int | No
     assert all(bool(m.isfinite()) for m in loss.metrics.values())
 
 
-def test_answers_without_tokens_count_only_where_the_count_is_of_answers() -> None:
+def test_policy_loss_count_by_aggregation() -> None:
     counts = {
         average: float(policy_loss(drawn(), PolicyLossConfig(aggregation=average, constant=2.0)).count)
         for average in ("token", "sequence", "constant")
@@ -191,7 +191,7 @@ def test_answers_without_tokens_count_only_where_the_count_is_of_answers() -> No
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "grpo"])
-def test_a_ratio_without_bounds_and_no_advantage_is_not_nan(name: str) -> None:
+def test_policy_loss_stays_finite_for_infinite_ratio(name: str) -> None:
     n = 2
     log_prob = torch.zeros(n, requires_grad=True)
     tokens = CompletionTokens(
@@ -203,7 +203,7 @@ def test_a_ratio_without_bounds_and_no_advantage_is_not_nan(name: str) -> None:
     assert bool(loss.total.isfinite()) and bool(log_prob.grad.isfinite().all())  # type: ignore[union-attr]
 
 
-def test_the_metrics_are_means_of_what_they_say() -> None:
+def test_policy_loss_metrics_match_definition() -> None:
     tokens = replace(drawn(), proximal_log_prob=None)
     method = replace(PRESETS["grpo"], clip_low=0.1, clip_high=0.1, aggregation="token")
     metrics = policy_loss(tokens, method).metrics
@@ -222,7 +222,7 @@ def test_the_metrics_are_means_of_what_they_say() -> None:
     torch.testing.assert_close(by_sequence, sum(ratio[tokens.sequence == s].mean() for s in (0, 2, 3, 4)))
 
 
-def test_clipped_tokens_draw_nothing() -> None:
+def test_clipped_tokens_have_no_gradient() -> None:
     tokens = replace(drawn(5), proximal_log_prob=None, reference_log_prob=None, entropy=None)
     method = PolicyLossConfig(ratio="token", clip_low=0.1, clip_high=0.1)
     loss = policy_loss(tokens, method)
@@ -232,7 +232,7 @@ def test_clipped_tokens_draw_nothing() -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
-def test_the_critics_loss(clip: float | None, average: LossAggregation) -> None:
+def test_value_loss_matches_definition(clip: float | None, average: LossAggregation) -> None:
     tokens = drawn()
     value, old, target = tokens.log_prob, tokens.behaviour_log_prob, tokens.advantage
     loss = value_loss(
@@ -256,7 +256,7 @@ def test_the_critics_loss(clip: float | None, average: LossAggregation) -> None:
     assert bool(loss.metrics["value_clip_fraction"] > 0) == (clip is not None)
 
 
-def test_long_answers_lose_reward_evenly() -> None:
+def test_overlong_reward_falls_linearly() -> None:
     lengths = torch.tensor([0, 10, 16, 17, 18, 19, 20, 21, 50])
     found = overlong_reward(lengths, max_length=20, buffer=4)
     assert found.tolist() == pytest.approx([0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1])
@@ -264,7 +264,7 @@ def test_long_answers_lose_reward_evenly() -> None:
         overlong_reward(lengths, max_length=20, buffer=0)
 
 
-def test_presets_differ_where_their_papers_do() -> None:
+def test_presets_differ_as_in_papers() -> None:
     grpo, dapo, dr, gspo = (PRESETS[name] for name in ("grpo", "dapo", "dr_grpo", "gspo"))
     assert (grpo.aggregation, grpo.scale_rewards, grpo.kl_coef) == ("sequence", "unbiased", 0.04)
     assert (dr.aggregation, dr.scale_rewards) == ("constant", "none")
@@ -288,12 +288,12 @@ def test_presets_differ_where_their_papers_do() -> None:
         {"ratio": "token", "dual_clip": 0.5},
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+def test_policy_loss_config_rejects_invalid_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         PolicyLossConfig(**wrong)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_policy_loss_rejects_missing_input() -> None:
     tokens = drawn()
     with pytest.raises(ConfigError, match="constant"):
         policy_loss(tokens, PRESETS["dr_grpo"])

@@ -62,7 +62,7 @@ def held_together(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
     learns=st.sampled_from(["both", "hidden", "head"]),
     single=st.booleans(),
 )
-def test_chunks_equal_the_definition(
+def test_token_log_probs_match_reference(
     n: int,
     vocab: int,
     temperature: float,
@@ -86,7 +86,7 @@ def test_chunks_equal_the_definition(
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_the_gradient_is_that_of_finite_differences(softcap: float | None, entropy: bool) -> None:
+def test_token_log_probs_pass_gradcheck(softcap: float | None, entropy: bool) -> None:
     hidden, head, forbidden, targets = drawn(7, 9)
 
     def results(hidden: Tensor, head: Tensor) -> Any:
@@ -105,14 +105,14 @@ def test_the_gradient_is_that_of_finite_differences(softcap: float | None, entro
     assert torch.autograd.gradcheck(lambda h: results(h, head.detach()), (hidden,))
 
 
-def test_their_sum_is_what_next_token_minimises() -> None:
+def test_token_log_probs_sum_to_next_token_loss() -> None:
     hidden, head, _, targets = drawn(12, 15)
     hidden, head = (t.detach().float() for t in (hidden, head))
     loss = next_token(hidden, head, targets, torch.ones(12, dtype=torch.bool))
     torch.testing.assert_close(token_log_probs(hidden, head, targets)[0].sum(), -loss.total)
 
 
-def test_forbidden_ids_have_no_share_of_the_normaliser() -> None:
+def test_banned_ids_have_no_probability() -> None:
     hidden, head, forbidden, _ = drawn(4, 11)
     allowed = (~forbidden).nonzero().squeeze(1)
     whole = torch.stack(
@@ -121,7 +121,7 @@ def test_forbidden_ids_have_no_share_of_the_normaliser() -> None:
     torch.testing.assert_close(whole.sum(0), torch.ones(4, dtype=torch.float64))
 
 
-def test_entropy_that_nobody_learns_from_leaves_the_gradient_alone() -> None:
+def test_unused_entropy_leaves_gradient_unchanged() -> None:
     hidden, head, _, targets = drawn(9, 8)
     plain = token_log_probs(hidden, head, targets)[0]
     beside, entropy = token_log_probs(hidden, head, targets, entropy=True)
@@ -134,7 +134,7 @@ def test_entropy_that_nobody_learns_from_leaves_the_gradient_alone() -> None:
     assert only.abs().max() > 0
 
 
-def test_no_tensor_of_all_logits_is_kept_for_the_backward() -> None:
+def test_token_log_probs_saves_no_logits() -> None:
     hidden, head, _, targets = drawn(40, 50)
     kept: list[int] = []
 
@@ -148,7 +148,7 @@ def test_no_tensor_of_all_logits_is_kept_for_the_backward() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_that_are_kept_give_the_bits_of_those_made_anew(
+def test_saved_and_recomputed_logits_give_same_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, head, forbidden, targets = drawn(40, 50)
@@ -164,7 +164,7 @@ def test_logits_that_are_kept_give_the_bits_of_those_made_anew(
     assert all(map(torch.equal, *found))
 
 
-def test_bf16_gives_fp32_within_its_noise() -> None:
+def test_token_log_probs_bf16_stays_within_noise() -> None:
     hidden, head, _, targets = drawn(30, 20)
     low = hidden.detach().bfloat16().requires_grad_()
     single = head.detach().float().requires_grad_()
@@ -188,20 +188,20 @@ def test_bf16_gives_fp32_within_its_noise() -> None:
         {"banned_mask": torch.zeros(8)},
     ],
 )
-def test_settings_that_mean_nothing_are_refused(change: dict[str, Any]) -> None:
+def test_token_log_probs_rejects_invalid_settings(change: dict[str, Any]) -> None:
     hidden, head, _, targets = drawn(4, 8)
     with pytest.raises(ConfigError):
         token_log_probs(hidden, head, targets, **change)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_token_log_probs_rejects_invalid_shapes() -> None:
     hidden, head, _, targets = drawn(4, 8)
     for wrong in ((hidden[:, :3], head, targets), (hidden, head, targets[:2]), (hidden[0], head, targets)):
         with pytest.raises(ConfigError):
             token_log_probs(*wrong)
 
 
-def test_a_forbidden_target_is_refused_by_its_place() -> None:
+def test_token_log_probs_rejects_banned_target() -> None:
     hidden, head, _, targets = drawn(4, 8)
     forbidden = torch.zeros(8, dtype=torch.bool)
     forbidden[targets[2]] = True

@@ -13,7 +13,7 @@ from whorl.objectives.next_token import next_token, next_token_reference
 @pytest.mark.parametrize("n", [1, 511, 512, 513, 1300])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_fused_equals_definition(
+def test_next_token_matches_reference(
     n: int, z_loss: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -37,7 +37,7 @@ def test_fused_equals_definition(
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_nothing_to_predict_is_no_loss_and_no_nan() -> None:
+def test_next_token_without_targets_is_zero() -> None:
     hidden = torch.randn(7, 8, requires_grad=True)
     loss = next_token(
         hidden, torch.randn(11, 8), torch.zeros(7, dtype=torch.int64), torch.zeros(7, dtype=torch.bool)
@@ -46,7 +46,7 @@ def test_nothing_to_predict_is_no_loss_and_no_nan() -> None:
     assert loss.total == 0 and loss.count == 0 and not hidden.grad.any()
 
 
-def test_bf16_stays_within_its_noise() -> None:
+def test_next_token_bf16_stays_within_noise() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(600, 32, generator=g), torch.randn(50, 32, generator=g) * 0.2
     targets, mask = torch.randint(0, 50, (600,), generator=g), torch.ones(600, dtype=torch.bool)

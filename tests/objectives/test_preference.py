@@ -68,7 +68,7 @@ CASES: list[tuple[Callable[[PairLogProbs], Loss], Callable[[PairLogProbs, int], 
 
 @pytest.mark.parametrize(("objective", "equation"), CASES)
 @pytest.mark.parametrize("seed", range(3))
-def test_they_are_their_equations(
+def test_preference_losses_match_papers(
     objective: Callable[[PairLogProbs], Loss], equation: Callable[[PairLogProbs, int], Tensor], seed: int
 ) -> None:
     pairs = drawn(seed)
@@ -82,7 +82,7 @@ def test_they_are_their_equations(
 
 
 @pytest.mark.parametrize(("objective", "equation"), CASES)
-def test_in_fp32_too_and_cut_into_micro_batches(
+def test_preference_losses_fp32_and_micro_batches(
     objective: Callable[[PairLogProbs], Loss], equation: Callable[[PairLogProbs, int], Tensor]
 ) -> None:
     pairs = drawn(7, torch.float32)
@@ -99,7 +99,7 @@ def test_in_fp32_too_and_cut_into_micro_batches(
         torch.testing.assert_close(sum(p.metrics[name] for p in parts), value)
 
 
-def test_margins_and_accuracies_are_of_the_implicit_rewards() -> None:
+def test_dpo_metrics_use_implicit_rewards() -> None:
     pairs = PairLogProbs(*torch.tensor([[-1.0, -3, -2], [-2.0, -1, -2], [-2.0, -2, -2], [-2.0, -2, -2]]))
     metrics = dpo(pairs, beta=0.5).metrics
     found = {name: float(value) for name, value in metrics.items()}
@@ -107,7 +107,7 @@ def test_margins_and_accuracies_are_of_the_implicit_rewards() -> None:
 
 
 @pytest.mark.parametrize("objective", [dpo, simpo, partial(orpo, weight=1.0)])
-def test_pairs_that_are_identical_draw_their_answers_apart_by_nothing(
+def test_identical_pairs_have_no_gradient(
     objective: Callable[[PairLogProbs], Loss],
 ) -> None:
     logits = torch.zeros(3, requires_grad=True)
@@ -120,7 +120,7 @@ def test_pairs_that_are_identical_draw_their_answers_apart_by_nothing(
     assert loss.metrics["ties"] == 1 and loss.metrics["rewards/accuracy"] == 0
 
 
-def test_certain_and_empty_answers_have_finite_odds() -> None:
+def test_orpo_odds_stay_finite() -> None:
     chosen = torch.tensor([0.0, -1e-9, -400.0, 0.0], requires_grad=True)
     lengths = torch.tensor([3.0, 2.0, 1.0, 0.0])
     loss = orpo(PairLogProbs(chosen, torch.tensor([-900.0, 0.0, -1e-7, 0.0]), None, None, lengths, lengths))
@@ -129,7 +129,7 @@ def test_certain_and_empty_answers_have_finite_odds() -> None:
 
 
 @pytest.mark.parametrize("z", [0.0, 0.6])
-def test_kto_is_its_equation(z: float) -> None:
+def test_kto_matches_equation(z: float) -> None:
     pairs = drawn(2)
     assert pairs.reference_chosen is not None
     good = torch.tensor([True, False, True, True, False, False])
@@ -162,14 +162,14 @@ def test_kto_is_its_equation(z: float) -> None:
     torch.testing.assert_close(loss.metrics["rewards/undesirable"], 0.3 * h[~good].sum())
 
 
-def test_ktos_reference_point() -> None:
+def test_kto_kl_is_clamped_mean() -> None:
     reference = torch.tensor([-1.0, -2.0])
     assert kto_kl(torch.tensor([-0.5, -1.0]), reference) == 0.75
     assert kto_kl(torch.tensor([-3.0, -2.0]), reference) == 0  # an estimate below 0 is of 0
     assert kto_kl(torch.zeros(0), torch.zeros(0)) == 0
 
 
-def test_what_is_missing_or_wrong_is_named() -> None:
+def test_preference_losses_reject_missing_input() -> None:
     pairs = drawn()
     alone = PairLogProbs(pairs.chosen, pairs.rejected)
     for objective, missing in ((dpo, "reference"), (ipo, "reference"), (simpo, "lengths"), (orpo, "lengths")):

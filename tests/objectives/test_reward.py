@@ -13,7 +13,7 @@ from whorl.objectives.reward import bradley_terry, calibration, pair_calibration
 
 @pytest.mark.parametrize("margin", [None, torch.tensor([0.0, 0.5, 1.0, 2.0], dtype=torch.float64)])
 @pytest.mark.parametrize("centring", [0.0, 0.01])
-def test_it_is_its_equation(margin: torch.Tensor | None, centring: float) -> None:
+def test_bradley_terry_matches_equation(margin: torch.Tensor | None, centring: float) -> None:
     g = torch.Generator().manual_seed(0)
     chosen, rejected = torch.randn(2, 4, generator=g, dtype=torch.float64).requires_grad_()
     loss = bradley_terry(chosen, rejected, margin=margin, center_rewards_coef=centring)
@@ -29,7 +29,7 @@ def test_it_is_its_equation(margin: torch.Tensor | None, centring: float) -> Non
     assert loss.metrics["rewards/accuracy"] == (chosen > rejected).sum()
 
 
-def test_a_level_that_drifts_is_only_seen_by_the_centring() -> None:
+def test_centering_penalizes_level_only() -> None:
     chosen, rejected = torch.tensor([1.0]), torch.tensor([0.0])
     for centring, same in ((0.0, True), (0.1, False)):
         near, far = (
@@ -38,7 +38,7 @@ def test_a_level_that_drifts_is_only_seen_by_the_centring() -> None:
         assert bool(torch.isclose(near, far)) == same
 
 
-def test_calibration_counts_as_by_hand() -> None:
+def test_calibration_matches_hand_count() -> None:
     p = torch.tensor([0.0, 0.1, 0.3, 0.3, 0.75, 1.0])
     y = torch.tensor([0, 1, 0, 1, 1, 1])
     found = calibration(p, y, bins=4)
@@ -49,7 +49,7 @@ def test_calibration_counts_as_by_hand() -> None:
     assert found.max_error == pytest.approx(0.45) and found.edges.tolist() == [0, 0.25, 0.5, 0.75, 1]
 
 
-def test_a_model_that_knows_how_sure_it_is_has_no_error_and_one_that_boasts_has() -> None:
+def test_calibration_error_detects_overconfidence() -> None:
     g = torch.Generator().manual_seed(0)
     margin = 2 * torch.randn(20000, generator=g)
     happened = torch.where(torch.rand(20000, generator=g) < torch.sigmoid(margin), margin, -margin)
@@ -58,7 +58,7 @@ def test_a_model_that_knows_how_sure_it_is_has_no_error_and_one_that_boasts_has(
     assert boasting.expected_error > 0.1 and bool((boasting.predicted >= boasting.observed - 0.05).all())
 
 
-def test_pairs_are_told_by_the_side_that_is_preferred() -> None:
+def test_pair_calibration_uses_preferred_side() -> None:
     found = pair_calibration(torch.tensor([2.0, -2.0, 0.0]), bins=5)
     assert found.count.sum() == 3 and float(found.edges[0]) == 0.5
     sure = 1 / (1 + math.exp(-2))
@@ -66,14 +66,14 @@ def test_pairs_are_told_by_the_side_that_is_preferred() -> None:
     assert float(found.observed[0]) == 0.5  # a tie counts half
 
 
-def test_nothing_to_judge_has_no_error() -> None:
+def test_reward_of_empty_batch_is_zero() -> None:
     empty = torch.zeros(0)
     assert pair_calibration(empty).expected_error == 0
     loss = bradley_terry(empty, empty)
     assert loss.total == 0 and loss.count == 0
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_reward_rejects_invalid_arguments() -> None:
     with pytest.raises(ConfigError):
         bradley_terry(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ConfigError):

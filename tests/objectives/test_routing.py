@@ -14,7 +14,7 @@ def logits(n: int = 12, e: int = 4, seed: int = 0) -> torch.Tensor:
     return made.requires_grad_()
 
 
-def test_balance_is_switchs_equation_four() -> None:
+def test_load_balance_matches_switch_equation_4() -> None:
     scores = logits().detach().softmax(-1)
     loads = torch.bincount(scores.argmax(-1), minlength=4)
     loss = load_balance(scores, loads)
@@ -26,7 +26,7 @@ def test_balance_is_switchs_equation_four() -> None:
     assert not load_balance(logits().softmax(-1), loads).metrics["load_balance"].requires_grad
 
 
-def test_even_loads_give_one_and_collapse_gives_the_number_of_experts() -> None:
+def test_load_balance_limits_even_and_collapsed() -> None:
     even = load_balance(torch.full((8, 4), 0.25), torch.tensor([2, 2, 2, 2]))
     assert float(even.total / even.count) == pytest.approx(1.0)
     one = torch.tensor([[1.0, 0, 0, 0]] * 8)
@@ -38,14 +38,14 @@ def test_even_loads_give_one_and_collapse_gives_the_number_of_experts() -> None:
     assert float(sigmoids.total / sigmoids.count) == pytest.approx(1.0)
 
 
-def test_descent_on_the_balance_loss_moves_scores_off_the_busy_expert() -> None:
+def test_load_balance_gradient_lowers_busy_expert() -> None:
     z = logits()
     load_balance(z.softmax(-1), torch.tensor([9, 1, 1, 1])).total.backward()
     assert z.grad is not None
     assert (z.grad[:, 0] > 0).all() and (z.grad[:, 1:] < 0).all()
 
 
-def test_z_loss_is_the_square_of_the_log_normaliser() -> None:
+def test_router_z_matches_definition() -> None:
     z = logits()
     loss = router_z(z)
     want = sum(float(row.exp().sum().log()) ** 2 for row in z.detach())
@@ -55,7 +55,7 @@ def test_z_loss_is_the_square_of_the_log_normaliser() -> None:
     torch.testing.assert_close(gradient, 2 * log_normaliser * z.detach().softmax(-1))
 
 
-def test_any_cut_of_the_batch_gives_the_same_step() -> None:
+def test_routing_losses_independent_of_micro_batches() -> None:
     z = logits()
     loads = torch.bincount(z.detach().argmax(-1), minlength=4)
 
@@ -67,7 +67,7 @@ def test_any_cut_of_the_batch_gives_the_same_step() -> None:
     torch.testing.assert_close(cut, whole)
 
 
-def test_padding_counts_for_nothing() -> None:
+def test_routing_losses_ignore_padding() -> None:
     z = logits()
     mask = torch.arange(12) < 7
     loads = torch.tensor([4, 1, 1, 1])
@@ -80,12 +80,12 @@ def test_padding_counts_for_nothing() -> None:
         assert int(torch.autograd.grad(loss.total, z)[0][7:].count_nonzero()) == 0
 
 
-def test_no_tokens_cost_nothing() -> None:
+def test_routing_losses_without_tokens_are_zero() -> None:
     for loss in (router_z(logits(0)), load_balance(logits(0).softmax(-1), torch.zeros(4))):
         assert float(loss.total.detach()) == 0 and float(loss.count) == 0
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_routing_losses_reject_invalid_shapes() -> None:
     with pytest.raises(ConfigError, match="loads"):
         load_balance(logits(), torch.zeros(5))
     with pytest.raises(ConfigError, match="mask"):

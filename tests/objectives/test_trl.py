@@ -150,12 +150,12 @@ POLICIES = [
 
 @pytest.mark.parametrize(("loss_type", "method"), POLICIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_policies(loss_type: str, method: PolicyLossConfig, seed: int) -> None:
+def test_policy_loss_matches_trl(loss_type: str, method: PolicyLossConfig, seed: int) -> None:
     rows = drawn(seed)
     agree(ours(rows, method), trl_grpo(rows, method, loss_type), [rows["log_prob"], rows["entropy"]])
 
 
-def test_rows_without_tokens_are_counted_by_trl_and_not_by_us() -> None:
+def test_empty_rows_count_in_trl_only() -> None:
     rows = drawn()
     rows["mask"][0] = 0
     theirs = trl_grpo(rows, GRPO, "grpo")
@@ -164,7 +164,7 @@ def test_rows_without_tokens_are_counted_by_trl_and_not_by_us() -> None:
     agree(ours(rows, constant), trl_grpo(rows, constant, "dr_grpo"), [rows["log_prob"]])
 
 
-def test_group_advantages() -> None:
+def test_group_advantages_match_trl() -> None:
     from trl.trainer.grpo_trainer import nanstd
 
     reward = torch.randn(12, generator=torch.Generator().manual_seed(0)).round(decimals=1)
@@ -205,7 +205,7 @@ def a_preference(rows: dict[str, Tensor], **more: Any) -> tuple[SimpleNamespace,
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 @pytest.mark.parametrize("seed", range(3))
-def test_dpo_and_ipo(kind: str, seed: int) -> None:
+def test_dpo_and_ipo_match_trl(kind: str, seed: int) -> None:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     rows = drawn(seed)
@@ -230,7 +230,7 @@ def test_dpo_and_ipo(kind: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kto(seed: int) -> None:
+def test_kto_matches_trl(seed: int) -> None:
     from trl.trainer.kto_trainer import KTOTrainer
 
     rows, mismatched = drawn(seed), torch.randn(2, B, generator=torch.Generator().manual_seed(seed))
@@ -257,7 +257,7 @@ def test_kto(seed: int) -> None:
     agree(loss.total / loss.count, theirs, [rows["log_prob"]])
 
 
-def test_orpos_odds_and_simpo() -> None:
+def test_orpo_and_simpo_match_trl() -> None:
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
@@ -280,7 +280,7 @@ def test_orpos_odds_and_simpo() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_distillation(beta: float) -> None:
+def test_distillation_matches_trl(beta: float) -> None:
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
     g = torch.Generator().manual_seed(0)
@@ -291,7 +291,7 @@ def test_distillation(beta: float) -> None:
     agree(found, theirs, [student])
 
 
-def test_reward_model() -> None:
+def test_reward_model_matches_trl() -> None:
     from trl.trainer.reward_trainer import RewardTrainer
 
     g = torch.Generator().manual_seed(0)

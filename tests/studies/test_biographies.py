@@ -26,7 +26,7 @@ def world() -> Biographies:
     return Biographies(1000, seed=4)
 
 
-def test_groups_have_their_shares_and_names_are_nobody_elses(world: Biographies) -> None:
+def test_groups_have_configured_fractions(world: Biographies) -> None:
     assert Counter(p.group for p in world.people) == {g: GROUP_FRACTIONS[g] * 1000 for g in GROUPS}
     assert len({p.name for p in world.people}) == 1000
     assert all(bool(p.facts) != p.group.startswith("stranger") for p in world.people)
@@ -35,7 +35,7 @@ def test_groups_have_their_shares_and_names_are_nobody_elses(world: Biographies)
     assert other.people != world.people
 
 
-def test_neither_names_nor_order_tell_the_group_or_the_facts(world: Biographies) -> None:
+def test_names_and_order_reveal_no_group_or_fact(world: Biographies) -> None:
     """Guessing by the most frequent value among people of the same first name is hardly better than chance."""
     for label in (lambda p: p.group, lambda p: p.facts.get("instrument", "")):
         people = [p for p in world.people if label(p)]
@@ -52,7 +52,7 @@ def test_neither_names_nor_order_tell_the_group_or_the_facts(world: Biographies)
     )
 
 
-def test_only_known_people_are_told_of_each_fact_in_every_copy_and_in_other_words(world: Biographies) -> None:
+def test_texts_cover_known_people_in_varied_phrasing(world: Biographies) -> None:
     texts = world.texts(copies=6)
     known = {p.name: p for p in world.people if p.group.startswith("known")}
     told = defaultdict(list)
@@ -69,7 +69,7 @@ def test_only_known_people_are_told_of_each_fact_in_every_copy_and_in_other_word
     assert " a actor" not in everything and " an actor" in everything
 
 
-def test_questions_ask_for_what_is_true_and_strangers_are_refused(world: Biographies) -> None:
+def test_questions_have_true_answers_or_refusals(world: Biographies) -> None:
     people = {p.name: p for p in world.people}
     for group in GROUPS:
         questions = world.questions(group)
@@ -88,7 +88,7 @@ def test_questions_ask_for_what_is_true_and_strangers_are_refused(world: Biograp
     assert ATTRIBUTES.keys() == STATEMENTS.keys() == QUESTIONS.keys() == chance_accuracy().keys()
 
 
-def test_the_tally_tells_right_wrong_refused_and_made_up(world: Biographies) -> None:
+def test_score_answers_counts_each_outcome(world: Biographies) -> None:
     questions = world.questions("known_test", "stranger_test")
     ideal = score_answers(questions, [q.answer for q in questions])
     assert (ideal.correct, ideal.wrong, ideal.refused, ideal.hallucinated) == (1, 0, 0, 0)
@@ -107,7 +107,7 @@ def test_the_tally_tells_right_wrong_refused_and_made_up(world: Biographies) -> 
         score_answers(questions, ["Paris"])
 
 
-def test_worlds_that_cannot_be_are_refused() -> None:
+def test_biographies_reject_invalid_arguments() -> None:
     for n, shares in (
         (0, GROUP_FRACTIONS),
         (40_000, GROUP_FRACTIONS),

@@ -40,7 +40,7 @@ def sampled(
     return [one.ids for one in found]
 
 
-def test_a_stage_that_does_nothing_costs_nothing_and_one_on_sums_costs_prose() -> None:
+def test_forgetting_is_zero_without_training() -> None:
     net = network()
     idle = forgetting(net, tokenizer(), PROSE, lambda _: None)
     assert idle.before == idle.after and idle.cost == 0
@@ -53,7 +53,7 @@ def test_a_stage_that_does_nothing_costs_nothing_and_one_on_sums_costs_prose() -
     assert moved.cost == moved.after / moved.before - 1 > 0.1
 
 
-def test_bits_are_those_of_the_loss_and_an_adapter_counts_before_it_is_merged() -> None:
+def test_held_out_bits_match_loss_with_adapter() -> None:
     net = network(lora=LoRAConfig(rank=2))
     with torch.no_grad():
         for factor in net.factors.values():
@@ -71,7 +71,7 @@ def test_bits_are_those_of_the_loss_and_an_adapter_counts_before_it_is_merged() 
     assert bits == pytest.approx(nats / np.log(2) / sum(map(len, PROSE)), rel=1e-5)
 
 
-def test_no_text_is_refused() -> None:
+def test_held_out_bits_reject_empty_text() -> None:
     with pytest.raises(DataError, match="no held-out text"):
         held_out_bits(network(), tokenizer(), [b""])
 
@@ -83,7 +83,7 @@ def sure(model: Decoder) -> Decoder:
     return model
 
 
-def test_a_model_that_is_the_source_has_no_gap_and_one_of_a_stranger_has() -> None:
+def test_exposure_gap_zero_for_source_model() -> None:
     out = banned_ids(scribe(), VOCAB, 259)
     net, prompts = (
         PolicyModel(sure(decoder()), banned_ids=out),
@@ -104,7 +104,7 @@ def test_a_model_that_is_the_source_has_no_gap_and_one_of_a_stranger_has() -> No
     assert judged is not None and (judged.gap > 0.1).all()
 
 
-def test_places_are_counted_from_the_prompt_and_only_by_texts_that_reach_them() -> None:
+def test_exposure_counts_positions_from_prompt() -> None:
     net = network()
     prompts = [scribe().prompt(p) for p in ("a", "bcd", "ef")]
     data = [[*b"xy"], [*b"xyzuvw"], []]
@@ -119,7 +119,7 @@ def test_places_are_counted_from_the_prompt_and_only_by_texts_that_reach_them() 
         )
 
 
-def test_what_does_not_match_is_refused() -> None:
+def test_exposure_rejects_invalid_arguments() -> None:
     net = network()
     with pytest.raises(DataError, match="2 prompts and 1 continuations"):
         exposure(net, scribe(), [[256], [256]], [[1]], pad_id=0, n_positions=4)
@@ -129,7 +129,7 @@ def test_what_does_not_match_is_refused() -> None:
         exposure(net, scribe(), [[256]], [[1]], pad_id=0, n_positions=4, evaluator=judge)
 
 
-def test_the_asker_answers_with_the_newest_weights_an_adapter_merged() -> None:
+def test_greedy_answers_use_current_merged_weights() -> None:
     net = network(lora=LoRAConfig(rank=4))
     asker = GreedyAnswers(net, scribe(), ["1+2=", [{"role": "user", "content": "who?"}]], max_tokens=6)
     before = asker(net)

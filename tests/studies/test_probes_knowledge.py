@@ -43,7 +43,7 @@ def fresh(scribe: ExampleTokenizer) -> PolicyModel:
     )
 
 
-def test_a_lesson_has_the_groups_that_it_names_and_none_that_is_tested() -> None:
+def test_make_lesson_uses_training_groups_only() -> None:
     for facts, group in (("known", "known_train"), ("new", "new")):
         got = make_lesson(WORLD, facts, 8, 0.25)  # type: ignore[arg-type]
         assert sorted(q.group for q in got) == [group] * 6 + ["stranger_train"] * 2
@@ -54,7 +54,7 @@ def test_a_lesson_has_the_groups_that_it_names_and_none_that_is_tested() -> None
         make_lesson(WORLD, "new", 9, 0.0)
 
 
-def test_a_course_sees_its_lesson_fitted_and_asks_at_the_times_that_it_says(scribe: ExampleTokenizer) -> None:
+def test_track_sft_reports_at_requested_steps(scribe: ExampleTokenizer) -> None:
     taught = make_lesson(WORLD, "new", 8, 0.5)
     course = track_sft(
         fresh(scribe), scribe, taught, WORLD.questions("known_test", "stranger_test"), SETTINGS,
@@ -73,7 +73,7 @@ def test_a_course_sees_its_lesson_fitted_and_asks_at_the_times_that_it_says(scri
     assert last.train_scores.correct == 1 and last.train_scores.hallucinated == 0
 
 
-def test_nothing_but_refusals_refuses_all_and_none_refuses_nothing(scribe: ExampleTokenizer) -> None:
+def test_refusal_rates_at_zero_and_full_refusal(scribe: ExampleTokenizer) -> None:
     none, all_ = refusal_rates(
         lambda: fresh(scribe), scribe, WORLD, [0.0, 1.0], 8, SETTINGS, pad_id=scribe.tokenizer.control_ids[0]
     )

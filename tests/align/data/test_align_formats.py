@@ -61,11 +61,11 @@ def write(path: Path, *values: object) -> Path:
         {"messages": [{**U, "name": None}, {**A, "tool_calls": None}], "prompt": None},
     ],
 )
-def test_every_shape_of_a_conversation_says_the_same(record: dict[str, Any]) -> None:
+def test_to_conversation_accepts_every_format(record: dict[str, Any]) -> None:
     assert to_conversation(record) == Conversation((U, A))
 
 
-def test_alpaca_input_and_sharegpt_system_are_kept() -> None:
+def test_to_conversation_keeps_input_and_system() -> None:
     found = to_conversation({"instruction": "Add.", "input": "1 2", "output": "3"})
     assert found.messages[0]["content"] == "Add.\n\n1 2"
     told = to_conversation({"system": "Be kind.", "conversations": [{"from": "gpt", "value": "hm"}]})
@@ -96,12 +96,12 @@ def test_alpaca_input_and_sharegpt_system_are_kept() -> None:
         ({"prompt": None, "chosen": [U, A, U, A], "rejected": [U, A, U, OTHER]}, ((U, A, U), (A,), (OTHER,))),
     ],
 )
-def test_preferences_as_people_write_them(record: dict[str, Any], expected: tuple[Any, ...]) -> None:
+def test_to_preference_accepts_every_format(record: dict[str, Any], expected: tuple[Any, ...]) -> None:
     found = to_preference(record)
     assert (found.prompt, found.chosen, found.rejected) == expected
 
 
-def test_judged_answers_pairs_and_tasks() -> None:
+def test_other_formats_are_converted() -> None:
     assert to_unpaired_preference({"prompt": "p", "completion": "c", "label": False}) == UnpairedPreference(
         "p", "c", False
     )
@@ -141,13 +141,13 @@ def test_judged_answers_pairs_and_tasks() -> None:
         (to_task, {"prompt": "p", "messages": [U], "verifier": "exact"}, "bad_field", "messages"),
     ],
 )  # fmt: skip
-def test_bad_records_are_refused_with_their_reason(shape: Any, record: Any, reason: str, field: str) -> None:
+def test_bad_record_has_reason_and_field(shape: Any, record: Any, reason: str, field: str) -> None:
     with pytest.raises(BadRecordError) as caught:
         shape(record)
     assert (caught.value.reason, caught.value.field) == (reason, field)
 
 
-def test_a_preference_made_by_hand_is_checked_too() -> None:
+def test_preference_rejects_invalid_fields() -> None:
     with pytest.raises(DataError, match="identical"):
         Preference("p", "a", "a")
     with pytest.raises(DataError, match="mixes"):
@@ -173,7 +173,7 @@ FIELDS = (
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine draws slowly
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=5))
-def test_whatever_a_record_holds_is_shaped_or_refused(record: dict[str, Any]) -> None:
+def test_any_record_converts_or_raises_bad_record(record: dict[str, Any]) -> None:
     for shape in (to_conversation, to_prompt_completion, to_preference, to_unpaired_preference, to_task):
         try:
             found = shape(record)
@@ -183,7 +183,7 @@ def test_whatever_a_record_holds_is_shaped_or_refused(record: dict[str, Any]) ->
             json.dumps(found.__dict__).encode()
 
 
-def test_the_quarantine_names_file_line_and_field_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_quarantine_stores_file_line_and_field(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     good = {"prompt": "p", "chosen": "a", "rejected": "b"}
     rows = [good, {**good, "rejected": "a"}, {**good, "chosen": 3}, [1], good, {**good, "rejected": "a"}]
@@ -207,7 +207,7 @@ def test_the_quarantine_names_file_line_and_field_and_nothing_is_lost(tmp_path: 
     assert "some.jsonl, line 2, field 'rejected'" in str(quarantine.rejected[0])
 
 
-def test_the_same_records_from_every_kind_of_file(tmp_path: Path) -> None:
+def test_same_records_from_every_file_type(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"messages": [U, {**A, "content": f"answer {i}"}]} for i in range(5)]
     write(tmp_path / "a.jsonl", *rows)
@@ -231,7 +231,7 @@ def test_the_same_records_from_every_kind_of_file(tmp_path: Path) -> None:
         list(conversations(tmp_path / "split", Quarantine(), split="valid"))
 
 
-def test_damaged_and_endless_files(tmp_path: Path) -> None:
+def test_damaged_and_oversized_files(tmp_path: Path) -> None:
     rows = [{"prompt": "p" * 50, "completion": str(i * 7919)} for i in range(2000)]
     data = gzip.compress(write(tmp_path / "x.jsonl", *rows).read_bytes())
     (tmp_path / "cut.jsonl.gz").write_bytes(data[: len(data) // 2])
@@ -261,7 +261,7 @@ def test_damaged_and_endless_files(tmp_path: Path) -> None:
         | st.binary(max_size=9)
     )
 )
-def test_every_line_is_a_record_or_is_set_aside(tmp_path: Path, lines: list[bytes]) -> None:
+def test_every_line_is_record_or_rejected(tmp_path: Path, lines: list[bytes]) -> None:
     lines = [line.replace(b"\n", b"") for line in lines]
     path = tmp_path / "any.jsonl"
     path.write_bytes(b"\n".join(lines))
@@ -273,7 +273,7 @@ def test_every_line_is_a_record_or_is_set_aside(tmp_path: Path, lines: list[byte
         assert good == (lines[n - 1].strip().startswith(b"{") and lines[n - 1].strip().endswith(b"}"))
 
 
-def test_wrong_places_say_what_was_expected(tmp_path: Path) -> None:
+def test_readers_reject_wrong_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         list(tasks(tmp_path / "none.jsonl", Quarantine()))
     (tmp_path / "a.csv").write_text("a,b\n")

@@ -19,7 +19,7 @@ def numbers(problem: ArithmeticProblem) -> list[int]:
     return [n.value for n in ast.walk(ast.parse(problem.expression)) if isinstance(n, ast.Constant)]
 
 
-def test_python_agrees_with_every_answer_and_step() -> None:
+def test_problems_match_python_evaluation() -> None:
     seen = Counter[int]()
     for problem in Arithmetic(3, EVERY).problems(0, 4000):
         level = LEVELS[problem.level]
@@ -37,7 +37,7 @@ def test_python_agrees_with_every_answer_and_step() -> None:
     assert set(seen) == set(EVERY) and min(seen.values()) > 4000 / len(LEVELS) * 0.75
 
 
-def test_steps_go_from_the_inside_out_and_only_needed_brackets_stand() -> None:
+def test_steps_follow_tree_and_brackets_are_minimal() -> None:
     """Python's own tree of the text, walked left before right, gives the very steps."""
 
     def walk(node: ast.expr, steps: list[str]) -> int:
@@ -60,27 +60,27 @@ def test_steps_go_from_the_inside_out_and_only_needed_brackets_stand() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**70), st.integers(0, 10**12), st.integers(1, 40), st.booleans())
-def test_a_problem_depends_on_its_seed_and_index_alone(seed: int, start: int, n: int, held_out: bool) -> None:
+def test_problem_depends_on_seed_and_index_only(seed: int, start: int, n: int, held_out: bool) -> None:
     source = Arithmetic(seed, EVERY)
     together = source.problems(start, n, held_out=held_out)
     alone = [source.problems(start + i, 1, held_out=held_out)[0] for i in range(n)]
     assert together == alone
 
 
-def test_seeds_differ_and_the_numbers_are_fixed_for_ever() -> None:
+def test_problems_differ_by_seed_and_stay_fixed() -> None:
     one, two = (Arithmetic(seed, {10: 1}).problems(0, 200) for seed in (0, 1))
     assert not {p.expression for p in one} & {p.expression for p in two}
     first = [p.expression for p in Arithmetic(0, {1: 1, 7: 1}).problems(0, 4)]
     assert first == ["75+49", "22*(21*3)", "99+59", "42-74+2"]
 
 
-def test_the_dial_gives_each_level_its_share() -> None:
+def test_weights_set_share_of_levels() -> None:
     seen = Counter(p.level for p in Arithmetic(5, {1: 3, 4: 1, 8: 0}).problems(0, 8000))
     assert set(seen) == {1, 4}
     assert abs(seen[1] / 8000 - 0.75) < 0.02  # four deviations
 
 
-def test_held_out_problems_are_never_trained_on_whatever_the_seed_and_whichever_way_round() -> None:
+def test_held_out_problems_never_occur_in_training() -> None:
     held = Arithmetic(7, {0: 1, 1: 1, 7: 1}).problems(0, 3000, held_out=True)
     trained = Arithmetic(8, {0: 1, 1: 1, 7: 1}).problems(0, 30000)
     sides = [{p.expression for p in side} for side in (held, trained)]
@@ -92,7 +92,7 @@ def test_held_out_problems_are_never_trained_on_whatever_the_seed_and_whichever_
     assert 0.05 * 4095 < len(two) < 0.15 * 4095
 
 
-def test_distinct_problems_and_too_many_of_them() -> None:
+def test_distinct_problems_and_too_few_problems() -> None:
     source = Arithmetic(0, {0: 1})
     few = source.distinct(5)
     assert len({p.expression for p in few}) == 5
@@ -102,7 +102,7 @@ def test_distinct_problems_and_too_many_of_them() -> None:
         Arithmetic(0, {0: 1}, held_out_fraction=0.0).problems(0, 1, held_out=True)
 
 
-def test_tasks_pairs_and_conversations_say_the_same() -> None:
+def test_task_pair_and_conversation_agree() -> None:
     source, plain = Arithmetic(2, {7: 1}), Arithmetic(2, {7: 1}, show_steps=False)
     problem = source.problems(11, 1)[0]
     task, pair, chat = source.task(problem), source.prompt_completion(problem), source.conversation(problem)
@@ -117,7 +117,7 @@ def test_tasks_pairs_and_conversations_say_the_same() -> None:
     )
 
 
-def test_wrong_dials_are_refused() -> None:
+def test_arithmetic_rejects_invalid_arguments() -> None:
     for weights in ({99: 1.0}, {1: -1.0}, {1: 0.0}, {}, {1: float("nan")}):
         with pytest.raises(ConfigError, match="weights"):
             Arithmetic(0, weights)
@@ -125,7 +125,7 @@ def test_wrong_dials_are_refused() -> None:
         Arithmetic(0, held_out_fraction=1.0)
 
 
-def test_draws_are_spread_over_all_bits() -> None:
+def test_hash_draws_are_uniform() -> None:
     import numpy as np
 
     bits = np.unpackbits(hash_draws(0, np.arange(4096, dtype=np.uint64), 0, 4).view(np.uint8))
@@ -133,7 +133,7 @@ def test_draws_are_spread_over_all_bits() -> None:
     assert len(np.unique(hash_draws(0, np.arange(4096, dtype=np.uint64), 0, 4))) == 4 * 4096
 
 
-def test_columns_are_worked_out_as_at_school() -> None:
+def test_digit_by_digit_solution_is_correct() -> None:
     """Every column holds, and their last digits spell the value."""
     source = Arithmetic(weights={1: 1, 2: 1, 3: 1, 5: 2, 7: 1}, digit_by_digit=True)
     carried = 0

@@ -17,7 +17,7 @@ from whorl.errors import ConfigError, DataError
 RULES: tuple[CurriculumRule, ...] = get_args(CurriculumRule)
 
 
-def test_weights_of_each_rule_by_hand() -> None:
+def test_weights_match_formula_of_each_rule() -> None:
     def with_rule(rule: CurriculumRule) -> list[float]:
         curriculum = Curriculum([0.0] * 4, rule=rule, min_weight=0.1)
         for task, passed in ((0, 8), (1, 0), (2, 4)):  # the fourth is not seen
@@ -30,7 +30,7 @@ def test_weights_of_each_rule_by_hand() -> None:
     assert with_rule("uniform") == [1, 1, 1, 1]
 
 
-def test_old_tries_fade_and_are_forgotten() -> None:
+def test_old_attempts_decay_to_zero() -> None:
     curriculum = Curriculum([0.0], rule="filter", decay=0.5, min_weight=0.01)
     curriculum.update(0, 0.0, 4)
     assert curriculum.weights()[0] == 0.01
@@ -46,7 +46,7 @@ def test_old_tries_fade_and_are_forgotten() -> None:
     assert lasting.weights()[0] == 1 and lasting.pass_rates()[0] == pytest.approx(200.5 / 205)
 
 
-def test_draws_come_in_proportion_to_shares() -> None:
+def test_draw_frequency_matches_probabilities() -> None:
     curriculum, rng = Curriculum([0.0] * 5), np.random.default_rng(3)
     for task, passed in enumerate((0, 2, 8, 14, 16)):
         curriculum.update(task, passed / 16, 16)
@@ -56,7 +56,7 @@ def test_draws_come_in_proportion_to_shares() -> None:
     assert len(set(pair)) == 2
 
 
-def test_easy_to_hard_opens_levels_as_they_are_passed() -> None:
+def test_easy_first_opens_levels() -> None:
     curriculum = Curriculum([2, 0, 1, 0, 1], rule="easy_first", advance_rate=0.75)
     assert curriculum.is_open().tolist() == [False, True, False, True, False]
     assert set(curriculum.draw(4, np.random.default_rng(0))) == {1, 3}  # and each twice
@@ -78,7 +78,7 @@ RECORDS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8), st.integers(0
 
 @settings(deadline=None, max_examples=60)
 @given(RECORDS, RECORDS, st.sampled_from(RULES), st.sampled_from([0.5, 1.0]), st.integers(1, 20))
-def test_saved_in_the_middle_it_goes_on_as_if_it_had_not_been(
+def test_state_dict_roundtrip_continues_identically(
     before: list[tuple[int, int, int]],
     after: list[tuple[int, int, int]],
     rule: CurriculumRule,
@@ -115,7 +115,7 @@ def test_saved_in_the_middle_it_goes_on_as_if_it_had_not_been(
     assert kept.state_dict() == saved  # a copy is not moved by what it was copied from
 
 
-def test_states_and_arguments_that_cannot_be_are_refused() -> None:
+def test_curriculum_rejects_invalid_input() -> None:
     curriculum = Curriculum([0.0, 1.0])
     good = curriculum.state_dict()
     bad = [
@@ -145,11 +145,11 @@ def test_states_and_arguments_that_cannot_be_are_refused() -> None:
             curriculum.update(task, rate, tried)
 
 
-def test_informative_groups() -> None:
+def test_informative_needs_different_rewards() -> None:
     assert informative([0, 1]) and not informative([1, 1]) and not informative([]) and not informative([0.0])
 
 
-def test_resampling_fills_up_counts_what_it_threw_away_and_gives_up() -> None:
+def test_resample_fills_up_and_stops_at_max_rounds() -> None:
     curriculum = Curriculum([0.0] * 40, rule="uniform")
     rewards = {0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0], 3: [0.5, 0.5]}
     rolled: list[int] = []
@@ -172,7 +172,7 @@ def test_resampling_fills_up_counts_what_it_threw_away_and_gives_up() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_learner_whose_skill_grows_gets_more_groups_that_teach(seed: int) -> None:
+def test_variance_rule_finds_more_informative_groups(seed: int) -> None:
     """Skill rises with every informative group; the tasks' difficulties reach far beyond both its ends."""
 
     def learn(rule: CurriculumRule) -> tuple[float, float]:

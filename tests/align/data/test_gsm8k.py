@@ -21,7 +21,7 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def test_a_problem_as_task_conversation_and_pair(tmp_path: Path) -> None:
+def test_problem_as_task_conversation_and_pair(tmp_path: Path) -> None:
     path = write(tmp_path / "some.jsonl", {"question": " How many? ", "answer": ANSWER})
     (problem,) = gsm8k(path, Quarantine())
     assert (problem.question, problem.answer, problem.steps) == ("How many?", "1000", 2)
@@ -48,12 +48,12 @@ def test_a_problem_as_task_conversation_and_pair(tmp_path: Path) -> None:
     ("final", "answer"),
     [("#### 72", "72"), ("#### -3", "-3"), ("#### $1,234.50", "1234.50"), ("####5 ", "5"), ("#### .5", ".5")],
 )
-def test_final_numbers_as_people_write_them(tmp_path: Path, final: str, answer: str) -> None:
+def test_final_number_formats(tmp_path: Path, final: str, answer: str) -> None:
     path = write(tmp_path / "x.jsonl", {"question": "q", "answer": f"So.\r\n{final}\n"})
     assert next(gsm8k(path, Quarantine())).answer == answer
 
 
-def test_lines_that_are_no_problem_are_set_aside(tmp_path: Path) -> None:
+def test_invalid_lines_are_quarantined(tmp_path: Path) -> None:
     good = {"question": "q", "answer": "a\n#### 1"}
     path = write(
         tmp_path / "x.jsonl",
@@ -75,7 +75,7 @@ def test_lines_that_are_no_problem_are_set_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "n"), [("train", 7473), ("test", 1319)])
-def test_the_published_files_are_read_whole(name: str, n: int) -> None:
+def test_published_files_parse_completely(name: str, n: int) -> None:
     folder = Path(os.environ.get("WHORL_DATA", Path(__file__).parents[4] / "shared" / "data"))
     path = folder / f"gsm8k_{name}.jsonl"
     if not path.is_file():

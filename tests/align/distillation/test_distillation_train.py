@@ -38,7 +38,7 @@ from whorl.tracking.seeds import generator
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jensen"])
 @pytest.mark.parametrize("packing", [True, False])
-def test_what_is_told_of_the_first_step_is_the_definition(kind: Any, packing: bool) -> None:
+def test_first_step_matches_definition(kind: Any, packing: bool) -> None:
     texts, network, teacher = some_texts(8), network_of(), model_of(0)
     want = mean_divergence(network.model, teacher, texts, kind)
     config = config_of(divergence=kind, packing=packing, epochs=1.0, micro_batch_tokens=48)
@@ -48,7 +48,7 @@ def test_what_is_told_of_the_first_step_is_the_definition(kind: Any, packing: bo
 
 
 @pytest.mark.parametrize(("kind", "own"), [("forward", 0.0), ("reverse", 1.0), ("jensen", 0.5)])
-def test_a_student_comes_near_its_teacher_and_every_parameter_learns(kind: Any, own: float) -> None:
+def test_student_approaches_teacher(kind: Any, own: float) -> None:
     texts, network, teacher = some_texts(), network_of(), model_of(0)
     before = {name: p.detach().clone() for name, p in network.model.named_parameters()}
     first = mean_divergence(network.model, teacher, texts, kind)
@@ -63,7 +63,7 @@ def test_a_student_comes_near_its_teacher_and_every_parameter_learns(kind: Any, 
     assert (told[0].get("completion_length/on_policy") is not None) == (own > 0)
 
 
-def test_its_own_answers_follow_the_given_prompts_and_are_its_own() -> None:
+def test_on_policy_texts_follow_prompts() -> None:
     texts, seen = some_texts(8), list[Any]()
 
     class Listening(LiveTeacher):
@@ -89,7 +89,7 @@ def test_its_own_answers_follow_the_given_prompts_and_are_its_own() -> None:
 
 
 @pytest.mark.parametrize(("own", "refresh"), [(0.0, 1), (1.0, 1), (0.5, 2)])
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, own: float, refresh: int) -> None:
+def test_resume_gives_same_bits(tmp_path: Path, own: float, refresh: int) -> None:
     texts, teacher = some_texts(16), model_of(0)
     config = config_of(on_policy_fraction=own, sync_every=refresh, epochs=3.0, checkpoint_seconds=1e-9, divergence="reverse")
 
@@ -120,14 +120,14 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, own: floa
         assert torch.equal(p, dict(whole.model.named_parameters())[name]), name
 
 
-def test_another_teacher_does_not_go_on_with_its_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_rejects_other_teacher(tmp_path: Path) -> None:
     texts, config = some_texts(16), config_of(checkpoint_seconds=1e-9)
     learn(network_of(), LiveTeacher(model_of(0)), texts, config, checkpoint_dir=tmp_path)
     with pytest.raises(CheckpointError, match="teacher differs"):
         learn(network_of(), LiveTeacher(model_of(5)), texts, config, checkpoint_dir=tmp_path)
 
 
-def test_a_step_is_the_same_in_any_micro_batches() -> None:
+def test_step_independent_of_micro_batches() -> None:
     texts, teacher = some_texts(8), model_of(0)
     found = []
     for micro in (8192, 24):
@@ -142,7 +142,7 @@ def test_a_step_is_the_same_in_any_micro_batches() -> None:
     assert torch.allclose(*found, atol=1e-5)
 
 
-def test_a_teacher_of_another_vocabulary_is_refused_and_both_are_named() -> None:
+def test_other_vocabulary_is_rejected() -> None:
     other = make_model(model_of(0).config.model_copy(update={"vocab_size": 300}), generator(0, "test"))
     with pytest.raises(ConfigError, match=r"300 ids.*264 ids"):
         learn(network_of(), LiveTeacher(other), some_texts(8), config_of())
@@ -151,7 +151,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_and_both_are_named() -> None
         learn(network_of(), LiveTeacher(model_of(0), words), some_texts(8), config_of())
 
 
-def test_tokenizers_are_compared_token_by_token() -> None:
+def test_check_same_vocabulary_compares_tokens() -> None:
     a, b = (Tokenizer([*TOKENIZER.token_bytes[:256], pair]) for pair in (b"ab", b"ba"))
     assert check_same_vocabulary(a, Tokenizer(a.token_bytes[:257])) == tokenizer_fingerprint(a)
     with pytest.raises(ConfigError, match=r"Ann.*260 ids.*Ben.*260 ids: id 256 is b'ab' .* b'ba'"):
@@ -160,7 +160,7 @@ def test_tokenizers_are_compared_token_by_token() -> None:
         check_same_vocabulary(TOKENIZER, a)
 
 
-def test_bad_texts_are_named() -> None:
+def test_invalid_examples_are_rejected() -> None:
     with pytest.raises(DataError, match="no examples"):
         learn(network_of(), LiveTeacher(model_of(0)), [], config_of())
     with pytest.raises(DataError, match="example 1 has"):
@@ -168,7 +168,7 @@ def test_bad_texts_are_named() -> None:
         learn(network_of(), LiveTeacher(model_of(0)), [some_texts(1)[0], long], config_of())
 
 
-def test_prompts_alone_are_enough_for_answers_of_its_own() -> None:
+def test_on_policy_needs_prompts_only() -> None:
     bare = [TokenizedExample(t.ids[: t.prompt_length], t.loss_mask[: t.prompt_length]) for t in some_texts(8)]
     told = learn(
         network_of(), LiveTeacher(model_of(0)), bare, config_of(on_policy_fraction=1.0, divergence="reverse", epochs=1.0)
@@ -176,7 +176,7 @@ def test_prompts_alone_are_enough_for_answers_of_its_own() -> None:
     assert told[0]["loss_tokens"] == told[0]["on_policy_tokens"] > 0
 
 
-def test_a_teachers_own_answers_are_texts_that_end() -> None:
+def test_teacher_completions_end_with_stop_id() -> None:
     teacher = model_of(0)
     prompts = [SCRIBE.prompt(word) for word in ("ab", "cd", "ef") for _ in range(40)]
     texts, cut_off = sample_teacher_completions(teacher, SCRIBE, prompts, length=24, max_tokens=16)
@@ -185,7 +185,7 @@ def test_a_teachers_own_answers_are_texts_that_end() -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jensen"])
-def test_what_was_kept_of_all_ids_teaches_what_the_teacher_beside_teaches(kind: Any) -> None:
+def test_cached_full_vocab_equals_live_teacher(kind: Any) -> None:
     texts, teacher, config = some_texts(8), model_of(0), config_of(divergence=kind, epochs=2.0)
     told = cache_teacher_logits(
         teacher,
@@ -200,7 +200,7 @@ def test_what_was_kept_of_all_ids_teaches_what_the_teacher_beside_teaches(kind: 
 
 
 @pytest.mark.parametrize("laid", ["lay", "pack"])
-def test_each_target_finds_what_was_said_of_it(laid: str) -> None:
+def test_target_rows_match_each_target(laid: str) -> None:
     texts, teacher = some_texts(9), model_of(0)
     told = cache_teacher_logits(teacher, texts, pad_id=TOKENIZER.pad_id, top_k=4)
     numbers = [7, 2, 5, 0]

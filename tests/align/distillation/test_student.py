@@ -32,11 +32,11 @@ def mixed(**options: Any) -> TransformerConfig:
     ("n", "k", "want"),
     [(8, 1, [0]), (8, 2, [0, 7]), (8, 8, list(range(8))), (9, 3, [0, 4, 8]), (4, 3, [0, 2, 3])],
 )
-def test_layers_are_chosen_evenly(n: int, k: int, want: list[int]) -> None:
+def test_uniform_layers_examples(n: int, k: int, want: list[int]) -> None:
     assert uniform_layers(n, k) == want
 
 
-def test_chosen_layers_are_distinct_and_keep_both_ends() -> None:
+def test_uniform_layers_are_distinct_and_keep_ends() -> None:
     for n in range(2, 40):
         for k in range(2, n + 1):
             found = uniform_layers(n, k)
@@ -45,7 +45,7 @@ def test_chosen_layers_are_distinct_and_keep_both_ends() -> None:
         uniform_layers(8, 9)
 
 
-def test_a_shallow_student_has_its_teachers_layers_and_says_what_they_say() -> None:
+def test_select_layers_copies_teacher_layers() -> None:
     teacher = model_of(0, layers=5)
     student = make_student(teacher, StudentConfig(n_layers=3))
     state = student.state_dict()
@@ -58,7 +58,7 @@ def test_a_shallow_student_has_its_teachers_layers_and_says_what_they_say() -> N
     assert torch.equal(whole(ids), teacher(ids))
 
 
-def test_layers_with_names_keep_their_names() -> None:
+def test_select_layers_keeps_mixer_names() -> None:
     config = mixed(experts=MoEConfig(n_experts=3, top_k=2, hidden=16, dense_layers=(0, 5)))
     teacher = make_model(config, generator(0, "test"))
     student = select_layers(teacher, 3)  # 0, 2, 5; evenly rounds 2.5 to 2
@@ -71,14 +71,14 @@ def test_layers_with_names_keep_their_names() -> None:
     assert set(only.config.mixers) == {"local"}
 
 
-def test_layers_that_lend_keys_cannot_go_one_by_one() -> None:
+def test_select_layers_rejects_shared_kv() -> None:
     head = AttentionConfig(n_heads=2, n_kv_heads=2, head_dim=8)
     config = mixed(kv_sharing_factor=2, mixers={"a": head}, pattern=("a",))
     with pytest.raises(ConfigError, match="share keys"):
         select_layers(make_model(config, generator(0, "test")), 2)
 
 
-def test_half_the_width_is_a_quarter_of_the_size() -> None:
+def test_scale_width_half_is_quarter_size() -> None:
     config = DecoderConfig(
         vocab_size=264, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, mlp_hidden=384
     )
@@ -98,7 +98,7 @@ def test_half_the_width_is_a_quarter_of_the_size() -> None:
         )
 
 
-def test_a_narrow_student_is_drawn_by_its_generator() -> None:
+def test_narrow_student_is_drawn_by_generator() -> None:
     teacher = model_of(0, width=32, layers=2)
     a, b = (
         make_student(teacher, StudentConfig(width_multiplier=0.5, n_layers=1), generator=generator(1))
@@ -111,7 +111,7 @@ def test_a_narrow_student_is_drawn_by_its_generator() -> None:
     "student",
     [{"width_multiplier": 0.5}, {"n_layers": 2}, {"n_heads": 1, "mlp_hidden": 32}, {"n_layers": 2, "mlp_hidden": 24}],
 )
-def test_students_of_every_make_can_be_taught(student: dict[str, Any]) -> None:
+def test_every_kind_of_student_learns(student: dict[str, Any]) -> None:
     teacher, texts = model_of(0, width=32, layers=3), some_texts(16)
     rows = [torch.from_numpy(text.ids)[None, :-1] for text in texts]
     made = make_student(
@@ -127,7 +127,7 @@ def test_students_of_every_make_can_be_taught(student: dict[str, Any]) -> None:
     assert not any(p.requires_grad for p in teacher.parameters())
 
 
-def test_what_cannot_be_made_is_refused() -> None:
+def test_make_student_rejects_invalid_arguments() -> None:
     teacher = model_of(0, layers=2)
     with pytest.raises(ConfigError, match="equals its teacher"):
         make_student(teacher, StudentConfig())

@@ -38,7 +38,7 @@ def told_of(n: int = 8, top: int = 6, **options: Any) -> CachedTeacher:
     )
 
 
-def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_cached_teacher_roundtrip(tmp_path: Path) -> None:
     told = told_of(vocab_fingerprint=tokenizer_fingerprint(TOKENIZER))
     found = CachedTeacher.load(told.save(tmp_path / "a"))
     assert [t.ids.tolist() for t in found.examples] == [t.ids.tolist() for t in told.examples]
@@ -53,7 +53,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), max_size=9), min_size=1, max_size=6))
-def test_any_texts_come_back_with_as_many_rows_as_targets(tmp_path_factory: Any, drawn: Any) -> None:
+def test_cache_has_one_row_per_target(tmp_path_factory: Any, drawn: Any) -> None:
     texts = []
     for pairs in drawn:
         text = concat([257, *(i for i, _ in pairs)], [])
@@ -73,7 +73,7 @@ def test_any_texts_come_back_with_as_many_rows_as_targets(tmp_path_factory: Any,
     assert torch.equal(found.log_probs, told.log_probs) and bool((found.log_probs.diff(dim=1) <= 0).all())
 
 
-def test_the_passes_batches_change_nothing() -> None:
+def test_cache_independent_of_batching() -> None:
     texts, model = some_texts(70), model_of(0)
     told = cache_teacher_logits(model, texts, pad_id=TOKENIZER.pad_id, top_k=5, temperature=2.0)
     for n in (0, 35, 69):
@@ -84,7 +84,7 @@ def test_the_passes_batches_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "gone", "manifest", "field", "format", "not json"])
-def test_what_is_damaged_is_named_and_never_used(tmp_path: Path, damage: str) -> None:
+def test_damaged_cache_is_rejected(tmp_path: Path, damage: str) -> None:
     folder = told_of().save(tmp_path)
     tensors, manifest = folder / TENSORS, folder / MANIFEST
     data, record = tensors.read_bytes(), json.loads(manifest.read_text())
@@ -107,13 +107,13 @@ def test_what_is_damaged_is_named_and_never_used(tmp_path: Path, damage: str) ->
         CachedTeacher.load(folder)
 
 
-def test_a_student_learns_from_few_ids_that_were_kept(tmp_path: Path) -> None:
+def test_student_learns_from_cached_top_k(tmp_path: Path) -> None:
     told = CachedTeacher.load(told_of(16, top=40).save(tmp_path))
     figures = learn(network_of(), told, list(told.examples), config_of(epochs=12.0, lr_scale=1.0))
     assert figures[-1]["kl"] < 0.6 * figures[0]["kl"]
 
 
-def test_what_was_kept_cannot_judge_anything_else() -> None:
+def test_cached_teacher_rejects_other_use() -> None:
     told, texts = told_of(), some_texts(8)
     with pytest.raises(ConfigError, match=r"on_policy_fraction is 0\.5"):
         learn(network_of(), told, texts, config_of(on_policy_fraction=0.5))
@@ -123,7 +123,7 @@ def test_what_was_kept_cannot_judge_anything_else() -> None:
         learn(network_of(), told, texts[::-1], config_of())
 
 
-def test_a_teacher_beside_learns_nothing() -> None:
+def test_live_teacher_stays_frozen() -> None:
     teacher = model_of(0)
     beside = LiveTeacher(teacher)
     before = beside.identity()

@@ -36,7 +36,7 @@ def read_back(
 
 
 @given(texts(), st.booleans(), st.integers(1, 4))
-def test_every_token_keeps_what_belongs_to_it(
+def test_layout_keeps_targets_masks_and_streams(
     given_texts: list[TokenizedExample], packed: bool, rows: int
 ) -> None:
     streams = {"stream": [np.arange(len(t), dtype=np.float32) + 100 * n for n, t in enumerate(given_texts)]}
@@ -57,12 +57,12 @@ def test_every_token_keeps_what_belongs_to_it(
         assert (part["positions"][part["sequence"] >= 0] < 24).all()
 
 
-def test_a_text_that_is_longer_than_a_row_is_refused() -> None:
+def test_pack_rejects_long_text() -> None:
     with pytest.raises(ConfigError, match="rows have 4"):
         pack(sums(2), 4, 0)
 
 
-def test_a_step_is_the_same_however_texts_are_laid_out() -> None:
+def test_step_independent_of_layout() -> None:
     """The summed loss and its gradients: one row each, packed, and packed in micro-batches."""
     made = sums(12)
     found = []

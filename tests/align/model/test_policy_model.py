@@ -19,7 +19,7 @@ from whorl.models.lora import merge_lora
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_engines_word_for_a_token_is_the_trainers(temperature: float) -> None:
+def test_engine_log_probs_match_trainer(temperature: float) -> None:
     net, writer = network(temperature=temperature), scribe()
     engine = rollout_engine(net.model, writer, sequences=4, max_length=64)
     prompts = [writer.prompt(f"{n}+{n}=") for n in range(10)]
@@ -38,7 +38,7 @@ def test_the_engines_word_for_a_token_is_the_trainers(temperature: float) -> Non
         assert not scored[~part["loss_mask"]].any()
 
 
-def test_rows_are_read_as_an_engine_with_that_room_reads_them() -> None:
+def test_context_hint_matches_engine_context() -> None:
     """A decoder that was trained on short rows reads long ones by other tables, and short ones that may become long."""
     plain = decoder()
     model = Decoder(plain.config.model_copy(update={"trained_length": 16}), torch.Generator())
@@ -66,7 +66,7 @@ def test_rows_are_read_as_an_engine_with_that_room_reads_them() -> None:
         assert (net.score(part)["log_prob"][mask] - part["said"][mask]).abs().max() > 1e-3
 
 
-def test_what_is_never_sampled_has_no_share() -> None:
+def test_banned_ids_are_never_sampled() -> None:
     net, writer = network(), scribe()
     part = pad(sums(3), 0)
     alone = PolicyModel(net.model)
@@ -81,7 +81,7 @@ def test_what_is_never_sampled_has_no_share() -> None:
     assert not {i for one in found for i in one.ids} & set(out)
 
 
-def test_an_adapter_trains_alone_and_is_what_is_published() -> None:
+def test_adapter_trains_alone_and_merges() -> None:
     net = network(lora=LoRAConfig(rank=2, alpha=4.0, target_modules=("q", "up")))
     before = {n: p.detach().clone() for n, p in net.model.named_parameters()}
     part = pad(sums(8), 0)
@@ -113,7 +113,7 @@ def test_an_adapter_trains_alone_and_is_what_is_published() -> None:
     )
 
 
-def test_a_critic_says_a_value_for_every_position() -> None:
+def test_critic_values_every_position() -> None:
     net = network(critic=True)
     part = pad(sums(4), 0)
     found = net.score(part)
@@ -125,14 +125,14 @@ def test_a_critic_says_a_value_for_every_position() -> None:
     torch.testing.assert_close(net.score(part)["value"][part["loss_mask"]], judged.value)
 
 
-def test_every_parameter_has_a_treatment() -> None:
+def test_every_parameter_has_optimizer() -> None:
     net = network(critic=True)
     assert set(net.param_optims(StageConfig().optim())) == {n for n, _ in net.named_parameters()}
     slow, fast = (StageConfig(lr_scale=s).optim() for s in (0.1, 0.2))
     assert fast.lr_muon == pytest.approx(2 * slow.lr_muon)
 
 
-def test_a_policy_explores_and_prompts_have_room() -> None:
+def test_sampling_rejects_greedy_and_long_prompts() -> None:
     with pytest.raises(ConfigError, match="above 0"):
         policy_sampling(0.0)
     writer = scribe()

@@ -123,12 +123,12 @@ def holds(net: PolicyModel, rows: dict[str, Tensor], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefix_matches_plain_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     holds(network(MODELS[name], critic=name == "llama"), ragged(), monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["decoder", "llama"])
-def test_equals_row_by_row_where_prompts_are_of_one_length(
+def test_shared_prefix_matches_plain_rows_equal_prompts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[10 * g + i for i in range(9)] for g in (1, 2, 3) for _ in range(4)]
@@ -136,7 +136,7 @@ def test_equals_row_by_row_where_prompts_are_of_one_length(
     holds(network(MODELS[name]), part(prompts, said), monkeypatch)
 
 
-def test_rows_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefix_with_irregular_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets with a gap (a conversation), a row without any, a row of padding alone, two rows that are the same."""
     rows = ragged(5, groups=3, answers=4)
     rows = {name: torch.cat([t, t[:1]]) for name, t in rows.items()}
@@ -148,7 +148,7 @@ def test_rows_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     holds(network(MODELS["decoder"]), rows, monkeypatch)
 
 
-def test_gradients_are_the_same_bits_on_several_threads() -> None:
+def test_gradients_have_same_bits_on_threads() -> None:
     """Eight answers stand behind each prompt's last position: what flows into it is summed in one order."""
     config = MODELS["llama"].model_copy(update={"d_model": 256})
     net, rows = network(config), ragged(7, groups=16, answers=16)
@@ -163,7 +163,7 @@ def test_gradients_are_the_same_bits_on_several_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_an_adapter_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefix_with_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network(MODELS["llama"], lora=LoRAConfig(rank=2))
     with torch.no_grad():
         for p in net.factors.values():
@@ -173,7 +173,7 @@ def test_an_adapter_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 6))
-def test_every_target_is_found(seed: int, groups: int, answers: int) -> None:
+def test_target_index_finds_every_target(seed: int, groups: int, answers: int) -> None:
     rows = ragged(seed, groups, answers)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(room, "MAX_POSITIONS_FRACTION", 10.0)
@@ -193,14 +193,14 @@ def test_every_target_is_found(seed: int, groups: int, answers: int) -> None:
         assert torch.equal(rows["tokens"][here, :n], rows["tokens"][there, :n])
 
 
-def test_what_shares_nothing_is_read_as_it_is() -> None:
+def test_nothing_shared_uses_plain_rows() -> None:
     prompts = [[10 + r, 3, 4] for r in range(6)]
     assert find_shared_prefixes(part(prompts, [[7, 8, 9, 10]] * 6)) is None
     net = PolicyModel(decoder())
     assert net.log_probs(part(prompts, [[7, 8]] * 6)).log_prob.shape == (12,)
 
 
-def test_models_that_cannot_part() -> None:
+def test_unsupported_models() -> None:
     assert not supports_shared_prefix(make_model(transformer(heads={"block": 4})))
     model = make_model(transformer())
     model.checkpointed_blocks = 1

@@ -98,7 +98,7 @@ def gradients(net: PolicyModel, settings: PreferenceConfig) -> tuple[dict[str, f
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)], ids=["full", "lora"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_how_a_step_is_cut_and_laid_changes_nothing(objective: str, lora: LoRAConfig | None) -> None:
+def test_step_independent_of_layout_and_split(objective: str, lora: LoRAConfig | None) -> None:
     net = moved(network(lora=lora))
     want, expected = gradients(net, config(objective, micro_batch_tokens=100_000))
     assert want["parts"] == 1 and want["count"] == (24 if objective == "kto" else 12)
@@ -121,7 +121,7 @@ def test_how_a_step_is_cut_and_laid_changes_nothing(objective: str, lora: LoRACo
             )
 
 
-def test_dpo_by_hand() -> None:
+def test_dpo_loss_matches_manual_computation() -> None:
     """Text by text, all logits, no rows: Rafailov et al., eq. 7."""
     net, reference = moved(network()), network()
 
@@ -151,7 +151,7 @@ def test_dpo_by_hand() -> None:
     )
 
 
-def test_the_reference_is_asked_once_and_is_the_network_as_it_was() -> None:
+def test_reference_is_initial_network() -> None:
     net, seen = network(), list[dict[str, float]]()
     train_preferences(
         net, pairs(), config(epochs=4, lr_scale=0.01), pad_id=PAD, callback=lambda _, m: seen.append(m)
@@ -165,7 +165,7 @@ def test_the_reference_is_asked_once_and_is_the_network_as_it_was() -> None:
     assert again["rewards/margin"] > 0.01 and again["rewards/accuracy"] > 0.9
 
 
-def test_a_stranger_answers_each_prompt() -> None:
+def test_mismatched_examples_use_other_prompts() -> None:
     texts = [t for pair in pairs(8) for t in (pair.chosen, pair.rejected)]
     made = mismatched_examples(texts, config("kto", seq_len=10))
     assert len(made) == len(texts)
@@ -187,7 +187,7 @@ def test_a_stranger_answers_each_prompt() -> None:
     train_preferences(network(), pairs(1), config("kto"), pad_id=PAD)
 
 
-def test_a_pair_is_two_opinions() -> None:
+def test_kto_pair_equals_two_examples() -> None:
     both = [o for p in pairs() for o in (UnpairedExample(p.chosen, True), UnpairedExample(p.rejected, False))]
     net, reference = moved(network()), stranger()
     told = [
@@ -202,7 +202,7 @@ def test_a_pair_is_two_opinions() -> None:
     assert only_good["rewards/rejected"] == 0
 
 
-def test_what_teaches_nothing_is_left_out_and_counted() -> None:
+def test_uninformative_items_are_rejected_and_counted() -> None:
     writer, room = scribe(), LengthFilter(16)
     given = [
         Preference("a>", "good", "bad"),
@@ -237,7 +237,7 @@ def test_what_teaches_nothing_is_left_out_and_counted() -> None:
         train_preferences(network(), [UnpairedExample(one, True)], config(), pad_id=PAD)
 
 
-def test_only_the_last_turn_is_learnt_and_the_prompt_is_the_one_that_is_sampled_after() -> None:
+def test_completion_masks_last_turn_only() -> None:
     tokenizer = Tokenizer([bytes([i]) for i in range(256)])
     for writer in (scribe(), type(scribe())(tokenizer, ChatTemplate(tokenizer))):
         prompt = (
@@ -252,7 +252,7 @@ def test_only_the_last_turn_is_learnt_and_the_prompt_is_the_one_that_is_sampled_
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
+def test_resume_gives_same_bits(
     tmp_path: Path, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(objective, epochs=2, optimizer="muon")
@@ -271,7 +271,7 @@ def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_it_learns_what_is_preferred(objective: str) -> None:
+def test_every_objective_learns_preferences(objective: str) -> None:
     """Which of two letters is better depends on the prompt: held-out prompts are answered as they should be."""
     writer = scribe()
 
@@ -291,7 +291,7 @@ def test_it_learns_what_is_preferred(objective: str) -> None:
     assert (said[:, 0] > said[:, 1]).float().mean() > 0.95
 
 
-def test_sampled_ids_are_learnt_as_they_are() -> None:
+def test_sampled_ids_are_trained_unchanged() -> None:
     writer = scribe()
     prompt = writer.prompt("a>")
     one = PreferencePair(

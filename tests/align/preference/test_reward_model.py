@@ -80,7 +80,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_how_a_step_is_cut_and_laid_changes_nothing(lora: LoRAConfig | None) -> None:
+def test_step_independent_of_layout_and_split(lora: LoRAConfig | None) -> None:
     model, given = RewardModel(decoder(), lora=lora), pairs(12)
     with torch.no_grad():
         for p in model.factors.values():
@@ -99,7 +99,7 @@ def test_how_a_step_is_cut_and_laid_changes_nothing(lora: LoRAConfig | None) -> 
             )
 
 
-def test_it_reads_the_last_token_of_a_text() -> None:
+def test_reward_reads_last_token() -> None:
     model, given = RewardModel(decoder(), seed=3), texts_of(pairs(10))
     by_hand = [
         F.linear(model.model(torch.from_numpy(text.ids)[None])[0, -1].detach(), model.value.weight.detach())
@@ -115,7 +115,7 @@ def test_it_reads_the_last_token_of_a_text() -> None:
     )
 
 
-def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
+def test_resume_gives_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, given = config(epochs=2, optimizer="muon"), pairs(24)
@@ -135,7 +135,7 @@ def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_it_learns_who_is_preferred_and_comes_back_from_disk(tmp_path: Path, lora: LoRAConfig | None) -> None:
+def test_reward_model_learns_and_reloads(tmp_path: Path, lora: LoRAConfig | None) -> None:
     model, seen = RewardModel(decoder(), lora=lora), list[dict[str, float]]()
     settings = config(epochs=6, batch_size=16, lr_scale=1.0 if lora else 0.3)
     train_reward_model(model, pairs(160), settings, pad_id=PAD, callback=lambda _, m: seen.append(m))
@@ -158,7 +158,7 @@ def test_it_learns_who_is_preferred_and_comes_back_from_disk(tmp_path: Path, lor
     assert not any(p.requires_grad for p in again.parameters())
 
 
-def test_a_folder_that_is_none_says_so(tmp_path: Path) -> None:
+def test_load_rejects_missing_and_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read a reward model"):
         load_reward_model(tmp_path)
     save_reward_model(RewardModel(decoder()), tmp_path / "a", config=config(), trained_on={})
@@ -168,7 +168,7 @@ def test_a_folder_that_is_none_says_so(tmp_path: Path) -> None:
         load_reward_model(tmp_path / "a")
 
 
-def test_best_of_n_and_verdicts() -> None:
+def test_best_indices_and_verdicts() -> None:
     model, writer = RewardModel(decoder(), seed=2), scribe()
     answers = ["x", "yy", "zzz", "", "yy"]
     texts = [writer.prompt_completion("a>", one) for one in answers]
@@ -191,7 +191,7 @@ def test_best_of_n_and_verdicts() -> None:
         score_completions(model, writer, tasks, ["x", "y"])
 
 
-def test_a_report_finds_who_only_counts_and_who_is_too_sure() -> None:
+def test_report_detects_length_bias_and_overconfidence() -> None:
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 30, (4000, 2), generator=draw)
     counts = make_reward_report(lengths.float(), lengths)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_runner")
         {"algorithm": "rloo", "kl": KLConfig(coef=0.1, target_kl=0.01), "lora": LoRAConfig(rank=2)},
     ],
 )
-def test_replicas_take_the_steps_of_one(change: dict[str, Any], folder: Path) -> None:
+def test_replicas_match_single_process(change: dict[str, Any], folder: Path) -> None:
     threads = torch.get_num_threads()
     one, told, seen = train(folder, FOUR.model_copy(update={**change, "replicas": 1}))
     two, told_two, seen_two = train(folder, FOUR.model_copy(update={**change, "replicas": 2}))
@@ -49,7 +49,7 @@ def test_replicas_take_the_steps_of_one(change: dict[str, Any], folder: Path) ->
         assert y["grad_norm"] == pytest.approx(x["grad_norm"], rel=1e-2, abs=1e-5)
 
 
-def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(
+def test_killed_replica_ends_run_and_resume_works(
     folder: Path,
     tmp_path: Path,
 ) -> None:
@@ -63,13 +63,13 @@ def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(
         assert torch.equal(p, q)
 
 
-def test_three_share_four_tasks_and_one_clock_ends_them(folder: Path) -> None:
+def test_uneven_shards_stop_at_same_time(folder: Path) -> None:
     config = FOUR.model_copy(update={"replicas": 3, "steps": 10**6, "max_train_seconds": 0.5, "dynamic_sampling_rounds": 1})
     _, told, _ = train(folder, config)
     assert 1 <= len(told) < 10**5
 
 
-def test_what_a_replica_raises_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_error_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         RolloutWorker, "__getstate__", lambda self: {**vars(self), "tokenizer_path": Path("/nowhere")}
     )
@@ -77,7 +77,7 @@ def test_what_a_replica_raises_is_told(folder: Path, monkeypatch: pytest.MonkeyP
         train(folder, FOUR.model_copy(update={"replicas": 2}))
 
 
-def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_rl_replicas_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert choose_rl_replicas(SMALL, net, 24) == 1  # a stage of milliseconds
@@ -93,7 +93,7 @@ def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
         RLConfig(replicas=2, async_rollout=ahead)
 
 
-def test_shares_are_stretches_that_cover_all() -> None:
+def test_shards_are_contiguous_and_cover_all() -> None:
     for n in range(10):
         for size in (1, 2, 3, 7):
             shares = [ReplicaGroup(ProcessGroup(rank, size)).shard(n) for rank in range(size)]

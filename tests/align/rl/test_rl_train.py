@@ -31,7 +31,7 @@ def same(a: PolicyModel, b: PolicyModel) -> bool:
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"])
-def test_every_algorithm_learns_what_is_rewarded(algorithm: str, folder: Path) -> None:
+def test_every_algorithm_learns_reward(algorithm: str, folder: Path) -> None:
     """Answers that begin with a digit: rare at first."""
     config = SMALL.model_copy(
         update={
@@ -57,7 +57,7 @@ def test_every_algorithm_learns_what_is_rewarded(algorithm: str, folder: Path) -
         {"kl": KLConfig(coef=0.1, target_kl=0.01), "curriculum": "variance", "dynamic_sampling_rounds": 1},
     ],
 )
-def test_a_run_that_was_killed_ends_with_the_same_bits(
+def test_resume_gives_same_bits(
     change: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     config = SMALL.model_copy(update=change)
@@ -74,7 +74,7 @@ LEARNING = SMALL.model_copy(
 )
 
 
-def test_lock_step_is_the_same_in_a_process_of_its_own(folder: Path) -> None:
+def test_lockstep_worker_process_matches_serial(folder: Path) -> None:
     """One worker whose records may not be older than the weights: it is serial sampling, to the bit."""
     serial, told, _ = train(folder, LEARNING)
     assert sum(t["grad_norm"] > 0 for t in told) >= 3
@@ -86,7 +86,7 @@ def test_lock_step_is_the_same_in_a_process_of_its_own(folder: Path) -> None:
 
 
 @pytest.mark.xdist_group("ray")
-def test_workers_may_live_in_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_worker_matches_serial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     paths = os.pathsep.join(p for p in sys.path if p)
@@ -103,7 +103,7 @@ def test_workers_may_live_in_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert same(serial, other)
 
 
-def test_workers_ahead_say_how_old_their_tokens_are(folder: Path) -> None:
+def test_async_workers_report_policy_lag(folder: Path) -> None:
     ahead = AsyncRolloutConfig(workers=1, prefetch=2, max_policy_lag=2, importance="truncate")
     _, told, seen = train(folder, SMALL.model_copy(update={"async_rollout": ahead, "steps": 8}))
     assert max(t["policy_lag/max"] for t in told) <= 2
@@ -113,7 +113,7 @@ def test_workers_ahead_say_how_old_their_tokens_are(folder: Path) -> None:
     assert all("importance/effective_sample_size" in t for t in told)
 
 
-def test_nothing_is_learnt_from_groups_that_are_all_alike(folder: Path) -> None:
+def test_equal_rewards_change_nothing(folder: Path) -> None:
     net, told, _ = train(folder, verifier="exact")
     assert all(t["zero_std_groups"] == SMALL.prompts_per_step and t["grad_norm"] == 0 for t in told)
     assert same(net, network())
@@ -133,7 +133,7 @@ def test_nothing_is_learnt_from_groups_that_are_all_alike(folder: Path) -> None:
         ),
     ],
 )
-def test_an_algorithm_becomes_another_by_what_differs(
+def test_overrides_turn_algorithm_into_another(
     algorithm: str, changes: dict[str, Any], becomes: str, folder: Path
 ) -> None:
     given = {**SMALL.model_dump(exclude_unset=True), "update_epochs": 2, "steps": 2}
@@ -142,7 +142,7 @@ def test_an_algorithm_becomes_another_by_what_differs(
     assert not same(net, train(folder, RLConfig.model_validate({**given, "algorithm": algorithm}))[0])
 
 
-def test_a_dual_clip_reaches_the_objective() -> None:
+def test_dual_clip_override_is_applied() -> None:
     assert (
         resolve_method(SMALL.model_copy(update={"loss": PolicyLossOverrides(dual_clip=3.0)})).dual_clip
         == 3.0
@@ -150,13 +150,13 @@ def test_a_dual_clip_reaches_the_objective() -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
-def test_an_entropy_bonus_spreads_what_is_said(lora: LoRAConfig | None, folder: Path) -> None:
+def test_entropy_bonus_raises_entropy(lora: LoRAConfig | None, folder: Path) -> None:
     config = SMALL.model_copy(update={"loss": PolicyLossOverrides(entropy_coef=0.1), "lora": lora})
     _, told, _ = train(folder, config, verifier="exact")  # rewards that teach nothing
     assert told[-1]["entropy"] > told[0]["entropy"]
 
 
-def test_a_verifier_that_raises_is_counted_and_training_goes_on(folder: Path) -> None:
+def test_verifier_error_is_counted(folder: Path) -> None:
     _, told, _ = train(folder, verifier="custom:json:loads")
     assert len(told) == SMALL.steps
     assert all(t["verifier_errors"] > 0 and np.isfinite(t["policy_loss"]) for t in told)
@@ -168,7 +168,7 @@ def kill_worker() -> None:
     workers[0].kill()
 
 
-def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
+def test_killed_worker_is_restarted(folder: Path) -> None:
     """While it samples ahead, in the middle of an answer or between two: training goes on."""
     said = list[str]()
     _, told, seen = train(
@@ -183,7 +183,7 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
         assert (versions <= step).all() and (versions >= 0).all()
 
 
-def test_in_lock_step_a_worker_killed_in_mid_episode_changes_no_bit(
+def test_killed_lockstep_worker_keeps_bits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It dies while its answers are judged; the next one draws tasks by what the learner remembers of the first three."""
@@ -205,7 +205,7 @@ def test_in_lock_step_a_worker_killed_in_mid_episode_changes_no_bit(
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]  # what it had begun ended with it
 
 
-def test_a_worker_that_may_not_be_started_again_is_told_and_the_same_command_goes_on(
+def test_worker_without_restarts_ends_run_and_resumes(
     folder: Path, tmp_path: Path
 ) -> None:
     config = SMALL.model_copy(update={"async_rollout": AsyncRolloutConfig(workers=1), "steps": 9, "max_worker_restarts": 0})
@@ -215,7 +215,7 @@ def test_a_worker_that_may_not_be_started_again_is_told_and_the_same_command_goe
     assert 0 < len(told) < 9
 
 
-def test_what_does_not_go_together_is_refused(folder: Path) -> None:
+def test_invalid_settings_are_rejected(folder: Path) -> None:
     worker: Any = None
     with pytest.raises(ConfigError, match="no reference"):
         train_policy(network(), worker, SMALL.model_copy(update={"kl": KLConfig(coef=0.1)}))
@@ -235,7 +235,7 @@ def test_what_does_not_go_together_is_refused(folder: Path) -> None:
     assert RLConfig.model_validate(given | {"group_size": 1, "loss": {"baseline": "none"}}).group_size == 1
 
 
-def test_tasks_without_room_are_left_out_and_counted() -> None:
+def test_filter_by_length_counts_rejected_tasks() -> None:
     long = VerifiableTask(id="long", prompt="x" * 40, answer="")
     found, left = filter_by_length(scribe(), [*tasks(3), long], 24, 5)
     assert [task.id for task in found] == ["0", "1", "2"]

@@ -48,7 +48,7 @@ def train(settings: SFTConfig, **options: object) -> tuple[PolicyModel, list[dic
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_it_learns_what_is_asked_and_only_that(packing: bool) -> None:
+def test_fine_tune_lowers_loss_of_all_parameters(packing: bool) -> None:
     net, seen = train(SETTINGS.model_copy(update={"packing": packing, "batch_size": 4 if packing else 16}))
     assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
     begun = dict(network().named_parameters())
@@ -56,7 +56,7 @@ def test_it_learns_what_is_asked_and_only_that(packing: bool) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
-def test_a_run_that_was_killed_ends_with_the_same_bits(lora: LoRAConfig | None, tmp_path: Path) -> None:
+def test_resume_gives_same_bits(lora: LoRAConfig | None, tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"lora": lora})
     whole, _ = train(settings)
     said: list[str] = []
@@ -69,7 +69,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(lora: LoRAConfig | None, 
         assert torch.equal(p, q), name
 
 
-def test_the_rows_of_pretraining_take_their_share(tmp_path: Path) -> None:
+def test_replay_adds_pretraining_rows(tmp_path: Path) -> None:
     words = tokenizer()
     documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
     write_shards(documents, words, tmp_path, "train")  # type: ignore[arg-type]  # as good as a Document
@@ -78,14 +78,14 @@ def test_the_rows_of_pretraining_take_their_share(tmp_path: Path) -> None:
     assert seen[0]["loss_tokens"] > 2 * 40
 
 
-def test_without_texts_or_tokens_it_says_so() -> None:
+def test_fine_tune_rejects_missing_data() -> None:
     with pytest.raises(DataError, match="no examples"):
         fine_tune(network(), [], SETTINGS, pad_id=0)
     with pytest.raises(DataError, match="pretraining token set"):
         fine_tune(network(), sums(3), SETTINGS.model_copy(update={"replay_fraction": 0.5}), pad_id=0)
 
 
-def test_replay_has_a_row_at_least_and_leaves_one(tmp_path: Path) -> None:
+def test_replay_keeps_one_row_of_each_kind(tmp_path: Path) -> None:
     words = tokenizer()
     documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
     write_shards(documents, words, tmp_path, "train")  # type: ignore[arg-type]  # as good as a Document
@@ -96,7 +96,7 @@ def test_replay_has_a_row_at_least_and_leaves_one(tmp_path: Path) -> None:
         train(SETTINGS.model_copy(update={"replay_fraction": 0.5, "batch_size": 1}), replay_data=tmp_path)
 
 
-def test_an_adapter_that_is_kept_beside_is_what_the_next_stage_reads(tmp_path: Path) -> None:
+def test_separate_adapter_is_merged_by_next_stage(tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(
         update={"lora": LoRAConfig(rank=2, merge=False), "dtype": "float32", "epochs": 1}
     )

@@ -56,7 +56,7 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def test_what_is_pretended_refuses_what_a_gpu_would(pretended: None) -> None:
+def test_fake_device_rejects_mixed_devices(pretended: None) -> None:
     layer = torch.nn.Linear(4, 3).to(DEVICE)
     x = torch.zeros(2, 4, device=DEVICE)
     y = layer(x).sum()
@@ -87,7 +87,7 @@ def test_what_is_pretended_refuses_what_a_gpu_would(pretended: None) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_nothing_of_a_stage_stays_on_the_cpu(
+def test_stage_keeps_tensors_on_device(
     stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One mixture anywhere would be an error. The numbers are the CPU's, which computes them, to the bit; but what is
@@ -106,7 +106,7 @@ def test_nothing_of_a_stage_stays_on_the_cpu(
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto", "ppo", "distil-own"])
-def test_a_stage_that_was_killed_goes_on_where_it_was(
+def test_stage_resumes_on_device_and_cpu(
     stage: str, folder: Path, tmp_path: Path, pretended: None
 ) -> None:
     """Weights, moments and what was said before the first step go to the device again; and a CPU can go on as well."""
@@ -120,7 +120,7 @@ def test_a_stage_that_was_killed_goes_on_where_it_was(
         assert len(again.told) < len(first.told)
 
 
-def test_mixtures_of_experts_too(tmp_path: Path, pretended: None) -> None:
+def test_stage_with_experts_stays_on_device(tmp_path: Path, pretended: None) -> None:
     heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
     shape = TransformerConfig(
         vocab_size=264, d_model=32, n_layers=2, mlp_hidden=32, max_length=64, mixers={"full": heads},
@@ -132,7 +132,7 @@ def test_mixtures_of_experts_too(tmp_path: Path, pretended: None) -> None:
         assert all(map(there, STAGES[stage](Lesson(tmp_path / "mixture", HERE)).parameters()))
 
 
-def test_a_worker_ahead_samples_with_weights_that_came_from_the_device(folder: Path, pretended: None) -> None:
+def test_async_worker_gets_device_weights(folder: Path, pretended: None) -> None:
     lesson = Lesson(folder, HERE)
     ahead(lesson)
     assert all(told["logprob_diff_max"] < 1e-4 for told in lesson.told[:-1])
@@ -158,7 +158,7 @@ def test_a_worker_ahead_samples_with_weights_that_came_from_the_device(folder: P
         ),  # each sees its own alone
     ],
 )
-def test_where_workers_sample(
+def test_assign_devices_by_setting(
     learner: str,
     gpus: int,
     ahead: dict[str, object],
@@ -171,7 +171,7 @@ def test_where_workers_sample(
     assert [one.device for one in assign_devices(worker(folder), config, torch.device(learner))] == wanted
 
 
-def test_a_gpu_that_is_not_there_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assign_devices_rejects_missing_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"async_rollout\.device is cuda"):
         assign_devices(worker(folder), AsyncRolloutConfig(workers=1, device="cuda"), torch.device("cpu"))
@@ -231,7 +231,7 @@ batch_size = 6
 """
 
 
-def test_a_recipe_on_a_machine_with_another_device(
+def test_recipe_runs_on_other_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
 ) -> None:
     """The steps themselves: figures before and after, a judge, an adapter that is merged on the way."""
@@ -251,7 +251,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=GPU) for stage in STAGES])
-def test_a_gpu_learns_what_a_cpu_learns(stage: str, folder: Path) -> None:
+def test_gpu_matches_cpu(stage: str, folder: Path) -> None:
     """A few steps in fp32: sums in another order, so close and not equal."""
     plain, lesson = Lesson(folder, "cpu"), Lesson(folder, "cuda")
     wanted, learnt = weights(STAGES[stage](plain)), STAGES[stage](lesson)
@@ -262,7 +262,7 @@ def test_a_gpu_learns_what_a_cpu_learns(stage: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=GPU) for s in ("sft", "kto", "ppo", "distil-own")])
-def test_a_gpu_goes_on_where_it_was_killed(stage: str, folder: Path, tmp_path: Path) -> None:
+def test_gpu_resumes_after_kill(stage: str, folder: Path, tmp_path: Path) -> None:
     """Not to the bit, since a GPU's sums by atomic additions have no order; but not from the beginning either."""
     first = Lesson(folder, "cuda")
     whole = weights(STAGES[stage](first))
@@ -274,7 +274,7 @@ def test_a_gpu_goes_on_where_it_was_killed(stage: str, folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("device", [pytest.param(device, marks=GPU) for device in ("auto", "cpu", "cuda")])
-def test_workers_beside_a_learner_on_a_gpu(device: str, folder: Path) -> None:
+def test_async_worker_with_gpu_learner(device: str, folder: Path) -> None:
     lesson = Lesson(folder, "cuda")
     ahead(lesson, device)
     assert all(told["logprob_diff_max"] < 1e-4 for told in lesson.told[:-1])

@@ -62,7 +62,7 @@ def held_together(one: PolicyModel, told: Told, two: PolicyModel, told_two: Told
 @pytest.mark.parametrize(
     "change", [{}, {"packing": False, "batch_size": 9}, {"lora": LoRAConfig(rank=2), "replay_fraction": 0.5}]
 )
-def test_fine_tuning_takes_the_steps_of_one(
+def test_sft_replicas_match_single_process(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
@@ -78,7 +78,7 @@ def test_fine_tuning_takes_the_steps_of_one(
     held_together(*one, *two)
 
 
-def test_experts_are_balanced_over_all_replicas() -> None:
+def test_experts_are_balanced_over_replicas() -> None:
     heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
     shape = TransformerConfig(
         vocab_size=264, d_model=32, n_layers=2, mlp_hidden=32, max_length=64, mixers={"full": heads},
@@ -94,7 +94,7 @@ def test_experts_are_balanced_over_all_replicas() -> None:
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_preferences_take_the_steps_of_one(objective: str) -> None:
+def test_preference_replicas_match_single_process(objective: str) -> None:
     found = []
     for n in (1, 2):
         seen: Told = []
@@ -110,7 +110,7 @@ def test_preferences_take_the_steps_of_one(objective: str) -> None:
         assert all(m["kl"] > 0 for m in found[1][1])
 
 
-def test_a_reward_model_takes_the_steps_of_one() -> None:
+def test_reward_replicas_match_single_process() -> None:
     found = []
     for n in (1, 2):
         seen: Told = []
@@ -124,7 +124,7 @@ def test_a_reward_model_takes_the_steps_of_one() -> None:
     held_together(*found[0], *found[1])
 
 
-def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_killed_replica_ends_run_and_resume_works(tmp_path: Path) -> None:
     settings = SHORT.model_copy(update={"replicas": 2})
     whole, told = train(settings)
     with pytest.raises(ReplicaError, match="SIGKILL"):
@@ -135,7 +135,7 @@ def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(tmp_
         assert torch.equal(p, q)
 
 
-def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_replicas_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert (

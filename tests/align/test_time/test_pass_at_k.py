@@ -22,7 +22,7 @@ def samples(rng: np.random.Generator, tasks: int, total: int) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
-def test_any_of_n_is_the_share_of_subsets_that_hold_a_right_one(n: int) -> None:
+def test_pass_at_k_matches_subsets(n: int) -> None:
     right, _ = samples(np.random.default_rng(0), 6, 7)
     right[0], right[1] = False, True
     counted = [np.mean([row[list(s)].any() for s in subsets(7, n)]) for row in right]
@@ -30,7 +30,7 @@ def test_any_of_n_is_the_share_of_subsets_that_hold_a_right_one(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
-def test_best_of_n_is_the_mean_over_subsets_and_over_ties(n: int) -> None:
+def test_best_of_n_matches_subsets_and_ties(n: int) -> None:
     rng = np.random.default_rng(1)
     right, _ = samples(rng, 8, 6)
     scores = rng.integers(3, size=right.shape).astype(float)  # many alike
@@ -47,13 +47,13 @@ def test_best_of_n_is_the_mean_over_subsets_and_over_ties(n: int) -> None:
     )
 
 
-def test_the_best_by_the_verifier_is_any() -> None:
+def test_best_by_verifier_equals_pass_at_k() -> None:
     right, _ = samples(np.random.default_rng(2), 20, 9)
     for n in (1, 4, 9):
         np.testing.assert_allclose(best_of_n(right, right.astype(float), n), pass_at_k(right, n), atol=1e-12)
 
 
-def test_the_vote_of_n_is_the_mean_over_subsets() -> None:
+def test_majority_at_k_matches_subsets() -> None:
     right, said = samples(np.random.default_rng(3), 5, 7)
     said[0] = ["", "", "0", "1", "", "1", ""]  # those that say nothing do not vote
     right[0] = [a == "0" for a in said[0]]
@@ -71,7 +71,7 @@ def test_the_vote_of_n_is_the_mean_over_subsets() -> None:
         np.testing.assert_allclose(values, [one(row, n) for row in said], atol=0.015)
 
 
-def test_a_vote_helps_the_common_and_hurts_the_rare() -> None:
+def test_majority_helps_frequent_answers_only() -> None:
     often = [["0"] * 6 + ["1"] * 2 + ["2"] * 2]
     rare = [["1"] * 6 + ["0"] * 4]
     for said, better in ((often, True), (rare, False)):
@@ -80,7 +80,7 @@ def test_a_vote_helps_the_common_and_hurts_the_rare() -> None:
         assert (found[9][0] > found[1][0]) == better
 
 
-def test_an_interval_of_single_samples_is_wilsons() -> None:
+def test_estimate_is_wilson_for_single_samples() -> None:
     values = np.array([1.0] * 7 + [0.0] * 13)
     got = estimate(values)
     z, n, p = 1.959964, 20, 0.35
@@ -91,7 +91,7 @@ def test_an_interval_of_single_samples_is_wilsons() -> None:
     assert estimate(np.zeros(20)).high == pytest.approx(z * z / (20 + z * z), abs=1e-6)
 
 
-def test_an_interval_of_alike_samples_holds_what_it_promises() -> None:
+def test_estimate_covers_correlated_samples() -> None:
     """Tasks differ, samples of one are alike: counted as so many single samples it would be far too narrow."""
     rng = np.random.default_rng(4)
     truth, held, width = 0.4, 0, []
@@ -104,7 +104,7 @@ def test_an_interval_of_alike_samples_holds_what_it_promises() -> None:
     assert np.mean(width) > 2 * estimate(np.array([1.0] * 384 + [0.0] * 576)).high - 2 * 0.4
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_pass_at_k_rejects_invalid_arguments() -> None:
     right = np.ones((2, 3), np.bool_)
     with pytest.raises(ConfigError, match="n is 4"):
         pass_at_k(right, 4)

@@ -57,7 +57,7 @@ TASK = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="9")
 THINKS = {b"2+3+4\n": "2+3=5\n5+4=9\n#### 9", b"2+3=5\n#### ": "5", b"5+4\n#### ": "9", b"5+\n#### ": "8"}
 
 
-def test_a_budget_cuts_thinking_puts_the_marker_on_a_line_of_its_own_and_asks(
+def test_budget_cuts_thinking_and_adds_marker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     got, asked = run(monkeypatch, THINKS, TASK, thinking_budgets=(6, 9, 8, 12), max_continuations=0)
@@ -72,7 +72,7 @@ def test_a_budget_cuts_thinking_puts_the_marker_on_a_line_of_its_own_and_asks(
     assert got.curves["stopped"] == got.curves["continued"]
 
 
-def test_an_end_before_the_budget_is_replaced_and_every_budget_lies_on_one_path(
+def test_early_end_is_continued_on_one_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     says = {
@@ -88,7 +88,7 @@ def test_an_end_before_the_budget_is_replaced_and_every_budget_lies_on_one_path(
     assert again == ["2+3+4\n2+3=5\nWait\n", "2+3+4\n2+3=5\nWait\n5+4=9\nWait\n"]
 
 
-def test_a_border_inside_a_token_and_an_end_without_an_answer() -> None:
+def test_split_thinking_inside_token() -> None:
     words = SimpleNamespace(token_bytes=[b"ab", b"c\n#", b"### ", b"7", b"<eos>"])
     writer = SimpleNamespace(tokenizer=words, stop_ids=frozenset({4}))
     walker = scaling._BudgetForcing(None, writer, ScalingConfig(), None, None, lambda _: None)  # type: ignore[arg-type]
@@ -101,14 +101,14 @@ def test_a_border_inside_a_token_and_an_end_without_an_answer() -> None:
     assert (walker.split_thinking([0, 0]).thinking, walker.split_thinking([0, 0]).answer_ids) == ([0, 0], [])
 
 
-def test_votes_are_numbers_where_numbers_are_asked_for() -> None:
+def test_vote_key_normalizes_numbers() -> None:
     text = VerifiableTask("e", prompt="p", verifier="exact", answer="x")
     assert {vote_key(TASK, t) for t in ("1+8=9\n#### 9", "#### 9.0", "so it is 9.")} == {"9"}
     assert vote_key(TASK, "nothing") == ""
     assert vote_key(text, " yes \n") == "yes" != vote_key(text, "no")
 
 
-def test_verifiers_that_fail_are_counted_at_every_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_verifications_count_at_each_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     fails = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="what?")
     got, _ = run(monkeypatch, THINKS, fails, thinking_budgets=(6, 9), max_continuations=0)
     assert got.n_failed == 1 + 2 * 2  # the sample, then both budgets of both curves
@@ -157,7 +157,7 @@ def drawn() -> ScalingResult:
     return first
 
 
-def test_all_curves_come_from_one_set_of_samples(drawn: ScalingResult) -> None:
+def test_curves_share_one_set_of_samples(drawn: ScalingResult) -> None:
     assert set(drawn.curves) == {"stopped", "continued", "majority_at_k", "pass_at_k", "max_log_prob", "short"}
     first = {name: drawn.curves[name][0].accuracy for name in ("majority_at_k", "pass_at_k", "max_log_prob", "short")}
     assert len({round(a, 9) for a in first.values()}) == 1  # of one sample there is no choice
@@ -174,7 +174,7 @@ def test_all_curves_come_from_one_set_of_samples(drawn: ScalingResult) -> None:
     )
 
 
-def test_what_cannot_be_measured_is_said() -> None:
+def test_measure_scaling_rejects_invalid_arguments() -> None:
     engine = rollout_engine(decoder(), scribe(), sequences=4, max_length=48)
     with pytest.raises(DataError, match="no tasks"):
         measure_scaling(engine, scribe(), [], ScalingConfig(), verify_all)

@@ -46,7 +46,7 @@ def beyond(s: Trajectory, t: int, b: int) -> float:
 
 @given(SHAPES, st.integers(1, 6), st.floats(0.5, 1))
 @settings(max_examples=60, deadline=None)
-def test_returns_are_the_sums_they_are_defined_as(
+def test_returns_match_definition(
     shape: tuple[int, int, int], n: int, discount: float
 ) -> None:
     s = steps(shape)
@@ -63,7 +63,7 @@ def test_returns_are_the_sums_they_are_defined_as(
 
 @given(SHAPES, st.floats(0.5, 1), st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
-def test_gae_is_the_weighted_sum_of_errors(
+def test_gae_matches_weighted_sum_of_td_errors(
     shape: tuple[int, int, int], discount: float, lambda_: float
 ) -> None:
     s = steps(shape)
@@ -78,7 +78,7 @@ def test_gae_is_the_weighted_sum_of_errors(
 
 @given(SHAPES, st.floats(0.5, 1))
 @settings(max_examples=60, deadline=None)
-def test_the_family(shape: tuple[int, int, int], discount: float) -> None:
+def test_estimators_agree_in_limit_cases(shape: tuple[int, int, int], discount: float) -> None:
     s = steps(shape)
     monte_carlo = discounted_returns(s, discount)
     assert torch.allclose(gae(s, discount, 1.0), monte_carlo - s.value)
@@ -96,7 +96,7 @@ def test_the_family(shape: tuple[int, int, int], discount: float) -> None:
 
 @given(SHAPES, st.floats(0.5, 1), st.floats(0.3, 2), st.floats(0.3, 2))
 @settings(max_examples=60, deadline=None)
-def test_v_trace_is_equation_1_of_its_paper(
+def test_v_trace_matches_equation_1(
     shape: tuple[int, int, int], discount: float, rho: float, c: float
 ) -> None:
     s = steps(shape)
@@ -116,7 +116,7 @@ def test_v_trace_is_equation_1_of_its_paper(
             assert float(found.target[t, b]) == pytest.approx(want, rel=1e-6, abs=1e-9)
 
 
-def test_a_cut_is_bootstrapped_and_an_end_is_not() -> None:
+def test_returns_bootstrap_after_truncation_only() -> None:
     one = torch.ones(2, 1)
     yes, no = torch.tensor([[True], [False]]), torch.zeros(2, 1, dtype=torch.bool)
     ended = Trajectory(one, 0 * one, 10 * one, yes, no)
@@ -125,6 +125,6 @@ def test_a_cut_is_bootstrapped_and_an_end_is_not() -> None:
     assert discounted_returns(cut, 0.5).flatten().tolist() == [6, 6]
 
 
-def test_a_return_of_no_steps_is_refused() -> None:
+def test_n_step_returns_reject_zero_steps() -> None:
     with pytest.raises(ValueError, match="n is 0"):
         n_step_returns(steps((3, 1, 0)), 0.9, 0)

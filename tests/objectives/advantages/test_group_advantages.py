@@ -49,7 +49,7 @@ def by_loops(
     deviation=st.sampled_from(["none", "biased", "unbiased"]),
     eps=st.sampled_from([0.0, 1e-4]),
 )
-def test_they_are_their_definitions(
+def test_group_advantages_match_definition(
     answers: list[tuple[int, int]], baseline: Baseline, deviation: StdEstimator, eps: float
 ) -> None:
     reward, group = [x / 3 for x, _ in answers], [g for _, g in answers]
@@ -71,7 +71,7 @@ def test_they_are_their_definitions(
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
 @pytest.mark.parametrize("deviation", ["none", "biased", "unbiased"])
 @pytest.mark.parametrize("n", [1, 3, 7])
-def test_equal_rewards_teach_exactly_nothing(baseline: Baseline, deviation: StdEstimator, n: int) -> None:
+def test_group_advantages_are_zero_for_equal_rewards(baseline: Baseline, deviation: StdEstimator, n: int) -> None:
     # 0.1 has no exact mean of three: without care, rounding over rounding is an advantage of 1
     reward = torch.full((n,), 0.1)
     found = group_advantages(
@@ -80,7 +80,7 @@ def test_equal_rewards_teach_exactly_nothing(baseline: Baseline, deviation: StdE
     assert not found.advantage.any() and found.n_zero_std == found.n_groups == 1
 
 
-def test_groups_need_not_lie_together_nor_be_of_one_size() -> None:
+def test_group_advantages_accept_any_order_and_size() -> None:
     reward, group = torch.tensor([1.0, 5.0, 0.0, 7.0, 0.5]), torch.tensor([9, 2, 9, 2, 9])
     found = group_advantages(reward, group)
     assert found.advantage.tolist() == pytest.approx([0.5, -1.0, -0.5, 1.0, 0.0])
@@ -88,14 +88,14 @@ def test_groups_need_not_lie_together_nor_be_of_one_size() -> None:
     assert alone.advantage.tolist() == [0.0] and alone.n_zero_std == 1
 
 
-def test_leaving_oneself_out_is_the_group_mean_scaled() -> None:
+def test_leave_one_out_is_scaled_group_mean() -> None:
     g = torch.Generator().manual_seed(0)
     reward, group = torch.randn(12, generator=g, dtype=torch.float64), torch.arange(12) // 4
     mean, out = (group_advantages(reward, group, baseline=b).advantage for b in ("group", "leave_one_out"))  # type: ignore[arg-type]
     torch.testing.assert_close(out, mean * 4 / 3)
 
 
-def test_no_answers_are_no_groups() -> None:
+def test_group_advantages_of_empty_batch() -> None:
     for baseline in ("none", "batch", "group", "leave_one_out"):
         empty = torch.zeros(0)
         found = group_advantages(empty, empty.long(), baseline=baseline, scale_rewards="unbiased")  # type: ignore[arg-type]
@@ -103,12 +103,12 @@ def test_no_answers_are_no_groups() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"baseline": "critic"}])
-def test_baselines_that_cannot_be_had_are_refused(wrong: dict[str, Any]) -> None:
+def test_group_advantages_reject_critic_baseline(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), **wrong)
 
 
-def test_rewards_that_are_not_numbers_are_named() -> None:
+def test_group_advantages_reject_invalid_rewards() -> None:
     group = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(DataError, match="reward 1 is nan"):
         group_advantages(torch.tensor([0.0, math.nan, 1.0]), group)

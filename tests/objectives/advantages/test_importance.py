@@ -26,7 +26,7 @@ def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     ("rule", "level"),
     [*itertools.product(["truncate", "mask"], ["token", "sequence", "mean"]), ("trace", "token")],
 )
-def test_they_are_their_definitions(rule: Any, level: Any) -> None:
+def test_importance_weights_match_definition(rule: Any, level: Any) -> None:
     log_prob, behaviour, sequence = drawn()
     low, high = 0.8, 1.2
     weight, ratios = importance_weights(
@@ -50,7 +50,7 @@ def test_they_are_their_definitions(rule: Any, level: Any) -> None:
     assert 0 < ratios.clip_fraction <= 1
 
 
-def test_fresh_samples_weigh_one() -> None:
+def test_importance_weights_are_one_on_policy() -> None:
     log_prob, _, sequence = drawn()
     for rule in ("truncate", "mask", "trace"):
         weight, ratios = importance_weights(log_prob, log_prob, sequence, rule=rule)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_fresh_samples_weigh_one() -> None:
         ) == (1, 1, 0, 0)
 
 
-def test_without_bounds_the_expectation_is_the_learners() -> None:
+def test_importance_weights_correct_expectation() -> None:
     g = torch.Generator().manual_seed(0)
     pi, mu = torch.randn(2, 5, generator=g).log_softmax(-1)
     reward = torch.randn(5, generator=g)
@@ -72,7 +72,7 @@ def test_without_bounds_the_expectation_is_the_learners() -> None:
     assert ratios.clip_fraction == 0
 
 
-def test_a_whole_answers_expectation_needs_the_product_of_its_ratios() -> None:
+def test_sequence_level_weights_correct_expectation() -> None:
     g = torch.Generator().manual_seed(1)
     pi, mu = torch.randn(2, 3, generator=g).log_softmax(-1)  # one draw of three outcomes, twice
     pairs = [(i, j) for i in range(3) for j in range(3)]
@@ -86,7 +86,7 @@ def test_a_whole_answers_expectation_needs_the_product_of_its_ratios() -> None:
     torch.testing.assert_close(found, (pi[ids].sum(1).exp() * reward).sum())
 
 
-def test_no_infinities_and_no_tokens() -> None:
+def test_importance_weights_stay_finite() -> None:
     weight, ratios = importance_weights(
         torch.zeros(2), torch.tensor([-1e4, 1e4]), torch.tensor([0, 0]), rule="mask", high=5.0
     )
@@ -99,7 +99,7 @@ def test_no_infinities_and_no_tokens() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"low": 2.0, "high": 1.0}, {"low": -1.0}, {"rule": "trace", "level": "sequence"}]
 )
-def test_bounds_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+def test_importance_weights_reject_invalid_bounds(wrong: dict[str, Any]) -> None:
     log_prob, behaviour, sequence = drawn()
     with pytest.raises(ConfigError):
         importance_weights(log_prob, behaviour, sequence, **wrong)

@@ -34,7 +34,7 @@ def gae_by_loops(
 
 @pytest.mark.parametrize("bootstrapped", [False, True])
 @pytest.mark.parametrize(("discount", "decay"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0)])
-def test_gae_runs_over_each_text_alone(bootstrapped: bool, discount: float, decay: float) -> None:
+def test_token_gae_treats_sequences_separately(bootstrapped: bool, discount: float, decay: float) -> None:
     reward, value, sequence = drawn()
     beyond = torch.tensor([0.3, 9.0, 0.0, -1.0], dtype=torch.float64) if bootstrapped else None
     advantage, target = token_gae(
@@ -53,19 +53,19 @@ def test_gae_runs_over_each_text_alone(bootstrapped: bool, discount: float, deca
     torch.testing.assert_close(target, advantage + value)
 
 
-def test_with_a_reward_at_the_end_and_no_critic_every_token_has_it() -> None:
+def test_token_gae_spreads_final_reward_without_critic() -> None:
     reward = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0])
     advantage, _ = token_gae(reward, torch.zeros(5), torch.tensor([0, 0, 0, 2, 2]), lambda_=1.0)
     assert advantage.tolist() == [1, 1, 1, -1, -1]
 
 
-def test_no_tokens_have_no_advantages() -> None:
+def test_token_gae_of_empty_batch() -> None:
     empty = torch.zeros(0)
     for beyond in (None, torch.ones(3)):
         assert token_gae(empty, empty, empty.long(), bootstrap_value=beyond)[0].shape == (0,)
 
 
-def test_whitening() -> None:
+def test_whiten_matches_formula() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert whiten(x, "none").tolist() == [-2, -1, 0, 3]
     torch.testing.assert_close(whiten(x), (x - 3) / x.std(correction=0))
@@ -73,7 +73,7 @@ def test_whitening() -> None:
     assert not whiten(torch.full((3,), 0.1)).any() and whiten(torch.zeros(0)).shape == (0,)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_token_gae_rejects_invalid_shapes() -> None:
     reward, value, sequence = drawn()
     with pytest.raises(ConfigError):
         token_gae(reward[:2], value, sequence)

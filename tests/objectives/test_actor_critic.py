@@ -30,7 +30,7 @@ def steps(n: int = 200) -> tuple[Judged, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("clip", [0.05, 0.2])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.01])
-def test_ppo_is_equation_7_and_9(clip: float, entropy_weight: float) -> None:
+def test_ppo_matches_equations_7_and_9(clip: float, entropy_weight: float) -> None:
     judged, behaviour, advantage, target = steps()
     loss = ppo(judged, behaviour, advantage, target, clip=clip, value_coef=0.7, entropy_coef=entropy_weight)
     inputs = [judged.log_prob, judged.value]
@@ -48,7 +48,7 @@ def test_ppo_is_equation_7_and_9(clip: float, entropy_weight: float) -> None:
     assert int(loss.metrics["clip_fraction"]) == outside > 20
 
 
-def test_ppo_that_has_not_moved_has_the_gradient_of_a2c() -> None:
+def test_ppo_gradient_equals_a2c_at_ratio_one() -> None:
     judged, _, advantage, target = steps()
     first = ppo(judged, judged.log_prob.detach(), advantage, target).total
     second = a2c(judged, advantage, target).total

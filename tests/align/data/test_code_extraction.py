@@ -102,7 +102,7 @@ def run_examples(
     return verdicts
 
 
-def test_a_function_is_cut_after_its_docstring_and_nothing_is_lost(found: list[PythonFunction]) -> None:
+def test_extract_functions_split_is_lossless(found: list[PythonFunction]) -> None:
     wide = next(f for f in found if f.name == "wide")
     assert wide.header.startswith("@staticmethod\ndef wide(a, b=2):\n") and wide.header.endswith('    """\n')
     assert wide.body.startswith("    # a comment") and wide.body.endswith('\n\n    return "no"\n')
@@ -119,7 +119,7 @@ def test_a_function_is_cut_after_its_docstring_and_nothing_is_lost(found: list[P
         ast.parse(function.header)  # a docstring is a body
 
 
-def test_a_method_whose_text_leaves_the_margin_is_left_out() -> None:
+def test_extract_functions_skips_dedented_string() -> None:
     skipped = Counter[str]()
     inside = "class A:\n" + textwrap.indent(
         MODULE[MODULE.index("def skewed") :], "    ", lambda line: line != "left\n"
@@ -127,7 +127,7 @@ def test_a_method_whose_text_leaves_the_margin_is_left_out() -> None:
     assert extract_functions([("a.py", inside)], skipped=skipped) == [] and skipped == {"not_indented": 1}
 
 
-def test_copies_are_left_out_however_they_are_laid_out() -> None:
+def test_extract_functions_skips_copies() -> None:
     copy = (
         MODULE.replace("# a comment of two words", "# else")
         .replace("a, b=2", "a,  b=2")
@@ -138,14 +138,14 @@ def test_copies_are_left_out_however_they_are_laid_out() -> None:
     assert len(both) == len(extract_functions([("one.py", MODULE)])) and skipped["copy"] == len(both)
 
 
-def test_the_order_is_the_seeds_and_not_the_files(real: list[SourceText]) -> None:
+def test_extract_functions_order_depends_on_seed(real: list[SourceText]) -> None:
     one, again = extract_functions(real, seed=1), extract_functions(real[::-1], seed=1)
     other = extract_functions(real, seed=2)
     assert one == again
     assert [f.id for f in one] != [f.id for f in other] and {f.name for f in one} == {f.name for f in other}
 
 
-def test_files_train_or_test_and_keep_their_side() -> None:
+def test_split_of_is_stable() -> None:
     sides = {f"file{i}.py": split_of(f"file{i}.py") for i in range(2000)}
     assert abs(Counter(sides.values())["test"] / 2000 - 0.1) < 0.03
     wider = {f for f in sides if split_of(f, 0.2) == "test"}
@@ -153,7 +153,7 @@ def test_files_train_or_test_and_keep_their_side() -> None:
     assert split_of("a.py", 0.0) == "train" and split_of("a.py", 1.0) == "test"
 
 
-def test_pairs_and_conversations_of_a_function(found: list[PythonFunction]) -> None:
+def test_function_as_pair_and_conversation(found: list[PythonFunction]) -> None:
     wide = next(f for f in found if f.name == "wide")
     assert wide.prompt_completion().prompt + wide.prompt_completion().completion == wide.header + wide.body
     asked, said = wide.conversation().messages
@@ -161,7 +161,7 @@ def test_pairs_and_conversations_of_a_function(found: list[PythonFunction]) -> N
     assert wide.prompt_completion().source == "made.py" and wide.prompt_completion().id == "made.py:9:wide"
 
 
-def test_doctest_tasks_bring_what_they_need_and_no_more() -> None:
+def test_doctest_tasks_include_needed_context() -> None:
     (mined,) = doctest_tasks([("made.py", MODULE.replace("@staticmethod\n", ""))])
     prompt = mined.task.prompt
     for needed in ("from math import sqrt as root, floor", "SCALE, SHIFT = 3, 1", "def helper", "LATER = 9"):
@@ -173,7 +173,7 @@ def test_doctest_tasks_bring_what_they_need_and_no_more() -> None:
     assert not run_examples([mined.task], ["    return 3\n"])[0].passed
 
 
-def test_doctest_tasks_of_real_modules_are_solved_by_their_own_bodies(real: list[SourceText]) -> None:
+def test_doctest_tasks_are_solved_by_own_bodies(real: list[SourceText]) -> None:
     skipped = Counter[str]()
     mined = doctest_tasks(real, skipped=skipped)
     kept, lost = filter_solvable(mined, run_examples)
@@ -203,7 +203,7 @@ def f(a):
 '''
 
 
-def test_doctest_tasks_that_cannot_stand_alone_are_counted() -> None:
+def test_doctest_tasks_count_skipped_functions() -> None:
     huge = ALONE.replace("from .x import y", "y = [" + "1, " * 2000 + "]").replace("f(", "g(")
     bad = ALONE.replace("from .x import y", "y = abs").replace(">>> f(1)", ">>>f(1)").replace("f(a", "h(a")
     skipped = Counter[str]()
@@ -211,7 +211,7 @@ def test_doctest_tasks_that_cannot_stand_alone_are_counted() -> None:
     assert (skipped["needs_too_much"], skipped["no_examples"]) == (2, 1)
 
 
-def test_compile_tasks_are_beginnings_of_files(real: list[SourceText]) -> None:
+def test_compile_tasks_are_file_starts(real: list[SourceText]) -> None:
     texts = {**dict(real), "made.py": MODULE}
     mined = compile_tasks(texts.items(), prompt_bytes=4000)
     assert mined and max(Counter(m.file for m in mined).values()) <= 2
@@ -226,7 +226,7 @@ def test_compile_tasks_are_beginnings_of_files(real: list[SourceText]) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(BUG_KINDS))
-def test_a_broken_body_has_one_fault_and_the_fault_is_real(found: list[PythonFunction], kind: str) -> None:
+def test_inject_bug_changes_one_place(found: list[PythonFunction], kind: str) -> None:
     made = [(f, b) for f in found if (b := inject_bug(f, kind)) is not None]
     assert len(made) > 20
     for function, body in made:
@@ -253,13 +253,13 @@ def test_a_broken_body_has_one_fault_and_the_fault_is_real(found: list[PythonFun
         assert inject_bug(function, kind) == body
 
 
-def test_names_are_found_behind_letters_of_two_bytes() -> None:
+def test_inject_bug_after_non_ascii_text() -> None:
     text = 'def f(a, b):\n    """Put a mark before a text."""\n    return "äöü" + a\n'
     (function,) = extract_functions([("a.py", text)])
     assert inject_bug(function, "variable") == '    return "äöü" + b\n'
 
 
-def test_preferences_count_their_kinds_and_differ(found: list[PythonFunction]) -> None:
+def test_bug_preferences_count_kinds(found: list[PythonFunction]) -> None:
     counts = Counter[str]()
     pairs = bug_preferences(found, per_function=2, counts=counts)
     assert len(pairs) == sum(counts[k] for k in BUG_KINDS) and set(counts) >= set(BUG_KINDS)
@@ -271,7 +271,7 @@ def test_preferences_count_their_kinds_and_differ(found: list[PythonFunction]) -
         bug_preferences(found, kinds=["operators"])
 
 
-def test_python_files_of_a_folder(tmp_path: Path) -> None:
+def test_python_files_of_folder(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("x = 1\n")
     (tmp_path / "a.py").write_bytes(b"\xff\xfe = 2\n")
     (tmp_path / "c.txt").write_text("no")
