@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,9 +84,6 @@ def test_nearest_matches_sort() -> None:
     assert [row for row, _ in found] == want[:7]
     np.testing.assert_allclose([cosine for _, cosine in found], [cosines[i] for i in want[:7]], atol=1e-5)
     assert len(nearest(vectors, query, 1000)) == 50 and nearest(vectors[:0], query, 3) == []
-    for wrong in ((vectors, query[:7], 1), (vectors[0], query, 1), (vectors, query, 0)):
-        with pytest.raises(ConfigError):
-            nearest(*wrong)
 
 
 def test_saved_embedder_loads_bit_identical(tmp_path: Path) -> None:
@@ -99,18 +97,22 @@ def test_saved_embedder_loads_bit_identical(tmp_path: Path) -> None:
     assert (again.dim, again.max_seq_length) == (16, 16)
 
 
-def test_embedder_rejects_invalid_input() -> None:
-    embedder = Embedder(small(), WORDS)
-    with pytest.raises(DataError, match="text 1 is empty"):
-        embedder.embed(["a", "", "b"])
-    with pytest.raises(ConfigError, match="one text"):
-        embedder.embed("a text")
-    with pytest.raises(ConfigError, match="batch is 0"):
-        embedder.embed(["a"], batch_size=0)
-    with pytest.raises(ConfigError, match="batch is -1"):
-        embed_ids(small(), [], batch_size=-1)
-    with pytest.raises(ConfigError, match="280 ids and the encoder 270"):
-        Embedder(small(270), WORDS)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda e: e.embed(["a", "", "b"]), DataError, "text 1 is empty"),
+        (lambda e: e.embed("a text"), ConfigError, "one text"),
+        (lambda e: e.embed(["a"], batch_size=0), ConfigError, "batch is 0"),
+        (lambda e: embed_ids(e.encoder, [], batch_size=-1), ConfigError, "batch is -1"),
+        (lambda e: Embedder(small(270), WORDS), ConfigError, "280 ids and the encoder 270"),
+        (lambda e: nearest(np.ones((2, 8)), np.ones(7), 1), ConfigError, "d"),
+        (lambda e: nearest(np.ones(8), np.ones(8), 1), ConfigError, "d"),
+        (lambda e: nearest(np.ones((2, 8)), np.ones(8), 0), ConfigError, "at least 1"),
+    ],
+)
+def test_embedder_rejects_invalid_input(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(Embedder(small(), WORDS))
 
 
 def test_load_rejects_damaged_folders(tmp_path: Path) -> None:

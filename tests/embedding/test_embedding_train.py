@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.support.train.tiny import Document
+from tests.support.tiny import make_document
 
 from whorl.embedding.embedder import embed_ids
 from whorl.embedding.train import (
@@ -27,9 +27,8 @@ from whorl.embedding.train import (
 from whorl.errors import CheckpointError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.objectives.contrastive import info_nce
-from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
+from whorl.tokens.shards import TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
-from whorl.tracking.progress import Progress
 from whorl.tracking.seeds import numpy_rng
 
 TOPICS, SYNONYMS = 24, 30
@@ -54,8 +53,8 @@ def make_topics(folder: Path, *, train: int = 240, splits: tuple[str, ...] = ("t
     tokenizer = Tokenizer.train([w * 5 for w in words], 259 + 4 * len(words))
     folder.mkdir(parents=True, exist_ok=True)
     for split in splits:
-        made = [Document(f"{split}{i}", "test", f"{i}.txt", 0, t) for i, t in enumerate(texts[split])]
-        write_shards(made, tokenizer, folder, split, TokensConfig(), Progress.silent(), 1)  # type: ignore[arg-type]
+        made = [make_document(t, i) for i, t in enumerate(texts[split])]
+        write_shards(made, tokenizer, folder, split)
     return folder
 
 

@@ -9,31 +9,18 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.support.engine.parity import decoder
 
 from whorl.engine import SamplingParams, Token, complete, fastest_dtype, generate, load_for_sampling
 from whorl.engine.step import DecodeStep
 from whorl.machine.device_probe import probe
-from whorl.models import Decoder, DecoderConfig, save_model
+from whorl.models import Decoder, save_model
 from whorl.nn.mlp import Activation
 
 
 def model(**changes: object) -> Decoder:
-    config = DecoderConfig(
-        vocab_size=40,
-        d_model=32,
-        n_layers=2,
-        n_heads=2,
-        n_kv_heads=1,
-        head_dim=16,
-        mlp_hidden=64,
-        ngram_buckets=64,
-    ).model_copy(update=changes)
-    g = torch.Generator().manual_seed(0)
-    made = Decoder(config, g)
-    with torch.no_grad():
-        for p in made.parameters():
-            p.add_(torch.randn(p.shape, generator=g) * 0.2)
-    return made
+    small = {"vocab_size": 40, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "mlp_hidden": 64}
+    return decoder(**{**small, **changes})
 
 
 def test_load_for_sampling(tmp_path: Path) -> None:
@@ -69,14 +56,14 @@ def test_fastest_dtype_avoids_slower_one(slow: torch.dtype, monkeypatch: pytest.
     ],
 )
 def test_decode_step_matches_decoder_forward(changes: dict[str, object]) -> None:
-    decoder = model(**changes)
-    step, ids = DecodeStep(decoder), torch.randint(40, (3, 20), generator=torch.Generator().manual_seed(1))
-    ours, theirs = decoder.new_state(3, 20), decoder.new_state(3, 20)
+    network = model(**changes)
+    step, ids = DecodeStep(network), torch.randint(40, (3, 20), generator=torch.Generator().manual_seed(1))
+    ours, theirs = network.new_state(3, 20), network.new_state(3, 20)
     with torch.inference_mode():
         for begin, end in ((0, 1), (1, 6), (6, 7), *((t, t + 1) for t in range(7, 20))):
-            want = decoder.logits(decoder(ids[:, begin:end], state=theirs)[:, -1])
+            want = network.logits(network(ids[:, begin:end], state=theirs)[:, -1])
             if end - begin > 1:  # several positions go through the decoder and leave the same cache
-                decoder(ids[:, begin:end], state=ours)
+                network(ids[:, begin:end], state=ours)
             else:
                 assert torch.allclose(step(ids[:, begin:end], ours), want, atol=1e-4, rtol=1e-4)
         for a, b in zip(ours.layers, theirs.layers, strict=True):
@@ -86,11 +73,11 @@ def test_decode_step_matches_decoder_forward(changes: dict[str, object]) -> None
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_with_cache_matches_without(temperature: float) -> None:
-    decoder = model()
+    network = model()
 
     def write(seed: int, use_cache: bool) -> list[int]:
         stream = generate(
-            decoder, [1, 2, 3], SamplingParams(temperature=temperature), torch.Generator().manual_seed(seed),
+            network, [1, 2, 3], SamplingParams(temperature=temperature), torch.Generator().manual_seed(seed),
             max_tokens=30, banned_ids=(39,), use_cache=use_cache,
         )  # fmt: skip
         return [t.id for t in stream]
@@ -101,15 +88,15 @@ def test_generate_with_cache_matches_without(temperature: float) -> None:
 
 
 def test_complete_matches_generate_alone() -> None:
-    decoder = model()
+    network = model()
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
     together = complete(
-        decoder, prompts, SamplingParams(temperature=0), torch.Generator(), max_tokens=12, eos_id=39
+        network, prompts, SamplingParams(temperature=0), torch.Generator(), max_tokens=12, eos_id=39
     )
     for prompt, found in zip(prompts, together, strict=True):
         alone = []
         for token in generate(
-            decoder, prompt, SamplingParams(temperature=0), torch.Generator(), max_tokens=12
+            network, prompt, SamplingParams(temperature=0), torch.Generator(), max_tokens=12
         ):
             if token.id == 39:
                 break
@@ -118,11 +105,11 @@ def test_complete_matches_generate_alone() -> None:
 
 
 def test_generate_starts_with_forced_prefix() -> None:
-    decoder = model()
+    network = model()
     names = [bytes([97 + i]) for i in range(26)] + [b"ab", b"abc", b"bc", b"\n", b"\n  "]
     for seed in range(5):
         stream = generate(
-            decoder, [1], SamplingParams(temperature=1.0), torch.Generator().manual_seed(seed),
+            network, [1], SamplingParams(temperature=1.0), torch.Generator().manual_seed(seed),
             max_tokens=6, banned_ids=range(len(names), 40), forced_prefix=b"abcx", token_bytes=names,
         )  # fmt: skip
         text = b"".join(names[t.id] for t in stream)
@@ -130,13 +117,13 @@ def test_generate_starts_with_forced_prefix() -> None:
 
 
 def test_generate_uses_own_seed_and_raw_log_probs() -> None:
-    decoder = model()
+    network = model()
     settings = SamplingParams(temperature=1.0, seed=5, repetition_penalty=1.5, logit_bias={3: 2.0})
 
     def write(seed: int) -> list[Token]:
         return list(
             generate(
-                decoder, [1, 2, 3], settings, torch.Generator().manual_seed(seed),
+                network, [1, 2, 3], settings, torch.Generator().manual_seed(seed),
                 max_tokens=8, banned_ids=(39,), top_log_probs=4,
             )
         )  # fmt: skip
@@ -145,7 +132,7 @@ def test_generate_uses_own_seed_and_raw_log_probs() -> None:
     assert tokens == write(1)
     ids = [1, 2, 3, *(t.id for t in tokens)]
     with torch.inference_mode():
-        raw = decoder.logits(decoder(torch.tensor([ids])))[0].log_softmax(-1)
+        raw = network.logits(network(torch.tensor([ids])))[0].log_softmax(-1)
     for place, token in enumerate(tokens, start=2):
         assert token.raw_log_prob == pytest.approx(float(raw[place, token.id]), abs=1e-4)
         best = [i for i in raw[place].argsort(descending=True).tolist() if i != 39][:4]
@@ -154,14 +141,14 @@ def test_generate_uses_own_seed_and_raw_log_probs() -> None:
 
 
 def test_complete_seeds_each_prompt() -> None:
-    decoder, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8]]
+    network, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8]]
     settings = SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=11)
-    together = complete(decoder, prompts, settings, torch.Generator(), max_tokens=10, eos_id=39)
+    together = complete(network, prompts, settings, torch.Generator(), max_tokens=10, eos_id=39)
     for number, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
         alone = [
             t.id
             for t in generate(
-                decoder, prompt, settings.model_copy(update={"seed": 11 + number}), torch.Generator(), max_tokens=10
+                network, prompt, settings.model_copy(update={"seed": 11 + number}), torch.Generator(), max_tokens=10
             )
         ]  # fmt: skip
         assert found == (alone[: alone.index(39)] if 39 in alone else alone)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.engine.parity import FAMILIES, GREEDY, PROMPTS, check, decoder, run
+from tests.support.engine.parity import FAMILIES, GREEDY, PROMPTS, check, decoder, ids_of, run
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -58,9 +58,7 @@ def test_preemption_does_not_change_tokens() -> None:
         engine = Engine(model, tight)
         got = run(engine, _six())
         assert engine.stats.n_preemptions > 0
-        assert {k: [t.id for t in v] for k, v in got.items()} == {
-            k: [t.id for t in v] for k, v in want.items()
-        }
+        assert ids_of(got) == ids_of(want)
 
 
 def _six() -> list[Request]:

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.engine.parity import decoder
+from tests.support.engine.parity import decoder, run
+from tests.support.models.transformer_shapes import made
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.models import LanguageModel
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import AttentionConfig, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig
 
 VOCAB, LONGEST = 50, 96
 
@@ -26,13 +27,7 @@ VOCAB, LONGEST = 50, 96
 def windows() -> Transformer:
     near = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16, window=12)
     mixers = {"near": near, "full": near.model_copy(update={"window": None})}
-    config = TransformerConfig(vocab_size=VOCAB, d_model=32, n_layers=2, mixers=mixers, mlp_hidden=64)
-    model = Transformer(config, torch.Generator().manual_seed(0)).eval()
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=draw) * 0.3)
-    return model
+    return made(n_layers=2, mixers=mixers, max_length=LONGEST).eval()
 
 
 def random_request(draw: random.Random, number: int) -> Request:
@@ -82,11 +77,7 @@ def test_soak_loses_and_mixes_up_nothing(model: Any, preemption: Any) -> None:
         alone = Engine(
             network, EngineConfig(max_num_seqs=1, max_model_len=LONGEST, enable_prefix_caching=False)
         )
-        alone.add(request)
-        own: list[Any] = []
-        while alone.busy:
-            for delta in alone.step():
-                own += delta.tokens
+        own = run(alone, [request])[name]
         found = tokens[name]
         if [t.id for t in found] != [t.id for t in own][: len(found)]:
             mixed_up.append(name)

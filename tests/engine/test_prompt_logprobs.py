@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tests.support.engine.parity import GREEDY, PROMPTS, check, decoder, run
+from tests.support.engine.parity import GREEDY, PROMPTS, check, decoder, drain, run
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -14,11 +14,8 @@ CONFIG = EngineConfig(block_size=4, max_num_seqs=6, max_model_len=60, max_num_ba
 
 def scores(engine: Engine, ids: tuple[int, ...], name: str) -> torch.Tensor:
     engine.add(Request(id=name, ids=ids, sampling=GREEDY, max_tokens=2, prompt_log_probs=True))
-    found = []
-    while engine.busy:
-        found += [d.prompt_log_probs for d in engine.step() if d.prompt_log_probs]
-    assert len(found) == 1
-    return torch.tensor(found[0])
+    (found,) = [d.prompt_log_probs for d in drain(engine)[name] if d.prompt_log_probs]
+    return torch.tensor(found)
 
 
 def test_scored_prompts_do_not_change_other_requests() -> None:

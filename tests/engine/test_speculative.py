@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.engine.parity import PROMPTS, check, decoder, run
+from tests.support.engine.parity import PROMPTS, check, decoder, ids_of, run
 from tests.support.models.transformer_shapes import HEADS, made
 
 from whorl.engine.config import EngineConfig
@@ -67,7 +67,7 @@ def test_drafts_change_no_token(proposer_name: str, temperature: float, family: 
     want = run(Engine(model, CONFIG), requests(temperature))
     engine = Engine(model, CONFIG, proposer=proposers(model)[proposer_name])
     got = run(engine, requests(temperature))
-    assert {k: [t.id for t in v] for k, v in got.items()} == {k: [t.id for t in v] for k, v in want.items()}
+    assert ids_of(got) == ids_of(want)
     check(model, requests(temperature), got)
     assert engine.stats.drafted_tokens > 0
     if proposer_name == "itself":  # the same model with the same random numbers samples the same tokens
@@ -90,7 +90,7 @@ def test_drafts_survive_preemption() -> None:
     )
     got = run(engine, requests())
     assert engine.stats.n_preemptions > 0
-    assert {k: [t.id for t in v] for k, v in got.items()} == {k: [t.id for t in v] for k, v in want.items()}
+    assert ids_of(got) == ids_of(want)
 
 
 def test_draft_tokens_follow_model_distribution() -> None:
@@ -144,7 +144,6 @@ def test_adaptive_draft_length_grows_and_pauses() -> None:
 
 
 def test_proposers_reject_unsuitable_models() -> None:
-
     windowed = made(mixers={"local": HEADS.model_copy(update={"window": 4})})
     with pytest.raises(ConfigError, match="full attention"):
         DraftModel(windowed)

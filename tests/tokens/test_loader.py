@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+from tests.support.tiny import make_document
 
 from whorl.tokens.loader import open_batches
 from whorl.tokens.shards import TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
 
-class Text(NamedTuple):
-    id: str
-    source: str
-    path: str
-    offset: int
-    text: str
-
-
 def token_set(folder: Path, texts: list[str], split: str = "train") -> dict[str, object]:
     folder.mkdir(exist_ok=True)
     tokenizer = Tokenizer.train(["0 1 2 3 4 5"], 300)
-    documents = [Text(str(i), "test", f"{i}.txt", 0, text) for i, text in enumerate(texts)]
-    return write_shards(documents, tokenizer, folder, split)  # type: ignore[arg-type]  # as good as a Document
+    documents = [make_document(text, i) for i, text in enumerate(texts)]
+    return write_shards(documents, tokenizer, folder, split)
 
 
 TEXTS = [" ".join(map(str, range(i, i + 5 + i % 37))) for i in range(60)]

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tiny import make_document
 
+from whorl.corpus.documents import document_id
 from whorl.errors import BudgetError, ConfigError, DataError
 from whorl.slots import Spec
 from whorl.tokens.loader import TokenBatch, TokenProducer, open_batches
 from whorl.tokens.packing import pack
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
-from whorl.tracking.progress import Progress
-
-
-class Text(NamedTuple):
-    id: str
-    source: str
-    path: str
-    offset: int
-    text: str
-
-    @property
-    def n_bytes(self) -> int:
-        return len(self.text.encode())
 
 
 @settings(max_examples=100, deadline=None)
@@ -65,13 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
     rng = np.random.default_rng(0)
     texts = [" ".join(map(str, rng.integers(0, 99, n))) for n in rng.integers(5, 300, 80)]
-    documents = [Text(f"id{i}", "test", f"{i}.txt", 10 * i, text) for i, text in enumerate(texts)]
+    documents = [make_document(text, i) for i, text in enumerate(texts)]
     tokenizer = Tokenizer.train(texts, 300)
     tokenizer.save(folder)
     size = sum(d.n_bytes for d in documents)
-    write_shards(
-        documents, tokenizer, folder, "train", TokensConfig(shard_tokens=5000), Progress.silent(), size
-    )  # type: ignore[arg-type]
+    write_shards(documents, tokenizer, folder, "train", TokensConfig(shard_tokens=5000), total_bytes=size)
     return folder
 
 
@@ -83,15 +70,14 @@ def test_trace_finds_document_and_byte_of_token(folder: Path) -> None:
         ids = stream.document(number)
         assert ids[0] == tokens.bos_id and ids[-1] == tokens.eos_id
         trace = tokens.trace(int(stream.starts[number]) + 5, "train", tokenizer)
-        assert (trace.document, trace.path) == (f"id{number}", f"{number}.txt")
+        path = f"{number}.txt"
+        assert (trace.document, trace.path) == (document_id("test", path, 0), path)
         assert trace.text_offset == len(tokenizer.decode(ids[1:5]))
     with pytest.raises(DataError, match="no token"):
         tokens.trace(len(stream))
 
 
 def test_truncated_shard_and_missing_split_raise(folder: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     shard = next(copy.glob("train-*.bin"))

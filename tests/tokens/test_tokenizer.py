@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, DataError
-from whorl.tokens import bpe
 from whorl.tokens.healing import heal
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -20,32 +17,10 @@ TEXT = Path(__file__).read_text().replace("<|", "< |") + "\n\tdef été(ß):\r\n
 TOKENIZER = Tokenizer.train([TEXT], 420, special_tokens=["<|tool|>", "<|tool|>s"])
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.dictionaries(st.binary(min_size=1, max_size=8), st.integers(1, 9), max_size=12), st.integers(257, 275)
-)
-def test_train_matches_naive_for_any_bytes(counts: dict[bytes, int], size: int) -> None:
-    assert bpe.train(counts, size) == bpe.train_naive(counts, size)
-
-
-def test_train_breaks_ties_by_greatest_pair() -> None:
-    assert bpe.train({b"ab": 3, b"cd": 3, b"ce": 3}, 257)[256] == b"ce"
-    assert bpe.train(Counter({b"cd": 3, b"ab": 3}), 258)[256:] == [b"cd", b"ab"]
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_encode_decodes_any_bytes(data: bytes) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(data)) == data
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.text(max_size=120), st.lists(st.integers(0, 120), max_size=5))
-def test_encode_stream_matches_encode(text: str, cuts: list[int]) -> None:
-    edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
-    chunks = [text[a:b] for a, b in itertools.pairwise(edges)]
-    streamed = [int(i) for ids in TOKENIZER.encode_stream(chunks) for i in ids]
-    assert streamed == TOKENIZER.encode(text).tolist()
 
 
 def test_hugging_face_loads_saved_file(tmp_path: Path) -> None:

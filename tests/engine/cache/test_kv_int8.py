@@ -6,13 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.engine.parity import decoder, drain
+from tests.support.models.transformer_shapes import made
 
 from whorl.engine.cache.kv_int8 import attend, attend_reference, bytes_per_token, dequantize_kv, quantize_kv
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
-from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig
+from whorl.models import Decoder, LanguageModel
 from whorl.models.transformer_config import AttentionConfig
 from whorl.nn.attention import causal
 
@@ -56,32 +58,11 @@ def test_bytes_per_token_matches_tensors() -> None:
     assert bytes_per_token(3, 2, 64) < 0.54 * (2 * 3 * 2 * 64 * 2)
 
 
-def randomized(model: LanguageModel) -> LanguageModel:
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=g) * 0.15)
-    return model.eval()
+HEADS_INT8 = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=16, smear=True, qk_norm=True, window=9)
 
 
-def decoder() -> LanguageModel:
-    config = DecoderConfig(
-        vocab_size=48,
-        d_model=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        mlp_hidden=64,
-        ngram_buckets=64,
-    )
-    return randomized(Decoder(config, torch.Generator().manual_seed(0)))
-
-
-def transformer() -> LanguageModel:
-    heads = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=16, smear=True, qk_norm=True, window=9)
-    config = TransformerConfig(vocab_size=48, d_model=32, n_layers=2, mlp_hidden=64, mixers={"a": heads})
-    return randomized(Transformer(config, torch.Generator().manual_seed(0)))
+def small_decoder() -> Decoder:
+    return decoder(vocab_size=48, head_dim=16, mlp_hidden=64)
 
 
 def prompt_log_probs(
@@ -92,13 +73,9 @@ def prompt_log_probs(
     for number, ids in enumerate(prompts):
         sampling = SamplingParams(temperature=0)
         engine.add(Request(id=str(number), ids=ids, sampling=sampling, max_tokens=6, prompt_log_probs=True))
-    found: dict[str, tuple[float, ...]] = {}
-    while engine.busy:
-        for delta in engine.step():
-            if delta.prompt_log_probs:
-                found[delta.request_id] = delta.prompt_log_probs
-        engine.check_integrity()
-    return [torch.tensor(found[str(number)]) for number in range(len(prompts))]
+    found = drain(engine)
+    scores = ([d.prompt_log_probs for d in found[str(n)] if d.prompt_log_probs] for n in range(len(prompts)))
+    return [torch.tensor(log_probs) for (log_probs,) in scores]
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -106,10 +83,8 @@ def prompts() -> list[tuple[int, ...]]:
     return [tuple(torch.randint(48, (n,), generator=g).tolist()) for n in (23, 30, 7, 17)]
 
 
-def test_int8_engine_matches_forward_with_quantized_kv(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, texts = decoder(), prompts()
+def test_int8_engine_matches_forward_with_quantized_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = small_decoder(), prompts()
     found = prompt_log_probs(model, texts, kv_cache_dtype="int8")
     plain = prompt_log_probs(model, texts)
     own = causal.causal_attention
@@ -128,7 +103,7 @@ def test_int8_engine_matches_forward_with_quantized_kv(
 
 
 def test_int8_cache_supports_windows_and_smeared_keys() -> None:
-    model, texts = transformer(), prompts()
+    model, texts = made(vocab_size=48, n_layers=2, mixers={"a": HEADS_INT8}).eval(), prompts()
     for int8_scores, plain in zip(
         prompt_log_probs(model, texts, kv_cache_dtype="int8"), prompt_log_probs(model, texts), strict=True
     ):
@@ -136,7 +111,7 @@ def test_int8_cache_supports_windows_and_smeared_keys() -> None:
 
 
 def test_int8_cache_has_expected_size() -> None:
-    model = decoder()
+    model = small_decoder()
     sizes = {kind: Engine(model, EngineConfig(kv_cache_dtype=kind)).runner for kind in ("model", "int8")}
     quantized = {
         kind: sum(t.nbytes for layer in runner.layers for t in layer.tensors[:2] + layer.tensors[3:])

@@ -19,6 +19,7 @@ from whorl.errors import ConfigError, ProducerError
 from whorl.serve.worker.disaggregated import DisaggregatedEngine
 
 RNG = random.Random(0)
+GREEDY = SamplingParams(temperature=0)
 LONG = tuple(RNG.randrange(50) for _ in range(300))
 
 
@@ -45,6 +46,13 @@ def tokens(deltas: list[Delta]) -> list[Token]:
     return [t for d in deltas for t in d.tokens]
 
 
+def tokens_alone(request: Request) -> list[int]:
+    """The token ids of one engine that runs this request only."""
+    one = tiny_engine.make("both")
+    one.add(request)
+    return [t.id for t in tokens(drain(one)[request.id])]
+
+
 def pages_open(pid: int | str) -> int:
     """Number of KV blocks that a process holds."""
     links = list(Path(f"/proc/{pid}/fd").iterdir()) if Path("/proc/self/fd").exists() else []
@@ -57,7 +65,7 @@ def pages_open(pid: int | str) -> int:
 
 def test_disaggregated_tokens_match_one_engine(engine: DisaggregatedEngine) -> None:
     requests = [
-        request("greedy", sampling=SamplingParams(temperature=0)),
+        request("greedy", sampling=GREEDY),
         request("drawn", LONG[:150], sampling=SamplingParams(temperature=1.0, seed=3)),
         request("unseeded", (*LONG[:77], 1, 2, 3), sampling=SamplingParams(temperature=0.7)),
         request("short", (1, 2, 3)),
@@ -113,20 +121,16 @@ def test_invalid_requests_end_with_their_error(engine: DisaggregatedEngine) -> N
         assert isinstance(error, ConfigError) and message in str(error)
 
 
-def test_dead_prefill_process_is_replaced_without_loss(
-    engine: DisaggregatedEngine,
-) -> None:
+def test_dead_prefill_process_is_replaced_without_loss(engine: DisaggregatedEngine) -> None:
     unusable = engine.n_rejected_blocks
     ids = tuple((x + 1) % 50 for x in LONG)
     old, engine.make_engine = engine._processes["prefill0"], tiny_engine.other_weights
     os.kill(old.popen.pid, signal.SIGSTOP)  # it never reads its messages
-    engine.add(request("orphan", ids, sampling=SamplingParams(temperature=0)))
+    engine.add(request("orphan", ids, sampling=GREEDY))
     assert engine._in_flight["orphan"].stage == "reading"
     os.kill(old.popen.pid, signal.SIGKILL)
     got = tokens(drain(engine)["orphan"])
-    one = tiny_engine.make("both")
-    one.add(request("orphan", ids, sampling=SamplingParams(temperature=0)))
-    assert [t.id for t in got] == [t.id for t in tokens(drain(one)["orphan"])]
+    assert [t.id for t in got] == tokens_alone(request("orphan", ids, sampling=GREEDY))
     assert engine._processes["prefill0"] is not old
     assert pages_open("self") == pages_open(engine._processes["decode0"].popen.pid) == 0
     # The replacement process has other weights, so its pages are rejected.
@@ -134,12 +138,10 @@ def test_dead_prefill_process_is_replaced_without_loss(
     engine.wait_until_ready()
     engine.make_engine = tiny_engine.make
     before = engine.n_transferred
-    engine.add(request("next", ids, sampling=SamplingParams(temperature=0)))
+    engine.add(request("next", ids, sampling=GREEDY))
     got = tokens(drain(engine)["next"])
     assert (engine.n_transferred, engine.n_rejected_blocks) == (before + 1, unusable + 1)
-    one = tiny_engine.make("both")
-    one.add(request("next", ids, sampling=SamplingParams(temperature=0)))
-    assert [t.id for t in got] == [t.id for t in tokens(drain(one)["next"])]
+    assert [t.id for t in got] == tokens_alone(request("next", ids, sampling=GREEDY))
 
 
 def test_dead_decode_process_aborts_and_retries(engine: DisaggregatedEngine) -> None:

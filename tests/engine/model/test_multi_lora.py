@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.support.engine import parity
+from tests.support.models.transformer_shapes import made
 from torch import Tensor
 
 from whorl.engine.config import EngineConfig
@@ -19,7 +21,7 @@ from whorl.engine.model.multi_lora import Adapters, LoRAMapping, lora_delta, lor
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig
+from whorl.models import Decoder, LanguageModel, Transformer
 from whorl.models.lora import LoRA, LoRAFactors, init_lora, load_lora, merge_lora, save_lora, target_modules
 from whorl.models.quantization.gptq import quantize_model
 from whorl.models.quantization.weights import QuantizationConfig
@@ -27,37 +29,12 @@ from whorl.models.transformer_config import AttentionConfig
 
 
 def decoder() -> Decoder:
-    config = DecoderConfig(
-        vocab_size=48,
-        d_model=32,
-        n_layers=2,
-        n_heads=2,
-        n_kv_heads=1,
-        head_dim=16,
-        mlp_hidden=64,
-        ngram_buckets=64,
-    )
-    return lively(Decoder(config, torch.Generator().manual_seed(0)))
+    return parity.decoder(vocab_size=48, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64)
 
 
-def llama(**changes: Any) -> Transformer:
+def llama() -> Transformer:
     heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
-    fields = {
-        "vocab_size": 48,
-        "d_model": 32,
-        "n_layers": 2,
-        "mlp_hidden": 40,
-        "mixers": {"a": heads},
-    } | changes
-    return lively(Transformer(TransformerConfig.model_validate(fields), torch.Generator().manual_seed(0)))
-
-
-def lively(model: Any) -> Any:
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=g) * 0.1)
-    return model.eval()
+    return made(vocab_size=48, n_layers=2, mixers={"a": heads}).eval()
 
 
 def lora(model: LanguageModel, seed: int, rank: int = 4, layers: tuple[str, ...] = ()) -> LoRA:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.engine.parity import decoder
+from tests.support.engine.parity import decoder, drain, tokens_of
 
 from whorl.engine import generate
 from whorl.engine.config import EngineConfig
@@ -40,17 +40,8 @@ def engine(**more: Any) -> Engine:
     )
 
 
-def run(engine: Engine) -> dict[str, list[Delta]]:
-    out: dict[str, list[Delta]] = {}
-    while engine.busy:
-        for delta in engine.step():
-            out.setdefault(delta.request_id, []).append(delta)
-        engine.check_integrity()
-    return out
-
-
 def ids(deltas: list[Delta]) -> list[int]:
-    return [token.id for delta in deltas for token in delta.tokens]
+    return [token.id for token in tokens_of(deltas)]
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -61,23 +52,18 @@ def test_engine_samples_as_generate(drafts: bool) -> None:
         prompt = (n + 1, 2, 3, 1, 2, 3)
         mixed.add(
             Request(
-                id=str(n),
-                ids=prompt,
-                sampling=settings,
-                max_tokens=24,
-                forced_prefix=prefix,
-                top_log_probs=3,
+                id=str(n), ids=prompt, sampling=settings, max_tokens=24, forced_prefix=prefix, top_log_probs=3
             )
         )
         # A scored prompt between them in every batch
         mixed.add(Request(id=f"scored {n}", ids=tuple(range(n + 9)), max_tokens=3, prompt_log_probs=True))
-    found = run(mixed)
+    found = drain(mixed)
     for n, settings in enumerate(SETTINGS):
         stream = generate(
             decoder(), [n + 1, 2, 3, 1, 2, 3], settings, torch.Generator(), max_tokens=24, banned_ids=(48,),
             forced_prefix=b"abc" if n % 2 else b"", token_bytes=WORDS, top_log_probs=3,
         )  # fmt: skip
-        tokens = [token for delta in found[str(n)] for token in delta.tokens]
+        tokens = tokens_of(found[str(n)])
         for ours, alone in zip(tokens, stream, strict=True):
             assert ours.id == alone.id
             assert [i for i, _ in ours.alternatives] == [i for i, _ in alone.alternatives]
@@ -101,7 +87,7 @@ def test_grammars_end_only_their_requests() -> None:
         )  # fmt: skip
     mixed.add(Request(id="stuck", ids=(5,), sampling=sampling, grammar=Grammar(regex="a(b|Z)Q")))
     mixed.add(Request(id="free", ids=(1, 2, 3), sampling=sampling, max_tokens=30))
-    found = run(mixed)
+    found = drain(mixed)
     for name, regex in patterns.items():
         text = b"".join(delta.text for delta in found[name])
         begun = b"ab " if name == "healed" else b""
@@ -114,7 +100,7 @@ def test_grammars_end_only_their_requests() -> None:
 def test_stop_string_ends_request_across_tokens() -> None:
     free = engine()
     free.add(Request(id="one", ids=(4, 5), sampling=SamplingParams(temperature=1, seed=8), max_tokens=40))
-    text = b"".join(delta.text for delta in run(free)["one"])
+    text = b"".join(delta.text for delta in drain(free)["one"])
     stop = text[11:15]
     stopped = engine()
     stopped.add(
@@ -126,7 +112,7 @@ def test_stop_string_ends_request_across_tokens() -> None:
             stop=(stop, b"never"),
         )
     )
-    deltas = run(stopped)["one"]
+    deltas = drain(stopped)["one"]
     assert b"".join(delta.text for delta in deltas) == text[: text.index(stop)]
     assert deltas[-1].finish_reason == "stop"
 
@@ -137,7 +123,7 @@ def test_nan_logits_abort_only_their_request(monkeypatch: pytest.MonkeyPatch) ->
     sampling = SamplingParams(temperature=1, seed=4)
     for n, name in enumerate(names):
         mixed.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
-    alone = {name: ids(deltas) for name, deltas in run(mixed).items()}
+    alone = {name: ids(deltas) for name, deltas in drain(mixed).items()}
     with_nan = engine()
     for n, name in enumerate(names):
         with_nan.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
@@ -150,7 +136,7 @@ def test_nan_logits_abort_only_their_request(monkeypatch: pytest.MonkeyPatch) ->
         return logits
 
     monkeypatch.setattr(with_nan.runner, "run", nan_logits)
-    found = run(with_nan)
+    found = drain(with_nan)
     assert {name: deltas[-1].finish_reason for name, deltas in found.items()} == {
         "healthy": "length", "ill": "abort", "sound": "length",
     }  # fmt: skip

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.support.engine.parity import PROMPTS, check, decoder, run
+from tests.support.engine.parity import PROMPTS, check, decoder, drain, run, tokens_of
 from tests.support.models.transformer_shapes import HEADS, made
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.engine.request import Delta, Request
+from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.engine.scheduling.prefill_budget import MAX_CONSECUTIVE_MIXED_STEPS, MEDIAN_WINDOW, PrefillBudget
 from whorl.errors import ConfigError
@@ -175,7 +175,7 @@ def test_new_weights_apply_between_steps_with_version() -> None:
     engine.add(request("during", n=9))
     engine.step()
     engine.follow_board(board)
-    tokens = [t for d in _until_idle(engine) for t in d.tokens]
+    tokens = [t for ds in drain(engine).values() for t in tokens_of(ds)]
     assert {t.version for t in tokens} == {3}
     after = request("after", n=9)
     out = run(engine, [after])
@@ -195,16 +195,9 @@ def test_update_weights_can_recompute_running_requests() -> None:
     engine.add(one)
     before = [t for d in engine.step() for t in d.tokens]
     engine.update_weights(dict(other.named_parameters()), 1, recompute=True)
-    after = [t for d in _until_idle(engine) for t in d.tokens]
+    after = [t for ds in drain(engine).values() for t in tokens_of(ds)]
     rest = one.model_copy(update={"ids": (*one.ids, *(t.id for t in before)), "max_tokens": len(after)})
     check(other, [rest], {"one": after})
-
-
-def _until_idle(engine: Engine) -> list[Delta]:
-    deltas = []
-    while engine.busy:
-        deltas += engine.step()
-    return deltas
 
 
 def test_prompt_log_probs_match_forward() -> None:
@@ -212,7 +205,7 @@ def test_prompt_log_probs_match_forward() -> None:
     engine = Engine(model, SMALL.model_copy(update={"max_num_batched_tokens": 7}))
     ids = tuple(PROMPTS[5])
     engine.add(Request(id="scored", ids=ids, sampling=GREEDY, max_tokens=2, prompt_log_probs=True))
-    updated = [d.prompt_log_probs for d in _until_idle(engine) if d.prompt_log_probs]
+    updated = [d.prompt_log_probs for d in drain(engine)["scored"] if d.prompt_log_probs]
     with torch.no_grad():
         want = model.logits(model(torch.tensor([ids])))[0, :-1].log_softmax(-1)
     want = want.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -244,7 +237,7 @@ def test_small_cache_rejects_prompt_or_ends_output() -> None:
     with pytest.raises(ConfigError, match="the cache holds 16"):
         engine.add(request("long", ids=(1,) * 20))
     engine.add(request("one", n=10, max_tokens=30))
-    deltas = _until_idle(engine)
+    deltas = drain(engine)["one"]
     assert deltas[-1].finish_reason == "length" and sum(len(d.tokens) for d in deltas) == 6
     engine.check_integrity()
 
@@ -255,12 +248,11 @@ def test_sequence_preempted_at_first_token_resumes() -> None:
     engine.add(one)
     engine.step()
     engine.scheduler.preempt(engine.sequences()[0])
-    rest = [t for d in _until_idle(engine) for t in d.tokens]
+    rest = [t for ds in drain(engine).values() for t in tokens_of(ds)]
     assert len(rest) == 5
 
 
 def test_windowed_model_uses_pages_of_window_only() -> None:
-
     local = HEADS.model_copy(update={"window": 6})
     engine = Engine(made(mixers={"local": local}).eval(), SMALL.model_copy(update={"kv_cache_tokens": 400}))
     engine.add(request("one", n=20, max_tokens=40))

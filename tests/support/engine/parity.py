@@ -8,7 +8,7 @@ import torch
 
 from tests.support.models.transformer_shapes import KINDS, made
 from whorl.engine.engine import Engine
-from whorl.engine.request import Request
+from whorl.engine.request import Delta, Request, Token
 from whorl.engine.sampling_params import SamplingParams
 from whorl.models import Decoder, DecoderConfig, LanguageModel
 
@@ -34,18 +34,34 @@ FAMILIES = {
 }
 
 
-def run(engine: Engine, requests: list[Request]) -> dict[str, list[Any]]:
-    """Return the tokens of all requests; checks the page accounting at every step."""
-    for request in requests:
-        engine.add(request)
-    out: dict[str, list[Any]] = {r.id: [] for r in requests}
-    for _ in range(2000):
+def drain(engine: Engine) -> dict[str, list[Delta]]:
+    """Run `engine` until it is idle; returns the deltas of each request. Checks the page accounting at every step."""
+    out: dict[str, list[Delta]] = {}
+    for _ in range(20_000):
         if not engine.busy:
             return out
         for delta in engine.step():
-            out[delta.request_id] += delta.tokens
+            out.setdefault(delta.request_id, []).append(delta)
         engine.check_integrity()
-    raise AssertionError("the engine does not end")
+    raise AssertionError("the engine does not finish")
+
+
+def tokens_of(deltas: list[Delta]) -> list[Token]:
+    """The tokens of all deltas, in order."""
+    return [token for delta in deltas for token in delta.tokens]
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[Token]]:
+    """Add the requests, run the engine until it is idle, and return the tokens of each request."""
+    for request in requests:
+        engine.add(request)
+    out = drain(engine)
+    return {request.id: tokens_of(out.get(request.id, [])) for request in requests}
+
+
+def ids_of(out: dict[str, list[Token]]) -> dict[str, list[int]]:
+    """Token ids of each request."""
+    return {name: [token.id for token in tokens] for name, tokens in out.items()}
 
 
 @torch.no_grad()
@@ -56,7 +72,7 @@ def expected(model: LanguageModel, ids: list[int], n_prompt: int) -> torch.Tenso
     return log_probs[n_prompt - 1 : -1].gather(-1, targets[:, None])[:, 0]
 
 
-def check(model: LanguageModel, requests: list[Request], out: dict[str, list[Any]]) -> None:
+def check(model: LanguageModel, requests: list[Request], out: dict[str, list[Token]]) -> None:
     for request in requests:
         tokens = out[request.id]
         assert len(tokens) == request.max_tokens

@@ -150,7 +150,7 @@ class BlockPool:
             contents = self.page_hashes[page]
             if n_holders[page] != self.ref_counts[page]:
                 errors.append(
-                    f"page {page} has {self.ref_counts[page]}references, and {n_holders[page]} page lists contain it"
+                    f"page {page} has {self.ref_counts[page]} references, and {n_holders[page]} page lists contain it"
                 )
             elif states != 1:
                 errors.append(f"page {page} is in {states} states")
