@@ -1,4 +1,4 @@
-"""fp8: rounding is the format's, products and gradients are the definition's, and only matrices of blocks use it."""
+"""fp8 products: rounding of the formats, products and gradients against the definition, selected layers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from whorl.nn import Linear, float8
 FORMATS = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}  # bits of mantissa, smallest exponent
 
 
-def rounded(value: float, dtype: torch.dtype) -> float:
-    """The nearest number of the format, ties to the even one, by arithmetic on one number."""
+def round_to_format(value: float, dtype: torch.dtype) -> float:
+    """Return the nearest number of the format, ties to even, by scalar arithmetic."""
     if value == 0:
         return 0.0
-    digits, least = FORMATS[dtype]
-    exponent = max(math.frexp(value)[1] - 1, least)
+    digits, smallest = FORMATS[dtype]
+    exponent = max(math.frexp(value)[1] - 1, smallest)
     step = 2.0 ** (exponent - digits)
     return round(value / step) * step  # Python rounds halves to even
 
 
 @pytest.mark.parametrize("dtype", list(FORMATS))
-def test_rounding_is_the_formats(dtype: torch.dtype) -> None:
+def test_float8_rounding_matches_format(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     t = torch.randn(500, generator=g) * 10.0 ** torch.randint(-6, 3, (500,), generator=g)
     eight, scale = float8.quantize(t, dtype)
     largest = torch.finfo(dtype).max
     assert float(scale) == pytest.approx(float(t.abs().max()) / largest)
     assert eight.float().abs().max() == largest
-    wanted = torch.tensor([rounded(float(x), dtype) for x in t / scale])
+    wanted = torch.tensor([round_to_format(float(x), dtype) for x in t / scale])
     assert torch.equal(eight.float(), wanted)
 
 
-def values(t: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(t: Tensor, dtype: torch.dtype) -> Tensor:
     eight, scale = float8.quantize(t, dtype)
     return eight.float() * scale
 
@@ -51,23 +51,23 @@ def check_product() -> None:
     x, w, upstream = operands()
     y = float8.float8_linear(x, w, None)
     y.backward(upstream)
-    x8, w8 = values(x.detach(), float8.FORWARD_DTYPE), values(w.detach(), float8.FORWARD_DTYPE)
-    g8 = values(upstream, float8.BACKWARD_DTYPE)
+    x8, w8 = dequantized(x.detach(), float8.FORWARD_DTYPE), dequantized(w.detach(), float8.FORWARD_DTYPE)
+    g8 = dequantized(upstream, float8.BACKWARD_DTYPE)
     assert x.grad is not None and w.grad is not None
     torch.testing.assert_close(y, x8 @ w8.T, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(x.grad, g8 @ w8, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(w.grad, g8.flatten(0, 1).T @ x8.flatten(0, 1), rtol=1e-4, atol=1e-7)
     exact = x @ w.T
     error = (y - exact).norm() / exact.norm()
-    assert 0.005 < error < 0.06  # it is eight bits, and no less
+    assert 0.005 < error < 0.06  # the error of eight bits
 
 
-def test_products_and_gradients_are_those_of_the_definition() -> None:
+def test_float8_products_and_gradients_match_definition() -> None:
     check_product()
 
 
-def test_on_a_gpu_operands_lie_as_its_product_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path that no test can run here, with a stand-in that insists on what cuBLAS insists on."""
+def test_float8_gpu_operands_have_the_required_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU path, with a substitute for `torch._scaled_mm` that checks the requirements of cuBLAS."""
     calls = []
 
     def scaled_mm(
@@ -92,24 +92,24 @@ def test_on_a_gpu_operands_lie_as_its_product_wants_them(monkeypatch: pytest.Mon
     assert calls == [(torch.float8_e4m3fn, True), (torch.float8_e5m2, False), (torch.float8_e5m2, False)]
 
 
-def test_rows_that_do_not_fit_are_multiplied_as_usual() -> None:
+def test_float8_unaligned_rows_use_the_input_type() -> None:
     x, w, _ = operands()
     few = x[0, :5]
     assert torch.equal(float8.float8_linear(few, w, None), torch.nn.functional.linear(few, w))
     assert float8.float8_linear(x[:, :0], w, None).shape == (2, 0, 64)
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden() -> None:
+def test_float8_keeps_zeros_and_non_finite_values() -> None:
     x, w, _ = operands()
     assert float8.float8_linear(torch.zeros(16, 48), w, None).abs().max() == 0
     for bad in (math.nan, math.inf):
         with torch.no_grad():
-            spoilt = x.detach().clone()
-            spoilt[0, 0, 0] = bad
-        assert not float8.float8_linear(spoilt, w, None).isfinite().all()
+            damaged = x.detach().clone()
+            damaged[0, 0, 0] = bad
+        assert not float8.float8_linear(damaged, w, None).isfinite().all()
 
 
-def test_only_matrices_of_blocks_use_it() -> None:
+def test_use_float8_selects_block_matrices_only() -> None:
     shape = DecoderConfig(
         vocab_size=64, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64
     )
@@ -118,6 +118,6 @@ def test_only_matrices_of_blocks_use_it() -> None:
     using = {name for name, m in model.named_modules() if isinstance(m, Linear) and m.matmul is not None}
     assert set(names) == using and len(names) == 2 * 4
     assert all(name.startswith("blocks.") for name in names)
-    assert Linear.matmul is None  # of no other model
+    assert Linear.matmul is None  # other models are unchanged
     gate = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([Linear(32, 1, std=1.0)])})
     assert float8.use_float8(gate) == []

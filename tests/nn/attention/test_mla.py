@@ -1,4 +1,4 @@
-"""Latent attention: the absorbed form against the expanded one, and both against transformers' DeepSeek-V3."""
+"""Multi-head latent attention: both forms against the equations and against DeepSeek-V3 of `transformers`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.nn.checks import gen
 
-from whorl.errors import ConfigError
 from whorl.nn.attention.mla import MultiHeadLatentAttention
+from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.positions.rotary import Rotary
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def layer(rotary: Rotary | str | None = "own", **kwargs: Any) -> MultiHeadLatentAttention:
+def make_layer(rotary: Rotary | str | None = "own", **kwargs: Any) -> MultiHeadLatentAttention:
     options = {"kv_rank": 20, "q_rank": 14, "nope_dim": 8, "rope_dim": 4, "v_dim": 6, **kwargs}
     turned = Rotary(options["rope_dim"], 100.0, torch.float32) if rotary == "own" else rotary
     made = MultiHeadLatentAttention(24, 3, rotary=turned, generator=gen(), **options)  # type: ignore[arg-type]
@@ -27,13 +24,13 @@ def layer(rotary: Rotary | str | None = "own", **kwargs: Any) -> MultiHeadLatent
     return made
 
 
-def by_hand(made: MultiHeadLatentAttention, x: torch.Tensor) -> torch.Tensor:
-    """One row [T, D] from the paper's equations, a head and a query at a time."""
+def mla_by_loop(made: MultiHeadLatentAttention, x: torch.Tensor) -> torch.Tensor:
+    """Return one row [T, D] by the paper's equations, a head and a query at a time."""
 
     def norm(h: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
 
-    def turn(h: torch.Tensor, at: int) -> torch.Tensor:
+    def rotate(h: torch.Tensor, at: int) -> torch.Tensor:
         """Pairs (i, i + half) as complex numbers."""
         half = h.shape[-1] // 2
         angle = at * 100.0 ** (-torch.arange(half) * 2 / h.shape[-1])
@@ -49,27 +46,26 @@ def by_hand(made: MultiHeadLatentAttention, x: torch.Tensor) -> torch.Tensor:
     for i in range(length):
         heads = []
         for h in range(3):
-            ours = torch.cat([q[i, h, :8], turn(q[i, h, 8:], i)])
-            keys = [torch.cat([kv[j, h, :8], turn(r[j], j)]) for j in range(i + 1)]
-            p = (torch.stack(keys) @ ours / 12**0.5).softmax(0)
+            query = torch.cat([q[i, h, :8], rotate(q[i, h, 8:], i)])
+            keys = [torch.cat([kv[j, h, :8], rotate(r[j], j)]) for j in range(i + 1)]
+            p = (torch.stack(keys) @ query / 12**0.5).softmax(0)
             heads.append(p @ kv[: i + 1, h, 8:])
         rows.append(made.out.weight @ torch.cat(heads))
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_both_forms_equal_the_equations(form: str) -> None:
-    made = layer()
+def test_mla_forms_match_equations(form: str) -> None:
+    made = make_layer()
     made.form = form  # type: ignore[assignment]
     x = torch.randn(2, 9, 24, generator=gen(3))
-    want = torch.stack([by_hand(made, row) for row in x])
+    want = torch.stack([mla_by_loop(made, row) for row in x])
     torch.testing.assert_close(made(x), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("q_rank", [None, 14])
-def test_equals_transformers(interleaved: bool, q_rank: int | None) -> None:
-    pytest.importorskip("transformers")
+def test_mla_matches_transformers_with_gradients(interleaved: bool, q_rank: int | None) -> None:
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as peer
 
@@ -80,13 +76,13 @@ def test_equals_transformers(interleaved: bool, q_rank: int | None) -> None:
     )  # fmt: skip
     theirs = peer.DeepseekV3Attention(config, 0)
     layout = "interleaved" if interleaved else "half"
-    made = layer(Rotary(4, 100.0, torch.float32, layout=layout), q_rank=q_rank)  # type: ignore[arg-type]
+    made = make_layer(Rotary(4, 100.0, torch.float32, layout=layout), q_rank=q_rank)  # type: ignore[arg-type]
     names = {
         "q": "q_proj", "q_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "q_b": "q_b_proj",
         "kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "out": "o_proj",
     }  # fmt: skip
     renamed = {f"{names[n.split('.')[0]]}.weight": p for n, p in made.state_dict().items()}
-    theirs.load_state_dict(renamed)  # strict: every name of theirs is ours
+    theirs.load_state_dict(renamed)  # strict: all names are mapped
 
     x = torch.randn(2, 9, 24, generator=gen(3), requires_grad=True)
     tables = peer.DeepseekV3RotaryEmbedding(config)(x, torch.arange(9)[None])
@@ -104,93 +100,18 @@ def test_equals_transformers(interleaved: bool, q_rank: int | None) -> None:
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("form", ["auto", "expanded", "absorbed"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("pieces", [(1, 3, 8), (1,) * 12, (12,), (7, 5)])
-def test_a_row_in_pieces_equals_the_expanded_row(form: str, packed: bool, pieces: tuple[int, ...]) -> None:
-    made = layer()
-    x = torch.randn(2, 12, 24, generator=gen(3))
-    segments = torch.tensor([[3] * 5 + [4] * 7, [0] * 12]) if packed else None
-    made.form = "expanded"
-    whole = made(x, segments=segments)
-    made.form = form  # type: ignore[assignment]
-    state, outs, start = made.new_state(2, 15), [], 0
-    for n in pieces:
-        cut = slice(start, start + n)
-        outs.append(made(x[:, cut], segments=None if segments is None else segments[:, cut], state=state))
-        start += n
-    torch.testing.assert_close(torch.cat(outs, 1), whole, atol=1e-5, rtol=1e-4)
-    assert state.length == 12 and state.n_bytes == 2 * 15 * (24 * 4 + 8 * packed)
-
-
-@pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_a_packed_row_equals_its_documents(form: str) -> None:
-    made = layer()
-    made.form = form  # type: ignore[assignment]
-    docs = [torch.randn(1, n, 24, generator=gen(n)) for n in (5, 1, 6)]
-    packed = made(
-        torch.cat(docs, 1),
-        positions=torch.cat([torch.arange(n) for n in (5, 1, 6)]),
-        segments=torch.tensor([[1] * 5 + [2] + [3] * 6]),
-    )
-    apart = torch.cat([made(d) for d in docs], 1)
-    torch.testing.assert_close(packed, apart, atol=1e-5, rtol=1e-4)
-    # Positions of each row for itself, and distances alone count.
-    moved = made(docs[0], positions=torch.arange(5)[None] + 40)
-    torch.testing.assert_close(moved, made(docs[0]), atol=1e-4, rtol=1e-3)
-
-
-def test_auto_absorbs_single_positions_and_expands_long_pieces() -> None:
+def test_mla_auto_selects_the_cheaper_form() -> None:
     made = MultiHeadLatentAttention(24, 2, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, rotary=None)
     assert not made._expanded_is_cheaper(1, 4096)
-    # The two costs meet at kv_rank (nope + v) / (2 kv_rank - nope - v) = 171 queries, were the past alone seen.
+    # Over the past only, the costs are equal at kv_rank (nope + v) / (2 kv_rank - nope - v) = 171 queries.
     assert not made._expanded_is_cheaper(160, 1_000_000) and made._expanded_is_cheaper(180, 1_000_000)
     assert made._expanded_is_cheaper(4096, 0)
 
 
-def test_the_state_is_a_fifth_of_multi_head_attention() -> None:
-    heads = pytest.importorskip("whorl.nn.attention.multi_head")
+def test_mla_state_is_a_fifth_of_multi_head_attention() -> None:
     made = MultiHeadLatentAttention(128, 8, kv_rank=40, nope_dim=16, rope_dim=8, v_dim=16, rotary=None)
-    peer = heads.MultiHeadAttention(128, 8)
+    peer = MultiHeadAttention(128, 8)
     for dtype in (torch.float32, torch.bfloat16):
         ours, theirs = (m.new_state(2, 64, dtype=dtype).n_bytes for m in (made, peer))
         assert ours == 2 * 64 * 48 * dtype.itemsize
         assert theirs >= 5 * ours
-
-
-@pytest.mark.parametrize("q_rank", [None, 14])
-@pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_the_past_alone_is_seen_and_every_parameter_learns(q_rank: int | None, form: str) -> None:
-    made = layer(q_rank=q_rank)
-    made.form = form  # type: ignore[assignment]
-    x = torch.randn(2, 10, 24, generator=gen(5))
-    y = made(x)
-    other = x.clone()
-    other[:, 6:] += 1
-    torch.testing.assert_close(made(other)[:, :6], y[:, :6])
-    assert not torch.allclose(made(other)[:, 6:], y[:, 6:])
-    (y * torch.randn(y.shape, generator=gen(6))).sum().backward()
-    for name, parameter in made.named_parameters():
-        assert parameter.grad is not None and bool((parameter.grad != 0).any()), name
-
-
-def test_bf16_is_near_fp32_in_a_bf16_cache() -> None:
-    made, x = layer(), torch.randn(2, 20, 24, generator=gen(5))
-    state = made.new_state(2, 20, dtype=torch.bfloat16)
-    with torch.no_grad():
-        full = made(x)
-        low = torch.cat([made(x[:, t : t + 1].bfloat16(), state=state) for t in range(20)], 1)
-    assert low.dtype == torch.bfloat16
-    assert float((low.float() - full).norm() / full.norm()) < 0.03
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_rank is 0"):
-        layer(kv_rank=0)
-    with pytest.raises(ConfigError, match="rope_dim is 4"):
-        layer(Rotary(6, 100.0, torch.float32))
-    made, x = layer(), torch.randn(1, 4, 24)
-    state = made.new_state(1, 6)
-    made(x, state=state)
-    with pytest.raises(ConfigError, match="capacity is 6"):
-        made(x, state=state)

@@ -1,4 +1,4 @@
-"""Multi-head attention against torch's module; pieces equal rows, packed rows their documents; short mixing."""
+"""Multi-head attention against torch, decoding in pieces, packed rows, shared keys; short mixing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.nn.checks import assert_same_with_gradients, gen
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.attention.short_conv import ShortConvolution, Smear
-from whorl.nn.attention.state import KeyValues
 from whorl.nn.positions.rotary import Rotary
 
 D, H, T = 32, 4, 11
@@ -32,14 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def layer(seed: int = 0, **options: Any) -> MultiHeadAttention:
+def make_layer(seed: int = 0, **options: Any) -> MultiHeadAttention:
     made = MultiHeadAttention(D, H, generator=gen(seed), **options)
     for name, p in made.named_parameters():
-        if name.startswith("out") or not p.any():  # what starts at 0 would prove nothing
+        if name.startswith("out") or not p.any():  # parameters that start at 0 would hide errors
             nn.init.normal_(p, std=0.3, generator=gen(seed + 1))
     return made
 
@@ -50,8 +46,8 @@ def rows(length: int = T, seed: int = 5) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [[1, 3, 7], [1] * T, [5, 5, 1]])
-def test_pieces_equal_the_whole_row(kind: str, pieces: list[int]) -> None:
-    mixer, x = layer(**KINDS[kind]), rows()
+def test_multi_head_pieces_equal_the_row(kind: str, pieces: list[int]) -> None:
+    mixer, x = make_layer(**KINDS[kind]), rows()
     whole = mixer(x)
     for grad in (False, True):
         state = mixer.new_state(2, T)
@@ -61,14 +57,14 @@ def test_pieces_equal_the_whole_row(kind: str, pieces: list[int]) -> None:
         assert state.length == T
         with pytest.raises(ConfigError, match="capacity is 11"):
             mixer(x[:, :1], state=state)
-        assert state.length == T  # a refused call leaves it as it was
+        assert state.length == T  # a rejected call leaves the state unchanged
         if grad:
-            torch.cat(parts, 1).sum().backward()  # stops at the state, but runs
+            torch.cat(parts, 1).sum().backward()  # gradients stop at the state
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_row_equals_its_documents(kind: str) -> None:
-    mixer = layer(**KINDS[kind])
+def test_multi_head_packed_row_equals_documents(kind: str) -> None:
+    mixer = make_layer(**KINDS[kind])
     documents = [rows(n, seed=n) for n in (5, 1, 7)]
     segments = torch.tensor([[4] * 5 + [9] + [2] * 7]).expand(2, -1)
     positions = torch.cat([torch.arange(n) for n in (5, 1, 7)])
@@ -81,8 +77,8 @@ def test_a_packed_row_equals_its_documents(kind: str) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), want, atol=1e-5, rtol=1e-4)
 
 
-def test_segments_may_be_named_late() -> None:
-    mixer, x = layer(rotary=ROTARY, smear=True, window=4), rows()
+def test_segments_may_start_in_a_later_piece() -> None:
+    mixer, x = make_layer(rotary=ROTARY, smear=True, window=4), rows()
     segments = torch.tensor([[0] * 6 + [1] * 5, [0] * 8 + [1] * 3])
     state = mixer.new_state(2, T)
     parts = [mixer(x[:, :3], state=state), mixer(x[:, 3:], None, segments[:, 3:], state)]
@@ -90,7 +86,7 @@ def test_segments_may_be_named_late() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_torchs_module_is_matched_with_gradients(causal: bool) -> None:
+def test_multi_head_matches_torch_with_gradients(causal: bool) -> None:
     theirs = nn.MultiheadAttention(D, H, batch_first=True)
     ours = MultiHeadAttention(D, H, bias=True, out_bias=True, causal=causal)
     with torch.no_grad():
@@ -111,7 +107,7 @@ def test_torchs_module_is_matched_with_gradients(causal: bool) -> None:
     torch.testing.assert_close(d_ours, d_theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_cross_attention_is_torchs_and_decodes() -> None:
+def test_cross_attention_matches_torch_and_decodes() -> None:
     theirs = nn.MultiheadAttention(D, H, kdim=12, vdim=12, batch_first=True, bias=False)
     ours = MultiHeadAttention(D, H, context_dim=12)
     with torch.no_grad():
@@ -132,36 +128,36 @@ def test_cross_attention_is_torchs_and_decodes() -> None:
     parts += [ours(x[:, t : t + 1], state=state) for t in range(3, T)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-4)
     assert state.length == T and state.n_bytes == 2 * 2 * 6 * D * 4 + allowed.nbytes
-    # Packed: each document sees its own context, and one whose context is empty sees nothing.
-    ids, theirs_ids = (
+    # Packed: each document attends to its context; a document without context gets 0.
+    ids, context_ids = (
         torch.tensor([[1] * 5 + [2] * 4 + [3] * 2]).expand(2, -1),
         torch.tensor([[1, 1, 2, 2, 2, 2]]),
     )
-    packed = ours(x, None, ids, context=context, context_segments=theirs_ids.expand(2, -1))
+    packed = ours(x, None, ids, context=context, context_segments=context_ids.expand(2, -1))
     torch.testing.assert_close(packed[:, :5], ours(x[:, :5], context=context[:, :2]), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(packed[:, 5:9], ours(x[:, 5:9], context=context[:, 2:]), atol=1e-5, rtol=1e-4)
     assert (packed[:, 9:] == 0).all()
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_layer_reuses_the_keys_of_another(window: int | None) -> None:
+def test_shared_kv_uses_keys_of_another_layer(window: int | None) -> None:
     options: dict[str, Any] = {"rotary": ROTARY, "n_kv_heads": 2, "qk_norm": 1e-6, "window": window}
-    first, second = layer(0, **options), layer(7, has_kv_proj=False, **options)
+    first, second = make_layer(0, **options), make_layer(7, has_kv_proj=False, **options)
     x = rows()
-    lent = first.project_kv(x)
-    y = first(x, shared_kv=lent)
+    shared = first.project_kv(x)
+    y = first(x, shared_kv=shared)
     torch.testing.assert_close(y, first(x))
-    z = second(y, shared_kv=lent)
-    torch.testing.assert_close(second(y, shared_kv=(lent.k, lent.v)), z)
-    # What it means: a layer with its own queries, and the first one's keys of the first one's input.
+    z = second(y, shared_kv=shared)
+    torch.testing.assert_close(second(y, shared_kv=(shared.k, shared.v)), z)
+    # What it means: a make_layer with its own queries, and the first one's keys of the first one's input.
     assert (
         first.k is not None and first.v is not None and first.k_norm is not None and second.q_norm is not None
     )
 
-    def heads(t: Tensor, turn: bool, norm: nn.Module | None) -> Tensor:
+    def heads(t: Tensor, rotate: bool, norm: nn.Module | None) -> Tensor:
         t = t.view(2, T, -1, 8)
         t = t if norm is None else norm(t)
-        return (ROTARY.rotate(t, ROTARY.tables_between(0, T, t.device)) if turn else t).transpose(1, 2)
+        return (ROTARY.rotate(t, ROTARY.tables_between(0, T, t.device)) if rotate else t).transpose(1, 2)
 
     q = heads(second.q(y), True, second.q_norm)
     k, v = heads(first.k(x), True, first.k_norm), heads(first.v(x), False, None)
@@ -172,8 +168,8 @@ def test_a_layer_reuses_the_keys_of_another(window: int | None) -> None:
 
     states, parts = (first.new_state(2, T), second.new_state(2, T)), []
     for piece in x.split([1, 3, 6, 1], dim=1):
-        lent = first.project_kv(piece, state=states[0])
-        parts.append(second(first(piece, shared_kv=lent), shared_kv=lent, state=states[1]))
+        shared = first.project_kv(piece, state=states[0])
+        parts.append(second(first(piece, shared_kv=shared), shared_kv=shared, state=states[1]))
     torch.testing.assert_close(torch.cat(parts, 1), z, atol=1e-5, rtol=1e-4)
     assert states[1].n_bytes == 0 and states[0].length == states[1].length == T
     z.square().sum().backward()
@@ -182,96 +178,54 @@ def test_a_layer_reuses_the_keys_of_another(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cross"])
-def test_every_parameter_has_a_gradient(kind: str) -> None:
+def test_multi_head_trains_every_parameter(kind: str) -> None:
     if kind == "cross":
-        mixer = layer(context_dim=12, sink=True, qk_norm=1e-6)
+        mixer = make_layer(context_dim=12, sink=True, qk_norm=1e-6)
         y = mixer(rows(), context=torch.randn(2, 5, 12, generator=gen(3)))
     else:
-        mixer = layer(**KINDS[kind])
+        mixer = make_layer(**KINDS[kind])
         y = mixer(rows())
     (y * torch.randn(y.shape, generator=gen(8))).sum().backward()
     for name, p in mixer.named_parameters():
-        # One key has nothing to be compared with; a key's bias shifts all scores alike, which a softmax undoes.
+        # A single key has weight 1; a key's bias shifts all scores equally, which the softmax removes.
         free = (kind == "window 1" and name[0] in "qk") or name == "k.bias"
         assert p.grad is not None and (free or p.grad.abs().sum() > 0), name
 
 
-def test_a_new_layer_is_silent_and_the_same_for_the_same_seed() -> None:
+def test_new_layer_outputs_zero_and_follows_the_seed() -> None:
     a, b = MultiHeadAttention(D, H, generator=gen(1)), MultiHeadAttention(D, H, generator=gen(1))
     assert (a(rows()) == 0).all()
     for name, weight in a.state_dict().items():
         assert torch.equal(weight, b.state_dict()[name])
 
 
-def test_all_padding_is_zero_without_a_nan() -> None:
+def test_padding_only_row_is_zero_without_nan() -> None:
     for options in ({}, {"sink": True}):
-        mixer, x = layer(causal=False, **options), rows().requires_grad_()
+        mixer, x = make_layer(causal=False, **options), rows().requires_grad_()
         y = mixer(x, key_allowed=torch.tensor([[False] * T, [True] * T]))
         assert (y[0] == 0).all() and (y[1] != 0).any()
         y.sum().backward()
         assert x.grad is not None and (x.grad[0] == 0).all() and x.grad.isfinite().all()
 
 
-def test_bf16_decodes_from_a_bf16_state() -> None:
-    mixer, x = layer(rotary=ROTARY, qk_norm=1e-6, smear=True), rows().bfloat16()
+def test_multi_head_decodes_from_bf16_state() -> None:
+    mixer, x = make_layer(rotary=ROTARY, qk_norm=1e-6, smear=True), rows().bfloat16()
     state = mixer.new_state(2, T, dtype=torch.bfloat16)
     parts = torch.cat([mixer(piece, state=state) for piece in x.split([4, 6, 1], dim=1)], 1)
     assert parts.dtype == torch.bfloat16 and state.k.dtype == torch.bfloat16
     torch.testing.assert_close(parts.float(), mixer(x.float()), atol=0.1, rtol=0.1)
 
 
-def test_a_window_keeps_only_its_own_length() -> None:
-    state = layer(window=4).new_state(2, 1_000_000)
+def test_window_state_keeps_window_positions_only() -> None:
+    state = make_layer(window=4).new_state(2, 1_000_000)
     assert state.k.shape == (2, 4, 3, 8) and state.n_bytes == 2 * state.k.nbytes
-    assert layer().new_state(2, 10).n_bytes == 2 * 2 * 10 * D * 4
+    assert make_layer().new_state(2, 10).n_bytes == 2 * 2 * 10 * D * 4
 
 
-def test_what_cannot_be_is_refused() -> None:
-    x = rows()
-    for message, options in [
-        ("n_heads is 4 and n_kv_heads is 3", {"n_kv_heads": 3}),
-        ("n_kv_heads is 0", {"n_kv_heads": 0}),
-        ("rotary.head_dim is 8", {"rotary": ROTARY, "head_dim": 16}),
-        ("backend is 'fast'", {"backend": "fast"}),
-        ("window is 0", {"window": 0}),
-        ("rotary and context_dim", {"rotary": ROTARY, "context_dim": 8}),
-        ("has_kv_proj is False", {"has_kv_proj": False, "smear": True}),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            MultiHeadAttention(D, H, **options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="d_model is 30"):
-        MultiHeadAttention(30, 4)
-    with pytest.raises(ConfigError, match="head_dim is 7"):
-        MultiHeadAttention(28, 4, rotary=Rotary(7, 10_000.0, torch.float32))(torch.randn(1, 2, 28))
-    plain, cross = layer(), layer(context_dim=12)
-    calls: list[tuple[str, Any]] = [
-        ("x has the shape", lambda: plain(x[..., :5])),
-        ("context is given", lambda: plain(x, context=x)),
-        ("context is missing", lambda: cross(x)),
-        ("context has the shape", lambda: cross(x, context=x)),
-        ("shared_kv is missing", lambda: layer(has_kv_proj=False)(x)),
-        ("shared_kv has keys", lambda: plain(x, shared_kv=(x[:, None], x[:, None]))),
-        ("the state 3", lambda: plain(x, state=plain.new_state(3, T))),
-        ("capacity is 5", lambda: plain(x, state=plain.new_state(2, 5))),
-        ("capacity is 0", lambda: plain.new_state(2, 0)),
-        ("causal is False", lambda: layer(causal=False).new_state(2, 5)),
-        ("segments has the shape", lambda: plain(x, segments=torch.ones(2, 3))),
-        (
-            "key_allowed is given",
-            lambda: plain(x, state=plain.new_state(2, T), key_allowed=torch.ones(2, T).bool()),
-        ),
-        ("one bias|bias is given", lambda: layer(alibi=True)(x, bias=torch.zeros(H, T, T))),
-    ]
-    for message, call in calls:
-        with pytest.raises(ConfigError, match=message):
-            call()
-    assert isinstance(plain.project_kv(x), KeyValues)
-
-
-def test_a_bias_is_added_to_the_scores() -> None:
-    mixer, x = layer(causal=False), rows()
+def test_bias_is_added_to_scores() -> None:
+    mixer, x = make_layer(causal=False), rows()
     bias = torch.full((H, T, T), float("-inf")).masked_fill(torch.ones(T, T).tril().bool(), 0.0)
-    torch.testing.assert_close(mixer(x, bias=bias), layer()(x), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(mixer(x, bias=bias), make_layer()(x), atol=1e-5, rtol=1e-4)
 
 
 # ---- short mixing
@@ -279,7 +233,7 @@ def test_a_bias_is_added_to_the_scores() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("residual", [False, True])
-def test_short_convolution_is_torchs_with_gradients(width: int, residual: bool) -> None:
+def test_short_convolution_matches_torch_with_gradients(width: int, residual: bool) -> None:
     mixer = ShortConvolution(D, width, bias=True, residual=residual, generator=gen())
     assert mixer.bias is not None
     nn.init.normal_(mixer.bias, generator=gen(1))
@@ -289,17 +243,12 @@ def test_short_convolution_is_torchs_with_gradients(width: int, residual: bool) 
     want = want + x if residual else want
     torch.testing.assert_close(mixer(x), want, atol=1e-5, rtol=1e-4)
     inputs = (x, mixer.weight, mixer.bias)
-    for ours, theirs in zip(
-        torch.autograd.grad(mixer(x).square().sum(), inputs),
-        torch.autograd.grad(want.square().sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_same_with_gradients(mixer(x), want, inputs, grad_atol=1e-4)
 
 
 @pytest.mark.parametrize("pieces", [[1, 3, 7], [1] * T])
 @pytest.mark.parametrize("width", [1, 3, 6])
-def test_short_pieces_and_packed_rows(pieces: list[int], width: int) -> None:
+def test_short_mixing_pieces_and_packed_rows(pieces: list[int], width: int) -> None:
     conv, smear = ShortConvolution(D, width, generator=gen()), Smear(H)
     nn.init.normal_(smear.share, generator=gen(1))
     x, ids = rows(), torch.tensor([[3] * 4 + [1] + [2] * 6, [0] * T])
@@ -314,18 +263,12 @@ def test_short_pieces_and_packed_rows(pieces: list[int], width: int) -> None:
         parts = [mix(a, i, state) for a, i in zip(x.split(pieces, 1), ids.split(pieces, 1), strict=True)]
         torch.testing.assert_close(torch.cat(parts, 1), whole)
         assert state.length == T and state.n_bytes == state.past.nbytes + state.segments.nbytes
-        more = mix(rows(2, seed=6), None, state)  # goes on in the last documents
+        more = mix(rows(2, seed=6), None, state)  # continues the last documents
         on = torch.cat([ids, ids[:, -1:].expand(-1, 2)], 1)
         torch.testing.assert_close(more, mix(torch.cat([x, rows(2, seed=6)], 1), on)[:, T:])
 
 
-def test_smear_by_hand_and_short_bad_input() -> None:
+def test_smear_averages_with_predecessor() -> None:
     smear, x = Smear(2), torch.randn(1, 3, 2, 4, generator=gen())
     torch.testing.assert_close(smear(x)[:, 1:], (x[:, 1:] + x[:, :-1]) / 2)
     assert torch.equal(smear(x)[:, 0], x[:, 0])
-    with pytest.raises(ConfigError, match="width is 0"):
-        ShortConvolution(4, 0)
-    with pytest.raises(ConfigError, match="x has the shape"):
-        ShortConvolution(4, 2)(torch.zeros(1, 3, 5))
-    with pytest.raises(ConfigError, match="the state is of 2 rows"):
-        smear(x, None, smear.new_state(2, 4))

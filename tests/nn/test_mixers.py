@@ -1,0 +1,154 @@
+"""Properties of every mixer: decoding in pieces, packed rows, causality, trained parameters, bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.nn.checks import assert_all_parameters_trained, draw_zero_parameters, gen, in_pieces, randn
+from torch import Tensor
+
+from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadLatentAttention
+from whorl.nn.mamba import Mamba
+from whorl.nn.positions.rotary import Rotary
+from whorl.nn.recurrent import GRU, LSTM, RNN
+
+D, T, CAPACITY = 24, 12, 15
+
+
+def mla(form: str, q_rank: int | None = None) -> MultiHeadLatentAttention:
+    sizes = {"kv_rank": 20, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
+    rotary = Rotary(4, 100.0, torch.float32)
+    layer = MultiHeadLatentAttention(D, 3, q_rank=q_rank, rotary=rotary, generator=gen(), **sizes)
+    layer.form = form  # type: ignore[assignment]
+    return layer
+
+
+def hstu(n_time_buckets: int) -> HSTUAttention:
+    sizes = {"head_dim": 6, "v_dim": 5, "max_distance": 7}
+    return HSTUAttention(D, 3, n_time_buckets=n_time_buckets, generator=gen(), **sizes)
+
+
+MIXERS: dict[str, Callable[[], Any]] = {
+    "hstu": lambda: hstu(0),
+    "hstu timed": lambda: hstu(12),
+    "linear": lambda: LinearAttention(D, 3, chunk=4, generator=gen()),
+    "linear decay": lambda: LinearAttention(D, 3, chunk=4, decay=True, generator=gen()),
+    "mla expanded": lambda: mla("expanded"),
+    "mla absorbed": lambda: mla("absorbed"),
+    "mla auto": lambda: mla("auto", q_rank=14),
+    "mamba": lambda: Mamba(D, chunk=4, generator=gen()),
+    "rnn": lambda: RNN(D, generator=gen()),
+    "lstm": lambda: LSTM(D, generator=gen()),
+    "gru": lambda: GRU(D, generator=gen()),
+}
+EVERY_MIXER = pytest.mark.parametrize("kind", MIXERS)
+
+
+def make(kind: str) -> Any:
+    layer = MIXERS[kind]()
+    draw_zero_parameters(layer)
+    return layer
+
+
+def times_of(kind: str, length: int = T, rows: int = 2) -> dict[str, Tensor]:
+    """Times as a keyword argument: seconds of this decade, which fp32 cannot resolve."""
+    if kind != "hstu timed":
+        return {}
+    return {"times": 1_780_000_000 + torch.randint(0, 200, (rows, length), generator=gen(4)).cumsum(1)}
+
+
+def segments_of(kind: str) -> Tensor:
+    """Documents of two packed rows. A recurrent layer treats an id that returns as a new document."""
+    if kind.startswith(("hstu", "mla")):
+        return torch.tensor([[3] * 5 + [4] * 7, [0] * T])
+    return torch.tensor([[1, 2, 1, 2, 2, 2, 2, 1, 1, 1, 3, 3], [5] * T])
+
+
+def state_bytes(kind: str, packed: bool) -> int | None:
+    """Bytes of a state of 2 rows, where they have a closed form."""
+    if kind.startswith("hstu"):
+        return 2 * CAPACITY * (3 * (6 + 5) * 4 + 8 * ("timed" in kind) + 8 * packed)
+    if kind.startswith("mla"):
+        return 2 * CAPACITY * (24 * 4 + 8 * packed)
+    return 2 * (3 * 8 * 9 * 4 + 8 * packed) if kind.startswith("linear") else None
+
+
+@EVERY_MIXER
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("pieces", [(1, 3, 8), (1,) * T, (T,), (7, 5)], ids=str)
+def test_mixer_pieces_equal_the_row(kind: str, packed: bool, pieces: tuple[int, ...]) -> None:
+    layer, x, times = make(kind), randn(2, T, D, seed=3), times_of(kind)
+    segments = segments_of(kind) if packed else None
+    reference = make("mla expanded") if kind == "mla absorbed" else layer
+    state = layer.new_state(2, CAPACITY)
+    first = in_pieces(layer, x, pieces[:1], state, segments=segments, **times)
+    n_bytes = state.n_bytes
+    rest = {
+        name: None if t is None else t[:, pieces[0] :] for name, t in {"segments": segments, **times}.items()
+    }
+    y = (
+        torch.cat([first, in_pieces(layer, x[:, pieces[0] :], pieces[1:], state, **rest)], 1)
+        if pieces[1:]
+        else first
+    )
+    torch.testing.assert_close(y, reference(x, segments=segments, **times), atol=1e-5, rtol=1e-4)
+    assert state.length == T and state.n_bytes == n_bytes == (state_bytes(kind, packed) or n_bytes)
+    tensors = [t for value in vars(state).values() for t in (value if isinstance(value, tuple) else (value,))]
+    assert not any(t.requires_grad for t in tensors if isinstance(t, Tensor))
+
+
+@EVERY_MIXER
+def test_mixer_packed_row_equals_documents(kind: str) -> None:
+    layer, lengths = make(kind), (5, 1, 6)
+    x = randn(1, T, D, seed=5).requires_grad_()
+    last = 3 if kind.startswith(("hstu", "mla")) else 1  # the first document's id again
+    segments = torch.tensor([[1] * 5 + [2] + [last] * 6])
+    options: dict[str, Any] = times_of(kind, rows=1)
+    if kind.startswith("mla"):
+        options["positions"] = torch.cat([torch.arange(n) for n in lengths])
+    packed, documents, start = layer(x, segments=segments, **options), [], 0
+    for n in lengths:
+        cut = {name: t[..., start : start + n] for name, t in options.items()}
+        documents.append(layer(x[:, start : start + n], **cut))
+        start += n
+    torch.testing.assert_close(packed, torch.cat(documents, 1), atol=1e-5, rtol=1e-4)
+    (reached,) = torch.autograd.grad(packed[:, 6:].sum(), x)
+    assert (reached[:, 6:] != 0).any(-1).all() and (reached[:, :6] == 0).all()
+
+
+@EVERY_MIXER
+def test_mixer_state_continues_last_document(kind: str) -> None:
+    layer, x, times = make(kind), randn(1, 8, D, seed=1), times_of(kind, 8, rows=1)
+    segments, state = torch.tensor([[1] * 3 + [2] * 5]), layer.new_state(1, 8)
+    head, tail = ({name: t[:, part] for name, t in times.items()} for part in (slice(0, 5), slice(5, 8)))
+    pieces = [
+        layer(x[:, :5], segments=segments[:, :5], state=state, **head),
+        layer(x[:, 5:], state=state, **tail),
+    ]
+    torch.testing.assert_close(
+        torch.cat(pieces, 1), layer(x, segments=segments, **times), atol=1e-5, rtol=1e-4
+    )
+
+
+@EVERY_MIXER
+def test_mixer_is_causal_and_trains_every_parameter(kind: str) -> None:
+    layer, x, times = make(kind), randn(2, T, D, seed=3), times_of(kind)
+    y, changed = layer(x, **times), x.clone()
+    changed[:, 6:] += 1
+    other = layer(changed, **times)
+    torch.testing.assert_close(other[:, :6], y[:, :6])
+    assert not torch.allclose(other[:, 6:], y[:, 6:])
+    assert_all_parameters_trained(layer, y)
+
+
+@EVERY_MIXER
+def test_mixer_bf16_decoding_is_close_to_fp32(kind: str) -> None:
+    layer, x, times = make(kind), randn(2, T, D, seed=5).bfloat16(), times_of(kind)
+    with torch.no_grad():
+        full = layer(x.float(), **times)
+        low = in_pieces(layer, x, (1,) * T, layer.new_state(2, T, dtype=torch.bfloat16), **times)
+    assert low.dtype == torch.bfloat16
+    assert float((low.float() - full).norm() / full.norm()) < 0.03
