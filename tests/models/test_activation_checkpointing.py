@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.models.transformer_shapes import KINDS, made
+from tests.support.models.transformer_shapes import KINDS, made, network
+from tests.support.tiny import make_decoder
 from torch.nn import functional as F
 
 from whorl.errors import BudgetError
-from whorl.models import Decoder, DecoderConfig, LanguageModel
+from whorl.models import LanguageModel
 from whorl.models.activation_checkpointing import (
     ActivationMemory,
     LinearActivationMemory,
@@ -26,17 +27,6 @@ from whorl.models.transformer_config import MoEConfig
 IDS = torch.randint(0, 50, (3, 24), generator=torch.Generator().manual_seed(5))
 SEGMENTS = (torch.arange(24) >= 9).long().expand(3, 24)
 POSITIONS = torch.cat([torch.arange(9), torch.arange(15)]).expand(3, 24)
-
-
-def decoder(n_layers: int = 3) -> Decoder:
-    shape = DecoderConfig(
-        vocab_size=50, d_model=32, n_layers=n_layers, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64, ngram_buckets=64
-    )  # fmt: skip
-    return Decoder(shape, torch.Generator().manual_seed(0))
-
-
-def network(kind: str) -> LanguageModel:
-    return decoder() if kind == "decoder" else made(**KINDS[kind])
 
 
 def gradients(model: LanguageModel, n: int, packed: bool = False) -> tuple[list[Any], list[Any]]:
@@ -86,7 +76,7 @@ def test_checkpointing_keeps_gradients_in_bf16() -> None:
 
 
 def test_checkpointing_is_off_in_inference_and_decoding() -> None:
-    model = decoder()
+    model = network("decoder")
     model.checkpointed_blocks = 3
     with torch.no_grad():
         whole = model(IDS)
@@ -133,7 +123,7 @@ def test_measured_memory_matches_autograd(kind: str) -> None:
 
 def test_peak_of_step_falls_as_predicted() -> None:
     """The peak of live tensors, working memory of operations included."""
-    model = decoder(6)
+    model = make_decoder(vocab_size=50, n_layers=6)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     ids = torch.randint(0, 50, (8, 64))

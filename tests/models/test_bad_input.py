@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import make_decoder
 
 from whorl.errors import ConfigError
-from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+from whorl.models import LanguageModel, TransformerConfig, make_model
 
 HEADS = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -28,12 +29,7 @@ def shape(mixer: dict[str, Any], **more: Any) -> TransformerConfig:
 
 def model(kind: str) -> LanguageModel:
     if kind == "decoder":
-        return make_model(
-            DecoderConfig(
-                vocab_size=50, d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64,
-                ngram_buckets=64,
-            )
-        )  # fmt: skip
+        return make_decoder(vocab_size=50, n_layers=1)
     return make_model(shape(SHAPES[kind]), torch.Generator().manual_seed(0))
 
 

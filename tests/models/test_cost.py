@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.models.initialization import generator
+from tests.support.tiny import make_decoder
 from torch.utils.flop_counter import FlopCounterMode
 
-from whorl.models import Decoder, DecoderConfig
 from whorl.models.cost import ProfiledModule
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.language_model import saved_bytes
@@ -16,13 +16,6 @@ from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.flamingo import Captioner
 from whorl.models.vision.resnet import ResNet
 from whorl.models.vision.vit import MLPMixer, ViT
-
-
-def decoder() -> Decoder:
-    shape = DecoderConfig(
-        vocab_size=40, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64, ngram_buckets=64
-    )  # fmt: skip
-    return Decoder(shape, generator())
 
 
 def vit(classes: int = 8) -> ViT:
@@ -38,7 +31,7 @@ def encoder() -> Encoder:
 NETWORKS: dict[str, tuple[ProfiledModule, int]] = {
     "encoder": (encoder(), 16),
     "clip": (DualEncoder(vit(), encoder(), generator()), 16),
-    "captioner": (Captioner(decoder(), vit(0)), 12),
+    "captioner": (Captioner(make_decoder(), vit(0)), 12),
     "multi-token": (MultiTokenPrediction(32, 3, 2), 16),
     "ViT": (vit(), 16),
     "Mixer": (
@@ -78,7 +71,7 @@ def test_profiling_keeps_running_statistics() -> None:
 
 
 def test_cost_of_decoder_matches_autograd() -> None:
-    model = decoder()
+    model = make_decoder()
     sizes = model.params()
     assert sizes["active"] == sizes["total"] - sizes["ngram"] + 2 * 32
     ids = torch.zeros(3, 16, dtype=torch.int64)

@@ -67,32 +67,6 @@ def test_yarn_applies_only_beyond_trained_length() -> None:
     assert plain.eval_window == 512 and extended.eval_window == 400
 
 
-def test_decoder_packed_row_equals_documents() -> None:
-    model = noisy(small())
-    segments = torch.tensor([[1] * 60 + [2] * 90]).expand(2, -1)
-    positions = torch.cat([torch.arange(60), torch.arange(90)])
-    packed = model(IDS, positions, segments)
-    apart = torch.cat([model(IDS[:, :60]), model(IDS[:, 60:])], 1)
-    torch.testing.assert_close(packed, apart, atol=2e-5, rtol=1e-4)
-
-
-def test_decoder_is_causal() -> None:
-    model = noisy(small())
-    changed = IDS.clone()
-    changed[:, 100:] = 0
-    assert torch.equal(model(IDS)[:, :100], model(changed)[:, :100])
-
-
-def test_decoder_every_parameter_gets_a_gradient() -> None:
-    model = noisy(small())
-    hidden = model(IDS[:, :-1]).flatten(0, 1)
-    targets = IDS[:, 1:].flatten()
-    next_token_reference(hidden, model.head_weight, targets, torch.ones_like(targets)).total.backward()
-    for name, p in model.named_parameters():
-        gradient = p.grad
-        assert gradient is not None and float(gradient.to_dense().abs().sum()) > 0, name
-
-
 def test_decoder_flops_and_params_match_torch() -> None:
     config = small(n_kv_heads=4)
     model = noisy(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.models.initialization import add_noise, generator
+from tests.support.tiny import decoder_config, transformer_config
 from torch import Tensor
 
 from whorl.engine.config import EngineConfig
@@ -15,14 +16,7 @@ from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models import (
-    Decoder,
-    DecoderConfig,
-    Transformer,
-    TransformerConfig,
-    load_model,
-    save_model,
-)
+from whorl.models import Decoder, Transformer, load_model, save_model
 from whorl.models.pruning.activation_moments import second_moments
 from whorl.models.quantization.gptq import best_scales, gptq, quantize_model
 from whorl.models.quantization.weights import QuantizationConfig, quantizable_layers
@@ -37,19 +31,15 @@ def output_error(weight: Tensor, rounded: Tensor, moments: Tensor) -> float:
 
 
 def decoder(**changes: object) -> Decoder:
-    config = DecoderConfig(
-        vocab_size=48, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64, ngram_buckets=64
-    ).model_copy(update=changes)  # fmt: skip
-    return add_noise(Decoder(config, generator(0)), 0.2, generator(1))
+    return add_noise(Decoder(decoder_config(vocab_size=48, **changes), generator(0)), 0.2, generator(1))
 
 
 def transformer(**changes: object) -> Transformer:
-    fields: dict[str, object] = {
-        "vocab_size": 48, "d_model": 32, "n_layers": 2, "mlp_hidden": 64,
-        "mixers": {"heads": AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16, bias=True)},
-    }  # fmt: skip
-    config = TransformerConfig.model_validate({**fields, **changes})
-    return add_noise(Transformer(config, generator(0)), 0.2, generator(1))
+    heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16, bias=True)
+    fields: dict[str, object] = {"vocab_size": 48, "mixers": {"heads": heads}}
+    return add_noise(
+        Transformer(transformer_config(**{**fields, **changes}), generator(0)), 0.2, generator(1)
+    )
 
 
 def ids(rows: int = 4, length: int = 24, seed: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Transformer shapes that several rooms test: one of each kind of layer, all of them tiny."""
+"""Tiny models that several rooms test: a `Decoder`, and a `Transformer` of each kind of layer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from tests.support.models.initialization import add_noise
+from tests.support.tiny import make_decoder
+from whorl.models import LanguageModel
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import (
     MIXERS,
@@ -69,3 +71,11 @@ def made(dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
     """Return a model with noise on every weight: zeros would hide their part of the network."""
     model = Transformer(config(**changes), torch.Generator().manual_seed(0), dtype)
     return add_noise(model, 0.15, torch.Generator().manual_seed(1))
+
+
+def network(kind: str, **changes: Any) -> LanguageModel:
+    """Return the model of a kind: "decoder", or one of `KINDS`."""
+    if kind == "decoder":
+        model = make_decoder(vocab_size=50, n_layers=3, **changes)
+        return add_noise(model, 0.1, torch.Generator().manual_seed(1))
+    return made(**KINDS[kind], **changes)
