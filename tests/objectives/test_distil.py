@@ -78,9 +78,7 @@ def test_distil_full_vocab_matches_definition(
 
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("k", [1, 4, 10])
-def test_distil_top_k_matches_coarse_divergence(
-    k: int, kind: Divergence, beta: float
-) -> None:
+def test_distil_top_k_matches_coarse_divergence(k: int, kind: Divergence, beta: float) -> None:
     hidden, head, teacher = drawn(dtype=torch.float64)
     hidden.requires_grad_()
     values, ids = teacher.topk(k)

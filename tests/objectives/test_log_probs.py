@@ -91,13 +91,7 @@ def test_token_log_probs_pass_gradcheck(softcap: float | None, entropy: bool) ->
 
     def results(hidden: Tensor, head: Tensor) -> Any:
         found = token_log_probs(
-            hidden,
-            head,
-            targets,
-            temperature=0.8,
-            softcap=softcap,
-            banned_mask=forbidden,
-            entropy=entropy,
+            hidden, head, targets, temperature=0.8, softcap=softcap, banned_mask=forbidden, entropy=entropy
         )
         return tuple(x for x in found if x is not None)
 

@@ -103,13 +103,17 @@ def test_dpo_metrics_use_implicit_rewards() -> None:
     pairs = PairLogProbs(*torch.tensor([[-1.0, -3, -2], [-2.0, -1, -2], [-2.0, -2, -2], [-2.0, -2, -2]]))
     metrics = dpo(pairs, beta=0.5).metrics
     found = {name: float(value) for name, value in metrics.items()}
-    assert found == {"rewards/chosen": 0, "rewards/rejected": 0.5, "rewards/margin": -0.5, "rewards/accuracy": 1, "ties": 1}
+    assert found == {
+        "rewards/chosen": 0,
+        "rewards/rejected": 0.5,
+        "rewards/margin": -0.5,
+        "rewards/accuracy": 1,
+        "ties": 1,
+    }
 
 
 @pytest.mark.parametrize("objective", [dpo, simpo, partial(orpo, weight=1.0)])
-def test_identical_pairs_have_no_gradient(
-    objective: Callable[[PairLogProbs], Loss],
-) -> None:
+def test_identical_pairs_have_no_gradient(objective: Callable[[PairLogProbs], Loss]) -> None:
     logits = torch.zeros(3, requires_grad=True)
     said = logits.log_softmax(0)[:1]  # the same answer on both sides
     length = torch.ones(1)

@@ -224,7 +224,11 @@ def test_dpo_and_ipo_match_trl(kind: str, seed: int) -> None:
     loss = dpo(pairs, beta=0.3) if kind == "sigmoid" else ipo(pairs, beta=0.3, length_normalized=True)
     agree(loss.total / loss.count, theirs, [rows["log_prob"]])
     if kind == "sigmoid":
-        for name, metric in (("accuracies", "rewards/accuracy"), ("margins", "rewards/margin"), ("chosen", "rewards/chosen")):
+        for name, metric in (
+            ("accuracies", "rewards/accuracy"),
+            ("margins", "rewards/margin"),
+            ("chosen", "rewards/chosen"),
+        ):
             told = fake._metrics["train"][f"rewards/{name}"][0]
             assert float(loss.metrics[metric] / loss.count) == pytest.approx(told, abs=1e-6)
 

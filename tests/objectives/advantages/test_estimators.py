@@ -46,9 +46,7 @@ def beyond(s: Trajectory, t: int, b: int) -> float:
 
 @given(SHAPES, st.integers(1, 6), st.floats(0.5, 1))
 @settings(max_examples=60, deadline=None)
-def test_returns_match_definition(
-    shape: tuple[int, int, int], n: int, discount: float
-) -> None:
+def test_returns_match_definition(shape: tuple[int, int, int], n: int, discount: float) -> None:
     s = steps(shape)
     whole, some = discounted_returns(s, discount), n_step_returns(s, discount, n)
     for t in range(shape[0]):

@@ -71,7 +71,9 @@ def test_group_advantages_match_definition(
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
 @pytest.mark.parametrize("deviation", ["none", "biased", "unbiased"])
 @pytest.mark.parametrize("n", [1, 3, 7])
-def test_group_advantages_are_zero_for_equal_rewards(baseline: Baseline, deviation: StdEstimator, n: int) -> None:
+def test_group_advantages_are_zero_for_equal_rewards(
+    baseline: Baseline, deviation: StdEstimator, n: int
+) -> None:
     # 0.1 has no exact mean of three: without care, rounding over rounding is an advantage of 1
     reward = torch.full((n,), 0.1)
     found = group_advantages(
