@@ -1,1 +1,1 @@
-"""Properties of the machine at hand, measured: memory, cores, GEMM rates, compute budgets."""
+"""Measured properties of the machine: memory, cores, GEMM rates, compute budgets."""

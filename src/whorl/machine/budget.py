@@ -1,7 +1,7 @@
-"""A budget as people type it: `90s`, `5m`, `2h`, or an amount of arithmetic, `1e15flops`.
+"""A compute budget as text: `90s`, `5m`, `2h`, or an amount of arithmetic, `1e15flops`.
 
-`BudgetText` is the type of a configuration field that holds one. It keeps the text in one spelling (`5m`
-becomes `300s`), so that two ways to say the same thing have the same address.
+`BudgetText` is the type of a configuration field for it. It normalizes the text (`5m` becomes `300s`), so that equal
+budgets have the same address.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NUMBER = re.compile(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Budget:
-    """How much may be spent: exactly one of the two is set."""
+    """A budget: exactly one of the two is set."""
 
     seconds: float | None = None
     flops: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Read a budget. Raises ConfigError that says how to write one."""
+        """Parse a budget. Raises ConfigError with the expected format."""
         match = NUMBER.fullmatch(text)
         unit = match[2].lower() if match else ""
         try:
@@ -38,7 +38,7 @@ class Budget:
         known = unit in SECONDS or unit in ("flop", "flops")
         if not known or not math.isfinite(amount) or amount <= 0:
             raise ConfigError(
-                f"{text!r} is no budget",
+                f"{text!r} is not a budget",
                 expected="a time (90s, 5m, 2h) or an amount of arithmetic (1e15flops), above zero",
             )
         if unit in SECONDS:

@@ -1,22 +1,17 @@
-"""The machine, measured: which device, compute type and thread count to use.
+"""Measures the machine and chooses device, dtype and number of threads.
 
-Flags mislead. A CPU with AMX multiplies bf16 matrices 5 to 9 times faster than fp32; one that advertises
-`avx512_bf16` but has no AMX does it at half the speed of fp32; and more threads than a shared host really
-gives make small products slower. So `probe` times a few matrix products on the spot, with shapes of small
-models as well as big ones, in both types and at several thread counts, and chooses by the geometric mean
-over the shapes (a mean of speeds would let the biggest product decide alone). bf16 must win by a fifth:
-casting fp32 master weights eats less than that.
+CPU flags mislead. A CPU with AMX multiplies bf16 matrices 5 to 9 times faster than fp32; one with `avx512_bf16` but no
+AMX at half the speed of fp32. More threads than a shared host provides make small products slower. So `probe` times a
+few matrix products, of shapes from small and large models, in both dtypes and at several thread counts. It chooses by
+the geometric mean over the shapes. bf16 must be faster by a fifth, since casting fp32 master weights costs that much.
 
-A GPU is asked what it has at all (`gpu_types`): bf16 from capability 8.0 on, before that fp16 in its place (training then
-scales its loss, `train/learner/loss_scaler.py`), fp8 from 8.9 on. fp8 costs quality, so it is timed with all that it needs beside the
-product (two maxima, two casts) and must win by more; and it is offered only if a product came out as it should. A CPU is
-never given fp16 or fp8 unless somebody asks: then both are computed (fp8 as an emulation), so that their numerics can be
-seen anywhere. None of the GPU's side has been run on a GPU yet.
+GPU dtypes depend on the capability (`gpu_dtypes`): bf16 from 8.0, fp8 from 8.9, below that fp16 with loss scaling. fp8
+loses quality, so it must be faster by more. It is timed with its overhead (two maxima, two casts) and offered only if a
+product is correct. A CPU uses fp16 or fp8 (emulated) only on request. The GPU code has not run on a GPU yet.
 
-What is cached (under `~/.cache/whorl`, by CPU model, cores that we may use, GPU and torch version) is the
-measurement, not the choice: `choose` is a pure function of it, and every choice can be forced by argument
-or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`. A measurement that was taken while others had the cores is kept
-for ten minutes only: two threads that share one core look no faster than one, and a plan made of that would stay slow.
+The cache (`~/.cache/whorl`, keyed by CPU model, usable cores, GPU and torch version) holds the measurement. `choose` is
+a pure function of it, and every choice can be forced by argument or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`.
+A measurement under contention expires after ten minutes: two threads that share one core look no faster than one.
 """
 
 from __future__ import annotations
@@ -44,35 +39,34 @@ from whorl.machine.gemm_benchmark import (
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16", "float16", "float8")  # all that can be asked for
+DTYPES = ("float32", "bfloat16", "float16", "float8")  # all valid dtypes
 DTYPE_ABBREVIATIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
-CPU_DTYPES = ("float32", "bfloat16")  # what a CPU is timed in
+CPU_DTYPES = ("float32", "bfloat16")  # timed on a CPU
 DEVICES = ("cpu", "cuda")
-CONTENDED_CACHE_SECONDS = 600.0  # how long a measurement is kept that was taken beside others
+CONTENDED_CACHE_SECONDS = 600.0  # lifetime of a measurement under contention
 UNCONTENDED_FRACTION = 0.85
-BF16_MIN_SPEEDUP = 1.2  # over fp32; fp16 too, where it stands in for it
+BF16_MIN_SPEEDUP = 1.2  # over fp32; also for fp16 in its place
 FP8_MIN_SPEEDUP = 1.3  # over bf16
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was timed. `flops[dtype][threads]` is FLOP/s for each of SHAPES (threads as text, for JSON)."""
+    """A measurement. `flops[dtype][threads]` is FLOP/s for each of SHAPES (threads as text, for JSON)."""
 
     flops: dict[str, dict[str, list[float]]]
-    memory_bandwidth: float  # bytes/s of a copy, read and write both counted
+    memory_bandwidth: float  # bytes/s of a copy, read plus write
     gpu_flops: dict[str, list[float]] = field(default_factory=dict)
     gpu_bandwidth: float = 0.0
-    uncontended: bool = True  # nobody else wanted the cores meanwhile
+    uncontended: bool = True  # no other process used the cores
     measured_at: float = 0.0  # seconds since 1970
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What to compute with, and how fast it was seen to be.
+    """The chosen configuration, and its measured speed.
 
-    `flops[dtype]` is the highest FLOP/s seen for a matrix product at the chosen device and thread count: the
-    peak against which utilisation is stated (of a type that was asked for but not timed, that of float32).
-    `memory_bandwidth` is in bytes/s.
+    `flops[dtype]` is the highest FLOP/s of a matrix product at the chosen device and thread count, the peak for MFU
+    (for a dtype that was not timed, that of float32). `memory_bandwidth` is in bytes/s.
     """
 
     device: str
@@ -88,7 +82,7 @@ class Machine:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of activations: under float8, which is a type of certain products only, bfloat16."""
+        """The dtype of activations: bfloat16 under float8, which applies to certain products only."""
         import torch
 
         dtype: torch.dtype = getattr(torch, "bfloat16" if self.dtype == "float8" else self.dtype)
@@ -96,11 +90,11 @@ class Machine:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s at the chosen type."""
+        """FLOP/s at the chosen dtype."""
         return self.flops[self.dtype]
 
     def apply(self) -> None:
-        """Make torch use the chosen number of threads, in this process."""
+        """Set torch's number of threads in this process."""
         import torch
 
         torch.set_num_threads(self.threads)
@@ -110,7 +104,7 @@ class Machine:
 
 
 def cpu_model() -> str:
-    """The CPU's name as its maker spells it, without importing anything heavy."""
+    """The CPU's model name, without heavy imports."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(errors="replace").splitlines():
@@ -120,7 +114,7 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on: its affinity, cut to the container's CPU quota if any."""
+    """Number of cores this process may use: its affinity, limited by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.exists():
@@ -131,10 +125,10 @@ def usable_cores() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Tell this process's allocator (glibc's; elsewhere nothing happens) to reuse what it frees.
+    """Configure glibc's allocator to reuse freed memory; no effect elsewhere.
 
-    By default it hands large blocks back to the kernel and fetches them anew, every page with a fault: a training step
-    allocates the same few hundred tensors each time, and a quickstart's step lost 4 of 52 ms to that.
+    By default it returns large blocks to the kernel, and every new page costs a fault. A training step allocates the
+    same few hundred tensors each time; a quickstart step lost 4 of 52 ms to that.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.system() == "Linux" else None
     if mallopt is None:
@@ -146,7 +140,7 @@ def keep_freed_memory() -> None:
 
 
 def trim_freed_memory() -> None:
-    """Hand what this process has freed to the system after all: between jobs, where `keep_freed_memory` keeps too much."""
+    """Return freed memory to the system, between jobs; the counterpart of `keep_freed_memory`."""
     if platform.system() == "Linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
@@ -165,15 +159,16 @@ def probe(
     cache_dir: Path | None = None,
     refresh: bool = False,
 ) -> Machine:
-    """Measure this machine (or read the cached measurement) and choose; under 2 s the first time.
+    """Measure this machine (or read the cache) and choose; under 2 s the first time.
 
     Args:
-        device, dtype, threads: force a choice; the environment variables WHORL_DEVICE, WHORL_DTYPE and
-            WHORL_THREADS do the same for what is not given here.
-        cache_dir: where measurements are kept; `$XDG_CACHE_HOME/whorl` or `~/.cache/whorl` by default.
-        refresh: measure again even if there is a cached measurement.
+        device, dtype, threads: force a choice; the environment variables WHORL_DEVICE, WHORL_DTYPE and WHORL_THREADS
+            apply where an argument is missing.
+        cache_dir: of measurements; `$XDG_CACHE_HOME/whorl` or `~/.cache/whorl` by default.
+        refresh: measure again despite a cached measurement.
+
     Raises:
-        ConfigError: a forced choice that does not exist or cannot be had here.
+        ConfigError: a forced choice that does not exist or is not available here.
     """
     device = device or os.environ.get("WHORL_DEVICE") or None
     dtype = dtype or os.environ.get("WHORL_DTYPE") or None
@@ -211,7 +206,7 @@ def choose(
     dtype: str | None = None,
     threads: int | None = None,
 ) -> Machine:
-    """The choice that a measurement supports; what is given is forced. Pure; raises as `probe` does."""
+    """Return the choice for a measurement; given arguments are forced. Pure; raises as `probe`."""
     forced = [name for name, value in (("device", device), ("type", dtype), ("threads", threads)) if value]
     if device is None:
         device = "cuda" if gpu else "cpu"
@@ -219,23 +214,23 @@ def choose(
         raise ConfigError(f"device {device!r} is unknown", expected=one_of(device, DEVICES))
     elif device == "cuda" and not gpu:
         raise ConfigError(
-            "device 'cuda' was asked for, but torch sees none here",
-            do="leave the device out, or install a CUDA build of torch",
+            "device 'cuda' was requested, but torch finds no GPU",
+            do="remove the device setting, or install a CUDA build of torch",
         )
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"compute type {dtype!r} is unknown", expected=one_of(dtype, DTYPES))
     if threads is not None and threads < 1:
-        raise ConfigError(f"{threads} threads were asked for", expected="1 or more")
+        raise ConfigError(f"{threads} threads were requested", expected="1 or more")
 
     def score(kind: str, count: str) -> float:
         speeds = measured.flops[kind][count]
         return math.exp(sum(math.log(speed) for speed in speeds) / len(speeds))
 
     timed = measured.gpu_flops if device == "cuda" else measured.flops
-    # Threads are chosen by the CPU's speed in the type asked for, or, where that was not timed, in float32.
+    # Threads are chosen by the CPU's speed in the requested dtype, or in float32 if that was not timed.
     kinds = CPU_DTYPES if dtype is None else (dtype if dtype in measured.flops else "float32",)
     counts = list(measured.flops["float32"])
-    if threads is not None:  # speeds at a count that was not timed: those of the nearest one
+    if threads is not None:  # for a thread count that was not timed, use the nearest one
         wanted = threads
         counts = [min(counts, key=lambda count: abs(int(count) - wanted))]
     best = {kind: max(counts, key=lambda count: score(kind, count)) for kind in kinds}
@@ -256,14 +251,14 @@ def choose(
     note += f" (forced: {', '.join(forced)})" if forced else ""
     if dtype not in timed:
         emulated = ", whose rounding is emulated" if dtype == "float8" else ""
-        note += f"; none was timed in {dtype}{emulated}: utilisation is a share of float32's peak"
+        note += f"; none was timed in {dtype}{emulated}: MFU is relative to float32's peak"
         peak[dtype] = peak["float32"]
     bandwidth = measured.gpu_bandwidth if device == "cuda" else measured.memory_bandwidth
     return Machine(device, dtype, threads, peak, bandwidth, cpu, cores, ram, gpu, note)
 
 
 def _fastest_dtype(speeds: dict[str, float]) -> str:
-    """Of the types whose FLOP/s are given, the one to train in; each narrower one must win by a margin."""
+    """Return the dtype to train in; each narrower dtype must be faster by a margin."""
     chosen = "float32"
     half = "bfloat16" if "bfloat16" in speeds else "float16"
     if speeds.get(half, 0.0) >= BF16_MIN_SPEEDUP * speeds["float32"]:
@@ -274,7 +269,7 @@ def _fastest_dtype(speeds: dict[str, float]) -> str:
 
 
 def measure(cores: int, *, gpu: bool = False) -> Measurement:
-    """Time the products. Leaves torch's thread count as it was."""
+    """Time the products. torch's thread count is restored."""
     import torch
 
     counts = sorted({1, cores, *(2**power for power in range(1, 12) if 2**power < cores)})
@@ -298,10 +293,10 @@ def measure(cores: int, *, gpu: bool = False) -> Measurement:
 
 
 def measure_peaks(device: str, dtype: str = "float32") -> tuple[dict[str, float], float]:
-    """What this process reaches at this moment with the threads it has: FLOP/s by type, and bytes/s of a copy.
+    """Return this process's current FLOP/s by dtype with its threads, and bytes/s of a copy.
 
-    Not cached and nothing is chosen by it: it is what a profile is held against, neighbours included. `dtype` is among the
-    types whatever it is: an emulated product is held against those of float32 that it consists of.
+    Not cached, and no choice depends on it: it is the reference of a profile, contention included. `dtype` is always
+    among the dtypes: an emulated product uses the rate of float32.
     """
     if device == "cuda":
         flops = gpu_matmul_flops()
@@ -320,11 +315,11 @@ def _read_cache(path: Path) -> Measurement | None:
 
 
 def _write_cache(path: Path, measured: Measurement) -> None:
-    """Best effort: a machine whose home cannot be written only measures again next time."""
-    aside = path.with_suffix(f".{os.getpid()}")
+    """Best effort: without a writable home the next run measures again."""
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(asdict(measured)))
-        aside.replace(path)
+        temporary.write_text(json.dumps(asdict(measured)))
+        temporary.replace(path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,11 +1,10 @@
-"""How fast matrix products and copies run: what `machine.py` measures with.
+"""Benchmarks of matrix products and copies for `device_probe.py`.
 
-A speed is that of the fastest repetition, since disturbance only ever slows one down. On a CPU the shapes are those of small
-models as well as a big one; on a GPU one big product tells the peak.
+The fastest repetition counts, since interference only slows a run down. On a CPU the shapes come from small models and
+a large one; on a GPU one large product gives the peak.
 
-The subtle part is fp8. Its product alone is not what a layer pays for: each operand is first searched for its largest value,
-scaled by it and cast. All of this is in what is timed, and the result is looked at, since what a build of torch or a driver
-does with fp8 is younger than the rest. No GPU has run this yet.
+The subtle point is fp8. A layer pays for more than the product: the maximum of each operand, scaling, and casts. All of
+it is timed, and the result is checked, since fp8 support in torch and drivers is new. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# rows x inner x outer: a small model's projection and its MLP, a middling one, and one big product for the
-# peak.
+# rows x inner x outer: a small model's projection and MLP, a medium one, and a large product for the peak.
 SHAPES = ((2048, 128, 512), (2048, 384, 1536), (768, 1024, 1024))
 SECONDS_PER_TIMING = 0.03
 
 
 def gpu_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
-    """The types worth timing on a GPU of this CUDA capability. (torch emulates bf16 on older ones, slowly.)"""
+    """Return the dtypes to time on a GPU of this CUDA capability. (torch emulates bf16 on older ones, slowly.)"""
     if capability < (8, 0):
         return ("float32", "float16")
     return ("float32", "bfloat16", "float8") if capability >= (8, 9) else ("float32", "bfloat16")
 
 
 def gpu_matmul_flops() -> dict[str, float]:
-    """FLOP/s of one big product, of each type that this GPU has and that works on it."""
+    """Return FLOP/s of one large product for each dtype that works on this GPU."""
     import torch
 
     speeds = {}
@@ -40,15 +38,15 @@ def gpu_matmul_flops() -> dict[str, float]:
         try:
             speeds[kind] = matmul_flops((8192, 4096, 4096), kind, "cuda")
         except (RuntimeError, AttributeError, ArithmeticError):
-            if kind != "float8":  # a build of torch without it, or a wrong product: not offered
+            if kind != "float8":  # a torch build without it, or a wrong product: not offered
                 raise
     return speeds
 
 
 def available_core_fraction(cores: int) -> float:
-    """What share of `cores` cores this process really had for a moment in which it wanted all: about 1 if it is alone.
+    """Return the fraction of `cores` that this process gets under full load; about 1 without contention.
 
-    A speed that was taken beside others says what these left over; more threads then look slower than they are.
+    A measurement under contention reflects the remaining capacity; more threads then look slower.
     """
     import torch
 
@@ -61,7 +59,7 @@ def available_core_fraction(cores: int) -> float:
 
 
 def matmul_flops(shape: tuple[int, int, int], kind: str, device: str) -> float:
-    """FLOP/s of one matrix product: the fastest repetition, since disturbance only ever slows one down."""
+    """Return FLOP/s of one matrix product, from the fastest repetition."""
     import torch
 
     rows, inner, outer = shape
@@ -71,17 +69,17 @@ def matmul_flops(shape: tuple[int, int, int], kind: str, device: str) -> float:
     work: Callable[[], Any] = (lambda: _float8_matmul(a, b)) if kind == "float8" else (lambda: a @ b)
     with torch.no_grad():
         if kind == "float8" and not bool(((work() - inner).abs() < 0.01 * inner).all()):
-            raise ArithmeticError("a product of ones in float8 is wrong")
+            raise ArithmeticError("a float8 product of ones has a wrong result")
         return 2.0 * rows * inner * outer / _best_seconds(work, device)
 
 
 def _float8_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b as training in float8 does it: scales by the largest value, casts, the product (`nn/float8.py`)."""
+    """a @ b as in float8 training: scales by the maximum, casts, the product (`nn/float8.py`)."""
     import torch
 
     scales = [t.abs().amax().float() / 448.0 for t in (a, b)]
     left = (a / scales[0]).to(torch.float8_e4m3fn)
-    right = (b / scales[1]).to(torch.float8_e4m3fn).t().contiguous().t()  # column by column, as it is wanted
+    right = (b / scales[1]).to(torch.float8_e4m3fn).t().contiguous().t()  # column-major, as required
     found: torch.Tensor = torch._scaled_mm(
         left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16
     )
@@ -97,7 +95,7 @@ def copy_bandwidth(device: str, n_bytes: int) -> float:
 
 
 def _best_seconds(work: Any, device: str) -> float:
-    """Seconds of the fastest repetition in about SECONDS_PER_TIMING (the cold first only if alone)."""
+    """Seconds of the fastest repetition in about SECONDS_PER_TIMING (the cold first one only if it is the only one)."""
     import torch
 
     best, start = math.inf, time.perf_counter()

@@ -1,8 +1,8 @@
-"""An amount of memory as people type it: `2GB`, `1.5GiB`, `500MB`, a plain number of bytes, or a share, `25%`.
+"""An amount of memory as text: `2GB`, `1.5GiB`, `500MB`, a plain number of bytes, or a fraction, `25%`.
 
-`MemoryText` is the type of a configuration field that holds one. It keeps the text in one spelling (`2GB` becomes
-`2000000000B`), so that two ways to say the same thing have the same address. What a share is a share of is known only where
-it is used: of all memory of the device, or, on a CPU, of what the container may have, where that is less.
+`MemoryText` is the type of a configuration field for it. It normalizes the text (`2GB` becomes `2000000000B`), so that
+equal amounts have the same address. A fraction is resolved at use: of the device's memory, or, on a CPU, of the
+container's limit if that is lower.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Memory:
-    """An amount: exactly one of the two is set. share: above 0, at most 1."""
+    """An amount: exactly one of the two is set. fraction: above 0, at most 1."""
 
     n_bytes: int | None = None
     fraction: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Memory:
-        """Reads an amount. Raises ConfigError that says how to write one."""
+        """Parse an amount. Raises ConfigError with the expected format."""
         match = AMOUNT.fullmatch(text)
         amount, unit = (float(match[1]), (match[2] or "b").lower()) if match else (0.0, "")
         if unit == "%" and 0 < amount <= 100:
@@ -41,12 +41,12 @@ class Memory:
         if unit in UNITS and math.isfinite(amount) and amount * UNITS[unit] >= 1:
             return cls(n_bytes=int(amount * UNITS[unit]))
         raise ConfigError(
-            f"{text!r} is no amount of memory",
-            expected="bytes (2GB, 500MB, 1.5GiB) or a share (25%, at most 100%), above zero",
+            f"{text!r} is not an amount of memory",
+            expected="bytes (2GB, 500MB, 1.5GiB) or a fraction (25%, at most 100%), above zero",
         )
 
     def resolve(self, total: int) -> int:
-        """Bytes, where there are `total` in all."""
+        """Return bytes, given `total`."""
         return self.n_bytes if self.n_bytes is not None else int((self.fraction or 0.0) * total)
 
     def halved(self) -> Memory:
@@ -60,7 +60,7 @@ class Memory:
 
 
 def device_memory(device: str) -> int:
-    """Bytes that the device has in all; a CPU's cut to the container's limit, if any."""
+    """Bytes of the device's memory; on a CPU limited by the container."""
     if device.startswith("cuda"):
         import torch
 
@@ -77,7 +77,7 @@ def _normalize(text: str) -> str:
 
 
 def _as_text(value: object) -> object:
-    """A plain number is one of bytes."""
+    """A plain number is in bytes."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 

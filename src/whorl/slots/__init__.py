@@ -1,8 +1,9 @@
-"""Slots: the spine. Producers fill preallocated records in shared memory, a reader hands them to a learner.
+"""Slots: producers fill preallocated records in shared memory, a reader passes them to a learner.
 
-A `Spec` (from a typed dataclass) says what a record holds, a `SlotRing` allocates records, a `Producer` fills one
-at a time, here or in a process of its own; `Drain` reads each once, `Sample` draws from those it keeps. The `Board`
-carries weights back. `ray.py` has producers on other machines. Queues carry slot numbers, never tensors. See docs/slots.md.
+A `Spec` (from a typed dataclass) defines a record, a `SlotRing` allocates slots, a `Producer` fills one slot at a time,
+in this process or another. `FIFOReader` reads each record once, `ReplayReader` samples from stored records. The `Board`
+publishes weights to the producers. `ray.py` runs producers on other machines. Queues carry slot numbers, never tensors.
+See docs/slots.md.
 """
 
 from whorl.slots.board import Board, BoardReader

@@ -1,13 +1,13 @@
-"""The board: the newest weights, in shared memory, under a version number. How producers learn what to act with.
+"""The board: the current weights in shared memory, with a version number.
 
-One writer (the learner), any number of readers, no lock that either could hold while it dies. It is a seqlock: the
-writer makes a counter odd, copies, makes it even; a reader copies between two looks at the counter and starts over
-when they differ or are odd. So a reader never sees half of an update, and the writer never waits. (Lameter 2005,
-"Effective synchronization on Linux/NUMA systems", section on seqlocks. Stores of one process are seen in their
-order on x86; elsewhere the kernel calls between two records order them.)
+One writer (the learner), any number of readers, and no lock, so a process may die at any time. It is a seqlock (Lameter
+2005, "Effective synchronization on Linux/NUMA systems"). The writer makes a counter odd, copies, and makes it even. A
+reader copies between two reads of the counter and retries if they differ or are odd. So a reader never sees a partial
+update, and the writer never waits. x86 keeps the order of one process's stores; elsewhere the system calls between
+records order them.
 
-Weights are copied as bytes, field by field, through a `Spec`-like layout: no pickle, no allocation. They may come from any
-device, and go to any: the board is host memory, and a copy returns when the bytes are there, so that the order holds.
+Weights are copied as bytes, without pickling or allocation. They may come from any device: the board is host memory,
+and a copy returns when its bytes are in place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_READ_TIMEOUT = 10.0  # seconds that a reader waits for a writer to finish: copies take milliseconds
+_READ_TIMEOUT = 10.0  # seconds a reader waits for the writer; copies take milliseconds
 BoardLayout = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -39,7 +39,7 @@ class Board:
 
     Args:
         layout: (name, shape) of each tensor.
-        fd: attach to another board's memory (its `fd`) rather than making new.
+        fd: attach to another board's memory (its `fd`) instead of allocating.
     """
 
     def __init__(self, layout: BoardLayout, *, fd: int | None = None) -> None:
@@ -60,36 +60,36 @@ class Board:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Board:
-        """A board with room for these, holding them as version 0."""
+        """Return a board of these names and shapes that holds the tensors as version 0."""
         board = cls(tuple((name, tuple(t.shape)) for name, t in tensors.items()))
         board.publish(tensors, 0)
         return board
 
     @property
     def version(self) -> int:
-        """Of the newest weights."""
+        """The version of the current weights."""
         return int(self._header[1])
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Make these the newest weights."""
+        """Replace the current weights."""
         self._write(tensors, self._views, version)
 
     def publish_flat(self, weights: NDArray[np.float32], version: int) -> None:
-        """The same from one array with all of them, in the order of the layout (`read_flat` of another board)."""
+        """Replace the weights from one flat array in layout order (`read_flat` of another board)."""
         import torch
 
         self._write({"": torch.tensor(weights)}, self._flat, version)
 
     def read(self, into: Mapping[str, Tensor]) -> int:
-        """Copy the newest weights into tensors of the same names and shapes; returns their version.
+        """Copy the current weights into tensors of equal names and shapes; return their version.
 
         Raises:
-            ProducerError: the writer died in the middle of a `publish`.
+            ProducerError: the writer died during a `publish`.
         """
         return self._read(into, self._views)
 
     def read_flat(self) -> tuple[NDArray[np.float32], int]:
-        """(all weights in one array of its own, their version)."""
+        """Return (a copy of all weights in one array, their version)."""
         import torch
 
         into = torch.empty_like(self._flat[""])
@@ -116,19 +116,19 @@ class Board:
             time.sleep(0)
         raise ProducerError(
             f"the board's writer has been publishing for {_READ_TIMEOUT:g} s",
-            expected="a copy of milliseconds",
-            do="look whether the learner died",
+            expected="a copy within milliseconds",
+            do="check whether the learner died",
         )
 
 
 class BoardReader:
-    """A producer's view of the board: brings a module up to date, and remembers with what version it acts."""
+    """A producer's view of the board: updates a module and stores the version in use."""
 
     def __init__(self, board: Board) -> None:
         self.board, self.version = board, -1
 
     def load_into(self, module: torch.nn.Module) -> int:
-        """Load the newest weights into `module`, by parameter name, if it does not have them yet; returns their version."""
+        """Load the current weights into `module` by parameter name, unless it has them; return their version."""
         import torch
 
         if self.board.version != self.version:

@@ -1,18 +1,17 @@
-"""Producers beyond one machine: the same `Producer` in a Ray actor, on any node of a cluster.
+"""Producers on other machines: a `Producer` in a Ray actor, on any node of a cluster.
 
-The actor fills a slot of its own, by the code that a producer process runs; the whole slot then travels through
-Ray's object store as one array of bytes (shared memory on the learner's node, the network otherwise) into a slot of
-the learner's ring. What stands in the header (version, seed, sequence, how long it took) comes along, so a reader
-sees no difference: `Drain` and `Sample` take `RayProducer`s as they take processes. Weights go the other way: the
-newest are put into the object store once for each version, however many actors there are.
+The actor fills a local slot with the same code as a producer process. The slot then travels through Ray's object store
+as one byte array (shared memory on the learner's node, network otherwise) into a slot of the learner's ring. Its header
+comes along, so readers accept `RayProducer`s like processes. Weights travel the other way: each version is put into the
+object store once, for all actors.
 
     ray.init(address="auto")
     producers = [RayProducer(ring, Actor(...), number=n, board=board) for n in range(64)]
-    with Drain(ring, producers, order="ready", board=board) as records: ...
+    with FIFOReader(ring, producers, order="ready", board=board) as records: ...
 
-On Ray's failures: an actor that raises, dies or hangs is a `ProducerError`, as everywhere. One that is lost with its
-process or its node, or whose record is, may be started again (`restarts`, as in `producers.py`), wherever Ray finds room.
-Nothing needs to be taken back then: its slot was its own, and the ring's is written when a whole record has come.
+An actor that raises, dies or hangs is a `ProducerError`. An actor that is lost with its process, node or record may be
+restarted (`restarts`, as in `producers.py`) on any node. No slot has to be reclaimed: the ring's slot is written only
+with a complete record.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from whorl.slots.ring import HEADER_FIELDS, SlotRing, SlotState
 
 
 def init_ray() -> None:
-    """Joins the cluster that RAY_ADDRESS names, or begins one of this machine, unless Ray is running.
+    """Join the cluster of RAY_ADDRESS, or start a local one, unless Ray is running.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -46,18 +45,18 @@ def init_ray() -> None:
 
 
 class _RayActor:
-    """What lives in the actor: one slot, and a board that holds what it was sent."""
+    """The actor: one slot, and a board with the weights it received."""
 
     def __init__(
         self, spec: Any, poison: bool, producer: Producer, seed: int, number: int, layout: BoardLayout | None
     ) -> None:
         self.ring: SlotRing[Any] = SlotRing(spec, 1, poison=poison)
         self.board = Board(layout) if layout else None
-        self.held_version = -1  # the version on the board: nothing yet, though an empty board says 0
+        self.held_version = -1  # the version on the board; -1 since an empty board has version 0
         self.work = SlotFiller(self.ring, producer, seed, number, self.board)
 
     def make_record(self, sequence: int, weights: Any, version: int) -> tuple[list[int], Any]:
-        """(header, content as bytes) of record `sequence`, made with these weights."""
+        """Return (header, content as bytes) of record `sequence`, made with these weights."""
         if self.board is not None and weights is not None and version != self.held_version:
             self.board.publish_flat(weights, version)
             self.held_version = version
@@ -70,7 +69,7 @@ class _RayActor:
 
 
 def _actor_lost_errors() -> tuple[type[Exception], ...]:
-    """What Ray raises for an actor that went without raising, or for a record that went with its node."""
+    """Ray's errors for an actor that died without raising, or a record lost with its node."""
     from ray import exceptions
 
     return exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.ObjectLostError
@@ -80,13 +79,13 @@ class RayProducer:
     """A producer in a Ray actor. The arguments are those of `ProducerProcess`.
 
     Args:
-        options: of the actor, as Ray takes them: {"num_cpus": 1, "resources": {...}}.
+        options: of the actor, in Ray's format: {"num_cpus": 1, "resources": {...}}.
 
     Raises:
-        ConfigError: Ray is not installed, or not initialised.
+        ConfigError: Ray is not installed, or not initialized.
     """
 
-    # The newest version of each board in the object store: once for all actors.
+    # The newest version of each board in the object store, shared by all actors.
     _sent: ClassVar[WeakKeyDictionary[Board, tuple[int, Any]]] = WeakKeyDictionary()
 
     def __init__(
@@ -108,7 +107,7 @@ class RayProducer:
             raise ConfigError("Ray is not installed", do="pip install ray") from error
         if not ray.is_initialized():
             raise ConfigError(
-                "Ray is not initialised", do="call ray.init() here, or ray.init(address='auto') in a cluster"
+                "Ray is not initialized", do="call ray.init() here, or ray.init(address='auto') in a cluster"
             )
         self.ring, self.number, self.board, self.timeout = ring, number, board, timeout
         self.restarts, self.log, self.name = restarts, log, type(producer).__name__
@@ -118,16 +117,16 @@ class RayProducer:
             ring.spec, ring.poison, producer, seed, number, layout
         )
         self._actor: Any = self._start()
-        self._asked: deque[tuple[int, int, Any]] = deque()  # slot, sequence, what it will be
+        self._asked: deque[tuple[int, int, Any]] = deque()  # slot, sequence, object reference
         self._deaths = 0  # since the last record
 
     def request(self, slot: int, sequence: int) -> None:
-        """Have record `sequence` made for a free slot."""
+        """Request record `sequence` for a free slot."""
         weights, version = self._weights_ref()
         self._asked.append((slot, sequence, self._actor.make_record.remote(sequence, weights, version)))
 
     def _weights_ref(self) -> tuple[Any, int]:
-        """A reference to the newest weights, put into the object store once a version."""
+        """Return a reference to the current weights, stored once per version, and the version."""
         import ray
 
         if self.board is None:
@@ -141,7 +140,7 @@ class RayProducer:
 
     @staticmethod
     def first_ready(producers: Sequence[RayProducer], timeout: float) -> list[RayProducer]:
-        """Those whose next record is there, waiting for one at most `timeout` seconds."""
+        """Return producers with a finished record, after at most `timeout` seconds."""
         import ray
 
         waiting = {p._asked[0][2]: p for p in producers if p._asked}
@@ -149,12 +148,12 @@ class RayProducer:
         return [waiting[reference] for reference in found]
 
     def receive(self) -> int | None:
-        """Number of the slot with the record asked for longest ago; waits for it.
+        """Wait for the oldest requested record; return its slot number.
 
-        None: the actor was lost and is started again; the record is still to come.
+        None: the actor was lost and is restarted; the record is still to come.
 
         Raises:
-            ProducerError: the actor raised (its traceback is in the message), died, or hung.
+            ProducerError: the actor raised (with its traceback), died, or hung.
         """
         import ray
 
@@ -165,8 +164,8 @@ class RayProducer:
         except ray.exceptions.GetTimeoutError:
             ray.kill(self._actor)
             raise ProducerError(
-                f"{where} wrote nothing for {self.timeout:g} s and was ended",
-                do="look for what it waits for, or raise its timeout",
+                f"{where} wrote no record for {self.timeout:g} s and was ended",
+                do="find out where it waits, or increase its timeout",
             ) from None
         except ray.exceptions.RayTaskError as error:
             raise ProducerError(f"{where} raised:\n{error}") from None
@@ -174,28 +173,26 @@ class RayProducer:
             self._deaths += 1
             if getattr(error, "actor_init_failed", False) or self._deaths > self.restarts:
                 raise ProducerError(
-                    f"{where} died: {error}", do="look at its node; the same command continues"
+                    f"{where} died: {error}", do="check its node; the same command resumes"
                 ) from None
             first = str(error).partition("\n")[0]
-            self.log(
-                f"{where} died: {first}; it is started again ({self._deaths} of at most {self.restarts} in a row)"
-            )
+            self.log(f"{where} died: {first}; restarted ({self._deaths} of at most {self.restarts} in a row)")
             self._restart()
             return None
         self._asked.popleft()
         self._deaths = 0
-        slot, told = self.ring.slots[index], dict(zip(HEADER_FIELDS, header, strict=True))
-        told.pop("state")
+        slot, fields = self.ring.slots[index], dict(zip(HEADER_FIELDS, header, strict=True))
+        fields.pop("state")
         slot.transition(SlotState.FREE, SlotState.WRITING)
         np.copyto(slot.content, content)
-        slot.transition(SlotState.WRITING, SlotState.READY, **told)
+        slot.transition(SlotState.WRITING, SlotState.READY, **fields)
         return index
 
     def _restart(self) -> None:
-        """Another actor, with all that was not received to do, by the newest weights."""
+        """Start another actor and repeat the unreceived requests, with the current weights."""
         import ray
 
-        with suppress(ray.exceptions.RayError, ValueError):  # it may be out of reach and alive
+        with suppress(ray.exceptions.RayError, ValueError):  # it may be alive but unreachable
             ray.kill(self._actor)
         asked, self._asked = self._asked, deque()
         self._actor = self._start()

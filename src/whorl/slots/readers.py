@@ -1,13 +1,12 @@
-"""Readers: how records leave the ring. `Drain` reads each once: what a language model and on-policy agents learn from.
+"""FIFO reader: returns each record once, for language models and on-policy agents.
 
-Records are numbered 0, 1, 2, ...; with P producers record s is producer s mod P's, and each producer owns every
-P-th slot. By default they are read in that order, so the order does not depend on who is faster, and one run equals
-the next. With `order="ready"` whoever is ready first is read first: what asynchronous actors want, whose records
-differ in how long they take.
+Records are numbered 0, 1, 2, ...; of P producers, producer s mod P makes record s, and each producer owns every P-th
+slot. By default records are read in this order, so the order is independent of timing and runs repeat exactly. With
+`order="ready"` the first finished record is read first, for asynchronous actors whose records differ in duration.
 
-A slot is handed out as it lies in shared memory and goes back to its producer when the next one is asked for:
-whoever wants to keep a record copies it. A producer whose slots are all waiting to be read waits too
-(back-pressure), so what is read is at most so many records old; `max_lag` bounds it in versions of the weights.
+A slot is returned without a copy and goes back to its producer at the next read: copy a record to keep it. A producer
+whose slots are all unread waits (back-pressure), so a record is at most that many records old. `max_lag` bounds its age
+in weight versions.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from whorl.slots.spec import Record
 
 @dataclass
 class ReaderStats:
-    """Where time went, and how old what was read was, since the last `take`.
+    """Timing and staleness since the last `pop_stats`.
 
-    idle, busy: seconds, of all producers together, without anything to do (back-pressure) and filling; waited:
-    seconds of the reader for records; lag_sum, lag_max: by how many versions the weights that made the records were behind;
-    stale: how many records were given back unread because of that; restarts: how many producers were started again.
+    idle, busy: seconds, summed over producers, without a request (back-pressure) and filling. wait: seconds of the
+        reader waiting. lag_sum, lag_max: weight versions that records were behind. stale: records returned unread
+        because of that. restarts: of producers.
     """
 
     records: int = 0
@@ -52,25 +51,25 @@ class ReaderStats:
         self.lag_max = max(self.lag_max, lag)
 
     def metrics(self) -> dict[str, float]:
-        """As metrics."""
+        """The statistics as metrics."""
         return {
             "records": float(self.records), "time/producer_idle": self.idle, "time/producer_busy": self.busy,
-            "time/reader_wait": self.wait, "stale_records": float(self.stale), "policy_lag/mean": self.lag_sum / max(1, self.records),
+            "time/reader_wait": self.wait, "stale_records": float(self.stale),
+            "policy_lag/mean": self.lag_sum / max(1, self.records),
             "policy_lag/max": float(self.lag_max), "worker_restarts": float(self.restarts),
         }  # fmt: skip
 
 
 class FIFOReader(Generic[Record]):
-    """Iterates over records for ever, starting with number `start`.
+    """Iterates over records without end, from number `start`.
 
-        with Drain(ring, [producer]) as records:
+        with FIFOReader(ring, [producer]) as records:
             for slot in records:
                 train(slot.data)
 
     Args:
-        order: "sequence", or "ready" (see the top of this file).
-        board, max_lag: records made with weights more than `max_lag` versions behind the board's are not handed out but made
-            anew, and counted.
+        order: "sequence" or "ready" (see the module docstring).
+        board, max_lag: records more than `max_lag` versions behind the board are made again, and counted.
 
     Raises:
         ProducerError: while iterating, when a producer raised, died or hung.
@@ -88,15 +87,16 @@ class FIFOReader(Generic[Record]):
     ) -> None:
         if not 1 <= len(producers) <= len(ring):
             raise ConfigError(
-                f"{len(producers)} producers on {len(ring)} slots", expected="at least 1, and a slot for each"
+                f"{len(producers)} producers on {len(ring)} slots",
+                expected="at least 1 producer, and a slot for each",
             )
         if max_lag is not None and (board is None or max_lag < 0):
-            raise ConfigError(f"max_lag is {max_lag}", expected="at least 0, with a board to compare with")
+            raise ConfigError(f"max_lag is {max_lag}", expected="at least 0, together with a board")
         self.ring, self.producers, self.sequence = ring, producers, start
         self.order, self.board, self.max_lag = order, board, max_lag
         self.stats = ReaderStats()
         self._reading: Slot[Record] | None = None
-        # Producer p owns slots p, p + P, ...: the k-th of them takes its k-th record, then every further round.
+        # Producer p owns slots p, p + P, ...; its k-th slot takes its k-th record, then one per round.
         n = len(producers)
         self._owner = [(start + i) % n for i in range(len(ring))]
         self._stride = [self._owner.count(self._owner[i]) * n for i in range(len(ring))]
@@ -125,7 +125,7 @@ class FIFOReader(Generic[Record]):
             self._recycle(slot, slot.sequence)
         if (
             self.order == "sequence" and self.max_lag is None
-        ):  # what was made anew comes later than its number
+        ):  # records that were made again arrive out of order
             assert slot.sequence == self.sequence, "a producer filled slots out of order"
         self.sequence += 1
         self.stats.add(slot, time.perf_counter() - began, lag)
@@ -133,7 +133,7 @@ class FIFOReader(Generic[Record]):
         return slot
 
     def _recycle(self, slot: Slot[Record], next_sequence: int) -> None:
-        """Gives a slot back to its producer, for record `following`."""
+        """Return a slot to its producer, for record `next_sequence`."""
         self.ring.release(slot)
         self.producers[self._owner[slot.index]].request(slot.index, next_sequence)
 
@@ -143,7 +143,7 @@ class FIFOReader(Generic[Record]):
             return self.producers[turn]
         timeout = max(p.timeout for p in self.producers)
         found: list[ProducerHandle] = self.producers[turn].first_ready(self.producers, timeout)
-        # Nobody: the one whose turn it is says what is wrong. Several: the one whose turn comes first.
+        # None ready: the producer that is next in turn reports the error. Several: the first in turn.
         return (
             min(found, key=lambda p: (p.number - turn) % len(self.producers))
             if found
@@ -151,7 +151,7 @@ class FIFOReader(Generic[Record]):
         )
 
     def pop_stats(self) -> ReaderStats:
-        """What was counted since the last call."""
+        """Return the statistics since the last call, and reset them."""
         figures, self.stats = self.stats, ReaderStats()
         return figures
 

@@ -1,14 +1,14 @@
-"""`Sample`: a reader that keeps records and draws from them again and again; the oldest are overwritten.
+"""Replay reader: stores records and samples from them; new records replace the oldest.
 
-The difference from `Drain` is all that separates off-policy from on-policy learning: a record that was read stays READY, and
-goes back to its producer only when the pool is full and something new comes. Draws are uniform, or in proportion to
-priorities (Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952):
+In contrast to `FIFOReader`, a read record stays READY and returns to its producer only when the buffer is full and a
+new record arrives. Sampling is uniform, or proportional to priorities (Schaul et al. 2016, Prioritized Experience
+Replay, arXiv:1511.05952):
 
     P(i) = p_i^alpha / sum_j p_j^alpha         weight_i = (N P(i))^-beta / max_j weight_j
 
-where the weights undo, in part, that some are drawn more often. A new record has the highest priority seen so far,
-so that each is drawn soon. `fresh` new records are taken in before each draw, neither more nor fewer: so how often
-a record is used does not depend on who is faster, and a run with serial producers repeats bit for bit.
+The weights correct, in part, for the non-uniform sampling. A new record gets the highest priority so far, so that it is
+sampled soon. Exactly `inserts_per_sample` new records are inserted before each sample. So the replay ratio is
+independent of timing, and a run with serial producers repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayBatch(Generic[Record]):
-    """slots: records drawn, with repetition, valid until the next draw; weights: [n] fp32, at most 1, of their losses."""
+    """A sample. slots: with repetition, valid until the next sample; weights: [n] fp32, at most 1, for their losses."""
 
     slots: list[Slot[Record]]
     weights: NDArray[np.float32]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The records stacked: each field [n, ...], copied out of shared memory."""
+        """Return the records stacked: each field [n, ...], copied out of shared memory."""
         import torch
 
         parts = [slot.tensors() for slot in self.slots]
@@ -47,15 +47,15 @@ class ReplayBatch(Generic[Record]):
 
 
 class ReplayReader(Generic[Record]):
-    """Draws `n` of the records kept, for ever.
+    """Samples `batch_size` stored records, without end.
 
     Args:
-        n: records a draw.
-        rng: what draws.
-        fresh: new records before each draw.
-        least: records there must be before the first draw; at most len(ring) - len(producers), which is what is kept.
-        alpha: 0 draws uniformly; 1 in full proportion to the priorities.
-        beta: how far the weights undo it.
+        batch_size: records per sample.
+        rng: for sampling.
+        inserts_per_sample: new records before each sample.
+        learning_starts: records stored before the first sample; at most the capacity, len(ring) - len(producers).
+        alpha: 0 samples uniformly; 1 in proportion to the priorities.
+        beta: exponent of the importance weights.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ReplayReader(Generic[Record]):
         alpha: float = 0.0,
         beta: float = 0.4,
     ) -> None:
-        self.capacity = len(ring) - len(producers)  # one slot each stays free to be written
+        self.capacity = len(ring) - len(producers)  # one slot per producer stays free for writing
         if (
             not producers
             or not 1 <= learning_starts <= self.capacity
@@ -78,8 +78,9 @@ class ReplayReader(Generic[Record]):
             or batch_size < 1
         ):
             raise ConfigError(
-                f"a pool of {len(ring)} slots with {len(producers)} producers, least={learning_starts}, fresh={inserts_per_sample}, n={batch_size}",
-                expected="at least 1 producer and more slots than producers; 1 <= least <= slots - producers",
+                f"a replay buffer of {len(ring)} slots with {len(producers)} producers, learning_starts={learning_starts}, "
+                f"inserts_per_sample={inserts_per_sample}, batch_size={batch_size}",
+                expected="at least 1 producer and more slots than producers; 1 <= learning_starts <= slots - producers",
             )
         self.ring, self.producers, self.batch_size, self.rng = ring, producers, batch_size, rng
         self.inserts_per_sample, self.learning_starts, self.alpha, self.beta = (
@@ -89,25 +90,25 @@ class ReplayReader(Generic[Record]):
             beta,
         )
         self.stored: deque[int] = deque()  # slot numbers, the oldest first
-        self.priorities = np.zeros(len(ring))  # 0 where a slot is not in the pool
+        self.priorities = np.zeros(len(ring))  # 0 for slots that are not stored
         self.max_priority = 1.0
         self.sequence = 0
-        # Asked in the order in which they will be received: one record of each producer in turn.
+        # Requested in the order of receipt: one record of each producer in turn.
         self._free: deque[int] = deque(range(len(ring)))
         for _ in producers:
             self._request_next()
 
     def _request_next(self) -> None:
-        """Has the next record that nobody was asked for written."""
+        """Request the next record."""
         number = self.sequence
         self.producers[number % len(self.producers)].request(self._free.popleft(), number)
         self.sequence += 1
 
     def _insert_next(self) -> None:
-        """Receives the next record, in order, and has another made in the place of the oldest."""
+        """Receive the next record in order, and request another in place of the oldest."""
         turn = (self.sequence - len(self.producers)) % len(self.producers)
         while (index := self.producers[turn].receive()) is None:
-            pass  # it was killed, and is started again
+            pass  # killed, and restarted
         self.stored.append(index)
         self.priorities[index] = self.max_priority
         if not self._free:
@@ -141,14 +142,14 @@ class ReplayReader(Generic[Record]):
         return ReplayBatch([self.ring.slots[i] for i in members[chosen]], weights)
 
     def update_priorities(self, slots: Sequence[Slot[Record]], priorities: NDArray[np.floating]) -> None:
-        """Sets what these records will be drawn in proportion to, for example the size of their error; each > 0.
+        """Set the priorities of these records, for example absolute TD errors; each > 0.
 
         Raises:
-            ConfigError: a priority that is not a positive number.
+            ConfigError: a priority is not a positive number.
         """
         values = np.asarray(priorities, np.float64)
         if not (np.isfinite(values).all() and (values > 0).all()):
-            raise ConfigError(f"the priorities {values} were given", expected="positive numbers")
+            raise ConfigError(f"the priorities are {values}", expected="positive numbers")
         for slot, value in zip(slots, values, strict=True):
             self.priorities[slot.index] = value
         self.max_priority = max(self.max_priority, float(values.max()))

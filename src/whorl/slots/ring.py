@@ -1,20 +1,18 @@
-"""The ring: n slots of one Spec in memory that processes share, each with a header.
+"""The slot ring: n slots of one Spec in shared memory, each with a header.
 
     FREE -> WRITING -> READY -> READING -> FREE
 
-The header holds the state and where the content came from: policy version, producer, seed, sequence number, length,
-and how long its producer had nothing to do before it (idle) and took to fill it (busy). Every step of a slot's life
-checks the state it expects, so a slot half written is never read, and one that is being read is never overwritten:
-a producer that died while writing leaves WRITING behind, which nobody accepts. Only who knows that it is dead, and starts
-another, takes the slot back.
+The header holds the state and the origin of the content: policy version, producer, seed, sequence number, length, and
+the producer's idle and busy times. Every transition checks the expected state, so a partly written slot is never read
+and a slot being read is never overwritten. A producer that died during a write leaves WRITING behind. Only the code
+that restarts it reclaims the slot.
 
-The memory is anonymous (`memfd_create`, or an unlinked temporary file where that is missing): it has no
-name in the system, so it cannot clash with another run's, does not count against the size of /dev/shm, and
-is gone with the last process that holds it, SIGKILL included. Other processes get the file descriptor.
+The memory is anonymous (`memfd_create`, or an unlinked temporary file). It has no name, so runs cannot clash, it does
+not count towards /dev/shm, and it is freed with the last process that maps it, even after SIGKILL. Other processes get
+the file descriptor.
 
-With `poison=True` a freed slot is overwritten with 0xFF bytes (NaN as a float, -1 as an integer), so that a
-reader that kept a view too long, or a producer that leaves part of a slot unwritten, is found by a test and
-not by luck.
+With `poison=True` a freed slot is overwritten with 0xFF bytes (NaN as a float, -1 as an integer). This exposes readers
+that keep a view too long and producers that leave fields unwritten.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SlotState(IntEnum):
-    """Where a slot is in its life."""
+    """The state of a slot."""
 
     FREE = 0
     WRITING = 1
@@ -49,13 +47,13 @@ _HEADER_INDEX = {name: place for place, name in enumerate(HEADER_FIELDS)}
 
 
 class Slot(Generic[Record]):
-    """One record in shared memory: `data` holds its arrays, `content` their bytes, the properties read its header."""
+    """One record in shared memory: `data` has its arrays, `content` their bytes, properties read the header."""
 
     def __init__(self, index: int, memory: memoryview, spec: Spec[Record]) -> None:
         self.index = index
         self.header = memory[: len(HEADER_FIELDS) * 8].cast(
             "q"
-        )  # int64; an element takes 40 ns, of an array 100
+        )  # int64; reading an element takes 40 ns, from a numpy array 100
         self.content = np.frombuffer(memory, np.uint8)[ALIGNMENT:]
         self.data: Record = spec.view(memory[ALIGNMENT:])
         self._names = list(spec.fields)
@@ -72,32 +70,32 @@ class Slot(Generic[Record]):
 
     @property
     def sequence(self) -> int:
-        """Place in the order of all records that are read: 0, 1, 2, ..."""
+        """Number of the record: 0, 1, 2, ..."""
         return self.header[2]
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that made the content; 0 where no weights took part."""
+        """Version of the weights used; 0 without weights."""
         return self.header[3]
 
     @property
     def seed(self) -> int:
-        """What the producer's generator for this record was seeded with."""
+        """Seed of the record's generator."""
         return self.header[4]
 
     @property
     def length(self) -> int:
-        """What `fill` returned: how much of the record is in use."""
+        """Length in use, returned by `fill`."""
         return self.header[5]
 
     @property
     def idle(self) -> float:
-        """Seconds that its producer waited before it was asked for this record."""
+        """Seconds the producer waited for the request of this record."""
         return self.header[6] * 1e-9
 
     @property
     def busy(self) -> float:
-        """Seconds that filling it took."""
+        """Seconds the fill took."""
         return self.header[7] * 1e-9
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -109,14 +107,14 @@ class Slot(Generic[Record]):
         return self._tensors
 
     def transition(self, expected: SlotState, to: SlotState, **header: int) -> None:
-        """Go from one state to the next, writing header fields on the way.
+        """Change the state, and write header fields first.
 
         Raises:
-            ProducerError: the slot is in another state than `expected`.
+            ProducerError: the state is not `expected`.
         """
         if self.header[0] != expected:
             raise ProducerError(
-                f"slot {self.index} is {self.state.name} where it was to go to {to.name}",
+                f"slot {self.index} is {self.state.name}, but must change to {to.name}",
                 expected=f"{expected.name}: two users of one slot, or a producer that died in it",
             )
         for name, value in header.items():
@@ -132,15 +130,15 @@ class SlotRing(Generic[Record]):
     """`n_slots` records of `spec` in shared memory.
 
     Args:
-        poison: overwrite freed slots (see the top of this file).
-        fd: attach to another ring's memory (its `fd`) rather than making new.
+        poison: overwrite freed slots (see the module docstring).
+        fd: attach to another ring's memory (its `fd`) instead of allocating.
     """
 
     def __init__(
         self, spec: Spec[Record], n_slots: int, *, poison: bool = False, fd: int | None = None
     ) -> None:
         if n_slots < 1:
-            raise ConfigError(f"a ring of {n_slots} slots is impossible", expected="at least 1 slot")
+            raise ConfigError(f"a ring of {n_slots} slots", expected="at least 1 slot")
         self.spec, self.poison = spec, poison
         stride = ALIGNMENT + spec.n_bytes
         new = fd is None
@@ -156,13 +154,13 @@ class SlotRing(Generic[Record]):
         return len(self.slots)
 
     def release(self, slot: Slot[Record]) -> None:
-        """Give a slot that was read back to its producer: READING -> FREE."""
+        """Return a slot that was read to its producer: READING -> FREE."""
         if self.poison:
             slot.poison()
         slot.transition(SlotState.READING, SlotState.FREE)
 
     def reclaim(self, slot: Slot[Record]) -> None:
-        """Free a slot that a dead producer was asked to fill and has not told of, however far it came.
+        """Free a slot requested from a dead producer and not reported, in any state of writing.
 
         Raises:
             ProducerError: it is being read.
@@ -173,7 +171,7 @@ class SlotRing(Generic[Record]):
 
 
 def anonymous_memory(n_bytes: int, label: str = "whorl-slots") -> int:
-    """A file descriptor of `n_bytes` of memory that no name leads to; `label` is what the system's tools show."""
+    """Return a file descriptor of `n_bytes` of unnamed memory; system tools show `label`."""
     create: Any = getattr(os, "memfd_create", None)
     if create is not None:
         fd: int = create(label)

@@ -1,17 +1,17 @@
-"""Spec: what one record holds, as ordered fields with a shape and a type.
+"""Spec: the contents of a record, as ordered fields with shape and dtype.
 
-It is made from a frozen dataclass whose fields are numpy arrays; sizes that are known later have names:
+It is made from a frozen dataclass of numpy arrays; sizes may be names:
 
     @dataclass(frozen=True)
     class Batch:
         tokens: Annotated[NDArray[np.int64], "B", "T"]
-        plain: NDArray[np.bool_]                          # no sizes: one value, an array of shape ()
+        single_segment: NDArray[np.bool_]                 # no sizes: one value, an array of shape ()
 
     Spec.from_dataclass(Batch, B=8, T=256)
 
-One definition thus serves the type checker, the memory layout, the check of what a producer writes, and the
-documentation of a batch. Frozen is required because `batch.tokens = x` would rebind the name and leave the
-shared memory as it was: a producer must write *into* the arrays, `batch.tokens[:] = x`.
+So one definition serves the type checker, the memory layout, the check of writes, and the documentation. The dataclass
+must be frozen, since `batch.tokens = x` would rebind the name and leave the shared memory unchanged. Write *into* the
+arrays: `batch.tokens[:] = x`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from whorl.errors import ConfigError
 
 Record = TypeVar("Record")
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+ALIGNMENT = 64  # bytes: a cache line, good for vector instructions
 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Shape and type of one array of a record."""
+    """Shape and dtype of one array of a record."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -44,7 +44,7 @@ class FieldSpec:
 
 
 class WriteError(TypeError):
-    """A producer wrote what a field cannot hold; `array` is where."""
+    """A producer wrote an invalid value into the field memory `array`."""
 
     def __init__(self, array: FieldArray, what: str) -> None:
         super().__init__(what)
@@ -55,7 +55,7 @@ _assign = np.ndarray.__setitem__
 
 
 class FieldArray(np.ndarray[Any, np.dtype[Any]]):
-    """A field's memory. numpy would cut floats down to integers where they are assigned; here that is an error."""
+    """A field's memory. numpy would truncate floats on assignment to integers; here that raises."""
 
     def __setitem__(self, where: Any, value: Any) -> None:
         given = getattr(value, "dtype", None)
@@ -63,7 +63,7 @@ class FieldArray(np.ndarray[Any, np.dtype[Any]]):
             if not isinstance(given, np.dtype):
                 given = np.asarray(value).dtype  # a float, a list, a tensor
             if not np.can_cast(given, self.dtype, "same_kind"):
-                raise WriteError(self, f"{given} values cannot be kept as {self.dtype}")
+                raise WriteError(self, f"{given} values cannot be stored as {self.dtype}")
         try:
             _assign(self, where, value)
         except ValueError as error:
@@ -72,17 +72,17 @@ class FieldArray(np.ndarray[Any, np.dtype[Any]]):
 
 @dataclass(frozen=True)
 class Spec(Generic[Record]):
-    """Ordered fields, and the dataclass that a record is read and written through."""
+    """Ordered fields, and the dataclass that gives access to a record."""
 
     record: type[Record]
     fields: Mapping[str, FieldSpec]
 
     @classmethod
     def from_dataclass(cls, record: type[Record], **sizes: int) -> Spec[Record]:
-        """Read the fields of a frozen dataclass, named sizes taken from `sizes`.
+        """Return the Spec of a frozen dataclass; named sizes come from `sizes`.
 
         Raises:
-            ConfigError: not a frozen dataclass, a field that is no numpy array, a size without a value, or a value
+            ConfigError: not a frozen dataclass, a field that is not an array, a size without a value, or a value
                 without a size.
         """
         parameters = getattr(record, "__dataclass_params__", None)
@@ -107,7 +107,7 @@ class Spec(Generic[Record]):
             if missing:
                 raise ConfigError(
                     f"{record.__name__}.{field.name} has a size {missing[0]!r} without a value",
-                    do=f"give it: Spec.from_dataclass({record.__name__}, {missing[0]}=...)",
+                    do=f"pass it: Spec.from_dataclass({record.__name__}, {missing[0]}=...)",
                 )
             used.update(n for n in names if isinstance(n, str))
             shape = tuple(sizes[n] if isinstance(n, str) else int(n) for n in names)
@@ -130,7 +130,7 @@ class Spec(Generic[Record]):
         return sum(_aligned(field.n_bytes) for field in self.fields.values())
 
     def view(self, memory: memoryview | bytearray) -> Record:
-        """A record whose arrays lie in `memory` (`n_bytes` long): nothing is copied."""
+        """Return a record whose arrays are views of `memory` (`n_bytes` long)."""
         arrays, at = {}, 0
         for name, field in self.fields.items():
             flat = np.frombuffer(memory, field.dtype, math.prod(field.shape), at)
@@ -139,7 +139,7 @@ class Spec(Generic[Record]):
         return self.record(**arrays)
 
     def allocate(self) -> Record:
-        """A record in memory of its own, zeroed: for tests and for use without slots."""
+        """Return a record in new, zeroed memory, for tests and use without slots."""
         return self.view(bytearray(self.n_bytes))
 
 

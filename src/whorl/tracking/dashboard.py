@@ -1,4 +1,4 @@
-"""A run to look at while it goes: the loss curve, what was measured last, and what the model says.
+"""The terminal dashboard of a run: loss curve, latest metrics, and a sample of the model.
 
     pretrain, step 1,240
     4.61 ┤⠲⡀
@@ -7,11 +7,9 @@
     2.80 ┤          ⠉⠉⠒⠒⠤   ...
     def add(a, b): return a
 
-It is one more sink of the metrics (`sinks.py`) and stands above the bars of `Progress`, on a terminal only; in a pipe
-nothing of it exists. When the step ends it goes, and the lines that scrolled by remain, as they would be without it.
-
-The subtle part is its price, since whoever draws does not train: what is drawn is made anew only when a number came, and
-in between the same text is given to the terminal.
+It is a metrics sink (`sinks.py`) and is drawn above the bars of `Progress`, on a terminal only. When the step ends it
+disappears, and the log lines remain. The text is rendered again only after a new metric; other refreshes reuse it, so
+that drawing costs little.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ HEIGHT = 8  # lines of the curve
 SAMPLE_LINES = 4
 MAX_POINTS = 4000
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille cell, by row and column
-# What stands beside the curve: metric, its name here, how it is written.
+# Metrics next to the curve: name, label, format.
 _METRIC_ROWS = (
     ("held_out_bits_per_byte", "held-out", "{:.3f} bits per byte"),
     ("induction_nll", "induction", "{:.3f} nats"),
@@ -46,9 +44,9 @@ _METRIC_ROWS = (
 
 
 def plot(values: Sequence[float], width: int, height: int, *, braille: bool = True) -> list[str]:
-    """A curve as `height` lines of `width` characters: 2 x 4 dots in each, or, without Braille, one star.
+    """Return a curve as `height` lines of `width` characters: 2 x 4 Braille dots per character, or one star.
 
-    The highest value is on the first line. Values that are no numbers are left out; fewer than two give empty lines.
+    The highest value is on the first line. Non-finite values are skipped; fewer than two values give empty lines.
     """
     across, down = (2, 4) if braille else (1, 1)
     columns, rows = width * across, height * down
@@ -56,7 +54,7 @@ def plot(values: Sequence[float], width: int, height: int, *, braille: bool = Tr
     if len(points) < 2 or columns < 2:
         return [" " * width] * height
     levels: list[float] = []
-    for column in range(columns):  # means of what falls on a column, or a point between neighbours
+    for column in range(columns):  # mean per column, or interpolation between neighbours
         part = points[column * len(points) // columns : (column + 1) * len(points) // columns]
         if part:
             levels.append(sum(part) / len(part))
@@ -67,22 +65,24 @@ def plot(values: Sequence[float], width: int, height: int, *, braille: bool = Tr
     low, high = min(levels), max(levels)
     scale = (rows - 1) / (high - low) if high > low else 0.0
     cells = [[0] * width for _ in range(height)]
-    before: int | None = None
+    previous: int | None = None
     for column, level in enumerate(levels):
         row = round((high - level) * scale)
         span = range(row, row + 1)
-        if before is not None and abs(before - row) > 1:  # a steep piece is a line, not two dots
-            span = range(before + 1, row + 1) if before < row else range(row, before)
+        if (
+            previous is not None and abs(previous - row) > 1
+        ):  # a steep segment becomes a line instead of two dots
+            span = range(previous + 1, row + 1) if previous < row else range(row, previous)
         for r in span:
             cells[r // down][column // across] |= _DOTS[r % down][column % across] if braille else 1
-        before = row
+        previous = row
     if braille:
         return ["".join(chr(0x2800 + cell) if cell else " " for cell in line) for line in cells]
     return ["".join("*" if cell else " " for cell in line) for line in cells]
 
 
 class Dashboard:
-    """The sink. Puts itself above the bars of `progress`."""
+    """The dashboard sink. It sets itself as the header of `progress`."""
 
     name = "the dashboard"
 
@@ -95,7 +95,7 @@ class Dashboard:
 
     @staticmethod
     def enabled(progress: Progress, requested: bool | None) -> bool:
-        """Whether to show one: as asked; by default on a terminal that can move its cursor."""
+        """Whether to show the dashboard: as requested; by default on a terminal with cursor movement."""
         able = progress.interactive and os.environ.get("TERM", "") not in ("", "dumb")
         return able if requested is None else requested and able
 
@@ -118,7 +118,7 @@ class Dashboard:
             for name, value in values.items():
                 if not isinstance(value, str):
                     self.last[name] = value
-                elif name == "sample":  # an event's words are in the log
+                elif name == "sample":  # the text of events is in the log
                     self.sample = value
             if isinstance(loss := values.get("nll", values.get("loss")), float | int):
                 self.losses.append(loss)
@@ -136,7 +136,7 @@ class Dashboard:
             self._reset()
 
     def render(self, width: int, height: int) -> Text | None:
-        """What is to be seen in a terminal of this size; None while there is nothing, or no room."""
+        """Return the text for a terminal of this size; None without data or if it is too small."""
         with self._lock:
             if not self.step_name or width < 40 or height < 12:
                 return None
@@ -148,14 +148,14 @@ class Dashboard:
         from rich.text import Text
 
         tall = HEIGHT if height >= 20 else 4
-        beside = [
+        metric_lines = [
             f"{name:<15}{form.format(self.last[key])}" for key, name, form in _METRIC_ROWS if key in self.last
         ]
-        side = max(map(len, beside), default=0) + 2
+        side = max(map(len, metric_lines), default=0) + 2
         room = width - side - 10
-        if room < 16:  # too narrow for both: the numbers
-            beside, room = [], width - 10
-        losses = self.losses[len(self.losses) // 20 :]  # the fall of the first steps would flatten the rest
+        if room < 16:  # too narrow for both: metrics only
+            metric_lines, room = [], width - 10
+        losses = self.losses[len(self.losses) // 20 :]  # the drop of the first steps would flatten the rest
         curve = plot(losses, min(room, 100), tall, braille=self.braille)
         low, high = (min(losses), max(losses)) if losses else (math.nan, math.nan)
         bar, tick = ("│", "┤") if self.braille else ("|", "+")
@@ -166,7 +166,7 @@ class Dashboard:
             label = f"{high:.2f}" if number == 0 else f"{low:.2f}" if number == tall - 1 else ""
             text.append(f"{label:>7} {tick if label else bar}", style="dim")
             text.append(line, style="cyan")
-            text.append(f"  {beside[number] if number < len(beside) else ''}\n")
+            text.append(f"  {metric_lines[number] if number < len(metric_lines) else ''}\n")
         for line in self.sample.splitlines()[-SAMPLE_LINES:]:
             printable = "".join(c if c.isprintable() else " " for c in line.expandtabs(4))
             text.append(f"  {printable[: width - 3]}\n", style="italic dim")

@@ -1,13 +1,11 @@
-"""Progress that a person can watch, and that a log file can keep.
+"""Progress output for terminals and log files.
 
-On a terminal a task is a moving bar; without one (a pipe, CI, nohup) it is a plain line every few seconds. In
-both cases a task ends in one closing line with its duration, so that what scrolls by is the same story. A
-`Progress` is made once, by the command line, and passed down; a library call without one uses
-`Progress.silent()`. Every line also goes to the `sinks` (the run folder's log).
+On a terminal a task is a moving bar; elsewhere (a pipe, CI, nohup) a plain line every few seconds. In both cases it
+ends with one closing line with its duration. The command line creates one `Progress` and passes it down; library calls
+use `Progress.silent()`. Every line also goes to the `sinks` (the run folder's log).
 
-The subtle part: only the thread that holds `_lock` touches the live display, and the display is taken down
-when the last task ends, because a live display owns the cursor and would garble what the caller prints
-itself.
+The subtle point: only the thread that holds `_lock` touches the live display. The display is removed when the last task
+ends, since it owns the cursor and would garble the caller's prints.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-PLAIN_SECONDS = 5.0  # a plain line at most this often
+PLAIN_SECONDS = 5.0  # minimum seconds between plain lines
 
 
 def format_duration(seconds: float) -> str:
@@ -39,14 +37,14 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """A count for reading: thousands separated, decimals only where they matter."""
+    """Format a count with thousands separators, and decimals only for small values."""
     if value != int(value) and abs(value) < 100:
         return f"{value:.1f}"
     return f"{value:,.0f}"
 
 
 class ProgressTask:
-    """One piece of work under way; a context manager. Made by `Progress.task`."""
+    """A unit of work; a context manager. Made by `Progress.task`."""
 
     def __init__(self, progress: Progress, label: str, total: float | None, unit: str) -> None:
         self.label, self.total, self.unit = label, total, unit
@@ -57,13 +55,13 @@ class ProgressTask:
         self._bar: TaskID | None = None
 
     def advance(self, amount: float = 1.0, *, note: str | None = None) -> None:
-        """`amount` more is done."""
+        """Add `amount` to the work done."""
         self.update(done=self.done + amount, note=note)
 
     def update(
         self, *, done: float | None = None, total: float | None = None, note: str | None = None
     ) -> None:
-        """Set how much is done, how much there is, or the note that stands behind the bar."""
+        """Set the work done, the total, or the note after the bar."""
         if done is not None:
             self.done = done
         if total is not None:
@@ -77,7 +75,7 @@ class ProgressTask:
         return time.monotonic() - self._start
 
     def summary(self) -> str:
-        """The task as plain text: `Tokenising: 34 of 100 MB (34 %), 12 s, 3.1 MB/s`."""
+        """The task as text: `Tokenizing: 34 of 100 MB (34 %), 12 s, 3.1 MB/s`."""
         parts = []
         unit = f" {self.unit}" if self.unit else ""
         if self.total:
@@ -101,10 +99,10 @@ class ProgressTask:
 
 
 class Progress:
-    """Where a run shows what it is doing.
+    """Progress output of a run.
 
     Args:
-        stream: where to write; standard output by default.
+        stream: output; standard output by default.
         interactive: a moving bar (True) or plain lines (False); by default, whether `stream` is a terminal.
         every: seconds between the plain lines of a task.
     """
@@ -117,7 +115,7 @@ class Progress:
         self.every = every
         self.sinks: list[Callable[[str], None]] = []
         self.header: Callable[[int, int], Any] | None = (
-            None  # (width, height) -> what stands over the bars, or None
+            None  # (width, height) -> text above the bars, or None
         )
         self._quiet = False
         self._lock = threading.RLock()
@@ -126,17 +124,17 @@ class Progress:
 
     @classmethod
     def silent(cls) -> Progress:
-        """One that shows nothing (sinks still hear): for tests and for calls from a library."""
+        """Return one without output (sinks still receive lines), for tests and library calls."""
         progress = cls(interactive=False)
         progress._quiet = True
         return progress
 
     def task(self, label: str, total: float | None = None, unit: str = "") -> ProgressTask:
-        """A task to be entered with `with`; `total` None means that nobody knows how long it takes."""
+        """Return a task for a `with` statement; `total` None: the length is unknown."""
         return ProgressTask(self, label, total, unit)
 
     def log(self, text: str) -> None:
-        """One line (or several) for the reader."""
+        """Print one or several lines."""
         with self._lock:
             for sink in self.sinks:
                 sink(text)

@@ -1,15 +1,14 @@
-"""The run folder: what was asked, with which code, on what machine, and how it went.
+"""The run folder: configuration, code version, machine, log and metrics of a run.
 
     RUN/config.json        the resolved recipe
     RUN/environment.json   interpreter, versions, CPU, code version and commit
-    RUN/log.txt            what the terminal showed
-    RUN/metrics/STEP.jsonl one record a line: {"step_name", "step", "time", ...values}
+    RUN/log.txt            the terminal output
+    RUN/metrics/STEP.jsonl one record per line: {"step_name", "step", "time", ...values}
     RUN/tb/STEP/           the same numbers for TensorBoard
 
-The same recipe with the same settings has the same folder, so that a run which was killed continues its own
-curves: a step that resumes at optimiser step n drops the records from n on, since they will be written again.
-Each recipe step has its own metrics file because only the step's owner (the holder of the store's lock) may
-truncate it, while another process may be busy with another step of the same run.
+A recipe with the same settings has the same folder, so a killed run continues its curves. A step that resumes at
+optimizer step n drops the records from n on, since they will be written again. Each recipe step has a separate metrics
+file. Only the step's owner (the holder of the store's lock) may truncate it, and another process may run another step.
 
 Run folders are records, not inputs: an artifact never depends on one.
 """
@@ -43,9 +42,9 @@ class MetricsLog:
     Args:
         path: the JSONL file.
         step_name: the recipe step.
-        resume_at: records at or after this optimiser step are dropped first; 0 starts afresh.
-        tensorboard: where TensorBoard events go; None leaves them out.
-        sinks: others that hear each record.
+        resume_at: drop records at or after this optimizer step; 0 drops all.
+        tensorboard: folder of TensorBoard events; None disables them.
+        sinks: further receivers of each record.
     """
 
     def __init__(
@@ -62,16 +61,16 @@ class MetricsLog:
         self._writer: SummaryWriter | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(path) if int(record["step"]) < resume_at]
-        aside = path.with_suffix(".aside")
-        aside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        aside.replace(path)
+        temporary = path.with_suffix(".aside")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        temporary.replace(path)
         self._file = path.open("a")
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Append one record; numbers also go to TensorBoard under their own names."""
+        """Append one record; numbers also go to TensorBoard under their names."""
         record: dict[str, Any] = {"step_name": self.step_name, "step": step, "time": time.time()}
-        if taken := record.keys() & values:
-            raise ValueError(f"a metric cannot be called {taken.pop()!r}")
+        if reserved := record.keys() & values:
+            raise ValueError(f"{reserved.pop()!r} is a reserved name, not a metric")
         record |= values
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -104,7 +103,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, none if absent. A line torn by a kill (the last) is left out."""
+    """Return the records of a metrics file, none if absent. A last line cut off by a kill is dropped."""
     records = []
     if path.exists():
         for line in path.read_text(errors="replace").splitlines():
@@ -116,7 +115,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Run:
-    """A run folder, created (or continued) at `dir`."""
+    """A run folder, created or continued at `dir`."""
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class Run:
         return self.dir.name
 
     def record_environment(self) -> dict[str, Any]:
-        """Write `environment.json`; returns what was written."""
+        """Write `environment.json`; return its contents."""
         found = environment()
         write_json(self.dir / "environment.json", found)
         return found
@@ -151,7 +150,7 @@ class Run:
             file.write("".join(f"{stamp}  {line}\n" for line in text.splitlines()))
 
     def metrics(self, step_name: str, resume_at: int = 0) -> MetricsLog:
-        """The metrics log of a recipe step; records at or after `resume_at` are dropped."""
+        """Return the metrics log of a recipe step; records at or after `resume_at` are dropped."""
         events = self.dir / "tb" / step_name if self.tensorboard else None
         return MetricsLog(
             self.dir / "metrics" / f"{step_name}.jsonl",
@@ -162,14 +161,14 @@ class Run:
         )
 
     def read_metrics(self, step_name: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of one step, or of all."""
+        """Yield the records of one step, or of all."""
         for path in sorted((self.dir / "metrics").glob("*.jsonl")):
             if step_name in (None, path.stem):
                 yield from read_metrics(path)
 
 
 def environment() -> dict[str, Any]:
-    """Interpreter, libraries, CPU and code version: what a result depends on besides its inputs."""
+    """Return interpreter, libraries, CPU and code version: everything a result depends on except its inputs."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -191,7 +190,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of the source checkout ("+" when edited since), or "" for an installed package."""
+    """The commit of the source checkout ("+" if edited), or "" for an installed package."""
     source = Path(whorl.__file__).parents[2]
     if not (source / ".git").exists():
         return ""
@@ -208,7 +207,7 @@ def _commit() -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a record so that a reader, or a kill, never meets half of one."""
-    aside = path.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(value, indent=2, default=str) + "\n")
-    aside.replace(path)
+    """Write JSON atomically: readers and kills never meet a partial file."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    temporary.replace(path)

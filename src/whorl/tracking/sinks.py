@@ -1,19 +1,17 @@
-"""Where the numbers of a run may go besides its own folder: W&B, trackio, or anything with these four methods.
+"""Additional metrics sinks: W&B, trackio, or any object with the four methods of `Sink`.
 
     whorl run quickstart --log wandb
     whorl run quickstart --log trackio:project=mine
-    [log.wandb]                                          # in the recipe; what stands here goes to wandb.init
+    [log.wandb]                                          # in the recipe; the options go to wandb.init
     project = "mine"
 
-The run folder has everything in any case; a sink is a copy for others to look at. So a sink may fail (no network, no
-account): it is told once, and after a few failures in a row the sink is left alone; training goes on. Which sinks there are
-changes no artifact and no address. Their packages are imported when the first number comes, and not before; that they are
-installed is asked before any work.
+The run folder is complete in any case; a sink is a copy. So a sink may fail (network, account): the failure is logged
+once, and after several in a row the sink is disabled. Sinks change no artifact and no address. A package is imported
+with the first record; that it is installed is checked before any work.
 
-A recipe has several steps that count from 0, and a run that was killed repeats some of its steps. So each recipe step has
-an axis of its own in W&B ("pretrain/step"), whose counter is left alone; trackio is given the step, and numbers without
-texts. Repeated steps fall on the same place. The mark that lets a continued run find its own curves again is kept in the
-run folder. W&B's copy of the terminal is turned off: the dashboard moves its cursor.
+A recipe has several steps that count from 0, and a resumed run repeats some of them. So each recipe step has a separate
+axis in W&B ("pretrain/step"). trackio gets the step, and numbers only. The run folder stores the id under which a
+resumed run continues its curves. W&B's copy of the terminal is disabled, since the dashboard moves the cursor.
 """
 
 from __future__ import annotations
@@ -33,19 +31,19 @@ MAX_FAILURES = 5  # in a row
 
 
 class Sink(Protocol):
-    """Hears what a run measures."""
+    """Receives the metrics of a run."""
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """The run's folder and its resolved recipe. Called before anything is written."""
+        """Called once before any record, with the run's folder and its resolved recipe."""
 
     def write(self, step_name: str, step: int, values: Values) -> None:
         """One record of a recipe step."""
 
     def end_step(self, step_name: str) -> None:
-        """The recipe step is over."""
+        """The recipe step has ended."""
 
     def close(self) -> None:
-        """The run is over."""
+        """The run has ended."""
 
 
 def _prefixed(step_name: str, values: Values) -> dict[str, float | str]:
@@ -53,7 +51,7 @@ def _prefixed(step_name: str, values: Values) -> dict[str, float | str]:
 
 
 class ExternalLogger:
-    """W&B, or trackio, whose interface is the same.
+    """W&B, or trackio, which has the same interface.
 
     Args:
         name: the package: "wandb" or "trackio".
@@ -83,28 +81,28 @@ class ExternalLogger:
     def _init_package(self) -> Any:
         package = importlib.import_module(self.name)
         given = {"project": self._config.get("name", "whorl"), "config": self._config, "resume": "allow"}
-        mark = self._run_id()
+        run_id = self._run_id()
         if self.name == "wandb":
             given |= {
-                "id": mark,
+                "id": run_id,
                 "name": self._folder.name,
                 "dir": str(self._folder),
                 "settings": {"console": "off"},
             }
         else:
-            given |= {"name": mark}
+            given |= {"name": run_id}
         package.init(**{**given, **self.options})
         return package
 
     def _run_id(self) -> str:
-        """What this run folder is called there, the same after a restart."""
+        """The external id of this run folder, equal after a restart."""
         path = self._folder / f"{self.name}.json"
         try:
             return str(json.loads(path.read_text())["id"])
         except (OSError, ValueError, KeyError):
-            mark = f"{self._folder.name}-{uuid.uuid4().hex[:8]}"
-            path.write_text(json.dumps({"id": mark}) + "\n")
-            return mark
+            run_id = f"{self._folder.name}-{uuid.uuid4().hex[:8]}"
+            path.write_text(json.dumps({"id": run_id}) + "\n")
+            return run_id
 
     def end_step(self, step_name: str) -> None:
         pass
@@ -118,10 +116,10 @@ LOGGERS = ("wandb", "trackio")
 
 
 def parse_loggers(texts: Iterable[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> list[Sink]:
-    """The sinks that `--log NAME[:key=value,...]` and the recipe's table [log] ask for; a flag adds to its table.
+    """Return the sinks of `--log NAME[:key=value,...]` and of the recipe's table [log]; a flag extends its table.
 
     Raises:
-        ConfigError: an unknown name, options that cannot be read, or a package that is not installed.
+        ConfigError: an unknown name, invalid options, or a package that is not installed.
     """
     wanted = {name: dict(options) for name, options in (tables or {}).items()}
     for text in texts:
@@ -131,19 +129,19 @@ def parse_loggers(texts: Iterable[str], tables: Mapping[str, Mapping[str, Any]] 
             key, equals, value = option.partition("=")
             if not equals or not key:
                 raise ConfigError(
-                    f"--log {text}: not understood", expected="--log wandb:project=mine,entity=us"
+                    f"--log {text}: invalid option", expected="--log wandb:project=mine,entity=us"
                 )
             table[key] = value
     for name in wanted:
         if name not in LOGGERS:
-            raise ConfigError(f"--log {name}: no such place for metrics", expected=one_of(name, LOGGERS))
+            raise ConfigError(f"--log {name}: no such logger", expected=one_of(name, LOGGERS))
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--log {name}: the package {name} is not installed", do=f"pip install {name}")
     return [ExternalLogger(name, options) for name, options in wanted.items()]
 
 
 class SafeSinks:
-    """Sinks of which none can stop a run."""
+    """Sinks whose failures never stop a run."""
 
     def __init__(self, sinks: Iterable[Sink], log: Callable[[str], None]) -> None:
         self._say = log
@@ -171,10 +169,10 @@ class SafeSinks:
             except Exception as error:
                 name = getattr(sink, "name", type(sink).__name__)
                 if failures == 0:
-                    self._say(f"{name} fails, the run goes on: {type(error).__name__}: {error}")
+                    self._say(f"{name} failed, the run continues: {type(error).__name__}: {error}")
                 self._failures[sink] = failures + 1
                 if failures + 1 >= MAX_FAILURES:
-                    self._say(f"{name} failed {MAX_FAILURES} times in a row and is left alone from here")
+                    self._say(f"{name} failed {MAX_FAILURES} times in a row and is disabled")
                     del self._failures[sink]
             else:
                 self._failures[sink] = 0

@@ -104,14 +104,14 @@ def save(
     Raises:
         DiskFullError: no space; older checkpoints are untouched.
     """
-    area, layout = StagingBuffer(), Layout.from_tensors(tensors)
+    buffer, layout = StagingBuffer(), Layout.from_tensors(tensors)
     try:
         with copy_pool() as threads:
-            copy_to_staging(area, layout, tensors, threads)
-        view = area.view(0, area.size)
+            copy_to_staging(buffer, layout, tensors, threads)
+        view = buffer.view(0, buffer.size)
         return writer.write_checkpoint(folder, build_index(step, layout, metadata), view, keep=keep)
     finally:
-        area.close()
+        buffer.close()
 
 
 def load_latest(
@@ -204,7 +204,7 @@ def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview
         with suppress(OSError):
             direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
-    def one(number: int) -> bool:
+    def read_chunk(number: int) -> bool:
         start, end = number * chunk, min(size, (number + 1) * chunk)
         at = start
         while at < end:
@@ -220,7 +220,7 @@ def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview
         return writer.digest(into[start:end]) == str(file_entry["chunks"][number])
 
     try:
-        for number, whole in enumerate(pool.map(one, range(len(file_entry["chunks"])))):
+        for number, whole in enumerate(pool.map(read_chunk, range(len(file_entry["chunks"])))):
             if not whole:
                 raise CheckpointError(
                     f"{path}: the content differs from the recorded hash, between the bytes {number * chunk:,} and "

@@ -170,9 +170,9 @@ class CheckpointManager:
     def _check_identity(
         self, found: Checkpoint, where: Path, do: str, may_differ: Collection[str] = ()
     ) -> None:
-        theirs = found.metadata["job"]
+        saved = found.metadata["job"]
         differing = sorted(
-            k for k in self.identity if theirs.get(k) != self.identity[k] and k not in may_differ
+            k for k in self.identity if saved.get(k) != self.identity[k] and k not in may_differ
         )
         if differing:
             raise CheckpointError(
@@ -185,20 +185,20 @@ class CheckpointManager:
         candidates: list[tuple[int, bool, Path | RemoteCheckpoint]] = [
             (int(p.name[5:]), True, p) for p in local
         ]
-        durable, far = None, list[RemoteCheckpoint]()
+        remote, remote_checkpoints = None, list[RemoteCheckpoint]()
         if self.config.remote_url is not None:
             try:
-                durable = RemoteStore(self.config.remote_url, self.job_id)
-                far, _ = durable.list_checkpoints()
+                remote = RemoteStore(self.config.remote_url, self.job_id)
+                remote_checkpoints, _ = remote.list_checkpoints()
             except Exception as error:  # any back end may raise any error
                 self._reject(self.config.remote_url, error)
-        candidates += [(each.step, False, each) for each in far]
+        candidates += [(each.step, False, each) for each in remote_checkpoints]
         for _, _, each in sorted(candidates, key=lambda item: item[:2], reverse=True):
             try:
                 if isinstance(each, Path):
                     return load(each, self.staging)
-                assert durable is not None
-                return load(durable.download(each, self.folder), self.staging)
+                assert remote is not None
+                return load(remote.download(each, self.folder), self.staging)
             except NewerFormatError:
                 raise
             except CheckpointError as error:
@@ -271,22 +271,24 @@ class CheckpointManager:
         Raises:
             DiskFullError, CheckpointError: the previous one could not be written.
         """
-        account, began = self.stats, time.monotonic()
+        stats, began = self.stats, time.monotonic()
         self._copy_to_staging(tensors)
         copied = self.last_save_time = time.monotonic()
-        account.stall_seconds += copied - began
-        account.max_stall_seconds = max(account.max_stall_seconds, copied - began)
-        since = time.time() - account.last_remote_time
-        far = self.config.remote_url is not None and (upload or since >= self.config.remote_interval)
-        if far:
-            account.last_remote_time, self.last_uploaded_step = time.time(), step
-        kept = {
+        stats.stall_seconds += copied - began
+        stats.max_stall_seconds = max(stats.max_stall_seconds, copied - began)
+        since = time.time() - stats.last_remote_time
+        remote_checkpoints = self.config.remote_url is not None and (
+            upload or since >= self.config.remote_interval
+        )
+        if remote_checkpoints:
+            stats.last_remote_time, self.last_uploaded_step = time.time(), step
+        record = {
             **(metadata or {}),
             "job": self.identity,
-            "stats": asdict(account),
+            "stats": asdict(stats),
             "generators": rng_metadata(),
         }
-        self._submit(self.folder, step, kept, far, wait_for_upload=upload)
+        self._submit(self.folder, step, record, remote_checkpoints, wait_for_upload=upload)
         self.deferral_counted = False
         return copied - began
 
@@ -301,8 +303,8 @@ class CheckpointManager:
         began = time.monotonic()
         self._copy_to_staging(tensors)
         self.stats.stall_seconds += time.monotonic() - began
-        kept = {**(metadata or {}), "job": self.identity, "generators": rng_metadata()}
-        self._submit(folder, step, kept, upload=False)
+        record = {**(metadata or {}), "job": self.identity, "generators": rng_metadata()}
+        self._submit(folder, step, record, upload=False)
 
     def load_named(self, folder: Path) -> Mapping[str, Tensor]:
         """Return the tensors that `save_named` wrote to `folder`.
@@ -338,10 +340,14 @@ class CheckpointManager:
         assert self.layout is not None and self.writer is not None
         self.writer.submit(
             {
-                "folder": str(folder), "index": build_index(step, self.layout, metadata), "upload": upload, "wait_for_upload": wait_for_upload,
-                "config": self.config.model_dump(mode="json"), "job_id": self.job_id,
+                "folder": str(folder),
+                "index": build_index(step, self.layout, metadata),
+                "upload": upload,
+                "wait_for_upload": wait_for_upload,
+                "config": self.config.model_dump(mode="json"),
+                "job_id": self.job_id,
             }
-        )  # fmt: skip
+        )
         self.step_in_progress, self.writing_named = step, folder != self.folder
 
     def _poll_writer(self, timeout: float | None = 0.0) -> None:
@@ -362,21 +368,21 @@ class CheckpointManager:
             self.stats.last_bytes = answer["bytes"]
 
     def _on_upload_reply(self, reply: dict[str, Any]) -> None:
-        account = self.stats
+        stats = self.stats
         if "deferred" in reply:
-            account.remote_failed += 1
-            account.remote_error = "an upload took longer than the interval"
+            stats.remote_failed += 1
+            stats.remote_error = "an upload took longer than the interval"
         elif "error" in reply:
-            account.remote_failed += 1
-            if not account.remote_error:
+            stats.remote_failed += 1
+            if not stats.remote_error:
                 self.log(
                     f"remote storage {self.config.remote_url} is not writable ({reply['error']}); training continues"
                 )
-            account.remote_error = reply["error"]
+            stats.remote_error = reply["error"]
         else:
-            if account.remote_error:
+            if stats.remote_error:
                 self.log(f"remote storage {self.config.remote_url} is writable again")
-            account.remote_written, account.remote_error = account.remote_written + 1, ""
+            stats.remote_written, stats.remote_error = stats.remote_written + 1, ""
 
     def __enter__(self) -> CheckpointManager:
         return self

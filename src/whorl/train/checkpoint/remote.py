@@ -119,14 +119,14 @@ class RemoteStore:
     def download(self, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
         """Download a checkpoint next to the local ones, under a temporary name until complete. `load` verifies it."""
         folder.mkdir(parents=True, exist_ok=True)
-        aside, final = folder / f"writing-{os.getpid()}-fetched", folder / f"step-{checkpoint.step:08d}"
-        shutil.rmtree(aside, ignore_errors=True)  # remove a failed download
-        aside.mkdir()
+        temporary, final = folder / f"writing-{os.getpid()}-fetched", folder / f"step-{checkpoint.step:08d}"
+        shutil.rmtree(temporary, ignore_errors=True)  # remove a failed download
+        temporary.mkdir()
         for path in self.fs.find(f"{self.root}/{checkpoint.name}"):
-            self.fs.get_file(str(path), str(aside / str(path).split("/")[-1]))
+            self.fs.get_file(str(path), str(temporary / str(path).split("/")[-1]))
         if final.exists():  # the local copy is damaged, or it would have been loaded
             shutil.rmtree(final)
-        aside.rename(final)
+        temporary.rename(final)
         return final
 
 

@@ -81,26 +81,26 @@ def write_checkpoint(
     """
     step, n_bytes = int(index["step"]), int(index["bytes"])
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("writing-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    aside, final = folder / f"writing-{os.getpid()}", folder / f"step-{step:08d}"
+    for stale in folder.glob("writing-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary, final = folder / f"writing-{os.getpid()}", folder / f"step-{step:08d}"
     try:
-        aside.mkdir()
-        chunks = _write_tensors(aside / TENSORS, content, n_bytes)
+        temporary.mkdir()
+        chunks = _write_tensors(temporary / TENSORS, content, n_bytes)
         body = {
             "format": FORMAT, "step": step, "time": time.time(),
             "files": {TENSORS: {"bytes": n_bytes, "hash": HASH, "chunk": CHUNK, "chunks": chunks}},
             "tensors": index["tensors"], "metadata": index["metadata"],
         }  # fmt: skip
-        (aside / INDEX).write_text(dump_index(body))
-        for path in (aside / INDEX, aside):
+        (temporary / INDEX).write_text(dump_index(body))
+        for path in (temporary / INDEX, temporary):
             fsync_path(path)
         if final.exists():
             final.rename(folder / f"writing-{os.getpid()}-before")
-        aside.rename(final)
+        temporary.rename(final)
         fsync_path(folder)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if error.errno in DISK_FULL_ERRNOS:
             raise DiskFullError(
                 f"no space left while writing the checkpoint of step {step} to {folder} ({n_bytes / 1e6:,.0f} MB)",
@@ -110,8 +110,8 @@ def write_checkpoint(
             f"the checkpoint of step {step} cannot be written to {folder}: {error}",
             do="make that folder writable, then run the same command: it resumes from the previous checkpoint",
         ) from error
-    for left in folder.glob("writing-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for stale in folder.glob("writing-*"):
+        shutil.rmtree(stale, ignore_errors=True)
     prune(folder, keep, keep_seconds, in_use)
     return final
 

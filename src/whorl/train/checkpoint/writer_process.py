@@ -118,15 +118,24 @@ class AsyncWriter:
             self.thread = threading.Thread(target=self._serve, daemon=True, name="checkpoint writer")
             self.thread.start()
             return
-        self.pipe, theirs = Pipe()
-        words = [str(theirs.fileno()), str(staging.fd), str(os.getpid()), priority, json.dumps(sys.path)]
-        code = "import json, sys; sys.path[:] = json.loads(sys.argv[-1]); from whorl.train.checkpoint.writer_process import main; main()"
+        self.pipe, child_end = Pipe()
+        arguments = [
+            str(child_end.fileno()),
+            str(staging.fd),
+            str(os.getpid()),
+            priority,
+            json.dumps(sys.path),
+        ]
+        code = (
+            "import json, sys; sys.path[:] = json.loads(sys.argv[-1]); "
+            "from whorl.train.checkpoint.writer_process import main; main()"
+        )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *words],
-            pass_fds=(theirs.fileno(), staging.fd),
+            [sys.executable, "-c", code, *arguments],
+            pass_fds=(child_end.fileno(), staging.fd),
             stdin=subprocess.DEVNULL,
         )
-        theirs.close()
+        child_end.close()
 
     def _serve(self) -> None:
         worker = WriterWorker(lambda size: self.staging.view(0, size), self._answers.put)
@@ -206,7 +215,7 @@ def main() -> None:
     _lower_priority(priority)
     connection, lock = Connection(link), threading.Lock()
 
-    def tell(answer: dict[str, Any]) -> None:
+    def notify(answer: dict[str, Any]) -> None:
         with lock, contextlib.suppress(OSError):
             connection.send_bytes(json.dumps(answer).encode())
 
@@ -217,7 +226,7 @@ def main() -> None:
             mapped[:] = [mmap.mmap(area, size, prot=mmap.PROT_READ)]
         return memoryview(mapped[0])
 
-    worker = WriterWorker(content, tell)
+    worker = WriterWorker(content, notify)
     try:
         while request := connection.recv_bytes():
             worker.handle(json.loads(request))

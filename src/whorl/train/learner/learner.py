@@ -81,19 +81,19 @@ class SharedState:
                 for n, p in networks.named_parameters()
                 if n in param_optims and param_optims[n].optimizer == "adamw"
             }
-            laid = [_contiguous_zeros(one) for _ in range(4)]
-            weights, gradients = laid[0], {n: t[None] for n, t in laid[1].items()}
+            flat_groups = [_contiguous_zeros(one) for _ in range(4)]
+            weights, gradients = flat_groups[0], {n: t[None] for n, t in flat_groups[1].items()}
             state = {
                 f"{n}/{m}": t
-                for m, part in zip(("mean", "square"), laid[2:], strict=True)
+                for m, part in zip(("mean", "square"), flat_groups[2:], strict=True)
                 for n, t in part.items()
             }
         for name, p in networks.named_parameters():
             if name in weights:
                 weights[name].copy_(p.detach())
                 continue
-            halved = bf16_matrices and name in param_optims and param_optims[name].optimizer == "muon"
-            weights[name] = shared(*p.shape, dtype=torch.bfloat16 if halved else torch.float32)
+            is_bf16 = bf16_matrices and name in param_optims and param_optims[name].optimizer == "muon"
+            weights[name] = shared(*p.shape, dtype=torch.bfloat16 if is_bf16 else torch.float32)
             weights[name].copy_(p.detach())
             if name not in param_optims:  # a target network, or frozen
                 continue
@@ -172,9 +172,9 @@ class Learner:
         steps_done: int = 0,
     ) -> None:
         check_updates(networks, list(updates), list(target_networks))
-        treatments = {n: t for update in updates for n, t in update.param_optims.items()}
+        param_optims = {n: t for update in updates for n, t in update.param_optims.items()}
         self.networks, self.process_group = networks, process_group or ProcessGroup()
-        self.shared = shared or SharedState.allocate(networks, treatments, contiguous=True)
+        self.shared = shared or SharedState.allocate(networks, param_optims, contiguous=True)
         self.rounds = steps_done
         for name, p in networks.named_parameters():
             p.data = self.shared.weights[name]
@@ -288,15 +288,15 @@ class UpdateState:
 
     def accumulate(self, loss: Loss) -> None:
         """Add the gradients of a micro-batch's summed loss (times the loss scale, if any)."""
-        scaling = self.update.loss_scaler
-        scale = None if scaling is None else torch.full_like(loss.total, scaling.scale)
+        scaler = self.update.loss_scaler
+        scale = None if scaler is None else torch.full_like(loss.total, scaler.scale)
         loss.total.backward(scale)  # type: ignore[no-untyped-call]
-        mine, found = [], []
+        own, found = [], []
         for name, p in self.named.items():
             gradient, p.grad = p.grad, None
             if name in self.shared.gradients:
                 if gradient is not None:
-                    mine.append(self.shared.gradients[name][self.process_group.rank])
+                    own.append(self.shared.gradients[name][self.process_group.rank])
                     found.append(gradient)
                 elif self.no_gradients:
                     self.shared.gradients[name][self.process_group.rank].zero_()
@@ -309,9 +309,9 @@ class UpdateState:
         if found:
             if self.grad_hook is not None:
                 self.grad_hook.on_micro_batch(
-                    found, float(loss.count), 1.0 if scaling is None else scaling.scale
+                    found, float(loss.count), 1.0 if scaler is None else scaler.scale
                 )
-            torch._foreach_copy_(mine, found) if self.no_gradients else torch._foreach_add_(mine, found)
+            torch._foreach_copy_(own, found) if self.no_gradients else torch._foreach_add_(own, found)
         for p in self.other_parameters:
             p.grad = None
         self.no_gradients = False
@@ -327,9 +327,9 @@ class UpdateState:
             skipped = 1 if `accept_step` rejected the step: then no weight and no moment has changed on any replica.
         """
         filled = float(max(self.row_counts.values(), default=0))
-        everybody = self.process_group.all_gather_scalars(*self.metric_sums.values(), filled)
+        all_values = self.process_group.all_gather_scalars(*self.metric_sums.values(), filled)
         sums = dict(
-            zip(self.metric_sums, (sum(column) for column in zip(*everybody, strict=True)), strict=False)
+            zip(self.metric_sums, (sum(column) for column in zip(*all_values, strict=True)), strict=False)
         )
         divisor = max(sums["loss_tokens"], 1.0)
         gradients, dense = self.reduced_gradients, self.flat_gradients
@@ -337,45 +337,45 @@ class UpdateState:
             for name, into in gradients.items():
                 torch.sum(self.shared.gradients[name], dim=0, out=into)
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
-        figures = {k: v / divisor for k, v in sums.items() if k != "loss_tokens"}
-        scaling, infinite = self.update.loss_scaler, 0.0
-        if scaling is not None:
-            divisor *= scaling.scale  # for the gradients from here on
-            infinite = self._nonfinite_rows()
-        total, infinite = self.process_group.all_reduce_scalars(square, infinite)
+        metrics = {k: v / divisor for k, v in sums.items() if k != "loss_tokens"}
+        scaler, nonfinite = self.update.loss_scaler, 0.0
+        if scaler is not None:
+            divisor *= scaler.scale  # for the gradients from here on
+            nonfinite = self._nonfinite_rows()
+        total, nonfinite = self.process_group.all_reduce_scalars(square, nonfinite)
         norm = total**0.5 / divisor
-        figures |= {"loss_tokens": sums["loss_tokens"], "grad_norm": norm}
-        if scaling is not None:
-            figures["loss_scale"] = scaling.scale
-            if scaling.check_overflow(figures["loss"], norm, not infinite):
-                figures["overflow"] = 1.0  # `accept_step` skips the step without an event
-        if not self.update.accept_step(figures):  # equal metrics on every replica, so equal decisions
+        metrics |= {"loss_tokens": sums["loss_tokens"], "grad_norm": norm}
+        if scaler is not None:
+            metrics["loss_scale"] = scaler.scale
+            if scaler.check_overflow(metrics["loss"], norm, not nonfinite):
+                metrics["overflow"] = 1.0  # `accept_step` skips the step without an event
+        if not self.update.accept_step(metrics):  # equal metrics on every replica, so equal decisions
             self.muon.steps += 1  # skipped steps count too: the counters follow the batch number
             self.adamw.steps += 1
             self._reset()
-            return {**figures, "skipped": 1.0}
+            return {**metrics, "skipped": 1.0}
         clipped = min(1.0, self.update.clip_norm / max(norm, 1e-30))
         torch._foreach_mul_(dense, clipped / divisor)
         if self.grad_hook is not None:
             self.grad_hook.on_gradients(gradients, clipped)
         self.muon.step(gradients, lr_scale)
         self.adamw.step(gradients, lr_scale)
-        sizes = [int(each[-1]) for each in everybody]
+        sizes = [int(each[-1]) for each in all_values]
         for name, table in self.sparse_tables:
             self._step_sparse(name, table, sizes, divisor, lr_scale)
         self._reset()
-        if scaling is not None:
-            scaling.on_step_end()
+        if scaler is not None:
+            scaler.on_step_end()
         self.process_group.all_gather_scalars()
-        return figures
+        return metrics
 
     def _nonfinite_rows(self) -> float:
         """Number of non-finite values in this rank's gradients of lookup tables."""
-        mine = (
+        own = (
             self.shared.row_gradients[n][self.process_group.rank, :filled]
             for n, filled in self.row_counts.items()
         )
-        return float(sum((~values.isfinite()).sum() for values in mine))
+        return float(sum((~values.isfinite()).sum() for values in own))
 
     def _step_sparse(
         self, name: str, table: Tensor, counts: list[int], divisor: float, lr_scale: float
@@ -384,13 +384,13 @@ class UpdateState:
         if self.process_group.size == 1:
             values = self.shared.row_gradients[name][0, : counts[0]]
         else:
-            mine = (ids % self.process_group.size == self.process_group.rank).nonzero().squeeze(1)
+            own = (ids % self.process_group.size == self.process_group.rank).nonzero().squeeze(1)
             parts, begin = [], 0
             for rank, n in enumerate(counts):
-                inside = mine[(mine >= begin) & (mine < begin + n)] - begin
+                inside = own[(own >= begin) & (own < begin + n)] - begin
                 parts.append(self.shared.row_gradients[name][rank][inside])
                 begin += n
-            ids, values = ids[mine], torch.cat(parts)
+            ids, values = ids[own], torch.cat(parts)
         if len(ids):
             values = values.div_(divisor)  # in place: the next step overwrites the buffer
             if self.grad_hook is not None:

@@ -72,30 +72,30 @@ def train_loop(
     for step in range(first, last):
         with stopwatch("data"):
             record = next(batches)
-            work = iter(minibatches(record))
-        found: list[dict[str, float]] = []
+            passes = iter(minibatches(record))
+        step_metrics: list[dict[str, float]] = []
         while True:
             with stopwatch("logprobs"):
-                parts = next(work, None)
-            if parts is None:
+                micro_batches = next(passes, None)
+            if micro_batches is None:
                 break
             for update in learner.updates:
                 if learner.rounds % update.every == 0:
                     with stopwatch("backward"):
-                        for part in parts:
-                            update.accumulate(update.objective(part))
+                        for micro_batch in micro_batches:
+                            update.accumulate(update.objective(micro_batch))
                     with stopwatch("optimizer"):
-                        found.append(update.step(lr_scale(step)))
+                        step_metrics.append(update.step(lr_scale(step)))
             learner.end_round()
         sync_weights(step + 1)
-        on_step_end(step + 1, _mean(found), stopwatch)
+        on_step_end(step + 1, _mean(step_metrics), stopwatch)
 
 
-def _mean(found: list[dict[str, float]]) -> dict[str, float]:
+def _mean(step_metrics: list[dict[str, float]]) -> dict[str, float]:
     """Means over a record's steps, weighted by `loss_tokens`; `loss_tokens` is the sum."""
-    if len(found) == 1:
-        return found[0]
-    total = max(1.0, sum(f["loss_tokens"] for f in found))
-    names = {name: None for f in found for name in f if name != "loss_tokens"}
-    means = {n: sum(f.get(n, 0.0) * f["loss_tokens"] for f in found) / total for n in names}
-    return {**means, "loss_tokens": sum(f["loss_tokens"] for f in found)}
+    if len(step_metrics) == 1:
+        return step_metrics[0]
+    total = max(1.0, sum(f["loss_tokens"] for f in step_metrics))
+    names = {name: None for f in step_metrics for name in f if name != "loss_tokens"}
+    means = {n: sum(f.get(n, 0.0) * f["loss_tokens"] for f in step_metrics) / total for n in names}
+    return {**means, "loss_tokens": sum(f["loss_tokens"] for f in step_metrics)}

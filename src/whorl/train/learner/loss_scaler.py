@@ -44,9 +44,12 @@ class LossScaler:
         init_scale: float = INITIAL_SCALE,
         growth_interval: int = GROWTH_INTERVAL,
     ) -> None:
-        at = state or {}
-        self.scale, self.growth_interval = float(at.get("scale", init_scale)), growth_interval
-        self.growth_tracker, self.overflows = int(at.get("growth_tracker", 0)), int(at.get("overflows", 0))
+        saved = state or {}
+        self.scale, self.growth_interval = float(saved.get("scale", init_scale)), growth_interval
+        self.growth_tracker, self.overflows = (
+            int(saved.get("growth_tracker", 0)),
+            int(saved.get("overflows", 0)),
+        )
 
     @property
     def state(self) -> dict[str, Any]:

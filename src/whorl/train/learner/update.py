@@ -47,8 +47,8 @@ def accept_if_finite(metrics: Mapping[str, float]) -> bool:
     )
 
 
-def is_finite(figures: Mapping[str, float]) -> bool:
-    return math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
+def is_finite(metrics: Mapping[str, float]) -> bool:
+    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
 MicroBatch = Mapping[str, Tensor]  # tensors by field name
@@ -148,10 +148,10 @@ def check_updates(networks: nn.Module, updates: list[Update], target_networks: l
                     expected="one update per parameter",
                 )
             taken[name] = number
-    for average in target_networks:
+    for target in target_networks:
         for name in known:
-            if name.startswith(average.target):
-                source = average.source + name[len(average.target) :]
+            if name.startswith(target.target):
+                source = target.source + name[len(target.target) :]
                 if source not in known or known[source].shape != known[name].shape:
                     raise ConfigError(f"the target {name!r} has no source {source!r} of its shape")
                 if name in taken:

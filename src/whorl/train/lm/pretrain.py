@@ -124,32 +124,32 @@ def pretrain(
         log=log,
         config=checkpoint_config,
         stats=checkpoint_stats,
-    ) as keeper:
-        found, first, record = keeper.resume(), 0, dict[str, Any]()
+    ) as checkpointer:
+        found, first, record = checkpointer.resume(), 0, dict[str, Any]()
         if found is not None:
             first, record = found.step, found.metadata
             restore(shared.tensors(), found.tensors)
-            record = ensure_local_snapshot(keeper, record, first, shared.tensors())
+            record = ensure_local_snapshot(checkpointer, record, first, shared.tensors())
             log(f"continues at step {first:,} of {job.steps:,}")
         elif branch_start is not None:
-            first, record = resume_from_branch(keeper, branch_start, shared.tensors())
-        keeper.prepare(shared.tensors(), model.params()["total"])
+            first, record = resume_from_branch(checkpointer, branch_start, shared.tensors())
+        checkpointer.prepare(shared.tensors(), model.params()["total"])
         last = job.steps if stop_after is None else min(stop_after, job.steps)
         world = spawn_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
         try:
-            vigil = RunMonitor(
+            monitor = RunMonitor(
                 job,
                 world,
                 shared,
                 first,
                 record,
                 callback,
-                keeper,
+                checkpointer,
                 branch_points=branch_points,
                 folder=folder,
                 log=log,
             )
-            _train(world, job, model, shared, first, last, vigil, callback, keeper)
+            _train(world, job, model, shared, first, last, monitor, callback, checkpointer)
         finally:
             world.close()
     EMA(shared, job.ema, ProcessGroup()).bind(model, use_ema=last == job.steps)
@@ -165,8 +165,8 @@ def _replica(
     metadata: dict[str, Any],
     folder: Path | None,
 ) -> None:
-    vigil = RunMonitor(job, process_group, shared, first, metadata, folder=folder)
-    _train(process_group, job, build_model(job), shared, first, last, vigil, None, None)
+    monitor = RunMonitor(job, process_group, shared, first, metadata, folder=folder)
+    _train(process_group, job, build_model(job), shared, first, last, monitor, None, None)
 
 
 def _train(
@@ -183,58 +183,58 @@ def _train(
     """The part that every replica runs."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    mixtures = MoEBalancer(model, job.routing, process_group, monitor.expert_loads)
+    moe = MoEBalancer(model, job.routing, process_group, monitor.expert_loads)
     learner = build_learner(
         model,
         job,
         shared,
         process_group,
-        mixtures,
+        moe,
         steps_done=first,
         accept_step=monitor.accept_step,
         loss_scaler=monitor.loss_scaler,
     )
-    monitor.moe = mixtures
-    held_out = Validator(job, process_group)
-    watched = LayerStats(model, job, learner, process_group, held_out.fixed_ids(), steps_done=first)
+    monitor.moe = moe
+    validator = Validator(job, process_group)
+    layer_stats = LayerStats(model, job, learner, process_group, validator.fixed_ids(), steps_done=first)
     every = max(1, math.ceil(job.steps / job.evaluations))
-    averaged, window = EMA(shared, job.ema, process_group), monitor.meter
+    ema, meter = EMA(shared, job.ema, process_group), monitor.meter
 
-    def factor(step: int) -> float:
+    def lr_factor(step: int) -> float:
         return schedule_factor(step, job.steps, job.schedule)
 
-    def look(done: int) -> None:
+    def validate(done: int) -> None:
         model.eval()
-        with averaged.average_parameters(model):
+        with ema.average_parameters(model):
             with monitor.preemption.during("validation"):
-                figures = held_out(model, process_group)
+                figures = validator(model, process_group)
             monitor.validation_pending = False
             if callback is not None:
                 callback.on_evaluation(done, figures, model)
         model.train()
 
-    def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+    def on_step_end(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
         skipped = "skipped" in metrics
-        mixtures.discard_step() if skipped else mixtures.on_step_end()
-        averaged.on_step_end(done)
+        moe.discard_step() if skipped else moe.on_step_end()
+        ema.on_step_end(done)
         if monitor.on_step_end(done, records, skipped=skipped):
-            watched.reset()
-        watched.on_step_end(done)
-        window.add(metrics, clock.pop_seconds())
+            layer_stats.reset()
+        layer_stats.on_step_end(done)
+        meter.add(metrics, clock.pop_seconds())
         report = done % max(1, job.steps // 500) == 0 or done == last
-        if callback is not None and report and window.tokens:
-            seen, rates = window.pop_metrics(), watched.learning_rates(factor(done - 1))
-            speed = {"flops_per_second": seen["tokens_per_second"] * watched.flops_per_token}
+        if callback is not None and report and meter.tokens:
+            averages, rates = meter.pop_metrics(), layer_stats.learning_rates(lr_factor(done - 1))
+            speed = {"flops_per_second": averages["tokens_per_second"] * layer_stats.flops_per_token}
             callback.on_step(
-                done, {**seen, **speed, **rates, **mixtures.pop_metrics(), **watched.pop_metrics()}
+                done, {**averages, **speed, **rates, **moe.pop_metrics(), **layer_stats.pop_metrics()}
             )
         if done % every == 0 or done == job.steps:
-            look(done)
+            validate(done)
         if checkpointer is not None and callback is not None and (done == job.steps or checkpointer.due()):
             callback.on_checkpoint(done, monitor.save())
 
-    def passes(record: Any) -> list[list[MicroBatch]]:
-        if mixtures.stochastic:  # seeded by step number, so that a resumed run draws the same numbers
+    def minibatches(record: Any) -> list[list[MicroBatch]]:
+        if moe.stochastic:  # seeded by step number, so that a resumed run draws the same numbers
             torch.manual_seed(derive(job.seed, "dropout", learner.rounds, process_group.rank))
         return [_micro_batches(record, job)]
 
@@ -244,15 +244,15 @@ def _train(
         _batches(job, process_group, first, monitor.stream_state) as records,
     ):
         if monitor.validation_pending:
-            look(first)
+            validate(first)
         train_loop(
             learner,
             records,
-            passes,
+            minibatches,
             first=first,
             last=last,
-            lr_scale=factor,
-            on_step_end=after,
+            lr_scale=lr_factor,
+            on_step_end=on_step_end,
             stopwatch=monitor.preemption,
         )
 
@@ -261,8 +261,8 @@ def _batches(
     job: Job, process_group: ProcessGroup, first: int, stream_state: dict[str, Any] | None
 ) -> FIFOReader[TokenBatch] | StreamBatches:
     """This replica's share of the batches from number `first` on."""
-    raw = job.stream
-    if raw is None:
+    stream = job.stream
+    if stream is None:
         return open_batches(
             Path(job.tokens),
             "train",
@@ -274,9 +274,9 @@ def _batches(
             rank=process_group.rank,
             world_size=process_group.size,
         )
-    workers = 0 if job.serial_loader else raw.workers
+    workers = 0 if job.serial_loader else stream.workers
     return StreamBatches(
-        stream_config(job, raw),
+        stream_config(job, stream),
         batch_size=job.batch_size,
         workers=workers,
         state=stream_state,

@@ -144,7 +144,7 @@ class LayerStats:
         return {**found, "stats_overhead": share} if found else {}
 
     def learning_rates(self, lr_scale: float) -> dict[str, float]:
-        """The learning rates at `lr_scale` of their peaks: matrices without a suffix, the others by group."""
+        """Return the learning rates at `lr_scale` of their peaks: matrices without a suffix, the others by group."""
         o = self.optim
         matrices = o.lr_muon if o.optimizer == "muon" else o.lr_adamw * inverse_width_mult(self.model, o)
         rates = {"": matrices, "/embedding": o.lr_embedding, "/scalars": o.lr_scalar}
@@ -208,7 +208,10 @@ class LayerStats:
         return sum(norms) * scale * scale
 
     def _activation_stats(self) -> list[list[float]]:
-        """Per block, over this replica's row: sum of squares, count and outliers of its output; zeros and count inside its MLP."""
+        """Return per block: sum of squares, count and outliers of its output; zeros and count in its MLP.
+
+        Measured over this replica's row.
+        """
         found = [[0.0] * 5 for _ in self.model.blocks]
         if not len(self.sample_row):
             return found

@@ -74,8 +74,8 @@ class MoEBalancer:
             z = z + router_z(record.logits, mask.flatten()).total
         total = loss.total + self.config.aux_loss_coef * balance + self.config.z_loss_coef * z
         layers = len(self.layers)
-        figures = {"moe/aux_loss": balance.detach() / layers, "moe/z_loss": z.detach() / layers}
-        return Loss(total, loss.count, {**loss.metrics, **figures})
+        metrics = {"moe/aux_loss": balance.detach() / layers, "moe/z_loss": z.detach() / layers}
+        return Loss(total, loss.count, {**loss.metrics, **metrics})
 
     @torch.no_grad()
     def on_step_end(self) -> None:
@@ -86,12 +86,12 @@ class MoEBalancer:
         summed = torch.tensor(self.process_group.all_reduce_scalars(*mine), dtype=torch.float64)
         sizes = [len(part) for part in (*self.requested, *self.assigned)]
         parts = list(torch.split(summed, sizes))
-        wished, counts = parts[: len(self.layers)], parts[len(self.layers) :]
+        requested, counts = parts[: len(self.layers)], parts[len(self.layers) :]
         for n, layer in enumerate(self.layers):
             if layer.router.balance_bias is not None and self.process_group.rank == 0:
-                layer.router.update_balance_bias(wished[n], self.config.bias_update_rate)
-            self.previous_load[n] = wished[n].clone()
-            self.logged_load[n][0].add_(wished[n])
+                layer.router.update_balance_bias(requested[n], self.config.bias_update_rate)
+            self.previous_load[n] = requested[n].clone()
+            self.logged_load[n][0].add_(requested[n])
             self.logged_load[n][1].add_(counts[n])
             self.requested[n].zero_()
             self.assigned[n].zero_()
@@ -108,15 +108,19 @@ class MoEBalancer:
             part.zero_()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return per layer since the last call: each expert's load fraction, Gini coefficient (0 = balanced), maximum over mean load, load entropy, and the fraction of dropped assignments."""
+        """Return the load metrics of each layer since the last call.
+
+        Each expert's load fraction, Gini coefficient (0 = balanced), maximum over mean load, load entropy, dropped
+        fraction.
+        """
         found: dict[str, float] = {}
-        for n, (wished, counts) in enumerate(self.logged_load):
+        for n, (requested, counts) in enumerate(self.logged_load):
             if counts.any():
-                even = load_stats(counts, wished)
+                even = load_stats(counts, requested)
                 found |= {
                     f"moe/{n}/load_fraction/{e}": float(c) for e, c in enumerate(even.pop("load_fraction"))
                 }
                 found |= {f"moe/{n}/{name}": float(value) for name, value in even.items()}
-            wished.zero_()
+            requested.zero_()
             counts.zero_()
         return found

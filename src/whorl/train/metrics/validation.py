@@ -42,12 +42,12 @@ class Validator:
         # ids with the text's frequencies, in random order
         stream = torch.cat([row.flatten() for row in rows]) if rows else torch.arange(job.model.vocab_size)
         half = stream[torch.randint(len(stream), shape, generator=generator(job.seed, "copy"))]
-        mine = slice(process_group.rank, None, process_group.size)
-        self.rows = torch.stack(rows)[mine].to(job.device) if rows else None
-        self.induction_rows = torch.cat([half, half], dim=1)[mine].to(job.device)
+        own = slice(process_group.rank, None, process_group.size)
+        self.rows = torch.stack(rows)[own].to(job.device) if rows else None
+        self.induction_rows = torch.cat([half, half], dim=1)[own].to(job.device)
 
     def fixed_ids(self) -> Tensor:
-        """Return fixed ids [n, T + 1] of this replica: validation text, or the induction rows if there is none; n may be 0."""
+        """Return fixed ids [n, T + 1] of this replica: validation text, or the induction rows without any. n may be 0."""
         return self.induction_rows if self.rows is None else self.rows
 
     @torch.no_grad()
@@ -56,10 +56,10 @@ class Validator:
         nll, count = self._nll(model, self.rows, 0) if self.rows is not None else (0.0, 0.0)
         copy_nll, copy_count = self._nll(model, self.induction_rows, self.induction_rows.shape[1] // 2)
         sums = process_group.all_reduce_scalars(nll, count, copy_nll, copy_count)
-        figures = {"induction_nll": sums[2] / max(1.0, sums[3])}
+        metrics = {"induction_nll": sums[2] / max(1.0, sums[3])}
         if sums[1]:
-            figures["held_out_nll"] = sums[0] / sums[1]
-        return figures
+            metrics["held_out_nll"] = sums[0] / sums[1]
+        return metrics
 
     def _nll(self, model: LanguageModel, rows: Tensor, skip: int) -> tuple[float, float]:
         targets = rows[:, 1 + skip :]

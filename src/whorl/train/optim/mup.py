@@ -1,8 +1,8 @@
 """muP: tune learning rates on a narrow model, use them on a wide one (Yang et al. 2022, arXiv:2203.03466).
 
-Adam changes each matrix entry by about the learning rate, whatever the gradient. The layer's output, a sum over d
-aligned inputs, changes by about lr x d. So at twice the width the best learning rate halves. muP keeps the change of
-each layer's output independent of the width (table 8; as spectral norms: Yang, Simon & Bernstein 2023,
+Adam changes each matrix entry by about the learning rate, independent of the gradient's size. The layer's output, a sum
+over d aligned inputs, changes by about lr x d. So at twice the width the best learning rate halves. muP keeps the
+change of each layer's output independent of the width (table 8; as spectral norms: Yang, Simon & Bernstein 2023,
 arXiv:2310.17813). With m = d_model / mup_base_width,
 
                                    initial std     lr, Adam        lr, Muon

@@ -136,38 +136,43 @@ def _run(
     watching = trace is not None and job.compile
     times: list[float] = []
     with kernels() if watching else nullcontext():
-        mixtures = MoEBalancer(model, job.routing, process_group)
-        learner = build_learner(model, job, shared, process_group, mixtures)
+        moe = MoEBalancer(model, job.routing, process_group)
+        learner = build_learner(model, job, shared, process_group, moe)
         ranges = ProfilerRanges()
         if trace is not None:
             ranges.instrument(learner, model, process_group)
         tracer = _Tracer(job, ranges, kernels, steps) if trace is not None else None
 
-        def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-            mixtures.on_step_end()
+        def on_step_end(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+            moe.on_step_end()
             if job.device == "cuda":
                 torch.cuda.synchronize()
             if tracer is not None:
                 tracer.on_step_end(done)
             times.append(time.perf_counter())
 
-        def passes(record: Any) -> list[Any]:
+        def minibatches(record: Any) -> list[Any]:
             with ranges("data wait"):
                 return [_micro_batches(record, job)]
 
-        def factor(step: int) -> float:
+        def lr_factor(step: int) -> float:
             return schedule_factor(min(step, job.steps - 1), job.steps, job.schedule)
 
         with _batches(job, process_group, 0, None) as records:
             times.append(time.perf_counter())
             waiting = ranges.wrap_batches(records)
             train_loop(
-                learner, waiting, passes, last=WARMUP_STEPS + 2 * steps, lr_scale=factor, on_step_end=after
+                learner,
+                waiting,
+                minibatches,
+                last=WARMUP_STEPS + 2 * steps,
+                lr_scale=lr_factor,
+                on_step_end=on_step_end,
             )
     if tracer is None or trace is None:
         return None
-    lasted = [end - begin for begin, end in pairwise(times)]
-    untraced = sorted(lasted[WARMUP_STEPS : WARMUP_STEPS + steps])
+    durations = [end - begin for begin, end in pairwise(times)]
+    untraced = sorted(durations[WARMUP_STEPS : WARMUP_STEPS + steps])
     step = untraced[len(untraced) // 2]
     events = tracer.save(trace)
     reading = read_trace(events, kernels.kernels)
@@ -177,10 +182,10 @@ def _run(
         replicas=process_group.size,
         threads=job.threads,
         dtype=job.dtype,
-        compiled=isinstance(learner.updates[0].objective, LMObjective) and job.compile and not mixtures,
+        compiled=isinstance(learner.updates[0].objective, LMObjective) and job.compile and not moe,
         step_seconds=step,
         traced_seconds=reading.seconds,
-        compile_seconds=max(0.0, sum(lasted[:WARMUP_STEPS]) - WARMUP_STEPS * step),
+        compile_seconds=max(0.0, sum(durations[:WARMUP_STEPS]) - WARMUP_STEPS * step),
         tokens_per_second=tokens,
         flops_per_second=tokens * model.flops_per_token(job.seq_len),
         peak_flops=flops,
@@ -226,12 +231,12 @@ class _Tracer:
     def save(self, path: Path) -> list[dict[str, Any]]:
         """Write the trace and return its events."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name("whole-" + path.name.removesuffix(".gz"))
-        self.profiler.export_chrome_trace(str(aside))
-        text = aside.read_bytes()
+        temporary = path.with_name("whole-" + path.name.removesuffix(".gz"))
+        self.profiler.export_chrome_trace(str(temporary))
+        text = temporary.read_bytes()
         with gzip.open(path, "wb", compresslevel=5) as file:
             file.write(text)
-        aside.unlink()
+        temporary.unlink()
         events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
         return events
 
@@ -262,9 +267,9 @@ class ProfilerRanges:
             objective = update.objective
             if isinstance(objective, LMObjective):  # compiled code is instrumented by `inductor.py`
                 plain, compiled = objective._loss, objective.compiled_loss != objective._loss
-                looked_into = self._instrumented_loss(plain, model)
-                objective._loss = looked_into  # type: ignore[method-assign]
-                objective.compiled_loss = objective.compiled_loss if compiled else looked_into
+                instrumented = self._instrumented_loss(plain, model)
+                objective._loss = instrumented  # type: ignore[method-assign]
+                objective.compiled_loss = objective.compiled_loss if compiled else instrumented
 
     def _wrap_method(self, owner: Any, name: str, part: str) -> None:
         inner = getattr(owner, name)
@@ -276,7 +281,10 @@ class ProfilerRanges:
         object.__setattr__(owner, name, run)
 
     def _instrumented_loss(self, loss: Callable[..., Any], model: LanguageModel) -> Callable[..., Any]:
-        """Return the uncompiled loss with ranges inside; they are removed after each call, or compiled code would trace them."""
+        """Return the uncompiled loss with ranges inside.
+
+        They are removed after each call, or compiled code would trace them.
+        """
 
         def run(*arguments: Any, **named: Any) -> Any:
             if not self.enabled:

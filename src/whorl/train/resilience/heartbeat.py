@@ -137,37 +137,37 @@ class Heartbeat:
             phase = self.phase()
             if phase != self._phase_seen:  # a new phase is progress too
                 self._phase_seen, self._last = phase, max(self._last, time.monotonic())
-            quiet = time.monotonic() - self._last
-            if not self.stalled and quiet > self.stall_limit():
+            idle_seconds = time.monotonic() - self._last
+            if not self.stalled and idle_seconds > self.stall_limit():
                 self.stalled = True
-                self._dump_stacks(quiet)
-            elif self.stalled and quiet < self.stall_limit():
+                self._dump_stacks(idle_seconds)
+            elif self.stalled and idle_seconds < self.stall_limit():
                 self.stalled = False
                 self.log(f"training resumed: step {self.step:,}")
             with contextlib.suppress(OSError):  # the training thread reports a full disk
                 self._write("stalled" if self.stalled else "training")
 
-    def _dump_stacks(self, quiet: float) -> None:
+    def _dump_stacks(self, idle_seconds: float) -> None:
         """Write the stacks of all threads of all replicas to the folder."""
-        mine = stacks_file(self.folder, 0, os.getpid())
+        own_file = stacks_file(self.folder, 0, os.getpid())
         with contextlib.suppress(OSError):
-            with mine.open("a") as file:
-                file.write(f"no progress for {quiet:.0f} s after step {self.step}\n")
+            with own_file.open("a") as file:
+                file.write(f"no progress for {idle_seconds:.0f} s after step {self.step}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             for rank, child in enumerate(self.replicas, start=1):
                 ready = stacks_file(self.folder, rank, child.pid).exists()
                 if STACK_SIGNAL is not None and ready and child.pid is not None and child.is_alive():
                     os.kill(child.pid, STACK_SIGNAL)
-        gone = [str(rank) for rank, child in enumerate(self.replicas, start=1) if not child.is_alive()]
+        dead = [str(rank) for rank, child in enumerate(self.replicas, start=1) if not child.is_alive()]
         usual = f" (usually {median(list(self.step_seconds)):.2g} s)" if self.step_seconds else ""
-        words = (
-            f"no progress for {quiet:.0f} s after step {self.step:,}{usual}, in phase {self.phase() or 'unknown'}; the stacks "
-            f"of all threads are in {self.folder}/stacks-rank-*.txt"
-            + (f"; dead replicas: {', '.join(gone)}" if gone else "")
+        message = (
+            f"no progress for {idle_seconds:.0f} s after step {self.step:,}{usual}, in phase {self.phase() or 'unknown'}; "
+            f"the stacks of all threads are in {self.folder}/stacks-rank-*.txt"
+            + (f"; dead replicas: {', '.join(dead)}" if dead else "")
         )
-        self.stall_messages.append(words)
-        self.log(words)
+        self.stall_messages.append(message)
+        self.log(message)
 
     def _write(self, state: str) -> None:
         import psutil
@@ -180,7 +180,8 @@ class Heartbeat:
             self.folder / "heartbeat.json",
             {
                 "state": state, "pid": os.getpid(), "step": self.step, "steps": self.steps, "phase": self.phase(),
-                "started_at": self.started_at, "updated_at": time.time(), "last_step_at": time.time() - (time.monotonic() - self._step_at),
+                "started_at": self.started_at, "updated_at": time.time(),
+                "last_step_at": time.time() - (time.monotonic() - self._step_at),
                 "step_seconds": median(list(self.step_seconds)) if self.step_seconds else None,
                 "replicas": [child.pid for child in self.replicas],
                 "memory_bytes": held, "memory_free_bytes": psutil.virtual_memory().available,

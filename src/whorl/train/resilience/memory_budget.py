@@ -46,9 +46,12 @@ def apply_activation_checkpointing(model: LanguageModel, job: Job) -> LanguageMo
     if job.activation_budget is not None:
         # fp8 products need multiples of 16 rows.
         length = -(-job.seq_len // 16) * 16 if job.dtype == "float8" else job.seq_len
-        allowed = Memory.parse(job.activation_budget).resolve(device_memory(job.device)) // job.replicas
+        budget_bytes = Memory.parse(job.activation_budget).resolve(device_memory(job.device)) // job.replicas
         model.checkpointed_blocks = blocks_to_checkpoint(
-            measure_activation_memory(model, length), allowed, resolve_micro_batch_size(job), job.replicas
+            measure_activation_memory(model, length),
+            budget_bytes,
+            resolve_micro_batch_size(job),
+            job.replicas,
         )
     return model
 
@@ -66,22 +69,22 @@ def blocks_to_checkpoint(
     Raises:
         BudgetError: as for `apply_activation_checkpointing`.
     """
-    kept = measured.at_rows(rows)
-    if kept.min_peak <= budget_bytes:
-        return min_checkpointed_blocks(kept, budget_bytes)
+    activations = measured.at_rows(rows)
+    if activations.min_peak <= budget_bytes:
+        return min_checkpointed_blocks(activations, budget_bytes)
     fewer = [n for n in range(1, rows) if measured.at_rows(n).min_peak <= budget_bytes]
-    cures = [f"--set pretrain.activation_budget={megabytes(kept.min_peak * replicas)}MB"]
+    remedies = [f"--set pretrain.activation_budget={megabytes(activations.min_peak * replicas)}MB"]
     if fewer:
-        cures.append(
+        remedies.append(
             f"--set pretrain.micro_batch_size={fewer[-1]} (now {rows} rows per forward; the same steps up to rounding)"
         )
     raise BudgetError(
         f"pretrain.activation_budget is {megabytes(budget_bytes * replicas, up=False)} MB"
         + (f" for {replicas} replicas" if replicas > 1 else "")
         + f", but {rows} rows per forward need more, even if all blocks are recomputed",
-        expected=f"at least {megabytes(kept.min_peak * replicas)} MB; no block is recomputed from "
-        f"{megabytes(kept.peak(0) * replicas)} MB up",
-        do="one of: " + "; ".join(cures) + "; --set plan.seq_len=... (shorter rows)",
+        expected=f"at least {megabytes(activations.min_peak * replicas)} MB; no block is recomputed from "
+        f"{megabytes(activations.peak(0) * replicas)} MB up",
+        do="one of: " + "; ".join(remedies) + "; --set plan.seq_len=... (shorter rows)",
     )
 
 

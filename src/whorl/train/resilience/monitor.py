@@ -73,12 +73,15 @@ class RunMonitor:
         self.moe: MoEBalancer | None = None
         self.loss_scaler = LossScaler(metadata.get("loss_scaler")) if job.dtype == "float16" else None
         self.meter = Meter(metadata.get("meter"))
-        self.validation_pending = bool(
-            metadata.get("validation_pending")
-        )  # SIGTERM interrupted the validation
+        # SIGTERM interrupted the validation
+        self.validation_pending = bool(metadata.get("validation_pending"))
         self.guard = SpikeGuard(
-            job.spike_guard, uniform_loss=math.log(job.model.vocab_size), steps=job.steps, first=first, state=metadata.get("spike_guard")
-        )  # fmt: skip
+            job.spike_guard,
+            uniform_loss=math.log(job.model.vocab_size),
+            steps=job.steps,
+            first=first,
+            state=metadata.get("spike_guard"),
+        )
         self.snapshot_every = job.spike_guard.snapshot_every or max(1, job.steps // 8)
         self.rollback_store = RollbackStore(checkpointer) if checkpointer is not None else None
         self.preemption = PreemptionHandler(listen=checkpointer is not None)
@@ -121,9 +124,9 @@ class RunMonitor:
         finally:
             self._entered.__exit__(kind, error, trace)
 
-    def _preempted_error(self, kept: str) -> PreemptedError:
+    def _preempted_error(self, state: str) -> PreemptedError:
         return PreemptedError(
-            f"stopped by SIGTERM after step {self.steps_done:,} of {self.job.steps:,}; {kept}",
+            f"stopped by SIGTERM after step {self.steps_done:,} of {self.job.steps:,}; {state}",
             do="run the same command again to resume",
         )
 
@@ -133,17 +136,17 @@ class RunMonitor:
         Raises:
             DivergedError: training cannot recover.
         """
-        guard, before, went_back = self.guard, self.stream_state, False
+        guard, previous_state, rolled_back = self.guard, self.stream_state, False
         if skipped:
-            self._report_event(steps_done, before)
+            self._report_event(steps_done, previous_state)
             guard.check_skip_limit()
         if guard.needs_rollback:
             step = guard.roll_back()
             if self.rollback_store is not None:
                 self.rollback_store.restore(step, self.shared.tensors())
             self.process_group.all_gather_scalars()
-            self._report_event(steps_done, before)
-            went_back = True
+            self._report_event(steps_done, previous_state)
+            rolled_back = True
         self.stream_state = batches.state if isinstance(batches, StreamBatches) else None
         self.steps_done = steps_done
         if (
@@ -166,25 +169,25 @@ class RunMonitor:
                 )
         if self.heartbeat is not None:
             self.heartbeat.beat(steps_done)
-            for words in self.heartbeat.stall_messages:
+            for message in self.heartbeat.stall_messages:
                 self._log_event(
-                    {"step": steps_done, "kind": "stall", "message": words, "action": "stacks written"}
+                    {"step": steps_done, "kind": "stall", "message": message, "action": "stacks written"}
                 )
             self.heartbeat.stall_messages.clear()
-        return went_back
+        return rolled_back
 
     def state_dict(self) -> dict[str, Any]:
         """The metadata of a checkpoint."""
-        kept: dict[str, Any] = {"spike_guard": self.guard.state, "meter": self.meter.state_dict()}
+        state: dict[str, Any] = {"spike_guard": self.guard.state, "meter": self.meter.state_dict()}
         if self.stream_state is not None:
-            kept["stream"] = self.stream_state
+            state["stream"] = self.stream_state
         if self.moe:
-            kept["expert_loads"] = self.moe.state
+            state["expert_loads"] = self.moe.state
         if self.loss_scaler is not None:
-            kept["loss_scaler"] = self.loss_scaler.state
+            state["loss_scaler"] = self.loss_scaler.state
         if self.validation_pending:
-            kept["validation_pending"] = True
-        return kept
+            state["validation_pending"] = True
+        return state
 
     def save(self, *, upload: bool = False) -> float:
         """Save a checkpoint of the last finished step, unless one exists; return the stall in seconds."""
@@ -213,11 +216,15 @@ class RunMonitor:
         self._log_event(event)
 
     def _log_event(self, event: dict[str, Any]) -> None:
-        named = [f"{d['path']} ({d['id']})" if d.get("id") else d["path"] for d in event.get("documents", [])]
-        more = event.get("n_documents", 0) - len(named)
-        where = (
-            f"; in the batch: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") if named else ""
+        documents = [
+            f"{d['path']} ({d['id']})" if d.get("id") else d["path"] for d in event.get("documents", [])
+        ]
+        more = event.get("n_documents", 0) - len(documents)
+        listing = (
+            f"; in the batch: {', '.join(documents)}" + (f" and {more} more" if more > 0 else "")
+            if documents
+            else ""
         )
-        self.log(f"step {event['step']:,}: {event['message']}: {event['action']}{where}")
+        self.log(f"step {event['step']:,}: {event['message']}: {event['action']}{listing}")
         if self.callback is not None:
             self.callback.on_event(int(event["step"]), event)

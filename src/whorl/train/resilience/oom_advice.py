@@ -23,8 +23,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # Message fragments of torch's allocators on CPU and CUDA, of C++ and of the kernel.
-OOM_PATTERNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "MemoryError",
-         "unable to allocate", "CUBLAS_STATUS_ALLOC_FAILED")  # fmt: skip
+OOM_PATTERNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc",
+         "MemoryError", "unable to allocate", "CUBLAS_STATUS_ALLOC_FAILED")  # fmt: skip
 SHM_PATTERNS = (
     "unable to mmap",
     "shared memory",
@@ -56,33 +56,33 @@ def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
     logits = micro * job.seq_len * job.model.vocab_size * 4
     text = str(error)
     first = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
-    cures = []
+    remedies = []
     if isinstance(error, ReplicaError) and error.killed:
         what = f"{error.what.splitlines()[0]}; if the machine's memory is full, the kernel does this"
         first = ""
     elif any(sign in text.lower() for sign in SHM_PATTERNS):
         what = "/dev/shm is too small for the replicas' shared memory"
-        cures.append("enlarge /dev/shm (docker run --shm-size=8g)")
+        remedies.append("enlarge /dev/shm (docker run --shm-size=8g)")
     else:
         what = "the device has no memory left" if job.device != "cpu" else "memory ran out"
     if micro > 1:
-        cures.append(
+        remedies.append(
             f"--set pretrain.micro_batch_size={micro // 2} (now {micro} rows per forward; the same steps up to rounding)"
         )
     if job.activation_budget is None:
-        cures.append(
+        remedies.append(
             "--set pretrain.activation_budget=25% (now none: no activation is recomputed to save memory)"
         )
     else:
         less = Memory.parse(job.activation_budget).halved()
-        cures.append(f"--set pretrain.activation_budget={less} (now {job.activation_budget})")
+        remedies.append(f"--set pretrain.activation_budget={less} (now {job.activation_budget})")
     if job.batch_size > job.replicas:
-        cures.append(
+        remedies.append(
             f"--set plan.batch_size={max(job.replicas, job.batch_size // 2)} (now {job.batch_size} rows per step)"
         )
-    cures.append(f"--set plan.seq_len={max(16, job.seq_len // 2)} (now {job.seq_len} tokens per row)")
+    remedies.append(f"--set plan.seq_len={max(16, job.seq_len // 2)} (now {job.seq_len} tokens per row)")
     if job.replicas > 1:
-        cures.append(
+        remedies.append(
             f"--set plan.replicas={job.replicas // 2} (now {job.replicas}, each with separate activations)"
         )
     return OutOfMemoryError(
@@ -91,7 +91,9 @@ def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
             f"memory for {micro} rows of {job.seq_len} tokens at a time in each of {job.replicas} replicas "
             f"(logits alone: {logits / 1e6:,.0f} MB)"
         ),
-        do="one of: " + "; ".join(cures) + ". A change of any setting but activation_budget restarts the run",
+        do="one of: "
+        + "; ".join(remedies)
+        + ". A change of any setting but activation_budget restarts the run",
     )
 
 

@@ -63,24 +63,26 @@ class SpikeGuard:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.uniform_loss, self.steps, self.step = config, uniform_loss, steps, first
-        at = state or {}
-        self.losses = deque[float](at.get("losses", ()), config.window)
-        self.norms = deque[float](at.get("norms", ()), config.window)
+        saved = state or {}
+        self.losses = deque[float](saved.get("losses", ()), config.window)
+        self.norms = deque[float](saved.get("norms", ()), config.window)
         self.bad_steps: list[str] = list(
-            at.get("bad_steps", ())
+            saved.get("bad_steps", ())
         )  # kinds of the bad steps since the last good one
-        self.skipped, self.diverged_steps = int(at.get("skipped", 0)), int(at.get("diverged_steps", 0))
-        self.baseline_loss = at.get("baseline_loss", uniform_loss)
-        self.rollbacks, self.snapshot_step = int(at.get("rollbacks", 0)), at.get("snapshot_step")
-        self.events: list[dict[str, Any]] = list(at.get("events", ()))
+        self.skipped, self.diverged_steps = int(saved.get("skipped", 0)), int(saved.get("diverged_steps", 0))
+        self.baseline_loss = saved.get("baseline_loss", uniform_loss)
+        self.rollbacks, self.snapshot_step = int(saved.get("rollbacks", 0)), saved.get("snapshot_step")
+        self.events: list[dict[str, Any]] = list(saved.get("events", ()))
         self.last_event: dict[str, Any] | None = None  # of the last step
 
     @property
     def state(self) -> dict[str, Any]:
         """The guard's state and all events, as JSON."""
         return {
-            "losses": list(self.losses), "norms": list(self.norms), "bad_steps": list(self.bad_steps), "skipped": self.skipped,
-            "diverged_steps": self.diverged_steps, "baseline_loss": self.baseline_loss, "rollbacks": self.rollbacks, "snapshot_step": self.snapshot_step,
+            "losses": list(self.losses), "norms": list(self.norms),
+            "bad_steps": list(self.bad_steps), "skipped": self.skipped,
+            "diverged_steps": self.diverged_steps, "baseline_loss": self.baseline_loss,
+            "rollbacks": self.rollbacks, "snapshot_step": self.snapshot_step,
             "events": list(self.events),
         }  # fmt: skip
 
@@ -99,7 +101,7 @@ class SpikeGuard:
         if "overflow" in metrics:  # the loss scale was too large (`loss_scaler.py`): not a bad step
             self.last_event = None
             return False
-        kind, words = self._diagnose(metrics)
+        kind, message = self._diagnose(metrics)
         loss, norm = metrics["loss"], metrics["grad_norm"]
         if kind in ("", "spike"):  # a level that stays is not a spike forever
             self.losses.append(loss)
@@ -116,7 +118,7 @@ class SpikeGuard:
             return True
         self.bad_steps.append(kind)
         self.skipped += 1
-        self._record_event(kind, words, f"skipped ({self.skipped} so far)", loss, norm)
+        self._record_event(kind, message, f"skipped ({self.skipped} so far)", loss, norm)
         return False
 
     def roll_back(self) -> int:
@@ -174,15 +176,15 @@ class SpikeGuard:
         if not is_finite(metrics):
             return "nonfinite", f"the loss is {loss:g} and its gradient norm {norm:g}"
         if self.config.threshold and len(self.losses) >= self.config.window // 4:
-            for name, value, seen, least in (
+            for name, value, history, min_deviation in (
                 ("loss", loss, self.losses, MIN_LOSS_DEVIATION),
                 ("gradient norm", norm, self.norms, MIN_NORM_DEVIATION),
             ):
-                middle = median(seen)
-                if value <= middle * (1 + self.config.threshold * least):
+                middle = median(history)
+                if value <= middle * (1 + self.config.threshold * min_deviation):
                     continue  # the usual case: one sort instead of two
                 deviation = max(
-                    MAD_TO_STD * median(abs(v - middle) for v in seen), least * abs(middle), 1e-12
+                    MAD_TO_STD * median(abs(v - middle) for v in history), min_deviation * abs(middle), 1e-12
                 )
                 if value > middle + self.config.threshold * deviation:
                     times = (value - middle) / deviation
@@ -197,8 +199,8 @@ class SpikeGuard:
             last = self.events[-1]["message"]
             return f"step {self.step:,}: {len(self.bad_steps)} bad steps in a row, the last because {last}"
         return (
-            f"step {self.step:,}: {self.diverged_steps} steps ago the loss rose above {self.baseline_loss:.2f} nats per token, "
-            "the loss of uniform predictions, and it has not recovered"
+            f"step {self.step:,}: {self.diverged_steps} steps ago the loss rose above {self.baseline_loss:.2f} nats per "
+            "token, the loss of uniform predictions, and it has not recovered"
         )
 
     def _remedy(self) -> str:
