@@ -184,7 +184,7 @@ def chaos(a: argparse.Namespace, top: Path) -> None:
                         "lost_s": round(max(0.0, struck - kept), 3)})  # fmt: skip
         print(samples[-1], flush=True)
     found = lines(killed)[-1]
-    said = [line for line in lines(killed) if line.startswith("said") and "passed over" in line]
+    said = [line for line in lines(killed) if line.startswith("said") and "rejected" in line]
     same = status == 0 and found == expected and found.startswith("weights")
     if not same:
         print((killed / "errors").read_text()[-3000:], found, expected)

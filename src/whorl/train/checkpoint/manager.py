@@ -277,10 +277,8 @@ class CheckpointManager:
         stats.stall_seconds += copied - began
         stats.max_stall_seconds = max(stats.max_stall_seconds, copied - began)
         since = time.time() - stats.last_remote_time
-        remote_checkpoints = self.config.remote_url is not None and (
-            upload or since >= self.config.remote_interval
-        )
-        if remote_checkpoints:
+        due_remote = self.config.remote_url is not None and (upload or since >= self.config.remote_interval)
+        if due_remote:
             stats.last_remote_time, self.last_uploaded_step = time.time(), step
         record = {
             **(metadata or {}),
@@ -288,7 +286,7 @@ class CheckpointManager:
             "stats": asdict(stats),
             "generators": rng_metadata(),
         }
-        self._submit(self.folder, step, record, remote_checkpoints, wait_for_upload=upload)
+        self._submit(self.folder, step, record, due_remote, wait_for_upload=upload)
         self.deferral_counted = False
         return copied - began
 
