@@ -87,8 +87,8 @@ class GymnasiumEnvironment:
 
     def step(self, action: Tensor) -> Transition:
         taken = action.numpy() + self.first_action if self.n_actions is not None else action.numpy()
-        seen, reward, terminated, truncated, info = self.envs.step(taken)
-        observation = self._to_tensor(seen)
+        raw_observation, reward, terminated, truncated, info = self.envs.step(taken)
+        observation = self._to_tensor(raw_observation)
         final = observation
         if "final_obs" in info:
             final = observation.clone()

@@ -101,7 +101,8 @@ class Actor:
             self.setup()
         weights.load_into(self._networks)
         rollout = slot.tensors()
-        n_steps, envs, networks, seen = len(rollout["reward"]), self._envs, self._networks, self._observation
+        envs, networks, observation = self._envs, self._networks, self._observation
+        n_steps = len(rollout["reward"])
         generator = torch.Generator().manual_seed(slot.seed)
         noise = (
             torch.rand(n_steps, self.num_envs, generator=generator)
@@ -110,8 +111,8 @@ class Actor:
         )
         outputs, steps = [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
         for t in range(n_steps):
-            steps["observation"].append(seen)
-            action, output = networks.act(seen, noise[t])
+            steps["observation"].append(observation)
+            action, output = networks.act(observation, noise[t])
             outputs.append(output)
             transition = envs.step(action)
             steps["action"].append(action)
@@ -119,10 +120,10 @@ class Actor:
             steps["terminated"].append(transition.terminated)
             steps["truncated"].append(transition.truncated)
             steps["final_observation"].append(transition.final_observation.flatten(1))
-            seen = transition.observation.flatten(1)
-        steps["observation"].append(seen)
+            observation = transition.observation.flatten(1)
+        steps["observation"].append(observation)
         for name, values in steps.items():  # stacked once: the cost is per operation, not per byte
             torch.stack(values, out=rollout[name])
         rollout["behaviour_log_prob"][:] = networks.log_prob(torch.stack(outputs), rollout["action"])
-        self._observation = seen
+        self._observation = observation
         return n_steps * self.num_envs

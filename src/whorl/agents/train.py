@@ -118,31 +118,18 @@ def _train(
 ) -> ActorCritic:
     networks = build_networks(config)
     n_actors = max(1, config.actors)
-    episode_returns, progress, first, rounds = (
-        EpisodeReturns(n_actors, config.n_envs),
-        TrainingProgress(),
-        0,
-        0,
-    )
-    identity = config.model_dump(mode="json")
-    checkpoints = (
-        CheckpointManager(scratch, identity, seconds=checkpoint_seconds, log=log)
-        if scratch is not None
-        else None
-    )
+    episode_returns, progress = EpisodeReturns(n_actors, config.n_envs), TrainingProgress()
+    first, rounds = 0, 0
+    checkpoints = None
+    if scratch is not None:
+        identity = config.model_dump(mode="json")
+        checkpoints = CheckpointManager(scratch, identity, seconds=checkpoint_seconds, log=log)
     checkpoint = checkpoints.resume() if checkpoints is not None else None
     if checkpoint is not None:
         first, rounds = checkpoint.step, checkpoint.metadata["rounds"]
         progress = TrainingProgress.from_state(checkpoint.metadata)
         log(f"resumed after {progress.steps:,} of {config.steps:,} steps")
-    param_optims = {
-        **all_adamw(networks, config.learning_rate),
-        **all_adamw(networks, config.value_learning_rate or config.learning_rate, "value."),
-    }
-    update = Update(
-        partial(actor_critic_loss, config, networks), param_optims, clip_norm=config.clip_norm, eps=1e-5
-    )
-    learner = Learner(networks, [update], steps_done=rounds)
+    learner = _make_learner(config, networks, rounds)
     actors = [
         Actor(config.environment, config.n_envs, config.hidden, derive(config.seed, "environment", number, first))
         for number in range(n_actors)
@@ -154,28 +141,13 @@ def _train(
         learner_state = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("actor/")}
         restore({**learner.shared.tensors(), "returns": episode_returns.partial_returns}, learner_state)
         for actor in local_actors:
-            actor_state = {
-                n: t.clone() for n, t in checkpoint.tensors.items() if n.startswith("actor/")
-            }  # cloned: actors keep them
-            actor.load_state_dict({n.removeprefix("actor/"): t for n, t in actor_state.items()})
+            # Cloned, because actors keep the tensors.
+            state = {n: t.clone() for n, t in checkpoint.tensors.items() if n.startswith("actor/")}
+            actor.load_state_dict({n.removeprefix("actor/"): t for n, t in state.items()})
     board = Board.from_tensors(learner.weights)
     board.publish(learner.weights, first)
-    environment = make_env(config.environment, config.n_envs)
-    spec = rollout_spec(environment, config.n_steps)
-    environment.close()
-    ring: SlotRing[Any] = SlotRing(spec, n_actors * (1 + config.prefetch if config.actors else 1))
-    # No `restarts`: a restarted actor would begin new episodes without marking the old ones as truncated. Their returns
-    # would be added to those of the new episodes. A killed actor therefore ends the run.
-    producers: Any = [
-        (ProducerProcess if config.actors else SerialProducer)(
-            ring, actor, seed=config.seed, number=number, board=board
-        )
-        for number, actor in enumerate(actors)
-    ]
     start_time = time.perf_counter() - progress.seconds
-    order: Literal["sequence", "ready"] = "ready" if config.actors else "sequence"
-    reader = FIFOReader(ring, producers, start=first, order=order, board=board, max_lag=config.max_policy_lag)
-    with checkpoints or nullcontext(), reader as rollouts:
+    with checkpoints or nullcontext(), _make_reader(config, actors, board, first) as rollouts:
 
         def with_progress() -> Iterator[Slot[Any]]:
             for slot in rollouts:
@@ -188,14 +160,9 @@ def _train(
             times = {f"time/{name}": seconds for name, seconds in clock.pop_seconds().items()}
             progress.metrics = {**metrics, **times, **rollouts.pop_stats().metrics()}
             if checkpoints is not None and step < config.n_rollouts and checkpoints.due():
-                actor_state = {
-                    f"actor/{n}": t for actor in local_actors for n, t in actor.state_dict().items()
-                }
-                tensors = {
-                    **learner.shared.tensors(),
-                    "returns": episode_returns.partial_returns,
-                    **actor_state,
-                }
+                tensors = {**learner.shared.tensors(), "returns": episode_returns.partial_returns}
+                for actor in local_actors:
+                    tensors |= {f"actor/{n}": t for n, t in actor.state_dict().items()}
                 checkpoints.save(step, tensors, {"rounds": learner.rounds, **progress.state_dict()})
             observe(progress, networks)
 
@@ -211,6 +178,35 @@ def _train(
                 on_step_end=on_step_end,
             )
     return networks
+
+
+def _make_learner(config: AgentConfig, networks: ActorCritic, rounds: int) -> Learner:
+    param_optims = {
+        **all_adamw(networks, config.learning_rate),
+        **all_adamw(networks, config.value_learning_rate or config.learning_rate, "value."),
+    }
+    update = Update(
+        partial(actor_critic_loss, config, networks), param_optims, clip_norm=config.clip_norm, eps=1e-5
+    )
+    return Learner(networks, [update], steps_done=rounds)
+
+
+def _make_reader(config: AgentConfig, actors: list[Actor], board: Board, first: int) -> FIFOReader[Any]:
+    """Return a reader of the actors' rollouts, from number `first`."""
+    environment = make_env(config.environment, config.n_envs)
+    spec = rollout_spec(environment, config.n_steps)
+    environment.close()
+    ring: SlotRing[Any] = SlotRing(spec, len(actors) * (1 + config.prefetch if config.actors else 1))
+    # No `restarts`: a restarted actor would begin new episodes without marking the old ones as truncated. Their returns
+    # would be added to those of the new episodes. A killed actor therefore ends the run.
+    producers: Any = [
+        (ProducerProcess if config.actors else SerialProducer)(
+            ring, actor, seed=config.seed, number=number, board=board
+        )
+        for number, actor in enumerate(actors)
+    ]
+    order: Literal["sequence", "ready"] = "ready" if config.actors else "sequence"
+    return FIFOReader(ring, producers, start=first, order=order, board=board, max_lag=config.max_policy_lag)
 
 
 def remaining_fraction(config: AgentConfig, rollout_index: int) -> float:

@@ -94,14 +94,14 @@ class RawFiles:
                     expected=f"one of {', '.join(FORMAT_OF_SUFFIX)}",
                 )
             try:
-                found = list(getattr(self, f"_{kind}_blocks")(name))
+                blocks = list(getattr(self, f"_{kind}_blocks")(name))
             except (OSError, tarfile.TarError, ValueError) as error:
                 raise DataError(
                     f"{name} cannot be read: {error}", do="use an existing, undamaged file"
                 ) from error
-            self.blocks += found
+            self.blocks += blocks
             digest.update(
-                json.dumps([PurePosixPath(name).name, [(b.begin, b.end, b.size) for b in found]]).encode()
+                json.dumps([PurePosixPath(name).name, [(b.begin, b.end, b.size) for b in blocks]]).encode()
             )
         if not self.blocks:
             raise DataError("the files contain no records", expected="records with text")
@@ -206,10 +206,10 @@ def expand_globs(files: Sequence[str]) -> list[str]:
     Raises:
         DataError: a pattern has no match.
     """
-    found: list[str] = []
+    expanded: list[str] = []
     for name in files:
         if not any(c in name for c in "*?["):
-            found.append(name)
+            expanded.append(name)
             continue
         if "://" in name:
             import fsspec
@@ -220,8 +220,8 @@ def expand_globs(files: Sequence[str]) -> list[str]:
             matches = glob(str(Path(name).expanduser()), recursive=True)  # noqa: PTH207 - patterns may be absolute
         if not matches:
             raise DataError(f"no file matches {name}", do="check the pattern and the current folder")
-        found += sorted(matches)
-    return found
+        expanded += sorted(matches)
+    return expanded
 
 
 def _open(name: str) -> Any:

@@ -64,9 +64,9 @@ def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress:
     kept = reasons == ""
     if not kept.any():
         names, counts = np.unique(reasons, return_counts=True)
-        found = ", ".join(f"{name} {n}" for name, n in zip(names, counts, strict=True))
+        reason_counts = ", ".join(f"{name} {n}" for name, n in zip(names, counts, strict=True))
         raise DataError(
-            f"the selection keeps none of {n_rows} documents: {found}",
+            f"the selection keeps none of {n_rows} documents: {reason_counts}",
             expected="at least one document with an empty reason",
             do="loosen the thresholds in curate's query",
         )
@@ -196,7 +196,7 @@ def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]
     try:
         database.register("attributes", ds.dataset([str(path) for path in attributes]))
         typed = "coalesce(row::BIGINT, -1) AS row, coalesce(reason::VARCHAR, '') AS reason"
-        found = database.execute(f"SELECT {typed} FROM ({query})").fetchnumpy()
+        result = database.execute(f"SELECT {typed} FROM ({query})").fetchnumpy()
     except duckdb.Error as error:
         columns = ", ".join(attribute_schema().names)
         raise ConfigError(
@@ -206,7 +206,7 @@ def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]
         ) from error
     finally:
         database.close()
-    rows = found["row"]
+    rows = result["row"]
     if len(np.unique(rows)) != len(rows) or (len(rows) and not 0 <= rows.min() <= rows.max() < n_rows):
         raise ConfigError(
             "curate's query returns unknown rows, or a row more than once",
@@ -214,7 +214,7 @@ def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]
             do="pass the column row through unchanged; GROUP BY row after a join",
         )
     out = np.full(n_rows, "not_selected", dtype=object)
-    out[rows] = found["reason"]
+    out[rows] = result["reason"]
     return out
 
 
@@ -232,12 +232,12 @@ def _summary(
     def count(mask: NDArray[np.bool_]) -> dict[str, int]:
         return {"documents": int(mask.sum()), "bytes": int(n_bytes[mask].sum())}
 
-    left = np.ones(len(n_bytes), bool)
-    funnel: list[dict[str, Any]] = [{"stage": "read", **count(left)}]
+    remaining = np.ones(len(n_bytes), bool)
+    funnel: list[dict[str, Any]] = [{"stage": "read", **count(remaining)}]
     dropped = {reason: count(reasons == reason) for reason in sorted(set(reasons.tolist()) - {""})}
     for reason in sorted(dropped, key=lambda r: -dropped[r]["bytes"]):
-        left = left & (reasons != reason)
-        funnel.append({"stage": f"without {reason}", **count(left)})
+        remaining = remaining & (reasons != reason)
+        funnel.append({"stage": f"without {reason}", **count(remaining)})
     splits: dict[str, dict[str, Any]] = {}
     for name in SPLITS:
         mask = split == name

@@ -195,16 +195,16 @@ def _union_similar(
     roots = [sets.find(int(i)) for i in bucket]
     if len(set(roots)) == 1:
         return
-    found = np.asarray(all_signatures[bucket])  # [m, N_HASHES]
+    signatures = np.asarray(all_signatures[bucket])  # [m, N_HASHES]
     rest = np.arange(len(bucket))
     all_pairs = len(bucket) <= MAX_ALL_PAIRS_BUCKET
     while len(rest) > 1:
         leader, rest = rest[0], rest[1:]
-        alike = (found[rest] == found[leader]).mean(axis=1) >= threshold
-        for other in rest[alike]:
+        similar = (signatures[rest] == signatures[leader]).mean(axis=1) >= threshold
+        for other in rest[similar]:
             sets.union(int(bucket[leader]), int(bucket[other]))
         if not all_pairs:
-            rest = rest[~alike]
+            rest = rest[~similar]
 
 
 def first_occurrence(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -58,7 +58,7 @@ def ingest(config: IngestConfig, out: Path, progress: Progress) -> dict[str, Any
                 else:
                     quarantine.write(_quarantine_line(record))
             task.advance((file.size or 0) / 1e6)
-    if not stats.kept["documents"]:
+    if not stats.accepted["documents"]:
         raise DataError(
             f"none of the {len(files)} files in {', '.join(map(repr, config.sources))} has a document: "
             f"{stats.reasons()}",
@@ -85,7 +85,7 @@ class _IngestStats:
     """Counts of documents and bytes by source, language, licence and rejection reason."""
 
     def __init__(self) -> None:
-        self.kept = {"documents": 0, "bytes": 0}
+        self.accepted = {"documents": 0, "bytes": 0}
         self.counts_by: dict[str, dict[str, dict[str, int]]] = {
             kind: {} for kind in ("sources", "languages", "licences", "quarantine")
         }
@@ -99,8 +99,8 @@ class _IngestStats:
             )
             return
         size = record.n_bytes
-        self.kept["documents"] += 1
-        self.kept["bytes"] += size
+        self.accepted["documents"] += 1
+        self.accepted["bytes"] += size
         self._count("sources", record.source, size)
         self._count("languages", record.language or "unknown", size)
         self._count("licences", record.licence or "unknown", size)
@@ -116,11 +116,15 @@ class _IngestStats:
         )
 
     def summary(self) -> dict[str, Any]:
-        found = {
-            k: n + sum(c[k] for c in self.counts_by["quarantine"].values()) for k, n in self.kept.items()
+        total = {
+            k: n + sum(c[k] for c in self.counts_by["quarantine"].values()) for k, n in self.accepted.items()
         }
         by = {kind: dict(sorted(counts.items())) for kind, counts in self.counts_by.items()}
-        return {**self.kept, "funnel": [{"stage": "found", **found}, {"stage": "read", **self.kept}], **by}
+        return {
+            **self.accepted,
+            "funnel": [{"stage": "found", **total}, {"stage": "read", **self.accepted}],
+            **by,
+        }
 
 
 class _DocumentWriter:

@@ -49,14 +49,14 @@ class Corpus:
         """Stream one split's documents in corpus order. Raises ConfigError for an unknown split."""
         import pyarrow.parquet as pq
 
-        wanted = self._mask(split)
+        selected = self._mask(split)
         columns = list(Document.__dataclass_fields__)
         begin = 0
         for path in self.files:
             with pq.ParquetFile(path) as file:
                 for group in range(file.num_row_groups):
                     end = begin + file.metadata.row_group(group).num_rows
-                    mask, begin = wanted[begin:end], end
+                    mask, begin = selected[begin:end], end
                     if mask.any():
                         for row in file.read_row_group(group, columns=columns).filter(mask).to_pylist():
                             yield Document(**row)
@@ -72,8 +72,8 @@ class Corpus:
     def _mask(self, split: str) -> NDArray[np.bool_]:
         if split not in SPLITS:
             raise ConfigError(f"unknown split {split!r}", expected=one_of(split, SPLITS))
-        found: NDArray[np.bool_] = self._split == split
-        return found
+        mask: NDArray[np.bool_] = self._split == split
+        return mask
 
 
 def document_files(ingest: Path) -> list[Path]:

@@ -151,8 +151,8 @@ def _text_file(record: _FileContext, stream: BinaryIO) -> Document | RejectedDoc
 
 
 def _spdx(head: bytes) -> str | None:
-    found = SPDX_PATTERN.search(head)
-    return found[1].decode().strip() if found else None
+    match = SPDX_PATTERN.search(head)
+    return match[1].decode().strip() if match else None
 
 
 def _json_lines(

@@ -170,25 +170,25 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
             f"licences names {unknown[0]!r}, which is not among the sources",
             expected=one_of(unknown[0], config.sources),
         )
-    found: list[SourceFile] = []
+    files: list[SourceFile] = []
     excluded_count = 0
     for source in dict.fromkeys(config.sources):
         root, globs, never, licence = _resolve_source(source)
         licence = config.licences.get(source, licence)
         single = Path(source).expanduser()
         candidates = list(_walk(root, [*config.exclude, *never])) if globs else [(single.name, single)]
-        before = len(found)
+        count_before = len(files)
         for path, location in sorted(candidates):
-            wanted = not globs or (
+            selected = not globs or (
                 _in_source(path, globs)
                 and matches(path, config.include)
                 and not matches(path, config.exclude)
             )
-            if not wanted:
+            if not selected:
                 excluded_count += 1
             else:
-                found.append(_stat_file(source, path, location, licence))
-        if len(found) == before:
+                files.append(_stat_file(source, path, location, licence))
+        if len(files) == count_before:
             detail = (
                 f"all {len(candidates)} files in it are excluded" if candidates else "the folder is empty"
             )
@@ -197,7 +197,7 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
                 expected="at least one text, Markdown, source, JSONL or Parquet file",
                 do="set `sources` to another folder" + (", or widen include/exclude" if candidates else ""),
             )
-    return found, excluded_count
+    return files, excluded_count
 
 
 def _in_source(path: str, globs: Sequence[str]) -> bool:
@@ -207,11 +207,11 @@ def _in_source(path: str, globs: Sequence[str]) -> bool:
 
 def _stat_file(source: str, path: str, location: Path, licence: str | None) -> SourceFile:
     try:
-        seen = location.stat()
+        status = location.stat()
     except OSError:
         return SourceFile(source, path, location, licence, None, 0)
-    size = seen.st_size if stat.S_ISREG(seen.st_mode) else None
-    return SourceFile(source, path, location, licence, size, seen.st_mtime_ns)
+    size = status.st_size if stat.S_ISREG(status.st_mode) else None
+    return SourceFile(source, path, location, licence, size, status.st_mtime_ns)
 
 
 def fingerprint(config: IngestConfig) -> str:

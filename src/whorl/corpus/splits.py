@@ -47,10 +47,10 @@ def assign_splits(
     members = np.unique(cluster[kept])  # the clusters, each as the row of its first document
     order = sorted(members.tolist(), key=lambda row: _hash_order(config.seed, ids[row]))
     total = int(n_bytes[kept].sum())
-    for name, wanted in (("test", config.test_bytes), ("validation", config.validation_bytes)):
-        if not wanted:
+    for name, target_bytes in (("test", config.test_bytes), ("validation", config.validation_bytes)):
+        if not target_bytes:
             continue
-        max_bytes = int(min(wanted, total * config.max_held_out_fraction))
+        max_bytes = int(min(target_bytes, total * config.max_held_out_fraction))
         # In a small corpus a tenth of a tenth may be less than any document: half of the clusters stay eligible.
         largest = min(
             max_bytes, max(max_bytes * config.max_cluster_fraction, float(np.median(weight[members])))

@@ -147,8 +147,8 @@ def ppmd_size(stream: bytes, primer: bytes = b"") -> int:
     """Return the bytes that PPMd (variant H, order 10) adds for `stream` after it has coded `primer`."""
     import pyppmd
 
-    least, most = _PPMD_MEMORY
-    memory = min(most, max(least, _PPMD_BYTES_PER_INPUT_BYTE * (len(primer) + len(stream))))
+    minimum, maximum = _PPMD_MEMORY
+    memory = min(maximum, max(minimum, _PPMD_BYTES_PER_INPUT_BYTE * (len(primer) + len(stream))))
     encoder = pyppmd.Ppmd7Encoder(PPMD_ORDER, memory)
     before = len(encoder.encode(primer)) if primer else 0
     total = before + len(encoder.encode(stream)) + len(encoder.flush())

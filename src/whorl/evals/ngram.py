@@ -101,10 +101,10 @@ class NGram:
             has_context = (context >= 0) & (context < len(table.gamma))
             key = np.where(has_context, context, 0) * self.vocab_size + tokens
             row = np.minimum(np.searchsorted(table.keys, key), len(table.keys) - 1)
-            found = has_context & (table.keys[row] == key)
+            matched = has_context & (table.keys[row] == key)
             gamma = np.where(has_context, table.gamma[np.where(has_context, context, 0)], 1.0)
-            probability = gamma * probability + np.where(found, table.weight[row], 0.0)
-            gram_id = np.where(found, row, -1)
+            probability = gamma * probability + np.where(matched, table.weight[row], 0.0)
+            gram_id = np.where(matched, row, -1)
         log2_prob: Floats = np.log2(probability[predicted])
         return log2_prob
 

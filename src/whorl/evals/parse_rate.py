@@ -96,21 +96,23 @@ def sample_function_prompts(
         DataError: no file has a function of that size.
     """
     rng = np.random.default_rng(seed)
-    found: list[FunctionPrompt] = []
+    prompts: list[FunctionPrompt] = []
     for document, text in documents:
         # Line breaks as Python reads them: otherwise a file of another system never ends a line.
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        here = [p for p in _find_functions(document, text) if min_body_bytes <= len(p.body) <= max_body_bytes]
-        order = rng.permutation(len(here))[:max_per_document]
-        found += [here[int(i)] for i in order]
-    if not found:
+        candidates = [
+            p for p in _find_functions(document, text) if min_body_bytes <= len(p.body) <= max_body_bytes
+        ]
+        order = rng.permutation(len(candidates))[:max_per_document]
+        prompts += [candidates[int(i)] for i in order]
+    if not prompts:
         raise DataError(
             "no held-out document has a Python function to complete",
             expected=f"a function whose body has {min_body_bytes} to {max_body_bytes} bytes",
             do="omit this measure for a corpus without Python code, or widen the size limits",
         )
-    order = rng.permutation(len(found))[:n]
-    return [found[int(i)] for i in order]
+    order = rng.permutation(len(prompts))[:n]
+    return [prompts[int(i)] for i in order]
 
 
 def parse_rate(prompts: Sequence[FunctionPrompt], generate: Generate) -> ParseRate:
@@ -159,16 +161,16 @@ def trim_to_function(header: bytes, completion: bytes) -> bytes | None:
 def _possible_ends(header: bytes, completion: bytes) -> list[int]:
     """Return the byte offsets of the completion's lines that are indented no further than the header."""
     margin = len(header) - len(header.lstrip())
-    found, offset = [], 0
+    ends, offset = [], 0
     lines = completion.split(b"\n")
     for line in lines[:-1]:  # the last line may be cut, so its indentation is unknown
         if line.strip() and not line.lstrip().startswith(b"#") and len(line) - len(line.lstrip()) <= margin:
-            found.append(offset)
+            ends.append(offset)
         offset += len(line) + 1
     last = lines[-1]
     if last[: margin + 1].strip() and not last.lstrip().startswith(b"#"):
-        found.append(offset)  # text within the header's indentation: this line is outside any open function
-    return found
+        ends.append(offset)  # text within the header's indentation: this line is outside any open function
+    return ends
 
 
 def _parses(source: bytes) -> bool:
@@ -198,7 +200,7 @@ def _find_functions(document: str, text: bytes) -> list[FunctionPrompt]:
         return []
     lines = text.split(b"\n")
     starts = np.concatenate([[0], np.cumsum([len(line) + 1 for line in lines])])
-    found = []
+    functions = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
             continue
@@ -209,10 +211,10 @@ def _find_functions(document: str, text: bytes) -> list[FunctionPrompt]:
         if header_line is None:
             continue  # `def f(): return 1`
         cut, end = int(starts[header_line + 1]), min(int(starts[node.end_lineno]), len(text))
-        found.append(
+        functions.append(
             FunctionPrompt(text[:cut], text[header_start:cut], text[cut:end], text[end:], document, node.name)
         )
-    return found
+    return functions
 
 
 def _is_header(lines: list[bytes]) -> bool:

@@ -47,7 +47,7 @@ class LibrarySnapshot:
         self.names: list[tuple[Any, Mapping[str, Any], dict[str, Any]]] = []
         self.functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
         self.import_paths: list[tuple[list[Any], list[Any]]] = [
-            (kept, list(kept)) for kept in (sys.meta_path, sys.path_hooks, sys.path)
+            (paths, list(paths)) for paths in (sys.meta_path, sys.path_hooks, sys.path)
         ]
         self.builtins, self.saved_builtins = vars(builtins), dict(vars(builtins))
         seen: set[int] = set()
@@ -116,8 +116,8 @@ class LibrarySnapshot:
         """Restore the snapshot."""
         # First, and by a C method: the next lines call builtins.
         self.builtins.update(self.saved_builtins)
-        for kept, saved in self.import_paths:
-            kept[:] = saved
+        for paths, saved in self.import_paths:
+            paths[:] = saved
         for name, module in self.modules.items():
             sys.modules[name] = module
         for _, holder, name, value in list(self.changes()):

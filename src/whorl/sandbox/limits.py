@@ -37,13 +37,13 @@ class ResourceLimits:
     processes: int = 1
 
     def __post_init__(self) -> None:
-        least = {"wall_seconds": 0.001, "cpu_seconds": 0.001, "memory_bytes": 1 << 20, "processes": 1}
+        minimum = {"wall_seconds": 0.001, "cpu_seconds": 0.001, "memory_bytes": 1 << 20, "processes": 1}
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if not least.get(name, 0) <= value < 2**50:
+            if not minimum.get(name, 0) <= value < 2**50:
                 raise ConfigError(
                     f"limits.{name} is {value}",
-                    expected=f"a number of at least {least.get(name, 0)}, finite",
+                    expected=f"a number of at minimum {minimum.get(name, 0)}, finite",
                 )
 
 

@@ -129,10 +129,10 @@ class ForkMonitor:
             data = os.read(self.pipe_ends[what], 1 << 16)
         except BlockingIOError:
             return False
-        kept = self.received[what]
-        kept += data
-        if len(kept) > self.max_bytes[what]:
-            del kept[self.max_bytes[what] :]
+        buffer = self.received[what]
+        buffer += data
+        if len(buffer) > self.max_bytes[what]:
+            del buffer[self.max_bytes[what] :]
             if not self.reason:
                 with contextlib.suppress(ProcessLookupError):
                     self.kill("output")

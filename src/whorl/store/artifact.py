@@ -62,15 +62,15 @@ class Artifact:
 
     def find_damage(self) -> list[str]:
         """Hash every file; return one sentence per file that differs from the manifest or is not part of it."""
-        found = []
+        problems = []
         for name in sorted(self.files):
             try:
                 self._check([name], full=True)
             except CorruptArtifactError as error:
-                found.append(error.what)
+                problems.append(error.what)
         for extra in sorted(set(relative_files(self.path)) - set(self.files)):
-            found.append(f"{self.label}: {self.path / extra} is not part of the artifact")
-        return found
+            problems.append(f"{self.label}: {self.path / extra} is not part of the artifact")
+        return problems
 
     def _check(self, names: list[str], *, full: bool) -> None:
         folder, mtimes = self.path, self._read_mtimes()
@@ -117,9 +117,9 @@ class Artifact:
 
 def relative_files(folder: Path) -> dict[str, os.stat_result]:
     """Return the status of every file under `folder` except the manifest, by relative path with '/' separators."""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for path in folder.rglob("*"):
         if path.is_file():
-            found[path.relative_to(folder).as_posix()] = path.stat()
-    found.pop("manifest.json", None)
-    return found
+            files[path.relative_to(folder).as_posix()] = path.stat()
+    files.pop("manifest.json", None)
+    return files

@@ -110,21 +110,21 @@ class Build:
         away.
         """
         try:
-            found = self.store.find(self.address)
-            if found is None:
+            artifact = self.store.find(self.address)
+            if artifact is None:
                 return False
             if self.store.remote is None or self.store.has_local(self.address):
-                found.check()
+                artifact.check()
             if self.store.remote is not None:
-                self.store.push_if_missing(found)
+                self.store.push_if_missing(artifact)
         except CorruptArtifactError as error:
             if quarantine:
-                kept = self.store.quarantine(self.address)
-                self._on_message(f"{error.what}; moved to {kept}")
+                target = self.store.quarantine(self.address)
+                self._on_message(f"{error.what}; moved to {target}")
                 return self.store.remote is not None and self._look_up()  # the remote copy may be intact
             return False
-        self.existing = self.artifact = found
-        self.store.set_name(self.name, found)
+        self.existing = self.artifact = artifact
+        self.store.set_name(self.name, artifact)
         return True
 
     def __exit__(

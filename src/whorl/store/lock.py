@@ -90,10 +90,10 @@ class FileLock:
     def owner(self) -> dict[str, Any]:
         """Return the identity that the current or last owner wrote."""
         try:
-            found = json.loads(self.path.read_text())
+            owner = json.loads(self.path.read_text())
         except (OSError, ValueError):  # just released, or not yet written
             return {}
-        return dict(found)
+        return dict(owner)
 
     def release(self, *, remove: bool = True) -> None:
         """Release the lock and, by default, remove its file, so that lock files do not accumulate."""

@@ -70,8 +70,8 @@ class Remote:
         return Manifest.parse(data, f"{self.url} artifacts/{address}/manifest.json")
 
     def addresses(self) -> list[str]:
-        found = (path.split("/") for path in self.names("artifacts"))
-        return sorted(parts[0] for parts in found if parts[1:] == ["manifest.json"])
+        paths = (path.split("/") for path in self.names("artifacts"))
+        return sorted(parts[0] for parts in paths if parts[1:] == ["manifest.json"])
 
     def push(self, manifest: Manifest, folder: Path) -> None:
         """Upload the files of an artifact, then its manifest."""

@@ -159,21 +159,21 @@ class Store:
         address = names.get(ref)
         if address is None:
             ends = {target for name, target in names.items() if name.rsplit("/", 1)[-1] == ref}
-            starts = {found for found in self._addresses() if len(ref) >= 4 and found.startswith(ref)}
+            starts = {full for full in self._addresses() if len(ref) >= 4 and full.startswith(ref)}
             candidates = sorted(ends or starts)
             if len(candidates) > 1:
-                labels = [found.label for found in map(self.find, candidates) if found is not None]
+                labels = [match.label for match in map(self.find, candidates) if match is not None]
                 raise StoreError(f"{ref!r} matches several artifacts", expected=one_of(ref, labels))
             address = candidates[0] if candidates else None
-        found = self.find(address) if address is not None else None
-        if found is None:
+        artifact = self.find(address) if address is not None else None
+        if artifact is None:
             expected = one_of(ref, sorted(names)) if names else "an artifact, but this store is empty"
             raise StoreError(
                 f"the store {self.location} has no artifact {ref!r}",
                 expected=expected,
                 do="`whorl ls` lists all artifacts; `whorl run quickstart` creates some",
             )
-        return found
+        return artifact
 
     def names(self) -> dict[str, str]:
         """Return every name with its address."""
@@ -186,15 +186,15 @@ class Store:
 
     def artifacts(self) -> list[Artifact]:
         """Return every artifact with a readable manifest, oldest first."""
-        found = []
+        artifacts = []
         for address in self._addresses():
             try:
                 artifact = self.find(address)
             except CorruptArtifactError:
                 continue  # `verify` reports it
             if artifact is not None:
-                found.append(artifact)
-        return sorted(found, key=lambda artifact: (artifact.created, artifact.address))
+                artifacts.append(artifact)
+        return sorted(artifacts, key=lambda artifact: (artifact.created, artifact.address))
 
     def lineage(self, artifact: Artifact) -> dict[str, Any]:
         """Return an artifact's ancestry as nested dictionaries, with parents by role."""
@@ -259,21 +259,21 @@ class Store:
         for lock in (self.root / "locks").glob("*"):
             if self._is_locked(lock):
                 roots |= {lock.name, *FileLock(lock).owner().get("parents", [])}
-        kept = self._reachable(roots, [])
+        reachable = self._reachable(roots, [])
         now = time.time()
-        found = []
+        items = []
         for artifact in self.artifacts():
-            if artifact.address not in kept and now - artifact.created > recent_seconds:
+            if artifact.address not in reachable and now - artifact.created > recent_seconds:
                 folder = self.root / "artifacts" / artifact.address
-                found.append(Garbage(folder, artifact.label, artifact.manifest.size))
+                items.append(Garbage(folder, artifact.label, artifact.manifest.size))
         for kind, age in (("staging", 0.0), ("scratch", SCRATCH_KEPT_SECONDS), ("quarantine", 0.0)):
             for folder in sorted((self.root / kind).glob("*")):
                 if folder.name not in roots and now - folder.stat().st_mtime > age:
-                    found.append(Garbage(folder, f"{kind} of {folder.name[:8]}", _disk_bytes(folder)))
+                    items.append(Garbage(folder, f"{kind} of {folder.name[:8]}", _disk_bytes(folder)))
         if not dry_run:
-            for garbage in found:
+            for garbage in items:
                 self._delete(garbage.path)
-        return found
+        return items
 
     def quarantine(self, address: str) -> Path:
         """Move a damaged artifact into `quarantine/` and return its new path. The caller must hold its lock."""
@@ -326,8 +326,8 @@ class Store:
     def _addresses(self) -> list[str]:
         if self.remote is not None:
             return self.remote.addresses()
-        found = (path.parent.name for path in (self.root / "artifacts").glob(f"*/{FILE_NAME}"))
-        return sorted(name for name in found if len(name) == ADDRESS_DIGITS)
+        names = (path.parent.name for path in (self.root / "artifacts").glob(f"*/{FILE_NAME}"))
+        return sorted(name for name in names if len(name) == ADDRESS_DIGITS)
 
     def _reachable(self, roots: set[str], problems: list[str]) -> set[str]:
         """Return the roots and all their ancestors."""

@@ -60,7 +60,7 @@ def parse_verifiers(verifier: str) -> tuple[WeightedVerifier, ...]:
     Raises:
         ConfigError: the text cannot be parsed or names an unknown verifier.
     """
-    found = []
+    verifiers = []
     for text in re.split(r"\s\+\s(?![^()]*\))", verifier.strip()):
         match = _VERIFIER_PATTERN.fullmatch(text.strip())
         if match is None:
@@ -74,8 +74,8 @@ def parse_verifiers(verifier: str) -> tuple[WeightedVerifier, ...]:
                 f"unknown verifier {name!r}",
                 expected=one_of(name, [*VERIFIERS, "custom:module:function"]),
             )
-        found.append(WeightedVerifier(float(match["weight"] or 1.0), name, match["answer"]))
-    return tuple(found)
+        verifiers.append(WeightedVerifier(float(match["weight"] or 1.0), name, match["answer"]))
+    return tuple(verifiers)
 
 
 def verify_all(
@@ -128,7 +128,7 @@ def verify_all(
     for (i, term), graded in zip(jobs, verdicts, strict=True):
         assert graded is not None
         by_task[i].append((term, graded))
-    return [_combine(found) for found in by_task]
+    return [_combine(results) for results in by_task]
 
 
 def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
@@ -159,15 +159,15 @@ def _error_verdict(error: Exception) -> Verdict:
     return Verdict(0.0, False, f"raised: {type(error).__name__}: {error}".splitlines()[0][:300], failed=True)
 
 
-def _combine(found: Sequence[tuple[WeightedVerifier, Verdict]]) -> Verdict:
-    found = [(term, _finite_verdict(verdict)) for term, verdict in found]
-    if len(found) == 1:
-        term, verdict = found[0]
+def _combine(results: Sequence[tuple[WeightedVerifier, Verdict]]) -> Verdict:
+    results = [(term, _finite_verdict(verdict)) for term, verdict in results]
+    if len(results) == 1:
+        term, verdict = results[0]
         return replace(verdict, reward=term.weight * verdict.reward)
-    found.sort(key=lambda pair: not pair[1].failed)  # errors take precedence over wrong answers
-    wrong = [v.reason if ":" in v.reason else f"{v.reason}: {p.name}" for p, v in found if not v.passed]
-    reward = sum(p.weight * v.reward for p, v in found)
-    return Verdict(reward, not wrong, wrong[0] if wrong else "passed", found[0][1].failed)
+    results.sort(key=lambda pair: not pair[1].failed)  # errors take precedence over wrong answers
+    wrong = [v.reason if ":" in v.reason else f"{v.reason}: {p.name}" for p, v in results if not v.passed]
+    reward = sum(p.weight * v.reward for p, v in results)
+    return Verdict(reward, not wrong, wrong[0] if wrong else "passed", results[0][1].failed)
 
 
 def _finite_verdict(verdict: Verdict) -> Verdict:
