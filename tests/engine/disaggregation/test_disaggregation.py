@@ -127,7 +127,7 @@ def test_dead_prefill_process_is_replaced_without_loss(engine: DisaggregatedEngi
     old, engine.make_engine = engine._processes["prefill0"], tiny_engine.other_weights
     os.kill(old.popen.pid, signal.SIGSTOP)  # it never reads its messages
     engine.add(request("orphan", ids, sampling=GREEDY))
-    assert engine._in_flight["orphan"].stage == "reading"
+    assert engine._in_flight["orphan"].stage == "prefill"
     os.kill(old.popen.pid, signal.SIGKILL)
     got = tokens(drain(engine)["orphan"])
     assert [t.id for t in got] == tokens_alone(request("orphan", ids, sampling=GREEDY))
