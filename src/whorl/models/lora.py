@@ -33,6 +33,7 @@ from torch import Tensor
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange import FAMILIES
+from whorl.models.exchange.rules import ConversionRule
 from whorl.models.exchange.safetensors_io import read_json
 from whorl.models.language_model import LanguageModel
 from whorl.models.quantization.weights import layers_read_directly
@@ -280,7 +281,7 @@ def _map_layer_names(
     return dict(factors)
 
 
-def _is_row_concat(rule: Any, layer: Linear) -> bool:
+def _is_row_concat(rule: ConversionRule, layer: Linear) -> bool:
     """Return whether a rule only stacks the family's matrices row-wise into `layer`."""
     d_out, d_in = layer.weight.shape
     n = len(rule.hf_names)
