@@ -249,13 +249,8 @@ def test_run_load_test_measures_a_curve() -> None:
         return healthy(body)
 
     test = LoadTest(
-        "http://test",
-        "some text " * 50,
-        loads,
-        warmup_requests=2,
-        slo=LatencySLO(1.0, 1.0),
-        cost_per_hour=1.0,
-    )
+        "http://test", "some text " * 50, loads, warmup_requests=2, slo=LatencySLO(1.0, 1.0), cost_per_hour=1.0,
+    )  # fmt: skip
     found = run(run_test(test, transport=served(answer)))
     assert [load.name for load in found] == ["1/s", "4/s"]
     assert all(load.summary.finished == 6 and load.summary.slo_attainment == 1.0 for load in found)

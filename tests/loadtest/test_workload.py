@@ -27,15 +27,10 @@ from whorl.tracking.seeds import numpy_rng
 
 IDS = PromptPool(tuple(range(500)))
 CONFIGS = st.builds(
-    LoadConfig,
-    requests=st.integers(1, 60),
-    rate=st.floats(0.1, 100),
-    burstiness=st.floats(0.1, 10),
-    seed=st.integers(0, 5),
-    prefix_tokens=st.integers(0, 40),
-    n_prefixes=st.integers(1, 3),
+    LoadConfig, requests=st.integers(1, 60), rate=st.floats(0.1, 100), burstiness=st.floats(0.1, 10),
+    seed=st.integers(0, 5), prefix_tokens=st.integers(0, 40), n_prefixes=st.integers(1, 3),
     length_pairs=st.sampled_from([(), ((3, 4), (50, 6))]),
-)
+)  # fmt: skip
 
 
 @given(CONFIGS)

@@ -19,13 +19,9 @@ from whorl.router.replica_pool import ReplicaPool
 from whorl.router.routing_policy import RoutingPolicy
 
 FULL = DeploymentSpec(
-    model="/models/small",
-    name="shop",
-    volume_claim="models",
-    key_secret="keys",
-    gpus=1,
+    model="/models/small", name="shop", volume_claim="models", key_secret="keys", gpus=1,
     arguments=("--max-model-len", "4096"),
-)
+)  # fmt: skip
 
 
 def documents(what: DeploymentSpec) -> list[dict[str, Any]]:

@@ -78,13 +78,8 @@ def test_split_cores_is_even_and_disjoint(n: int, cores: list[int]) -> None:
 def test_drop_options_removes_options_with_values() -> None:
     words = ["serve", "m", "--port", "80", "--seed", "1", "--host=::", "--replicas", "2", "--porter", "x"]
     assert drop_options(words, ("--port", "--host", "--replicas")) == [
-        "serve",
-        "m",
-        "--seed",
-        "1",
-        "--porter",
-        "x",
-    ]
+        "serve", "m", "--seed", "1", "--porter", "x",
+    ]  # fmt: skip
 
 
 @async_test

@@ -22,83 +22,68 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     return dict(error)
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": "warm"}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"n": 0}, "n"),
-        ({"n": 10**6}, "n"),
-        ({"n": 1.5}, "n"),
-        ({"n": True}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 10**6}, "max_tokens"),
-        ({"max_tokens": 10**30}, "max_tokens"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"5000": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 101}}, "logit_bias"),
-        ({"stop": ""}, "stop"),
-        ({"stop": ["a", ""]}, "stop.1"),
-        ({"seed": "x"}, "seed"),
-        ({"frequency_penalty": 3}, "frequency_penalty"),
-        ({"top_logprobs": 50, "logprobs": True}, "top_logprobs"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
-        ({"functions": []}, "functions"),
-        ({"store": True}, "store"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"max_completion_tokens": 3}, "max_tokens"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    ],
-)
-def test_chat_error_names_the_parameter(server: Any, change: dict[str, Any], param: str | None) -> None:
-    error = error_of(server.post("/v1/chat/completions", json=CHAT | change), 400)
-    if param is not None:
-        assert error["param"] == param
+CHAT_ERRORS: list[tuple[dict[str, Any], str | None]] = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "warm"}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 10**6}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": True}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**6}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5000": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop.1"),
+    ({"seed": "x"}, "seed"),
+    ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"top_logprobs": 50, "logprobs": True}, "top_logprobs"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+    ({"functions": []}, "functions"),
+    ({"store": True}, "store"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"max_completion_tokens": 3}, "max_tokens"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+]
+COMPLETION_ERRORS: list[tuple[dict[str, Any], str | None]] = [
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": ["a", 1]}, None),
+    ({"prompt": "word " * 1000}, "prompt"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 3, "stream": True}, "best_of"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n"),
+    ({"suffix": "x"}, "suffix"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"stream_options": {"include_usage": True}}, None),
+]
+OTHER_ERRORS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ("responses", {"input": []}, None),
+    ("responses", {"input": "word " * 1000}, "input"),
+    ("embeddings", {"input": []}, "input"),
+    ("embeddings", {"input": ["a", ""]}, "input"),
+    ("embeddings", {"input": [10**6]}, "input"),
+    ("embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
+]
+CASES = [
+    *(("chat/completions", CHAT | change, param) for change, param in CHAT_ERRORS),
+    *(("completions", TEXT | change, param) for change, param in COMPLETION_ERRORS),
+    *((path, {"model": "tiny", **body}, param) for path, body, param in OTHER_ERRORS),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), CASES)
+def test_error_names_the_parameter(server: Any, path: str, body: dict[str, Any], param: str | None) -> None:
+    error = error_of(server.post(f"/v1/{path}", json=body), 400)
     assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [10**6]}, "prompt"),
-        ({"prompt": ["a", 1]}, None),
-        ({"prompt": "word " * 1000}, "prompt"),
-        ({"best_of": 1, "n": 2}, "best_of"),
-        ({"best_of": 3, "stream": True}, "best_of"),
-        ({"prompt": ["a"] * 100, "n": 2}, "n"),
-        ({"suffix": "x"}, "suffix"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stream_options": {"include_usage": True}}, None),
-    ],
-)
-def test_completion_error_names_the_parameter(server: Any, change: dict[str, Any], param: str | None) -> None:
-    error = error_of(server.post("/v1/completions", json=TEXT | change), 400)
-    if param is not None:
-        assert error["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ("responses", {"input": []}, None),
-        ("responses", {"input": "word " * 1000}, "input"),
-        ("embeddings", {"input": []}, "input"),
-        ("embeddings", {"input": ["a", ""]}, "input"),
-        ("embeddings", {"input": [10**6]}, "input"),
-        ("embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
-    ],
-)
-def test_other_endpoints_name_the_parameter(
-    server: Any, path: str, body: dict[str, Any], param: str | None
-) -> None:
-    error = error_of(server.post(f"/v1/{path}", json={"model": "tiny", **body}), 400)
     if param is not None:
         assert error["param"] == param
 

@@ -123,12 +123,8 @@ def test_completion_many_prompts_best_of_and_stop(client: openai.OpenAI) -> None
     for p in range(3):
         assert mean(every.choices[2 * p]) >= mean(every.choices[2 * p + 1])
     asked: Any = {
-        "model": "tiny",
-        "prompt": "def ",
-        "max_tokens": 60,
-        "temperature": 0,
-        "logit_bias": LETTERS,
-    }
+        "model": "tiny", "prompt": "def ", "max_tokens": 60, "temperature": 0, "logit_bias": LETTERS,
+    }  # fmt: skip
     text = client.completions.create(**asked).choices[0].text
     stop = text[5:8]
     cut = client.completions.create(**asked, stop=[stop, "never met"]).choices[0]

@@ -10,13 +10,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 EXAMPLES = 8  # a path and kind
 PATHS = [
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/tokenize",
-    "/detokenize",
-]
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize",
+]  # fmt: skip
 
 
 def described(server: Any) -> dict[str, Any]:

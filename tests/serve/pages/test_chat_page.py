@@ -52,16 +52,10 @@ def test_response_is_shown_token_by_token(visit: Any, fake: Fake) -> None:
     path, body, headers = fake.requests[0]
     assert path == "/v1/chat/completions"
     assert body == {
-        "model": "small",
-        "messages": [{"role": "user", "content": "Count!"}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0.8,
-        "top_p": 0.95,
-        "max_tokens": 256,
-        "logprobs": True,
-        "top_logprobs": 5,
-    }
+        "model": "small", "messages": [{"role": "user", "content": "Count!"}], "stream": True,
+        "stream_options": {"include_usage": True}, "temperature": 0.8, "top_p": 0.95, "max_tokens": 256,
+        "logprobs": True, "top_logprobs": 5,
+    }  # fmt: skip
     assert "authorization" not in headers
 
 

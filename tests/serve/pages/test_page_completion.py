@@ -29,15 +29,8 @@ def layers_agree(page: Any) -> None:
     """The overlay has the same text and the same layout as the text field."""
     assert page.locator(".overlay").evaluate("e => e.textContent") == page.locator("#text").input_value()
     names = [
-        "font",
-        "padding",
-        "lineHeight",
-        "letterSpacing",
-        "tabSize",
-        "whiteSpace",
-        "overflowWrap",
-        "width",
-    ]
+        "font", "padding", "lineHeight", "letterSpacing", "tabSize", "whiteSpace", "overflowWrap", "width",
+    ]  # fmt: skip
     styles = f"e => {names}.map((name) => getComputedStyle(e)[name])"
     assert page.locator(".overlay").evaluate(styles) == page.locator("#text").evaluate(styles)
     heights = "() => [document.querySelector('.overlay').scrollHeight, document.querySelector('#text').scrollHeight]"

@@ -47,19 +47,9 @@ def page(browser: Any) -> Any:
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
 def test_events_are_independent_of_chunk_boundaries(page: Any, ending: str) -> None:
     lines = [
-        ": hello",
-        "data: one",
-        "",
-        "event: x",
-        "data:  two é€😀",
-        "data: three",
-        "",
-        "",
-        "id: 4",
-        "data:",
-        "",
+        ": hello", "data: one", "", "event: x", "data:  two é€😀", "data: three", "", "", "id: 4", "data:", "",
         "data: cut off",
-    ]
+    ]  # fmt: skip
     raw = ending.join(lines).encode()
     expected = ["one", " two é€😀\nthree", ""]
     cuts = [[raw[:i], raw[i:]] for i in range(len(raw))] + [[bytes([b]) for b in raw]]

@@ -140,14 +140,9 @@ def test_text_wins_over_tokens_at_a_stop_string(visit: Any, fake: Fake) -> None:
     """Tokens arrive at once, their text only when it cannot be part of the stop string."""
     page = visit()
     fake.set_output(
-        Piece(b"One"),
-        Piece(b" E", text=""),
-        Piece(b"N", text=""),
-        Piece(b"ergy", text=" ENergy"),
-        Piece(b" done E", text=" done "),
-        Piece(b"ND more", text=""),
-        hold=True,
-    )
+        Piece(b"One"), Piece(b" E", text=""), Piece(b"N", text=""), Piece(b"ergy", text=" ENergy"),
+        Piece(b" done E", text=" done "), Piece(b"ND more", text=""), hold=True,
+    )  # fmt: skip
     page.fill("#message", "Count!")
     page.click(".send")
     answer = page.locator(".message.model .text")

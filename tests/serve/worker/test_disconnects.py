@@ -180,12 +180,9 @@ run_server(api, bind_socket(api.config), lambda url: print(url, flush=True))
 def child() -> subprocess.Popen[str]:
     code = CHILD.format(root=str(Path(__file__).parents[3]))
     return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    )  # fmt: skip
 
 
 def test_sigterm_drains_running_and_rejects_new_requests() -> None:
