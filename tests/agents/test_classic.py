@@ -95,9 +95,8 @@ def test_episode_ends_have_both_observations(name: str) -> None:
             assert not moved[~ended].any()
             if name != "FrozenLake-v1":  # where an episode may end at its start
                 assert moved[ended].all()
-            assert (
-                environment.deadline[ended] == environment.step_count + environment.max_episode_steps
-            ).all()
+            deadline = environment.step_count + environment.max_episode_steps
+            assert (environment.deadline[ended] == deadline).all()
             seen.append(found.observation)
         return seen, ends
 

@@ -24,14 +24,15 @@ from whorl.tracking.progress import Progress
 WORD = re.compile(rb"[A-Za-z0-9_\x80-\xff]+")
 
 
-class Made:
+class CorpusOf:
     """A corpus made from texts: ingest and curate folders, reader, and the summary of curate."""
 
-    def __init__(self, folder: Path, texts: dict[str, str] | None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, texts: dict[str, str] | None, source: str = "python-stdlib", **options: Any
+    ) -> None:
         self.ingest, self.curate = folder / "ingest", folder / "curate"
         self.ingest.mkdir(parents=True)
         self.curate.mkdir()
-        source = "python-stdlib"
         if texts is not None:
             source = str(folder / "data")
             for path, text in texts.items():
@@ -64,8 +65,8 @@ def random_texts(n: int, rng: random.Random) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("stdlib"), None)
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> CorpusOf:
+    return CorpusOf(tmp_path_factory.mktemp("stdlib"), None)
 
 
 def shingles(text: str) -> set[tuple[bytes, ...]]:
@@ -73,7 +74,7 @@ def shingles(text: str) -> set[tuple[bytes, ...]]:
     return set(zip(words, words[1:], words[2:], words[3:], words[4:], strict=False))
 
 
-def test_stdlib_splits_share_no_near_duplicates(stdlib: Made) -> None:
+def test_stdlib_splits_share_no_near_duplicates(stdlib: CorpusOf) -> None:
     """Exact Jaccard similarity of each held-out document with the other splits, computed independently."""
     held_out = {
         name: [shingles(d.text) for d in stdlib.corpus.documents(name)] for name in ("validation", "test")
@@ -95,7 +96,7 @@ def test_stdlib_splits_share_no_near_duplicates(stdlib: Made) -> None:
     assert worst[0] < 0.6, worst
 
 
-def test_stdlib_split_sizes_and_clusters(stdlib: Made) -> None:
+def test_stdlib_split_sizes_and_clusters(stdlib: CorpusOf) -> None:
     splits = stdlib.summary["splits"]
     for name in ("validation", "test"):
         assert 850_000 < splits[name]["bytes"] <= 1_000_000
@@ -111,13 +112,11 @@ def test_stdlib_split_sizes_and_clusters(stdlib: Made) -> None:
     # The code-page tables are marked as generated.
     assert {r["reason"] for r in rows if re.fullmatch(r"encodings/cp125\d.py", r["path"])} == {"generated"}
     assert next(r for r in rows if r["path"] == "ast.py")["reason"] == ""
-    codecs = [
-        r for r in rows if r["path"] in ("encodings/big5.py", "encodings/gbk.py", "encodings/euc_kr.py")
-    ]
-    assert len({r["cluster"] for r in codecs}) == 1
+    codecs = [f"encodings/{name}.py" for name in ("big5", "gbk", "euc_kr")]
+    assert len({r["cluster"] for r in rows if r["path"] in codecs}) == 1
 
 
-def test_corpus_streams_selected_documents(stdlib: Made) -> None:
+def test_corpus_streams_selected_documents(stdlib: CorpusOf) -> None:
     rows = stdlib.rows()
     for split in ("train", "validation", "test"):
         expected = [
@@ -130,7 +129,7 @@ def test_corpus_streams_selected_documents(stdlib: Made) -> None:
         next(stdlib.corpus.documents("tset"))
 
 
-def test_curate_funnel_adds_up(stdlib: Made) -> None:
+def test_curate_funnel_adds_up(stdlib: CorpusOf) -> None:
     funnel, dropped = stdlib.summary["funnel"], stdlib.summary["dropped"]
     for before, after in itertools.pairwise(funnel[:-1]):
         lost = dropped[after["stage"].removeprefix("without ")]
@@ -152,7 +151,7 @@ def test_planted_near_duplicates_stay_in_one_split(tmp_path: Path) -> None:
         changed[rng.randrange(len(changed))] = "changed"
         texts[f"copies/{name}"] = " ".join(changed)
     for seed in range(3):
-        made = Made(tmp_path / str(seed), texts, seed=seed)
+        made = CorpusOf(tmp_path / str(seed), texts, seed=seed)
         split = {r["path"]: r["split"] for r in made.rows()}
         assert Counter(split.values())["test"] >= 3
         for name in list(texts)[:50]:
@@ -162,7 +161,7 @@ def test_planted_near_duplicates_stay_in_one_split(tmp_path: Path) -> None:
 def test_exact_duplicates_keep_only_the_first(tmp_path: Path) -> None:
     texts = random_texts(40, random.Random(0))
     texts |= {f"z{i}.txt": texts["0007.txt"] for i in range(3)}
-    made = Made(tmp_path, texts)
+    made = CorpusOf(tmp_path, texts)
     reasons = {r["path"]: r["reason"] for r in made.rows()}
     assert reasons["0007.txt"] == ""
     assert [reasons[f"z{i}.txt"] for i in range(3)] == ["exact_duplicate"] * 3
@@ -172,10 +171,10 @@ def test_exact_duplicates_keep_only_the_first(tmp_path: Path) -> None:
 def test_long_lines_drop_code_but_not_prose(tmp_path: Path) -> None:
     texts = random_texts(40, random.Random(0))
     paragraph = prose(random.Random(1), 60).replace("\n", " ") + "\n"
-    made = Made(tmp_path, texts | {"a.md": paragraph, "b.js": paragraph, "c.unknown": paragraph + "."})
+    made = CorpusOf(tmp_path, texts | {"a.md": paragraph, "b.js": paragraph, "c.unknown": paragraph + "."})
     reasons = {r["path"]: r["reason"] for r in made.rows() if r["path"][1] == "."}
     assert reasons == {"a.md": "", "b.js": "exact_duplicate", "c.unknown": ""}
-    made = Made(tmp_path / "again", texts | {"b.js": paragraph})
+    made = CorpusOf(tmp_path / "again", texts | {"b.js": paragraph})
     assert {r["path"] for r in made.rows() if r["reason"] == "long_lines"} == {"b.js"}
 
 
@@ -183,23 +182,20 @@ def test_split_is_stable_when_corpus_grows(tmp_path: Path) -> None:
     rng = random.Random(3)
     texts = random_texts(200, rng)
     config = {"test_bytes": 10_000, "validation_bytes": 10_000, "max_cluster_fraction": 1.0}
-    small = Made(tmp_path / "a", texts, **config)
+    small = CorpusOf(tmp_path / "a", texts, **config)
     more = texts | {f"new{i}.txt": prose(rng, 20) for i in range(20)}
     # Ids contain the source's name, so the second corpus uses the same folder.
     for name, text in more.items():
         (tmp_path / "a/data" / name).write_text(text)
     before = {r["path"] for r in small.rows() if r["split"] == "test"}
-    (tmp_path / "b").mkdir()
-    ingest(IngestConfig(sources=[str(tmp_path / "a/data")]), tmp_path / "b", Progress.silent())
-    (tmp_path / "c").mkdir()
-    curate(CurateConfig(**config), document_files(tmp_path / "b"), tmp_path / "c", Progress.silent())
-    after = {d.path for d in Corpus(tmp_path / "b", tmp_path / "c").documents("test")}
+    grown = CorpusOf(tmp_path / "b", None, source=str(tmp_path / "a/data"), **config)
+    after = {d.path for d in grown.corpus.documents("test")}
     assert len(before & after) >= len(before) / 2
     assert len(before) < 20  # an independent draw of 20 from 220 would share two
 
 
 def test_held_out_respects_max_fraction(tmp_path: Path) -> None:
-    made = Made(tmp_path, random_texts(60, random.Random(5)))
+    made = CorpusOf(tmp_path, random_texts(60, random.Random(5)))
     splits = made.summary["splits"]
     total = sum(s["bytes"] for s in splits.values())
     assert 0 < splits["test"]["bytes"] <= 0.1 * total
@@ -211,7 +207,7 @@ def test_small_corpus_is_split_for_any_seed(tmp_path: Path, seed: int) -> None:
     """Documents that do not fit are skipped."""
     rng = random.Random(seed)
     texts = {f"{i}.txt": prose(rng, 40 if i % 2 else 4) for i in range(16)}
-    splits = Made(tmp_path, texts, seed=seed).summary["splits"]
+    splits = CorpusOf(tmp_path, texts, seed=seed).summary["splits"]
     assert splits["test"]["documents"] >= 1
     assert splits["validation"]["documents"] >= 1
 
@@ -222,14 +218,14 @@ def test_split_rejects_budget_below_every_document(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=f"may have 1000 bytes, but the smallest of 30 clusters .* has {size}"
     ):
-        Made(tmp_path, texts, test_bytes=1000)
+        CorpusOf(tmp_path, texts, test_bytes=1000)
 
 
 def test_split_rejects_single_document(tmp_path: Path) -> None:
     text = prose(random.Random(0), 100)
     with pytest.raises(DataError, match="too small to hold out a test split"):
-        Made(tmp_path / "a", {"only.txt": text})
-    made = Made(tmp_path / "b", {"only.txt": text}, test_bytes=0, validation_bytes=0)
+        CorpusOf(tmp_path / "a", {"only.txt": text})
+    made = CorpusOf(tmp_path / "b", {"only.txt": text}, test_bytes=0, validation_bytes=0)
     assert made.corpus.count("train") == 1
     assert made.corpus.count("test") == 0
 
@@ -239,7 +235,7 @@ def test_curate_query_sets_reasons(tmp_path: Path) -> None:
     query = (
         "SELECT row, CASE WHEN path < '0010' THEN 'early' END AS reason FROM attributes WHERE path < '0045'"
     )
-    made = Made(tmp_path, texts, query=query)
+    made = CorpusOf(tmp_path, texts, query=query)
     reasons = [r["reason"] for r in made.rows()]
     assert reasons == ["early"] * 10 + [""] * 35 + ["not_selected"] * 5
 
@@ -260,7 +256,7 @@ def test_curate_query_sets_reasons(tmp_path: Path) -> None:
 )
 def test_curate_rejects_query(tmp_path: Path, query: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Made(tmp_path, random_texts(3, random.Random(0)), query=query)
+        CorpusOf(tmp_path, random_texts(3, random.Random(0)), query=query)
 
 
 def test_docs_show_default_query() -> None:
@@ -294,7 +290,7 @@ def test_stdlib_pipeline_needs_bounded_memory(tmp_path: Path) -> None:
 
 def test_curate_rejects_empty_selection(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="keeps none of 2 documents: too_short 2"):
-        Made(tmp_path, {"a.txt": "short", "b.txt": "shorter"})
+        CorpusOf(tmp_path, {"a.txt": "short", "b.txt": "shorter"})
 
 
 def test_file_and_row_group_sizes_do_not_change_corpus(
@@ -302,27 +298,22 @@ def test_file_and_row_group_sizes_do_not_change_corpus(
 ) -> None:
     """Boundaries of files, row groups and blocks do not change the documents."""
     texts = random_texts(120, random.Random(4))
-    one = Made(tmp_path, texts)
+    one = CorpusOf(tmp_path, texts)
     # By import_module: as attributes of the package, these two names are the functions.
     monkeypatch.setattr(import_module("whorl.corpus.ingest"), "ROW_GROUP_BYTES", 5_000)
     monkeypatch.setattr(import_module("whorl.corpus.ingest"), "FILE_BYTES", 30_000)
     monkeypatch.setattr(import_module("whorl.corpus.curate"), "BLOCK_BYTES", 2_000)
-    (tmp_path / "ingest2").mkdir()
-    (tmp_path / "curate2").mkdir()
-    ingest(IngestConfig(sources=[str(tmp_path / "data")]), tmp_path / "ingest2", Progress.silent())
-    files = document_files(tmp_path / "ingest2")
-    assert len(files) > 3
-    summary = curate(CurateConfig(), files, tmp_path / "curate2", Progress.silent())
-    assert summary == one.summary
-    assert len(list((tmp_path / "curate2").glob("attributes-*.parquet"))) == len(files)
-    many = Corpus(tmp_path / "ingest2", tmp_path / "curate2")
+    many = CorpusOf(tmp_path / "again", None, source=str(tmp_path / "data"))
+    files = document_files(many.ingest)
+    assert len(files) > 3 and many.summary == one.summary
+    assert len(list(many.curate.glob("attributes-*.parquet"))) == len(files)
     for split in ("train", "validation", "test"):
-        assert list(many.documents(split)) == list(one.corpus.documents(split))
+        assert list(many.corpus.documents(split)) == list(one.corpus.documents(split))
 
 
 def test_corpus_rejects_selection_of_other_corpus(tmp_path: Path) -> None:
-    a = Made(tmp_path / "a", random_texts(40, random.Random(0)))
-    b = Made(tmp_path / "b", random_texts(41, random.Random(0)))
+    a = CorpusOf(tmp_path / "a", random_texts(40, random.Random(0)))
+    b = CorpusOf(tmp_path / "b", random_texts(41, random.Random(0)))
     with pytest.raises(DataError, match="a selection of 41 documents"):
         Corpus(a.ingest, b.curate)
 

@@ -53,10 +53,8 @@ def last():
 
 
 def _by_name(**sizes: int) -> dict[str, FunctionPrompt]:
-    chosen = sample_function_prompts(
-        [("m", MODULE)], 10, 0, max_per_document=10, **{"min_body_bytes": 1, **sizes}
-    )
-    return {p.name: p for p in chosen}
+    sizes = {"min_body_bytes": 1, **sizes}
+    return {p.name: p for p in sample_function_prompts([("m", MODULE)], 10, 0, max_per_document=10, **sizes)}
 
 
 def test_prompt_ends_after_header() -> None:
@@ -109,9 +107,8 @@ def test_trim_to_function(completion: bytes, body: bytes | None) -> None:
 
 
 def test_trim_of_method_ends_at_next_method() -> None:
-    assert (
-        trim_to_function(b"    def f(self):\n", b"        return 1\n\n    def g") == b"        return 1\n\n"
-    )
+    body = b"        return 1\n\n"
+    assert trim_to_function(b"    def f(self):\n", body + b"    def g") == body
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"def f():\n", b"\tdef f():\n"]))
@@ -127,12 +124,11 @@ def test_parse_rate_counts_each_result() -> None:
     completions = [
         b"    return 1\nx\n",
         b"    return (\nx\n",
-        b"    still going",
+        b"    unfinished",
         b"        return 1\n    y\n",
     ]
-    prompts = [FunctionPrompt(b"", b"def f():\n", b"", b"", "d", "f")] * 3 + [
-        FunctionPrompt(b"", b"    def f():\n", b"", b"", "d", "f")
-    ]
+    headers = [b"def f():\n"] * 3 + [b"    def f():\n"]
+    prompts = [FunctionPrompt(b"", header, b"", b"", "d", "f") for header in headers]
     rate = parse_rate(prompts, lambda _: completions)
     assert (rate.n, rate.parsed, rate.unfinished, rate.median_bytes) == (4, 2, 1, 15.0)
     with pytest.raises(ValueError, match="4 prompts, but 1 completions"):

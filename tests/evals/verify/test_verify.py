@@ -86,35 +86,40 @@ def test_extract_answer_tag_mark_or_all() -> None:
     assert extract_answer(" 7 ") == "7"
 
 
-def test_exact_and_numeric() -> None:
-    assert (
-        one(text_task("exact", "Paris"), " Paris\n").passed
-        and not one(text_task("exact", "Paris"), "paris").passed
-    )
-    gsm = "He has 3 * 4 = 12 eggs.\n#### 1,200"
-    assert one(text_task("numeric", gsm), "first 7, then 1200.0") == Verdict(1.0, True, "passed")
-    assert one(text_task("numeric", "0.5"), "it is 1/2").passed
-    assert one(text_task("numeric", "5"), "#### 5\nand 6").reason == "another number"
-    assert one(text_task("numeric", "5"), "<answer>5</answer> is what 10 / 2 gives").passed
-    assert (
-        one(text_task("numeric", "5"), "none").reason == "no number"
-        and one(text_task("numeric", "5"), "").reward == 0
-    )
-    assert one(text_task("numeric", "five"), "5").reason.startswith("raised: DataError")
+GSM = "He has 3 * 4 = 12 eggs.\n#### 1,200"
+TAGS = "<think><answer>"
 
 
-def test_format_match() -> None:
-    tags = text_task("format", "<think><answer>")
-    assert one(tags, " <think>a\nb</think>\n<answer>5</answer> ").passed
-    for wrong in ("<answer>5</answer>", "<think>a</think><answer></answer>", "<think>a</think><answer> </answer>", "",
-                  "x<think>a</think><answer>5</answer>", "<think>a</think><answer>5</answer><answer>6</answer>",
-                  "<answer>5</answer><think>a</think>", "<think><answer>5</answer></think>"):  # fmt: skip
-        assert not one(tags, wrong).passed, wrong
-    assert (
-        one(text_task("format", r"\d+\.?"), "42.").passed
-        and not one(text_task("format", r"\d+"), "42 or so").passed
-    )
-    assert one(text_task("format", "("), "x").reason.startswith("raised: DataError")
+@pytest.mark.parametrize(
+    ("verifier", "answer", "completion", "reason"),
+    [
+        ("exact", "Paris", " Paris\n", "passed"),
+        ("exact", "Paris", "paris", "another answer"),
+        ("numeric", GSM, "first 7, then 1200.0", "passed"),
+        ("numeric", "0.5", "it is 1/2", "passed"),
+        ("numeric", "5", "<answer>5</answer> is what 10 / 2 gives", "passed"),
+        ("numeric", "5", "#### 5\nand 6", "another number"),
+        ("numeric", "5", "none", "no number"),
+        ("numeric", "5", "", "no number"),
+        ("numeric", "five", "5", "raised: DataError"),
+        ("format", r"\d+\.?", "42.", "passed"),
+        ("format", r"\d+", "42 or so", "another form"),
+        ("format", "(", "x", "raised: DataError"),
+        ("format", TAGS, " <think>a\nb</think>\n<answer>5</answer> ", "passed"),
+        ("format", TAGS, "<answer>5</answer>", "another form"),
+        ("format", TAGS, "<think>a</think><answer></answer>", "another form"),
+        ("format", TAGS, "<think>a</think><answer> </answer>", "another form"),
+        ("format", TAGS, "", "another form"),
+        ("format", TAGS, "x<think>a</think><answer>5</answer>", "another form"),
+        ("format", TAGS, "<think>a</think><answer>5</answer><answer>6</answer>", "another form"),
+        ("format", TAGS, "<answer>5</answer><think>a</think>", "another form"),
+        ("format", TAGS, "<think><answer>5</answer></think>", "another form"),
+    ],
+)
+def test_text_verifier(verifier: str, answer: str, completion: str, reason: str) -> None:
+    verdict = one(text_task(verifier, answer), completion)
+    assert verdict.reason.startswith(reason)
+    assert (verdict.reward, verdict.passed) == (float(reason == "passed"), reason == "passed")
 
 
 def test_format_match_slow_pattern_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,20 +142,6 @@ PROMPT = '''def add(a, b):
 
 def code_task(verifier: str, answer: str = "", prompt: str = PROMPT) -> VerifiableTask:
     return VerifiableTask("c", prompt=prompt, verifier=verifier, answer=answer)
-
-
-def test_compiles_checks_prompt_with_completion() -> None:
-    assert one(code_task("compiles"), "    return a + b\n").passed
-    assert one(code_task("compiles"), "    return a +\n").reason.startswith("syntax")
-    assert (
-        not one(code_task("compiles"), "return a\n").passed
-        and not one(code_task("compiles"), "    x = '\0'").passed
-    )
-    assert not one(code_task("compiles"), "    return " + "(" * 10_000).passed
-    chat = VerifiableTask("m", messages=({"role": "user", "content": "write"},), verifier="compiles")
-    assert (
-        one(chat, "Here:\n```python\nx = 1\n```\nDone (I hope.").passed and not one(chat, "Here it is").passed
-    )
 
 
 @linux

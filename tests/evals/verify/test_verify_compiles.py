@@ -18,6 +18,9 @@ FUNCTION = 'def f(x):\n    """Doc."""\n'
         (FUNCTION, "    return x\n", True),
         (FUNCTION, "    return x\ny = 1\n", True),
         (FUNCTION, "    return (\n", False),
+        (FUNCTION, "    return " + "(" * 10_000, False),
+        (FUNCTION, "return x\n", False),
+        (FUNCTION, "    x = '\0'", False),
         ("class A:\n    x = 1\n", "    y = 2\n", True),
         ("class A:\n    x = 1\n", "B = A\n", False),
         ("import os\n", "x = 1\n", True),
@@ -63,11 +66,17 @@ FUNCTION = 'def f(x):\n    """Doc."""\n'
 def test_compiles_requires_effect_in_last_definition(prompt: str, completion: str, passed: bool) -> None:
     verdict = verify_all([VerifiableTask(id="a", prompt=prompt, verifier="compiles")], [completion], None)[0]
     assert verdict.passed is passed, verdict.reason
+    assert passed or verdict.reason.startswith(("syntax", "empty"))
 
 
 @pytest.mark.parametrize(
     ("answer", "passed"),
-    [("", False), ("Yes", False), ("```python\npass\n```", False), ("```python\nx = 1\n```", True)],
+    [
+        ("", False),
+        ("Yes", False),
+        ("```python\npass\n```", False),
+        ("Here:\n```python\nx = 1\n```\nDone (I hope.", True),
+    ],
 )
 def test_compiles_requires_effect_in_chat_answer(answer: str, passed: bool) -> None:
     task = VerifiableTask(id="a", messages=({"role": "user", "content": "Write it."},), verifier="compiles")
