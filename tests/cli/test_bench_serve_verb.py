@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from whorl.cli import build_app
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Writes max_tokens tokens, and refuses every prompt that holds the word "wrong"."""
+async def _respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send max_tokens tokens; answer 400 to prompts with the word "wrong"."""
     try:
         while True:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -56,15 +56,15 @@ def url() -> Iterator[str]:
     loop, ready, port = asyncio.new_event_loop(), threading.Event(), list[int]()
 
     async def serve() -> None:
-        server = await asyncio.start_server(_answer, "127.0.0.1", 0)
+        server = await asyncio.start_server(_respond, "127.0.0.1", 0)
         port.append(server.sockets[0].getsockname()[1])
         ready.set()
 
-    def work() -> None:
+    def run_loop() -> None:
         loop.run_until_complete(serve())
         loop.run_forever()
 
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=run_loop, daemon=True)
     thread.start()
     assert ready.wait(30)
     yield f"http://127.0.0.1:{port[0]}/v1/"
@@ -72,19 +72,19 @@ def url() -> Iterator[str]:
     thread.join(30)
 
 
-def called(*words: str) -> tuple[int, str]:
+def run_bench(*words: str) -> tuple[int, str]:
     result = CliRunner().invoke(build_app(), ["bench-serve", *words])
     return result.exit_code, result.output
 
 
-def test_loads_are_measured_told_and_kept(url: str, tmp_path: Path) -> None:
+def test_bench_serve_measures_and_stores_loads(url: str, tmp_path: Path) -> None:
     saved, page = tmp_path / "all.jsonl", tmp_path / "load.html"
-    code, said = called(
-        url, "--rates", "200,1000", "-n", "12", "--input", "uniform:4,20", "--output", "6", "--slo-ttft", "60",
+    code, output = run_bench(
+        url, "--rates", "200,1000", "-n", "12", "--input-length", "uniform:4,20", "--output-length", "6", "--slo-ttft", "60",
         "--cost-per-hour", "2", "--save", str(saved), "--page", str(page), "--prefix", "8:2",
     )  # fmt: skip
-    assert code == 0, said
-    assert "1000/s" in said and "time to first token" in said and "100%" in said
+    assert code == 0, output
+    assert "1000/s" in output and "time to first token" in output and "100%" in output
     entries = [json.loads(line) for line in saved.read_text().splitlines()]
     loads = [entry for entry in entries if entry["kind"] == "load"]
     assert len(entries) == 26 and [load["output_tokens"] for load in loads] == [72, 72]
@@ -92,31 +92,34 @@ def test_loads_are_measured_told_and_kept(url: str, tmp_path: Path) -> None:
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_json_for_other_tools(url: str) -> None:
-    code, said = called(url, "--concurrency", "1,4", "-n", "5", "--output", "3", "--json", "--warm-up", "0")
-    loads = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+def test_bench_serve_prints_json(url: str) -> None:
+    code, output = run_bench(
+        url, "--concurrency", "1,4", "-n", "5", "--output-length", "3", "--json", "--warm-up", "0"
+    )
+    loads = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert code == 0 and [load["concurrency"] for load in loads] == [1, 4]
-    assert all(load["finished"] == 5 and load["offered"] is None for load in loads)
+    assert all(load["finished"] == 5 and load["offered_rate"] is None for load in loads)
 
 
-def test_errors_are_counted_and_a_load_without_an_answer_fails(url: str, tmp_path: Path) -> None:
+def test_bench_serve_counts_errors(url: str, tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_text("good\nwrong\n")
-    code, said = called(url, "--rate", "500", "-n", "4", "--prompts", str(file), "--output", "2")
-    assert code == 0 and "{'http 400': 2}" in said and "no such word" in said
+    code, output = run_bench(url, "--rate", "500", "-n", "4", "--prompts", str(file), "--output-length", "2")
+    assert code == 0 and "{'http 400': 2}" in output and "no such word" in output
     file.write_text("wrong\n")
-    code, said = called(url, "--rate", "500", "-n", "2", "--prompts", str(file), "--output", "2")
+    code, output = run_bench(url, "--rate", "500", "-n", "2", "--prompts", str(file), "--output-length", "2")
     assert code != 0
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "ftp://x", "--rate 1 --rates 1,2", "--rates 1,x", "--rate 0", "--rate nan", "--input 0", "--prefix x", "--prefix -3",
+        "ftp://x", "--rate 1 --rates 1,2", "--rates 1,x", "--rate 0", "--rate nan", "--input-length 0", "--prefix x",
+        "--prefix -3",
         "--extra [1]", "--prompts /none.txt", "--text /none.txt", "--burstiness 0",
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused_before_anything_is_sent(words: str) -> None:
-    code, said = called(*words.split())
-    assert code not in (0, 1) or "Traceback" not in said
+def test_bench_serve_refuses_invalid_options(words: str) -> None:
+    code, output = run_bench(*words.split())
+    assert code not in (0, 1) or "Traceback" not in output
     assert code != 0

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, messages on standard error, exit codes."""
+"""The command line in real processes: messages on standard error and exit codes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.support.cli import run_whorl, spell, write_notes
 
 from whorl.cli import VERBS
 from whorl.store import Store
@@ -33,133 +34,113 @@ vocab_size = 320
 parents = ["ingest", "curate", "tokenizer"]
 """
 
-LETTERS = ["ba", "ce", "di", "fo", "gu", "ha", "le", "mi", "no", "pu"]
-
-
-def spelt(number: int) -> str:
-    """A made-up word for a number."""
-    return "".join(LETTERS[int(digit)] for digit in str(number))
-
-
-def whorl(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "whorl.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small corpus, its recipe, and the store `.whorl` that a first run made."""
+    """A folder with a small corpus, its recipe, and the store `.whorl` of a first run."""
     folder = tmp_path_factory.mktemp("home")
-    (folder / "notes").mkdir()
-    for number in range(60):
-        numbers = [(number * 7919 + i * i * 31) % 997 for i in range(120)]
-        words = "".join(
-            "".join(LETTERS[int(d)] for d in str(n)) + " \n"[i % 8 == 7] for i, n in enumerate(numbers)
-        )
-        (folder / "notes" / f"{number}.txt").write_text(f"Note {number}.\n{words}\n")
+    write_notes(folder)
     (folder / "tiny.toml").write_text(RECIPE.format(source="notes"))
-    done = whorl("run", "tiny.toml", cwd=folder)
+    done = run_whorl("run", "tiny.toml", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "[4/4] tokens: made in" in done.stdout and "done in" in done.stdout
     return folder
 
 
-def test_help_is_quick_imports_no_torch_and_teaches() -> None:
+def test_help_is_fast_and_imports_no_torch() -> None:
     code = "import sys; sys.argv = ['whorl', '--help']\nfrom whorl.cli import main\n"
     code += "try: main()\nexcept SystemExit: pass\n"
     code += (
         "print([name for name in ('torch', 'pyarrow', 'duckdb', 'pydantic', 'numpy') if name in sys.modules])"
     )
-    best, output = 99.0, ""
+    fastest, output = 99.0, ""
     for _ in range(3):
         began = time.monotonic()
         output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-        best = min(best, time.monotonic() - began)
+        fastest = min(fastest, time.monotonic() - began)
     assert output.endswith("[]\n") and "whorl run quickstart" in output
-    assert best < 1.5  # 0.1 s seen; the bound is for a loaded machine
+    assert fastest < 1.5  # about 0.1 s on an idle machine
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_an_example(verb: str) -> None:
-    help_text = whorl(verb, "--help").stdout
+def test_verb_help_has_example(verb: str) -> None:
+    help_text = run_whorl(verb, "--help").stdout
     assert "Example" in help_text and f"whorl {verb}" in help_text
 
 
-def test_a_second_run_looks_everything_up_without_torch(home: Path) -> None:
+def test_second_run_imports_no_torch(home: Path) -> None:
     code = (
         "import sys; sys.argv = ['whorl', 'run', 'tiny.toml']\nfrom whorl.cli import main\n"
         "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
     )
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=home)
-    assert time.monotonic() - began < 5
     assert done.stdout.count(": looked up") == 4 and done.stdout.endswith("False\n"), done.stdout
 
 
-def test_an_edited_source_is_not_taken_for_done(home: Path, tmp_path: Path) -> None:
+def test_edited_source_is_ingested_again(home: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     for path in (home / "notes").iterdir():
         (tmp_path / "notes" / path.name).write_text(path.read_text())
     (tmp_path / "notes" / "3.txt").write_text("Changed, " * 40)
     (tmp_path / "tiny.toml").write_text(RECIPE.format(source="notes"))
-    done = whorl("run", "tiny.toml", "--until", "ingest", "--store", home / ".whorl", cwd=tmp_path)
+    done = run_whorl("run", "tiny.toml", "--until", "ingest", "--store", home / ".whorl", cwd=tmp_path)
     assert "[1/1] ingest: made in" in done.stdout, done.stderr
-    whorl("run", "tiny.toml", cwd=home)  # the names point back
+    run_whorl("run", "tiny.toml", cwd=home)  # restores the names
 
 
-def test_ls_show_lineage_verify_gc(home: Path) -> None:
-    listed = whorl("ls", cwd=home).stdout
+def test_store_verbs_show_artifacts(home: Path) -> None:
+    listed = run_whorl("ls", cwd=home).stdout
     assert "tiny/tokens" in listed and "tiny/ingest" in listed
-    shown = whorl("show", "tokens", cwd=home).stdout
+    shown = run_whorl("show", "tokens", cwd=home).stdout
     assert "tiny/tokens  (tokens)" in shown and "train-00000.bin" in shown and "shard_tokens" in shown
-    manifest = json.loads(whorl("show", "tokens", "--json", cwd=home).stdout)
-    tree = json.loads(whorl("lineage", "tokens", "--json", cwd=home).stdout)
+    manifest = json.loads(run_whorl("show", "tokens", "--json", cwd=home).stdout)
+    tree = json.loads(run_whorl("lineage", "tokens", "--json", cwd=home).stdout)
     assert tree["address"] == manifest["address"]
     assert tree["parents"]["selection"]["parents"]["documents"]["name"] == "tiny/ingest"
-    drawn = whorl("lineage", manifest["address"][:8], cwd=home).stdout
+    drawn = run_whorl("lineage", manifest["address"][:8], cwd=home).stdout
     assert "└─ tokenizer: tiny/tokenizer" in drawn and "(see above)" in drawn
-    assert "all is whole" in whorl("verify", cwd=home).stdout
-    assert whorl("gc", cwd=home).returncode == 0
+    assert "no damage found" in run_whorl("verify", cwd=home).stdout
+    assert run_whorl("gc", cwd=home).returncode == 0
 
 
 def test_recipes_lists_quickstart() -> None:
-    assert "quickstart" in whorl("recipes").stdout
+    assert "quickstart" in run_whorl("recipes").stdout
 
 
-def test_damage_is_named_and_mended(home: Path) -> None:
+def test_damage_is_reported_and_repaired(home: Path) -> None:
     path = next((home / ".whorl" / "artifacts").glob("*/tokenizer.json"))
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    found = whorl("verify", "tokens", cwd=home)
+    found = run_whorl("verify", "tokens", cwd=home)
     assert found.returncode == 1 and str(path) in found.stdout and "1 problem found" in found.stderr
-    mended = whorl("run", "tiny.toml", cwd=home)
-    assert mended.returncode == 0 and "moved to" in mended.stdout
-    assert whorl("verify", cwd=home).returncode == 0
+    repaired = run_whorl("run", "tiny.toml", cwd=home)
+    assert repaired.returncode == 0 and "moved to" in repaired.stdout
+    assert run_whorl("verify", cwd=home).returncode == 0
 
 
-def test_mendable_errors_are_messages_not_tracebacks(home: Path) -> None:
-    refused = whorl("run", "tiny.toml", "--set", "tokenizer.vocab_size=3", cwd=home)
+def test_user_errors_have_no_traceback(home: Path) -> None:
+    refused = run_whorl("run", "tiny.toml", "--set", "tokenizer.vocab_size=3", cwd=home)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert refused.stderr.startswith(
         "whorl: --set tokenizer.vocab_size=3: tokenizer.vocab_size cannot be '3'"
     )
-    unknown = whorl("show", "model", cwd=home)
+    unknown = run_whorl("show", "model", cwd=home)
     assert unknown.returncode == 1 and "no artifact 'model'" in unknown.stderr
-    source = whorl("run", "tiny.toml", "--set", 'ingest.sources=["nowhere"]', cwd=home)
+    source = run_whorl("run", "tiny.toml", "--set", 'ingest.sources=["nowhere"]', cwd=home)
     assert source.returncode == 1 and "nowhere" in source.stderr and "Traceback" not in source.stderr
 
 
-def test_an_empty_store_says_how_to_fill_it(tmp_path: Path) -> None:
-    assert "whorl run quickstart" in whorl("ls", cwd=tmp_path).stdout
-    assert "none yet" in whorl("show", "x", cwd=tmp_path).stderr
+def test_empty_store_hints_at_quickstart(tmp_path: Path) -> None:
+    assert "whorl run quickstart" in run_whorl("ls", cwd=tmp_path).stdout
+    assert "this store is empty" in run_whorl("show", "x", cwd=tmp_path).stderr
 
 
-def test_ctrl_c_says_that_the_same_command_continues(home: Path, tmp_path: Path) -> None:
+def test_ctrl_c_exits_130_and_run_continues(home: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     for number in range(1500):
         rng = random.Random(number)
-        lines = (" ".join(spelt(rng.randrange(10**6)) for _ in range(4)) for _ in range(200))
+        lines = (" ".join(spell(rng.randrange(10**6)) for _ in range(4)) for _ in range(200))
         (tmp_path / "notes" / f"{number}.txt").write_text("\n".join(lines))
     (tmp_path / "tiny.toml").write_text(RECIPE.format(source="notes").replace("= 2000", "= 200_000"))
     process = subprocess.Popen(
@@ -169,7 +150,7 @@ def test_ctrl_c_says_that_the_same_command_continues(home: Path, tmp_path: Path)
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        # A shell's background job, and so a test run in one, passes an ignored SIGINT on to its children.
+        # Background jobs of a shell inherit an ignored SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
@@ -181,11 +162,11 @@ def test_ctrl_c_says_that_the_same_command_continues(home: Path, tmp_path: Path)
     assert process.returncode == 130, errors
     assert errors.strip().endswith("interrupted; the same command continues")
     assert "Traceback" not in errors
-    continued = whorl("run", "tiny.toml", "--until", "curate", cwd=tmp_path)
+    continued = run_whorl("run", "tiny.toml", "--until", "curate", cwd=tmp_path)
     assert "[1/2] ingest: looked up" in continued.stdout and continued.returncode == 0
 
 
-def test_an_agent_is_trained_measured_and_drawn(tmp_path: Path) -> None:
+def test_rl_train_writes_results_and_curve(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     done = subprocess.run(
         [sys.executable, "-m", "whorl.cli", "rl", "train", "a2c", "CartPole-v1", "--seeds", "2", "--steps", "3000",
@@ -198,22 +179,22 @@ def test_an_agent_is_trained_measured_and_drawn(tmp_path: Path) -> None:
     assert len(result["returns"]) == 2 and result["settings"]["n_steps"] == 16
     assert {"curve.html", "result.json", "seed-0.safetensors", "seed-1.safetensors"} == set(agent.files)
     assert str(agent.file("curve.html")) in done.stdout
-    for wrong, words in (
-        (["dqn", "CartPole-v1"], "no algorithm 'dqn'"),
-        (["ppo", "CartPole-v1", "--set", "lr=1"], "no setting 'lr'"),
+    for arguments, message in (
+        (["dqn", "CartPole-v1"], "unknown algorithm 'dqn'"),
+        (["ppo", "CartPole-v1", "--set", "lr=1"], "unknown agent setting 'lr'"),
         (["ppo", "CartPole-v1", "--set", "rate"], "--set FIELD=VALUE"),
-        (["ppo", "Nothing-v0"], "no environment 'Nothing-v0'"),
+        (["ppo", "Nothing-v0"], "unknown environment 'Nothing-v0'"),
     ):
         failed = subprocess.run(
-            [sys.executable, "-m", "whorl.cli", "rl", "train", *wrong],
+            [sys.executable, "-m", "whorl.cli", "rl", "train", *arguments],
             cwd=tmp_path,
             capture_output=True,
             text=True,
         )
-        assert failed.returncode == 2 and words in failed.stderr and "Traceback" not in failed.stderr
+        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
 
 
-def test_a_model_of_others_comes_in_and_goes_out(tmp_path: Path) -> None:
+def test_import_and_export_llama(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import torch
 
@@ -221,15 +202,15 @@ def test_a_model_of_others_comes_in_and_goes_out(tmp_path: Path) -> None:
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    theirs.save_pretrained(tmp_path / "tiny llama")
-    done = whorl("import", "tiny llama", cwd=tmp_path)
+    reference = transformers.LlamaForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path / "tiny llama")
+    done = run_whorl("import", "tiny llama", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
         "llama: 0.0 M parameters" in done.stdout and "whorl export imported/tiny-llama FOLDER" in done.stdout
     )
-    assert "looked up" in whorl("import", "tiny llama", cwd=tmp_path).stdout
-    done = whorl("export", "tiny-llama", "out", cwd=tmp_path)
+    assert "looked up" in run_whorl("import", "tiny llama", cwd=tmp_path).stdout
+    done = run_whorl("export", "tiny-llama", "out", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "llama: out\n", done.stderr
     fields = json.loads((tmp_path / "tiny llama" / "config.json").read_text())
     for name, change in (
@@ -240,25 +221,25 @@ def test_a_model_of_others_comes_in_and_goes_out(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(fields | change))
     ids = torch.arange(12)[None]
-    back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.allclose(theirs(ids).logits, back(ids).logits, atol=1e-5)
+    exported = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.allclose(reference(ids).logits, exported(ids).logits, atol=1e-5)
     for words, message in (
-        (("import", "out2"), "holds no model"),
+        (("import", "out2"), "contains no model"),
         (("export", "tiny-llama", "out", "--to", "llama"), "is not empty"),
         (("export", "tiny-llama", "out3", "--to", "gpt2"), "cannot be written as that family"),
         (("export", "tiny-llama", "out3", "--to", "lama"), "did you mean 'llama'"),
         (("import", "nameless"), "field 'model_type' is missing"),
-        (("import", "multimodal"), "save the text part by itself"),
+        (("import", "multimodal"), "save the text part separately"),
         (("import", "strange"), "--ignore zeal"),
         (("export", "tiny-llama", "out/config.json", "--to", "gguf"), "config.json exists"),
     ):
         if "gguf" in words and importlib.util.find_spec("gguf") is None:
             continue
-        failed = whorl(*words, cwd=tmp_path)
+        failed = run_whorl(*words, cwd=tmp_path)
         assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
 
 
-def test_a_model_of_others_writes_with_its_own_tokenizer(tmp_path: Path) -> None:
+def test_sample_uses_tokenizer_of_imported_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import tokenizers
     import torch
@@ -280,16 +261,20 @@ def test_a_model_of_others_writes_with_its_own_tokenizer(tmp_path: Path) -> None
     words.save_pretrained(tmp_path / "tiny")
     path = tmp_path / "tiny" / "tokenizer.json"
     data = json.loads(path.read_text())
-    data["model"]["vocab"]["zzz"] = 400  # a gap, which reaches beyond the model's last row
+    data["model"]["vocab"]["zzz"] = 400  # a gap beyond the last row of the model
     path.write_text(json.dumps(data))
-    assert whorl("import", "tiny", cwd=tmp_path).returncode == 0
-    done = whorl("sample", "imported/tiny", "the cat and", "-n", "100", "--temperature", "0", cwd=tmp_path)
+    assert run_whorl("import", "tiny", cwd=tmp_path).returncode == 0
+    done = run_whorl(
+        "sample", "imported/tiny", "the cat and", "-n", "100", "--temperature", "0", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the cat and")
-    room = 24 - (len(words("the cat and").input_ids) - 1) + 1  # the last token of the prompt is written anew
-    assert done.stderr.startswith(f"{room} tokens"), done.stderr
-    for prompt in ("é", "hi 🙂", "日本語"):  # whose last token ends a character that others began
-        done = whorl("sample", "imported/tiny", prompt, "-n", "6", "--temperature", "0", cwd=tmp_path)
+    n_tokens = (
+        24 - (len(words("the cat and").input_ids) - 1) + 1
+    )  # the last token of the prompt is generated again
+    assert done.stderr.startswith(f"{n_tokens} tokens"), done.stderr
+    for prompt in ("é", "hi 🙂", "日本語"):  # the last token ends a character that earlier tokens began
+        done = run_whorl("sample", "imported/tiny", prompt, "-n", "6", "--temperature", "0", cwd=tmp_path)
         assert done.returncode == 0 and done.stdout.startswith(prompt), done.stderr
     for prompt, message in (
         ("the " + "xyz" * 12, "at most 24, the longest row of imported/tiny"),
@@ -301,21 +286,21 @@ def test_a_model_of_others_writes_with_its_own_tokenizer(tmp_path: Path) -> None
         assert failed.stdout == ""
 
 
-def test_a_model_of_pictures_comes_in_and_goes_out(tmp_path: Path) -> None:
+def test_import_and_export_vit(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8,
         num_labels=3,
     )  # fmt: skip
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "pictures")
-    done = whorl("import", "pictures", cwd=tmp_path)
+    done = run_whorl("import", "pictures", cwd=tmp_path)
     assert done.returncode == 0 and "vit: 0.0 M parameters" in done.stdout, done.stderr
-    done = whorl("export", "pictures", "out", cwd=tmp_path)
+    done = run_whorl("export", "pictures", "out", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "vit: out\n", done.stderr
     transformers.ViTForImageClassification.from_pretrained(tmp_path / "out")
     for words, message in (
-        (("export", "pictures", "out2", "--to", "llama"), "is a model of pictures"),
+        (("export", "pictures", "out2", "--to", "llama"), "is a vision model"),
         (("sample", "pictures", "x"), "is a vision"),
     ):
-        failed = whorl(*words, cwd=tmp_path)
+        failed = run_whorl(*words, cwd=tmp_path)
         assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr

@@ -1,4 +1,4 @@
-"""`whorl quantize` as a user meets it: a model of its own with lineage, read back by all; what is refused."""
+"""`whorl quantize`: the artifact, its lineage, and errors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from tests.support.cli import invoke
 
-from whorl.cli import build_app
 from whorl.corpus import Document
 from whorl.models import Decoder, DecoderConfig, load_model, save_model
 from whorl.models.quantization.weights import QuantizationConfig
@@ -22,7 +21,7 @@ TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n" for n in range(60))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with an untrained model, the token set it belongs to, and a model of nowhere."""
+    """A store with an untrained model and its token set, and a model without one."""
     folder = tmp_path_factory.mktemp("home")
     words = Tokenizer.train([TEXT], 300)
     document = Document("a", "here", "a.py", None, 0, TEXT, len(TEXT), None)
@@ -47,14 +46,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def whorl(home: Path, *words: object) -> Result:
-    with pytest.MonkeyPatch().context() as inside:
-        inside.chdir(home)
-        return CliRunner().invoke(build_app(), [*map(str, words)])
-
-
-def test_a_model_in_few_bits_is_a_model_with_lineage(home: Path) -> None:
-    done = whorl(home, "quantize", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--ngram")
+def test_quantize_makes_model_with_lineage(home: Path) -> None:
+    done = invoke(home, "quantize", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--ngram")
     assert done.exit_code == 0, done.output
     assert "int4, groups of 64, calibrated" in done.output
     store = Store(home / ".whorl")
@@ -64,17 +57,17 @@ def test_a_model_in_few_bits_is_a_model_with_lineage(home: Path) -> None:
     assert made.files["model.safetensors"]["size"] < 0.4 * source.files["model.safetensors"]["size"]
     scheme = QuantizationConfig(format="int4", group_size=64, rounding="calibrated", head=True, ngram=True)
     assert load_model(made.path).quantization == scheme
-    assert json.loads((made.path / "config.json").read_text())["quantization"]["group"] == 64
-    assert "looked up" in whorl(
+    assert json.loads((made.path / "config.json").read_text())["quantization"]["group_size"] == 64
+    assert "looked up" in invoke(
         home, "quantize", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--ngram"
     ).output  # fmt: skip
-    written = whorl(home, "sample", made.name, "def ", "-n", 8, "--seed", 1)
+    written = invoke(home, "sample", made.name, "def ", "-n", 8, "--seed", 1)
     assert written.exit_code == 0 and "def " in written.output
-    assert "tokens: run/tokens" in whorl(home, "lineage", made.name).output
+    assert "tokens: run/tokens" in invoke(home, "lineage", made.name).output
 
 
-def test_rounding_to_the_nearest_needs_no_text(home: Path) -> None:
-    done = whorl(home, "quantize", "elsewhere/pretrain", "--dynamic", "--name", "small one")
+def test_quantize_to_nearest_needs_no_tokens(home: Path) -> None:
+    done = invoke(home, "quantize", "elsewhere/pretrain", "--dynamic", "--name", "small one")
     assert done.exit_code == 0, done.output
     model = load_model(Store(home / ".whorl").open("quantized/small-one").path)
     assert model.quantization == QuantizationConfig(dynamic=True)
@@ -85,20 +78,20 @@ def test_rounding_to_the_nearest_needs_no_text(home: Path) -> None:
     [
         (["run/tokens"], "run/tokens is a tokens"),
         (["run/pretrain", "--scheme", "int3"], "--scheme int3"),
-        (["run/pretrain", "--scheme", "int4", "--dynamic"], "dynamic needs one scale a row"),
+        (["run/pretrain", "--scheme", "int4", "--dynamic"], "dynamic needs one scale"),
         (["run/pretrain", "--group", 48], "group 48 does not divide the 64 columns of blocks.0.attention.qkv.weight"),
-        (["elsewhere/pretrain", "--calibrate", 4], "name one with --tokens"),
+        (["elsewhere/pretrain", "--calibrate", 4], "give one with --tokens"),
         (["run/pretrain", "--calibrate", 4, "--tokens", "elsewhere/pretrain"], "--tokens elsewhere/pretrain is a model"),
         (["quantized/again"], "no artifact 'quantized/again'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_in_one_message(home: Path, words: list[object], message: str) -> None:
-    found = whorl(home, "quantize", *words)
+def test_quantize_refuses_invalid_requests(home: Path, words: list[object], message: str) -> None:
+    found = invoke(home, "quantize", *words)
     assert found.exit_code in (1, 2) and message in found.output
     assert "Traceback" not in found.output
 
 
-def test_a_quantised_model_is_not_quantised_again(home: Path) -> None:
-    assert whorl(home, "quantize", "run/pretrain", "--name", "once").exit_code == 0
-    found = whorl(home, "quantize", "quantized/once", "--scheme", "int4")
+def test_quantize_refuses_quantized_model(home: Path) -> None:
+    assert invoke(home, "quantize", "run/pretrain", "--name", "once").exit_code == 0
+    found = invoke(home, "quantize", "quantized/once", "--scheme", "int4")
     assert found.exit_code == 2 and "already quantized" in found.output

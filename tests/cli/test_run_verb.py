@@ -1,4 +1,4 @@
-"""What `whorl run` says at its end."""
+"""The last lines of `whorl run`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ def artifact(kind: str, name: str, *files: str) -> Any:
     return SimpleNamespace(kind=kind, name=name, path=Path("store", name), files=files, file=Path)
 
 
-def test_one_command_comes_next_that_of_the_last_model() -> None:
-    made = [
+def test_next_command_samples_last_model() -> None:
+    artifacts = [
         artifact("tokens", "r/tokens"),
         artifact("model", "r/pretrain"),
         artifact("model", "r/sft"),
         artifact("report", "r/report", "report.html"),
     ]
-    assert closing_lines(made, " --store s") == [
+    assert closing_lines(artifacts, " --store s") == [
         "model:  store/r/pretrain",
         "model:  store/r/sft",
         "report: report.html",
         'next:   whorl sample r/sft "def " --store s',
     ]
-    assert closing_lines([made[3]], "") == ["report: report.html"]
-    assert closing_lines(made[:1], "") == ["next:   whorl show r/tokens"]
+    assert closing_lines([artifacts[3]], "") == ["report: report.html"]
+    assert closing_lines(artifacts[:1], "") == ["next:   whorl show r/tokens"]
 
 
-def test_a_model_that_answered_tasks_is_asked_one_of_them(tmp_path: Path) -> None:
+def test_next_command_uses_sampled_prompt(tmp_path: Path) -> None:
     one = {"prompt": "1+2\n", "answer": "3", "passed": True, "reward": 1.0, "reason": ""}
     (tmp_path / "samples.json").write_text(json.dumps({"before": [one], "after": [one]}))
     made = artifact("model", "r/rl", "samples.json")

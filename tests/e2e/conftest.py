@@ -1,4 +1,4 @@
-"""A corpus for the tests of whole jobs."""
+"""The corpus of the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A megabyte or so of real source code."""
+    """A folder with about 1 MB of source code."""
     folder = tmp_path_factory.mktemp("code")
     library = Path(sysconfig.get_paths()["stdlib"])
     for name in ("asyncio", "email", "json", "logging", "unittest", "xml", "http", "importlib", "concurrent"):

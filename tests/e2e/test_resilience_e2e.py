@@ -1,4 +1,4 @@
-"""Through the command line: the same bits twice, and SIGTERM as a scheduler sends it."""
+"""Determinism and SIGTERM through the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_other_models import RECIPE
+from tests.support.e2e_recipe import MOE_RECIPE as RECIPE
 
 SETS = ["--set", "plan.steps=40", "--until", "pretrain"]
 
@@ -29,11 +29,11 @@ def weights(store: Path) -> str:
 
 @pytest.mark.e2e
 @pytest.mark.xdist_group("e2e")
-def test_deterministic_gives_the_same_bits_twice(code: Path, tmp_path: Path) -> None:
+def test_deterministic_runs_are_bitwise_equal(code: Path, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RECIPE.replace("CODE", str(code)))
     found = []
     for name, threads in (("a", "1"), ("b", "2")):
-        # Nothing in common: other stores, other measurements of the machine, other numbers of threads.
+        # Separate stores, device measurements and thread counts.
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": threads,
@@ -55,9 +55,7 @@ def test_deterministic_gives_the_same_bits_twice(code: Path, tmp_path: Path) -> 
 
 @pytest.mark.e2e
 @pytest.mark.xdist_group("e2e")
-def test_sigterm_to_the_group_leaves_a_checkpoint_and_the_same_command_continues(
-    code: Path, tmp_path: Path
-) -> None:
+def test_sigterm_checkpoints_and_run_continues(code: Path, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RECIPE.replace("CODE", str(code)))
     more = ("--set", "plan.steps=150", "--set", "pretrain.checkpoint_seconds=1000")
     process = subprocess.Popen(
@@ -71,9 +69,9 @@ def test_sigterm_to_the_group_leaves_a_checkpoint_and_the_same_command_continues
             break
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGTERM)
-    said, error = process.communicate(timeout=60)
-    assert process.returncode == 143, said + error
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 143, output + error
     assert "stopped by SIGTERM after step" in error and "run the same command again" in error
-    assert "Traceback" not in error and "stopped; the steps before it are kept" in said
+    assert "Traceback" not in error and "stopped; finished steps are kept" in output
     again = subprocess.run(command(*more), capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert again.returncode == 0 and "continues at step" in again.stdout, again.stdout + again.stderr

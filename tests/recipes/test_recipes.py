@@ -1,4 +1,4 @@
-"""Recipes: refused with line and expectation before any work; run by look-up; continued after any end."""
+"""Recipes: validation errors with line numbers, runs by look-up, resume after a kill."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from whorl.store import Store
 from whorl.tracking.progress import Progress
 
 
-class Noun(BaseModel):
+class Word(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     word: str = "a"
-    times: int | None = Field(default=1, ge=1, description="how often the word stands")
+    times: int | None = Field(default=1, ge=1, description="repetitions of the word")
     rate: float = 0.5
     loud: bool = False
     tags: list[str] = []
     budget: BudgetText = "5m"
 
 
-class Verb(BaseModel):
+class Sentence(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     fail: bool = False
@@ -49,25 +49,32 @@ class Verb(BaseModel):
 calls: list[str] = []
 
 
-def noun(ctx: StepContext, config: Noun) -> None:
+def write_word(ctx: StepContext, config: Word) -> None:
     calls.append(ctx.name)
     (ctx.out / "text").write_text(config.word * (config.times or 0))
     ctx.summary["headline"] = f"{config.times} words"
 
 
-def verb(ctx: StepContext, config: Verb) -> None:
+def write_sentence(ctx: StepContext, config: Sentence) -> None:
     calls.append(ctx.name)
     if config.fail:
-        raise DataError("the verb failed")
+        raise DataError("the step failed")
     (ctx.out / "text").write_text(ctx.parents["subject"].file("text").read_text() + "!")
 
 
 KINDS = {
-    "noun": StepKind("noun", "word", Noun, {}, 1, "Says.", noun, None),
+    "noun": StepKind("noun", "word", Word, {}, 1, "Writes a word.", write_word, None),
     "verb": StepKind(
-        "verb", "sentence", Verb, {"subject": "word", "object?": "word"}, 1, "Does.", verb, None
+        "verb",
+        "sentence",
+        Sentence,
+        {"subject": "word", "object?": "word"},
+        1,
+        "Writes a sentence.",
+        write_sentence,
+        None,
     ),
-    "loop": StepKind("loop", "word", Verb, {"before": "word"}, 1, "Turns.", verb, None),
+    "loop": StepKind("loop", "word", Sentence, {"before": "word"}, 1, "Forms a cycle.", write_sentence, None),
 }
 GOOD = """\
 name = "speech"
@@ -82,27 +89,27 @@ parents = ["cat", "fish"]
 """
 
 
-def read(text: str, *sets: str, budget: str | None = None) -> Recipe:
+def parse(text: str, *sets: str, budget: str | None = None) -> Recipe:
     return parse_recipe(text, "r.toml", sets=sets, budget=budget, kinds=KINDS)
 
 
 def run(text: str, store: Store, *sets: str, until: str | None = None) -> RunResult:
     calls.clear()
-    return run_recipe(read(text, *sets), store, Progress.silent(), until=until)
+    return run_recipe(parse(text, *sets), store, Progress.silent(), until=until)
 
 
-def test_a_good_recipe() -> None:
-    recipe = read(GOOD)
+def test_recipe_assigns_parents_by_kind_or_role() -> None:
+    recipe = parse(GOOD)
     assert list(recipe.steps) == ["cat", "fish", "eats"]
     assert recipe.steps["eats"].parents == {"subject": "cat", "object": "fish"}
     by_role = GOOD.replace('["cat", "fish"]', '{object = "cat", subject = "fish"}')
-    assert read(by_role).steps["eats"].parents == {"object": "cat", "subject": "fish"}
-    assert read(GOOD).to_json()["steps"]["cat"]["times"] == 1
+    assert parse(by_role).steps["eats"].parents == {"object": "cat", "subject": "fish"}
+    assert parse(GOOD).to_json()["steps"]["cat"]["times"] == 1
 
 
-def test_order_follows_parents_not_the_text() -> None:
+def test_steps_are_in_topological_order() -> None:
     text = '[steps.eats]\nuses = "verb"\nparents = ["cat"]\n[steps.cat]\nuses = "noun"\n'
-    assert list(read(text).steps) == ["cat", "eats"]
+    assert list(parse(text).steps) == ["cat", "eats"]
 
 
 BAD = [
@@ -112,10 +119,13 @@ BAD = [
     (GOOD.replace('"noun"', '"nown"', 1), "r.toml:3: unknown step 'nown'.*did you mean 'noun'"),
     (GOOD.replace("word =", "wrod ="), "r.toml:6: the step fish has no setting 'wrod'.*did you mean 'word'"),
     (GOOD.replace('word = "f"', "times = 0"), "r.toml:6: fish.times cannot be 0.*greater than or equal to 1"),
-    (GOOD.replace('word = "f"', 'times = "x"'), "r.toml:6: fish.times cannot be 'x'.*integer.*how often"),
+    (GOOD.replace('word = "f"', 'times = "x"'), "r.toml:6: fish.times cannot be 'x'.*integer.*repetitions"),
     (GOOD.replace('word = "f"', 'budget = "5"'), "r.toml:6: fish.budget cannot be '5'.*90s, 5m"),
     (GOOD.replace('"cat", "fish"', '"cta"'), "r.toml:9: the parent 'cta' of eats.*did you mean 'cat'"),
-    (GOOD.replace('parents = ["cat", "fish"]', ""), "r.toml:7: eats has no parent in the role 'subject'.*cat, fish"),
+    (
+        GOOD.replace('parents = ["cat", "fish"]', ""),
+        "r.toml:7: eats has no parent in the role 'subject'.*cat, fish",
+    ),
     (GOOD.replace('["cat", "fish"]', '"cat"'), "r.toml:9: the parents of eats are neither"),
     (GOOD.replace('["cat", "fish"]', '{sbject = "cat"}'), "r.toml:9: eats has no parent role 'sbject'"),
     (GOOD + '[steps.x]\nuses = "verb"\nparents = ["eats"]', "r.toml:12: x cannot use eats.*'sentence'"),
@@ -131,13 +141,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD, ids=range(len(BAD)))
-def test_mistakes_are_refused_with_their_line(text: str, message: str) -> None:
+def test_mistakes_are_refused_with_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        read(text)
+        parse(text)
 
 
-def test_settings_from_the_command_line_are_typed() -> None:
-    recipe = read(
+def test_set_values_are_typed() -> None:
+    recipe = parse(
         GOOD,
         "cat.times=3",
         "cat.rate=1e-3",
@@ -149,8 +159,8 @@ def test_settings_from_the_command_line_are_typed() -> None:
         budget="90s",
     )
     cat, fish = recipe.steps["cat"].config, recipe.steps["fish"].config
-    assert cat == Noun(times=3, rate=1e-3, loud=True, tags=["x", "y"], word="12", budget="90s")
-    assert fish == Noun(word="a b", times=None, budget="90s")
+    assert cat == Word(times=3, rate=1e-3, loud=True, tags=["x", "y"], word="12", budget="90s")
+    assert fish == Word(word="a b", times=None, budget="90s")
 
 
 @pytest.mark.parametrize(
@@ -166,20 +176,22 @@ def test_settings_from_the_command_line_are_typed() -> None:
         ("cat.uses=verb", "no setting 'uses'"),
     ],
 )
-def test_bad_settings_are_refused_by_the_flag(setting: str, message: str) -> None:
+def test_bad_set_flags_are_refused(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        read(GOOD, setting)
+        parse(GOOD, setting)
 
 
 def test_bad_budgets_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--budget soon: cat.budget cannot be 'soon'"):
-        read(GOOD, budget="soon")
+        parse(GOOD, budget="soon")
     with pytest.raises(ConfigError, match="no step of this recipe takes a budget"):
-        read('[steps.a]\nuses = "verb"\nparents = []', budget="5m")
+        parse('[steps.a]\nuses = "verb"\nparents = []', budget="5m")
 
 
-def test_deterministic_reaches_every_step_that_has_it_and_refuses_a_budget_of_time() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)the settings of plan contradict each other.*--budget 1e14flops"):
+def test_deterministic_flag_refuses_time_budget() -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)the settings of plan contradict each other.*--budget 1e14flops"
+    ):
         load_recipe("quickstart", deterministic=True)
     steps = load_recipe("quickstart", budget="1e14flops", deterministic=True).to_json()["steps"]
     assert steps["plan"]["deterministic"] and steps["pretrain"]["deterministic"]
@@ -189,7 +201,7 @@ def test_deterministic_reaches_every_step_that_has_it_and_refuses_a_budget_of_ti
         parse_recipe(text, "r.toml", kinds=KINDS, deterministic=True)
 
 
-def test_unknown_recipes_and_unreadable_files(tmp_path: Path) -> None:
+def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         load_recipe("quikstart")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -200,19 +212,19 @@ def test_unknown_recipes_and_unreadable_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ready_recipes()))
-def test_ready_recipes_are_good(name: str) -> None:
+def test_packaged_recipes_are_valid(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.about
 
 
-def test_every_step_of_the_house_explains_itself() -> None:
+def test_every_step_has_help_and_defaults() -> None:
     for kind in registry.step_kinds().values():
         assert kind.about.endswith("."), kind.name
         assert kind.config.model_config.get("extra") == "forbid", kind.name
-        kind.config()  # defaults that work
+        kind.config()  # the defaults are valid
 
 
-def test_done_steps_are_looked_up_and_a_change_redoes_what_it_touches(tmp_path: Path) -> None:
+def test_changed_setting_reruns_only_affected_steps(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = run(GOOD, store)
     assert calls == ["cat", "fish", "eats"]
@@ -227,32 +239,32 @@ def test_done_steps_are_looked_up_and_a_change_redoes_what_it_touches(tmp_path: 
     assert store.open("speech/eats").address == other.artifacts["eats"].address
 
 
-def test_until_makes_only_what_is_needed(tmp_path: Path) -> None:
+def test_until_runs_only_ancestors(tmp_path: Path) -> None:
     outcome = run(GOOD, Store(tmp_path), until="fish")
     assert calls == ["fish"] and list(outcome.artifacts) == ["fish"]
     with pytest.raises(ConfigError, match="did you mean 'fish'"):
         run(GOOD, Store(tmp_path), until="fsh")
 
 
-def test_a_failed_step_keeps_what_was_before_it(tmp_path: Path) -> None:
+def test_failed_step_keeps_earlier_artifacts(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with pytest.raises(DataError, match="the verb failed"):
+    with pytest.raises(DataError, match="the step failed"):
         run(GOOD, store, "eats.fail=true")
     assert set(store.names()) == {"speech/cat", "speech/fish"}
     run(GOOD, store)
     assert calls == ["eats"]
 
 
-def test_the_log_tells_the_story(tmp_path: Path) -> None:
+def test_run_writes_log_and_records(tmp_path: Path) -> None:
     outcome = run(GOOD, Store(tmp_path))
     log = (outcome.run.dir / "log.txt").read_text()
-    assert "[1/3] cat: Says." in log and "1 words" in log
+    assert "[1/3] cat: Writes a word." in log and "1 words" in log
     run(GOOD, Store(tmp_path))
     assert "[3/3] eats: looked up" in (outcome.run.dir / "log.txt").read_text()
     assert (outcome.run.dir / "environment.json").exists() and (outcome.run.dir / "steps.json").exists()
 
 
-def test_a_store_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_unwritable_store_is_refused_before_work(tmp_path: Path) -> None:
     from whorl.errors import StoreError
 
     (tmp_path / "file").write_text("")
@@ -276,9 +288,9 @@ SLOW = """
         start = int(done.read_text()) if done.exists() else 0
         print("from", start, flush=True)
         for step in range(start, 20):
-            aside = ctx.scratch / "aside"
-            aside.write_text(str(step + 1))
-            aside.replace(done)
+            temporary = ctx.scratch / "temporary"
+            temporary.write_text(str(step + 1))
+            temporary.replace(done)
             time.sleep(0.05)
         (ctx.out / "out").write_text("whole")
 
@@ -293,8 +305,8 @@ def start(store: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_killed_then_continued(tmp_path: Path) -> None:
-    """kill -9 in the middle; the same command continues from the step's scratch folder."""
+def test_killed_run_continues_from_scratch_folder(tmp_path: Path) -> None:
+    """After kill -9 the same command continues from the scratch folder."""
     process = start(tmp_path)
     assert process.stdout is not None
     deadline = time.monotonic() + 60
@@ -305,10 +317,10 @@ def test_killed_then_continued(tmp_path: Path) -> None:
     process.communicate(timeout=60)
     output, _ = start(tmp_path).communicate(timeout=60)
     resumed = int(output.split("from ")[1].split()[0])
-    assert resumed > 0 and "continues where it was interrupted" in output
+    assert resumed > 0 and "continues after an interruption" in output
 
 
-def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
+def test_concurrent_runs_share_work(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=60)[0] for process in (start(tmp_path), start(tmp_path))]
     assert sum("from 0" in output for output in outputs) == 1, outputs
     assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]

@@ -21,8 +21,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from whorl.errors import WhorlError
-from whorl.recipes.renamed import OPTIONS
-from whorl.recipes.renamed import VERBS as OLD_VERBS
 
 VERBS = {
     "run": "jobs",
@@ -63,6 +61,8 @@ class _Command(TyperCommand):
     """A verb that refuses its old options and names the new ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from whorl.recipes.renamed import OPTIONS
+
         for argument in args:
             if argument == "--":
                 break
@@ -76,7 +76,9 @@ class _Group(TyperGroup):
     """The verbs; an old verb is refused with the new name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and (new := OLD_VERBS.get(args[0])):
+        from whorl.recipes.renamed import VERBS
+
+        if args and (new := VERBS.get(args[0])):
             raise typer.BadParameter(f"`whorl {args[0]}` is now `whorl {new}`")
         return super().resolve_command(ctx, args)
 

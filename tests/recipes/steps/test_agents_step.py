@@ -1,4 +1,4 @@
-"""Agents as an artifact: what stands in it, and SIGKILL in the middle of training."""
+"""The step `agents`: content of the artifact, SIGKILL during training, errors."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ settings = { hidden = [16], n_epochs = 2 }
 """
 
 
-def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+def test_killed_run_ends_with_same_weights(tmp_path: Path) -> None:
     (tmp_path / "poles.toml").write_text(RECIPE)
     whole = run_recipe(
         parse_recipe(RECIPE, "poles.toml"), Store(tmp_path / "whole"), Progress.silent()
     ).artifacts["ppo"]
     command = [sys.executable, "-m", "whorl.cli", "run", "poles.toml", "--store", "killed"]
     scratch, kills = tmp_path / "killed" / "scratch", 0
-    for wanted in (1, 2):  # in the first seed, in the second
+    for seed in (0, 1):
         running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
         deadline = time.monotonic() + 120
         while running.poll() is None and time.monotonic() < deadline:
-            if any(scratch.glob(f"*/seed-{wanted - 1}/step-*")):
+            if any(scratch.glob(f"*/seed-{seed}/step-*")):
                 os.killpg(running.pid, signal.SIGKILL)
                 kills += 1
                 break
@@ -52,35 +52,35 @@ def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(tmp_pat
         running.wait(timeout=60)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert kills == 2 and "continues after" in done.stdout and "done before" in done.stdout
+    assert kills == 2 and "resumed after" in done.stdout and "finished earlier" in done.stdout
     again = Store(tmp_path / "killed").open("poles/ppo")
     for name in ("seed-0.safetensors", "seed-1.safetensors"):
         assert again.file(name).read_bytes() == whole.file(name).read_bytes()
     first, second = (json.loads(a.file("result.json").read_text()) for a in (whole, again))
     assert first == second and len(first["returns"]) == 2 and first["settings"]["learning_rate"] > 0
-    assert first["inter_quartile_mean"][0] > 15  # a pole that nobody holds falls after 9 or 10 steps
+    assert first["inter_quartile_mean"][0] > 15  # a random policy reaches 9 or 10 steps
 
 
-def test_the_curve_shows_all_that_was_trained(tmp_path: Path) -> None:
+def test_curve_page_shows_all_records(tmp_path: Path) -> None:
     recipe = parse_recipe(RECIPE.replace("seeds = 2", "seeds = 1"), "poles.toml")
     artifact = run_recipe(recipe, Store(tmp_path), Progress.silent()).artifacts["ppo"]
     page = unescape(artifact.file("curve.html").read_text())
     drawn = json.loads(page.split('data-chart="', 1)[1].split('"><svg', 1)[0])["series"]
     assert "PPO on CartPole-v1" in page and [curve["name"] for curve in drawn] == ["seed 0"]
-    assert drawn[0]["x"] == [512.0 * n for n in range(1, 17)]  # a point a record
+    assert drawn[0]["x"] == [512.0 * n for n in range(1, 17)]  # one point per record
     assert "inter-quartile mean" in artifact.summary["headline"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ('algorithm = "sarsa"', "no algorithm 'sarsa'"),
-        ("settings = { speed = 3 }", "no setting 'speed'"),
+        ('algorithm = "sarsa"', "unknown algorithm 'sarsa'"),
+        ("settings = { speed = 3 }", "unknown agent setting 'speed'"),
         ("settings = { learning_rate = -1 }", "learning_rate: "),
-        ('environment = "Nothing-v0"', "no environment 'Nothing-v0'"),
+        ('environment = "Nothing-v0"', "unknown environment 'Nothing-v0'"),
     ],
 )
-def test_what_cannot_be_is_told_and_leaves_nothing(change: str, message: str, tmp_path: Path) -> None:
+def test_invalid_settings_leave_no_artifact(change: str, message: str, tmp_path: Path) -> None:
     field = change.split(" = ")[0]
     lines = [change if line.startswith(field + " =") else line for line in RECIPE.splitlines()]
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""The step `distil`: students of every make, what they are taught with, a teacher that is asked once, and refusals."""
+"""The step `distil`: kinds of students, training texts, cached teacher logits, and errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.recipes.align_steps import BEGIN, CORPUS, SUMS, code, made
+from tests.support.recipes.align_steps import (
+    ARITHMETIC,
+    CORPUS,
+    INIT_MODEL,
+    run_text,
+    write_code,
+)
 
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError
@@ -17,8 +23,8 @@ from whorl.report.data import StageSection
 from whorl.report.stages import stage_charts
 
 DISTIL = (
-    BEGIN
-    + SUMS
+    INIT_MODEL
+    + ARITHMETIC
     + """
 [steps.taught]
 uses = "sft"
@@ -42,14 +48,14 @@ dtype = "float32"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the files lie; the store, which all tests share, is `store` in it."""
-    place = tmp_path_factory.mktemp("students")
-    code(place / "code")
-    return place
+    """Folder with the input files; `store` in it is shared by all tests."""
+    path = tmp_path_factory.mktemp("students")
+    write_code(path / "code")
+    return path
 
 
 @pytest.fixture(autouse=True)
-def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
@@ -62,8 +68,8 @@ def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("distil.student.n_layers=1", "distil.completions_from=teacher", "distil.max_completion_tokens=24"),
     ],
 )
-def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:
-    found = made(DISTIL, folder / "store", *sets)["distil"]
+def test_distil_trains_every_kind_of_student(folder: Path, sets: tuple[str, ...]) -> None:
+    found = run_text(DISTIL, folder / "store", *sets)["distil"]
     sizes = found.summary["sizes"]
     assert sizes["student"] < sizes["teacher"] and found.summary["params"]["total"] == sizes["student"]
     assert found.summary["texts"] + sum(found.summary["left_out"].values()) == 40
@@ -79,41 +85,45 @@ def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:
     load_example_tokenizer(found.path)
 
 
-def test_a_student_of_its_own_and_what_distillation_refuses(folder: Path) -> None:
+def test_distil_with_given_student_and_errors(folder: Path) -> None:
     text = DISTIL.replace('["taught", "sums"]', '["taught", "other", "sums"]')
     text += (
-        BEGIN.split("\n", 2)[2].replace("[steps.init_model]", '[steps.other]\nuses = "init_model"').replace("32", "16")
+        INIT_MODEL.split("\n", 2)[2]
+        .replace("[steps.init_model]", '[steps.other]\nuses = "init_model"')
+        .replace("32", "16")
     )
-    found = made(text, folder / "store")
+    found = run_text(text, folder / "store")
     assert found["distil"].summary["sizes"]["student"] == found["other"].summary["params"]["total"]
     with pytest.raises(ConfigError, match="distil has two students"):
-        made(text, folder / "store", "distil.student.n_layers=1")
+        run_text(text, folder / "store", "distil.student.n_layers=1")
     with pytest.raises(ConfigError, match="distil has no student"):
-        made(DISTIL, folder / "store")
-    with pytest.raises(ConfigError, match="distil has nothing to learn from"):
-        made(DISTIL.replace('["taught", "sums"]', '["taught"]'), folder / "store", "distil.student.n_layers=1")
+        run_text(DISTIL, folder / "store")
+    with pytest.raises(ConfigError, match="distil has no training texts"):
+        run_text(
+            DISTIL.replace('["taught", "sums"]', '["taught"]'), folder / "store", "distil.student.n_layers=1"
+        )
     with pytest.raises(ConfigError, match=r"cached teacher logits cover given texts only"):
-        made(DISTIL, folder / "store", "distil.teacher_top_k=4", "distil.on_policy_fraction=0.5")
+        run_text(DISTIL, folder / "store", "distil.teacher_top_k=4", "distil.on_policy_fraction=0.5")
 
 
-def test_a_teacher_that_said_its_word_is_not_asked_again(
+def test_cached_teacher_logits_are_reused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ("distil.student.n_layers=1", "distil.teacher_top_k=4")
 
-    def killed(*given: Any, **options: Any) -> Any:
+    def interrupt(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("whorl.align.distillation.train.train_student", killed)
-        made(DISTIL, tmp_path, *sets)
-    monkeypatch.setattr("whorl.align.distillation.teacher.cache_teacher_logits", killed)
-    assert made(DISTIL, tmp_path, *sets)["distil"].summary["texts"] == 40
-    with pytest.raises(KeyboardInterrupt):  # it is asked where it has said nothing
-        made(DISTIL, folder / "store", *sets)
+        patched.setattr("whorl.align.distillation.train.train_student", interrupt)
+        run_text(DISTIL, tmp_path, *sets)
+    monkeypatch.setattr("whorl.align.distillation.teacher.cache_teacher_logits", interrupt)
+    assert run_text(DISTIL, tmp_path, *sets)["distil"].summary["texts"] == 40
+    with pytest.raises(KeyboardInterrupt):  # without the cache the teacher runs
+        run_text(DISTIL, folder / "store", *sets)
 
 
-def test_documents_of_pretraining_teach_too_if_their_ids_are_the_models(folder: Path) -> None:
+def test_distil_on_pretraining_documents(folder: Path) -> None:
     text = """
 name = "stages"
 [steps.plan]
@@ -140,13 +150,13 @@ seq_len = 32
 max_examples = 20
 dtype = "float32"
 """
-    found = made(text + CORPUS, folder / "store")["distil"]
+    found = run_text(text + CORPUS, folder / "store")["distil"]
     assert found.summary["texts"] == 20 and "eval" not in found.summary
     bits = found.summary["bits_per_byte"]
     assert bits["after"] > 0 and "then" in found.summary["headline"]
-    with pytest.raises(ConfigError, match="documents of pretraining have no prompts"):
-        made(text + CORPUS, folder / "store", "distil.on_policy_fraction=0.5")
+    with pytest.raises(ConfigError, match="pretraining documents have no prompts"):
+        run_text(text + CORPUS, folder / "store", "distil.on_policy_fraction=0.5")
     other = text.replace('["pretrain", "tokens"]', '["init_model", "tokens"]') + CORPUS
-    other += BEGIN.split("\n", 2)[2]
-    with pytest.raises(ConfigError, match=r"init_model has a vocabulary of .* ids and .*tokens another"):
-        made(other, folder / "store")
+    other += INIT_MODEL.split("\n", 2)[2]
+    with pytest.raises(ConfigError, match=r"init_model has a vocabulary of .* ids and .*tokens one of"):
+        run_text(other, folder / "store")

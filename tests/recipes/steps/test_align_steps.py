@@ -1,4 +1,4 @@
-"""Stages after pretraining as steps of a recipe: `align-arithmetic` from end to end, very small; tasks from Python files."""
+"""A very small `align-arithmetic` from end to end, and tasks from Python files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from whorl.sandbox import Sandbox
 from whorl.store import Store
 from whorl.tracking.progress import Progress
 
-# One digit and one digit, the answer alone: learnt well enough in a second for some answers to pass, so that rewards teach.
+# Sums of two digits with the answer alone: after a second of SFT some answers pass, so that rewards differ.
 SMALL = (
     "lessons.max_train=300", "lessons.max_test=6", "lessons.levels={0 = 1.0}", "lessons.answer_only_fraction=1.0",
     "init_model.d_model=32", "init_model.n_layers=1", "init_model.n_heads=1", "init_model.mlp_hidden=32",
     "base.seq_len=96", "base.epochs=5",
     "manners.max_train=32", "manners.max_test=6", "manners.levels={0 = 1.0}", "sft.seq_len=96",
-    "rl.steps=2", "rl.prompts_per_step=4", "rl.group_size=8", "rl.max_completion_tokens=12", "rl.max_seq_len=24", "rl.log_rollouts_every=1",
+    "rl.steps=2", "rl.prompts_per_step=4", "rl.group_size=8", "rl.max_completion_tokens=12",
+    "rl.max_seq_len=24", "rl.log_rollouts_every=1",
 )  # fmt: skip
 SAMPLE = {"prompt", "answer", "reward", "passed", "reason"}
 CODE = '''\
@@ -72,7 +73,7 @@ def log_of(outcome: RunResult) -> str:
     return (outcome.run.dir / "log.txt").read_text()
 
 
-def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: RunResult) -> None:
+def test_stages_keep_model_lineage(store: Store, done: RunResult) -> None:
     from whorl.models import load_model
 
     chain, found = [], store.lineage(done.artifacts["rl"])
@@ -83,14 +84,15 @@ def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: RunResul
         found = found["parents"]["model"]
     assert chain == [f"align-arithmetic/{name}" for name in ("rl", "sft", "base", "init_model")]
     weights = {
-        name: load_model(done.artifacts[name].path).state_dict() for name in ("init_model", "base", "sft", "rl")
+        name: load_model(done.artifacts[name].path).state_dict()
+        for name in ("init_model", "base", "sft", "rl")
     }
 
     def moved(before: str, after: str) -> bool:
         return any(not w.equal(weights[after][name]) for name, w in weights[before].items())
 
     assert moved("init_model", "base") and moved("base", "sft")
-    # Groups whose answers all got the same reward teach nothing; any other does.
+    # A group with equal rewards gives no gradient; any other group does.
     curve = json.loads(done.artifacts["rl"].file("curve.json").read_text())
     assert moved("sft", "rl") == any(record["zero_std_groups"] < 4 for record in curve)
     for name in ("base", "sft", "rl"):
@@ -101,10 +103,8 @@ def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: RunResul
     )  # untrained: 5.5
 
 
-def test_fine_tuning_tells_what_is_passed_before_and_after(store: Store, done: RunResult) -> None:
-    assert (
-        "eval" not in done.artifacts["sft"].summary
-    )  # 96 ids have no room for a prompt and an answer of 96
+def test_sft_measures_accuracy_before_and_after(store: Store, done: RunResult) -> None:
+    assert "eval" not in done.artifacts["sft"].summary  # 96 ids do not fit a prompt and an answer of 96
     assert "no held-out task fits its prompt and sft.max_completion_tokens: 96" in log_of(done)
     found = run(store, "base.max_completion_tokens=12", "base.eval_tasks=4", until="base").artifacts["base"]
     before, after = (found.summary["eval"][when] for when in ("before", "after"))
@@ -120,46 +120,51 @@ def test_fine_tuning_tells_what_is_passed_before_and_after(store: Store, done: R
     assert "eval" not in run(store, "base.eval_tasks=0", until="base").artifacts["base"].summary
 
 
-def test_rl_tells_before_and_after(done: RunResult) -> None:
+def test_rl_measures_accuracy_before_and_after(done: RunResult) -> None:
     artifact = done.artifacts["rl"]
     summary = artifact.summary
     assert summary["tasks"] == {"train": 32, "test": 6}
     for when in ("before", "after"):
-        told = summary["eval"][when]
-        assert 0 <= told["accuracy"] <= 1 and 0 <= told["accuracy_greedy"] <= 1
+        measured = summary["eval"][when]
+        assert 0 <= measured["accuracy"] <= 1 and 0 <= measured["accuracy_greedy"] <= 1
     assert summary["bits_per_byte"] == {"before": None, "after": None}  # nothing was pretrained
     curve = json.loads(artifact.file("curve.json").read_text())
     assert [record["step"] for record in curve] == [1, 2]
-    assert all(0 <= r["accuracy"] <= 1 and r["completion_length/mean"] <= 12 and r["logprob_diff_max"] < 1e-4 for r in curve)
-    kept = json.loads(artifact.file("samples.json").read_text())
+    assert all(
+        0 <= r["accuracy"] <= 1 and r["completion_length/mean"] <= 12 and r["logprob_diff_max"] < 1e-4
+        for r in curve
+    )
+    samples = json.loads(artifact.file("samples.json").read_text())
     tasks = read_tasks(done.artifacts["manners"].path, "test")
     for when in ("before", "after"):
-        assert [sample["prompt"] for sample in kept[when]] == [task.prompt for task in tasks]
-        assert all(sample.keys() == SAMPLE for sample in kept[when])
-        passed = sum(sample["passed"] for sample in kept[when]) / len(tasks)
+        assert [sample["prompt"] for sample in samples[when]] == [task.prompt for task in tasks]
+        assert all(sample.keys() == SAMPLE for sample in samples[when])
+        passed = sum(sample["passed"] for sample in samples[when]) / len(tasks)
         assert passed == pytest.approx(summary["eval"][when]["accuracy"])
 
 
-def test_rollouts_are_shown_while_it_learns(done: RunResult) -> None:
+def test_rl_logs_rollout_tables(done: RunResult) -> None:
     log = log_of(done)
     assert (
         "    step 1: accuracy " in log and "    step 2: accuracy " not in log
-    )  # the last is told by the samples
+    )  # the last step is covered by the samples
     rows = re.findall(r"^.*    [+-]  [01]\.\d\d  (\d\+\d)? ", log, flags=re.M)
-    asked = {task.prompt.strip() for task in read_tasks(done.artifacts["manners"].path, "train")}
-    assert len(rows) >= 2 and {row for row in rows if row} <= asked
+    prompts = {task.prompt.strip() for task in read_tasks(done.artifacts["manners"].path, "train")}
+    assert len(rows) >= 2 and {row for row in rows if row} <= prompts
 
 
-def test_the_second_time_all_is_looked_up(store: Store, done: RunResult) -> None:
+def test_second_run_looks_up_all_steps(store: Store, done: RunResult) -> None:
     again = run(store)
-    said = log_of(again).split("align-arithmetic: ")[-1]
-    assert said.count("looked up") == 7 and "made in" not in said
+    log = log_of(again).split("align-arithmetic: ")[-1]
+    assert log.count("looked up") == 7 and "made in" not in log
     assert {k: a.address for k, a in again.artifacts.items()} == {
         k: a.address for k, a in done.artifacts.items()
     }
 
 
-def test_it_ends_in_a_report_of_its_stages(store: Store, done: RunResult, tmp_path: Path) -> None:
+def test_report_shows_stages_of_finished_and_partial_run(
+    store: Store, done: RunResult, tmp_path: Path
+) -> None:
     from whorl.cli.jobs.report import report
 
     page = done.artifacts["report"].file("report.html").read_text()
@@ -178,8 +183,8 @@ def test_it_ends_in_a_report_of_its_stages(store: Store, done: RunResult, tmp_pa
     assert "sft: loss</h3>" in page and "rl: " not in page and '<figure class="pair"' not in page
 
 
-def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: RunResult) -> None:
-    """An untrained model in pretraining's role is no pretraining, and a stage in it is a stage."""
+def test_report_detects_stages_by_model_parent(store: Store, done: RunResult) -> None:
+    """The role `model` may hold an untrained model or a stage; neither is shown as pretraining."""
     made = done.artifacts
     roles = {"model": made["sft"], "base": made["rl"], "tasks": made["manners"]}
     for first in (made["sft"], made["init_model"]):
@@ -199,33 +204,37 @@ def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: RunResult) -> 
         "plan",
         "corpus",
         "tokenizer",
-    ]  # pretraining may still come
+    ]  # pretraining is not made yet
 
 
-def test_nothing_with_room_is_said(store: Store, done: RunResult) -> None:
+def test_stages_refuse_too_short_sequences(store: Store, done: RunResult) -> None:
     with pytest.raises(DataError, match=r"(?s)no task fits.*at most 2 ids.*raise rl.max_seq_len"):
         run(store, "rl.max_seq_len=14")
-    with pytest.raises(DataError, match=r"(?s)no text to learn from"):
+    with pytest.raises(DataError, match=r"(?s)there are no examples"):
         run(store, "sft.seq_len=8")
 
 
-def test_a_stage_needs_its_parents() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)rl lacks its parent 'model'.*init_model"):
+def test_recipe_refuses_missing_parent_or_algorithm() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)rl has no parent in the role 'model'.*init_model"):
         parse_recipe('[steps.tasks]\n[steps.init_model]\n[steps.rl]\nparents = ["tasks"]', "r.toml")
     with pytest.raises(ConfigError, match=r"(?s)rl.algorithm cannot be 'grop'"):
         load_recipe("align-arithmetic", sets=["rl.algorithm=grop"])
 
 
 @pytest.mark.parametrize(
-    ("recipe", "setting", "said"),
+    ("recipe", "setting", "message"),
     [
         ("quickstart", "plan.d_model=16", r"plan.d_model cannot be '16'.*32.*heads"),
-        ("align-arithmetic", "init_model.n_heads=128", r"d_model \(128\) over n_heads \(128\) gives heads of 1"),
+        (
+            "align-arithmetic",
+            "init_model.n_heads=128",
+            r"d_model \(128\) over n_heads \(128\) gives heads of 1",
+        ),
         ("align-arithmetic", "init_model.d_model=60", r"d_model \(60\) over n_heads \(4\) gives heads of 15"),
     ],
 )
-def test_an_impossible_shape_is_refused_when_the_recipe_is_read(recipe: str, setting: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){said}"):
+def test_recipe_refuses_impossible_shape(recipe: str, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         load_recipe(recipe, sets=[setting])
 
 
@@ -245,7 +254,7 @@ max_test = 4
 """
 
 
-def mine(folder: Path, store: Path, *sets: str) -> RunResult:
+def run_python_tasks(folder: Path, store: Path, *sets: str) -> RunResult:
     recipe = parse_recipe(PYTHON.format(folder=folder), "mined.toml", sets=sets)
     return run_recipe(recipe, Store(store), Progress.silent())
 
@@ -259,35 +268,35 @@ def code(tmp_path: Path) -> Path:
     return folder
 
 
-def test_tasks_are_mined_from_python_files(code: Path, tmp_path: Path) -> None:
-    outcome = mine(code, tmp_path / "store")
+def test_tasks_from_python_files(code: Path, tmp_path: Path) -> None:
+    outcome = run_python_tasks(code, tmp_path / "store")
     artifact = outcome.artifacts["tasks"]
     found = {split: read_tasks(artifact.path, split) for split in ("train", "test")}
     assert artifact.summary["counts"] == {split: len(tasks) for split, tasks in found.items()}
     files = dict(re.findall(r"def (\w+_(\d+))\(", "\n".join(p.read_text() for p in code.iterdir())))
     sides = {split: {files[name_of(task.prompt)] for task in tasks} for split, tasks in found.items()}
-    assert found["test"] and not sides["train"] & sides["test"]  # no file on both sides
-    # Examples that can be run come first, and none is spent on the test.
+    assert found["test"] and not sides["train"] & sides["test"]  # no file in both splits
+    # Tasks with doctests come first, all in the training split.
     kinds = [task.verifier for task in found["train"]]
     n = kinds.count("doctest")
     assert len(kinds) == 12 and 0 < n < 12 and kinds == ["doctest"] * n + ["compiles"] * (12 - n)
     assert {task.verifier for task in found["test"]} == {"compiles"}
-    assert f"{n} functions come with examples that can be run" in log_of(outcome)
+    assert f"{n} functions have a doctest" in log_of(outcome)
     pairs = read_prompt_completions(artifact.path, "train")
     assert [pair.prompt for pair in pairs] == [task.prompt for task in found["train"]]
     with Sandbox() as sandbox:
         verdicts = verify_all(found["train"], [pair.completion for pair in pairs], sandbox)
-        spoilt = verify_all(found["train"][:1], ["    return None\n"], sandbox)
-    assert all(verdict.passed for verdict in verdicts) and not spoilt[0].passed
+        wrong = verify_all(found["train"][:1], ["    return None\n"], sandbox)
+    assert all(verdict.passed for verdict in verdicts) and not wrong[0].passed
 
 
 def name_of(prompt: str) -> str:
     return re.findall(r"def (\w+)\(", prompt)[-1]
 
 
-def test_python_tasks_need_the_corpus_and_functions(code: Path, tmp_path: Path) -> None:
+def test_python_tasks_need_corpus_and_functions(code: Path, tmp_path: Path) -> None:
     recipe = parse_recipe("[steps.tasks]", "alone.toml")
     with pytest.raises(ConfigError, match=r"(?s)no parent 'documents'.*\"ingest\", \"curate\""):
         run_recipe(recipe, Store(tmp_path / "store"), Progress.silent())
     with pytest.raises(DataError, match=r"(?s)there is no train task.*tasks.max_prompt_bytes"):
-        mine(code, tmp_path / "store", "tasks.max_prompt_bytes=20")
+        run_python_tasks(code, tmp_path / "store", "tasks.max_prompt_bytes=20")

@@ -1,4 +1,4 @@
-"""An embedder as an artifact: what stands in it, what was passed over, and SIGKILL in the middle of training."""
+"""The step `embedder`: content of the artifact, skipped documents, SIGKILL during training, errors."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ checkpoint_seconds = 0.01
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with 60 notes, each in words of its own, and five that are too short for two spans."""
+    """A folder with 60 notes of random words, and five notes too short for two spans."""
     folder = tmp_path_factory.mktemp("finder")
     (folder / "notes").mkdir()
     rng = np.random.default_rng(0)
     for number in range(60):
-        own = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(12)]
-        text = f"Note {number}.\n" + " ".join(rng.choice(own, 80))
+        words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(12)]
+        text = f"Note {number}.\n" + " ".join(rng.choice(words, 80))
         (folder / "notes" / f"{number}.txt").write_text(text)
     for number, word in enumerate(("yes", "no", "so", "I", "we")):
         (folder / "notes" / f"short{number}.txt").write_text(word)
@@ -72,9 +72,7 @@ def run(recipe: str, store: Path) -> Store:
     return Store(store)
 
 
-def test_the_artifact_holds_an_embedder_its_figures_and_its_curve(
-    notes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embedder_artifact_content(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(notes)
     made = run(RECIPE, notes / "whole").open("finder/embedder")
     assert made.kind == "embedder" and 0 < made.summary["skipped"] <= 5
@@ -92,9 +90,7 @@ def test_the_artifact_holds_an_embedder_its_figures_and_its_curve(
     assert [m["step"] for m in metrics if "recall_at_1" in m] == [10, 20, 30]
 
 
-def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(
-    notes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_run_ends_with_same_weights(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(notes)
     whole = run(RECIPE, notes / "whole").open("finder/embedder")
     command = [sys.executable, "-m", "whorl.cli", "run", "finder.toml", "--store", "killed"]
@@ -124,7 +120,7 @@ def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(
         ("batch_size = 500", DataError, "at least the 500 of a batch"),
     ],
 )
-def test_what_cannot_be_is_told(
+def test_embedder_refuses_invalid_settings(
     change: str, kind: type[Exception], message: str, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(notes)

@@ -1,4 +1,4 @@
-"""What went wrong in training gets from the loop to the metrics, the artifact's curve and the page."""
+"""Training events reach the metrics, the curve of the artifact and the report."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ SKIPPED = {
 BACK = {
     "step": 4,
     "kind": "rollback",
-    "message": "8 steps went wrong",
-    "action": "weights went back",
+    "message": "8 failed steps",
+    "action": "weights restored",
     "loss": None,
 }
 
 
-class Steps(dict[str, Any]):
-    """A stand-in for the model's artifact."""
+class FakeArtifact(dict[str, Any]):
+    """A stand-in for the artifact of the model."""
 
+    step = "pretrain"
     summary: dict[str, Any] = {"tokens_per_second": 1.0}  # noqa: RUF012
 
     def __init__(self, folder: Path) -> None:
@@ -39,36 +40,36 @@ class Steps(dict[str, Any]):
         return self.folder / name
 
 
-def test_an_event_is_in_the_metrics_and_on_the_page(tmp_path: Path) -> None:
+def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", tensorboard=True)
     task = SimpleNamespace(update=lambda **_: None)
     ctx = SimpleNamespace(
         run=run, name="pretrain", progress=Progress.silent(), machine=SimpleNamespace(flops={"float32": 1.0})
     )
-    watch = _PretrainObserver(ctx, SimpleNamespace(steps=9, dtype="float32"), 1.0, None, task)  # type: ignore[arg-type]
+    observer = _PretrainObserver(ctx, SimpleNamespace(steps=9, dtype="float32"), 1.0, None, task)  # type: ignore[arg-type]
     for step in (1, 2, 5, 9):
-        watch.on_step(step, {"nll": 5.0 - step / 10, "tokens_per_second": 9.0, "flops_per_second": 0.5})
+        observer.on_step(step, {"nll": 5.0 - step / 10, "tokens_per_second": 9.0, "flops_per_second": 0.5})
         if step == 2:
-            watch.on_event(3, SKIPPED)
-            watch.on_event(4, BACK)
-    watch.close()
+            observer.on_event(3, SKIPPED)
+            observer.on_event(4, BACK)
+    observer.close()
     curve = list(run.read_metrics("pretrain"))
     (tmp_path / "curve.json").write_text(json.dumps(curve, allow_nan=False))
-    training = _training({"model": Steps(tmp_path)})  # type: ignore[dict-item]
+    training = _training({"model": FakeArtifact(tmp_path)})  # type: ignore[dict-item]
     assert [p["step"] for p in training["points"]] == [1, 2, 5, 9]
     assert [(e["step"], e["kind"], e["n_documents"]) for e in training["events"]] == [
         (3, "nonfinite", 22), (4, "rollback", 0)
     ]  # fmt: skip
     page = to_html(ReportData.model_validate({"training": training}))
-    assert "the loss is nan &lt;b&gt;" in page and "weights went back" in page
+    assert "the loss is nan &lt;b&gt;" in page and "weights restored" in page
     assert "a/&lt;i&gt;.txt (id-12)" in page and "and 21 more" in page
-    quiet = {**training, "events": []}
+    without_events = {**training, "events": []}
     assert "Events</h3>" in page and "Events</h3>" not in to_html(
-        ReportData.model_validate({"training": quiet})
+        ReportData.model_validate({"training": without_events})
     )
 
 
-def test_a_page_shows_the_first_of_very_many_events(tmp_path: Path) -> None:
+def test_page_shows_first_events_of_many(tmp_path: Path) -> None:
     event = {"kind": "spike", "message": "the loss is 9", "action": "skipped"}
     training = {
         "points": [{"step": n, "loss": 3.0} for n in range(1, 9)],

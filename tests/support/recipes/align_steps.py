@@ -1,4 +1,4 @@
-"""A tiny model of bytes, and sets to align it with: what the tests of the stages' steps share."""
+"""Recipe texts with a tiny byte model and small data sets, for tests of the alignment steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Artifact, Store
 from whorl.tracking.progress import Progress
 
-BEGIN = """
+INIT_MODEL = """
 name = "stages"
 [steps.init_model]
 d_model = 32
@@ -19,7 +19,7 @@ n_layers = 2
 n_heads = 2
 mlp_hidden = 32
 """
-SUMS = """
+ARITHMETIC = """
 [steps.sums]
 uses = "tasks"
 source = "arithmetic"
@@ -28,7 +28,7 @@ max_test = 6
 levels = {1 = 1.0}
 columns = false
 """
-LIKES = """
+PREFERENCES = """
 [steps.likes]
 uses = "preferences"
 source = "files"
@@ -50,8 +50,8 @@ max_held_out_fraction = 0.3
 """
 
 
-def code(folder: Path, n: int = 60) -> None:
-    """Python files of one function each, which says in words what it does."""
+def write_code(folder: Path, n: int = 60) -> None:
+    """Write Python files with one documented function each."""
     folder.mkdir(exist_ok=True)
     for i in range(n):
         body = f"    total = value + {i}\n    if total > {i * 7}:\n        return total - {i}\n"
@@ -60,18 +60,18 @@ def code(folder: Path, n: int = 60) -> None:
         (folder / f"m{i}.py").write_text(text + f"\n\nX{i} = {i}\n" * 3)
 
 
-def lines(path: Path, records: Iterable[Any]) -> Path:
-    """JSON lines; a text among the records is a line as it stands."""
+def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
+    """Write JSON lines; a string among the records is written unchanged."""
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
     return path
 
 
-def likes(path: Path, n: int = 48) -> Path:
-    """Pairs with a known judge: a number is answered with `yes`, and not with `nay`, which is as long."""
-    return lines(path, [{"prompt": f"{i}?", "chosen": "yes", "rejected": "nay"} for i in range(n)])
+def write_preferences(path: Path, n: int = 48) -> Path:
+    """Write pairs in which `yes` is preferred to `nay`, which has the same length."""
+    return write_jsonl(path, [{"prompt": f"{i}?", "chosen": "yes", "rejected": "nay"} for i in range(n)])
 
 
-def made(text: str, store: Path, *sets: str) -> dict[str, Artifact]:
-    """Runs a recipe; -> its artifacts."""
+def run_text(text: str, store: Path, *sets: str) -> dict[str, Artifact]:
+    """Run a recipe text and return its artifacts."""
     recipe = parse_recipe(text, "stages.toml", sets=sets)
     return dict(run_recipe(recipe, Store(store), Progress.silent()).artifacts)

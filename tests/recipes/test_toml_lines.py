@@ -1,4 +1,4 @@
-"""Lines for messages: the finder agrees with the TOML parser on which keys there are."""
+"""Line numbers of TOML keys; the scan finds the same keys as the TOML parser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ a.b = 1
 '''
 
 
-def test_lines() -> None:
+def test_key_lines_skip_multiline_strings() -> None:
     lines = key_lines(TEXT)
     assert lines["name",] == 1
     assert lines["steps", "ingest"] == 3 and lines["steps", "ingest", "sources"] == 4
@@ -40,15 +40,15 @@ values = st.sampled_from(["1", '"text = 2"', "[1, 2]", '"""\nx = 1\n[y]\n"""', "
 
 
 @given(st.dictionaries(names, st.dictionaries(names, values, max_size=4), min_size=1, max_size=4))
-def test_every_key_is_found_where_it_stands(tables: dict[str, dict[str, str]]) -> None:
-    text, places = "", {}
+def test_key_lines_agree_with_tomllib(tables: dict[str, dict[str, str]]) -> None:
+    text, expected = "", {}
     for table, entries in tables.items():
         text += f"\n[{table}]\n"
-        places[table,] = text.count("\n")
+        expected[table,] = text.count("\n")
         for key, value in entries.items():
-            places[table, key] = text.count("\n") + 1
+            expected[table, key] = text.count("\n") + 1
             text += f"{key} = {value}\n"
     assert {key: set(found) for key, found in tomllib.loads(text).items()} == {
         key: set(entries) for key, entries in tables.items()
     }
-    assert key_lines(text) == places
+    assert key_lines(text) == expected
