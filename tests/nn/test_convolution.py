@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.nn.checks import assert_same_with_gradients, gen
+from tests.support.nn.checks import assert_same_with_gradients, gen, randn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
@@ -53,7 +53,7 @@ def test_conv_transpose2d_reference_matches_torch(
 
 def test_conv_transpose2d_is_the_gradient_of_conv2d() -> None:
     x = torch.randn(1, 3, 9, 9, generator=gen(), requires_grad=True)
-    weight = torch.randn(5, 3, 3, 3, generator=gen(1))
+    weight = randn(5, 3, 3, 3, seed=1)
     y = conv2d_reference(x, weight, stride=2, padding=1)
     upstream = torch.randn(y.shape, generator=gen(2))
     (gradient,) = torch.autograd.grad(y, x, upstream)
@@ -81,12 +81,12 @@ def test_conv2d_matches_reference_and_counts_flops(kernel: int, stride: int, gro
 def test_initial_weights_keep_activation_size() -> None:
     layer = Conv2d(32, 64, 3, generator=gen())
     assert torch.equal(layer.weight, Conv2d(32, 64, 3, generator=gen()).weight)
-    y = layer(torch.randn(4, 32, 16, 16, generator=gen(1)))[..., 1:-1, 1:-1].relu()
+    y = layer(randn(4, 32, 16, 16, seed=1))[..., 1:-1, 1:-1].relu()
     assert float(y.detach().square().mean()) == pytest.approx(1.0, rel=0.1)
     assert not Conv2d(3, 3, 3, std=0).weight.any()
     for kernel in (2, 3, 4):
         wider = ConvTranspose2d(32, 64, kernel, generator=gen())
-        y = wider(torch.randn(4, 32, 16, 16, generator=gen(1)))[..., 2:-2, 2:-2].relu()
+        y = wider(randn(4, 32, 16, 16, seed=1))[..., 2:-2, 2:-2].relu()
         assert float(y.detach().square().mean()) == pytest.approx(1.0, rel=0.1)
 
 
@@ -94,7 +94,7 @@ def test_initial_weights_keep_activation_size() -> None:
     ("stride", "more"), [(1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2), (4, 3)]
 )
 def test_upsampling_layers_scale_by_the_stride(stride: int, more: int) -> None:
-    x = torch.randn(1, 2, 5, 4, generator=gen())
+    x = randn(1, 2, 5, 4)
     layer = ConvTranspose2d(2, 3, stride + more, stride=stride, bias=True, generator=gen(1))
     assert layer(x).shape == (1, 3, 5 * stride, 4 * stride)
     settings = {"stride": stride, "padding": layer.padding, "output_padding": layer.output_padding}
@@ -147,7 +147,7 @@ def test_conv_transpose_has_checkerboard_resize_has_none() -> None:
 
 
 def test_patches_round_trip_row_by_row() -> None:
-    images = torch.randn(2, 3, 6, 8, generator=gen())
+    images = randn(2, 3, 6, 8)
     patches = to_patches(images, 2)
     assert patches.shape == (2, 12, 12)
     assert torch.equal(patches[1, 5], images[1, :, 2:4, 2:4].flatten())  # row 1, column 1 of 3 x 4

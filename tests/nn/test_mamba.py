@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.nn.checks import gen
+from tests.support.nn.checks import gen, randn
 from torch.nn import functional as F
 
 from whorl.nn import mamba as module
@@ -46,7 +46,7 @@ def test_selective_scan_matches_reference_with_gradients(
     monkeypatch.setattr(module, "ROW_ELEMENTS", rows * 6 * 4)
     *leaves, memory = scan_inputs(3, length, 6, 4)
     keep = (torch.rand(3, length, generator=gen(6)) > 0.3).float() if bordered else None
-    upstream = torch.randn(3, length, 6, generator=gen(7))
+    upstream = randn(3, length, 6, seed=7)
     results = []
     for scan, how in ((selective_scan, {"chunk": chunk}), (selective_scan_reference, {})):
         y, last = scan(*leaves, memory, keep, **how)  # type: ignore[operator]
@@ -137,7 +137,7 @@ def test_mamba_matches_transformers(length: int) -> None:
     with torch.no_grad():
         for to, of in pairs.items():
             to.copy_(of)
-    x = torch.randn(2, length, 32, generator=gen(3))
+    x = randn(2, length, 32, seed=3)
     results = []
     for layer, first in ((ours, ours.inward), (theirs, theirs.in_proj)):
         leaf = x.clone().requires_grad_()
@@ -160,7 +160,7 @@ def test_mamba_initial_weights_match_paper() -> None:
 
 def test_mamba_bf16_is_close_and_state_is_fp32() -> None:
     layer = make_layer(16)
-    x = torch.randn(2, 200, 16, generator=gen(1)).bfloat16()
+    x = randn(2, 200, 16, seed=1).bfloat16()
     state = layer.new_state(2, 200, dtype=torch.bfloat16)
     y, want = layer(x, state=state), layer(x.float())
     assert y.dtype == torch.bfloat16 and state.ssm_state.dtype == torch.float32

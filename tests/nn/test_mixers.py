@@ -10,12 +10,27 @@ import torch
 from tests.support.nn.checks import assert_all_parameters_trained, draw_zero_parameters, gen, in_pieces, randn
 from torch import Tensor
 
-from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadLatentAttention
+from whorl.errors import ConfigError
+from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadAttention, MultiHeadLatentAttention
 from whorl.nn.mamba import Mamba
 from whorl.nn.positions.rotary import Rotary
 from whorl.nn.recurrent import GRU, LSTM, RNN
 
 D, T, CAPACITY = 24, 12, 15
+ROTARY = Rotary(6, 10_000.0, torch.float32)
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "multi-query": {"n_kv_heads": 1, "bias": True, "out_bias": True},
+    "grouped rotary": {"n_kv_heads": 2, "rotary": ROTARY, "qk_norm": 1e-6, "norm_offset": 1.0},
+    "window": {"window": 3, "rotary": ROTARY, "smear": True},
+    "window 1": {"window": 1},
+    "window sink": {"window": 4, "sink": True, "softcap": 5.0, "n_kv_heads": 2},
+    "stride": {"stride": 3, "alibi": True},
+    "window stride alibi": {"window": 7, "stride": 2, "alibi": True},
+    "block": {"block": 3, "rotary": ROTARY},
+    "block window": {"block": 4, "window": 3, "qk_norm": 1e-5},
+    "smear": {"smear": True, "n_kv_heads": 2, "rotary": ROTARY, "scale": 0.5, "head_dim": 6},
+}
 
 
 def mla(form: str, q_rank: int | None = None) -> MultiHeadLatentAttention:
@@ -43,7 +58,12 @@ MIXERS: dict[str, Callable[[], Any]] = {
     "rnn": lambda: RNN(D, generator=gen()),
     "lstm": lambda: LSTM(D, generator=gen()),
     "gru": lambda: GRU(D, generator=gen()),
+    **{
+        f"heads {name}": lambda o=o: MultiHeadAttention(D, 4, generator=gen(), **o)
+        for name, o in HEADS.items()
+    },
 }
+ATTENTION = ("hstu", "mla", "heads")
 EVERY_MIXER = pytest.mark.parametrize("kind", MIXERS)
 
 
@@ -62,7 +82,7 @@ def times_of(kind: str, length: int = T, rows: int = 2) -> dict[str, Tensor]:
 
 def segments_of(kind: str) -> Tensor:
     """Documents of two packed rows. A recurrent layer treats an id that returns as a new document."""
-    if kind.startswith(("hstu", "mla")):
+    if kind.startswith(ATTENTION):
         return torch.tensor([[3] * 5 + [4] * 7, [0] * T])
     return torch.tensor([[1, 2, 1, 2, 2, 2, 2, 1, 1, 1, 3, 3], [5] * T])
 
@@ -80,34 +100,43 @@ def state_bytes(kind: str, packed: bool) -> int | None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("pieces", [(1, 3, 8), (1,) * T, (T,), (7, 5)], ids=str)
 def test_mixer_pieces_equal_the_row(kind: str, packed: bool, pieces: tuple[int, ...]) -> None:
-    layer, x, times = make(kind), randn(2, T, D, seed=3), times_of(kind)
-    segments = segments_of(kind) if packed else None
-    reference = make("mla expanded") if kind == "mla absorbed" else layer
-    state = layer.new_state(2, CAPACITY)
-    first = in_pieces(layer, x, pieces[:1], state, segments=segments, **times)
-    n_bytes = state.n_bytes
-    rest = {
-        name: None if t is None else t[:, pieces[0] :] for name, t in {"segments": segments, **times}.items()
-    }
-    y = (
-        torch.cat([first, in_pieces(layer, x[:, pieces[0] :], pieces[1:], state, **rest)], 1)
-        if pieces[1:]
-        else first
-    )
-    torch.testing.assert_close(y, reference(x, segments=segments, **times), atol=1e-5, rtol=1e-4)
-    assert state.length == T and state.n_bytes == n_bytes == (state_bytes(kind, packed) or n_bytes)
+    layer, x = make(kind), randn(2, T, D, seed=3)
+    options = times_of(kind) | ({"segments": segments_of(kind)} if packed else {})
+    expected = (make("mla expanded") if kind == "mla absorbed" else layer)(x, **options)
+    for with_grad in (False, True):
+        state, parts, sizes = layer.new_state(2, CAPACITY), [], set()
+        for n in pieces:
+            part = slice(state.length, state.length + n)
+            with torch.set_grad_enabled(with_grad):
+                parts.append(
+                    layer(x[:, part], state=state, **{name: t[:, part] for name, t in options.items()})
+                )
+            sizes.add(state.n_bytes)
+        torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
+        assert state.length == T and sizes == {state_bytes(kind, packed) or state.n_bytes}
+    torch.cat(parts, 1).sum().backward()  # gradients stop at the state
     tensors = [t for value in vars(state).values() for t in (value if isinstance(value, tuple) else (value,))]
     assert not any(t.requires_grad for t in tensors if isinstance(t, Tensor))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MIXERS if kind.startswith(ATTENTION)])
+def test_mixer_full_state_raises_and_stays_unchanged(kind: str) -> None:
+    layer, x, times = make(kind), randn(2, T, D), times_of(kind)
+    state = layer.new_state(2, T)
+    layer(x, state=state, **times)
+    with pytest.raises(ConfigError, match="capacity is 12"):
+        layer(x[:, :1], state=state, **{name: t[:, :1] for name, t in times.items()})
+    assert state.length == T
 
 
 @EVERY_MIXER
 def test_mixer_packed_row_equals_documents(kind: str) -> None:
     layer, lengths = make(kind), (5, 1, 6)
     x = randn(1, T, D, seed=5).requires_grad_()
-    last = 3 if kind.startswith(("hstu", "mla")) else 1  # the first document's id again
+    last = 3 if kind.startswith(ATTENTION) else 1  # the first document's id again
     segments = torch.tensor([[1] * 5 + [2] + [last] * 6])
     options: dict[str, Any] = times_of(kind, rows=1)
-    if kind.startswith("mla"):
+    if kind.startswith(("mla", "heads")):
         options["positions"] = torch.cat([torch.arange(n) for n in lengths])
     packed, documents, start = layer(x, segments=segments, **options), [], 0
     for n in lengths:
@@ -141,7 +170,8 @@ def test_mixer_is_causal_and_trains_every_parameter(kind: str) -> None:
     other = layer(changed, **times)
     torch.testing.assert_close(other[:, :6], y[:, :6])
     assert not torch.allclose(other[:, 6:], y[:, 6:])
-    assert_all_parameters_trained(layer, y)
+    # A single key has weight 1, and the softmax removes a key's bias.
+    assert_all_parameters_trained(layer, y, without=("q.", "k.") if kind == "heads window 1" else ("k.bias",))
 
 
 @EVERY_MIXER

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.nn.checks import gen
+from tests.support.nn.checks import gen, randn
 
 from whorl.errors import ConfigError
 from whorl.nn import Attention, NGramEmbedding, rotary_tables
@@ -35,7 +35,7 @@ from whorl.nn.recurrent import GRU, RNN
 SEGMENTS = torch.tensor([[3, 3, 3, 3, 1, 2, 2, 2, 2], [5] * 9])
 LAYOUT = torch.eye(5).bool()
 ROTARY = Rotary(8, 10_000.0, torch.float32)
-X = torch.randn(2, 11, 32, generator=gen(5))
+X = randn(2, 11, 32, seed=5)
 Q, K, V = (torch.randn(2, n, 9, d, generator=gen()) for n, d in ((4, 8), (2, 8), (2, 6)))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.nn.checks import gen
+from tests.support.nn.checks import gen, randn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,7 +54,7 @@ def test_rms_norm_module_matches_torch(eps: float) -> None:
     ours, theirs = RMSNorm(10, eps), nn.RMSNorm(10, eps)
     assert torch.equal(ours.weight, torch.ones(10))
     draw_parameters(ours, theirs)
-    x = 3 * torch.randn(2, 3, 10, generator=gen()) + 2
+    x = 3 * randn(2, 3, 10) + 2
     assert_norms_equal(ours, theirs, x, (list(ours.parameters()), list(theirs.parameters())))
 
 
@@ -63,7 +63,7 @@ def test_rms_norm_with_offset_matches_gemma() -> None:
 
     ours, theirs = RMSNorm(10, offset=1.0), GemmaRMSNorm(10, eps=1e-6)
     assert not ours.weight.any()  # a new one has gain 1
-    x = 3 * torch.randn(2, 3, 10, generator=gen()) + 2
+    x = 3 * randn(2, 3, 10) + 2
     torch.testing.assert_close(ours(x), RMSNorm(10)(x))
     draw_parameters(ours, theirs)
     assert_norms_equal(ours, theirs, x, ([ours.weight], [theirs.weight]))
@@ -108,7 +108,7 @@ def test_batch_norm_matches_torch_in_train_and_eval(momentum: float | None, shap
 @pytest.mark.parametrize("channels_first", [True, False])
 def test_norm_statistics_are_fp32_for_bf16_input(channels_first: bool) -> None:
     """Values around 100 with a standard deviation of 1: bf16 sums would lose all digits of the variance."""
-    x = (100 + torch.randn(16, 64, 8, generator=gen())).bfloat16()
+    x = (100 + randn(16, 64, 8)).bfloat16()
     norms: list[nn.Module] = (
         [GroupNorm(4, 64), BatchNorm(64)] if channels_first else [LayerNorm(8), RMSNorm(8)]
     )
@@ -128,7 +128,7 @@ def test_norm_statistics_are_fp32_for_bf16_input(channels_first: bool) -> None:
 
 
 def test_layer_norm_variance_is_exact_for_large_mean() -> None:
-    x = torch.randn(4, 256, generator=gen()) + 4000
+    x = randn(4, 256) + 4000
     want = F.layer_norm(x.double(), (256,)).float()
     torch.testing.assert_close(LayerNorm(256)(x), want, atol=1e-3, rtol=1e-3)
 

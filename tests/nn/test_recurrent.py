@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.nn.checks import gen
+from tests.support.nn.checks import gen, randn
 from torch import nn
 
 from whorl.nn.recurrent import GRU, LSTM, RNN, Recurrent
@@ -34,7 +34,7 @@ def test_recurrent_layers_match_torch_with_gradients(
     assert ours.out is not None
     nn.init.orthogonal_(ours.out.weight, generator=gen(3))
     x = torch.randn(3, 11, 6, generator=gen(), requires_grad=True)
-    upstream = torch.randn(3, 11, 6, generator=gen(1))
+    upstream = randn(3, 11, 6, seed=1)
     y, want = ours(x), theirs(x)[0] @ ours.out.weight.t()
     torch.testing.assert_close(y, want, atol=2e-6, rtol=1e-5)
     weights = lambda m, a, b: (x, a, b, m)  # noqa: E731
@@ -75,7 +75,7 @@ def test_recurrent_layers_pass_gradcheck_with_borders(kind: type[Recurrent]) -> 
 @pytest.mark.parametrize("kind", OURS)
 def test_recurrent_bf16_is_fp32_rounded_once(kind: type[Recurrent]) -> None:
     layer = kind(8, generator=gen())
-    x = torch.randn(2, 30, 8, generator=gen(1)).bfloat16()
+    x = randn(2, 30, 8, seed=1).bfloat16()
     assert torch.equal(layer(x), layer(x.float()).bfloat16())
 
 

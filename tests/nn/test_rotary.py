@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.nn.checks import gen
+from tests.support.nn.checks import gen, randn
 from torch import Tensor
 
 from whorl.nn.positions.rotary import (
@@ -54,7 +54,7 @@ def test_rotary_matches_complex_multiplication(
     layout: Layout, rotary_dim: int | None, scaling: RopeScaling | None
 ) -> None:
     rotary = Rotary(16, 100.0, torch.float32, scaling, layout, rotary_dim)
-    x = torch.randn(2, 5, 3, 16, generator=gen())
+    x = randn(2, 5, 3, 16)
     frequency = rotary_frequencies(rotary_dim or 16, 100.0, scaling)
     gain = 1.0 if scaling is None else 0.1 * math.log(4.0) + 1.0
     positions = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 70, 0, 3]])
@@ -103,7 +103,7 @@ def test_rotary_scores_depend_on_distance_only(
     i: int, j: int, shift: int, layout: Layout, rotary_dim: int | None, scaling: RopeScaling | None
 ) -> None:
     rotary = Rotary(16, 1e4, torch.float32, scaling, layout, rotary_dim)
-    q, k = torch.randn(2, 1, 1, 1, 16, generator=gen())
+    q, k = randn(2, 1, 1, 1, 16)
 
     def score(i: int, j: int) -> float:
         rotated = (rotary.rotate(x, rotary.tables_at(torch.tensor([at]))) for x, at in ((q, i), (k, j)))
@@ -247,7 +247,7 @@ def test_yarn_ramp_keeps_more_than_the_papers_formula() -> None:
 
 
 def test_yarn_scales_scores_by_its_temperature() -> None:
-    q, k = torch.randn(2, 1, 1, 1, 64, generator=gen())
+    q, k = randn(2, 1, 1, 1, 64)
     still = torch.zeros(1, dtype=torch.long)  # no rotation at position 0
     rotary = Rotary(64, 1e4, torch.float32, RopeScaling("yarn", 16.0, 2048))
     rotated = (rotary.rotate(x, rotary.tables_at(still)) for x in (q, k))
@@ -264,7 +264,7 @@ def test_rope_scaling_with_factor_one_is_identity(scaling: RopeScaling) -> None:
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_rotary_bf16_is_close_to_fp32(layout: Layout) -> None:
-    x = torch.randn(1, 6, 2, 16, generator=gen())
+    x = randn(1, 6, 2, 16)
     low, high = (Rotary(16, 1e4, t, layout=layout, rotary_dim=8) for t in (torch.bfloat16, torch.float32))
     out = low.rotate(x.bfloat16(), low.tables_between(4000, 4006, x.device))
     assert out.dtype == torch.bfloat16

@@ -1,10 +1,10 @@
-"""Causal attention, RMS norm, rotary positions and n-gram embeddings against their definitions and torch."""
+"""Causal attention and n-gram embeddings against their definitions and torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.nn.checks import assert_same_with_gradients, gen
+from tests.support.nn.checks import assert_same_with_gradients, gen, randn
 from torch.nn import functional as F
 
 from whorl.nn import (
@@ -12,11 +12,9 @@ from whorl.nn import (
     NGramEmbedding,
     causal_attention,
     causal_attention_reference,
-    rms_norm,
     rotary_tables,
 )
 from whorl.nn.ngram import ngram_bucket_ids
-from whorl.nn.positions.rotary import apply_rotary
 
 
 @pytest.mark.parametrize("length", [1, 5, 256, 257, 300])
@@ -36,7 +34,7 @@ def test_causal_attention_matches_reference_with_gradients(length: int, packed: 
 def test_grouped_attention_stays_within_segments(kv_heads: int) -> None:
     layer = Attention(32, 4, kv_heads, 8, generator=gen())
     torch.nn.init.normal_(layer.out.weight, generator=gen(1))
-    a, b = torch.randn(1, 10, 32, generator=gen(2)), torch.randn(1, 7, 32, generator=gen(3))
+    a, b = randn(1, 10, 32, seed=2), randn(1, 7, 32, seed=3)
 
     def run(x: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
         return layer(x, rotary_tables(positions, 8), segments)
@@ -48,24 +46,6 @@ def test_grouped_attention_stays_within_segments(kv_heads: int) -> None:
     )
     apart = torch.cat([run(a, torch.arange(10), None), run(b, torch.arange(7), None)], 1)
     torch.testing.assert_close(packed, apart, atol=1e-5, rtol=1e-4)
-
-
-def test_rms_norm_matches_torch_and_is_exact_in_bf16() -> None:
-    x, gain = torch.randn(5, 64, generator=gen()), torch.randn(64, generator=gen(1))
-    torch.testing.assert_close(rms_norm(x, gain), F.rms_norm(x, (64,), gain, eps=1e-6))
-    low = x.bfloat16()
-    torch.testing.assert_close(rms_norm(low), rms_norm(low.float()).bfloat16())
-
-
-def test_rotary_products_depend_on_distance_only() -> None:
-    q, k = torch.randn(1, 1, 1, 16, generator=gen()), torch.randn(1, 1, 1, 16, generator=gen(1))
-
-    def product(i: int, j: int) -> float:
-        rotated = (apply_rotary(x, *rotary_tables(torch.tensor([at]), 16)) for x, at in ((q, i), (k, j)))
-        return float(torch.mul(*rotated).sum())
-
-    assert product(3, 1) == pytest.approx(product(53, 51), abs=1e-4)
-    assert product(3, 1) != pytest.approx(product(4, 1), abs=1e-3)
 
 
 def test_ngram_buckets_match_ngrams_and_stop_at_borders() -> None:

@@ -6,15 +6,10 @@ import math
 
 import pytest
 import torch
-from tests.support.nn.checks import assert_same_with_gradients, gen
+from tests.support.nn.checks import assert_same_with_gradients, gen, randn
 from torch.nn import functional as F
 
-from whorl.nn.attention.hstu import (
-    HSTUAttention,
-    hstu_attention,
-    hstu_attention_reference,
-    time_buckets,
-)
+from whorl.nn.attention.hstu import HSTUAttention, hstu_attention, hstu_attention_reference, time_buckets
 
 
 def make_layer(**kwargs: object) -> HSTUAttention:
@@ -59,7 +54,7 @@ def hstu_by_loop(made: HSTUAttention, x: torch.Tensor, times: torch.Tensor | Non
 @pytest.mark.parametrize("timed", [False, True])
 def test_hstu_layer_matches_equations_pair_by_pair(timed: bool) -> None:
     made = make_layer(scale=0.7)
-    x, times = torch.randn(2, 11, 16, generator=gen(5)), times_of(2, 11)
+    x, times = randn(2, 11, 16, seed=5), times_of(2, 11)
     with torch.no_grad():
         out = made(x, times=times if timed else None)
         want = torch.stack([hstu_by_loop(made, x[b], times[b] if timed else None) for b in range(2)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.nn.checks import assert_same_with_gradients, gen
+from tests.support.nn.checks import assert_same_with_gradients, gen, randn
 
 from whorl.nn.attention.linear import (
     LinearAttention,
@@ -23,7 +23,7 @@ def make_layer(**kwargs: object) -> LinearAttention:
 
 def test_linear_attention_reference_matches_paper() -> None:
     q, k = (torch.rand(1, 1, 6, 4, generator=gen(i)) + 0.1 for i in range(2))
-    v = torch.randn(1, 1, 6, 3, generator=gen(2))
+    v = randn(1, 1, 6, 3, seed=2)
     out = linear_attention_reference(q, k, v, torch.tensor([0.9]).log())
     for i in range(6):
         weights = [float(q[0, 0, i] @ k[0, 0, j]) * 0.9 ** (i - j) for j in range(i + 1)]
@@ -70,7 +70,7 @@ def test_linear_attention_forms_agree_with_gradients(decayed: bool, packed: bool
 
 def test_linear_attention_bf16_long_row_is_close_to_fp32() -> None:
     made = make_layer(chunk=16).to(torch.float32)
-    x = torch.randn(1, 1000, 24, generator=gen(5))
+    x = randn(1, 1000, 24, seed=5)
     x = torch.cat([x, x + 0.0], dim=1).bfloat16()
     low, full = made(x).float(), made(x.float())
     error = (low - full).norm() / full.norm()

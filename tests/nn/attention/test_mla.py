@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.nn.checks import gen
+from tests.support.nn.checks import gen, randn
 
 from whorl.nn.attention.mla import MultiHeadLatentAttention
 from whorl.nn.attention.multi_head import MultiHeadAttention
@@ -58,7 +58,7 @@ def mla_by_loop(made: MultiHeadLatentAttention, x: torch.Tensor) -> torch.Tensor
 def test_mla_forms_match_equations(form: str) -> None:
     made = make_layer()
     made.form = form  # type: ignore[assignment]
-    x = torch.randn(2, 9, 24, generator=gen(3))
+    x = randn(2, 9, 24, seed=3)
     want = torch.stack([mla_by_loop(made, row) for row in x])
     torch.testing.assert_close(made(x), want, atol=1e-5, rtol=1e-4)
 

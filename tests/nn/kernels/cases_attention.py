@@ -17,17 +17,15 @@ from whorl.nn.kernels.attention import attention, supports
 from whorl.nn.kernels.mask_bounds import PADDING_DOCUMENT, document_bounds
 
 B, H, T, D, DV = 2, 4, 37, 24, 17
-SEGMENTS = torch.tensor(
-    [[1] * 5 + [2] * 20 + [3] * 12, [9] * 16 + [4] * 14 + [9] * 7]
-)  # a number may come again
+SEGMENTS = torch.tensor([[1] * 5 + [2] * 20 + [3] * 12, [9] * 16 + [4] * 14 + [9] * 7])  # an id may return
 PADDED = torch.ones(B, T, dtype=torch.bool)
-PADDED[0, :18] = False  # a whole block and a part of one
-PADDED[1] = False  # a row of nothing else
+PADDED[0, :18] = False  # a whole block and part of one
+PADDED[1] = False  # a row of padding only
 MASKS = {
     "causal": Mask(),
     "open": Mask(causal=False),
     "window": Mask(window=5),
-    "window of two": Mask(window=2),  # one score of a block: a bound that is off by one loses it
+    "window of two": Mask(window=2),  # one score per block: a bound that is off by one loses it
     "window both ways": Mask(window=9, causal=False),
     "packed": Mask(query_segments=SEGMENTS, key_segments=SEGMENTS),
     "packed, open": Mask(causal=False, query_segments=SEGMENTS, key_segments=SEGMENTS),
@@ -38,7 +36,7 @@ MASKS = {
 }
 
 
-def drawn(mask: Mask, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def draw(mask: Mask, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     g = torch.Generator().manual_seed(7)
     shapes = [(B, H, T - mask.offset, D), (B, kv_heads, T, D), (B, kv_heads, T, DV)]
     return [torch.randn(*s, generator=g).to(dtype).requires_grad_() for s in shapes]
@@ -50,23 +48,23 @@ def with_gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_every_mask_with_gradients(name: str) -> None:
+def test_attention_matches_reference_for_every_mask(name: str) -> None:
     mask = MASKS[name]
-    inputs = drawn(mask, kv_heads=2)
+    inputs = draw(mask, kv_heads=2)
     ours = with_gradients(attention(*inputs, mask, D**-0.5, (16, 16)), inputs)
     theirs = with_gradients(attend(*inputs, mask, backend="reference"), inputs)
     for a, b in zip(ours, theirs, strict=True):
         assert a.any() and not a.isnan().any()
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    if name == "padded":  # queries that see nothing: exact zeros, and no gradient
+    if name == "padded":  # queries without allowed keys: exact zeros, and no gradient
         for a in (ours[0][0, :, :18], ours[0][1], ours[1][0, :, :18], ours[1][1], ours[2][1], ours[3][1]):
             assert not a.any()
 
 
 @pytest.mark.parametrize(("dtype", "digit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
-def test_half_types_err_by_a_few_of_their_digits(dtype: torch.dtype, digit: float) -> None:
-    """Against fp32 on the same numbers. (The interpreter cuts bf16 off instead of rounding: see `guard.py`.)"""
-    inputs = drawn(Mask(), 2, dtype)
+def test_attention_half_types_have_small_errors(dtype: torch.dtype, digit: float) -> None:
+    """Compare with fp32 on the same numbers. (The interpreter truncates to bf16: see `triton_support.py`.)"""
+    inputs = draw(Mask(), 2, dtype)
     exact_inputs = [t.detach().float().requires_grad_() for t in inputs]
     exact = with_gradients(attend(*exact_inputs, Mask(), backend="reference"), exact_inputs)
     ours = with_gradients(attention(*inputs, Mask(), D**-0.5, (32, 16)), inputs)
@@ -81,7 +79,7 @@ def test_half_types_err_by_a_few_of_their_digits(dtype: torch.dtype, digit: floa
     seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=8, deadline=None)
-def test_any_sizes(
+def test_attention_matches_reference_for_any_sizes(
     queries: int,
     more: int,
     causal: bool,
@@ -99,7 +97,7 @@ def test_any_sizes(
         causal=causal, window=window, offset=more, key_segments=numbers,
         query_segments=None if numbers is None else numbers[:, more:],
     )  # fmt: skip
-    # Laid out as a layer does, [B, T, H, d], so that strides are not those of the shape.
+    # Memory [B, T, H, d] as in layers, so that strides differ from those of the shape.
     shapes = [(1, queries, group, d), (1, keys, 1, d), (1, keys, 1, dv)]
     inputs = [torch.randn(*s, generator=g).transpose(1, 2).requires_grad_() for s in shapes]
     ours = with_gradients(attention(*inputs, mask, 0.3, (16, 16)), inputs)
@@ -108,12 +106,12 @@ def test_any_sizes(
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
 
 
-def test_large_scores_do_not_overflow_and_the_block_size_does_not_matter() -> None:
-    """Scores of a thousand, and a last block of keys that is padding but for one."""
-    q, k, v = ((t.detach() * 8)[:1, :2, :33].requires_grad_() for t in drawn(Mask(), 4))
+def test_attention_large_scores_do_not_overflow() -> None:
+    """Scores of a thousand, and a last block of keys with a single valid key."""
+    q, k, v = ((t.detach() * 8)[:1, :2, :33].requires_grad_() for t in draw(Mask(), 4))
     one, other = (with_gradients(attention(q, k, v, Mask(), 1.0, b), [q, k, v]) for b in ((16, 32), (32, 16)))
     for a, b in zip(one, other, strict=True):
-        assert float((a - b).detach().norm()) < 1e-3 * float(b.detach().norm())  # false for NaN
+        assert float((a - b).detach().norm()) < 1e-3 * float(b.detach().norm())  # also false for NaN
     very_low = torch.full(
         (1, 1, 17, 16), -30.0, requires_grad=True
     )  # log sums of -14,000: exp2(0 - L) is infinite
@@ -122,7 +120,7 @@ def test_large_scores_do_not_overflow_and_the_block_size_does_not_matter() -> No
     assert torch.autograd.grad(y.sum(), very_low)[0].isfinite().all()
 
 
-def test_bounds_are_never_too_narrow_and_sharp_for_documents_in_a_row() -> None:
+def test_document_bounds_are_safe_and_tight() -> None:
     g = torch.Generator().manual_seed(0)
     ours, theirs = torch.randint(0, 4, (3, 50), generator=g), torch.randint(0, 4, (3, 70), generator=g)
     theirs[0, 16:40] = PADDING_DOCUMENT
@@ -132,7 +130,7 @@ def test_bounds_are_never_too_narrow_and_sharp_for_documents_in_a_row() -> None:
         assert first <= j < stop
         first, stop = of_keys[b, j // 8].tolist()
         assert first <= i < stop
-    packed = torch.arange(8).repeat_interleave(16)[None].int()  # eight documents of a block each
+    packed = torch.arange(8).repeat_interleave(16)[None].int()  # eight documents of one block each
     keys, queries = document_bounds(packed, packed, (16, 16))
     want = torch.stack([torch.arange(0, 128, 16), torch.arange(16, 129, 16)], -1).int()[None]
     assert torch.equal(keys, want) and torch.equal(queries, want)
@@ -140,7 +138,7 @@ def test_bounds_are_never_too_narrow_and_sharp_for_documents_in_a_row() -> None:
     assert empty.tolist() == [[[0, 0]]]
 
 
-def test_the_backend_of_a_layer() -> None:
+def test_multi_head_triton_backend_matches_reference() -> None:
     g = torch.Generator().manual_seed(3)
     layer = MultiHeadAttention(32, 4, n_kv_heads=2, backend="triton", generator=g)
     torch.nn.init.normal_(layer.out.weight, std=0.1, generator=g)
@@ -157,8 +155,8 @@ def test_the_backend_of_a_layer() -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_what_it_cannot_do_is_refused() -> None:
-    q, k, v = drawn(Mask(), 2)
+def test_attention_raises_for_unsupported_options() -> None:
+    q, k, v = draw(Mask(), 2)
     for mask in (Mask(stride=3), Mask(causal=False, block=4)):
         assert not supports(q, k, v, mask)
         with pytest.raises(ConfigError, match="no stride and no block"):

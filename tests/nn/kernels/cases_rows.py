@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.nn.checks import gen, randn
 from torch import Tensor
 
 from whorl.errors import ConfigError
@@ -27,12 +28,8 @@ from whorl.objectives.next_token import logits_step, next_token, next_token_refe
 ATOL = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def agree(ours: Any, theirs: Any, *inputs: Tensor, atol: float = 2e-6) -> None:
-    """Values, and gradients of all inputs."""
+def assert_agree(ours: Any, theirs: Any, *inputs: Tensor, atol: float = 2e-6) -> None:
+    """Compare values, and gradients of all inputs."""
     found = []
     for function in (ours, theirs):
         leaves = [t.detach().clone().requires_grad_() for t in inputs]
@@ -46,52 +43,54 @@ def agree(ours: Any, theirs: Any, *inputs: Tensor, atol: float = 2e-6) -> None:
 
 @pytest.mark.parametrize("dtype", ATOL)
 @pytest.mark.parametrize("shape", [(5, 1), (3, 2, 16), (4, 53)])
-def test_softmax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_softmax_matches_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(*shape, generator=gen()).mul(4).to(dtype)
-    agree(lambda x: softmax(x, max_block=16), softmax_reference, x, atol=ATOL[dtype])
+    assert_agree(lambda x: softmax(x, max_block=16), softmax_reference, x, atol=ATOL[dtype])
 
 
 @given(width=st.integers(1, 60), shift=st.floats(-300, 300), seed=st.integers(0, 99))
 @settings(max_examples=8, deadline=None)
-def test_softmax_sums_to_1_and_does_not_see_a_shift(width: int, shift: float, seed: int) -> None:
+def test_softmax_sums_to_1_and_is_shift_invariant(width: int, shift: float, seed: int) -> None:
     x = torch.randn(2, width, generator=gen(seed)) * 10
     p = softmax(x, max_block=16)
     torch.testing.assert_close(p.sum(-1), torch.ones(2))
     torch.testing.assert_close(softmax(x + shift, max_block=16), p, atol=1e-4, rtol=1e-3)
 
 
-def test_softmax_of_infinities() -> None:
-    x = torch.randn(3, 40, generator=gen())
-    x[0, :20] = float("-inf")  # a first block of nothing else
+def test_softmax_handles_infinities() -> None:
+    x = randn(3, 40)
+    x[0, :20] = float("-inf")  # a first block of -inf only
     x[1, 5] = float("-inf")
     torch.testing.assert_close(softmax(x, max_block=16), x.softmax(-1))
     assert softmax(torch.full((1, 40), float("-inf")), max_block=16).isnan().all()
 
 
-GAINS: dict[str, tuple[int, ...] | None] = {"none": None, "a feature": (24,), "a head": (3, 1)}
+GAINS: dict[str, tuple[int, ...] | None] = {"none": None, "per feature": (24,), "per head": (3, 1)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", GAINS)
-def test_rms_norm(kind: str, dtype: torch.dtype) -> None:
-    x = torch.randn(5, 15, 3, 24, generator=gen()).to(dtype)
+def test_rms_norm_kernel_matches_reference(kind: str, dtype: torch.dtype) -> None:
+    x = randn(5, 15, 3, 24).to(dtype)
     shape = GAINS[kind]
     atol = max(ATOL[dtype], 2e-5)
     if shape is None:
-        agree(lambda x: norms.rms_norm(x), lambda x: rms_norm_reference(x), x, atol=atol)
+        assert_agree(lambda x: norms.rms_norm(x), lambda x: rms_norm_reference(x), x, atol=atol)
         return
     gain = torch.randn(*shape, generator=gen(1))
     ours = norms.rms_norm
-    agree(lambda x, g: ours(x, g, 1e-3, 2), lambda x, g: rms_norm_reference(x, g, 1e-3), x, gain, atol=atol)
+    assert_agree(
+        lambda x, g: ours(x, g, 1e-3, 2), lambda x, g: rms_norm_reference(x, g, 1e-3), x, gain, atol=atol
+    )
 
 
 @given(
     rows=st.integers(1, 40), width=st.integers(1, 300), programs=st.integers(1, 4), seed=st.integers(0, 99)
 )
 @settings(max_examples=8, deadline=None)
-def test_rms_norm_of_any_size(rows: int, width: int, programs: int, seed: int) -> None:
+def test_rms_norm_kernel_matches_for_any_size(rows: int, width: int, programs: int, seed: int) -> None:
     x, gain = torch.randn(rows, width, generator=gen(seed)), torch.randn(width, generator=gen(seed + 1))
-    agree(
+    assert_agree(
         lambda x, g: norms.rms_norm(x, g, 1e-5, programs),
         lambda x, g: rms_norm_reference(x, g, 1e-5),
         x,
@@ -101,12 +100,12 @@ def test_rms_norm_of_any_size(rows: int, width: int, programs: int, seed: int) -
     torch.testing.assert_close(
         norms.rms_norm(x * 7, gain, 0.0), norms.rms_norm(x, gain, 0.0), atol=1e-4, rtol=1e-4
     )
-    leaf = x.requires_grad_()  # the scale does not matter, so the gradient is orthogonal to x
+    leaf = x.requires_grad_()  # invariance to scale makes the gradient orthogonal to x
     (d_x,) = torch.autograd.grad(norms.rms_norm(leaf, gain, 0.0).sum(), leaf)
     assert float((d_x * x).sum(-1).detach().abs().max()) < 1e-3 * width
 
 
-def test_rms_norm_knows_what_it_takes() -> None:
+def test_rms_norm_supports_gains_and_widths() -> None:
     x = torch.zeros(2, 3, 8)
     assert (
         norms.supports(x, None) and norms.supports(x, torch.ones(8)) and norms.supports(x, torch.ones(3, 1))
@@ -115,21 +114,19 @@ def test_rms_norm_knows_what_it_takes() -> None:
     assert not norms.supports(torch.zeros(1, norms.MAX_WIDTH + 1), None)
 
 
-def by_kernel_step(*_: Any) -> Any:
+def select_kernel_step(*_: Any) -> Any:
     return lambda *args: cross_entropy_(*args, max_block=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (1e-2, None), (1e-2, 1.5), (0.0, 30.0)])
-def test_cross_entropy_through_the_objective(
-    z_loss: float, softcap: float | None, dtype: torch.dtype
-) -> None:
-    hidden = torch.randn(40, 24, generator=gen()).to(dtype).requires_grad_()
+def test_cross_entropy_matches_next_token(z_loss: float, softcap: float | None, dtype: torch.dtype) -> None:
+    hidden = randn(40, 24).to(dtype).requires_grad_()
     head = torch.randn(101, 24, generator=gen(1), requires_grad=True)
     targets, mask = torch.randint(0, 101, (40,), generator=gen(2)), torch.rand(40, generator=gen(3)) > 0.3
     found = []
     for f, more in (
-        (next_token, {"select_step": by_kernel_step}),
+        (next_token, {"select_step": select_kernel_step}),
         (next_token, {}),
         (next_token_reference, {}),
     ):
@@ -145,7 +142,7 @@ def test_cross_entropy_through_the_objective(
 
 @given(n=st.integers(1, 6), vocab=st.integers(1, 80), seed=st.integers(0, 99))
 @settings(max_examples=8, deadline=None)
-def test_the_gradient_of_a_row_sums_to_0_and_a_masked_row_is_nothing(n: int, vocab: int, seed: int) -> None:
+def test_cross_entropy_gradient_rows_sum_to_0(n: int, vocab: int, seed: int) -> None:
     logits = torch.randn(n, vocab, generator=gen(seed)) * 5
     targets = torch.randint(0, vocab, (n,), generator=gen(seed))
     keep = torch.ones(n)
@@ -157,8 +154,8 @@ def test_the_gradient_of_a_row_sums_to_0_and_a_masked_row_is_nothing(n: int, voc
     torch.testing.assert_close(d.sum(-1), torch.zeros(n), atol=1e-5, rtol=0)
 
 
-def test_cross_entropy_of_a_strided_chunk_leaves_the_rest_alone_and_of_a_wrong_target_is_nan() -> None:
-    whole = torch.randn(4, 50, generator=gen())
+def test_cross_entropy_of_strided_chunk_and_bad_target() -> None:
+    whole = randn(4, 50)
     before, targets, keep = whole.clone(), torch.tensor([0, 39, 7, 7]), torch.ones(4)
     total, _, d = cross_entropy_(whole[:, :40], targets, keep, max_block=16)
     want_total, _, want = logits_step(before[:, :40], targets, keep)
@@ -173,50 +170,52 @@ def test_cross_entropy_of_a_strided_chunk_leaves_the_rest_alone_and_of_a_wrong_t
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("dim", [16, 12])
-@pytest.mark.parametrize("a_row_its_own", [False, True])
-def test_rotary(layout: Any, dim: int, a_row_its_own: bool) -> None:
-    places = torch.randint(0, 500, (3, 13), generator=gen(4)) if a_row_its_own else torch.arange(13)
+@pytest.mark.parametrize("positions_per_row", [False, True])
+def test_rotary_kernel_matches_reference(layout: Any, dim: int, positions_per_row: bool) -> None:
+    places = torch.randint(0, 500, (3, 13), generator=gen(4)) if positions_per_row else torch.arange(13)
     cos, sin = rotary_tables(places, 16, layout=layout, rotary_dim=dim)
-    x = torch.randn(3, 13, 5, 16, generator=gen())
+    x = randn(3, 13, 5, 16)
     assert turns.supports(x, cos, sin)
-    agree(
+    assert_agree(
         lambda x: turns.rotary(x, cos, sin, layout), lambda x: apply_rotary_reference(x, cos, sin, layout), x
     )
-    # A part of a wider projection, whose rows do not lie side by side; and a rotation keeps lengths.
-    wide = torch.randn(3, 13, 9, 16, generator=gen(1))[:, :, 2:7]
+    # A slice of a wider projection has non-contiguous rows. A rotation keeps lengths.
+    wide = randn(3, 13, 9, 16, seed=1)[:, :, 2:7]
     y = turns.rotary(wide, cos, sin, layout)
     torch.testing.assert_close(y, apply_rotary_reference(wide, cos, sin, layout), atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(y.norm(dim=-1), wide.norm(dim=-1))
 
 
-def test_rotary_in_bf16_and_what_it_takes() -> None:
+def test_rotary_kernel_in_bf16_and_supported_shapes() -> None:
     cos, sin = rotary_tables(torch.arange(9), 16, dtype=torch.bfloat16)
-    x = torch.randn(2, 9, 3, 16, generator=gen()).bfloat16()
-    agree(lambda x: turns.rotary(x, cos, sin), lambda x: apply_rotary_reference(x, cos, sin), x, atol=2e-2)
+    x = randn(2, 9, 3, 16).bfloat16()
+    assert_agree(
+        lambda x: turns.rotary(x, cos, sin), lambda x: apply_rotary_reference(x, cos, sin), x, atol=2e-2
+    )
     assert not turns.supports(x[0], cos, sin) and not turns.supports(x[:, :8], cos, sin)
 
 
-def test_dispatch_measures_the_same_function_and_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with a clock of our own: both contenders run, agree, and the chosen one gives the answer."""
-    asked = []
+def test_dispatch_measures_and_runs_the_faster_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with fake times: both versions run and agree, and the selected one returns the result."""
+    measured = []
 
-    def by_kernel(kind: Any, x: Any, kernel: Any, plain: Any) -> bool:
+    def use_kernel(kind: Any, x: Any, kernel: Any, plain: Any) -> bool:
         hash(kind)
-        asked.append(kind[0])
+        measured.append(kind[0])
         return choice.is_correct_and_faster(
             str(kind), kernel, plain, lambda work: 1.0 if work is kernel else 2.0
         )
 
     def never(*_: Any) -> Tensor:
-        raise AssertionError("the reference gave the answer")
+        raise AssertionError("the reference was called")
 
-    monkeypatch.setattr(dispatch, "use_kernel", by_kernel)
+    monkeypatch.setattr(dispatch, "use_kernel", use_kernel)
     monkeypatch.setattr(choice, "ROUNDS", 1)
-    x, gain = torch.randn(1, 20, 4, 16, generator=gen()), torch.randn(4, 1, generator=gen(1))
+    x, gain = randn(1, 20, 4, 16), randn(4, 1, seed=1)
     calls = 0
 
     def once(reference: Any) -> Any:
-        """Allowed in the comparison, one forward, and not after it."""
+        """Count the calls: one in the comparison, none after it."""
 
         def plain(*args: Any) -> Tensor:
             nonlocal calls
@@ -233,12 +232,12 @@ def test_dispatch_measures_the_same_function_and_takes_the_faster(monkeypatch: p
     q = x.transpose(1, 2)
     y = dispatch.attention(q, q, q, Mask(), 0.25, once(lambda q, k, v: attend(q, k, v, Mask())))
     torch.testing.assert_close(y, attend(q, q, q, Mask()))
-    assert calls == 3 and asked == ["rms_norm", "rotary", "attention"]
+    assert calls == 3 and measured == ["rms_norm", "rotary", "attention"]
     on_gpu = SimpleNamespace(is_cuda=True, shape=(12, 8), device="cpu", dtype=torch.float32)
     for cap in (None, 5.0):
         assert dispatch.logits_step(on_gpu, torch.zeros(77, 8), cap, logits_step) is cross_entropy_
-    assert dispatch.logits_step(torch.zeros(3, 8), torch.zeros(77, 8), None, never) is never  # a CPU: as ever
+    assert dispatch.logits_step(torch.zeros(3, 8), torch.zeros(77, 8), None, never) is never  # on a CPU
     assert (
         dispatch.rms_norm(x[:0], None, 1e-6, rms_norm_reference).shape == x[:0].shape
-    )  # not taken: not asked
-    assert asked[3:] == ["cross_entropy"] * 2
+    )  # unsupported, so not measured
+    assert measured[3:] == ["cross_entropy"] * 2

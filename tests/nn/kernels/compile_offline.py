@@ -1,7 +1,7 @@
-"""Triton's real compiler without a GPU: launches are caught, and each kernel is compiled for a named target instead.
+"""Triton's compiler without a GPU: launches are intercepted, and each kernel is compiled for a given target.
 
-What the interpreter cannot see is seen here: types that do not meet, shapes that a product does not take, values that change
-their type in a loop, shared memory that a GPU has not got. What comes out of the kernels is not.
+It finds errors that the interpreter cannot: type mismatches, unsupported shapes of products, values that change their type
+in a loop, and too much shared memory. It does not check results.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def _type(value: Any) -> str:
         return "*" + TYPES[value.dtype]
     if isinstance(value, float):
         return "fp32"
-    # As a launch does it: an argument of 1 is a constant of the program.
+    # As in a launch: an argument of 1 is a compile-time constant.
     return "constexpr" if value == 1 else "i64" if abs(value) >= 1 << 31 else "i32"
 
 
 @contextmanager
 def compiled_for(capability: int, shared: dict[str, int]) -> Iterator[None]:
-    """Inside, `kernel[grid](...)` compiles and runs nothing; `shared` gets the bytes of shared memory of each kernel."""
+    """Make `kernel[grid](...)` compile only; `shared` gets the bytes of shared memory of each kernel."""
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
@@ -47,7 +47,7 @@ def compiled_for(capability: int, shared: dict[str, int]) -> Iterator[None]:
         fixed = {p.name for p in kernel.params if p.is_constexpr}
         signature = {name: "constexpr" if name in fixed else _type(values[name]) for name in kernel.arg_names}
         constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
-        # Divisible by 16, as launches mark it: strides and pointers then load four numbers at a time.
+        # Marked as divisible by 16, as in launches, which enables vector loads.
         even = {
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(kernel.arg_names)
@@ -68,37 +68,37 @@ def compiled_for(capability: int, shared: dict[str, int]) -> Iterator[None]:
 
 
 def main(capability: int) -> None:
-    """Every kernel, through the calls that launch it, in the types and widths that differ most."""
+    """Compile every kernel through its public calls, in different types and widths."""
     from whorl.nn.attention.mask import Mask
     from whorl.nn.kernels import attention, cross_entropy, rms_norm, rotary, softmax
 
     for module in (attention, cross_entropy, rms_norm, rotary, softmax):
-        module.require_triton = lambda *_: None  # type: ignore[attr-defined]  # there is no GPU, and no launch either
+        module.require_triton = lambda *_: None  # type: ignore[attr-defined]  # no GPU is needed without launches
     documents = torch.zeros(1, 100, dtype=torch.long)
     packed = Mask(query_segments=documents, key_segments=documents, window=9)
     shared: dict[str, int] = {}
 
-    def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
 
     with compiled_for(capability, shared):
         for d, dv, mask in ((64, 64, Mask()), (128, 128, packed)):
-            q, k, v = (drawn(2, 100, heads, w).transpose(1, 2) for heads, w in ((4, d), (2, d), (2, dv)))
+            q, k, v = (zeros(2, 100, heads, w).transpose(1, 2) for heads, w in ((4, d), (2, d), (2, dv)))
             attention.attention(q, k, v, mask, 0.1).sum().backward()
-        q = drawn(1, 4, 50, 17, dtype=torch.float32)
+        q = zeros(1, 4, 50, 17, dtype=torch.float32)
         attention.attention(q, q, q, Mask(), 0.1, (16, 16)).sum().backward()
-        x = drawn(8, 50, 4, 64)
-        for gain in (None, drawn(64, dtype=torch.float32), drawn(4, 1, dtype=torch.float32)):
+        x = zeros(8, 50, 4, 64)
+        for gain in (None, zeros(64, dtype=torch.float32), zeros(4, 1, dtype=torch.float32)):
             rms_norm.rms_norm(x, gain).sum().backward()
-        softmax.softmax(drawn(3, 10_000)).sum().backward()
+        softmax.softmax(zeros(3, 10_000)).sum().backward()
         for softcap in (None, 30.0):
             logits = torch.zeros(9, 50_000, dtype=torch.bfloat16)
             cross_entropy.cross_entropy_(logits, documents[0, :9], torch.ones(9), 1e-4, softcap)
         for layout in ("half", "interleaved"):
             rotary.rotary(x, torch.ones(50, 1, 32), torch.ones(50, 1, 32), layout).sum().backward()
-    assert len(shared) == 10, shared  # four of attention, two of each norm and softmax, one of the others
+    assert len(shared) == 10, shared  # four of attention, two each of norm and softmax, one of each other
     for name, size in shared.items():
-        assert size <= 99 * 1024, f"{name} wants {size} bytes of shared memory; the least GPU has 99 KB"
+        assert size <= 99 * 1024, f"{name} needs {size} bytes of shared memory; the smallest GPU has 99 KB"
     print(shared)
 
 
