@@ -1,7 +1,7 @@
 """Golden cases of pretraining and of the embedder: 20 steps of tiny models on one thread.
 
-Curves of other machines stay within `TOLERANCE`. Measured: other instruction sets and another matrix library move a curve by
-2e-7 at most; noise of 1e-6 on every weight by 6e-7; a learning rate that is 1 % higher by 2e-4 at least.
+Curves of other machines stay within `TOLERANCE`. Measured: other instruction sets and another matrix library change a
+curve by at most 2e-7; noise of 1e-6 on every weight by 6e-7; a learning rate 1% higher by at least 2e-4.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS = 20
 
 
 class Losses:
-    """An observer that keeps the loss of each step, nats per token."""
+    """A callback that stores the loss of each step, nats per token."""
 
     def __init__(self) -> None:
         self.curve: list[float] = []
@@ -39,7 +39,7 @@ class Losses:
 
 
 def golden_job(shape: str, tokens: Path, **change: object) -> Job:
-    """The job of a curve: float32, one replica, one thread, not compiled, nothing timed."""
+    """The job of a curve: float32, one replica, one thread, not compiled, no timing."""
     small = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "mlp_hidden": 64}
     changes = SHAPES[shape]
     model = (

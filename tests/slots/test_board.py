@@ -1,4 +1,4 @@
-"""The board: whole updates only, by version; readers that refuse what is too old; where the time went."""
+"""The board: whole updates with versions, staleness limits, timing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def filled(value: float) -> torch.nn.Linear:
     return net
 
 
-def test_what_was_published_is_read_with_its_version() -> None:
+def test_board_reads_published_weights_and_version() -> None:
     board = Board.from_tensors(dict(filled(0.0).named_parameters()))
     other = Board(board.layout, fd=os.dup(board.fd))  # as another process attaches
     net, weights = filled(9.0), BoardReader(other)
@@ -34,7 +34,7 @@ def test_what_was_published_is_read_with_its_version() -> None:
     assert all((p == 3.0).all() for p in net.parameters())
 
 
-def test_no_reader_sees_half_of_an_update() -> None:
+def test_board_reader_never_sees_partial_update() -> None:
     board = Board.from_tensors({"w": torch.zeros(200_000)})
     stop, torn, reads = threading.Event(), [], 0
 
@@ -59,7 +59,7 @@ def test_no_reader_sees_half_of_an_update() -> None:
     assert not torn and reads > 10
 
 
-def test_a_writer_that_died_in_the_middle_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_board_writer_death_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board.from_tensors({"w": torch.zeros(3)})
     board._header[0] += 1
     monkeypatch.setattr(board_module, "_READ_TIMEOUT", 0.1)
@@ -67,50 +67,53 @@ def test_a_writer_that_died_in_the_middle_is_told(monkeypatch: pytest.MonkeyPatc
         board.read({"w": torch.zeros(3)})
 
 
-def test_in_lockstep_each_record_is_made_with_the_newest_weights() -> None:
+def test_board_serial_producer_uses_newest_weights() -> None:
     ring, board = SlotRing(SPEC, 1), Board.from_tensors(dict(filled(0.0).named_parameters()))
-    with FIFOReader(ring, [SerialProducer(ring, Acts(), board=board)], board=board) as drain:
+    with FIFOReader(ring, [SerialProducer(ring, Acts(), board=board)], board=board) as reader:
         for version in range(5):
-            slot = next(drain)
+            slot = next(reader)
             assert slot.policy_version == version and slot.data.values[0] == version
             board.publish(dict(filled(version + 1.0).named_parameters()), version + 1)
-        figures = drain.pop_stats()
+        figures = reader.pop_stats()
         assert figures.records == 5 and figures.lag_max == 0
 
 
 @pytest.mark.parametrize("order", ["sequence", "ready"])
-def test_processes_act_with_whole_updates_and_their_lag_is_told(order: str) -> None:
+def test_board_processes_see_whole_updates_and_lag(order: str) -> None:
     ring, board = SlotRing(SPEC, 4), Board.from_tensors(dict(filled(0.0).named_parameters()))
     producers = [ProducerProcess(ring, Acts(), number=i, board=board) for i in range(2)]
-    with FIFOReader(ring, producers, board=board, order=order) as drain:  # type: ignore[arg-type]
+    with FIFOReader(ring, producers, board=board, order=order) as reader:  # type: ignore[arg-type]
         for version in range(60):
-            slot = next(drain)
+            slot = next(reader)
             assert slot.data.label == 1 and slot.data.values[0] == slot.policy_version <= version
             board.publish(dict(filled(version + 1.0).named_parameters()), version + 1)
-        figures = drain.pop_stats()
-    assert figures.records == 60 and 0 < figures.metrics()["policy_lag/mean"] <= figures.metrics()["policy_lag/max"] < 30
+        figures = reader.pop_stats()
+    assert (
+        figures.records == 60
+        and 0 < figures.metrics()["policy_lag/mean"] <= figures.metrics()["policy_lag/max"] < 30
+    )
     assert figures.busy > 0 and figures.wait > 0 and figures.idle >= 0
 
 
-def test_what_is_too_old_is_made_anew_and_counted() -> None:
+def test_fifo_max_lag_remakes_stale_records() -> None:
     ring, board = SlotRing(SPEC, 4), Board.from_tensors(dict(filled(0.0).named_parameters()))
-    with FIFOReader(ring, [ProducerProcess(ring, Acts(), board=board)], board=board, max_lag=1) as drain:
+    with FIFOReader(ring, [ProducerProcess(ring, Acts(), board=board)], board=board, max_lag=1) as reader:
         stale = 0
         for version in range(40):
-            slot = next(drain)
+            slot = next(reader)
             assert board.version - slot.policy_version <= 1
-            time.sleep(0.005)  # all four slots are ready by now, and three of them go stale
+            time.sleep(0.005)  # all four slots are ready now; three become stale
             if version % 10 == 9:
-                stale += drain.pop_stats().stale
+                stale += reader.pop_stats().stale
             board.publish(dict(filled(version + 1.0).named_parameters()), version + 1)
-        assert stale + drain.pop_stats().stale > 10
+        assert stale + reader.pop_stats().stale > 10
     with pytest.raises(ConfigError, match="max_lag is 1"):
         FIFOReader(ring, [SerialProducer(ring, Draws())], max_lag=1)
 
 
-def test_whoever_is_ready_first_is_read_first() -> None:
+def test_fifo_ready_order_reads_first_finished() -> None:
     ring = SlotRing(SPEC, 4)
     slow, fast = (ProducerProcess(ring, Draws(pause), number=i) for i, pause in enumerate((0.2, 0.0)))
-    with FIFOReader(ring, [slow, fast], order="ready") as drain:
-        makers = [next(drain).producer for _ in range(40)]
+    with FIFOReader(ring, [slow, fast], order="ready") as reader:
+        makers = [next(reader).producer for _ in range(40)]
     assert makers.count(1) > 30

@@ -1,4 +1,4 @@
-"""Producers as Ray actors, on a local Ray of two workers: the same bits as in line, the same errors as a process."""
+"""Producers in Ray actors on a local cluster: same bits as serial, same errors as processes."""
 
 from __future__ import annotations
 
@@ -36,51 +36,51 @@ def cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
-def read(drain: FIFOReader[Numbers], n: int) -> list[tuple[int, int, bytes]]:
-    return [(s.sequence, s.producer, s.data.values.tobytes()) for s in (next(drain) for _ in range(n))]
+def read(reader: FIFOReader[Numbers], n: int) -> list[tuple[int, int, bytes]]:
+    return [(s.sequence, s.producer, s.data.values.tobytes()) for s in (next(reader) for _ in range(n))]
 
 
-def test_without_a_cluster_it_says_what_to_do() -> None:
+def test_ray_producer_without_cluster_raises() -> None:
     if ray.is_initialized():
         ray.shutdown()
-    with pytest.raises(ConfigError, match="not initialised"):
+    with pytest.raises(ConfigError, match="not initialized"):
         RayProducer(SlotRing(SPEC, 1), Draws())
 
 
-def test_two_actors_give_the_bits_of_two_in_line(cluster: Any) -> None:
+def test_ray_producers_equal_serial(cluster: Any) -> None:
     ring = SlotRing(SPEC, 4)
-    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as drain:
-        expected = read(drain, 12)
+    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as reader:
+        expected = read(reader, 12)
     ring = SlotRing(SPEC, 4, poison=True)
-    with FIFOReader(ring, [RayProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as drain:
-        assert read(drain, 12) == expected
-        figures = drain.pop_stats()
+    with FIFOReader(ring, [RayProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as reader:
+        assert read(reader, 12) == expected
+        figures = reader.pop_stats()
     assert figures.records == 12 and figures.busy > 0
 
 
-def test_they_act_with_the_boards_weights(cluster: Any) -> None:
+def test_ray_producers_use_board_weights(cluster: Any) -> None:
     def filled(value: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((300, 300), value), "bias": torch.full((300,), value)}
 
     ring, board = SlotRing(SPEC, 2), Board.from_tensors(filled(0.0))
     producers = [RayProducer(ring, Acts(), number=i, board=board) for i in range(2)]
-    with FIFOReader(ring, producers, board=board, order="ready") as drain:
+    with FIFOReader(ring, producers, board=board, order="ready") as reader:
         for version in range(8):
-            slot = next(drain)
+            slot = next(reader)
             assert slot.data.label == 1 and slot.data.values[0] == slot.policy_version <= version
             board.publish(filled(version + 1.0), version + 1)
-        assert drain.pop_stats().lag_max <= 8
-    # Weights travel with the asking: of two slots, the second record is always one version behind.
+        assert reader.pop_stats().lag_max <= 8
+    # Weights are sent with the request: with two slots, later records are one version behind.
     ring, board = SlotRing(SPEC, 2), Board.from_tensors(filled(0.0))
-    with FIFOReader(ring, [RayProducer(ring, Acts(), board=board)], board=board) as drain:
+    with FIFOReader(ring, [RayProducer(ring, Acts(), board=board)], board=board) as reader:
         lags = []
         for version in range(5):
-            lags.append(board.version - next(drain).policy_version)
+            lags.append(board.version - next(reader).policy_version)
             board.publish(filled(version + 1.0), version + 1)
     assert lags == [0, 1, 1, 1, 1]
 
 
-def test_a_pool_is_filled_by_actors_too(cluster: Any) -> None:
+def test_replay_reader_with_ray_producers(cluster: Any) -> None:
     import numpy as np
 
     ring = SlotRing(SPEC, 5)
@@ -90,7 +90,7 @@ def test_a_pool_is_filled_by_actors_too(cluster: Any) -> None:
         assert all(int(s.data.label) == s.sequence for _ in range(4) for s in next(reader).slots)
 
 
-def test_an_actor_that_raises_hangs_or_dies_is_heard(cluster: Any) -> None:
+def test_ray_actor_failure_raises(cluster: Any) -> None:
     ring = SlotRing(SPEC, 1)
     with (
         pytest.raises(ProducerError, match="record two cannot be made"),
@@ -99,7 +99,7 @@ def test_an_actor_that_raises_hangs_or_dies_is_heard(cluster: Any) -> None:
         read(d, 5)
     ring = SlotRing(SPEC, 1)
     with (
-        pytest.raises(ProducerError, match="wrote nothing for 5 s"),
+        pytest.raises(ProducerError, match="wrote no record for 5 s"),
         FIFOReader(ring, [RayProducer(ring, Draws(pause=60), timeout=5)]) as d,
     ):
         read(d, 1)
@@ -110,34 +110,34 @@ def test_an_actor_that_raises_hangs_or_dies_is_heard(cluster: Any) -> None:
         read(d, 1)
 
 
-def test_an_actor_that_is_lost_is_started_again(cluster: Any, tmp_path: Path) -> None:
-    """Killed in the middle of a record, and told to go by Ray itself: every record comes once, with the same bits."""
-    ring, said = SlotRing(SPEC, 3), list[str]()
-    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)]) as drain:
-        expected = read(drain, 12)
+def test_ray_actor_lost_is_restarted(cluster: Any, tmp_path: Path) -> None:
+    """Killed during a fill, then by Ray: every record arrives once, with the same bits."""
+    ring, messages = SlotRing(SPEC, 3), list[str]()
+    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)]) as reader:
+        expected = read(reader, 12)
     ring = SlotRing(SPEC, 3, poison=True)
-    producer = RayProducer(ring, Dies(folder=tmp_path), seed=7, restarts=1, log=said.append)
-    with FIFOReader(ring, [producer]) as drain:
-        got = read(drain, 6)
+    producer = RayProducer(ring, Dies(folder=tmp_path), seed=7, restarts=1, log=messages.append)
+    with FIFOReader(ring, [producer]) as reader:
+        got = read(reader, 6)
         ray.kill(producer._actor)
-        assert got + read(drain, 6) == expected
-        assert drain.pop_stats().restarts == 2 == len(said) and "is started again" in said[0]
+        assert got + read(reader, 6) == expected
+        assert reader.pop_stats().restarts == 2 == len(messages) and "restarted (" in messages[0]
 
 
-def test_an_actor_is_not_started_for_ever(cluster: Any, tmp_path: Path) -> None:
-    ring, said = SlotRing(SPEC, 1), list[str]()
+def test_ray_restart_limit_raises(cluster: Any, tmp_path: Path) -> None:
+    ring, messages = SlotRing(SPEC, 1), list[str]()
     dies = Dies(folder=tmp_path, when="always")
     with (
         pytest.raises(ProducerError, match="died"),
-        FIFOReader(ring, [RayProducer(ring, dies, restarts=1, log=said.append)]) as d,
+        FIFOReader(ring, [RayProducer(ring, dies, restarts=1, log=messages.append)]) as d,
     ):
         read(d, 5)
-    assert len(said) == 1
-    for producer in (Fails(), CannotBegin()):  # these end by themselves
-        ring, said = SlotRing(SPEC, 1), []
+    assert len(messages) == 1
+    for producer in (Fails(), CannotBegin()):  # these exit without a kill
+        ring, messages = SlotRing(SPEC, 1), []
         with (
             pytest.raises(ProducerError, match=r"cannot be made|cannot begin"),
-            FIFOReader(ring, [RayProducer(ring, producer, restarts=3, log=said.append)]) as d,
+            FIFOReader(ring, [RayProducer(ring, producer, restarts=3, log=messages.append)]) as d,
         ):
             read(d, 5)
-        assert not said
+        assert not messages

@@ -1,4 +1,4 @@
-"""The replay reader: the newest are kept, each as often as it should be drawn, and the same again from the same seed."""
+"""The replay reader: stores the newest records, samples by priority, repeats with the seed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def pool(n_slots: int, n: int, n_producers: int = 1, **more: float) -> ReplayRea
 
 @given(st.integers(2, 9), st.integers(1, 3), st.integers(0, 3), st.integers(1, 25))
 @settings(max_examples=60, deadline=None)
-def test_the_newest_are_kept_and_only_they_are_drawn(
-    n_slots: int, n_producers: int, fresh: int, draws: int
-) -> None:
+def test_replay_stores_and_samples_newest(n_slots: int, n_producers: int, fresh: int, draws: int) -> None:
     if n_slots <= n_producers:
         n_slots = n_producers + 1
     reader = pool(n_slots, 4, n_producers, inserts_per_sample=fresh)
@@ -43,7 +41,7 @@ def test_the_newest_are_kept_and_only_they_are_drawn(
         assert drawn.weights.tolist() == [1.0] * 4
 
 
-def test_processes_give_the_same_draws_as_in_line() -> None:
+def test_replay_process_equals_serial() -> None:
     def labels(reader: ReplayReader[Numbers]) -> list[list[int]]:
         with reader:
             return [[int(s.data.label) for s in next(reader).slots] for _ in range(30)]
@@ -56,7 +54,7 @@ def test_processes_give_the_same_draws_as_in_line() -> None:
     assert there == labels(pool(8, 5, 2, inserts_per_sample=2, learning_starts=4))
 
 
-def test_draws_are_in_proportion_to_priorities_and_weights_undo_it() -> None:
+def test_replay_priorities_and_importance_weights() -> None:
     reader = pool(6, 20_000, inserts_per_sample=0, learning_starts=5, alpha=0.7, beta=1.0)
     next(reader)
     slots = [reader.ring.slots[i] for i in reader.stored]
@@ -73,7 +71,7 @@ def test_draws_are_in_proportion_to_priorities_and_weights_undo_it() -> None:
     assert np.allclose(undone, undone[0], rtol=1e-4) and drawn.weights.max() == pytest.approx(1.0)
 
 
-def test_a_new_record_has_the_highest_priority() -> None:
+def test_replay_new_record_gets_max_priority() -> None:
     reader = pool(4, 1, inserts_per_sample=1, alpha=1.0)
     drawn = next(reader)
     reader.update_priorities(drawn.slots, np.array([50.0]))
@@ -83,7 +81,7 @@ def test_a_new_record_has_the_highest_priority() -> None:
         reader.update_priorities(drawn.slots, np.array([np.nan]))
 
 
-def test_pools_that_cannot_be_are_refused() -> None:
+def test_replay_invalid_settings_raise() -> None:
     for n_slots, more in ((1, {}), (4, {"learning_starts": 4}), (4, {"inserts_per_sample": -1})):
-        with pytest.raises(ConfigError, match="pool of"):
+        with pytest.raises(ConfigError, match="replay buffer of"):
             pool(n_slots, 1, **more)

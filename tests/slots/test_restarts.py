@@ -1,4 +1,4 @@
-"""A producer that is killed is started again: nothing lost, nothing twice, nothing half; and not for ever."""
+"""Restarts of killed producers: no record is lost, repeated or partial, and restarts are limited."""
 
 from __future__ import annotations
 
@@ -32,114 +32,118 @@ from whorl.slots import (
 )
 
 SPEC = Spec.from_dataclass(Numbers, N=5)
-Told = tuple[int, int, bytes]
+RecordRead = tuple[int, int, bytes]
 
 
-def told(slot: Any) -> Told:
+def record_read(slot: Any) -> RecordRead:
     assert int(slot.data.label) == slot.sequence
     return slot.sequence, slot.length, slot.data.values.tobytes()
 
 
-def read(drain: FIFOReader[Numbers], n: int) -> list[Told]:
-    return [told(next(drain)) for _ in range(n)]
+def read(reader: FIFOReader[Numbers], n: int) -> list[RecordRead]:
+    return [record_read(next(reader)) for _ in range(n)]
 
 
-def undisturbed(n: int, producers: int = 1) -> list[Told]:
+def expected_records(n: int, producers: int = 1) -> list[RecordRead]:
     ring = SlotRing(SPEC, producers)
     with FIFOReader(
         ring, [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(producers)]
-    ) as drain:
-        return read(drain, n)
+    ) as reader:
+        return read(reader, n)
 
 
-def until(true: Any) -> None:
+def wait_until(true: Any) -> None:
     deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_one_killed_while_it_fills_is_started_again(slots: int) -> None:
-    """From outside, in the middle of a record; with one slot the reader waits for that very record."""
-    ring, said = SlotRing(SPEC, slots, poison=True), list[str]()
-    producer = ProducerProcess(ring, Draws(0.05), seed=7, restarts=1, log=said.append)
-    with FIFOReader(ring, [producer]) as drain:
-        got = read(drain, 3)
+def test_restart_after_kill_during_fill(slots: int) -> None:
+    """Killed from outside during a fill; with one slot the reader waits for that record."""
+    ring, messages = SlotRing(SPEC, slots, poison=True), list[str]()
+    producer = ProducerProcess(ring, Draws(0.05), seed=7, restarts=1, log=messages.append)
+    with FIFOReader(ring, [producer]) as reader:
+        got = read(reader, 3)
         thread = threading.Thread(target=kill_at_work, args=(producer, ring))
         thread.start()
-        got += read(drain, 5)
+        got += read(reader, 5)
         thread.join()
-        got += read(drain, 2)
-        assert drain.pop_stats().metrics()["worker_restarts"] == 1 and drain.pop_stats().restarts == 0
-    assert got == undisturbed(10)
-    assert len(said) == 1 and "was killed by signal SIGKILL in slot" in said[0] and "started again" in said[0]
+        got += read(reader, 2)
+        assert reader.pop_stats().metrics()["worker_restarts"] == 1 and reader.pop_stats().restarts == 0
+    assert got == expected_records(10)
+    assert (
+        len(messages) == 1
+        and "was killed by signal SIGKILL in slot" in messages[0]
+        and "restarted (" in messages[0]
+    )
 
 
 def kill_at_work(producer: ProducerProcess, ring: SlotRing[Numbers]) -> None:
-    until(lambda: any(slot.state == SlotState.WRITING for slot in ring.slots))
+    wait_until(lambda: any(slot.state == SlotState.WRITING for slot in ring.slots))
     os.kill(producer.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("when", ["begun", "whole", "forked", "unpickled"])
-def test_whatever_it_held_when_it_died(when: str, slots: int, tmp_path: Path) -> None:
+def test_restart_after_death_at_any_point(when: str, slots: int, tmp_path: Path) -> None:
     ring = SlotRing(SPEC, slots, poison=True)
     producer = ProducerProcess(ring, Dies(folder=tmp_path, when=when), seed=7, restarts=1, timeout=60)
-    with FIFOReader(ring, [producer]) as drain:
-        assert read(drain, 6) == undisturbed(6)
-        assert drain.pop_stats().restarts == 1
+    with FIFOReader(ring, [producer]) as reader:
+        assert read(reader, 6) == expected_records(6)
+        assert reader.pop_stats().restarts == 1
     if when == "forked":
-        until(lambda: gone(int((tmp_path / "child").read_text())))
+        wait_until(lambda: has_exited(int((tmp_path / "child").read_text())))
 
 
-def test_one_killed_while_it_reads_the_board(tmp_path: Path) -> None:
-    """A reader holds nothing of the board's; the next one acts with the newest weights."""
+def test_restart_after_kill_during_board_read(tmp_path: Path) -> None:
+    """A dead reader does not block the board; the next process uses the newest weights."""
     ring = SlotRing(SPEC, 1)
     board = Board.from_tensors({"a": torch.full((9,), 1.0), "b": torch.zeros(9)})
-    with FIFOReader(ring, [ProducerProcess(ring, DiesReading(tmp_path), board=board, restarts=1)]) as drain:
-        until((tmp_path / "reading").exists)
+    with FIFOReader(ring, [ProducerProcess(ring, DiesReading(tmp_path), board=board, restarts=1)]) as reader:
+        wait_until((tmp_path / "reading").exists)
         board.publish({"a": torch.full((9,), 2.0), "b": torch.zeros(9)}, 1)
-        slot = next(drain)
+        slot = next(reader)
         assert slot.policy_version == 1 and (slot.data.values == 2).all()
-        assert drain.pop_stats().restarts == 1
+        assert reader.pop_stats().restarts == 1
 
 
-def test_what_it_told_before_it_died_is_not_made_again() -> None:
+def test_restart_keeps_reported_records() -> None:
     ring = SlotRing(SPEC, 3)
     producer = ProducerProcess(ring, Draws(), seed=7, restarts=1)
-    with FIFOReader(ring, [producer]) as drain:
-        until(lambda: all(slot.state == SlotState.READY for slot in ring.slots))
-        time.sleep(0.05)  # the last word may be on its way
+    with FIFOReader(ring, [producer]) as reader:
+        wait_until(lambda: all(slot.state == SlotState.READY for slot in ring.slots))
+        time.sleep(0.05)  # its last message may be in transit
         idle = ring.slots[0].idle
         os.kill(producer.pid, signal.SIGKILL)
-        assert told(slot := next(drain)) == undisturbed(1)[0] and slot.idle == idle
-        assert read(drain, 6) == undisturbed(7)[1:]
-        assert drain.pop_stats().restarts == 1
+        assert record_read(slot := next(reader)) == expected_records(1)[0] and slot.idle == idle
+        assert read(reader, 6) == expected_records(7)[1:]
+        assert reader.pop_stats().restarts == 1
 
 
-def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
-    ring, said, got = SlotRing(SPEC, 1), list[str](), list[Told]()
+def test_restart_limit_raises(tmp_path: Path) -> None:
+    ring, messages, got = SlotRing(SPEC, 1), list[str](), list[RecordRead]()
     dies = Dies(folder=tmp_path, when="always")
     with (
-        pytest.raises(ProducerError, match=r"SIGKILL in slot 0, record 2, after 2 restarts that brought no"),
-        FIFOReader(ring, [ProducerProcess(ring, dies, seed=7, restarts=2, log=said.append)]) as drain,
+        pytest.raises(ProducerError, match=r"SIGKILL in slot 0, record 2, after 2 restarts without a record"),
+        FIFOReader(ring, [ProducerProcess(ring, dies, seed=7, restarts=2, log=messages.append)]) as reader,
     ):
-        for slot in drain:
-            got.append(told(slot))
-    assert got == undisturbed(2) and len(said) == 2
+        for slot in reader:
+            got.append(record_read(slot))
+    assert got == expected_records(2) and len(messages) == 2
 
 
-def test_deaths_with_a_record_in_between_do_not_add_up(tmp_path: Path) -> None:
+def test_restart_count_resets_after_a_record(tmp_path: Path) -> None:
     ring = SlotRing(SPEC, 1)
     dies = Dies(folder=tmp_path, records=(0, 1, 2))
-    with FIFOReader(ring, [ProducerProcess(ring, dies, seed=7, restarts=1)]) as drain:
-        assert read(drain, 4) == undisturbed(4)
-        assert drain.pop_stats().restarts == 3
+    with FIFOReader(ring, [ProducerProcess(ring, dies, seed=7, restarts=1)]) as reader:
+        assert read(reader, 4) == expected_records(4)
+        assert reader.pop_stats().restarts == 3
 
 
 @pytest.mark.parametrize(
@@ -150,61 +154,61 @@ def test_deaths_with_a_record_in_between_do_not_add_up(tmp_path: Path) -> None:
         (Leaves(), "exit code 3 in slot 0, record 0"),
     ],
 )
-def test_one_that_ends_by_itself_is_not_started_again(producer: Draws, words: str) -> None:
-    ring, said = SlotRing(SPEC, 2), list[str]()
+def test_producer_that_exits_is_not_restarted(producer: Draws, words: str) -> None:
+    ring, messages = SlotRing(SPEC, 2), list[str]()
     with (
         pytest.raises(ProducerError, match=words),
-        FIFOReader(ring, [ProducerProcess(ring, producer, restarts=3, log=said.append)]) as drain,
+        FIFOReader(ring, [ProducerProcess(ring, producer, restarts=3, log=messages.append)]) as reader,
     ):
-        read(drain, 5)
-    assert not said
+        read(reader, 5)
+    assert not messages
 
 
 @pytest.mark.parametrize("ends", ["hung", "closed"])
-def test_one_that_is_ended_takes_with_it_what_it_forked(ends: str, tmp_path: Path) -> None:
+def test_ended_producer_takes_forked_children_along(ends: str, tmp_path: Path) -> None:
     ring = SlotRing(SPEC, 1)
     dies, place = Dies(folder=tmp_path, records=(1,), when="never"), tmp_path / "child"
-    with FIFOReader(ring, [ProducerProcess(ring, dies, restarts=3, timeout=60)]) as drain:
-        read(drain, 1)
-        drain._recycle(drain._reading, 1)  # type: ignore[arg-type]  # asked for the next, and not waited for
-        until(lambda: place.exists() and place.read_text())
+    with FIFOReader(ring, [ProducerProcess(ring, dies, restarts=3, timeout=60)]) as reader:
+        read(reader, 1)
+        reader._recycle(reader._reading, 1)  # type: ignore[arg-type]  # asked for the next, and not waited for
+        wait_until(lambda: place.exists() and place.read_text())
         if ends == "hung":
-            drain.producers[0].timeout = 0.1
-            with pytest.raises(ProducerError, match="wrote nothing for"):
-                drain.producers[0].receive()
-    until(lambda: gone(int(place.read_text())))
+            reader.producers[0].timeout = 0.1
+            with pytest.raises(ProducerError, match="wrote no record for"):
+                reader.producers[0].receive()
+    wait_until(lambda: has_exited(int(place.read_text())))
 
 
-def test_where_no_process_can_be_started_the_death_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_without_process_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = SlotRing(SPEC, 1)
     producer = ProducerProcess(ring, Draws(), restarts=3)
 
     def full(*given: Any, **options: Any) -> None:
         raise BlockingIOError("no process is left")
 
-    with FIFOReader(ring, [producer]) as drain:
-        read(drain, 1)
+    with FIFOReader(ring, [producer]) as reader:
+        read(reader, 1)
         monkeypatch.setattr(subprocess, "Popen", full)
         os.kill(producer.pid, signal.SIGKILL)
-        with pytest.raises(
-            ProducerError, match=r"SIGKILL.*, and cannot be started again: no process is left"
-        ):
-            read(drain, 2)
+        with pytest.raises(ProducerError, match=r"SIGKILL.*, and cannot be restarted: no process is left"):
+            read(reader, 2)
 
 
-def test_a_pool_goes_on_too(tmp_path: Path) -> None:
+def test_replay_continues_after_restart(tmp_path: Path) -> None:
     ring = SlotRing(SPEC, 5)
     producers = [ProducerProcess(ring, Dies(folder=tmp_path), seed=7, number=i, restarts=1) for i in range(2)]
     with ReplayReader(ring, producers, 3, np.random.default_rng(0), learning_starts=2) as reader:
-        expected = undisturbed(8, producers=2)
-        assert all(told(slot) == expected[slot.sequence] for _ in range(6) for slot in next(reader).slots)
+        expected = expected_records(8, producers=2)
+        assert all(
+            record_read(slot) == expected[slot.sequence] for _ in range(6) for slot in next(reader).slots
+        )
     assert (tmp_path / "2").exists()
 
 
 @pytest.mark.parametrize("order", ["sequence", "ready"])
 @pytest.mark.parametrize("seed", range(2))
-def test_kills_at_any_moment_lose_nothing(order: Any, seed: int) -> None:
-    """Two producers on five slots, and somebody who kills one or the other at moments that nobody chose."""
+def test_kills_at_random_moments_lose_no_record(order: Any, seed: int) -> None:
+    """Two producers on five slots, killed at random moments."""
     ring, strikes = SlotRing(SPEC, 5, poison=True), 6
     producers = [ProducerProcess(ring, Draws(0.02), seed=7, number=i, restarts=strikes) for i in range(2)]
     draw = random.Random(seed)
@@ -215,20 +219,20 @@ def test_kills_at_any_moment_lose_nothing(order: Any, seed: int) -> None:
             with suppress(ProcessLookupError):
                 os.kill(draw.choice(producers).pid, signal.SIGKILL)
 
-    thread, got = threading.Thread(target=strike), list[tuple[int, Told]]()
-    with FIFOReader(ring, producers, order=order) as drain:
+    thread, got = threading.Thread(target=strike), list[tuple[int, RecordRead]]()
+    with FIFOReader(ring, producers, order=order) as reader:
         thread.start()
         calm = 0
         while calm < 20:
-            slot = next(drain)
-            got.append((slot.index, told(slot)))
+            slot = next(reader)
+            got.append((slot.index, record_read(slot)))
             calm += not thread.is_alive()
-        assert 1 <= drain.pop_stats().restarts <= strikes
-    expected = undisturbed(max(one[0] for _, one in got) + 1, producers=2)
+        assert 1 <= reader.pop_stats().restarts <= strikes
+    expected = expected_records(max(one[0] for _, one in got) + 1, producers=2)
     assert all(one == expected[one[0]] for _, one in got)
     for index in range(
         5
-    ):  # of each slot every record came once, in order: three are the one's, two the other's
+    ):  # each slot got its records once and in order: three slots belong to one producer, two to the other
         mine = [one[0] for i, one in got if i == index]
         assert mine == [index + k * 2 * (2 if index % 2 else 3) for k in range(len(mine))]
     assert order == "ready" or [one[0] for _, one in got] == list(range(len(got)))

@@ -1,4 +1,4 @@
-"""Slots: one life each, the same bits from a process as in line, and no death unheard."""
+"""Slots: state transitions, equal bits from processes and serial producers, failures."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ ROOT = Path(__file__).parents[2]
 SPEC = Spec.from_dataclass(Numbers, N=5)
 
 
-def read(drain: FIFOReader[Numbers], n: int) -> list[tuple[int, bytes]]:
+def read(reader: FIFOReader[Numbers], n: int) -> list[tuple[int, bytes]]:
     return [
-        (int(slot.data.label), slot.data.values.tobytes()) for slot, _ in zip(drain, range(n), strict=False)
+        (int(slot.data.label), slot.data.values.tobytes()) for slot, _ in zip(reader, range(n), strict=False)
     ]
 
 
-def test_one_producer_process_equals_serial_bit_for_bit() -> None:
+def test_producer_process_equals_serial() -> None:
     ring = SlotRing(SPEC, 3)
-    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)]) as drain:
-        serial = read(drain, 20)
+    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)]) as reader:
+        serial = read(reader, 20)
     ring = SlotRing(SPEC, 3)
-    with FIFOReader(ring, [ProducerProcess(ring, Draws(), seed=7)]) as drain:
-        assert read(drain, 20) == serial
+    with FIFOReader(ring, [ProducerProcess(ring, Draws(), seed=7)]) as reader:
+        assert read(reader, 20) == serial
     assert [label for label, _ in serial] == list(range(20)) and len({v for _, v in serial}) == 20
     ring = SlotRing(SPEC, 2)  # resumed at another number, in another ring
-    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)], start=11) as drain:
-        assert read(drain, 5) == serial[11:16]
+    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)], start=11) as reader:
+        assert read(reader, 5) == serial[11:16]
 
 
 def test_two_producers_are_read_in_order() -> None:
     ring = SlotRing(SPEC, 4)
     slow, fast = (ProducerProcess(ring, Draws(pause), number=i) for i, pause in enumerate((0.01, 0.0)))
-    with FIFOReader(ring, [slow, fast]) as drain:
-        assert [label for label, _ in read(drain, 12)] == list(range(12))
+    with FIFOReader(ring, [slow, fast]) as reader:
+        assert [label for label, _ in read(reader, 12)] == list(range(12))
 
 
-def test_a_producer_that_raises_is_heard_with_its_traceback() -> None:
+def test_producer_exception_raises_with_traceback() -> None:
     ring = SlotRing(SPEC, 2)
     with (
         pytest.raises(ProducerError, match="record two cannot be made") as caught,
-        FIFOReader(ring, [ProducerProcess(ring, Fails())]) as drain,
+        FIFOReader(ring, [ProducerProcess(ring, Fails())]) as reader,
     ):
-        read(drain, 5)
+        read(reader, 5)
     assert "Traceback" in str(caught.value) and "Fails" in str(caught.value)
 
 
@@ -65,50 +65,51 @@ def test_a_producer_that_raises_is_heard_with_its_traceback() -> None:
     ("producer", "words"),
     [
         (WrongShape(), r"(?s)'values' of record 0.*could not broadcast.*expected: float64 of shape \(5,\)"),
-        (WrongType(), r"(?s)'label' of record 0: float64 values cannot be kept as int64.*shape \(\)"),
+        (WrongType(), r"(?s)'label' of record 0: float64 values cannot be stored as int64.*shape \(\)"),
     ],
 )
 @pytest.mark.parametrize("kind", [SerialProducer, ProducerProcess])
-def test_a_producer_that_writes_the_wrong_shape_or_type_is_heard(
-    producer: Draws, words: str, kind: Any
-) -> None:
+def test_producer_wrong_shape_or_dtype_raises(producer: Draws, words: str, kind: Any) -> None:
     ring = SlotRing(SPEC, 2)
     with pytest.raises(ProducerError, match=words), FIFOReader(ring, [kind(ring, producer)]) as d:
         read(d, 1)
 
 
 @pytest.mark.parametrize("value", [np.ones(3), 1.5, [0.5, 1.0, 2.0], torch.ones(3)])
-def test_no_field_takes_values_that_it_would_have_to_falsify(value: Any) -> None:
+def test_field_array_rejects_lossy_assignment(value: Any) -> None:
     numbers = np.zeros(6, np.int64).view(FieldArray)
-    with pytest.raises(TypeError, match="cannot be kept as int64"):
+    with pytest.raises(TypeError, match="cannot be stored as int64"):
         numbers[2:5] = value
-    with pytest.raises(TypeError, match="cannot be kept as int64"):
-        numbers[:4][1:] = value  # views are as strict
+    with pytest.raises(TypeError, match="cannot be stored as int64"):
+        numbers[:4][1:] = value  # views are checked too
     numbers[2:5] = np.arange(3, dtype=np.int32)
     numbers[0], numbers[5] = 7, True
     assert numbers.tolist() == [7, 0, 0, 1, 2, 1]
 
 
-def test_a_killed_producer_is_heard_and_its_half_written_slot_is_not_read() -> None:
+def test_killed_producer_raises_and_slot_stays_writing() -> None:
     ring = SlotRing(SPEC, 1)
     producer = ProducerProcess(ring, Draws(pause=30))
-    with pytest.raises(ProducerError, match=r"signal 9|SIGKILL"), FIFOReader(ring, [producer]) as drain:
+    with pytest.raises(ProducerError, match=r"signal 9|SIGKILL"), FIFOReader(ring, [producer]) as reader:
         deadline = time.monotonic() + 20
         while ring.slots[0].state != SlotState.WRITING and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(producer.pid, signal.SIGKILL)
-        read(drain, 1)
+        read(reader, 1)
     assert ring.slots[0].state == SlotState.WRITING
 
 
-def test_a_hung_producer_is_ended() -> None:
+def test_hung_producer_is_ended() -> None:
     ring = SlotRing(SPEC, 1)
     producer = ProducerProcess(ring, Draws(pause=60), timeout=1.0)
-    with pytest.raises(ProducerError, match="wrote nothing for 1 s"), FIFOReader(ring, [producer]) as drain:
-        read(drain, 1)
+    with (
+        pytest.raises(ProducerError, match="wrote no record for 1 s"),
+        FIFOReader(ring, [producer]) as reader,
+    ):
+        read(reader, 1)
 
 
-def test_a_producer_ends_with_its_killed_parent(tmp_path: Path) -> None:
+def test_producer_exits_with_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent("""
@@ -124,9 +125,7 @@ def test_a_producer_ends_with_its_killed_parent(tmp_path: Path) -> None:
             time.sleep(60)
         """)
     )
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(ROOT)], stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, str(script), str(ROOT)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
@@ -135,21 +134,21 @@ def test_a_producer_ends_with_its_killed_parent(tmp_path: Path) -> None:
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_slot_has_one_life_and_freed_memory_is_poison() -> None:
+def test_slot_transitions_checked_and_freed_memory_poisoned() -> None:
     ring = SlotRing(SPEC, 1, poison=True)
     slot = ring.slots[0]
     assert np.isnan(slot.data.values).all() and int(slot.data.label) == -1
     with pytest.raises(ProducerError, match="slot 0 is FREE"):
         slot.transition(SlotState.READY, SlotState.READING)
-    with FIFOReader(ring, [SerialProducer(ring, Draws())]) as drain:
-        first = next(drain)
-        kept = first.data.values  # a view, kept too long
+    with FIFOReader(ring, [SerialProducer(ring, Draws())]) as reader:
+        first = next(reader)
+        kept = first.data.values  # a view that is kept too long
         assert not np.isnan(kept).any() and first.state == SlotState.READING and first.length == 5
         ring.release(first)
         assert np.isnan(kept).all()
 
 
-def test_slots_are_views_of_one_memory_for_torch_too() -> None:
+def test_slot_tensors_share_memory() -> None:
     slot = SlotRing(SPEC, 1).slots[0]
     slot.data.values[:] = 3.0
     assert slot.tensors()["values"].tolist() == [3.0] * 5
@@ -163,6 +162,6 @@ def test_slots_are_views_of_one_memory_for_torch_too() -> None:
         (Numbers, {"N": 0}, "positive"),
     ],
 )
-def test_specs_that_cannot_be_are_refused(record: type, sizes: dict[str, int], words: str) -> None:
+def test_spec_invalid_raises(record: type, sizes: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Spec.from_dataclass(record, **sizes)

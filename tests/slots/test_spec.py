@@ -1,4 +1,4 @@
-"""Specs: one dataclass becomes a memory layout, and what cannot become one is refused by name."""
+"""Specs: memory layout of a dataclass, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NotArrays:
     name: str
 
 
-def test_fields_keep_their_order_shape_and_type() -> None:
+def test_spec_fields_keep_order_shape_and_dtype() -> None:
     spec = Spec.from_dataclass(Mixed, B=2, T=5)
     assert [(n, f.shape, f.dtype) for n, f in spec.fields.items()] == [
         ("flags", (5,), np.dtype(np.bool_)),
@@ -39,7 +39,7 @@ def test_fields_keep_their_order_shape_and_type() -> None:
     ]
 
 
-def test_fields_lie_on_cache_lines_and_do_not_overlap() -> None:
+def test_spec_fields_are_aligned_and_disjoint() -> None:
     record = Spec.from_dataclass(Mixed, B=2, T=5).allocate()
     arrays = [getattr(record, f.name) for f in fields(record)]
     for number, array in enumerate(arrays, start=1):
@@ -49,7 +49,7 @@ def test_fields_lie_on_cache_lines_and_do_not_overlap() -> None:
     assert [(array.ctypes.data - base) % 64 for array in arrays] == [0, 0, 0]
 
 
-def test_slots_of_a_ring_do_not_overlap() -> None:
+def test_ring_slots_are_disjoint() -> None:
     ring = SlotRing(Spec.from_dataclass(Mixed, B=2, T=5), 3)
     for slot in ring.slots:
         slot.data.table[:] = slot.index
@@ -71,17 +71,17 @@ def test_slots_of_a_ring_do_not_overlap() -> None:
         (Mixed, {"B": 2, "T": -5}, r"Mixed\.flags has shape \(-5,\)"),
     ],
 )
-def test_what_cannot_be_a_slot_is_refused_by_name(record: type, sizes: dict[str, int], words: str) -> None:
+def test_spec_from_dataclass_invalid_raises(record: type, sizes: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Spec.from_dataclass(record, **sizes)
 
 
-def test_a_ring_without_slots_is_refused() -> None:
+def test_ring_without_slots_raises() -> None:
     with pytest.raises(ConfigError, match="0 slots"):
         SlotRing(Spec.from_dataclass(Mixed, B=1, T=1), 0)
 
 
-def test_a_spec_without_fields_is_refused() -> None:
+def test_spec_without_fields_raises() -> None:
     @dataclass(frozen=True)
     class Nothing:
         pass

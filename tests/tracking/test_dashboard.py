@@ -1,4 +1,4 @@
-"""The dashboard: what it draws, what it costs, and that a pipe sees nothing of it."""
+"""The dashboard: contents, cost, and its absence in a pipe."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ progress.log("done")
 
 
 def on_a_terminal(command: list[str], *, columns: int = 100, lines: int = 30, **more: str) -> str:
-    """What a command writes to a terminal of its own."""
+    """Return the output of a command on a pseudo-terminal."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **more}
@@ -66,16 +66,16 @@ def on_a_terminal(command: list[str], *, columns: int = 100, lines: int = 30, **
     return seen.decode(errors="replace")
 
 
-def test_a_curve_falls_from_the_first_line_to_the_last() -> None:
+def test_plot_falling_curve() -> None:
     lines = plot([10 - x for x in range(10)], 20, 4)
     assert len(lines) == 4 and all(len(line) == 20 for line in lines)
-    assert lines[0].strip() and lines[0].startswith(lines[0].strip())  # its beginning is high on the left
+    assert lines[0].strip() and lines[0].startswith(lines[0].strip())  # starts high on the left
     assert lines[3].endswith(lines[3].strip()) and lines[3].strip()
     dots = sum(bin(ord(c) - 0x2800).count("1") for line in lines for c in line if c != " ")
-    assert 40 <= dots <= 60  # one a column, and what joins them
+    assert 40 <= dots <= 60  # one per column, and connecting dots
 
 
-def test_every_length_of_curve_can_be_drawn() -> None:
+def test_plot_any_length() -> None:
     assert plot([], 10, 3) == plot([1.0], 10, 3) == [" " * 10] * 3
     assert plot([float("nan"), 1.0], 10, 3) == [" " * 10] * 3
     for n in (2, 3, 19, 20, 21, 1000):
@@ -86,7 +86,7 @@ def test_every_length_of_curve_can_be_drawn() -> None:
     assert set("".join(stars)) == {" ", "*"} and stars[0][0] == "*" and stars[2][-1] == "*"
 
 
-def test_a_terminal_shows_it_and_the_last_words_stay(tmp_path: Path) -> None:
+def test_dashboard_on_terminal_shows_metrics_and_ends(tmp_path: Path) -> None:
     seen = on_a_terminal([sys.executable, "-c", SCRIPT, str(tmp_path)])
     for expected in (
         "pretrain, step",
@@ -99,10 +99,10 @@ def test_a_terminal_shows_it_and_the_last_words_stay(tmp_path: Path) -> None:
         assert expected in seen, expected
     assert BRAILLE.search(seen)
     end = seen[seen.rindex("Training: ") :]
-    assert "done" in end and not BRAILLE.search(end)  # it is gone when the step ends
+    assert "done" in end and not BRAILLE.search(end)  # removed when the step ends
 
 
-def test_a_terminal_that_cannot_or_is_too_small_shows_none(tmp_path: Path) -> None:
+def test_dashboard_hidden_on_small_or_dumb_terminal(tmp_path: Path) -> None:
     script = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     assert not BRAILLE.search(on_a_terminal(script, lines=8))
     assert "held-out" not in on_a_terminal(script, TERM="dumb")
@@ -110,21 +110,21 @@ def test_a_terminal_that_cannot_or_is_too_small_shows_none(tmp_path: Path) -> No
     assert not BRAILLE.search(plain) and "*" in plain and "held-out" in plain
 
 
-def test_in_a_pipe_nothing_changes(tmp_path: Path) -> None:
+def test_dashboard_absent_in_pipe(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, check=True)
     text = done.stdout.decode()
     assert "\x1b" not in text and not BRAILLE.search(text) and "held-out" not in text
     assert re.fullmatch(r"Training: 40 of 40 steps, [\d.]+ s, loss 0\.125\ndone\n", text)
 
 
-def test_asked_for_without_a_terminal_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_enabled_needs_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     piped, shown = Progress(io.StringIO()), Progress(io.StringIO(), interactive=True)
     assert not Dashboard.enabled(piped, None) and not Dashboard.enabled(piped, True)
     assert Dashboard.enabled(shown, None) and not Dashboard.enabled(shown, False)
 
 
-def test_drawing_costs_little_and_only_when_a_number_came(tmp_path: Path) -> None:
+def test_dashboard_render_is_cached_and_fast(tmp_path: Path) -> None:
     progress = Progress(io.StringIO(), interactive=True)
     board = Dashboard(progress)
     run = Run(tmp_path, tensorboard=False, sinks=SafeSinks([board], print))
@@ -138,12 +138,12 @@ def test_drawing_costs_little_and_only_when_a_number_came(tmp_path: Path) -> Non
     for step in range(20):
         board.write("pretrain", step, {"nll": 1.0})
         board.render(100, 30)
-    assert (time.perf_counter() - began) / 20 < 0.05  # 1 ms seen; four times a second at most
+    assert (time.perf_counter() - began) / 20 < 0.05  # measured: 1 ms, at most four times per second
     log.close()
     assert board.render(100, 30) is None
 
 
-def test_what_a_model_says_cannot_move_the_cursor(tmp_path: Path) -> None:
+def test_dashboard_sample_cannot_move_cursor(tmp_path: Path) -> None:
     board = Dashboard(Progress(io.StringIO(), interactive=True))
     board.write("pretrain", 1, {"nll": 1.0, "sample": "def f():\n\x1b[2Jx\r\tpass [bold]"})
     drawn = board.render(100, 30)
@@ -155,7 +155,7 @@ def test_what_a_model_says_cannot_move_the_cursor(tmp_path: Path) -> None:
     )
 
 
-def test_an_event_is_not_taken_for_a_sample(tmp_path: Path) -> None:
+def test_dashboard_ignores_event_text(tmp_path: Path) -> None:
     board = Dashboard(Progress.silent())
     board.write("pretrain", 1, {"nll": 3.0, "sample": "def f():"})
     board.write(

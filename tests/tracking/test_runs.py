@@ -1,4 +1,4 @@
-"""Run folders, metrics, random streams, progress, budgets, and the choice that a measured machine gives."""
+"""Run folders, metrics, random streams and progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from whorl.tracking.run import Run, read_metrics
 # Seeds
 
 
-def test_streams_are_fixed_for_ever_and_apart() -> None:
+def test_derive_is_fixed_and_distinct() -> None:
     assert seeds.derive(0, "init") == 6291500876198751163
     different = [
         seeds.derive(0, "init"),
@@ -42,11 +42,11 @@ def test_streams_are_fixed_for_ever_and_apart() -> None:
 
 
 @given(st.integers(), st.lists(st.text() | st.integers(), max_size=3))
-def test_a_derived_seed_fits_every_generator(seed: int, names: list[str | int]) -> None:
+def test_derive_fits_every_generator(seed: int, names: list[str | int]) -> None:
     assert 0 <= seeds.derive(seed, *names) < 2**63
 
 
-def test_generators_repeat_and_leave_the_global_state_alone() -> None:
+def test_generators_repeat_and_keep_global_state() -> None:
     import torch
 
     before = torch.get_rng_state()
@@ -55,10 +55,10 @@ def test_generators_repeat_and_leave_the_global_state_alone() -> None:
     assert seeds.numpy_rng(7, "x").integers(1 << 40) == seeds.numpy_rng(7, "x").integers(1 << 40)
 
 
-def test_one_generator_for_many_seeds_forgets_what_was_drawn() -> None:
+def test_reseedable_rng_has_no_memory() -> None:
     many = seeds.ReseedableRNG()
     first = many(1).random(5).tolist(), many(2).normal(size=3).tolist(), many(1).integers(9, size=3).tolist()
-    many(7).integers(1 << 20, dtype="int32")  # leaves half a word behind
+    many(7).integers(1 << 20, dtype="int32")  # leaves half a word in the generator's buffer
     assert first[0] == many(1).random(5).tolist() and first[1] == many(2).normal(size=3).tolist()
     assert first[2] == seeds.ReseedableRNG()(1).integers(9, size=3).tolist()
     means = [many(seed).random(64).mean() for seed in range(2000)]
@@ -69,13 +69,13 @@ def test_one_generator_for_many_seeds_forgets_what_was_drawn() -> None:
 # Metrics and the run folder
 
 
-def test_metrics_resume_drops_what_will_be_written_again(tmp_path: Path) -> None:
+def test_metrics_resume_drops_later_records(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", config={"name": "r"}, tensorboard=False)
     with run.metrics("pretrain") as log:
         for step in range(5):
             log.write(step, {"loss": 5.0 - step})
     with log.path.open("a") as file:
-        file.write('{"step": 5, "lo')  # torn by a kill
+        file.write('{"step": 5, "lo')  # cut off by a kill
     with run.metrics("other") as other:
         other.write(9, {"x": 1.0})
     with run.metrics("pretrain", resume_at=3) as log:
@@ -92,7 +92,7 @@ def test_metrics_resume_drops_what_will_be_written_again(tmp_path: Path) -> None
     assert json.loads((run.dir / "config.json").read_text()) == {"name": "r"}
 
 
-def test_a_fresh_start_drops_all(tmp_path: Path) -> None:
+def test_metrics_fresh_start_drops_all(tmp_path: Path) -> None:
     run = Run(tmp_path, tensorboard=False)
     for _ in range(2):
         with run.metrics("s") as log:
@@ -100,7 +100,7 @@ def test_a_fresh_start_drops_all(tmp_path: Path) -> None:
     assert len(read_metrics(log.path)) == 1
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with Run(tmp_path).metrics("pretrain") as log:
@@ -110,7 +110,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5)]
 
 
-def test_environment_and_log(tmp_path: Path) -> None:
+def test_environment_and_log_are_written(tmp_path: Path) -> None:
     run = Run(tmp_path)
     found = run.record_environment()
     assert found["cpu"] and found["versions"]["torch"].startswith("2.")
@@ -123,7 +123,7 @@ def test_environment_and_log(tmp_path: Path) -> None:
 # Progress
 
 
-def test_plain_lines_are_few_and_the_closing_line_tells_the_whole() -> None:
+def test_progress_plain_lines_and_closing_line() -> None:
     stream = io.StringIO()
     progress = Progress(stream, interactive=False, every=1000)
     heard: list[str] = []
@@ -135,14 +135,14 @@ def test_plain_lines_are_few_and_the_closing_line_tells_the_whole() -> None:
     assert heard == stream.getvalue().splitlines()
 
 
-def test_plain_lines_come_when_it_takes_long() -> None:
+def test_progress_plain_lines_for_long_tasks() -> None:
     stream = io.StringIO()
     with Progress(stream, interactive=False, every=0).task("Reading", total=4) as task:
         task.advance()
     assert stream.getvalue().splitlines()[0].startswith("Reading: 1 of 4 (25 %)")
 
 
-def test_a_task_that_fails_says_so_and_silence_is_silent() -> None:
+def test_progress_failed_task_and_silent() -> None:
     stream = io.StringIO()
     with pytest.raises(ZeroDivisionError), Progress(stream, interactive=False).task("Reading"):
         raise ZeroDivisionError
@@ -156,7 +156,7 @@ def test_a_task_that_fails_says_so_and_silence_is_silent() -> None:
     assert stream.getvalue() == before
 
 
-def test_a_terminal_gets_a_bar_and_the_same_closing_line() -> None:
+def test_progress_terminal_bar_and_closing_line() -> None:
     stream = io.StringIO()
     progress = Progress(stream, interactive=True)
     with progress.task("Reading [bold]", total=2, unit="MB") as task:
@@ -170,7 +170,7 @@ def test_a_terminal_gets_a_bar_and_the_same_closing_line() -> None:
     ("seconds", "text"),
     [(0.42, "0.4 s"), (12.3, "12 s"), (59.9, "1 min 00 s"), (200, "3 min 20 s"), (3900, "1 h 05 min")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
@@ -188,22 +188,22 @@ def test_durations(seconds: float, text: str) -> None:
         ("2E+3 FLOP", Budget(flops=2000)),
     ],
 )
-def test_budgets(text: str, budget: Budget) -> None:
+def test_budget_parse(text: str, budget: Budget) -> None:
     assert Budget.parse(text) == budget == Budget.parse(str(budget))
 
 
 @pytest.mark.parametrize("text", ["", "5", "m", "-5m", "0s", "1..2s", "5 minutes please", "1e999s", "nanm"])
-def test_no_budgets(text: str) -> None:
+def test_budget_parse_invalid_raises(text: str) -> None:
     with pytest.raises(ConfigError, match="5m"):
         Budget.parse(text)
 
 
-def test_a_budget_field_has_one_spelling() -> None:
+def test_budget_field_normalizes() -> None:
     class Config(BaseModel):
         budget: BudgetText
 
     assert Config(budget="5m").budget == Config(budget="300 s").budget == "300s"
-    with pytest.raises(ValidationError, match="no budget"):
+    with pytest.raises(ValidationError, match="not a budget"):
         Config(budget="soon")
 
 
@@ -217,18 +217,18 @@ def measurement(bf16: float, fp32: float = 1e11, two: float = 1.8, gpu: bool = F
     return machine.Measurement(flops, 3e10, gpu_flops, 4e12 if gpu else 0.0)
 
 
-def test_the_choice_follows_the_measurement_not_the_flags() -> None:
+def test_choose_follows_measurement() -> None:
     amx = machine.choose(measurement(bf16=9e11), cores=2)
     assert (amx.device, amx.dtype, amx.threads) == ("cpu", "bfloat16", 2)
     assert amx.peak_flops == pytest.approx(1.8 * 9e11)
     assert machine.choose(measurement(bf16=0.6e11)).dtype == "float32"
-    assert machine.choose(measurement(bf16=1.1e11)).dtype == "float32"  # too little to pay for the casts
+    assert machine.choose(measurement(bf16=1.1e11)).dtype == "float32"  # below the margin for casts
     assert machine.choose(measurement(bf16=1e11, two=0.9)).threads == 1
     gpu = machine.choose(measurement(bf16=1e10, gpu=True), gpu="H")
     assert (gpu.device, gpu.dtype, gpu.peak_flops, gpu.memory_bandwidth) == ("cuda", "bfloat16", 8e14, 4e12)
 
 
-def test_each_choice_can_be_forced() -> None:
+def test_choose_can_be_forced() -> None:
     measured = measurement(bf16=9e11, gpu=True)
     assert machine.choose(measured, gpu="H", device="cpu").device == "cpu"
     forced = machine.choose(measured, dtype="float32", threads=1)
@@ -238,19 +238,19 @@ def test_each_choice_can_be_forced() -> None:
 
 
 def gpu_choice(speeds: dict[str, float], **forced: Any) -> machine.Machine:
-    """What is chosen on a GPU whose products ran at these speeds."""
+    """Return the choice for a GPU with these measured speeds."""
     gpu_flops = {kind: [speed] for kind, speed in speeds.items()}
     measured = machine.Measurement(measurement(bf16=1e10).flops, 3e10, gpu_flops, 4e12)
     return machine.choose(measured, gpu="G", **forced)
 
 
-def test_a_gpu_is_asked_for_the_types_that_it_has() -> None:
+def test_gpu_dtypes_by_capability() -> None:
     assert products.gpu_dtypes((7, 5)) == ("float32", "float16")
     assert products.gpu_dtypes((8, 0)) == products.gpu_dtypes((8, 6)) == ("float32", "bfloat16")
     assert products.gpu_dtypes((8, 9)) == products.gpu_dtypes((9, 0)) == ("float32", "bfloat16", "float8")
 
 
-def test_narrower_types_are_chosen_where_they_are_clearly_faster() -> None:
+def test_choose_narrow_dtype_needs_margin() -> None:
     import torch
 
     half = gpu_choice({"float32": 8e12, "float16": 6e13})
@@ -260,12 +260,12 @@ def test_narrower_types_are_chosen_where_they_are_clearly_faster() -> None:
     assert (eight.dtype, eight.peak_flops, eight.torch_dtype) == ("float8", 1.2e15, torch.bfloat16)
     assert "fp8 products ran at 1200.00 TFLOP/s and bf16 at 800.00, fp32 at 50.00" in eight.note
     assert gpu_choice({"float32": 5e13, "bfloat16": 8e14, "float8": 9e14}).dtype == "bfloat16"
-    assert gpu_choice({"float32": 5e13, "bfloat16": 8e14}).dtype == "bfloat16"  # float8 did not work there
+    assert gpu_choice({"float32": 5e13, "bfloat16": 8e14}).dtype == "bfloat16"  # float8 failed there
     for kind in ("float32", "bfloat16", "float8"):
         assert gpu_choice({"float32": 5e13, "bfloat16": 8e14, "float8": 1.2e15}, dtype=kind).dtype == kind
 
 
-def test_a_cpu_gets_fp16_and_fp8_only_when_told_and_says_that_they_were_not_timed() -> None:
+def test_choose_fp16_and_fp8_on_cpu_only_if_forced() -> None:
     import torch
 
     for kind, held in (("float16", torch.float16), ("float8", torch.bfloat16)):
@@ -280,17 +280,17 @@ def test_a_cpu_gets_fp16_and_fp8_only_when_told_and_says_that_they_were_not_time
     ("choice", "message"),
     [
         ({"device": "tpu"}, "one of: cpu, cuda"),
-        ({"device": "cuda"}, "sees none"),
+        ({"device": "cuda"}, "finds no GPU"),
         ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
         ({"threads": -1}, "1 or more"),
     ],
 )
-def test_impossible_choices_are_refused(choice: dict[str, Any], message: str) -> None:
+def test_choose_invalid_raises(choice: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         machine.choose(measurement(bf16=1e11), **choice)
 
 
-def test_probe_measures_once_obeys_the_environment_and_leaves_torch_alone(
+def test_probe_caches_obeys_environment_and_restores_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -311,7 +311,9 @@ def test_probe_measures_once_obeys_the_environment_and_leaves_torch_alone(
     forced = probe(cache_dir=tmp_path)
     assert (forced.device, forced.dtype, forced.threads) == ("cpu", "bfloat16", 1)
     assert forced.torch_dtype == torch.bfloat16
-    assert probe(cache_dir=tmp_path, dtype="float32").dtype == "float32"  # an argument beats the environment
+    assert (
+        probe(cache_dir=tmp_path, dtype="float32").dtype == "float32"
+    )  # an argument overrides the environment
     monkeypatch.setenv("WHORL_THREADS", "many")
     with pytest.raises(ConfigError, match="WHORL_THREADS"):
         probe(cache_dir=tmp_path)
@@ -321,7 +323,7 @@ def test_probe_measures_once_obeys_the_environment_and_leaves_torch_alone(
     assert probe(cache_dir=tmp_path).threads == 1
 
 
-def test_apply_sets_torch_threads() -> None:
+def test_machine_apply_sets_torch_threads() -> None:
     import torch
 
     before = torch.get_num_threads()
@@ -335,7 +337,7 @@ def test_apply_sets_torch_threads() -> None:
 @pytest.mark.parametrize(
     ("alone", "age", "again"), [(True, 1e6, False), (False, 60, False), (False, 1e6, True)]
 )
-def test_a_measurement_beside_others_is_not_kept_for_long(
+def test_probe_contended_measurement_expires(
     alone: bool, age: float, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
@@ -350,7 +352,7 @@ def test_a_measurement_beside_others_is_not_kept_for_long(
     assert len(calls) == 1 + again
 
 
-def test_whether_the_cores_were_ours_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_core_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     from whorl.machine import gemm_benchmark as products
 
     clock = iter(range(10**6))
@@ -358,4 +360,4 @@ def test_whether_the_cores_were_ours_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(products.time, "process_time", iter([0.0, 2.0]).__next__)
     assert products.available_core_fraction(2) == pytest.approx(
         0.5
-    )  # 2 CPU seconds in 2 of the clock, of 2 cores
+    )  # 2 CPU seconds in 2 s of wall time, on 2 cores

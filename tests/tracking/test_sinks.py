@@ -1,4 +1,4 @@
-"""Metrics elsewhere: what fakes of the packages hear, and that no failure of theirs stops a run."""
+"""External metrics sinks, tested with fake packages; failures never stop a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def __getattr__(name):
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Packages `wandb` and `trackio` that note every call."""
+    """Fake packages `wandb` and `trackio` that record every call."""
     folder = tmp_path / "fakes"
     folder.mkdir()
     for name in ("wandb", "trackio"):
@@ -45,15 +45,15 @@ def calls(name: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 
 def a_run(
-    folder: Path, texts: list[str], said: list[str] | None = None, **tables: Any
+    folder: Path, texts: list[str], messages: list[str] | None = None, **tables: Any
 ) -> tuple[Run, SafeSinks]:
-    sinks = SafeSinks(parse_loggers(texts, tables), (said if said is not None else []).append)
+    sinks = SafeSinks(parse_loggers(texts, tables), (messages if messages is not None else []).append)
     return Run(folder, config={"name": "mine", "steps": {}}, tensorboard=False, sinks=sinks), sinks
 
 
-def test_wandb_hears_every_record_on_the_steps_own_axis(fakes: Path, tmp_path: Path) -> None:
+def test_wandb_receives_records_per_step_axis(fakes: Path, tmp_path: Path) -> None:
     run, sinks = a_run(tmp_path / "run", ["wandb:entity=us"], wandb={"tags": ["small"]})
-    assert "wandb" not in sys.modules  # before the first number nothing is imported
+    assert "wandb" not in sys.modules  # imported with the first record
     with run.metrics("pretrain") as log:
         log.write(1, {"nll": 4.0, "sample": "def f"})
         log.write(2, {"nll": 3.0})
@@ -68,13 +68,13 @@ def test_wandb_hears_every_record_on_the_steps_own_axis(fakes: Path, tmp_path: P
 
     again, _ = a_run(tmp_path / "run", ["wandb"])
     again.metrics("pretrain", resume_at=2).write(2, {"nll": 3.0})
-    assert calls("wandb")[0][2]["id"] == init[2]["id"]  # the same run folder: its curves go on
+    assert calls("wandb")[0][2]["id"] == init[2]["id"]  # the same run folder continues its curves
     other, _ = a_run(tmp_path / "elsewhere" / "run", ["wandb"])
     other.metrics("pretrain").write(1, {"nll": 3.0})
     assert calls("wandb")[0][2]["id"] != init[2]["id"]
 
 
-def test_trackio_hears_numbers(fakes: Path, tmp_path: Path) -> None:
+def test_trackio_receives_numbers(fakes: Path, tmp_path: Path) -> None:
     run, sinks = a_run(tmp_path / "run", ["trackio:project=other"])
     with run.metrics("pretrain") as log:
         log.write(1, {"nll": 4.0, "sample": "def f"})
@@ -86,7 +86,7 @@ def test_trackio_hears_numbers(fakes: Path, tmp_path: Path) -> None:
     assert finish[0] == "finish"
 
 
-def test_a_run_that_measures_nothing_opens_nothing(fakes: Path, tmp_path: Path) -> None:
+def test_sink_not_imported_without_records(fakes: Path, tmp_path: Path) -> None:
     _, sinks = a_run(tmp_path / "run", ["wandb"])
     sinks.close()
     assert "wandb" not in sys.modules
@@ -113,33 +113,33 @@ class Broken:
         pass
 
 
-def test_a_sink_that_fails_is_told_once_and_then_left_alone(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_failing_sink_is_logged_then_disabled(tmp_path: Path) -> None:
+    messages: list[str] = []
     broken = Broken()
-    sinks = SafeSinks([broken], said.append)
+    sinks = SafeSinks([broken], messages.append)
     run = Run(tmp_path, tensorboard=False, sinks=sinks)
     with run.metrics("pretrain") as log:
         for step in range(20):
             log.write(step, {"nll": 1.0})
     assert broken.heard == 5
-    assert len(said) == 2 and "no route" in said[0] and "left alone" in said[1]
-    assert len(list(run.read_metrics("pretrain"))) == 20  # the folder has them all
+    assert len(messages) == 2 and "no route" in messages[0] and "is disabled" in messages[1]
+    assert len(list(run.read_metrics("pretrain"))) == 20  # the folder is complete
 
 
-def test_a_sink_that_failed_for_a_moment_is_kept(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_sink_recovers_after_short_failure(tmp_path: Path) -> None:
+    messages: list[str] = []
     shaky = Broken(works_after=3)
-    run = Run(tmp_path, tensorboard=False, sinks=SafeSinks([shaky], said.append))
+    run = Run(tmp_path, tensorboard=False, sinks=SafeSinks([shaky], messages.append))
     with run.metrics("pretrain") as log:
         for step in range(20):
             log.write(step, {"nll": 1.0})
-    assert shaky.heard == 20 and len(said) == 1
+    assert shaky.heard == 20 and len(messages) == 1
 
 
-def test_bad_requests_are_refused_before_any_work(fakes: Path) -> None:
+def test_parse_loggers_invalid_raises(fakes: Path) -> None:
     with pytest.raises(ConfigError, match="wandb"):
         parse_loggers(["wand"])
-    with pytest.raises(ConfigError, match="not understood"):
+    with pytest.raises(ConfigError, match="invalid option"):
         parse_loggers(["wandb:project"])
     (fakes / "trackio.py").unlink()
     sys.path_importer_cache.clear()
@@ -148,14 +148,15 @@ def test_bad_requests_are_refused_before_any_work(fakes: Path) -> None:
             parse_loggers(["trackio"])
 
 
-def test_nothing_is_imported_unless_asked() -> None:
-    code = "import sys, whorl.tracking.run, whorl.recipes\nfrom whorl.tracking.sinks import parse_loggers\nassert parse_loggers([]) == []\n"
+def test_sinks_import_nothing_by_default() -> None:
+    code = "import sys, whorl.tracking.run, whorl.recipes\nfrom whorl.tracking.sinks import parse_loggers\n"
+    code += "assert parse_loggers([]) == []\n"
     code += "print([m for m in ('wandb', 'trackio', 'rich', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []
 
 
-def test_a_recipe_may_name_sinks_and_its_address_stays() -> None:
+def test_recipe_log_table_keeps_address() -> None:
     from whorl.recipes.recipe import parse_recipe
 
     text = 'name = "tiny"\n[steps.ingest]\nsources = ["notes"]\n'

@@ -1,4 +1,4 @@
-"""The token set that the tests of this room train on."""
+"""The token set of the training tests."""
 
 from __future__ import annotations
 

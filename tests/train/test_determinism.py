@@ -1,4 +1,4 @@
-"""The same bits twice, also where threads or the faster library would change them."""
+"""Deterministic mode: equal bits for any number of threads and any library speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state() -> tuple[object, ...]:
     )
 
 
-def test_settings_hold_within_and_are_put_back() -> None:
+def test_deterministic_sets_and_restores_settings() -> None:
     before = state()
     with deterministic(False):
         assert state() == before
@@ -39,7 +39,7 @@ def test_settings_hold_within_and_are_put_back() -> None:
     assert state() == before
 
 
-def test_the_library_that_was_measured_to_be_faster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_does_not_time_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask() -> bool:
         raise AssertionError("timed")
 
@@ -54,8 +54,10 @@ def test_the_library_that_was_measured_to_be_faster_is_not_asked(monkeypatch: py
         experts.matmul(left, right)
 
 
-def test_threads_do_not_change_a_bit(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide enough that products and sums would be split over them."""
+def test_deterministic_threads_do_not_change_bits(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is wide enough to split products and sums over threads."""
     plain, seen = LMObjective.__call__, set[int]()
 
     def watched(self: LMObjective, part: MicroBatch) -> Loss:
@@ -70,7 +72,7 @@ def test_threads_do_not_change_a_bit(tokens: Path, tmp_path: Path, monkeypatch: 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_experts_are_the_same_whichever_library_is_faster(
+def test_deterministic_experts_ignore_faster_library(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = job(tokens, model=shape(HEADS, experts=EXPERTS), steps=4, deterministic=True)
@@ -81,7 +83,7 @@ def test_experts_are_the_same_whichever_library_is_faster(
     assert all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
 
 
-def test_a_plain_runs_checkpoint_is_not_a_deterministic_ones(tokens: Path, tmp_path: Path) -> None:
+def test_deterministic_run_rejects_other_checkpoint(tokens: Path, tmp_path: Path) -> None:
     from whorl.errors import CheckpointError
 
     train(job(tokens), tmp_path, stop_after=2, checkpoint_seconds=0.0)

@@ -1,4 +1,4 @@
-"""Producers that die, each at a moment of its own: what `test_restarts.py` kills. Importable by a producer process."""
+"""Producers that die at a chosen moment; importable by a producer process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def die() -> None:
 
 
 def first(place: Path) -> bool:
-    """Whether nobody asked this before."""
+    """Return True on the first call with this path."""
     try:
         place.open("x").close()
     except FileExistsError:
@@ -31,11 +31,11 @@ def first(place: Path) -> bool:
 
 @dataclass
 class Dies(Draws):
-    """Is killed once at each of `records`, at a moment `when`; marks in `folder` that it was.
+    """Is killed once at each of `records`, at a moment `when`; leaves a marker file in `folder`.
 
-    when: "begun" (half of the record is written), "whole" (the slot is READY, and nobody knows), "forked" (a child holds all
-    that the process held, its socket among it), "never" (it forks so, and hangs), "unpickled" (before it was asked for
-    anything), "always" (each time).
+    when: "begun" (the record is half written), "whole" (the slot is READY but unreported), "forked" (a child holds its
+        descriptors, the socket included), "never" (forks likewise, and hangs), "unpickled" (before the first request),
+        "always" (every time).
     """
 
     folder: Path = Path()
@@ -67,7 +67,7 @@ class Dies(Draws):
 
 @dataclass
 class DiesReading:
-    """Acts with a network, and is killed the first time in the middle of a copy of the board's weights."""
+    """Uses weights, and is killed the first time during a copy from the board."""
 
     folder: Path
 
@@ -90,7 +90,7 @@ class Trap:
 
 @dataclass
 class Leaves(Draws):
-    """Ends itself, without a word and without a signal."""
+    """Exits without an exception or a signal."""
 
     def fill(self, slot: Any, weights: Any, rng: np.random.Generator) -> int:
         os._exit(3)
@@ -98,7 +98,7 @@ class Leaves(Draws):
 
 @dataclass
 class CannotBegin(Draws):
-    """Raises where it is unpickled."""
+    """Raises on unpickling."""
 
     text: str = field(default="it cannot begin")
 

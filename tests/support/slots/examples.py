@@ -1,4 +1,4 @@
-"""Records and producers that the tests of this room use; importable by a producer process."""
+"""Records and producers for tests; importable by a producer process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Numbers:
 
 @dataclass
 class Draws:
-    """Random numbers, and the record's own place."""
+    """Writes random numbers and the record's number."""
 
     pause: float = 0.0
 
@@ -44,14 +44,14 @@ class WrongShape(Draws):
 
 class WrongType(Draws):
     def fill(self, slot: Any, weights: Any, rng: np.random.Generator) -> int:
-        slot.data.values[:] = np.arange(5)  # integers are numbers too
+        slot.data.values[:] = np.arange(5)  # integers are valid
         slot.data.label[...] = 0.5
         return 0
 
 
 @dataclass
 class Acts:
-    """Writes what the network it acts with says: 1 number, equal to the version of its weights by construction."""
+    """Writes one weight of its network, which equals the weights' version by construction."""
 
     pause: float = 0.0
 
@@ -64,5 +64,5 @@ class Acts:
         both = torch.cat([self.net.weight.flatten(), self.net.bias]).detach()
         time.sleep(self.pause)
         slot.data.values[:] = float(both[0])
-        slot.data.label[...] = int((both == both[0]).all())  # 0 if it ever saw half of an update
+        slot.data.label[...] = int((both == both[0]).all())  # 0 after a partial update
         return 1

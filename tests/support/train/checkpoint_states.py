@@ -1,6 +1,6 @@
-"""States for the tests of checkpoints; and a keeper in a process that can be killed, whose state says of which step it is.
+"""States for checkpoint tests, and a process that saves a checkpoint per step until it is killed.
 
-python keeping.py FOLDER MEGABYTES [graceful]
+python -m tests.support.train.checkpoint_states FOLDER MEGABYTES [graceful]
 """
 
 from __future__ import annotations

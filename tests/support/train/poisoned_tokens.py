@@ -1,4 +1,4 @@
-"""A token set with one document that spoils a step, and a job that trains on it."""
+"""A token set with one document that causes NaN, and a job that trains on it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.job import Job, identity
 from whorl.train.lm.pretrain import allocate_shared, build_model
 
-BAD = 17  # this document alone has the letter x
+BAD = 17  # only this document contains the letter x
 
 
 def make_poisoned(folder: Path, *, letters: int = 400) -> Path:
-    """As `tiny.make_tokens`; the longer the bad document, the more batches have a part of it."""
+    """Like `tiny.make_tokens`; a longer bad document is in more batches."""
     rng = np.random.default_rng(0)
     texts = ["".join(c + c for c in rng.choice(list("abcd"), rng.integers(40, 400))) for _ in range(60)]
     texts[BAD] = "x" * letters
@@ -33,7 +33,7 @@ def make_poisoned(folder: Path, *, letters: int = 400) -> Path:
 
 
 def poisoned(tokens: Path, scratch: Path, *, ids: slice | int = 120, **change: object) -> Job:
-    """A job whose checkpoint of step 0, in `scratch`, has NaN in the embeddings of `ids`."""
+    """Return a job whose checkpoint of step 0 in `scratch` has NaN embeddings for `ids`."""
     watch = {"max_skipped": 1.0, "patience": 1000}
     wanted = job(tokens, **{"steps": 48, "spike_guard": watch, **change})
     shared = allocate_shared(build_model(wanted), wanted)

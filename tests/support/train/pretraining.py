@@ -1,4 +1,4 @@
-"""Short pretraining runs for tests: train, read the weights, compare them, write raw text."""
+"""Short pretraining runs: train, read the weights, compare them, write raw text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 
 
 def raw_text(tokens: Path, folder: Path, seed: int = 1) -> dict[str, object]:
-    """A job's `raw`: a JSONL file of documents like those of the token set."""
+    """A job's `stream`: a JSONL file of documents like those of the token set."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     texts = ["".join(c + c for c in rng.choice(list("abcdefgh"), rng.integers(10, 90))) for _ in range(80)]

@@ -1,4 +1,4 @@
-"""A tiny token set and job that the tests of this room train on."""
+"""A tiny token set and job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Document(NamedTuple):
 
 
 def make_tokens(folder: Path, *, documents: int = 60, alphabet: str = "abcdefgh", seed: int = 0) -> Path:
-    """Documents of random letters, each letter twice: half of the letters are certain, half are uniform."""
+    """Documents of random letters, each letter twice: half of the letters are certain, half uniform."""
     rng = np.random.default_rng(seed)
     texts = [
         "".join(c + c for c in rng.choice(list(alphabet), rng.integers(40, 400))) for _ in range(documents)
@@ -59,7 +59,7 @@ def job(tokens: Path, **change: object) -> Job:
 
 
 class Notes:
-    """An observer that remembers."""
+    """A callback that stores its calls."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""The format: whole or passed over, whatever happens to the disk or the file; readable by others; ready for shards."""
+"""The checkpoint format: valid or rejected after any damage, readable as safetensors, ready for shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.staging import Layout, StagingBuffer
 
 
-def test_what_is_saved_is_loaded_and_others_can_read_it(tmp_path: Path) -> None:
+def test_save_load_round_trip_and_safetensors(tmp_path: Path) -> None:
     path = save(tmp_path, 7, state(), {"place": [1, {"x": 2.5}]})
     found = load(path)
     assert found.step == 7 and found.metadata == {"place": [1, {"x": 2.5}]} and same(found.tensors, state())
@@ -35,7 +35,7 @@ def test_what_is_saved_is_loaded_and_others_can_read_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("megabytes", [0, 9, 40])
-def test_more_than_a_chunk_and_an_area_that_is_used_again(tmp_path: Path, megabytes: int) -> None:
+def test_load_reuses_staging_buffer_over_chunks(tmp_path: Path, megabytes: int) -> None:
     area = StagingBuffer()
     for step in (1, 2):
         tensors = {"weights/a": torch.full((megabytes * 262144 + step,), float(step)), **state(step)}
@@ -45,7 +45,7 @@ def test_more_than_a_chunk_and_an_area_that_is_used_again(tmp_path: Path, megaby
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(tmp_path: Path, seed: int) -> None:
+def test_bit_flip_is_detected_and_previous_loaded(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     for step in (1, 2):
         save(tmp_path, step, state(step), {"position": 123456})
@@ -53,18 +53,16 @@ def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(tmp_path: P
     content = bytearray(damaged.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     damaged.write_bytes(bytes(content))
-    said: list[str] = []
+    messages: list[str] = []
     try:
-        found = load_latest(tmp_path, said.append)
-    except NewerFormatError:  # the digit of the format itself
+        found = load_latest(tmp_path, messages.append)
+    except NewerFormatError:  # the flipped bit is in the format number
         return
-    if (
-        found is not None and found.step == 2
-    ):  # a space between two words of JSON: nothing that counts was changed
+    if found is not None and found.step == 2:  # whitespace in the JSON: no relevant change
         assert damaged.name == "state.json" and same(found.tensors, state(2))
         return
     assert found is not None and found.step == 1 and same(found.tensors, state(1))
-    assert len(said) == 1 and "passed over step-00000002" in said[0]
+    assert len(messages) == 1 and "rejected step-00000002" in messages[0]
 
 
 def _cut(path: Path) -> None:
@@ -93,21 +91,21 @@ def _wrong_shape(path: Path) -> None:
         (lambda p: (p / "state.json").write_text("[1, 2]"), "step-00000002"),
         (lambda p: (p / "state.json").write_text('{"format": 1, "step": 2}'), "checkpoint format 1"),
         (_cut, "has 5,000 bytes"),
-        (_wrong_hash, "hashed with 'md5'"),
+        (_wrong_hash, "hash type 'md5'"),
         (_wrong_shape, "step-00000002"),
     ],
 )
-def test_what_is_damaged_is_passed_over_with_its_reason(tmp_path: Path, damage: Any, words: str) -> None:
+def test_load_latest_rejects_damaged_with_reason(tmp_path: Path, damage: Any, words: str) -> None:
     for step in (1, 2):
         save(tmp_path, step, state(step), {})
     damage(tmp_path / "step-00000002")
-    said: list[str] = []
-    found = load_latest(tmp_path, said.append)
+    messages: list[str] = []
+    found = load_latest(tmp_path, messages.append)
     assert found is not None and found.step == 1
-    assert len(said) == 1 and words in said[0], said
+    assert len(messages) == 1 and words in messages[0], messages
 
 
-def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+def test_newer_format_raises(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, state(step), {})
     index = tmp_path / "step-00000002" / "state.json"
@@ -118,8 +116,8 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
         assert "use the version that wrote it" in str(raised.value)
 
 
-def test_tensors_in_pieces_over_several_files_are_put_together(tmp_path: Path) -> None:
-    """As ranks will write them one day: the same format, so that nothing needs to be converted then."""
+def test_load_assembles_tensors_from_pieces(tmp_path: Path) -> None:
+    """Pieces in several files, as sharded ranks would write them."""
     path, whole = save(tmp_path, 1, state(), {}), state()
     body = writer.parse_index((path / "state.json").read_text())
     pieces = []
@@ -136,7 +134,7 @@ def test_tensors_in_pieces_over_several_files_are_put_together(tmp_path: Path) -
     assert same(load(path).tensors, whole)
 
 
-def test_restoring_converts_types_and_refuses_what_does_not_fit() -> None:
+def test_restore_converts_dtypes_and_rejects_mismatch() -> None:
     have = {"a": torch.randn(4, 4), "n": torch.tensor([3])}
     target = {"a": torch.zeros(4, 4, dtype=torch.bfloat16), "n": torch.tensor([0])}
     restore(target, have)
@@ -145,7 +143,7 @@ def test_restoring_converts_types_and_refuses_what_does_not_fit() -> None:
     for wrong, words in (
         ({"a": torch.zeros(4, 4)}, "'n' is missing"),
         ({**have, "n": torch.tensor([1, 2])}, r"'n' is \(2,\)"),
-        ({**have, "n": torch.tensor([1.5])}, "'n' is of type torch.float32"),
+        ({**have, "n": torch.tensor([1.5])}, "'n' has dtype torch.float32"),
         ({**have, "more": torch.zeros(1)}, "no such tensor"),
     ):
         with pytest.raises(CheckpointError, match=words):
@@ -155,10 +153,10 @@ def test_restoring_converts_types_and_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_from_a_gpu_and_back(tmp_path: Path) -> None:
+def test_save_from_gpu_and_restore(tmp_path: Path) -> None:
     tensors = {"weights/a": torch.randn(1000, 1000, device="cuda")}
-    with CheckpointManager(tmp_path, {}, seconds=0.0) as keeper:
-        keeper.save(1, tensors)
+    with CheckpointManager(tmp_path, {}, seconds=0.0) as manager:
+        manager.save(1, tensors)
         kept = tensors["weights/a"].cpu()
         tensors["weights/a"].zero_()
     restore(tensors, {n: t for n, t in load(tmp_path / "step-00000001").tensors.items() if n in tensors})
@@ -166,7 +164,7 @@ def test_from_a_gpu_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", ["open", "write"])
-def test_a_file_system_without_direct_writes_gets_the_same_bytes(
+def test_save_without_o_direct_writes_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     expected = (save(tmp_path / "a", 1, state(), {}) / "state.safetensors").read_bytes()
@@ -194,7 +192,7 @@ def test_a_file_system_without_direct_writes_gets_the_same_bytes(
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "write", "fsync"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_keeps_what_was_there(
+def test_disk_full_keeps_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     save(tmp_path, 1, state(), {})
@@ -209,13 +207,13 @@ def test_a_full_disk_keeps_what_was_there(
     assert found is not None and found.step == 1 and not list(tmp_path.glob("writing-*"))
 
 
-def test_retention_by_count_and_by_age(tmp_path: Path) -> None:
+def test_prune_by_count_and_age(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, step, state(), {}, keep=3)
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "4", "5"]
     for step in (4, 5):
         os.utime(tmp_path / f"step-0000000{step}", (0, 0))
     writer.prune(tmp_path, 3, 3600.0)
-    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "5"]  # the newest stays, however old
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "5"]  # the newest stays at any age
     writer.prune(tmp_path, 1, None, in_use=("step-00000003",))
     assert len(list(tmp_path.iterdir())) == 2

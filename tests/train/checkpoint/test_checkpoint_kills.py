@@ -1,4 +1,4 @@
-"""Processes that die, disks that fill: what was whole before is whole after, and the run goes on."""
+"""Killed processes and full disks: the last complete checkpoint stays valid, and the run resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def whole(folder: Path) -> int:
-    """The newest step, its state looked at."""
+    """Return the newest valid step, and check its contents."""
     found = load_latest(folder)
     if found is None:
         return 0
@@ -43,7 +43,7 @@ def whole(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("how", ["kill", "kill the group", "terminate the group"])
-def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path, how: str) -> None:
+def test_kill_at_any_moment_leaves_valid_checkpoint(tmp_path: Path, how: str) -> None:
     rng, reached = random.Random(how), 0
     for _ in range(2):
         process = start(tmp_path)
@@ -52,7 +52,7 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path, how: str) -> N
         while not (tmp_path / f"step-{before + 2:08d}").exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))
-        if how == "terminate the group":  # in the middle of writing
+        if how == "terminate the group":  # during a write
             while not list(tmp_path.glob("writing-*/state.safetensors")) and time.monotonic() < deadline:
                 pass
         (os.kill if how == "kill" else os.killpg)(
@@ -64,12 +64,12 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path, how: str) -> N
     _no_writer_is_left(process.pid)
 
 
-def test_one_that_is_told_to_end_lets_the_writer_finish(tmp_path: Path) -> None:
+def test_sigterm_lets_writer_finish(tmp_path: Path) -> None:
     process = start(tmp_path, "graceful")
     deadline = time.monotonic() + 20
     while not list(tmp_path.glob("writing-*/state.safetensors")) and time.monotonic() < deadline:
         pass
-    os.killpg(process.pid, signal.SIGTERM)  # the writer too, which does not listen
+    os.killpg(process.pid, signal.SIGTERM)  # the writer receives it too and ignores it
     assert process.wait(timeout=20) == 0
     assert whole(tmp_path) >= 1 and not list(tmp_path.glob("writing-*"))
     _no_writer_is_left(process.pid)
@@ -86,16 +86,16 @@ def _no_writer_is_left(group: int) -> None:
     raise AssertionError("a process of the group is alive")
 
 
-def test_a_writer_that_dies_is_heard(tmp_path: Path) -> None:
-    keeper = CheckpointManager(tmp_path, {}, seconds=0.0)
-    keeper.save(1, state())
-    keeper.finish()
-    assert keeper.writer is not None and keeper.writer.process is not None
-    keeper.writer.process.kill()
-    keeper.writer.process.wait()
-    with pytest.raises(CheckpointError, match="the process that writes checkpoints went away"), keeper:
-        keeper.save(2, state())
-        keeper.save(3, state())
+def test_writer_death_raises(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, {}, seconds=0.0)
+    manager.save(1, state())
+    manager.finish()
+    assert manager.writer is not None and manager.writer.process is not None
+    manager.writer.process.kill()
+    manager.writer.process.wait()
+    with pytest.raises(CheckpointError, match="the checkpoint writer process died"), manager:
+        manager.save(2, state())
+        manager.save(3, state())
     assert load_latest(tmp_path).step == 1  # type: ignore[union-attr]
 
 
@@ -124,7 +124,7 @@ FULL = """
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no such limit here")
-def test_a_run_on_a_full_disk_stops_cleanly_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_disk_full_stops_run_and_resume_is_exact(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path / "tokens")
     wanted = job(tokens, steps=40, replicas=2)
     undisturbed = pretrain(wanted, tmp_path / "a", Notes())
@@ -135,8 +135,8 @@ def test_a_run_on_a_full_disk_stops_cleanly_and_goes_on_when_there_is_room(tmp_p
     assert not list((tmp_path / "b").glob("writing-*"))
     found = load_latest(tmp_path / "b")
     assert found is not None and 4 <= found.step <= 5
-    said: list[str] = []
-    again = pretrain(wanted, tmp_path / "b", Notes(), log=said.append)
-    assert f"continues at step {found.step} of 40" in said[0]
+    messages: list[str] = []
+    again = pretrain(wanted, tmp_path / "b", Notes(), log=messages.append)
+    assert f"continues at step {found.step} of 40" in messages[0]
     theirs = dict(undisturbed.named_parameters())
     assert all(torch.equal(p, theirs[n]) for n, p in again.named_parameters())

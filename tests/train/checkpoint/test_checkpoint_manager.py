@@ -1,4 +1,4 @@
-"""The keeper and its tiers: what is taken when, what is kept where, and what is told of it."""
+"""The checkpoint manager and remote storage: timing, retention, failures, statistics."""
 
 from __future__ import annotations
 
@@ -25,32 +25,28 @@ from whorl.train.lm.pretrain import allocate_shared, pretrain
 
 
 @pytest.mark.parametrize("thread", [False, True])
-def test_a_checkpoint_is_of_the_moment_it_was_taken_whatever_happens_after(
-    tmp_path: Path, thread: bool
-) -> None:
+def test_save_takes_snapshot_of_the_moment(tmp_path: Path, thread: bool) -> None:
     tensors = {"weights/a": torch.full((1 << 21,), 1.0), "weights/odd": torch.zeros(3)}
-    account = CheckpointStats()
-    with CheckpointManager(tmp_path, {"of": 1}, seconds=0.0, thread=thread, stats=account) as keeper:
+    stats = CheckpointStats()
+    with CheckpointManager(tmp_path, {"of": 1}, seconds=0.0, thread=thread, stats=stats) as manager:
         for step in range(1, 9):
             tensors["weights/a"].fill_(step)
-            blocked = keeper.save(step, tensors, {"step": step})
+            blocked = manager.save(step, tensors, {"step": step})
             assert blocked >= 0
             tensors["weights/a"].fill_(-1)
-    with CheckpointManager(tmp_path, {"of": 1}) as keeper:
-        found = keeper.resume()
+    with CheckpointManager(tmp_path, {"of": 1}) as manager:
+        found = manager.resume()
     assert found is not None and found.step == 8 == found.metadata["step"]
     assert bool((found.tensors["weights/a"] == 8).all()) and found.tensors.keys() == tensors.keys()
     assert (
-        account.written == 8
-        and account.last_bytes > 8 << 20
-        and account.stall_seconds >= account.max_stall_seconds > 0
+        stats.written == 8
+        and stats.last_bytes > 8 << 20
+        and stats.stall_seconds >= stats.max_stall_seconds > 0
     )
-    assert keeper.stats.resumes == 1 and keeper.stats.written == 7  # what was known when it was taken
+    assert manager.stats.resumes == 1 and manager.stats.written == 7  # as of the last save
 
 
-def test_a_second_one_that_comes_too_soon_is_put_off_said_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_due_defers_while_writing_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really = writer.write_checkpoint
 
     def slowly(*words: Any, **more: Any) -> Path:
@@ -58,19 +54,19 @@ def test_a_second_one_that_comes_too_soon_is_put_off_said_and_counted(
         return really(*words, **more)
 
     monkeypatch.setattr(writer, "write_checkpoint", slowly)
-    said: list[str] = []
-    with CheckpointManager(tmp_path, {}, seconds=0.1, thread=True, log=said.append) as keeper:
-        assert keeper.save(1, state()) < 0.4
+    messages: list[str] = []
+    with CheckpointManager(tmp_path, {}, seconds=0.1, thread=True, log=messages.append) as manager:
+        assert manager.save(1, state()) < 0.4
         time.sleep(0.15)
-        assert not keeper.due() and not keeper.due()
-        assert keeper.stats.deferred == 1 and ["is late" in text for text in said] == [True]
-        assert keeper.save(2, state(2)) > 0.2  # one that must be waits
-        assert keeper.stats.written == 1
-    assert keeper.stats.written == 2 and load_latest(tmp_path).step == 2  # type: ignore[union-attr]
+        assert not manager.due() and not manager.due()
+        assert manager.stats.deferred == 1 and ["checkpoint deferred" in text for text in messages] == [True]
+        assert manager.save(2, state(2)) > 0.2  # an explicit save waits
+        assert manager.stats.written == 1
+    assert manager.stats.written == 2 and load_latest(tmp_path).step == 2  # type: ignore[union-attr]
 
 
 class Disk:
-    """A writer that takes `seconds` for a checkpoint, by the clock of a test."""
+    """A writer that takes `seconds` per checkpoint, on a simulated clock."""
 
     def __init__(self, clock: SimpleNamespace, seconds: float) -> None:
         self.clock, self.seconds = clock, seconds
@@ -95,116 +91,118 @@ class Disk:
 
 
 @pytest.mark.parametrize("write", [0.0, 0.5, 4.0])
-def test_a_kill_at_any_moment_costs_one_interval_at_most(
+def test_kill_costs_at_most_one_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: float
 ) -> None:
-    """By a clock of its own: intervals of 8 s, steps of 0.1 s, writing that takes up to half an interval."""
+    """Simulated: intervals of 8 s, steps of 0.1 s, writes of up to half an interval."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(
         "whorl.train.checkpoint.manager.time",
         SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now),
     )
-    keeper = CheckpointManager(tmp_path, {}, seconds=8.0)
+    manager = CheckpointManager(tmp_path, {}, seconds=8.0)
     disk = Disk(clock, write)
-    keeper.writer = disk  # type: ignore[assignment]
+    manager.writer = disk  # type: ignore[assignment]
     taken, lost = [clock.now], list[float]()
     for step in range(1, 1000):
         clock.now += 0.1
         whole = [100.0, *(at for at, end in zip(taken[1:], disk.ends, strict=True) if end <= clock.now)]
         lost.append(clock.now - whole[-1])
-        if keeper.due():
+        if manager.due():
             taken.append(clock.now)
-            keeper.save(step, state())
+            manager.save(step, state())
     assert 6.0 < max(lost) <= 8.0 + 0.1 + 1e-6
-    assert 12 <= keeper.stats.written <= 25 and not keeper.stats.deferred
-    keeper.close()
+    assert 12 <= manager.stats.written <= 25 and not manager.stats.deferred
+    manager.close()
 
 
-def test_generators_that_belong_to_nobody_go_on(tmp_path: Path) -> None:
+def test_resume_restores_global_rng_states(tmp_path: Path) -> None:
     def draw() -> tuple[float, float, float]:
         return float(torch.rand(())), random.random(), float(np.random.rand())
 
-    with CheckpointManager(tmp_path, {}) as keeper:
-        keeper.save(1, state())
+    with CheckpointManager(tmp_path, {}) as manager:
+        manager.save(1, state())
         first = draw()
     draw()
-    with CheckpointManager(tmp_path, {}) as keeper:
-        assert keeper.resume() is not None
+    with CheckpointManager(tmp_path, {}) as manager:
+        assert manager.resume() is not None
     assert draw() == first
 
 
-def durable(url: str, **more: Any) -> CheckpointConfig:
+def remote_config(url: str, **more: Any) -> CheckpointConfig:
     return CheckpointConfig(remote_url=url, remote_interval=0.0, **more)
 
 
 def run(
-    folder: Path, tiers: CheckpointConfig, steps: range, said: list[str] | None = None, **more: Any
+    folder: Path, config: CheckpointConfig, steps: range, messages: list[str] | None = None, **more: Any
 ) -> CheckpointManager:
-    """Saves a few, letting each upload end."""
-    say = said.append if said is not None else lambda _: None
-    with CheckpointManager(folder, {"of": 1}, seconds=0.0, config=tiers, log=say, **more) as keeper:
+    """Save these steps and wait for each upload."""
+    say = messages.append if messages is not None else lambda _: None
+    with CheckpointManager(folder, {"of": 1}, seconds=0.0, config=config, log=say, **more) as manager:
         for step in steps:
-            keeper.save(step, state(step))
-            keeper.finish()
+            manager.save(step, state(step))
+            manager.finish()
             deadline = time.monotonic() + 20
             want = step - steps[0] + 1
-            while keeper.stats.remote_written + keeper.stats.remote_failed < want:
+            while manager.stats.remote_written + manager.stats.remote_failed < want:
                 assert time.monotonic() < deadline
-                keeper._poll_writer(0.05)
-    return keeper
+                manager._poll_writer(0.05)
+    return manager
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_the_durable_tier_takes_over_when_the_machine_is_gone(tmp_path: Path, scheme: str) -> None:
+def test_remote_checkpoint_used_on_new_machine(tmp_path: Path, scheme: str) -> None:
     url = f"file://{tmp_path}/far" if scheme == "file" else f"memory://{tmp_path.name}"
-    tiers = durable(url, remote_keep=2)
-    keeper = run(tmp_path / "near", tiers, range(1, 5), thread=scheme == "memory")  # memory is of one process
-    assert keeper.stats.remote_written == 4 and not keeper.stats.remote_failed
-    far = RemoteStore(url, keeper.job_id)
-    whole, begun = far.list_checkpoints()
+    config = remote_config(url, remote_keep=2)
+    manager = run(
+        tmp_path / "near", config, range(1, 5), thread=scheme == "memory"
+    )  # a memory file system is local to its process
+    assert manager.stats.remote_written == 4 and not manager.stats.remote_failed
+    remote = RemoteStore(url, manager.job_id)
+    whole, begun = remote.list_checkpoints()
     assert [f.step for f in whole] == [4, 3] and not begun
-    with CheckpointManager(tmp_path / "other machine", {"of": 1}, config=tiers) as other:
+    with CheckpointManager(tmp_path / "other machine", {"of": 1}, config=config) as other:
         found = other.resume()
         assert found is not None and found.step == 4 and same(found.tensors, state(4))
-    # a damaged one is passed over for the one before; one without its index is not there; newer local ones win
-    far.fs.pipe_file(f"{far.root}/{whole[0].name}/state.safetensors", b"x")
-    far.fs.makedirs(f"{far.root}/step-00000009.1.aa")
-    far.fs.pipe_file(f"{far.root}/step-00000009.1.aa/state.safetensors", b"x")
-    said: list[str] = []
-    with CheckpointManager(tmp_path / "third", {"of": 1}, config=tiers, log=said.append) as third:
+    # damaged: the previous one is used; without an index: ignored; newer local checkpoints win
+    remote.fs.pipe_file(f"{remote.root}/{whole[0].name}/state.safetensors", b"x")
+    remote.fs.makedirs(f"{remote.root}/step-00000009.1.aa")
+    remote.fs.pipe_file(f"{remote.root}/step-00000009.1.aa/state.safetensors", b"x")
+    messages: list[str] = []
+    with CheckpointManager(tmp_path / "third", {"of": 1}, config=config, log=messages.append) as third:
         found = third.resume()
-    assert found is not None and found.step == 3 and "passed over step-00000004" in said[0]
-    with CheckpointManager(tmp_path / "near", {"of": 1}, config=tiers) as near:
+    assert found is not None and found.step == 3 and "rejected step-00000004" in messages[0]
+    with CheckpointManager(tmp_path / "near", {"of": 1}, config=config) as near:
         found = near.resume()
         assert found is not None and found.step == 4
-    far.prune(tiers)
-    assert not far.list_checkpoints()[1]  # begun in 1970 and never finished
-    with CheckpointManager(tmp_path / "another job", {"of": 2}, config=tiers) as another:
-        assert another.resume() is None  # jobs share a URL without meeting
+    remote.prune(config)
+    assert not remote.list_checkpoints()[1]  # started in 1970 and never finished
+    with CheckpointManager(tmp_path / "another job", {"of": 2}, config=config) as another:
+        assert another.resume() is None  # jobs may share a URL
 
 
-def test_the_durable_tier_forgets_by_age(tmp_path: Path) -> None:
-    far = RemoteStore(f"file://{tmp_path}/far", "job")
+def test_remote_prune_by_age(tmp_path: Path) -> None:
+    remote = RemoteStore(f"file://{tmp_path}/far", "job")
     for step, began in ((1, 1000), (2, 2000), (3, int(time.time()) - 7200)):
         folder = tmp_path / "far" / "job" / f"step-0000000{step}.{began}.ab"
         folder.mkdir(parents=True)
         (folder / "state.json").write_text("{}")
-    far.prune(CheckpointConfig(remote_url="x", remote_keep=2, remote_keep_hours=1.0))
-    assert [f.step for f in far.list_checkpoints()[0]] == [3]  # too old, but the newest
+    remote.prune(CheckpointConfig(remote_url="x", remote_keep=2, remote_keep_hours=1.0))
+    assert [f.step for f in remote.list_checkpoints()[0]] == [3]  # too old, but the newest
 
 
-def test_a_durable_tier_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+def test_remote_not_writable_is_logged_and_retried(tmp_path: Path) -> None:
     (tmp_path / "far").write_text("a file, not a folder")
-    said: list[str] = []
-    keeper = run(tmp_path / "near", durable(f"file://{tmp_path}/far"), range(1, 4), said)
-    account = keeper.stats
-    assert account.written == 3 and account.remote_failed == 3 and account.remote_error
-    assert sum("cannot be written" in text and "training goes on" in text for text in said) == 1
-    assert "0 in the durable tier (3 failed, the last: " in account.summary()
+    messages: list[str] = []
+    manager = run(tmp_path / "near", remote_config(f"file://{tmp_path}/far"), range(1, 4), messages)
+    stats = manager.stats
+    assert stats.written == 3 and stats.remote_failed == 3 and stats.remote_error
+    assert sum("is not writable" in text and "training continues" in text for text in messages) == 1
+    assert "0 in remote storage (3 failed, the last: " in stats.summary()
     (tmp_path / "far").unlink()
-    said.clear()
+    messages.clear()
     with CheckpointManager(
-        tmp_path / "near", {"of": 1}, seconds=0.0, config=keeper.config, log=said.append
+        tmp_path / "near", {"of": 1}, seconds=0.0, config=manager.config, log=messages.append
     ) as again:
         assert again.resume() is not None and again.stats.remote_failed >= 2
         again.save(4, state(4))
@@ -212,30 +210,30 @@ def test_a_durable_tier_that_cannot_be_written_is_reported_and_training_goes_on(
         again._poll_writer(10.0)
     assert again.stats.remote_written == 1 and not again.stats.remote_error
     assert (
-        any("can be written again" in text for text in said)
+        any("is writable again" in text for text in messages)
         and "and succeeded later" in again.stats.summary()
     )
 
 
 @pytest.mark.parametrize("url", ["nosuch://far", "file:///proc/nowhere"])
-def test_a_durable_tier_that_cannot_be_reached_stops_nothing(tmp_path: Path, url: str) -> None:
+def test_remote_unreachable_does_not_stop_training(tmp_path: Path, url: str) -> None:
     tokens = make_tokens(tmp_path / "tokens")
-    account, said, notes = CheckpointStats(), list[str](), Notes()
-    pretrain(job(tokens), tmp_path / "s", notes, checkpoint_seconds=0.0, checkpoint_config=durable(url), checkpoint_stats=account,
-             log=said.append)  # fmt: skip
-    assert notes.checkpoints == list(range(1, 13)) and account.written == 12
-    assert account.remote_failed and account.remote_error
-    assert account.summary() and "failed" in account.summary()
+    stats, messages, notes = CheckpointStats(), list[str](), Notes()
+    pretrain(job(tokens), tmp_path / "s", notes, checkpoint_seconds=0.0, checkpoint_config=remote_config(url),
+             checkpoint_stats=stats, log=messages.append)  # fmt: skip
+    assert notes.checkpoints == list(range(1, 13)) and stats.written == 12
+    assert stats.remote_failed and stats.remote_error
+    assert stats.summary() and "failed" in stats.summary()
 
 
-def test_figures_after_a_kill_are_of_all_their_steps(tmp_path: Path) -> None:
-    """The first report after going on covers the steps before the kill too, as in an undisturbed run."""
+def test_metrics_after_resume_cover_all_steps(tmp_path: Path) -> None:
+    """The first report after a resume covers the steps before the kill too."""
     tokens = make_tokens(tmp_path / "tokens")
-    wanted = job(tokens, steps=1500, batch_size=1)  # reported every third step
+    wanted = job(tokens, steps=1500, batch_size=1)  # reports every third step
     whole, parts = Notes(), Notes()
     pretrain(wanted, tmp_path / "a", whole, stop_after=12)
     pretrain(wanted, tmp_path / "b", parts, stop_after=8, checkpoint_seconds=0.0)
-    parts.steps = parts.steps[:2]  # steps 3 and 6; a stop reports at once
+    parts.steps = parts.steps[:2]  # steps 3 and 6; a stop reports immediately
     shutil.rmtree(tmp_path / "b" / "step-00000008")  # as if killed after step 7
     pretrain(wanted, tmp_path / "b", parts, stop_after=12)
     names = ("loss", "nll", "grad_norm")
@@ -244,7 +242,7 @@ def test_figures_after_a_kill_are_of_all_their_steps(tmp_path: Path) -> None:
     ]
 
 
-def test_bytes_per_parameter_are_told_and_explained(tmp_path: Path) -> None:
+def test_bytes_per_parameter_sums_and_explains(tmp_path: Path) -> None:
     from whorl.train.lm.pretrain import build_model
 
     wanted = job(make_tokens(tmp_path / "tokens"), ema=0.9)
@@ -259,36 +257,34 @@ def test_bytes_per_parameter_are_told_and_explained(tmp_path: Path) -> None:
         t.numel() * 4 for n, t in tensors.items() if n.endswith("/momentum")
     )
     text = format_line(list(parts.values()))
-    assert text.startswith(f"{total / count:.1f} bytes a parameter: ") and "master weights" in text
+    assert text.startswith(f"{total / count:.1f} bytes per parameter: ") and "master weights" in text
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
-def test_damaged_ones_do_not_cost_the_whole_ones_that_come_after(tmp_path: Path, damaged: int) -> None:
-    """Retention goes by numbers: a damaged checkpoint with a high one must not outlive what is written next."""
-    tiers = CheckpointConfig(keep=damaged)
-    with CheckpointManager(tmp_path, {}, seconds=0.0, config=CheckpointConfig(keep=3)) as keeper:
+def test_damaged_checkpoint_does_not_displace_new_ones(tmp_path: Path, damaged: int) -> None:
+    """Retention counts by step: a damaged checkpoint of a high step must not displace later saves."""
+    config = CheckpointConfig(keep=damaged)
+    with CheckpointManager(tmp_path, {}, seconds=0.0, config=CheckpointConfig(keep=3)) as manager:
         for step in (80, 90, 100):
-            keeper.save(step, state(step))
+            manager.save(step, state(step))
     for path in sorted(tmp_path.glob("step-*"))[-damaged:]:
         (path / "state.safetensors").write_bytes(b"x")
-    with CheckpointManager(tmp_path, {}, seconds=0.0, config=tiers) as keeper:
-        found = keeper.resume()
+    with CheckpointManager(tmp_path, {}, seconds=0.0, config=config) as manager:
+        found = manager.resume()
         assert found is not None and found.step == 100 - 10 * damaged
-        keeper.save(found.step + 5, state(1))
-        keeper.finish()
-        assert "passed over: step-" in keeper.stats.summary()
+        manager.save(found.step + 5, state(1))
+        manager.finish()
+        assert "rejected: step-" in manager.stats.summary()
     with CheckpointManager(tmp_path, {}) as again:
         last = again.resume()
     assert last is not None and last.step == found.step + 5
     assert len([*tmp_path.glob("damaged-*")]) == 1, "one is kept to be looked at"
 
 
-def test_a_download_that_fails_does_not_hide_the_ones_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiers = durable(f"file://{tmp_path}/far")
-    run(tmp_path / "near", tiers, range(1, 4))
-    really, said = RemoteStore.download, list[str]()
+def test_failed_download_falls_back_to_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = remote_config(f"file://{tmp_path}/far")
+    run(tmp_path / "near", config, range(1, 4))
+    really, messages = RemoteStore.download, list[str]()
 
     def fetch(self: RemoteStore, each: Any, folder: Path) -> Path:
         if each.step > 1:
@@ -300,34 +296,32 @@ def test_a_download_that_fails_does_not_hide_the_ones_before(
         return really(self, each, folder)
 
     monkeypatch.setattr(RemoteStore, "download", fetch)
-    with CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=tiers, log=said.append) as keeper:
-        found = keeper.resume()
-    assert found is not None and found.step == 1 and sum("the line is dead" in text for text in said) == 2
+    with CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=config, log=messages.append) as manager:
+        found = manager.resume()
+    assert found is not None and found.step == 1 and sum("the line is dead" in text for text in messages) == 2
 
 
-def test_one_of_a_newer_format_in_the_durable_tier_is_told_and_neither_trained_over_nor_removed(
+def test_remote_newer_format_raises_and_is_kept(
     tmp_path: Path,
 ) -> None:
-    """As a local one: to pass over it would train its steps again beside it, and retention would remove it then."""
-    tiers = durable(f"file://{tmp_path}/far")
-    keeper = run(tmp_path / "near", tiers, range(1, 3))
-    far = RemoteStore(f"file://{tmp_path}/far", keeper.job_id)
-    newest_one = far.list_checkpoints()[0][0]
+    """As for local ones: skipping it would train its steps again, and retention would remove it."""
+    config = remote_config(f"file://{tmp_path}/far")
+    manager = run(tmp_path / "near", config, range(1, 3))
+    remote = RemoteStore(f"file://{tmp_path}/far", manager.job_id)
+    newest_one = remote.list_checkpoints()[0][0]
     index = {"body": {"format": 99, "step": 2}}
-    far.fs.pipe_file(f"{far.root}/{newest_one.name}/state.json", json.dumps(index).encode())
-    for _ in range(2):  # the second time a copy of it is on the local disk
+    remote.fs.pipe_file(f"{remote.root}/{newest_one.name}/state.json", json.dumps(index).encode())
+    for _ in range(2):  # the second time a local copy exists
         with (
             pytest.raises(NewerFormatError, match="checkpoint format 99") as raised,
-            CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=tiers) as keeper,
+            CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=config) as manager,
         ):
-            keeper.resume()
+            manager.resume()
         assert "use the version that wrote it" in str(raised.value)
-    assert [f.step for f in far.list_checkpoints()[0]] == [2, 1]
+    assert [f.step for f in remote.list_checkpoints()[0]] == [2, 1]
 
 
-def test_the_last_before_the_end_is_uploaded_even_behind_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_save_is_uploaded_after_earlier_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really = RemoteStore.upload
 
     def slowly(self: RemoteStore, *words: Any) -> str:
@@ -335,40 +329,40 @@ def test_the_last_before_the_end_is_uploaded_even_behind_another(
         return really(self, *words)
 
     monkeypatch.setattr(RemoteStore, "upload", slowly)
-    tiers = durable(f"file://{tmp_path}/far")
-    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=tiers, thread=True) as keeper:
-        keeper.save(1, state(1))
-        keeper.save(2, state(2), upload=True)
-        assert not keeper.needs_upload(2) and keeper.needs_upload(3)
-    assert [f.step for f in RemoteStore(f"file://{tmp_path}/far", keeper.job_id).list_checkpoints()[0]][
+    config = remote_config(f"file://{tmp_path}/far")
+    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=config, thread=True) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2), upload=True)
+        assert not manager.needs_upload(2) and manager.needs_upload(3)
+    assert [f.step for f in RemoteStore(f"file://{tmp_path}/far", manager.job_id).list_checkpoints()[0]][
         :1
     ] == [2]
 
 
-def test_the_time_of_the_last_upload_outlives_a_kill(tmp_path: Path) -> None:
-    tiers = CheckpointConfig(remote_url=f"file://{tmp_path}/far", remote_interval=1000.0)
-    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=tiers) as keeper:
-        keeper.stats.last_remote_time -= 600
-        keeper.save(1, state(1))
-    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=tiers) as keeper:
-        keeper.resume()
-        keeper.stats.last_remote_time -= 600  # 1,200 s in all: neither start alone would have come that far
-        keeper.save(2, state(2))
-        assert not keeper.needs_upload(2)
+def test_last_upload_time_survives_resume(tmp_path: Path) -> None:
+    config = CheckpointConfig(remote_url=f"file://{tmp_path}/far", remote_interval=1000.0)
+    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=config) as manager:
+        manager.stats.last_remote_time -= 600
+        manager.save(1, state(1))
+    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=config) as manager:
+        manager.resume()
+        manager.stats.last_remote_time -= 600  # 1,200 s in total, more than in either start
+        manager.save(2, state(2))
+        assert not manager.needs_upload(2)
 
 
-def test_a_run_from_far_away_may_still_go_back(tmp_path: Path) -> None:
-    """Its anchor stayed on the other machine: the state that was restored takes its place."""
+def test_remote_resume_makes_local_snapshot(tmp_path: Path) -> None:
+    """The snapshot is on the other machine: the restored state replaces it."""
     from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
 
-    with CheckpointManager(tmp_path, {}, seconds=0.0) as keeper:
+    with CheckpointManager(tmp_path, {}, seconds=0.0) as manager:
         record = {"spike_guard": {"snapshot_step": 40, "bad_steps": [], "diverged_steps": 0}}
-        here = ensure_local_snapshot(keeper, record, 50, state(5))
+        here = ensure_local_snapshot(manager, record, 50, state(5))
         assert here["spike_guard"]["snapshot_step"] == 50 and record["spike_guard"]["snapshot_step"] == 40
-        keeper.finish()
-        assert ensure_local_snapshot(keeper, here, 60, state(6)) is here, "it has one that is here"
+        manager.finish()
+        assert ensure_local_snapshot(manager, here, 60, state(6)) is here, "it has one that is here"
         tensors = state(0)
-        RollbackStore(keeper).restore(50, tensors)
+        RollbackStore(manager).restore(50, tensors)
         assert same(tensors, state(5))
         troubled = {"spike_guard": {"snapshot_step": 40, "bad_steps": ["spike"], "diverged_steps": 0}}
-        assert ensure_local_snapshot(keeper, troubled, 70, state(7))["spike_guard"]["snapshot_step"] is None
+        assert ensure_local_snapshot(manager, troubled, 70, state(7))["spike_guard"]["snapshot_step"] is None

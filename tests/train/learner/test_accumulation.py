@@ -1,9 +1,7 @@
-"""A batch of experts cut into micro-batches: 1 x 8 = 2 x 4 = 8 x 1, balancing loss included.
+"""A batch of experts split into micro-batches gives the same step: 1 x 8 = 2 x 4 = 8 x 1.
 
-Each token is routed by itself (dropless), and the router's z-loss is a mean over tokens. The load-balancing loss is a
-product of two means, of which the load has no gradient: it takes the loads of the whole step before
-(`train/metrics/moe_balance.py`), so given these it is a mean over tokens too. (Where experts have a capacity, each micro-batch has
-its own: there tokens differ.)
+Tokens are routed independently (no capacity limit), and the z-loss is a mean over tokens. The load-balancing loss uses
+the loads of the previous step (`train/metrics/moe_balance.py`), so it is a mean over tokens too.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ from whorl.train.metrics.moe_balance import MoEBalancer
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.01])
-def test_experts_take_the_same_step_however_the_batch_is_cut(
-    balance: float, tokens: Path, tmp_path: Path
-) -> None:
+def test_moe_step_independent_of_batch_split(balance: float, tokens: Path, tmp_path: Path) -> None:
     wanted = job(
         tokens,
         model=shape(HEADS, experts=EXPERTS),
@@ -38,19 +34,19 @@ def test_experts_take_the_same_step_however_the_batch_is_cut(
     ends = [train(wanted.model_copy(update=way), tmp_path / str(number)) for number, way in enumerate(ways)]
     for end in ends[1:]:
         assert_close(weights(ends[0]), weights(end))
-        for name, bias in ends[0].state_dict().items():  # the load of the whole step moves it
+        for name, bias in ends[0].state_dict().items():  # moved by the load of the whole step
             if name.endswith("balance_bias"):
                 assert torch.equal(bias, end.state_dict()[name])
 
 
-def test_the_loss_of_the_parts_is_that_of_the_whole() -> None:
+def test_moe_losses_of_parts_sum_to_whole() -> None:
     model = make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     routing = RoutingConfig(aux_loss_coef=0.5, z_loss_coef=0.01)
-    mixtures = MoEBalancer(model, routing, ProcessGroup(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]])
-    loss = LMObjective(model, mixtures, z_loss=1e-3, compile=False)
+    moe = MoEBalancer(model, routing, ProcessGroup(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]])
+    loss = LMObjective(model, moe, z_loss=1e-3, compile=False)
     ids = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(1))
     batch = {
         "tokens": ids[:, :-1],

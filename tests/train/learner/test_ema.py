@@ -1,4 +1,4 @@
-"""The average of the weights: the formula, what uses it, and that a stopped run goes on with it."""
+"""Exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whorl.train.lm.pretrain import pretrain
 
 
 class Watching(Notes):
-    """Remembers the weights that held-out text was looked at with."""
+    """Stores the weights at each validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,12 +25,12 @@ class Watching(Notes):
         self.seen[step] = {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def test_it_is_the_formula_is_what_is_looked_at_and_survives_a_stop(tmp_path: Path) -> None:
+def test_ema_matches_formula_and_survives_resume(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path / "tokens")
     plain = job(tokens, steps=30, evaluations=3)
     wanted = plain.model_copy(update={"ema": 0.9})
     raw = Watching()
-    pretrain(plain, tmp_path / "plain", raw)  # looked at every 10 steps, with the weights themselves
+    pretrain(plain, tmp_path / "plain", raw)  # validates every 10 steps with the trained weights
     watching = Watching()
     averaged = pretrain(wanted, tmp_path / "a", watching)
     expected = {n: t.clone() for n, t in start(plain).items()}
@@ -45,7 +45,9 @@ def test_it_is_the_formula_is_what_is_looked_at_and_survives_a_stop(tmp_path: Pa
     kept = load_latest(tmp_path / "a")
     assert kept is not None
     trained = {n.removeprefix("weights/"): t for n, t in kept.tensors.items() if n.startswith("weights/")}
-    assert all(torch.equal(t, raw.seen[30][n]) for n, t in trained.items())  # learning itself is not touched
+    assert all(
+        torch.equal(t, raw.seen[30][n]) for n, t in trained.items()
+    )  # the trained weights are unaffected
     pretrain(wanted, tmp_path / "b", Notes(), stop_after=17, checkpoint_seconds=0.0)
     again = dict(pretrain(wanted, tmp_path / "b", Notes()).named_parameters())
     assert all(torch.equal(p, again[n]) for n, p in final.items())

@@ -1,4 +1,4 @@
-"""Updates: ordered, each over its own parameters, some more rarely; targets follow; a loop that tells where time went."""
+"""Updates, target networks and the training loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, ParamOptim, TargetNetwork, Update, all_adamw
 
 
-def test_each_update_trains_its_own_parameters_as_often_as_it_says() -> None:
+def test_updates_train_own_parameters_at_their_period() -> None:
     nets = networks()
     both = nn.Sequential(nets["a"], nn.Linear(1, 1))
     nets["tail"] = both[1]
@@ -40,13 +40,13 @@ def test_each_update_trains_its_own_parameters_as_often_as_it_says() -> None:
     ]
 
 
-def test_what_is_asked_before_each_pass_is_counted_as_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopwatch_counts_minibatches_as_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("whorl.train.learner.loop.time.perf_counter", lambda: now)
 
     def passes(given: MicroBatch) -> Iterator[list[MicroBatch]]:
         nonlocal now
-        for seconds in (3.0, 0.5):  # a reference's word, then another cut
+        for seconds in (3.0, 0.5):  # scoring by a reference, then a second pass
             now += seconds
             yield [given]
 
@@ -62,7 +62,7 @@ def test_what_is_asked_before_each_pass_is_counted_as_scoring(monkeypatch: pytes
     assert spent == [{"data": 0.0, "logprobs": 3.5, "backward": 0.0, "optimizer": 0.0}]
 
 
-def test_adamw_is_torchs() -> None:
+def test_learner_adamw_matches_torch_adam() -> None:
     nets, other = networks(), networks()
     learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.05, "a."), clip_norm=1e9)])
     theirs = torch.optim.Adam(other["a"].parameters(), lr=0.05)
@@ -74,7 +74,7 @@ def test_adamw_is_torchs() -> None:
     assert torch.allclose(nets["a"].weight, other["a"].weight, atol=1e-5)
 
 
-def test_a_learner_of_matrices_alone_has_nothing_for_adamw() -> None:
+def test_learner_with_matrices_only() -> None:
     nets = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False)})
     learner = Learner(nets, [Update(squared(nets["a"]), {"a.weight": ParamOptim("muon", 0.1)})])
     before = nets["a"].weight.detach().clone()
@@ -82,7 +82,7 @@ def test_a_learner_of_matrices_alone_has_nothing_for_adamw() -> None:
     assert not torch.equal(nets["a"].weight, before)
 
 
-def test_cut_into_micro_batches_the_step_is_the_same() -> None:
+def test_learner_step_independent_of_micro_batches() -> None:
     whole = part()
     cuts = ([8], [4, 4], [1] * 8, [5, 3])
     ends = []
@@ -98,7 +98,7 @@ def test_cut_into_micro_batches_the_step_is_the_same() -> None:
     assert all(torch.allclose(ends[0], e, atol=1e-6) for e in ends)
 
 
-def test_several_passes_are_averaged_by_their_counts() -> None:
+def test_metrics_are_weighted_by_loss_tokens() -> None:
     nets, seen = networks(), []
     learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 1e-9, "a."))])
     train_loop(
@@ -110,7 +110,7 @@ def test_several_passes_are_averaged_by_their_counts() -> None:
     assert seen[0]["loss"] == seen[0]["error"] == pytest.approx(want.total.item() / 6, rel=1e-4)
 
 
-def test_a_target_follows_as_an_exponential_average() -> None:
+def test_target_network_follows_moving_average() -> None:
     nets = networks()
     first = nets["target"].weight.detach().clone()
     learner = Learner(
@@ -122,7 +122,7 @@ def test_a_target_follows_as_an_exponential_average() -> None:
     assert torch.allclose(nets["target"].weight, 0.75 * first + 0.25 * nets["a"].weight)
 
 
-def test_impossible_updates_are_refused() -> None:
+def test_check_updates_invalid_raises() -> None:
     nets = networks()
     objective = squared(nets["a"])
     with pytest.raises(ConfigError, match="trains 'c'"):

@@ -1,4 +1,4 @@
-"""A scaled loss changes no bit but those that fp16 would have lost; an overflow costs one step, alike on all replicas."""
+"""Loss scaling: exact in fp32, prevents underflow in fp16; an overflow costs one step on all replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tests.support.train.learners import networks, part, squared
 from tests.support.train.model_shapes import EXPERTS, HEADS, shape
 from tests.support.train.pretraining import train, weights
-from tests.support.train.spike_guards import figures, guard
+from tests.support.train.spike_guards import make_guard, step_metrics
 from tests.support.train.tiny import Notes, job
 from torch import nn
 
@@ -33,7 +33,7 @@ from whorl.train.resilience import monitor as vigil
 def steps(
     tokens: Path, scaling: LossScaler | None, cut: int = 1
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights and moments after a few steps in fp32, and the gradient norms."""
+    """Weights, moments and gradient norms after a few fp32 steps."""
     wanted = job(tokens)
     model = build_model(wanted)
     learner = build_learner(
@@ -49,8 +49,8 @@ def steps(
 
 
 @pytest.mark.parametrize("cut", [1, 2])
-def test_in_fp32_a_power_of_two_changes_no_bit(tokens: Path, cut: int) -> None:
-    """Of Muon's matrices, AdamW's vectors and the rows of tables; while the scale grows, and below 1."""
+def test_loss_scale_changes_no_bit_in_fp32(tokens: Path, cut: int) -> None:
+    """For Muon, AdamW and sparse Adagrad; with a growing scale, and a scale below 1."""
     plain, norms = steps(tokens, None, cut)
     for start in (2.0**-9, 2.0**11):
         scaling = LossScaler(init_scale=start, growth_interval=2)
@@ -59,8 +59,8 @@ def test_in_fp32_a_power_of_two_changes_no_bit(tokens: Path, cut: int) -> None:
         assert all(torch.equal(plain[n], scaled[n]) for n in plain)
 
 
-def test_it_saves_what_fp16_would_lose() -> None:
-    """A gradient of 1e-8, below all that fp16 knows."""
+def test_loss_scale_prevents_fp16_underflow() -> None:
+    """A gradient of 1e-8 underflows in fp16."""
 
     def objective(net: nn.Module) -> Any:
         def loss(part: MicroBatch) -> Loss:
@@ -79,7 +79,7 @@ def test_it_saves_what_fp16_would_lose() -> None:
     assert moved[0] == 0.0 and moved[1] == pytest.approx(0.1, rel=0.01)
 
 
-def test_an_overflow_is_left_out_until_the_scale_fits() -> None:
+def test_loss_scaler_skips_overflows_until_scale_fits() -> None:
     nets = networks()
     scaling = LossScaler(init_scale=2.0**70, growth_interval=5)
     learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), loss_scaler=scaling)])
@@ -102,18 +102,20 @@ def test_an_overflow_is_left_out_until_the_scale_fits() -> None:
     assert bool(before.isfinite().all())
 
 
-def test_limits_of_the_scale_and_whose_matter_an_overflow_is() -> None:
+def test_loss_scaler_limits_and_nonfinite_loss() -> None:
     scaling = LossScaler(init_scale=MAX_SCALE, growth_interval=1)
     scaling.on_step_end()
     assert scaling.scale == MAX_SCALE
-    assert not scaling.check_overflow(math.nan, math.nan) and scaling.scale == MAX_SCALE  # the guard's
+    assert (
+        not scaling.check_overflow(math.nan, math.nan) and scaling.scale == MAX_SCALE
+    )  # left to the spike guard
     assert scaling.check_overflow(1.0, 1.0, rows_finite=False) and scaling.scale == MAX_SCALE / 2
     smallest = LossScaler({"scale": MIN_SCALE, "growth_tracker": 0, "overflows": 9})
-    assert not smallest.check_overflow(1.0, math.inf)  # no scale's fault any more
+    assert not smallest.check_overflow(1.0, math.inf)  # no smaller scale exists
     assert LossScaler(scaling.state).state == scaling.state
 
 
-def test_rows_of_tables_that_overflow_alone_are_seen(tokens: Path) -> None:
+def test_loss_scaler_detects_overflow_in_table_rows(tokens: Path) -> None:
     wanted = job(tokens)
     model = build_model(wanted)
     learner = build_learner(
@@ -127,21 +129,21 @@ def test_rows_of_tables_that_overflow_alone_are_seen(tokens: Path) -> None:
     assert found["overflow"] == 1.0 and math.isfinite(found["grad_norm"])
 
 
-def test_the_guard_takes_an_overflow_for_no_event() -> None:
-    judge = guard()
+def test_spike_guard_ignores_overflow() -> None:
+    guard = make_guard()
     for _ in range(5):
-        assert judge.accept_step(figures())
-    before = judge.state
+        assert guard.accept_step(step_metrics())
+    before = guard.state
     for _ in range(10):  # more than its patience
-        assert not judge.accept_step({**figures(norm=math.inf), "overflow": 1.0})
-        assert judge.last_event is None and not judge.needs_rollback
-    judge.check_skip_limit()
-    assert judge.state == before and judge.step == 15
-    assert not judge.accept_step(figures(loss=math.nan)) and judge.last_event is not None
+        assert not guard.accept_step({**step_metrics(norm=math.inf), "overflow": 1.0})
+        assert guard.last_event is None and not guard.needs_rollback
+    guard.check_skip_limit()
+    assert guard.state == before and guard.step == 15
+    assert not guard.accept_step(step_metrics(loss=math.nan)) and guard.last_event is not None
 
 
 def _two(world: ProcessGroup, shared: SharedState, seen: torch.Tensor) -> None:
-    """Replica 1 alone overflows, in its third batch: its loss is finite."""
+    """Only replica 1 overflows, in its third batch; its loss is finite."""
     nets = networks()
     scaling = LossScaler(init_scale=2.0**40)
     learner = Learner(
@@ -160,7 +162,7 @@ def _two(world: ProcessGroup, shared: SharedState, seen: torch.Tensor) -> None:
     train_loop(learner, iter(records), lambda p: [[p]], last=5, on_step_end=after)
 
 
-def test_replicas_leave_out_and_halve_together() -> None:
+def test_replicas_skip_and_halve_scale_together() -> None:
     nets = networks()
     shared = SharedState.allocate(nets, all_adamw(nets, 0.1, "a."), replicas=2)
     seen = torch.zeros(2, 5, 3).share_memory_()
@@ -174,10 +176,10 @@ def test_replicas_leave_out_and_halve_together() -> None:
     assert moved == [True, False, True, True] and seen[0, :, 2].tolist() == [40, 40, 39, 39, 39]
 
 
-def test_a_run_that_was_stopped_among_overflows_goes_on_exactly(
+def test_fp16_resume_during_overflows_is_exact(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a scale that fp16 cannot hold, so that the first steps overflow."""
+    """Starts at a scale above fp16's range, so that the first steps overflow."""
     monkeypatch.setattr(vigil, "LossScaler", partial(LossScaler, init_scale=2.0**24, growth_interval=10))
     wanted, notes = job(tokens, steps=24, dtype="float16", evaluations=1), Notes()
     undisturbed = weights(train(wanted, tmp_path / "a", notes))
@@ -191,7 +193,7 @@ def test_a_run_that_was_stopped_among_overflows_goes_on_exactly(
     assert all(torch.equal(undisturbed[n], again[n]) for n in undisturbed)
 
 
-def test_fp16_learns_as_fp32_does_on_one_replica_and_on_two(tokens: Path, tmp_path: Path) -> None:
+def test_fp16_learns_as_fp32_with_replicas(tokens: Path, tmp_path: Path) -> None:
     reached = []
     for number, change in enumerate(
         ({}, {"dtype": "float16"}, {"dtype": "float16", "replicas": 2, "micro_batch_size": 2})
@@ -203,10 +205,10 @@ def test_fp16_learns_as_fp32_does_on_one_replica_and_on_two(tokens: Path, tmp_pa
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_experts_in_fp16_learn_and_an_overflow_moves_none_of_them(
+def test_fp16_experts_learn_and_overflow_changes_nothing(
     replicas: int, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor the biases that balance them: a step that was not taken has no loads."""
+    """An overflow does not move the balancing biases either."""
     mixture = shape(HEADS, experts=EXPERTS)
     wanted = job(tokens, model=mixture, steps=24, evaluations=1, dtype="float16", replicas=replicas)
     with monkeypatch.context() as high:
@@ -224,7 +226,7 @@ def test_experts_in_fp16_learn_and_an_overflow_moves_none_of_them(
     assert abs(reached - aim) < 0.1 < 5.7 - aim, (reached, aim)
 
 
-def test_muon_orthogonalises_fp16_gradients_in_fp32(tokens: Path) -> None:
+def test_muon_orthogonalizes_fp16_gradients_in_fp32(tokens: Path) -> None:
     wanted = job(tokens, dtype="float16")
     model = build_model(wanted)
     learner = build_learner(model, wanted, allocate_shared(model, wanted), ProcessGroup())

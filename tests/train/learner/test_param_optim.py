@@ -1,4 +1,4 @@
-"""Which parameter is treated how: what decays, by name, in every kind of network; and AdamW in Muon's place."""
+"""The optimizer and weight decay of each parameter, by name, in every kind of network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from whorl.train.lm.objective import param_optims
 from whorl.train.lm.pretrain import pretrain
 from whorl.train.optim.decay_mask import decayed_parameters
 
-# Written by hand from the networks' names, and not from their classes as the code does: the last part of a name, or two.
+# Written by hand from parameter names, independent of the layer types that the code uses.
 MATRIX = re.compile(
     r"""(^|\.)(
         head                                                         # of a language model
@@ -41,7 +41,7 @@ MATRIX = re.compile(
     )$""",
     re.VERBOSE,
 )
-TAPS = ("mixer.convolution.weight",)  # of Mamba: a filter a feature
+TAPS = ("mixer.convolution.weight",)  # Mamba: one filter per feature
 
 HEADS = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
 MIXERS: dict[str, dict[str, Any]] = {
@@ -103,7 +103,7 @@ NETWORKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_decays_is_what_layers_multiply_with(name: str) -> None:
+def test_decayed_parameters_match_handwritten_names(name: str) -> None:
     network = NETWORKS[name]()
     names = [n for n, _ in network.named_parameters()]
     expected = {n for n in names if MATRIX.search(n) and not n.endswith(TAPS)}
@@ -114,7 +114,7 @@ def test_what_decays_is_what_layers_multiply_with(name: str) -> None:
 
 
 def still(networks: nn.Module, found: dict[str, ParamOptim]) -> dict[str, float]:
-    """What one step without any gradient leaves of each parameter: a share of 1 but for what decays."""
+    """Factor on each parameter after one step with zero gradients: 1 without decay."""
     for p in networks.parameters():
         torch.nn.init.constant_(p, 2.0)
     learner = Learner(networks, [Update(lambda part: None, found, weight_decay=0.5)])  # type: ignore[arg-type, return-value]
@@ -125,18 +125,18 @@ def still(networks: nn.Module, found: dict[str, ParamOptim]) -> dict[str, float]
 
 
 @pytest.mark.parametrize("matrices", ["muon", "adamw"])
-def test_a_step_without_gradients_shrinks_matrices_alone(matrices: str) -> None:
+def test_zero_gradient_step_decays_matrices_only(matrices: str) -> None:
     optim = OptimConfig.model_validate({"optimizer": matrices, "lr_muon": 0.1, "lr_adamw": 0.1})
     network = transformer(experts=EXPERTS)
     left = still(network, param_optims(network, optim))  # type: ignore[arg-type]
     rates = {"head": optim.lr_embedding, "blocks.0.mlp.router.weight": optim.lr_scalar}
-    rates["blocks.0.mlp.shared_gate.weight"] = optim.lr_scalar  # [1, d]: nothing to orthogonalise
+    rates["blocks.0.mlp.shared_gate.weight"] = optim.lr_scalar  # [1, d]: cannot be orthogonalized
     for name, share in left.items():
         decays = MATRIX.search(name) is not None
         assert share == pytest.approx(1 - 0.5 * rates.get(name, 0.1) if decays else 1.0, abs=1e-6), name
 
 
-def test_no_decay_is_told_by_one_treatment() -> None:
+def test_param_optim_without_decay_scale_keeps_weight() -> None:
     nets = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})
     found = {**all_adamw(nets, 0.1, "a."), **{f"b.{n}": ParamOptim("adamw", 0.1) for n in ("weight", "bias")}}
     left = still(nets, found)
@@ -150,22 +150,22 @@ def curve(wanted: Any) -> list[dict[str, float]]:
     return notes.steps
 
 
-def test_adamw_in_muons_place_learns(tokens: Path) -> None:
+def test_adamw_for_matrices_learns(tokens: Path) -> None:
     optim = OptimConfig(optimizer="adamw", lr_adamw=0.004, mup_base_width=16, weight_decay=0.01)
     seen = curve(job(tokens, optim=optim, steps=30))
     assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
-    # The tiny decoder is 32 wide, twice the base: what is told is the rate as it is used.
+    # The tiny decoder has width 32, twice the base: the logged rate is the effective one.
     assert max(s["learning_rate"] for s in seen) == pytest.approx(0.002)
     assert "muon" not in {t.optimizer for t in param_optims(decoder(), optim).values()}
 
 
-def test_the_fused_kernel_trains_alike_in_pretraining(tokens: Path) -> None:
+def test_fused_adamw_trains_equally(tokens: Path) -> None:
     plain, fused = (curve(job(tokens, optim=OptimConfig(fused=f))) for f in (None, True))
     for a, b in zip(plain, fused, strict=True):
         assert b["nll"] == pytest.approx(a["nll"], rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", [{"optimizer": "soap"}, {"mup_base_width": 0}, {"lr_adamw": 0.0}])
-def test_what_does_not_fit_is_refused(bad: dict[str, Any]) -> None:
+def test_optim_config_invalid_raises(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         OptimConfig.model_validate(bad)

@@ -1,4 +1,4 @@
-"""What a step allocates: the same memory again and again, and nothing that outlives it."""
+"""Memory of a step: buffers are reused and temporaries freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
 from whorl.train.profiling.step_timer import random_batch
 
 
-def test_steps_use_the_same_memory_and_nothing_grows(tokens: Path) -> None:
+def test_step_reuses_memory(tokens: Path) -> None:
     wanted = job(tokens)
     model = build_model(wanted)
     (update,) = build_learner(model, wanted, allocate_shared(model, wanted), ProcessGroup()).updates
@@ -20,7 +20,7 @@ def test_steps_use_the_same_memory_and_nothing_grows(tokens: Path) -> None:
     places, left, peaks = set(), [], []
     for number in range(8):
         update.accumulate(update.objective(part))
-        if number < 2:  # both of Muon's turns, once
+        if number < 2:  # one step per Muon group
             update.step(1e-3)
             continue
         with LiveTensorTracker() as alive:

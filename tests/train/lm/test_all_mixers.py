@@ -1,4 +1,4 @@
-"""Every kind of layer trains through the one learner and samples through the one state."""
+"""Every kind of layer trains with the learner and generates with a KV cache."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", [*MIXERS, "experts", "capped"])
-def test_it_learns_is_stored_and_samples(kind: str, tokens: Path, tmp_path: Path) -> None:
+def test_mixer_learns_saves_and_samples(kind: str, tokens: Path, tmp_path: Path) -> None:
     more = {"experts": {"experts": EXPERTS}, "capped": {"logit_softcap": 8.0, "learned_positions": True}}
     config = shape(MIXERS.get(kind, HEADS), **more.get(kind, {}))
     notes = Notes()
     model = train(job(tokens, model=config, steps=80, seq_len=32), tmp_path / "run", notes)
-    # Letters come twice. Without context a letter costs log 4 = 1.39 nats, after the one before it 1.07, and with
-    # knowing which of the pair it is 0.69, which 80 steps teach to some.
+    # Letters come in pairs. A letter costs log 4 = 1.39 nats without context, 1.07 with the previous letter, and 0.69
+    # with its position in the pair, which 80 steps learn in part.
     assert notes.evaluations[-1]["held_out_nll"] < 1.15 < math.log(4)
     save_model(model, tmp_path / "model")
     again = load_model(tmp_path / "model").eval()
@@ -53,12 +53,10 @@ def test_it_learns_is_stored_and_samples(kind: str, tokens: Path, tmp_path: Path
     ]
     assert written[0] == written[1]
     letters = bytes(i for i in written[0] if i < 256)
-    assert letters[:1] == b"b" and set(letters) <= set(b"abcd"), (
-        letters
-    )  # the pair that was begun is completed
+    assert letters[:1] == b"b" and set(letters) <= set(b"abcd"), letters  # completes the pair
 
 
-def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path, tmp_path: Path) -> None:
+def test_moe_balance_equal_on_replicas_and_after_resume(tokens: Path, tmp_path: Path) -> None:
     config = shape(HEADS, experts=EXPERTS)
     wanted = job(tokens, model=config, steps=10, routing={"bias_update_rate": 0.01})
     notes = Notes()
@@ -78,7 +76,7 @@ def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path
     continued = train(wanted, tmp_path / "b")
     assert all(torch.equal(t, continued.state_dict()[n]) for n, t in undisturbed.state_dict().items())
     for change in ({"replicas": 2}, {"micro_batch_size": 2}, {"replicas": 2, "micro_batch_size": 1}):
-        # few steps: where two experts are about as good, rounding decides, and then all that follows differs
+        # few steps: near-ties between experts depend on rounding, and later steps diverge
         few = wanted.model_copy(update={"steps": 3})
         whole, cut = (
             train(j, tmp_path / f"{change}{n}") for n, j in enumerate((few, few.model_copy(update=change)))
@@ -87,7 +85,7 @@ def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path
         assert all(torch.equal(b, cut.state_dict()[n]) for n, b in whole.state_dict().items() if n in biases)
 
 
-def test_the_loss_of_parts_is_that_of_the_whole_whatever_is_masked() -> None:
+def test_moe_loss_of_parts_sums_to_whole_with_mask() -> None:
     from whorl.models import make_model
     from whorl.parallel.process_group import ProcessGroup
     from whorl.train.config import RoutingConfig
@@ -95,16 +93,16 @@ def test_the_loss_of_parts_is_that_of_the_whole_whatever_is_masked() -> None:
     from whorl.train.metrics.moe_balance import MoEBalancer
 
     model = make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0))
-    mixtures = MoEBalancer(
+    moe = MoEBalancer(
         model,
         RoutingConfig(aux_loss_coef=0.5, z_loss_coef=0.1),
         ProcessGroup(),
         [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]],
     )
-    loss = LMObjective(model, mixtures, z_loss=1e-3, compile=False)
+    loss = LMObjective(model, moe, z_loss=1e-3, compile=False)
     ids = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(8, 16, dtype=torch.bool)
-    mask[:2, 3:] = False  # so that the parts differ in how much of them is a target
+    mask[:2, 3:] = False  # the parts have different numbers of targets
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": mask}
     whole = loss(batch)
     for size in (4, 1):
@@ -114,7 +112,7 @@ def test_the_loss_of_parts_is_that_of_the_whole_whatever_is_masked() -> None:
             torch.testing.assert_close(value, torch.stack([p.metrics[name] for p in parts]).sum())
 
 
-def test_what_is_left_out_by_chance_is_drawn_anew_by_the_step(tokens: Path, tmp_path: Path) -> None:
+def test_moe_dropout_is_seeded_by_step(tokens: Path, tmp_path: Path) -> None:
     config = shape(HEADS, experts={**EXPERTS, "expert_dropout": 0.3, "token_dropout": 0.2})
     wanted, notes = job(tokens, model=config, steps=8, evaluations=4), Notes()
     undisturbed = weights(train(wanted, tmp_path / "a", notes))
@@ -122,14 +120,14 @@ def test_what_is_left_out_by_chance_is_drawn_anew_by_the_step(tokens: Path, tmp_
     train(wanted, tmp_path / "b", again, stop_after=4, checkpoint_seconds=0.0)
     continued = weights(train(wanted, tmp_path / "b", again))
     assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
-    assert notes.evaluations == again.evaluations  # looks leave nothing out
+    assert notes.evaluations == again.evaluations  # validation drops nothing
     without = shape(HEADS, experts=EXPERTS)
     other = weights(train(wanted.model_copy(update={"model": without}), tmp_path / "c"))
     assert not all(torch.equal(undisturbed[n], other[n]) for n in undisturbed)
 
 
-def test_rows_of_several_documents_are_kept_apart(tokens: Path) -> None:
-    """The loss of a packed row with segments is that of its documents alone, for every kind of layer."""
+def test_lm_objective_separates_packed_documents(tokens: Path) -> None:
+    """The loss of a packed row with segments equals the sum over its documents, for every mixer."""
     from whorl.models import make_model
     from whorl.parallel.process_group import ProcessGroup
     from whorl.train.config import RoutingConfig

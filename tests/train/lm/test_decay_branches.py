@@ -1,4 +1,4 @@
-"""A branch from a stable run is, bit for bit, the run that was planned for its budget from the start."""
+"""A decay branch equals, bit for bit, the run planned for its budget."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def experts() -> TransformerConfig:
     )  # fmt: skip
 
 
-def test_branches_are_the_runs_that_were_planned_for_their_budgets(tokens: Path, tmp_path: Path) -> None:
-    """However often the stable run and the branch were killed on the way."""
+def test_branch_equals_run_planned_for_its_budget(tokens: Path, tmp_path: Path) -> None:
+    """Also if the stable run and the branch are interrupted."""
     whole = job(tokens, steps=37, schedule={"warmup_ratio": 0.07, "decay_ratio": 0.4}, ema=0.9)
     points = {share: branches.branch_step(whole, share) for share in (0.3, 0.7)}
-    assert points == {0.3: 7, 0.7: 16}  # of 11 and 26 steps, of which 0.4 decays
-    for stop in (7, 12, 37):  # at the first point, between the two, to the end
+    assert points == {0.3: 7, 0.7: 16}  # of 11 and 26 steps with decay ratio 0.4
+    for stop in (7, 12, 37):  # at the first point, between the points, at the end
         end = train(
             whole, tmp_path / "whole", stop_after=stop, branch_points=points.values(), checkpoint_seconds=0.0
         )
-    assert same(end, train(whole, tmp_path / "without"))  # putting aside leaves no trace
+    assert same(end, train(whole, tmp_path / "without"))  # saving branch states changes nothing
     assert branches.export_branches(tmp_path / "whole", tmp_path / "model", points) == [0.3, 0.7]
     shutil.rmtree(tmp_path / "whole")
     for share, at in points.items():
@@ -74,9 +74,7 @@ def test_branches_are_the_runs_that_were_planned_for_their_budgets(tokens: Path,
 
 
 @pytest.mark.parametrize("name", ["raw text", "experts", "two replicas"])
-def test_the_place_in_a_stream_the_loads_of_experts_and_replicas_go_on_too(
-    name: str, tokens: Path, tmp_path: Path
-) -> None:
+def test_branch_resumes_stream_experts_and_replicas(name: str, tokens: Path, tmp_path: Path) -> None:
     more: dict[str, object] = {"replicas": 2} if name == "two replicas" else {"model": experts()}
     if name == "raw text":
         more = {"stream": raw_text(tokens, tmp_path / "raw")}
@@ -92,9 +90,7 @@ def test_the_place_in_a_stream_the_loads_of_experts_and_replicas_go_on_too(
 
 @given(st.integers(8, 4000), st.floats(0.01, 0.99), st.floats(0.05, 0.95), st.floats(0, 0.3))
 @settings(deadline=None, max_examples=150)
-def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
-    steps: int, share: float, decay: float, warmup: float
-) -> None:
+def test_branch_step_is_end_of_plateau(steps: int, share: float, decay: float, warmup: float) -> None:
     assume(warmup + decay < 1)
     schedule = ScheduleConfig(warmup_ratio=warmup, decay_ratio=decay)
     whole = job(Path("none")).model_copy(update={"steps": steps, "schedule": schedule})
@@ -102,7 +98,7 @@ def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
     try:
         at = branches.branch_step(whole, share)
     except ConfigError:
-        if budget.steps == steps:  # rounded to all of them
+        if budget.steps == steps:  # rounded up to the whole run
             return
         length = decay * budget.steps
         assert share <= branches.min_fraction(schedule) + 2 / steps or length < 2 or budget.steps - length < 2
@@ -114,7 +110,7 @@ def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
     assert at <= (1 - decay) * steps + 1
 
 
-def test_a_state_of_other_data_or_another_seed_is_refused(tokens: Path, tmp_path: Path) -> None:
+def test_branch_from_other_job_raises(tokens: Path, tmp_path: Path) -> None:
     whole = job(tokens, steps=12)
     train(whole, tmp_path / "whole", branch_points=[3])
     start = branches.branch_folder(tmp_path / "whole", 3) / "step-00000003"
@@ -125,17 +121,17 @@ def test_a_state_of_other_data_or_another_seed_is_refused(tokens: Path, tmp_path
         train(branches.branch_job(job(tokens, steps=12, seed=1), 0.5), tmp_path / "b", branch_start=start)
     damaged = start / "state.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="differs from its recorded hash"):
+    with pytest.raises(CheckpointError, match="differs from the recorded hash"):
         train(branches.branch_job(whole, 0.5), tmp_path / "c", branch_start=start)
 
 
-def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
+def test_branch_rolls_back_to_its_start(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = {"patience": 2, "max_rollbacks": 1, "max_skipped": 1.0, "snapshot_every": 2}
     whole = poisoned(
         tokens, tmp_path / "whole", steps=12, spike_guard=watch
-    )  # NaN for the letter x, which no text has
+    )  # NaN for the letter x, which is in no text
     train(whole, tmp_path / "whole", branch_points=[3], stop_after=4)
     start = branches.branch_folder(tmp_path / "whole", 3) / "step-00000003"
     plain = module._micro_batches
@@ -150,7 +146,7 @@ def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
     back = train(
         branches.branch_job(whole, 0.5), tmp_path / "branch", notes, branch_start=start, stop_after=5
     )
-    assert "those of step 3" in notes.events[-1]["action"]
+    assert "rolled back to step 3" in notes.events[-1]["action"]
     kept = load(start).tensors
     assert all(torch.equal(w.nan_to_num(7), kept[f"weights/{n}"].nan_to_num(7)) for n, w in back.items())
 
@@ -158,31 +154,33 @@ def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["decay_branches=[0.5, 1.0]"], "branches: 1 is no share of the run: between 0 and 1"),
-        (["decay_branches=[0.5, 0.5]"], r"branches: \[0.5, 0.5\] names one twice"),
-        (["decay_branches=[0.03, 0.5]"], r"branches: 0.03 would decay within the warm-up: above 0.04"),
+        (["decay_branches=[0.5, 1.0]"], "decay_branches: 1 is not a fraction of the run: between 0 and 1"),
+        (["decay_branches=[0.5, 0.5]"], r"decay_branches: \[0.5, 0.5\] contains a duplicate"),
+        (["decay_branches=[0.03, 0.5]"], r"decay_branches: 0.03 would decay within the warm-up: above 0.04"),
         (
             ["decay_branches=[0.5]", "schedule.kind=cosine"],
-            "a plateau, which a schedule of kind = 'cosine' does not",
+            "a plateau, which a schedule with kind = 'cosine' does not",
         ),
     ],
 )
-def test_shares_that_cannot_be_are_refused_when_the_recipe_is_read(sets: list[str], words: str) -> None:
+def test_check_fractions_invalid_raises(sets: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_recipe("quickstart", sets=[f"pretrain.{s}" for s in sets])
 
 
-def test_too_few_steps_and_shares_that_were_not_kept_are_told(tmp_path: Path) -> None:
+def test_branch_without_plateau_or_state_raises(tmp_path: Path) -> None:
     for steps, share, words in ((4, 0.2, "nothing to decay"), (100, 0.3, "no plateau")):
         schedule = {"warmup_steps": 0 if steps == 4 else 20}
         with pytest.raises(ConfigError, match=words):
             branches.branch_step(job(Path("none"), steps=steps, schedule=schedule), share)
     (tmp_path / "stable" / "0.25").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"(?s)no stable state at the share 0.3.*0.25.*branches = \[0.3\]"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)no stable state for the fraction 0.3.*0.25.*decay_branches = \[0.3\]"
+    ):
         branches.branch_state_folder(tmp_path, 0.3)
-    said: list[str] = []
-    assert branches.export_branches(tmp_path / "scratch", tmp_path / "out", {0.5: 7}, said.append) == []
-    assert "stable state of step 7 is not here" in said[0]
+    messages: list[str] = []
+    assert branches.export_branches(tmp_path / "scratch", tmp_path / "out", {0.5: 7}, messages.append) == []
+    assert "stable state of step 7 is missing" in messages[0]
 
 
 RECIPE = """
@@ -206,10 +204,8 @@ fraction = 0.5
 """
 
 
-def test_a_recipe_makes_a_branch_that_is_a_model_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_step, "_memory_in_use", lambda: 0)  # seconds of looking
+def test_decay_branch_step_makes_model_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_step, "_memory_in_use", lambda: 0)  # saves seconds
     monkeypatch.setattr(model_step._PretrainObserver, "_sample", lambda *_: "")
     (tmp_path / "code").mkdir()
     for n in range(40):
@@ -234,5 +230,5 @@ def test_a_recipe_makes_a_branch_that_is_a_model_like_any_other(
     assert not torch.equal(ours.embedding, theirs.embedding)
     assert made["pretrain"].address in str(half.parents)
     other = parse_recipe(RECIPE, "budgets.toml", sets=[*sets, "half.fraction=0.25"])
-    with pytest.raises(ConfigError, match=r"no stable state at the share 0.25"):
+    with pytest.raises(ConfigError, match=r"no stable state for the fraction 0.25"):
         run_recipe(other, Store(tmp_path / "store"), Progress.silent())

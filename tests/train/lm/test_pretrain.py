@@ -1,4 +1,4 @@
-"""However the batch is cut, wherever the run is stopped, the weights are the same; and what is learnt is learnt."""
+"""Pretraining: equal weights for any batch split and after a resume; it learns the data's entropy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_repli
 ROOT = Path(__file__).parents[3]
 
 
-def test_micro_batches_and_replicas_take_the_same_step(tokens: Path, tmp_path: Path) -> None:
+def test_pretrain_equal_for_micro_batches_and_replicas(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, steps=4)
     whole = weights(train(wanted, tmp_path / "1x8"))
     assert_close(whole, weights(train(wanted.model_copy(update={"micro_batch_size": 4}), tmp_path / "2x4")))
@@ -30,31 +30,29 @@ def test_micro_batches_and_replicas_take_the_same_step(tokens: Path, tmp_path: P
     assert_close(whole, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
 
 
-def test_the_serial_loader_equals_the_loader_process_bit_for_bit(tokens: Path, tmp_path: Path) -> None:
+def test_pretrain_serial_loader_equals_process(tokens: Path, tmp_path: Path) -> None:
     serial = weights(train(job(tokens), tmp_path / "a"))
     process = weights(train(job(tokens, serial_loader=False), tmp_path / "b"))
     assert all(torch.equal(serial[n], process[n]) for n in serial)
 
 
-def test_stopped_and_continued_equals_undisturbed_bit_for_bit(tokens: Path, tmp_path: Path) -> None:
+def test_pretrain_resume_is_bit_exact(tokens: Path, tmp_path: Path) -> None:
     undisturbed = weights(train(job(tokens), tmp_path / "a"))
     notes = Notes()
     train(job(tokens), tmp_path / "b", notes, stop_after=5, checkpoint_seconds=0.0)
     assert notes.checkpoints[-1] == 5
-    said: list[str] = []
-    continued = weights(train(job(tokens), tmp_path / "b", log=said.append))
-    assert any("continues at step 5 of 12" in line for line in said)
+    messages: list[str] = []
+    continued = weights(train(job(tokens), tmp_path / "b", log=messages.append))
+    assert any("continues at step 5 of 12" in line for line in messages)
     assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
 
 
-def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path, tmp_path: Path) -> None:
+def test_pretrain_raw_text_learns_and_resumes_exactly(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, stream=raw_text(tokens, tmp_path), steps=30)
     notes = Notes()
     undisturbed = weights(train(wanted, tmp_path / "a", notes))
     assert notes.evaluations[-1]["held_out_nll"] < notes.evaluations[0]["held_out_nll"]
-    other = wanted.model_copy(
-        update={"serial_loader": False}
-    )  # a process tokenises, another number of replicas
+    other = wanted.model_copy(update={"serial_loader": False})  # tokenized by a process
     assert wanted.stream is not None
     for stop, replicas in ((11, 1), (17, 1)):
         change = {"stream": wanted.stream.model_copy(update={"workers": stop % 3}), "replicas": replicas}
@@ -64,7 +62,7 @@ def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path,
     assert_close(undisturbed, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
 
 
-def test_raw_text_that_changed_is_refused(tokens: Path, tmp_path: Path) -> None:
+def test_pretrain_changed_raw_text_raises(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, stream=raw_text(tokens, tmp_path), steps=8)
     train(wanted, tmp_path / "a", stop_after=3, checkpoint_seconds=0.0)
     raw_text(tokens, tmp_path, seed=2)
@@ -72,15 +70,13 @@ def test_raw_text_that_changed_is_refused(tokens: Path, tmp_path: Path) -> None:
         train(wanted, tmp_path / "a")
 
 
-def test_another_jobs_checkpoint_is_refused(tokens: Path, tmp_path: Path) -> None:
+def test_pretrain_checkpoint_of_other_job_raises(tokens: Path, tmp_path: Path) -> None:
     train(job(tokens), tmp_path, stop_after=2, checkpoint_seconds=0.0)
     with pytest.raises(CheckpointError, match="another job"):
         train(job(tokens, seed=1), tmp_path)
 
 
-def test_a_checkpoint_is_refused_beside_other_ids_but_not_beside_a_copy_of_its_own(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_pretrain_checkpoint_accepts_copied_token_set_only(tokens: Path, tmp_path: Path) -> None:
     train(job(tokens), tmp_path / "scratch", stop_after=2, checkpoint_seconds=0.0)
     copied = shutil.copytree(tokens, tmp_path / "copied")
     train(job(copied), tmp_path / "scratch", stop_after=3, checkpoint_seconds=0.0)
@@ -100,13 +96,15 @@ SCRIPT = """
 """
 
 
-def test_nothing_survives_a_killed_run(tokens: Path, tmp_path: Path) -> None:
+def test_pretrain_killed_leaves_no_processes(tokens: Path, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(SCRIPT))
     run = subprocess.Popen([sys.executable, str(script), str(ROOT), str(tokens), str(tmp_path / "scratch")])
     parent = psutil.Process(run.pid)
     deadline = time.monotonic() + 60
-    while len(parent.children(recursive=True)) < 3 and time.monotonic() < deadline:  # a replica, two loaders
+    while (
+        len(parent.children(recursive=True)) < 3 and time.monotonic() < deadline
+    ):  # a replica and two loaders
         time.sleep(0.1)
     time.sleep(1.0)
     family = parent.children(recursive=True)
@@ -128,9 +126,9 @@ def _die(world: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "words"), [(_fail, "the replica's own words"), (_die, "died without a word")]
+    ("work", "words"), [(_fail, "the replica's own words"), (_die, "died without an error message")]
 )
-def test_a_replica_that_fails_is_heard(work: object, words: str) -> None:
+def test_replica_failure_raises(work: object, words: str) -> None:
     world = spawn_replicas(2, work)  # type: ignore[arg-type]
     try:
         with pytest.raises(ReplicaError, match=words):
@@ -139,7 +137,7 @@ def test_a_replica_that_fails_is_heard(work: object, words: str) -> None:
         world.close()
 
 
-def test_batches_that_do_not_divide_or_do_not_fill_are_refused(tokens: Path, tmp_path: Path) -> None:
+def test_pretrain_invalid_batch_size_raises(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="for 3 replicas"):
         train(job(tokens, replicas=3), tmp_path)
     with pytest.raises(BudgetError, match="rows of 32 tokens"):
@@ -147,8 +145,8 @@ def test_batches_that_do_not_divide_or_do_not_fill_are_refused(tokens: Path, tmp
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_learns_what_there_is_to_learn_and_no_more(tmp_path: Path, seed: int) -> None:
-    """Letters come in pairs: the second of a pair is certain, the first is one of 8. Entropy: ln(8) / 2 a letter."""
+def test_pretrain_reaches_entropy_of_the_data(tmp_path: Path, seed: int) -> None:
+    """Letters come in pairs: the first is one of 8, the second is certain. Entropy: ln(8) / 2 per letter."""
     tokens = make_tokens(tmp_path / "tokens", documents=300, seed=seed)
     notes = Notes()
     train(job(tokens, steps=150, seed=seed, seq_len=64), tmp_path / "s", notes)

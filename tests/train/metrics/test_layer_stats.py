@@ -1,4 +1,4 @@
-"""Figures that decide nothing: right, the same on any number of replicas, and without a trace in the weights."""
+"""Layer statistics: correct, equal on any number of replicas, without effect on training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def looks(notes: Notes) -> list[dict[str, float]]:
     return [m for m in notes.steps if any(name.startswith("weight_norm/") for name in m)]
 
 
-def test_groups_are_read_off_the_names() -> None:
+def test_layer_group_from_parameter_name() -> None:
     assert layer_group("embedding") == "embedding"
     assert layer_group("memory.tables.0") == "memory"
     assert layer_group("blocks.3.attention.qkv.weight") == "blocks.3.attention"
@@ -41,7 +41,7 @@ def test_groups_are_read_off_the_names() -> None:
     )
 
 
-def test_looking_often_leaves_the_same_bits(
+def test_layer_stats_do_not_change_training(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {}
@@ -50,16 +50,12 @@ def test_looking_often_leaves_the_same_bits(
         model, notes = train(job(tokens), tmp_path / str(every))
         found[every] = dict(model.named_parameters()), [m["loss"] for m in notes.steps], len(looks(notes))
     often, rarely = found[1], found[1000]
-    assert (
-        often[2] == 6 and rarely[2] == 1
-    )  # a look at every second step, since matrices move so; and at the end
+    assert often[2] == 6 and rarely[2] == 1  # every second step, Muon's interval, and the last one
     assert often[1] == rarely[1]
     assert all(torch.equal(p, rarely[0][n]) for n, p in often[0].items())
 
 
-def test_norms_are_those_of_the_weights_and_add_up_to_the_whole_gradient(
-    tokens: Path, tmp_path: Path, often: None
-) -> None:
+def test_layer_stats_norms_match_weights_and_gradient(tokens: Path, tmp_path: Path, often: None) -> None:
     model, notes = train(job(tokens), tmp_path)
     assert [n for n, m in enumerate(notes.steps, start=1) if m in looks(notes)] == [4, 8, 12]
     last = notes.steps[-1]
@@ -77,7 +73,7 @@ def test_norms_are_those_of_the_weights_and_add_up_to_the_whole_gradient(
     assert 0 < last["stats_overhead"] < 1
 
 
-def test_the_way_of_the_weights_is_what_separate_runs_say(tokens: Path, tmp_path: Path, often: None) -> None:
+def test_layer_stats_update_ratio_matches_separate_runs(tokens: Path, tmp_path: Path, often: None) -> None:
     wanted = job(tokens)
     before, _ = train(wanted, tmp_path / "a", stop_after=6)
     start = {n: p.detach().clone() for n, p in before.named_parameters()}
@@ -91,7 +87,7 @@ def test_the_way_of_the_weights_is_what_separate_runs_say(tokens: Path, tmp_path
     assert notes.steps[-1]["update_ratio/memory"] > 0
 
 
-def test_two_replicas_find_the_same(tokens: Path, tmp_path: Path) -> None:
+def test_layer_stats_equal_on_two_replicas(tokens: Path, tmp_path: Path) -> None:
     one = train(job(tokens, steps=6), tmp_path / "one")[1].steps[-1]
     two = train(job(tokens, steps=6, replicas=2), tmp_path / "two")[1].steps[-1]
     names = [n for n in one if n.partition("/")[0] in ("grad_norm", "weight_norm", "update_ratio")]
@@ -100,10 +96,12 @@ def test_two_replicas_find_the_same(tokens: Path, tmp_path: Path) -> None:
     }
     for name in names:
         assert two[name] == pytest.approx(one[name], rel=2e-2), name
-    assert set(one) == {n for n in two if not n.startswith("noise_scale/")}  # one part has no variance
+    assert set(one) == {
+        n for n in two if not n.startswith("noise_scale/")
+    }  # a single micro-batch has no variance estimate
 
 
-def test_a_resumed_run_looks_too(tokens: Path, tmp_path: Path, often: None) -> None:
+def test_layer_stats_continue_after_resume(tokens: Path, tmp_path: Path, often: None) -> None:
     whole = looks(train(job(tokens), tmp_path / "whole")[1])
     train(job(tokens), tmp_path / "cut", stop_after=5, checkpoint_seconds=0.0)
     rest = looks(train(job(tokens), tmp_path / "cut")[1])
@@ -114,7 +112,7 @@ def test_a_resumed_run_looks_too(tokens: Path, tmp_path: Path, often: None) -> N
         }
 
 
-def test_activations_are_those_of_a_forward(tokens: Path, tmp_path: Path) -> None:
+def test_layer_stats_activations_match_forward(tokens: Path, tmp_path: Path) -> None:
     model, notes = train(job(tokens, steps=4), tmp_path)
     last = notes.steps[-1]
     from whorl.parallel.process_group import ProcessGroup
@@ -140,7 +138,7 @@ def test_activations_are_those_of_a_forward(tokens: Path, tmp_path: Path) -> Non
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_learning_rates_and_speed_are_told_at_every_step(tokens: Path, tmp_path: Path) -> None:
+def test_layer_stats_learning_rates_and_flops_every_step(tokens: Path, tmp_path: Path) -> None:
     _, notes = train(job(tokens, steps=4), tmp_path)
     model = job(tokens).model
     for m in notes.steps:

@@ -1,4 +1,4 @@
-"""The gradient-noise scale is the one that was put in, however the batch is cut, by micro-batches or by replicas."""
+"""The gradient noise scale: unbiased for any split into micro-batches or replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUTS = {"2 x 16": [16, 16], "8 x 4": [4] * 8, "32 x 1": [1] * 32, "unequal": [3,
 
 
 def looked_at(rows: Tensor, cut: Sequence[int], count: int) -> tuple[float, float]:
-    """(trace, square) of a batch of mean gradients of rows [N, P] of `count` tokens each, cut into parts."""
+    """Estimates (tr Sigma, |G|^2) of a batch: mean gradients [N, P] of `count` tokens each, split into parts."""
     noise = NoiseScale()
     for part in torch.split(rows, list(cut)):
         halves = (part.sum(dim=0) * count).split([3, part.shape[1] - 3])  # as several tensors
@@ -34,13 +34,15 @@ def looked_at(rows: Tensor, cut: Sequence[int], count: int) -> tuple[float, floa
 
 
 @pytest.mark.parametrize("name", [*CUTS])
-def test_the_averages_converge_to_what_was_put_in_however_the_batch_is_cut(name: str) -> None:
-    """Gaussian gradients: sum_i n_i |g_i - g|^2 is then a sum of k - 1 independent squares, of parts however unequal, and
-    independent of g. So tr's estimate has the variance 2 tr(S S) / (k - 1); the tolerance is four standard errors."""
+def test_noise_scale_is_unbiased_for_any_split(name: str) -> None:
+    """Gaussian gradients: sum_i n_i |g_i - g|^2 is a sum of k - 1 independent squares for any split, independent of g.
+
+    So the estimate of the trace has variance 2 tr(S S) / (k - 1). The tolerance is four standard errors.
+    """
     batches, rows, width, count = 3000, 32, 12, 7
     draw = generator(0, "noise", name)
     mean = torch.linspace(-0.4, 0.6, width, dtype=torch.float64)
-    spread = torch.linspace(0.2, 1.4, width, dtype=torch.float64)  # not the same in every direction
+    spread = torch.linspace(0.2, 1.4, width, dtype=torch.float64)  # anisotropic
     trace, twice = float(spread.square().sum()) * count, float(spread.pow(4).sum()) * count**2
     signal, tokens = float(mean.square().sum()), rows * count
     found = []
@@ -50,18 +52,16 @@ def test_the_averages_converge_to_what_was_put_in_however_the_batch_is_cut(name:
     traces, squares = torch.tensor(found, dtype=torch.float64).mean(dim=0).tolist()
     k = len(CUTS[name])
     error_trace = math.sqrt(2 * twice / (k - 1) / batches)
-    of_mean = (
-        4 * float((mean * spread).square().sum()) / rows + 2 * twice / tokens**2
-    )  # the variance of |g|^2
+    of_mean = 4 * float((mean * spread).square().sum()) / rows + 2 * twice / tokens**2  # variance of |g|^2
     error_square = math.sqrt((of_mean + 2 * twice / (k - 1) / tokens**2) / batches)
-    assert error_trace < 0.02 * trace and error_square < 0.02 * signal  # else the test would not say much
+    assert error_trace < 0.02 * trace and error_square < 0.02 * signal  # otherwise the test would be weak
     assert abs(traces - trace) < 4 * error_trace
     assert abs(squares - signal) < 4 * error_square
     scale = trace / signal
     assert traces / squares == pytest.approx(scale, rel=4 * (error_trace / trace + error_square / signal))
 
 
-def test_equal_parts_give_the_papers_two_estimators() -> None:
+def test_noise_scale_equal_parts_match_paper() -> None:
     rows = torch.randn(24, 10, generator=generator(1, "noise"), dtype=torch.float64)
     small = sum(float(p.mean(dim=0).square().sum()) for p in torch.split(rows, 6)) / 4
     big = float(rows.mean(dim=0).square().sum())
@@ -71,7 +71,7 @@ def test_equal_parts_give_the_papers_two_estimators() -> None:
 
 
 class Listener:
-    """A watcher that gathers looks."""
+    """A GradHook that stores the estimates."""
 
     def __init__(self) -> None:
         self.noise, self.found = NoiseScale(), list[tuple[float, float]]()
@@ -89,24 +89,24 @@ class Listener:
 
 
 @pytest.mark.parametrize("cut", [[8, 8], [4] * 4, [2, 6, 8]])
-def test_linear_regression_through_the_learner(cut: list[int]) -> None:
-    """x ~ N(0, 1), y = w* x + s e. At a distance d from w* the gradient of an example is x (x d - s e): its mean is d, its
-    squares sum to |d|^2 (n + 2) + s^2 n on average, so the noise scale is n + 1 + s^2 n / |d|^2.
+def test_noise_scale_matches_linear_regression(cut: list[int]) -> None:
+    """x ~ N(0, 1), y = w* x + s e. At distance d from w* an example's gradient is x (x d - s e).
 
-    Batches are independent, so standard errors are read off them; the tolerance is four of them.
+    Its mean is d and its squares sum to |d|^2 (n + 2) + s^2 n on average, so the noise scale is n + 1 + s^2 n / |d|^2.
+    Batches are independent, so the sample gives standard errors; the tolerance is four of them.
     """
     n, s, rounds = 6, 0.5, 1500
     draw = generator(2, "regression", len(cut))
     network = nn.Linear(n, 1, bias=False)
     with torch.no_grad():
-        network.weight.fill_(0.4)  # w* is 0, and a rate of next to nothing leaves the weights there
+        network.weight.fill_(0.4)  # w* is 0; a negligible learning rate keeps the weights
 
     def objective(part: MicroBatch) -> Loss:
         off = network(part["x"])[:, 0] - part["y"]
         return Loss(off.square().sum() / 2, torch.tensor(float(len(off))), {})
 
-    treatments = all_adamw(network, 1e-12)
-    learner = Learner(network, [Update(objective, treatments, clip_norm=0.01)])  # clipped: it must not matter
+    param_optims = all_adamw(network, 1e-12)
+    learner = Learner(network, [Update(objective, param_optims, clip_norm=0.01)])  # clipping must not matter
     (update,) = learner.updates
     update.grad_hook = listener = Listener()
     for _ in range(rounds):
@@ -128,7 +128,7 @@ def noise_of(wanted: Job, scratch: Path, **more: object) -> dict[str, float]:
     return {n: v for n, v in notes.steps[-1].items() if n.startswith("noise_scale/")}
 
 
-def test_micro_batches_and_replicas_find_the_same_and_a_single_part_none(
+def test_noise_scale_equal_for_micro_batches_and_replicas(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "MIN_INTERVAL", 2)
@@ -138,11 +138,11 @@ def test_micro_batches_and_replicas_find_the_same_and_a_single_part_none(
     for name in parts:
         assert replicas[name] == pytest.approx(parts[name], rel=1e-3), name
     ratio = parts["noise_scale/tokens"] / parts["noise_scale/sequences"]
-    assert 30 <= ratio <= 32  # tokens a row with a target
+    assert 30 <= ratio <= 32  # tokens per row with a target
     assert noise_of(job(tokens, steps=2), tmp_path / "one") == {}
 
 
-def test_ratios_are_of_averages_and_none_is_told_where_there_is_no_signal() -> None:
+def test_noise_scale_is_ratio_of_averages() -> None:
     noise = NoiseScale()
     assert noise.finalize(1, 10, 3.0, 0.2, 2) == {} and noise.finalize(2, 10, math.nan, 0.2, 2) == {}
     first = noise.finalize(2, 10, 8.0, 0.5, 2)  # trace 3, square 0.2
@@ -158,7 +158,7 @@ def test_ratios_are_of_averages_and_none_is_told_where_there_is_no_signal() -> N
     assert third["noise_scale/tokens"] == pytest.approx(trace / square)
 
 
-def test_a_scaled_loss_and_narrow_gradients_tell_the_same() -> None:
+def test_noise_scale_unaffected_by_loss_scale_and_bf16() -> None:
     rows = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
     plain, scaled, narrow = NoiseScale(), NoiseScale(), NoiseScale()
     plain.add([rows], 4.0)

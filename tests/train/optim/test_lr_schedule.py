@@ -1,4 +1,4 @@
-"""Schedules: what each promises, for any length and any shares; and the one that a recipe asks for is the one that runs."""
+"""Learning-rate schedules: shape, limits, validation, and use by a run."""
 
 from __future__ import annotations
 
@@ -35,21 +35,19 @@ def schedules(draw: st.DrawFn) -> ScheduleConfig:
 
 @given(schedules(), st.integers(1, 3000))
 @settings(deadline=None, max_examples=150)
-def test_any_schedule_rises_evenly_then_only_falls_and_ends_at_its_floor(
-    c: ScheduleConfig, total: int
-) -> None:
+def test_lr_scale_rises_then_falls_to_minimum(c: ScheduleConfig, total: int) -> None:
     factors = [lr_scale(step, total, c) for step in range(total)]
     assert all(0 < f <= 1 for f in factors)
     warm = warmup_steps(total, c)
     top = factors.index(max(factors))
     assert factors[: top + 1] == sorted(factors[: top + 1])
-    assert top <= max(0.0, math.ceil(warm))  # the peak comes when the warm-up says
+    assert top <= max(0.0, math.ceil(warm))  # the peak is at the end of the warm-up
     end = [*factors[top:], lr_scale(total, total, c)]
     assert end == sorted(end, reverse=True)
     assert end[-1] == pytest.approx(
         min(1.0, (total + 1) / max(1.0, warm)) if c.kind == "constant" else c.min_lr_ratio
     )
-    # Continuous: no step is longer than the steepest slope. A cosine's is pi / 2 times a line's.
+    # Continuous: no step exceeds the steepest slope. A cosine's is pi / 2 times a line's.
     falling = max(1.0, c.decay_ratio * total if c.kind == "wsd" else total - warm)
     slope = max(1 / max(1.0, warm), math.pi / 2 / falling)
     assert all(abs(a - b) <= slope + 1e-9 for a, b in pairwise(factors))
@@ -57,7 +55,7 @@ def test_any_schedule_rises_evenly_then_only_falls_and_ends_at_its_floor(
 
 @given(st.integers(1, 5000))
 @settings(deadline=None, max_examples=60)
-def test_the_default_is_bit_for_bit_what_it_was(total: int) -> None:
+def test_lr_scale_default_matches_closed_form(total: int) -> None:
     for step in range(total):
         rising = (step + 1) / max(1.0, 0.02 * total)
         falling = 0.02 + (1 - 0.02) * (total - step) / max(1.0, 0.5 * total)
@@ -65,7 +63,7 @@ def test_the_default_is_bit_for_bit_what_it_was(total: int) -> None:
         assert lr_scale(step, total, ScheduleConfig()) == wanted == warmup_stable_decay(step, total)
 
 
-def test_the_kinds_are_what_their_names_say() -> None:
+def test_lr_scale_kinds_match_their_formulas() -> None:
     def at(step: int, kind: str, **more: float) -> float:
         return lr_scale(step, 1000, ScheduleConfig.model_validate({"kind": kind, **more}))
 
@@ -75,7 +73,7 @@ def test_the_kinds_are_what_their_names_say() -> None:
     assert at(265, "cosine", min_lr_ratio=0.2) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
     assert at(510, "wsd") == pytest.approx(0.02 + 0.98 * 490 / 500) and at(999, "constant") == 1.0
     assert at(3, "constant", warmup_steps=40) == 0.1 and at(39, "constant", warmup_steps=40) == 1.0
-    for step in range(0, 1000, 37):  # a line is a decay that has no plateau before it
+    for step in range(0, 1000, 37):  # linear equals a wsd decay without a plateau
         wsd = at(step, "wsd", warmup_ratio=0.25, decay_ratio=0.75)
         assert at(step, "linear", warmup_ratio=0.25) == pytest.approx(wsd, rel=1e-12)
 
@@ -83,39 +81,37 @@ def test_the_kinds_are_what_their_names_say() -> None:
 @pytest.mark.parametrize(
     ("settings_", "words"),
     [
-        (["warmup_ratio=0.7"], r"warmup \(0.7\) and decay \(0.5\) make 1.2 of the steps: together at most 1"),
+        (["warmup_ratio=0.7"], r"warmup_ratio \(0.7\) \+ decay_ratio \(0.5\) is above 1: together at most 1"),
         (
             ["kind=cosine", "decay_ratio=0.3"],
-            r"decay \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from the end",
+            r"decay_ratio \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from the end",
         ),
         (
             ["kind=constant", "min_lr_ratio=0.1"],
-            r"floor \(0.1\) belongs to a schedule that falls; 'constant' does not",
+            r"min_lr_ratio \(0.1\) belongs to a schedule that falls; 'constant' does not",
         ),
         (
             ["warmup_ratio=0.1", "warmup_steps=10"],
-            r"warmup \(0.1\) stands beside warmup_steps \(10\): give one",
+            r"both warmup_ratio \(0.1\) and warmup_steps \(10\) are set: give one",
         ),
         (["kind=cosin"], r"pretrain.schedule.kind cannot be 'cosin'.*'cosine'"),
-        (["min_lr_ratio=-1"], r"pretrain.schedule.floor cannot be '-1'.*greater than or equal to 0"),
+        (["min_lr_ratio=-1"], r"pretrain.schedule.min_lr_ratio cannot be '-1'.*greater than or equal to 0"),
         (["rise=1"], "no setting 'rise'"),
     ],
 )
-def test_what_does_not_fit_is_refused_when_the_recipe_is_read(settings_: list[str], words: str) -> None:
+def test_schedule_config_invalid_raises(settings_: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         load_recipe("quickstart", sets=[f"pretrain.schedule.{s}" for s in settings_])
 
 
-def test_a_warm_up_in_steps_must_leave_room() -> None:
-    with pytest.raises(
-        ConfigError, match=r"warmup_steps is 51, in a run of 100 steps, of which the last 0.5 decays"
-    ):
+def test_check_warmup_rejects_warmup_steps_too_long() -> None:
+    with pytest.raises(ConfigError, match=r"warmup_steps is 51, in a run of 100 steps with decay_ratio 0.5"):
         check_warmup(100, ScheduleConfig(warmup_steps=51))
     check_warmup(100, ScheduleConfig(warmup_steps=50))
     check_warmup(100, ScheduleConfig(warmup_steps=99, kind="cosine"))
 
 
-def test_the_run_takes_the_schedule_and_tells_its_rates(tmp_path: Path) -> None:
+def test_pretrain_logs_scheduled_learning_rates(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path / "tokens", documents=20)
     for kind in KINDS:
         wanted = job(tokens, steps=6, schedule={"kind": kind, "warmup_ratio": 0.4})
@@ -127,6 +123,6 @@ def test_the_run_takes_the_schedule_and_tells_its_rates(tmp_path: Path) -> None:
         pretrain(job(tokens, steps=6, schedule={"warmup_steps": 9}), tmp_path / "no", Notes())
 
 
-def test_a_recipe_is_checked_without_torch() -> None:
+def test_train_config_imports_no_torch() -> None:
     code = "import sys, whorl.train.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

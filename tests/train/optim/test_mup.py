@@ -1,4 +1,4 @@
-"""muP: what a few steps change does not grow with the width; without it, it does. And what it refuses, and leaves alone."""
+"""muP: the change of activations over a few steps is independent of the width."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def built(shape: str, width: int) -> LanguageModel:
 
 
 def moved(shape: str, width: int, optim: OptimConfig, steps: int = 4) -> dict[str, float]:
-    """Root mean square of what `steps` steps changed in the output of each linear layer and in the logits."""
+    """RMS change of each linear layer's output and of the logits after `steps` steps."""
     model = built(shape, width)
     mup.scale_head_init(model, optim)
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (4, 33), generator=g)
-    said: dict[str, torch.Tensor] = {}
+    messages: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.register_forward_hook(lambda _m, _i, out, name=name: said.update({name: out.detach()}))
+            module.register_forward_hook(lambda _m, _i, out, name=name: messages.update({name: out.detach()}))
 
     def look() -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            said["logits"] = model.logits(model(ids[:, :-1]))
-        return dict(said)
+            messages["logits"] = model.logits(model(ids[:, :-1]))
+        return dict(messages)
 
     def objective(part: MicroBatch):  # type: ignore[no-untyped-def]
         hidden, due = model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
@@ -64,7 +64,7 @@ def moved(shape: str, width: int, optim: OptimConfig, steps: int = 4) -> dict[st
 
 
 def growth(shape: str, **optim: object) -> dict[str, float]:
-    """The exponent e of size ~ width^e, between the least and the greatest width."""
+    """The exponent e of size ~ width^e, between the smallest and the largest width."""
     found = [moved(shape, w, OptimConfig.model_validate(optim)) for w in (WIDTHS[0], WIDTHS[-1])]
     ratio = torch.tensor(WIDTHS[-1] / WIDTHS[0]).log()
     return {
@@ -72,7 +72,7 @@ def growth(shape: str, **optim: object) -> dict[str, float]:
     }
 
 
-def test_the_coordinate_check_passes_with_mup_and_fails_without() -> None:
+def test_mup_keeps_activation_change_constant_with_width() -> None:
     for shape in ("decoder", "llama"):
         with_it = growth(shape, optimizer="adamw", mup_base_width=64)
         assert max(with_it.values()) < 0.2, with_it
@@ -82,14 +82,14 @@ def test_the_coordinate_check_passes_with_mup_and_fails_without() -> None:
         assert sum(e > 0.45 for n, e in without.items() if n.endswith((".out", ".down"))) >= 3, without
 
 
-def test_muon_needs_it_for_the_head_alone() -> None:
+def test_mup_with_muon_changes_only_head() -> None:
     for shape in ("decoder", "llama"):
         plain, with_it = growth(shape), growth(shape, mup_base_width=64)
         assert plain.pop("logits") > 0.5 and abs(with_it.pop("logits")) < 0.2
         assert max(map(abs, [*plain.values(), *with_it.values()])) < 0.25
 
 
-def test_at_the_base_width_nothing_changes() -> None:
+def test_mup_at_base_width_changes_nothing() -> None:
     model = built("decoder", 64)
     before = model.head_weight.clone()
     mup.scale_head_init(model, OptimConfig(mup_base_width=64))
@@ -99,7 +99,7 @@ def test_at_the_base_width_nothing_changes() -> None:
         assert there == param_optims(model, OptimConfig.model_validate({"optimizer": matrices}))
 
 
-def test_rate_times_decay_stays_and_so_do_the_rates_of_what_is_no_matrix() -> None:
+def test_mup_keeps_lr_times_decay_and_scalar_rates() -> None:
     optim = OptimConfig(optimizer="adamw", mup_base_width=64, weight_decay=0.1)
     narrow, wide = (param_optims(built("decoder", w), optim) for w in (64, 256))
     matrix = {n for n, t in narrow.items() if t.decay_scale}
@@ -109,9 +109,9 @@ def test_rate_times_decay_stays_and_so_do_the_rates_of_what_is_no_matrix() -> No
         assert wide[name].lr * wide[name].decay_scale == pytest.approx(t.lr * t.decay_scale)
 
 
-def test_training_begins_with_a_head_that_is_smaller_as_the_width_is_greater(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_mup_scales_initial_head_with_width(tmp_path) -> None:  # type: ignore[no-untyped-def]
     plain, scaled = (build_model(job(tmp_path, optim=OptimConfig(mup_base_width=b))) for b in (None, 8))
-    assert torch.equal(scaled.head_weight, plain.head_weight / 4)  # the tiny decoder is 32 wide
+    assert torch.equal(scaled.head_weight, plain.head_weight / 4)  # the tiny decoder has width 32
     assert all(
         torch.equal(p, q)
         for (n, p), q in zip(plain.named_parameters(), scaled.parameters(), strict=True)
@@ -119,7 +119,7 @@ def test_training_begins_with_a_head_that_is_smaller_as_the_width_is_greater(tmp
     )
 
 
-def test_a_tied_head_is_refused() -> None:
+def test_mup_tied_head_raises() -> None:
     shape = {
         "d_model": 32,
         "n_layers": 1,
@@ -128,10 +128,10 @@ def test_a_tied_head_is_refused() -> None:
         "tie_embeddings": True,
     }
     model = make_model(TransformerConfig.model_validate({**shape, "vocab_size": 300}), None, torch.float32)
-    with pytest.raises(ConfigError, match=r"base_width is 64(.|\n)*tie_embeddings = false"):
+    with pytest.raises(ConfigError, match=r"mup_base_width is 64(.|\n)*tie_embeddings = false"):
         param_optims(model, OptimConfig(mup_base_width=64))
     with pytest.raises(
         ValueError, match=r"base_width \(64\) with model\.tie_embeddings"
-    ):  # when a recipe is read
+    ):  # on validation of a recipe
         PlanConfig.model_validate({"model": shape, "optim": {"mup_base_width": 64}})
     PlanConfig.model_validate({"model": shape, "optim": {"weight_decay": 0.1}})

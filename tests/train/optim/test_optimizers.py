@@ -1,4 +1,4 @@
-"""Optimisers against references, and the schedule."""
+"""Optimizers against references, and the partition of their work."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonali
 
 @pytest.mark.parametrize("shape", [(8, 32), (16, 17), (24, 48)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_orthogonalise_keeps_the_directions_and_levels_the_sizes(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_orthogonalize_keeps_directions_and_levels_sizes(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     out = orthogonalize(x.to(dtype, copy=True)).float()
     u, sizes, vt = torch.linalg.svd(x, full_matrices=False)
-    after = u.mT @ out @ vt.mT  # [3, n, n]: diagonal where every direction is kept
+    after = u.mT @ out @ vt.mT  # [3, n, n]: diagonal if directions are kept
     levels = after.diagonal(dim1=-2, dim2=-1)
     strong = sizes > 0.01 * x.norm(dim=(-2, -1))[:, None]
     assert levels[strong].min() > 0.68 and levels[strong].max() < 1.3
-    if shape != (16, 17):  # nearly square: its weakest directions stay weak
+    if shape != (16, 17):  # nearly square: the weakest directions stay weak
         exact = u @ vt
         cosine = (out * exact).sum((1, 2)) / (out.norm(dim=(1, 2)) * exact.norm(dim=(1, 2)))
         assert cosine.min() > 0.97
@@ -39,16 +37,16 @@ def test_orthogonalise_keeps_the_directions_and_levels_the_sizes(
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adamw_equals_the_reference_and_torchs(decay: float, fused: bool) -> None:
-    """Two parameters, of which one decays and the other never does, at two rates."""
+def test_adamw_matches_reference_and_torch(decay: float, fused: bool) -> None:
+    """Two parameters at two learning rates; one decays."""
     g = torch.Generator().manual_seed(0)
     starts = {"matrix": torch.randn(5, 3, generator=g), "gain": torch.randn(4, generator=g)}
     rates, decays = {"matrix": 0.01, "gain": 0.03}, {"matrix": decay, "gain": 0.0}
     betas, eps = (0.8, 0.95), 1e-8
     ours, plain, hatless = ({n: p.clone() for n, p in starts.items()} for _ in range(3))
     theirs = {n: torch.nn.Parameter(p.clone()) for n, p in starts.items()}
-    mine = AdamW(list(ours.items()), rates, betas=betas, eps=eps, weight_decay=decay, decay_scale={"matrix": 1.0, "gain": 0.0},
-                 fused=fused)  # fmt: skip
+    mine = AdamW(list(ours.items()), rates, betas=betas, eps=eps, weight_decay=decay, fused=fused,
+                 decay_scale={"matrix": 1.0, "gain": 0.0})  # fmt: skip
     groups = [{"params": [p], "lr": rates[n], "weight_decay": decays[n]} for n, p in theirs.items()]
     peer = torch.optim.AdamW(groups, betas=betas, eps=eps, foreach=False)
     moments = [{n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in starts.items()} for _ in range(2)]
@@ -66,10 +64,10 @@ def test_adamw_equals_the_reference_and_torchs(decay: float, fused: bool) -> Non
         torch.testing.assert_close(theirs[name].detach(), hatless[name], atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(
             ours[name], theirs[name].detach(), atol=1e-5, rtol=1e-5
-        )  # eps stands elsewhere
+        )  # eps is added in another place
 
 
-def test_muon_goes_where_the_reference_goes() -> None:
+def test_muon_follows_svd_reference() -> None:
     g = torch.Generator().manual_seed(0)
     for size in ((8, 24), (24, 8)):
         ours = torch.randn(size, generator=g)
@@ -84,7 +82,7 @@ def test_muon_goes_where_the_reference_goes() -> None:
         assert 0.85 < float(way.norm() / exact.norm()) < 1.1
 
 
-def test_row_adagrad_equals_a_loop_over_rows() -> None:
+def test_sparse_adagrad_matches_loop_over_rows() -> None:
     g = torch.Generator().manual_seed(0)
     table, loop = torch.zeros(10, 4), torch.zeros(10, 4)
     squares = torch.zeros(10)
@@ -100,7 +98,7 @@ def test_row_adagrad_equals_a_loop_over_rows() -> None:
     torch.testing.assert_close(table, loop)
 
 
-def test_muon_moves_every_direction_alike() -> None:
+def test_muon_update_has_equal_singular_values() -> None:
     g = torch.Generator().manual_seed(0)
     params = [("wide", torch.zeros(8, 16)), ("tall", torch.zeros(16, 8))]  # updated as one batch
     gradients = {name: torch.randn(p.shape, generator=g) for name, p in params}
@@ -112,7 +110,7 @@ def test_muon_moves_every_direction_alike() -> None:
         assert float((p * -(u @ vt)).sum() / (p.norm() * 8**0.5)) > 0.97
 
 
-def test_muon_takes_turns_with_as_much_larger_steps() -> None:
+def test_muon_groups_take_turns_with_larger_steps() -> None:
     g = torch.Generator().manual_seed(0)
     gradients = {name: torch.randn(8, 16, generator=g) for name in "ab"}
     once = {name: torch.zeros(8, 16) for name in "ab"}
@@ -122,11 +120,11 @@ def test_muon_takes_turns_with_as_much_larger_steps() -> None:
     muon.step(gradients, 1.0)
     assert torch.allclose(turned["a"], 2 * once["a"], atol=1e-6) and not turned["b"].any()
     before = turned["a"].clone()
-    muon.step(gradients, 1.0)  # the gradient is the same, so is the direction
+    muon.step(gradients, 1.0)  # same gradient, same direction
     assert torch.equal(turned["a"], before) and torch.allclose(turned["b"], 2 * once["b"], atol=1e-3)
 
 
-def test_turns_are_even_and_the_same_for_any_number_of_replicas() -> None:
+def test_partition_is_balanced_for_any_replica_count() -> None:
     model = Decoder(decoder_config(64, 3, 256), torch.Generator().manual_seed(0))
     shapes = {n: p.shape for n, p in model.named_parameters()}
     update = Update(lambda part: None, param_optims(model, OptimConfig()), muon_every=2)  # type: ignore[arg-type, return-value]
@@ -141,7 +139,7 @@ def test_turns_are_even_and_the_same_for_any_number_of_replicas() -> None:
         )
 
 
-def test_the_schedule_rises_holds_and_falls() -> None:
+def test_wsd_schedule_rises_holds_and_falls() -> None:
     factors = [warmup_stable_decay(step, 1000, 0.02, 0.5) for step in range(1000)]
     assert factors[0] == pytest.approx(1 / 20) and factors[20] == factors[499] == 1.0
     assert factors[-1] == pytest.approx(MIN_LR_RATIO + (1 - MIN_LR_RATIO) / 500) and factors == sorted(

@@ -1,4 +1,4 @@
-"""Stochastic rounding is right in the mean, moves what nearest rounding leaves where it is, and repeats exactly."""
+"""Stochastic rounding is unbiased, does not stall, and repeats exactly."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DRAWS = 20_000
 
 
 @pytest.mark.parametrize("x", [1.001, -1.001, 3.1415927, 1e-30, -6.0221e23, 255.3])
-def test_each_draw_is_a_neighbour_and_mean_and_variance_are_right(x: float) -> None:
+def test_stochastic_bf16_mean_and_variance_match_theory(x: float) -> None:
     value = torch.tensor(x)
     draws = stochastic_bf16(value.expand(DRAWS), torch.Generator().manual_seed(0)).double()
-    low, high = sorted(set(draws.tolist()))  # there are two
+    low, high = sorted(set(draws.tolist()))  # exactly two
     exact = float(value.double())
     assert low < exact < high
     nearest = float(value.bfloat16().double())
@@ -37,14 +37,14 @@ def test_each_draw_is_a_neighbour_and_mean_and_variance_are_right(x: float) -> N
     assert float(draws.var()) == pytest.approx(variance, rel=0.1)
 
 
-def test_what_bf16_holds_stays() -> None:
+def test_stochastic_bf16_keeps_bf16_values() -> None:
     held = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     held[:4] = torch.tensor([0.0, float("inf"), -float("inf"), 1.0])
     assert torch.equal(stochastic_bf16(held.float(), torch.Generator().manual_seed(1)), held)
 
 
-def test_nearest_stalls_where_stochastic_goes_on() -> None:
-    """Muon with a rate of 1e-4 on weights of about 1: 500 updates of less than half a step of bf16."""
+def test_rounding_nearest_stalls_and_stochastic_does_not() -> None:
+    """Muon with learning rate 1e-4 on weights near 1: each of 500 updates is below half a bf16 step."""
     gradient = torch.eye(8)
     reached = {}
     for kind in (None, "nearest", "stochastic"):
@@ -58,7 +58,7 @@ def test_nearest_stalls_where_stochastic_goes_on() -> None:
     assert reached["stochastic"] == pytest.approx(reached[None], abs=0.01)
 
 
-def test_chance_comes_from_seed_step_and_name_alone() -> None:
+def test_rounding_is_seeded_by_seed_step_and_name() -> None:
     value = torch.full((64,), 1.001)
 
     def drawn(seed: int, name: str, step: int) -> torch.Tensor:
@@ -73,10 +73,10 @@ def test_chance_comes_from_seed_step_and_name_alone() -> None:
     )
     wide = torch.zeros(64)
     Rounding("stochastic", 0).write(wide, value, "a", 7)
-    assert torch.equal(wide, value)  # fp32 weights need none
+    assert torch.equal(wide, value)  # fp32 weights are not rounded
 
 
-def test_the_blocks_matrices_take_two_bytes_and_the_rest_four(tokens: Path) -> None:
+def test_bf16_weights_apply_to_block_matrices_only(tokens: Path) -> None:
     wanted = job(tokens, bf16_weights="stochastic")
     model = build_model(wanted)
     shared = allocate_shared(model, wanted)
@@ -89,7 +89,7 @@ def test_the_blocks_matrices_take_two_bytes_and_the_rest_four(tokens: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_goes_on_exactly_and_is_stored(tokens: Path, tmp_path: Path, dtype: str) -> None:
+def test_bf16_weights_resume_is_exact_and_model_saves(tokens: Path, tmp_path: Path, dtype: str) -> None:
     wanted, notes = job(tokens, steps=30, bf16_weights="stochastic", dtype=dtype), Notes()
     model = train(wanted, tmp_path / "a", notes)
     undisturbed = weights(model)
@@ -104,8 +104,8 @@ def test_a_run_goes_on_exactly_and_is_stored(tokens: Path, tmp_path: Path, dtype
         torch.testing.assert_close(load_model(tmp_path / "model", model.dtype)(ids), model.eval()(ids))
 
 
-def test_replicas_take_the_same_steps_but_for_the_rounding_of_gradients(tokens: Path, tmp_path: Path) -> None:
-    """A gradient of a bf16 weight is bf16, so two halves of a batch sum to another last digit than the whole."""
+def test_bf16_weights_replicas_match_up_to_rounding(tokens: Path, tmp_path: Path) -> None:
+    """Gradients of bf16 weights are bf16, so two half batches sum to other last digits than the whole."""
     wanted = job(tokens, steps=4, bf16_weights="stochastic")
     one = weights(train(wanted, tmp_path / "one"))
     two = weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two"))
@@ -115,8 +115,8 @@ def test_replicas_take_the_same_steps_but_for_the_rounding_of_gradients(tokens: 
             assert apart < 0.06, name
 
 
-def test_averages_of_narrow_weights_are_wide(tokens: Path, tmp_path: Path) -> None:
-    """And what is stored of an averaged run is the average."""
+def test_bf16_weights_ema_is_fp32(tokens: Path, tmp_path: Path) -> None:
+    """The saved model of a run with EMA is the average."""
     wanted = job(tokens, steps=30, bf16_weights="stochastic", ema=0.9)
     model = train(wanted, tmp_path / "a")
     train(wanted, tmp_path / "b", stop_after=13, checkpoint_seconds=0.0)
@@ -125,7 +125,7 @@ def test_averages_of_narrow_weights_are_wide(tokens: Path, tmp_path: Path) -> No
         assert weight.dtype == torch.float32 and torch.equal(weight, again[name])
 
 
-def test_experts_too(tokens: Path, tmp_path: Path) -> None:
+def test_bf16_weights_train_experts(tokens: Path, tmp_path: Path) -> None:
     notes = Notes()
     wanted = job(tokens, steps=30, bf16_weights="stochastic", model=shape(HEADS, experts=EXPERTS))
     model = train(wanted, tmp_path, notes)
@@ -133,7 +133,7 @@ def test_experts_too(tokens: Path, tmp_path: Path) -> None:
     assert sum(p.dtype == torch.bfloat16 for p in model.parameters()) > 4
 
 
-def test_impossible_settings_are_refused(tokens: Path) -> None:
+def test_rounding_invalid_settings_raise(tokens: Path) -> None:
     with pytest.raises(ConfigError, match="no parameter is trained by Muon"):
         make_rounding("stochastic", 0, {"a": ParamOptim("adamw", 0.1)})
     assert make_rounding(None, 0, {}) is None

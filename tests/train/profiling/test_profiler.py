@@ -1,4 +1,4 @@
-"""A profile: the trace is read rightly, the parts add up to the step, FLOPs are the model's, and training is left alone."""
+"""Profiles: reading of traces, sums of parts, FLOPs of the model, no effect on training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def event(name: str, ts: float, dur: float, tid: int = 1, cat: str = "cpu_op", *
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "tid": tid, "cat": cat, "args": args}
 
 
-def test_a_trace_is_read_by_part_and_class() -> None:
+def test_read_trace_by_part_and_class() -> None:
     shapes = {"Input Dims": [[4, 8], [8, 2]], "Input type": ["float", "float"]}
     mm = event("aten::mm", 110, 40)
     mm["args"] = shapes
@@ -82,8 +82,8 @@ def test_a_trace_is_read_by_part_and_class() -> None:
     assert found.classes[WAITING].seconds == pytest.approx(50e-6)
 
 
-def test_a_gpus_kernels_are_ascribed_to_what_launched_them() -> None:
-    """A trace as CUDA gives it; made up, since there was no GPU to record one."""
+def test_read_trace_assigns_gpu_kernels_to_launching_op() -> None:
+    """A synthetic trace in CUDA's format; no GPU recorded it."""
     events = [
         event(RANGE + STEP, 0, 100, cat="user_annotation", External_id=1),
         event(RANGE + "attention", 1, 30, cat="user_annotation", External_id=2),
@@ -108,7 +108,7 @@ def test_a_gpus_kernels_are_ascribed_to_what_launched_them() -> None:
     assert found.classes[MATMULS].seconds == pytest.approx(53e-6)
 
 
-def test_operators_have_their_class() -> None:
+def test_classify_op_known_operators() -> None:
     for name, part, kind in (
         ("aten::mm", "attention", MATMULS), ("aten::bmm", "attention", ATTENTION), ("aten::bmm", "optimizer", MATMULS),
         ("aten::_softmax", "attention", ATTENTION), ("aten::_softmax", "head, loss", REDUCTIONS),
@@ -117,7 +117,7 @@ def test_operators_have_their_class() -> None:
         ("torch::autograd::AccumulateGrad", "other", None), ("Optimizer", "other", None),
     ):  # fmt: skip
         assert classify_op(name, part) == kind, name
-    assert classify_op("aten::square", "other", is_leaf=False) is None  # whatever it calls is counted
+    assert classify_op("aten::square", "other", is_leaf=False) is None  # the operators it calls are counted
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_operators_have_their_class() -> None:
         (lambda a, b: torch.baddbmm(torch.zeros(4, 8, 48), a.view(4, 8, -1), b.expand(4, -1, -1)), MATMULS),
     ],
 )
-def test_flops_from_shapes_are_those_that_torch_counts(work: Any, kind: str) -> None:
+def test_read_trace_flops_match_torch_counter(work: Any, kind: str) -> None:
     a, b = torch.randn(32, 64), torch.randn(64, 48)
     with FlopCounterMode(display=False) as counter:
         work(a, b)
@@ -153,7 +153,7 @@ def _events(profiler: Any) -> list[dict[str, Any]]:
         return events
 
 
-def test_bytes_of_the_rest() -> None:
+def test_estimate_cost_bytes_of_other_ops() -> None:
     f = "float"
     assert estimate_cost("aten::add", [[8, 4], [8, 4], []], [f, f, "Scalar"]) == (32, 3 * 128)
     assert estimate_cost("aten::copy_", [[8], [8], []], [f, "c10::BFloat16", ""]) == (0, 8 * 4 + 8 * 2)
@@ -167,12 +167,12 @@ def test_bytes_of_the_rest() -> None:
     assert estimate_cost("aten::add", [], []) == (0, 0)
 
 
-def test_the_parts_of_a_step_add_up_and_each_is_there(eager: Profile) -> None:
+def test_profile_parts_sum_to_step_time(eager: Profile) -> None:
     total = sum(sum(both.values()) for both in eager.parts.values())
     assert total == pytest.approx(eager.traced_seconds, rel=1e-6)
     assert sum(cost.seconds for cost in eager.classes.values()) == pytest.approx(total, rel=1e-6)
-    for part in ("data wait", "embed", "attention", "MLP, experts", "norms, residuals", "head, loss", "gradient accumulation",
-                 "optimizer", "all-gather"):  # fmt: skip
+    for part in ("data wait", "embed", "attention", "MLP, experts", "norms, residuals", "head, loss",
+                 "gradient accumulation", "optimizer", "all-gather"):  # fmt: skip
         assert eager.parts[part]["forward"] > 0, part
     for part in ("embed", "attention", "MLP, experts", "norms, residuals"):
         assert eager.parts[part]["backward"] > 0, part
@@ -181,20 +181,22 @@ def test_the_parts_of_a_step_add_up_and_each_is_there(eager: Profile) -> None:
     assert not eager.compiled and eager.step_seconds > 0
 
 
-def test_the_products_of_a_step_are_those_of_the_model(tokens: Path, eager: Profile) -> None:
+def test_profile_flops_match_model(tokens: Path, eager: Profile) -> None:
     wanted = job(tokens)
     model = build_model(wanted)
     ids = torch.zeros(wanted.batch_size, wanted.seq_len, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.logits(model(ids))
     found = eager.classes[MATMULS].flops + eager.classes[ATTENTION].flops
-    muon = found - 3 * counter.get_total_flops()  # three times a forward; the rest is orthogonalisation
+    muon = (
+        found - 3 * counter.get_total_flops()
+    )  # forward and backward are three forwards; the rest is orthogonalization
     assert 0 < muon < found / 2
     assert 0 < mfu_by_class(eager)[MATMULS] < 2
     assert 0 < eager.mfu < 1
 
 
-def test_perfetto_can_open_the_trace_and_its_figures_are_json(eager: Profile) -> None:
+def test_profile_trace_opens_and_json_is_valid(eager: Profile) -> None:
     with gzip.open(eager.trace) as file:
         events = json.load(file)["traceEvents"]
     names = {e.get("name") for e in events}
@@ -205,13 +207,13 @@ def test_perfetto_can_open_the_trace_and_its_figures_are_json(eager: Profile) ->
     assert figures["parts"]["attention"]["backward"] > 0
 
 
-def test_two_replicas_are_profiled_together(tokens: Path, tmp_path: Path) -> None:
+def test_profile_two_replicas(tokens: Path, tmp_path: Path) -> None:
     found = profile(job(tokens, replicas=2, serial_loader=False), tmp_path / "t.json.gz", steps=2)
     assert found.replicas == 2 and found.parts["all-gather"]["forward"] > 0
     assert found.machine_flops > found.peak_flops["float32"]
 
 
-def test_experts_and_mixed_rows_are_looked_into(tokens: Path, tmp_path: Path) -> None:
+def test_profile_experts_and_packed_rows(tokens: Path, tmp_path: Path) -> None:
     model = TransformerConfig.model_validate(
         {
             "vocab_size": 300, "d_model": 32, "n_layers": 2, "mlp_hidden": 64, "max_length": 64,
@@ -220,12 +222,12 @@ def test_experts_and_mixed_rows_are_looked_into(tokens: Path, tmp_path: Path) ->
         }
     )  # fmt: skip
     found = profile(job(tokens, model=model, compile=True), tmp_path / "t.json.gz", steps=2)
-    assert not found.compiled  # experts never are
+    assert not found.compiled  # experts are never compiled
     assert found.parts["MLP, experts"]["forward"] > 0 and found.parts["MLP, experts"]["backward"] > 0
 
 
-def test_compiled_code_is_looked_into(tokens: Path, tmp_path: Path) -> None:
-    small = job(tokens, compile=True)  # compiled cold, whatever caches hold: one layer is enough
+def test_profile_compiled_kernels(tokens: Path, tmp_path: Path) -> None:
+    small = job(tokens, compile=True)  # compiled without caches: one layer saves time
     small = small.model_copy(update={"model": small.model.model_copy(update={"n_layers": 1, "n_heads": 1})})
     found = profile(small, tmp_path / "t.json.gz", steps=2)
     assert found.compiled and found.compile_seconds > 1
@@ -235,11 +237,11 @@ def test_compiled_code_is_looked_into(tokens: Path, tmp_path: Path) -> None:
     with gzip.open(found.trace) as file:
         assert any("cpp_fused" in e.get("name", "") for e in json.load(file)["traceEvents"])
     plain = profile(small.model_copy(update={"compile": False}), tmp_path / "u.json.gz", steps=2)
-    for kind in (MATMULS, ATTENTION):  # the same arithmetic either way
+    for kind in (MATMULS, ATTENTION):  # equal arithmetic
         assert found.classes[kind].flops == pytest.approx(plain.classes[kind].flops, rel=0.02)
 
 
-def test_kernels_are_placed_by_the_lines_they_come_from() -> None:
+def test_part_of_traces_uses_source_files() -> None:
     def trace(*files: str) -> str:
         return "\n".join(f'  File "/x/src/whorl/{file}", line 1, in f' for file in files)
 
@@ -258,7 +260,7 @@ def test_kernels_are_placed_by_the_lines_they_come_from() -> None:
     assert classify_kernel("cpp_fused__unsafe_view_pow_relu_5", "MLP, experts") == POINTWISE
 
 
-def test_a_profile_leaves_nothing_behind(tokens: Path, tmp_path: Path) -> None:
+def test_profile_leaves_no_hooks_or_changed_weights(tokens: Path, tmp_path: Path) -> None:
     before = _weights(tokens, tmp_path / "a")
     hooks = nn.modules.module._global_forward_hooks
     profile(job(tokens), tmp_path / "t.json.gz", steps=1)

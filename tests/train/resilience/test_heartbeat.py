@@ -1,4 +1,4 @@
-"""A run that stands still says where; one that runs out of memory, what to change."""
+"""Heartbeat, stall detection, and advice after out of memory."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _stuck_here(world: ProcessGroup, folder: Path) -> None:
     assert kept is not None
 
 
-def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_stall_dumps_stacks_of_all_replicas(tmp_path: Path) -> None:
+    messages: list[str] = []
     world = spawn_replicas(2, _stuck_here, tmp_path)
     try:
         world.all_gather_scalars()
@@ -46,29 +46,33 @@ def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path
             9,
             replicas=world.children,
             phase=lambda: "backward",
-            log=said.append,
+            log=messages.append,
             stall_seconds=0.2,
         )
         with pulse:
             pulse.beat(1)
             pulse.beat(2)
-            wait_for(lambda: said)
-            assert "no progress for" in said[0] and "after step 2" in said[0] and "in: backward" in said[0]
+            wait_for(lambda: messages)
+            assert (
+                "no progress for" in messages[0]
+                and "after step 2" in messages[0]
+                and "in phase backward" in messages[0]
+            )
             theirs = stacks_file(tmp_path, 1, world.children[0].pid)
             wait_for(lambda: "_stuck_here" in theirs.read_text())
             assert "in all_gather_scalars" in theirs.read_text()
             mine = stacks_file(tmp_path, 0, os.getpid()).read_text()
-            assert "test_a_stall_writes" in mine and "_watch" in mine, "all threads"
+            assert "test_stall_dumps" in mine and "_watch" in mine, "all threads"
             wait_for(lambda: json.loads((tmp_path / "heartbeat.json").read_text())["state"] == "stalled")
             pulse.beat(3)
-            wait_for(lambda: len(said) == 2)
-            assert "it goes on: step 3" in said[1] and len(pulse.stall_messages) == 1
+            wait_for(lambda: len(messages) == 2)
+            assert "training resumed: step 3" in messages[1] and len(pulse.stall_messages) == 1
         world.all_gather_scalars()
     finally:
         world.close()
 
 
-def test_what_is_a_stall_depends_on_the_usual_step(tmp_path: Path) -> None:
+def test_stall_limit_follows_usual_step(tmp_path: Path) -> None:
     pulse = Heartbeat(tmp_path, 9, stall_seconds=120.0, first_step_seconds=600.0)
     assert pulse.stall_limit() == 600.0
     pulse.step_seconds.extend([0.1] * 5)
@@ -77,18 +81,19 @@ def test_what_is_a_stall_depends_on_the_usual_step(tmp_path: Path) -> None:
     assert pulse.stall_limit() == 1200.0
 
 
-def test_training_keeps_a_heartbeat_and_reads_that_of_a_process_that_vanished(
-    tokens: Path, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    train(job(tokens), tmp_path / "a", folder=tmp_path / "watch", log=said.append)
+def test_heartbeat_written_and_crash_reported(tokens: Path, tmp_path: Path) -> None:
+    messages: list[str] = []
+    train(job(tokens), tmp_path / "a", folder=tmp_path / "watch", log=messages.append)
     beat = json.loads((tmp_path / "watch" / "heartbeat.json").read_text())
     assert beat["state"] == "ended" and beat["step"] == beat["steps"] == 12 and beat["memory_bytes"] > 1e7
-    assert not said and not list((tmp_path / "watch").glob("stacks-*")), "nothing to look at"
+    assert not messages and not list((tmp_path / "watch").glob("stacks-*")), "nothing to look at"
     beat |= {"state": "training", "pid": 2**22 + 1, "step": 7}
     (tmp_path / "watch" / "heartbeat.json").write_text(json.dumps(beat))
-    train(job(tokens), tmp_path / "b", folder=tmp_path / "watch", log=said.append)
-    assert any("ended without a word after step 7" in line and "out of memory" in line for line in said)
+    train(job(tokens), tmp_path / "b", folder=tmp_path / "watch", log=messages.append)
+    assert any(
+        "ended without a final heartbeat after step 7" in line and "out of memory" in line
+        for line in messages
+    )
 
 
 OUT_OF_MEMORY = [
@@ -103,14 +108,16 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda e: type(e).__name__)
-def test_every_way_of_saying_it_is_understood(tokens: Path, error: BaseException) -> None:
+def test_oom_errors_are_recognized(tokens: Path, error: BaseException) -> None:
     assert is_out_of_memory(error)
     words = str(suggest(error, job(tokens, replicas=2)))
-    assert "pretrain.micro_rows=2 (now 4" in words and "plan.batch_rows=4 (now 8" in words
-    assert "plan.length=16 (now 32" in words and "plan.replicas=1" in words
+    assert "pretrain.micro_batch_size=2 (now 4" in words and "plan.batch_size=4 (now 8" in words
+    assert "plan.seq_len=16 (now 32" in words and "plan.replicas=1" in words
 
 
-def test_other_errors_are_left_alone(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_get_no_oom_advice(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not is_out_of_memory(ValueError("out of memory")) and not is_out_of_memory(RuntimeError("a shape"))
 
     def broken(*_: object) -> None:
@@ -121,23 +128,23 @@ def test_other_errors_are_left_alone(tokens: Path, tmp_path: Path, monkeypatch: 
         train(job(tokens), tmp_path)
 
 
-def test_torchs_own_allocator_is_understood_in_training(
+def test_torch_allocator_error_gets_oom_advice(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def greedy(*_: object) -> None:
         torch.empty(1 << 60)
 
     monkeypatch.setattr(LMObjective, "__call__", greedy)
-    with pytest.raises(OutOfMemoryError, match=r"pretrain\.micro_rows=4 \(now 8"):
+    with pytest.raises(OutOfMemoryError, match=r"pretrain\.micro_batch_size=4 \(now 8"):
         train(job(tokens), tmp_path)
     with pytest.raises(OutOfMemoryError) as raised:
         train(job(tokens, batch_size=1), tmp_path / "one")
-    assert "micro_batch_size" not in str(raised.value) and "plan.length=16" in str(raised.value), (
+    assert "micro_batch_size" not in str(raised.value) and "plan.seq_len=16" in str(raised.value), (
         "what is left to change"
     )
 
 
-def test_a_replica_that_the_system_killed_is_taken_for_want_of_memory(tokens: Path, tmp_path: Path) -> None:
+def test_replica_killed_by_kernel_gets_oom_advice(tokens: Path, tmp_path: Path) -> None:
     class Killer(Notes):
         def on_step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 3:
@@ -145,11 +152,11 @@ def test_a_replica_that_the_system_killed_is_taken_for_want_of_memory(tokens: Pa
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
 
-    with pytest.raises(OutOfMemoryError, match=r"killed by SIGKILL(.|\n)*plan\.batch_rows=4"):
+    with pytest.raises(OutOfMemoryError, match=r"killed by SIGKILL(.|\n)*plan\.batch_size=4"):
         train(job(tokens, replicas=2, steps=400), tmp_path, Killer())
 
 
-def test_a_replica_that_died_of_something_else_is_not(tokens: Path, tmp_path: Path) -> None:
+def test_replica_aborted_gets_no_oom_advice(tokens: Path, tmp_path: Path) -> None:
     class Killer(Notes):
         def on_step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 3:

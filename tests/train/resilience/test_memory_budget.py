@@ -1,4 +1,4 @@
-"""Activations within a budget, in training: the same weights, errors that say what would do, advice that names it."""
+"""Activation budgets: equal weights, errors with remedies, parsing of memory amounts."""
 
 from __future__ import annotations
 
@@ -44,17 +44,13 @@ CHANGES: dict[str, dict[str, object]] = {
     "plain": {},
     "micro-batches": {"micro_batch_size": 2},
     "experts and chance": {"model": MIXTURE},
-    "fp8": {
-        "dtype": "float8"
-    },  # its scales are of each product, so a block run again rounds as the first time
+    "fp8": {"dtype": "float8"},  # fp8 scales are per product, so recomputation rounds equally
     "fp16": {"dtype": "float16"},
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_training_within_a_budget_ends_with_the_same_weights(
-    tokens: Path, tmp_path: Path, change: str
-) -> None:
+def test_activation_budget_gives_same_weights(tokens: Path, tmp_path: Path, change: str) -> None:
     free = job(tokens, steps=6, **CHANGES[change])
     tight = free.model_copy(update={"activation_budget": f"{least(free)}B"})
     assert build_model(tight).checkpointed_blocks > 0 == build_model(free).checkpointed_blocks
@@ -62,11 +58,11 @@ def test_training_within_a_budget_ends_with_the_same_weights(
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_a_run_may_go_on_with_another_budget(tokens: Path) -> None:
+def test_activation_budget_is_not_part_of_identity(tokens: Path) -> None:
     assert identity(job(tokens)) == identity(job(tokens, activation_budget="1MB"))
 
 
-def test_more_budget_remakes_less_and_the_budget_is_of_all_replicas(tokens: Path) -> None:
+def test_activation_budget_larger_recomputes_less(tokens: Path) -> None:
     wanted = job(tokens)
     seen = measure_activation_memory(build_model(wanted), wanted.seq_len)
     low, high = seen.at_rows(8).min_peak, seen.at_rows(8).peak(0)
@@ -78,24 +74,24 @@ def test_more_budget_remakes_less_and_the_budget_is_of_all_replicas(tokens: Path
     assert apply_activation_checkpointing(build_model(wanted), half).checkpointed_blocks > 0
 
 
-def test_a_budget_that_cannot_be_met_names_the_least_that_can_and_what_else_to_set(tokens: Path) -> None:
+def test_activation_budget_too_small_names_remedies(tokens: Path) -> None:
     wanted = job(tokens)
     need = least(wanted)
     with pytest.raises(BudgetError) as raised:
         build_model(wanted.model_copy(update={"activation_budget": f"{need // 2}B"}))
     words = str(raised.value)
-    assert "pretrain.activation_budget" in words and "(now 8 rows a forward" in words
-    said = words.split("--set pretrain.activation_budget=")[1].split("MB")[0]
-    met = build_model(wanted.model_copy(update={"activation_budget": f"{said}MB"}))
+    assert "pretrain.activation_budget" in words and "(now 8 rows per forward" in words
+    messages = words.split("--set pretrain.activation_budget=")[1].split("MB")[0]
+    met = build_model(wanted.model_copy(update={"activation_budget": f"{messages}MB"}))
     assert met.checkpointed_blocks > 0, "what is typed suffices"
-    rows = int(words.split("--set pretrain.micro_rows=")[1].split(" ")[0])
+    rows = int(words.split("--set pretrain.micro_batch_size=")[1].split(" ")[0])
     build_model(wanted.model_copy(update={"activation_budget": f"{need // 2}B", "micro_batch_size": rows}))
     with pytest.raises(BudgetError) as raised:
         build_model(wanted.model_copy(update={"activation_budget": "10B"}))
     assert "micro_batch_size" not in str(raised.value), "one row needs more"
 
 
-def test_out_of_memory_names_the_budget(tokens: Path) -> None:
+def test_oom_advice_names_activation_budget(tokens: Path) -> None:
     assert "pretrain.activation_budget=25% (now none" in str(suggest(MemoryError(), job(tokens)))
     tight = job(tokens, activation_budget="2GB")
     assert "pretrain.activation_budget=1000000000B (now 2000000000B)" in str(suggest(MemoryError(), tight))
@@ -106,22 +102,22 @@ def test_out_of_memory_names_the_budget(tokens: Path) -> None:
     [("2GB", "2000000000B", 2 * 10**9), ("1.5 MiB", "1572864B", 1572864), (" 25 %", "25%", 25 * 10**7),
      ("1e6", "1000000B", 10**6), (4096, "4096B", 4096)],
 )  # fmt: skip
-def test_memory_as_people_type_it(text: str | int, spelt: str, of_a_gigabyte: int) -> None:
+def test_memory_parse_normalizes(text: str | int, spelt: str, of_a_gigabyte: int) -> None:
     found = PretrainConfig(activation_budget=text).activation_budget  # type: ignore[arg-type]
     assert found == spelt and PretrainConfig(activation_budget=spelt).activation_budget == spelt
     assert Memory.parse(spelt).resolve(10**9) == of_a_gigabyte
 
 
 @pytest.mark.parametrize("text", ["", "2 apples", "0GB", "101%", "0%", "-1GB", "GB", "nan", "0.5B", True, 0])
-def test_what_is_no_memory_is_refused_when_it_is_read(text: object) -> None:
+def test_memory_parse_invalid_raises(text: object) -> None:
     with pytest.raises(ValidationError, match="activation_budget"):
         PretrainConfig(activation_budget=text)  # type: ignore[arg-type]
     if isinstance(text, str):
-        with pytest.raises(ConfigError, match="no amount of memory"):
+        with pytest.raises(ConfigError, match="not an amount of memory"):
             Memory.parse(text)
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_uses_container_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "max").write_text("1000000\n")
     monkeypatch.setattr(memory, "LIMIT", tmp_path / "max")
     assert device_memory("cpu") == 1_000_000

@@ -1,4 +1,4 @@
-"""SIGTERM at any moment: a checkpoint, an exit code, and the same bits afterwards."""
+"""SIGTERM at any moment: a checkpoint, an exit code, and equal bits after the resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 def on_call(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, *, late: bool = False
 ) -> None:
-    """SIGTERM comes just before (or after) the `number`-th call of a function."""
+    """Send SIGTERM just before (or after) the `number`-th call of a function."""
     plain, calls = getattr(owner, name), [0]
 
     def call(*args: Any, **options: Any) -> Any:
@@ -58,7 +58,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", [*MOMENTS])
 @pytest.mark.parametrize("raw", [False, True])
-def test_sigterm_at_any_moment_keeps_what_was_learnt(
+def test_sigterm_at_any_moment_saves_and_resumes(
     tokens: Path, tmp_path: Path, moment: str, raw: bool
 ) -> None:
     owner, name, number, late = MOMENTS[moment]
@@ -85,13 +85,13 @@ def test_sigterm_at_any_moment_keeps_what_was_learnt(
     found = checkpoint.load_latest(tmp_path / "b")
     assert found is not None and 0 < found.step < 12
     assert f"after step {found.step} of 12; a checkpoint of step {found.step} is written" in str(raised.value)
-    said: list[str] = []
-    again = weights(train(wanted, tmp_path / "b", log=said.append))
-    assert any(f"continues at step {found.step}" in line for line in said)
+    messages: list[str] = []
+    again = weights(train(wanted, tmp_path / "b", log=messages.append))
+    assert any(f"continues at step {found.step}" in line for line in messages)
     assert all(torch.equal(undisturbed[n], again[n]) for n in again)
 
 
-def test_sigterm_in_the_very_last_step_is_not_swallowed(tokens: Path, tmp_path: Path) -> None:
+def test_sigterm_in_last_step_raises(tokens: Path, tmp_path: Path) -> None:
     class Last(Notes):
         def on_step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 12:
@@ -143,10 +143,8 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(("slow", "after"), [("step", 25), ("look", 2)])
-def test_the_whole_group_is_told_in_a_step_or_a_look_of_a_minute(
-    tokens: Path, tmp_path: Path, slow: str, after: int
-) -> None:
-    """As schedulers do it: to all processes at once. The one of a minute must not be waited for."""
+def test_sigterm_to_group_interrupts_long_phase(tokens: Path, tmp_path: Path, slow: str, after: int) -> None:
+    """Sent to all processes, as schedulers do. The phase of a minute must be interrupted."""
     script, scratch = tmp_path / "run.py", tmp_path / "scratch"
     script.write_text(textwrap.dedent(SCRIPT))
     run = subprocess.Popen(

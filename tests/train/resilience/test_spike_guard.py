@@ -1,4 +1,4 @@
-"""What is judged, what is done about it, and that it is done exactly: alike on all replicas, and over a kill."""
+"""The spike guard: decisions, rollbacks and limits, exact on all replicas and after a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.train.learners import networks, part, squared
 from tests.support.train.model_shapes import EXPERTS, HEADS, shape
 from tests.support.train.poisoned_tokens import BAD, make_poisoned, poisoned
 from tests.support.train.pretraining import raw_text, train
-from tests.support.train.spike_guards import figures, guard
+from tests.support.train.spike_guards import make_guard, step_metrics
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.errors import DataError
@@ -33,113 +33,117 @@ from whorl.train.resilience.spike_guard import SpikeGuard
 
 
 def ripple(step: int) -> dict[str, float]:
-    return figures(2 + 0.1 * math.sin(step), 0.5 + 0.1 * math.cos(3 * step))
+    return step_metrics(2 + 0.1 * math.sin(step), 0.5 + 0.1 * math.cos(3 * step))
 
 
-def test_a_spike_of_the_loss_or_of_the_norm_is_refused_and_ripples_are_not() -> None:
-    judge = guard()
-    assert all(judge.accept_step(ripple(step)) for step in range(40))
-    assert judge.accept_step(figures(2.5, 0.9)), "a hard batch is no spike"
-    assert not judge.accept_step(figures(5.0)) and "loss is 5" in judge.events[-1]["message"]
+def test_spike_guard_rejects_spikes_not_ripples() -> None:
+    guard = make_guard()
+    assert all(guard.accept_step(ripple(step)) for step in range(40))
+    assert guard.accept_step(step_metrics(2.5, 0.9)), "a hard batch is no spike"
+    assert not guard.accept_step(step_metrics(5.0)) and "loss is 5" in guard.events[-1]["message"]
     assert (
-        not judge.accept_step(figures(norm=20.0))
-        and "norm of the gradient is 20" in judge.events[-1]["message"]
+        not guard.accept_step(step_metrics(norm=20.0))
+        and "gradient norm is 20" in guard.events[-1]["message"]
     )
-    assert [e["step"] for e in judge.events] == [42, 43] and judge.skipped == 2
-    assert all(guard(threshold=0.0).accept_step(f) for f in (*map(ripple, range(40)), figures(1e9, 1e9)))
+    assert [e["step"] for e in guard.events] == [42, 43] and guard.skipped == 2
+    assert all(
+        make_guard(threshold=0.0).accept_step(f) for f in (*map(ripple, range(40)), step_metrics(1e9, 1e9))
+    )
 
 
-def test_a_loss_that_rose_above_guessing_must_come_back() -> None:
-    judge = guard(threshold=0.0)
-    for nll in (5.7, 6.0, 8.0, 9.0, 5.6, 5.9, 5.0, 5.7):  # up, and back below
-        judge.accept_step(figures(nll))
-    assert judge.diverged_steps == 0
-    for nll in (7.0, *[5.703] * 63):  # up, then dead: what guessing costs, for ever
-        assert not judge.needs_rollback
-        judge.accept_step(figures(nll))
-    assert judge.needs_rollback
-    with pytest.raises(DivergedError, match=r"64 steps ago the loss rose far above the 5\.70 nats"):
-        judge.roll_back()
-    slow = guard(threshold=0.0)
+def test_spike_guard_detects_divergence() -> None:
+    guard = make_guard(threshold=0.0)
+    for nll in (5.7, 6.0, 8.0, 9.0, 5.6, 5.9, 5.0, 5.7):  # above, then recovered
+        guard.accept_step(step_metrics(nll))
+    assert guard.diverged_steps == 0
+    for nll in (7.0, *[5.703] * 63):  # above, then constant at the uniform loss
+        assert not guard.needs_rollback
+        guard.accept_step(step_metrics(nll))
+    assert guard.needs_rollback
+    with pytest.raises(DivergedError, match=r"64 steps ago the loss rose above 5\.70 nats"):
+        guard.roll_back()
+    slow = make_guard(threshold=0.0)
     assert (
-        all(slow.accept_step(figures(9.0 - step / 100)) for step in range(200)) and not slow.diverged_steps
+        all(slow.accept_step(step_metrics(9.0 - step / 100)) for step in range(200))
+        and not slow.diverged_steps
     ), "begins high"
 
 
-def test_spikes_seen_before_do_not_hide_the_next_and_a_level_that_stays_is_no_spike_for_ever() -> None:
-    judge = guard(patience=100)
+def test_spike_guard_median_is_robust_to_earlier_spikes() -> None:
+    guard = make_guard(patience=100)
     for step in range(32):
-        judge.accept_step(ripple(step))
-    assert [judge.accept_step(figures(50.0 if step % 4 == 0 else 2.0)) for step in range(32)] == [
+        guard.accept_step(ripple(step))
+    assert [guard.accept_step(step_metrics(50.0 if step % 4 == 0 else 2.0)) for step in range(32)] == [
         step % 4 != 0 for step in range(32)
     ]
-    kept = [judge.accept_step(figures(6.0)) for _ in range(40)]
+    kept = [guard.accept_step(step_metrics(6.0)) for _ in range(40)]
     assert not kept[0] and kept[-1]
 
 
 @pytest.mark.parametrize(
-    "bad", [figures(math.nan), figures(math.inf), figures(norm=math.nan), figures(count=0.0)]
+    "bad",
+    [step_metrics(math.nan), step_metrics(math.inf), step_metrics(norm=math.nan), step_metrics(count=0.0)],
 )
-def test_what_is_not_finite_or_empty_is_refused_from_the_first_step_on(bad: dict[str, float]) -> None:
-    judge = guard()
-    assert not judge.accept_step(bad) and judge.accept_step(figures())
-    json.dumps(judge.state, allow_nan=False)
+def test_spike_guard_rejects_nonfinite_and_empty(bad: dict[str, float]) -> None:
+    guard = make_guard()
+    assert not guard.accept_step(bad) and guard.accept_step(step_metrics())
+    json.dumps(guard.state, allow_nan=False)
 
 
-def test_the_state_holds_all_that_later_judgements_depend_on() -> None:
+def test_spike_guard_state_restores_decisions() -> None:
     rng = np.random.default_rng(0)
-    seen = [figures(*rng.lognormal(0, 0.4, 2) * rng.choice([1, 1, 1, 9], 2)) for _ in range(300)]
-    whole = guard(patience=1000)
+    seen = [step_metrics(*rng.lognormal(0, 0.4, 2) * rng.choice([1, 1, 1, 9], 2)) for _ in range(300)]
+    whole = make_guard(patience=1000)
     answers = [whole.accept_step(f) for f in seen]
-    parts = guard(patience=1000)
+    parts = make_guard(patience=1000)
     again = []
     for number, one in enumerate(seen):
-        parts = guard(json.loads(json.dumps(parts.state)), first=number, patience=1000)
+        parts = make_guard(json.loads(json.dumps(parts.state)), first=number, patience=1000)
         again.append(parts.accept_step(one))
     assert answers == again and 3 < answers.count(False) < 100 and whole.state == parts.state
 
 
-def test_limits_end_in_an_error_that_says_what_to_change() -> None:
-    judge = guard(patience=2, max_rollbacks=1)
-    judge.snapshot_step = 7
+def test_spike_guard_limits_raise_with_remedy() -> None:
+    guard = make_guard(patience=2, max_rollbacks=1)
+    guard.snapshot_step = 7
     for _ in range(2):
-        judge.accept_step(figures(math.nan))
-    assert judge.needs_rollback and judge.roll_back() == 7 and not judge.needs_rollback
+        guard.accept_step(step_metrics(math.nan))
+    assert guard.needs_rollback and guard.roll_back() == 7 and not guard.needs_rollback
     for _ in range(2):
-        judge.accept_step(figures(math.nan))
-    with pytest.raises(DivergedError, match=r"2 steps in a row went wrong(.|\n)*optim\.matrix_rate"):
-        judge.roll_back()
-    judge = guard(patience=2)
+        guard.accept_step(step_metrics(math.nan))
+    with pytest.raises(DivergedError, match=r"2 bad steps in a row(.|\n)*optim\.lr_muon"):
+        guard.roll_back()
+    guard = make_guard(patience=2)
     for step in range(9):
-        judge.accept_step(figures(math.nan))
-        judge.accept_step(ripple(step))
-    with pytest.raises(DivergedError, match=r"9 of 18 batches had to be skipped(.|\n)*at most 5%"):
-        judge.check_skip_limit()
-    judge = guard()
+        guard.accept_step(step_metrics(math.nan))
+        guard.accept_step(ripple(step))
+    with pytest.raises(DivergedError, match=r"9 of 18 batches were skipped(.|\n)*at most 5%"):
+        guard.check_skip_limit()
+    guard = make_guard()
     for _ in range(3):
-        judge.accept_step(figures(count=0.0))
-    with pytest.raises(DataError, match="3 batches in a row have no token to predict"):
-        judge.roll_back()
+        guard.accept_step(step_metrics(count=0.0))
+    with pytest.raises(DataError, match="3 batches in a row have no target token"):
+        guard.roll_back()
 
 
-def test_nan_in_data_ends_a_learner_without_a_guard_before_any_weight_moves() -> None:
+def test_nan_without_guard_raises_before_any_update() -> None:
     nets = networks()
     before = {n: p.detach().clone() for n, p in nets.named_parameters()}
     learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."))])
     bad = part()
     bad["x"][3, 1] = math.nan  # type: ignore[index]
-    with pytest.raises(DivergedError, match=r"the loss is nan(.|\n)*look for NaN in the data"):
+    with pytest.raises(DivergedError, match=r"the loss is nan(.|\n)*check the data or the rewards for NaN"):
         train_loop(learner, iter([bad]), lambda p: [[p]], last=1)
     assert all(torch.equal(before[n], p) for n, p in nets.named_parameters())
 
 
 def _two(world: ProcessGroup, shared: SharedState, seen: torch.Tensor) -> None:
-    """Replica 1 alone has NaN, in its third batch."""
+    """Replica 1 has NaN in its third batch."""
     nets = networks()
-    judge = SpikeGuard(SpikeGuardConfig(), uniform_loss=1e9, steps=100)
+    guard = SpikeGuard(SpikeGuardConfig(), uniform_loss=1e9, steps=100)
     learner = Learner(
         nets,
-        [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), accept_step=judge.accept_step)],
+        [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), accept_step=guard.accept_step)],
         shared,
         world,
     )
@@ -155,10 +159,10 @@ def _two(world: ProcessGroup, shared: SharedState, seen: torch.Tensor) -> None:
     train_loop(learner, iter(records), lambda p: [[p]], last=5, on_step_end=after)
 
 
-def test_nan_on_one_replica_is_skipped_by_both() -> None:
+def test_nan_on_one_replica_skips_on_both() -> None:
     nets = networks()
-    treatments = all_adamw(nets, 0.1, "a.")
-    shared = SharedState.allocate(nets, treatments, replicas=2)
+    param_optims = all_adamw(nets, 0.1, "a.")
+    shared = SharedState.allocate(nets, param_optims, replicas=2)
     seen = torch.zeros(2, 5, 1, 2).share_memory_()
     world = spawn_replicas(2, _two, shared, seen)
     try:
@@ -181,30 +185,30 @@ def same(a: Decoder, b: Decoder) -> bool:
 
 
 def batches_with_x(tokens: Path, wanted: Job) -> list[int]:
-    """Numbers of the batches that have the letter x, by reading them."""
+    """Numbers of the batches that contain the letter x."""
     with open_batches(
         tokens, "train", seq_len=wanted.seq_len, batch_size=wanted.batch_size, serial=True
     ) as batches:
         return [n for n in range(wanted.steps) if (next(batches).data.tokens == ord("x")).any()]
 
 
-def test_batches_with_nan_are_skipped_and_their_documents_named(tokens: Path, tmp_path: Path) -> None:
-    notes, said = Notes(), list[str]()
+def test_nan_batches_skipped_and_documents_listed(tokens: Path, tmp_path: Path) -> None:
+    notes, messages = Notes(), list[str]()
     wanted = poisoned(tokens, tmp_path)
     assert Tokenizer.load(tokens).encode_document("x")[1] == ord("x")
-    model = train(wanted, tmp_path, notes, log=said.append)
+    model = train(wanted, tmp_path, notes, log=messages.append)
     bad = batches_with_x(tokens, wanted)
     assert 2 < len(bad) < 20 and [e["step"] for e in notes.events] == [n + 1 for n in bad]
     for event in notes.events:
         assert event["kind"] == "nonfinite" and event["loss"] is None and event["documents"]
-        assert f"id-{BAD}" in [d["id"] for d in event["documents"]], "the document that did it"
-        assert f"{BAD}.txt (id-{BAD})" in next(s for s in said if s.startswith(f"step {event['step']}:"))
+        assert f"id-{BAD}" in [d["id"] for d in event["documents"]], "the bad document"
+        assert f"{BAD}.txt (id-{BAD})" in next(s for s in messages if s.startswith(f"step {event['step']}:"))
     kept = {n: p for n, p in model.named_parameters() if n != "embedding"}
     assert all(p.isfinite().all() for p in kept.values())
     assert all(math.isfinite(s["nll"]) for s in notes.steps) and notes.evaluations[-1]["held_out_nll"] < 5
 
 
-def test_exactly_the_documents_of_a_batch_are_named(tokens: Path) -> None:
+def test_documents_in_batch_are_exact(tokens: Path) -> None:
     from whorl.train.resilience.provenance import documents_in_batch
 
     wanted = job(tokens)
@@ -223,7 +227,7 @@ def test_exactly_the_documents_of_a_batch_are_named(tokens: Path) -> None:
                 for segment in range(1, segments.max() + 1):
                     stretch = row[segments == segment].tolist()
                     inside = {i for i in named if str(stretch)[1:-1] in str(texts[i])}
-                    assert inside, "a stretch of a document that is not named"
+                    assert inside, "tokens of a document that is not listed"
                     met |= inside
             assert met == named
 
@@ -231,18 +235,17 @@ def test_exactly_the_documents_of_a_batch_are_named(tokens: Path) -> None:
 def texts_of(tokens: Path) -> list[str]:
     from whorl.tokens.shards import TokenSet
 
-    words = Tokenizer.load(tokens)
+    tokenizer = Tokenizer.load(tokens)
     return [
-        words.decode(ids[1:-1].tolist()).decode() for ids in TokenSet(tokens).split("train").iter_documents()
+        tokenizer.decode(ids[1:-1].tolist()).decode()
+        for ids in TokenSet(tokens).split("train").iter_documents()
     ]
 
 
 @pytest.mark.parametrize(
     "watch", [{"patience": 1000}, {"patience": 1, "max_rollbacks": 1000, "snapshot_every": 4}]
 )
-def test_a_run_with_events_that_was_killed_ends_with_the_same_bits(
-    tokens: Path, tmp_path: Path, watch: dict[str, object]
-) -> None:
+def test_run_with_events_resumes_bit_exact(tokens: Path, tmp_path: Path, watch: dict[str, object]) -> None:
     change = {"spike_guard": {"max_skipped": 1.0, **watch}}
     whole = Notes()
     undisturbed = train(poisoned(tokens, tmp_path / "a", **change), tmp_path / "a", whole)
@@ -250,7 +253,7 @@ def test_a_run_with_events_that_was_killed_ends_with_the_same_bits(
     assert kinds.count("nonfinite") > 2 and ("rollback" in kinds) == (watch["patience"] == 1)
     wanted, notes = poisoned(tokens, tmp_path / "b", **change), Notes()
     for stop, seconds in ((5, 0.0), (21, 1e9), (20, 0.0), (42, 1e9), (31, 0.0), (47, 1e9)):
-        # Those of 1e9 write no checkpoint, as if they were killed; what they left lies in the future.
+        # An interval of 1e9 writes no checkpoint, as if killed; its other files refer to later steps.
         train(wanted, tmp_path / "b", notes, stop_after=stop, checkpoint_seconds=seconds)
     again = train(wanted, tmp_path / "b", notes)
     assert same(undisturbed, again)
@@ -268,10 +271,9 @@ def test_a_run_with_events_that_was_killed_ends_with_the_same_bits(
         ]
 
 
-def test_going_back_restores_the_weights_of_the_last_good_copy(tmp_path: Path) -> None:
-    tokens = make_tokens(
-        tmp_path / "tokens"
-    )  # no x in it: its embedding does no harm until it is put into two batches
+def test_rollback_restores_last_snapshot(tmp_path: Path) -> None:
+    # The letter x is in no text: its NaN embedding matters only in the two modified batches.
+    tokens = make_tokens(tmp_path / "tokens")
     watch = {"patience": 2, "snapshot_every": 3, "max_rollbacks": 1, "max_skipped": 1.0}
     wanted = job(tokens, steps=9, spike_guard=watch)
     calls = itertools.count()
@@ -289,21 +291,16 @@ def test_going_back_restores_the_weights_of_the_last_good_copy(tmp_path: Path) -
         patched.setattr(module, "_micro_batches", spoilt)
         poisoned(tokens, tmp_path / "a", steps=9, spike_guard=watch)
         notes = Notes()
-        back = train(
-            wanted, tmp_path / "a", notes, stop_after=6, checkpoint_seconds=0.0
-        )  # steps 5 and 6 are bad
-    assert [e["kind"] for e in notes.events][-1] == "rollback" and "those of step 3" in notes.events[-1][
-        "action"
-    ]
+        back = train(wanted, tmp_path / "a", notes, stop_after=6, checkpoint_seconds=0.0)
+    last = notes.events[-1]  # steps 5 and 6 are bad
+    assert last["kind"] == "rollback" and "rolled back to step 3" in last["action"]
     poisoned(tokens, tmp_path / "b", steps=9, spike_guard=watch)
     three = train(wanted, tmp_path / "b", stop_after=3)
     assert same(back, three)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_skipped_step_moves_nothing_not_even_a_routers_bias(
-    tokens: Path, tmp_path: Path, replicas: int
-) -> None:
+def test_skipped_step_changes_nothing(tokens: Path, tmp_path: Path, replicas: int) -> None:
     change: dict[str, Any] = {
         "model": shape(HEADS, experts=EXPERTS, tie_embeddings=False), "routing": {"bias_update_rate": 0.01}, "steps": 6
     }  # fmt: skip
@@ -316,7 +313,7 @@ def test_a_skipped_step_moves_nothing_not_even_a_routers_bias(
     assert any(n.endswith("balance_bias") for n in before)
 
 
-def test_a_batch_without_a_target_is_skipped(
+def test_batch_without_target_is_skipped(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, calls = module._micro_batches, itertools.count()
@@ -335,17 +332,15 @@ def test_a_batch_without_a_target_is_skipped(
 
 
 @pytest.mark.parametrize("kind", ["decoder", "llama"])
-def test_a_learning_rate_of_a_thousand_ends_with_words_that_name_it(
-    tokens: Path, tmp_path: Path, kind: str
-) -> None:
+def test_huge_learning_rate_raises_with_remedy(tokens: Path, tmp_path: Path, kind: str) -> None:
     rates = {"lr_muon": 1e3, "lr_embedding": 1e3, "lr_scalar": 1e3, "lr_ngram": 1e3}
     more = {} if kind == "decoder" else {"model": shape(HEADS)}
-    with pytest.raises(DivergedError, match=r"optim\.matrix_rate=") as raised:
+    with pytest.raises(DivergedError, match=r"optim\.lr_muon=") as raised:
         train(job(tokens, optim=rates, steps=200, **more), tmp_path)
-    assert "steps in a row" in str(raised.value) or "guessing costs" in str(raised.value)
+    assert "steps in a row" in str(raised.value) or "uniform predictions" in str(raised.value)
 
 
-def test_in_raw_text_the_blocks_are_named(tokens: Path, tmp_path: Path) -> None:
+def test_raw_text_events_list_blocks(tokens: Path, tmp_path: Path) -> None:
     notes = Notes()
     wanted = poisoned(
         tokens,
@@ -361,14 +356,14 @@ def test_in_raw_text_the_blocks_are_named(tokens: Path, tmp_path: Path) -> None:
     assert all(places) and len(set(map(frozenset, places))) > 1
 
 
-def test_the_objective_of_a_skipped_step_is_not_in_the_curve(tokens: Path, tmp_path: Path) -> None:
+def test_skipped_step_is_not_in_loss_curve(tokens: Path, tmp_path: Path) -> None:
     notes = Notes()
     train(poisoned(tokens, tmp_path), tmp_path, notes)
     assert len(notes.steps) + len(notes.events) == 48
 
 
-def test_an_overflow_in_the_first_step_leaves_the_level_that_training_began_at() -> None:
-    """Some networks begin above guessing; fp16's first step often overflows, and its loss is finite all the same."""
+def test_overflow_in_first_step_keeps_baseline_loss() -> None:
+    """Some networks start above the uniform loss. fp16's first step often overflows with a finite loss."""
     guard = SpikeGuard(SpikeGuardConfig(), uniform_loss=5.0, steps=1000)
     assert not guard.accept_step(
         {"loss": 20.0, "nll": 20.0, "grad_norm": math.inf, "loss_tokens": 8.0, "overflow": 1.0}
