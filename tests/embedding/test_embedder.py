@@ -102,8 +102,8 @@ def test_saved_embedder_loads_bit_identical(tmp_path: Path) -> None:
     [
         (lambda e: e.embed(["a", "", "b"]), DataError, "text 1 is empty"),
         (lambda e: e.embed("a text"), ConfigError, "one text"),
-        (lambda e: e.embed(["a"], batch_size=0), ConfigError, "batch is 0"),
-        (lambda e: embed_ids(e.encoder, [], batch_size=-1), ConfigError, "batch is -1"),
+        (lambda e: e.embed(["a"], batch_size=0), ConfigError, "batch_size is 0"),
+        (lambda e: embed_ids(e.encoder, [], batch_size=-1), ConfigError, "batch_size is -1"),
         (lambda e: Embedder(small(270), WORDS), ConfigError, "280 ids and the encoder 270"),
         (lambda e: nearest(np.ones((2, 8)), np.ones(7), 1), ConfigError, "d"),
         (lambda e: nearest(np.ones(8), np.ones(8), 1), ConfigError, "d"),

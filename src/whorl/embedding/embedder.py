@@ -124,18 +124,20 @@ def embed_ids(encoder: Encoder, texts: Sequence[Ids], batch_size: int = 64) -> V
         ConfigError: batch_size below 1.
     """
     if batch_size < 1:
-        raise ConfigError(f"batch is {batch_size}", expected="at least 1")
-    most = encoder.config.max_length
-    pieces = [
-        (i, ids[start:stop]) for i, ids in enumerate(texts) for start, stop in split_windows(len(ids), most)
+        raise ConfigError(f"batch_size is {batch_size}", expected="at least 1")
+    max_length = encoder.config.max_length
+    windows = [
+        (i, ids[start:stop])
+        for i, ids in enumerate(texts)
+        for start, stop in split_windows(len(ids), max_length)
     ]
-    pieces.sort(key=lambda piece: len(piece[1]))
+    windows.sort(key=lambda window: len(window[1]))
     device = encoder.embedding.device
     total = torch.zeros(len(texts), encoder.config.d_model, device=device)
-    for first in range(0, len(pieces), batch_size):
-        taken = pieces[first : first + batch_size]
-        ids, mask = pad([piece for _, piece in taken])
-        owners = torch.tensor([i for i, _ in taken], device=device)
+    for first in range(0, len(windows), batch_size):
+        batch = windows[first : first + batch_size]
+        ids, mask = pad([window for _, window in batch])
+        owners = torch.tensor([i for i, _ in batch], device=device)
         total.index_add_(0, owners, encoder.embed(ids.to(device), mask.to(device)))
     return np.asarray(torch.nn.functional.normalize(total, dim=-1).cpu().numpy(), np.float32)
 
@@ -149,7 +151,7 @@ def split_windows(length: int, max_length: int) -> list[tuple[int, int]]:
 
 def pad(sequences: Sequence[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad rows of ids to one length: ids [n, T] int64 and mask [n, T], True = real."""
-    lengths = np.array([len(piece) for piece in sequences])
+    lengths = np.array([len(ids) for ids in sequences])
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
     ids = np.zeros(mask.shape, np.int64)  # values at padding are unused
     if len(sequences):
@@ -198,13 +200,13 @@ def load_encoder(folder: Path) -> Encoder:
             do="use an embedder that `whorl ls` lists",
         ) from error
     encoder = Encoder(config)
-    wanted = {name: tuple(p.shape) for name, p in encoder.named_parameters()}
+    expected_shapes = {name: tuple(p.shape) for name, p in encoder.named_parameters()}
     found = {name: tuple(t.shape) for name, t in weights.items()}
-    if wanted != found:
-        name = min(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    if expected_shapes != found:
+        name = min(n for n in expected_shapes.keys() | found.keys() if expected_shapes.get(n) != found.get(n))
         raise CheckpointError(
             f"{folder / 'model.safetensors'}: tensor {name!r} is {found.get(name, 'missing')}",
-            expected=f"{wanted.get(name, 'no such tensor')} by config.json",
+            expected=f"{expected_shapes.get(name, 'no such tensor')} by config.json",
         )
     encoder.load_state_dict(weights, strict=False)  # buffers that a layer computes are in no file
     return encoder.eval()

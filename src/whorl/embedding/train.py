@@ -118,9 +118,10 @@ class SpanPairs:
 
     def batch(self, seed: int, step: int, size: int) -> Spans:
         """Return the pairs of a step, a function of the arguments; each pass over the documents has its own order."""
-        places = range(step * size, (step + 1) * size)
+        positions = range(step * size, (step + 1) * size)
         return self.spans(
-            np.array([self._document_at(seed, place) for place in places]), numpy_rng(seed, "spans", step)
+            np.array([self._document_at(seed, position) for position in positions]),
+            numpy_rng(seed, "spans", step),
         )
 
     def spans(self, documents: NDArray[np.int64], rng: np.random.Generator) -> Spans:
@@ -137,9 +138,9 @@ class SpanPairs:
             (self.split[s : s + m], self.split[t : t + k])
             for s, m, t, k in zip(earlier.tolist(), a.tolist(), later.tolist(), b.tolist(), strict=True)
         ]
-        turned = rng.random(len(n)) < 0.5  # either side may be the earlier one
-        first = [pair[int(turn)] for pair, turn in zip(taken, turned, strict=True)]
-        second = [pair[1 - int(turn)] for pair, turn in zip(taken, turned, strict=True)]
+        swapped = rng.random(len(n)) < 0.5  # either side may be the earlier one
+        first = [pair[int(turn)] for pair, turn in zip(taken, swapped, strict=True)]
+        second = [pair[1 - int(turn)] for pair, turn in zip(taken, swapped, strict=True)]
         return Spans(first, second, documents)
 
     def _document_at(self, seed: int, place: int) -> int:
@@ -176,9 +177,11 @@ def recall(x: Vectors, y: Vectors, k: int) -> float:
     """
     cosines = x @ y.T
     found = []
-    for each in (cosines, cosines.T):
-        farther = (each < np.diagonal(each)[:, None]).sum(axis=1)  # a comparison with NaN is False
-        found.append(float(((len(each) - 1 - farther) < k).mean()))
+    for similarity in (cosines, cosines.T):
+        farther = (similarity < np.diagonal(similarity)[:, None]).sum(
+            axis=1
+        )  # a comparison with NaN is False
+        found.append(float(((len(similarity) - 1 - farther) < k).mean()))
     return sum(found) / 2
 
 
@@ -222,7 +225,7 @@ def _train(
     checkpoint_seconds: float,
     log: Callable[[str], None],
 ) -> Encoder:
-    pairs, held = open_pairs(job, log)
+    pairs, evaluator = open_pairs(job, log)
     encoder = build_encoder(job)
     identity = {
         **job.model_dump(mode="json", exclude={"tokens", "threads", "device"}),
@@ -254,8 +257,8 @@ def _train(
         nonlocal last
         now = time.perf_counter()
         metrics = {**metrics, "pairs_per_second": job.batch_size / (now - last)}
-        if held is not None and (done % every == 0 or done == job.steps):
-            metrics |= held(lambda texts: embed_ids(encoder, texts))
+        if evaluator is not None and (done % every == 0 or done == job.steps):
+            metrics |= evaluator(lambda texts: embed_ids(encoder, texts))
         if keeper is not None and done < job.steps and keeper.due():
             keeper.save(done, learner.shared.tensors())
         observe(done, metrics, encoder)
@@ -300,16 +303,13 @@ def open_pairs(
             expected=f"at least the {job.batch_size} of a batch",
             do="lower batch_size or min_span, or use more documents",
         )
-    held = (
-        SpanPairs(tokens.split("validation"), job.encoder.max_length, job.min_span)
-        if "validation" in tokens.splits
-        else ()
-    )
-    if len(held) < 2:
+    evaluator = None
+    if "validation" in tokens.splits:
+        validation = SpanPairs(tokens.split("validation"), job.encoder.max_length, job.min_span)
+        evaluator = RecallEvaluator(validation, job.held_out) if len(validation) > 1 else None
+    if evaluator is None:
         log("fewer than two held-out documents are long enough: recall is not measured")
-    return pairs, RecallEvaluator(held, job.held_out) if isinstance(held, SpanPairs) and len(
-        held
-    ) > 1 else None
+    return pairs, evaluator
 
 
 def build_update(encoder: Encoder, job: EmbedJob) -> Update:
@@ -344,10 +344,10 @@ def encode_in_buckets(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
     """
     lengths = mask.sum(dim=1)
     order = lengths.argsort(stable=True)
-    bundles = torch.split(order, BUCKET_SIZE)
-    longest = [int(lengths[rows[-1]]) for rows in bundles]
+    buckets = torch.split(order, BUCKET_SIZE)
+    max_lengths = [int(lengths[rows[-1]]) for rows in buckets]
     parts = [
-        encoder.embed(ids[rows, :most], mask[rows, :most])
-        for rows, most in zip(bundles, longest, strict=True)
+        encoder.embed(ids[rows, :length], mask[rows, :length])
+        for rows, length in zip(buckets, max_lengths, strict=True)
     ]
     return torch.cat(parts)[order.argsort()]

@@ -220,8 +220,8 @@ class Engine:
             sequence.constraint = self.compile_grammar(request.grammar)
         if request.forced_prefix:
             exact = sequence.constraint is not None
-            begin = ForcedPrefix(self._sorted_vocabulary, request.forced_prefix, exact)
-            sequence.constraint = Sequenced(begin, sequence.constraint) if exact else begin
+            prefix = ForcedPrefix(self._sorted_vocabulary, request.forced_prefix, exact)
+            sequence.constraint = Sequenced(prefix, sequence.constraint) if exact else prefix
         sequence.arrival_time = self.clock()
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
@@ -294,14 +294,14 @@ class Engine:
         Raises:
             ConfigError: a name or a shape that the model does not have; nothing has changed then.
         """
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for name, tensor in tensors.items():
-            if name not in own or own[name].shape != tensor.shape:
-                have = "no such parameter" if name not in own else f"{list(own[name].shape)}"
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                have = "no such parameter" if name not in parameters else f"{list(parameters[name].shape)}"
                 raise ConfigError(f"weights: {name} is {list(tensor.shape)}", expected=have)
         with torch.no_grad():
             for name, tensor in tensors.items():
-                own[name].copy_(tensor)
+                parameters[name].copy_(tensor)
         self._on_weights_updated(version, recompute)
 
     def follow_board(self, board: Board | None) -> None:
@@ -367,15 +367,15 @@ class Engine:
         if first:
             sequence.first_token_time = self.clock()
         n_drafts = len(sequence.drafts)
-        taken, text, finish = accept_tokens(
+        accepted, text, finish = accept_tokens(
             sequence, sampled_tokens, self.token_bytes, self._max_positions, self.version
         )
-        self.stats.output_tokens += len(taken)
+        self.stats.output_tokens += len(accepted)
         if n_drafts:
             self.stats.drafted_tokens += n_drafts
-            self.stats.accepted_tokens += max(0, len(taken) - 1)
+            self.stats.accepted_tokens += max(0, len(accepted) - 1)
         cached = sequence.cached_tokens if first else 0
-        return Delta(sequence.request.id, tuple(taken), text, finish, cached, prompt_log_probs)
+        return Delta(sequence.request.id, tuple(accepted), text, finish, cached, prompt_log_probs)
 
     def _finish(self, sequence: Sequence, finish: FinishReason) -> None:
         sequence.finish_reason = finish

@@ -53,9 +53,9 @@ def fastest_dtype(config: ModelConfig, machine: Machine, batch_size: int = 1) ->
         inputs = {d_in: torch.zeros(batch_size, d_in, dtype=dtype) for _, d_in in shapes}
         times = []
         for _ in range(ROUNDS):
-            began = time.perf_counter()
+            started = time.perf_counter()
             for weight in weights:
                 torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - started)
         seconds[dtype] = min(times)
     return min(seconds, key=lambda dtype: seconds[dtype])

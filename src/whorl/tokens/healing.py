@@ -24,5 +24,5 @@ class HealedPrompt(NamedTuple):
 def heal(tokenizer: Tokenizer, text: str) -> HealedPrompt:
     """Return a prompt ready for generation."""
     last = split_pretokens(text)[-1] if text else ""
-    kept = text[: len(text) - len(last)]
-    return HealedPrompt([tokenizer.bos_id, *tokenizer.encode(kept).tolist()], last.encode())
+    head = text[: len(text) - len(last)]
+    return HealedPrompt([tokenizer.bos_id, *tokenizer.encode(head).tolist()], last.encode())

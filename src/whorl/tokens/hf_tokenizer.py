@@ -49,13 +49,13 @@ class HFTokenizer:
                 do="copy the tokenizer's files next to the weights, and import again",
             ) from error
         self.folder = folder
-        known = set(self._core.get_vocab(with_added_tokens=True).values())
-        self.vocab_size: int = max(known, default=-1) + 1
+        used_ids = set(self._core.get_vocab(with_added_tokens=True).values())
+        self.vocab_size: int = max(used_ids, default=-1) + 1
         self.all_special_ids = frozenset(
             i for i, t in self._core.get_added_tokens_decoder().items() if t.special
         )
         self.end_ids = self._read_end_ids()
-        silent = self.all_special_ids | (set(range(self.vocab_size)) - known)
+        silent = self.all_special_ids | (set(range(self.vocab_size)) - used_ids)
         self.control_ids = tuple(sorted(silent - set(self.end_ids)))
 
     def _read_end_ids(self) -> tuple[int, ...]:

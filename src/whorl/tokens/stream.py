@@ -201,13 +201,13 @@ def blocks_per_record(files: RawFiles, record_bytes: int) -> int:
 
 def stream_spec(config: StreamConfig) -> Spec[StreamRecord]:
     """Return the slot spec, sized for the largest possible number of rows."""
-    most = 0
+    max_rows = 0
     for source in config.sources:
         files = RawFiles(source.files, source.text_field, config.block_bytes)
         largest = max(block.size for block in files.blocks) + MAX_DOCUMENT_BYTES
-        most = max(most, blocks_per_record(files, config.shuffle_bytes) * largest)
+        max_rows = max(max_rows, blocks_per_record(files, config.shuffle_bytes) * largest)
     # A token is at least a byte, each document adds bos and eos, and packed rows are at least half full.
-    return Spec.from_dataclass(StreamRecord, R=4 * most // config.seq_len + 2, T=config.seq_len)
+    return Spec.from_dataclass(StreamRecord, R=4 * max_rows // config.seq_len + 2, T=config.seq_len)
 
 
 class StreamBatches:

@@ -107,11 +107,11 @@ class Tokenizer:
             ConfigError: `vocab_size` leaves no space for a merge, or is above 2**20.
         """
         all_specials = list(dict.fromkeys((BOS, EOS, PAD, *special_tokens)))
-        least = 256 + len(all_specials)
-        if not least < vocab_size <= 1 << 20:
+        n_fixed = 256 + len(all_specials)
+        if not n_fixed < vocab_size <= 1 << 20:
             raise ConfigError(
                 f"a vocabulary of {vocab_size} is impossible",
-                expected=f"more than {least} (256 bytes, {len(all_specials)} special tokens), up to 1048576",
+                expected=f"more than {n_fixed} (256 bytes, {len(all_specials)} special tokens), up to 1048576",
                 do="choose a vocabulary between 512 and 65536",
             )
         counts = pretokens.count_pretokens(texts, all_specials, workers)
@@ -156,11 +156,11 @@ class Tokenizer:
             size += len(text)
             if size < enough:
                 continue
-            kept = "".join(parts)
-            cut = self._stable_length(kept, allow_special)
+            pending = "".join(parts)
+            cut = self._stable_length(pending, allow_special)
             if cut:
-                yield self._encode_escaped(kept[:cut], allow_special)
-            parts, size = [kept[cut:]], len(kept) - cut
+                yield self._encode_escaped(pending[:cut], allow_special)
+            parts, size = [pending[cut:]], len(pending) - cut
             enough = (
                 0 if cut else 2 * size
             )  # inside a long pre-token: try again when twice as much has arrived
@@ -274,8 +274,8 @@ class Tokenizer:
         merges = []
         for token in ordinary[256:]:
             halves = [(token[:i], token[i:]) for i in range(1, len(token))]
-            known = [(rank[a], rank[b]) for a, b in halves if a in rank and b in rank]
-            merges += [[_to_printable(ordinary[a]), _to_printable(ordinary[b])] for a, b in sorted(known)]
+            by_rank = [(rank[a], rank[b]) for a, b in halves if a in rank and b in rank]
+            merges += [[_to_printable(ordinary[a]), _to_printable(ordinary[b])] for a, b in sorted(by_rank)]
         byte_level = {
             "type": "ByteLevel",
             "add_prefix_space": False,
@@ -325,8 +325,8 @@ def _decode_surrogateescape(chunks: Iterable[str | bytes]) -> Iterator[str]:
 def _printable_bytes() -> list[str]:
     """GPT-2's map from each byte to one printable character, which the standard file uses."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
+    unused = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(unused)) for b in range(256)]
 
 
 _CHAR_OF_BYTE = _printable_bytes()

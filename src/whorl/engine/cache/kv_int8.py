@@ -107,9 +107,9 @@ class Int8KVPages(KVPages):
     def write(self, k: Tensor, v: Tensor) -> None:
         p = self._require_page_index()
         for codes, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
-            kept = quantize_kv(new[0].transpose(0, 1))  # [N, KV, d]
-            codes[p.page, :, p.page_offset] = kept.codes
-            scales[p.page, :, p.page_offset] = kept.scale[..., None]
+            quantized = quantize_kv(new[0].transpose(0, 1))  # [N, KV, d]
+            codes[p.page, :, p.page_offset] = quantized.codes
+            scales[p.page, :, p.page_offset] = quantized.scale[..., None]
 
     def _gather_kv(self, group: AttentionGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         pairs = (self.k, self.k_scale), (self.v, self.v_scale)

@@ -290,10 +290,10 @@ class RecurrentStates(PooledState):
 
     def _row_groups(self, batch: InputBatch) -> list[list[int]]:
         """Rows that run together: decoding rows of equal length (or all long ones); each longer row separately."""
-        together: dict[int, list[int]] = {}
+        by_length: dict[int, list[int]] = {}
         for r in range(batch.n_single):
-            together.setdefault(min(batch.lengths[r], MAX_DISTINCT_LENGTH + 1), []).append(r)
-        return [*together.values(), *([r] for r in range(batch.n_single, len(batch.lengths)))]
+            by_length.setdefault(min(batch.lengths[r], MAX_DISTINCT_LENGTH + 1), []).append(r)
+        return [*by_length.values(), *([r] for r in range(batch.n_single, len(batch.lengths)))]
 
     def read(self, slot: int) -> Any:
         """Return a copy of one slot's state."""

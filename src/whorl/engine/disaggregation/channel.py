@@ -84,22 +84,22 @@ class WorkerProcess:
 
     def __init__(self, name: str, entry: str, cores: tuple[int, ...] = ()) -> None:
         self.name, self.cores, self.ready = name, cores, False  # ready: set by the owner
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, child_end = socket.socketpair()
+        with child_end:
             self.popen = subprocess.Popen(
                 [
                     sys.executable,
                     "-c",
                     _CHILD_SCRIPT,
-                    str(theirs.fileno()),
+                    str(child_end.fileno()),
                     ",".join(map(str, cores)),
                     *entry.split(":"),
                 ],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
-        self.channel = Channel(ours)
+        self.channel = Channel(own_end)
         self._outgoing: queue.SimpleQueue[tuple[Any, int | None] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name=f"whorl-{name}", daemon=True)
         self._sender.start()

@@ -81,17 +81,17 @@ class _PrefillWorker(_WorkerLoop):
         self.prefilling: dict[str, Request] = {}
 
     def handle(self, message: Any, fd: int | None) -> None:
-        verb, what = message
+        verb, payload = message
         if verb == "abort":
-            self.engine.abort(what)
-            self.prefilling.pop(what, None)
+            self.engine.abort(payload)
+            self.prefilling.pop(payload, None)
             return
         prefill_request = Request(
-            id=what.id, ids=what.ids, sampling=SamplingParams(temperature=0), max_tokens=1, priority=what.priority,
-            client=what.client
+            id=payload.id, ids=payload.ids, sampling=SamplingParams(temperature=0), max_tokens=1, priority=payload.priority,
+            client=payload.client
         )  # fmt: skip
         if self.add(prefill_request):
-            self.prefilling[what.id] = prefill_request
+            self.prefilling[payload.id] = prefill_request
 
     def step(self) -> None:
         for delta in self.engine.step():
@@ -117,21 +117,21 @@ class _DecodeWorker(_WorkerLoop):
         return self.engine.busy or bool(self.incoming_blocks)
 
     def handle(self, message: Any, fd: int | None) -> None:
-        verb, what = message
+        verb, payload = message
         if verb == "abort":
-            self.engine.abort(what)
-            for request, block in [x for x in self.incoming_blocks if x[0].id == what]:
+            self.engine.abort(payload)
+            for request, block in [x for x in self.incoming_blocks if x[0].id == payload]:
                 if request is self.incoming_blocks[0][0]:
                     self.imported, self.verified = -1, False
                 self.incoming_blocks.remove((request, block))
                 block.close()
         elif fd is None:
-            self.add(what)
+            self.add(payload)
         else:
             try:
-                self.incoming_blocks.append((what, KVBlock(fd, verify_checksum=False)))
+                self.incoming_blocks.append((payload, KVBlock(fd, verify_checksum=False)))
             except DataError as error:
-                self.reject_block(what, error)
+                self.reject_block(payload, error)
 
     def step(self) -> None:
         if self.incoming_blocks:

@@ -110,8 +110,8 @@ def cpu_description() -> str:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("model name", "flags", "Features", "cpu family", "model\t")
-    return "\n".join(sorted(line for line in lines if line.startswith(wanted)))
+    prefixes = ("model name", "flags", "Features", "cpu family", "model\t")
+    return "\n".join(sorted(line for line in lines if line.startswith(prefixes)))
 
 
 def compile_into(compiler: str, target: Path) -> None:
@@ -120,7 +120,7 @@ def compile_into(compiler: str, target: Path) -> None:
     Raises:
         BuildError: the compiler fails with all flags.
     """
-    told = ""
+    reason = ""
     for flags in ARCH_FLAGS:
         descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
@@ -132,12 +132,12 @@ def compile_into(compiler: str, target: Path) -> None:
             if done.returncode == 0:
                 Path(name).replace(target)
                 return
-            told = told or done.stderr.strip().splitlines()[0] if done.stderr.strip() else "it failed"
+            reason = reason or done.stderr.strip().splitlines()[0] if done.stderr.strip() else "it failed"
         except (OSError, subprocess.TimeoutExpired) as error:
-            told = told or str(error)
+            reason = reason or str(error)
         finally:
             Path(name).unlink(missing_ok=True)
-    raise BuildError(f"{compiler} cannot build the native step: {told}")
+    raise BuildError(f"{compiler} cannot build the native step: {reason}")
 
 
 def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:

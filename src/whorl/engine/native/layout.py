@@ -95,10 +95,10 @@ ABI_STRUCTURES = (Matrix, Norm, Layer, ModelStruct, LayerCache, Batch)  # in the
 def check_sizes(library: ctypes.CDLL) -> None:
     """Raise RuntimeError if a structure here differs from the compiled one."""
     for n, mirrored in enumerate(ABI_STRUCTURES):
-        theirs = library.whorl_sizeof(n)
-        if theirs != ctypes.sizeof(mirrored):
+        compiled_size = library.whorl_sizeof(n)
+        if compiled_size != ctypes.sizeof(mirrored):
             raise RuntimeError(
-                f"{mirrored.__name__} has {ctypes.sizeof(mirrored)} bytes here and {theirs} in model.h"
+                f"{mirrored.__name__} has {ctypes.sizeof(mirrored)} bytes here and {compiled_size} in model.h"
             )
 
 
@@ -109,13 +109,13 @@ def make_matrix(kind: str, group: int | None, n: int, k: int, gated: bool = Fals
         ConfigError: unknown `kind`, or a `group` that the kernels do not support.
     """
     if kind not in KINDS:
-        raise ConfigError(f"kind is {kind!r}", expected=one_of(kind, list(KINDS)))
-    whole = {"int8": 4, "int4": 8}.get(kind, 0)
-    if not whole:
+        raise ConfigError(f"weight_dtype is {kind!r}", expected=one_of(kind, list(KINDS)))
+    unit = {"int8": 4, "int4": 8}.get(kind, 0)
+    if not unit:
         return Matrix(KINDS[kind], 0, n, k, int(gated))
-    if group is not None and (group < whole or group % whole):
-        raise ConfigError(f"group is {group}", expected=f"a multiple of {whole}")
-    return Matrix(KINDS[kind], group or -(-k // whole) * whole, n, k, int(gated))
+    if group is not None and (group < unit or group % unit):
+        raise ConfigError(f"weight_group_size is {group}", expected=f"a multiple of {unit}")
+    return Matrix(KINDS[kind], group or -(-k // unit) * unit, n, k, int(gated))
 
 
 class Arena:
@@ -123,9 +123,9 @@ class Arena:
 
     def __init__(self, library: ctypes.CDLL, matrices: list[Matrix]) -> None:
         sizes = []
-        for one in matrices:
+        for matrix in matrices:
             parts = (c_int64 * 3)()
-            library.whorl_packed_bytes(ctypes.byref(one), parts)
+            library.whorl_packed_bytes(ctypes.byref(matrix), parts)
             sizes.append([-(-n // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT for n in parts])
         self.n_bytes = sum(map(sum, sizes))
         large = 1 << 21
@@ -134,6 +134,6 @@ class Arena:
         library.whorl_large_pages(at, self.n_bytes)
         self._memory.zero_()
         self.address = at
-        for one, (data, scales, moved) in zip(matrices, sizes, strict=True):
-            one.data, one.scales, one.moved = at, at + data, at + data + scales
+        for matrix, (data, scales, moved) in zip(matrices, sizes, strict=True):
+            matrix.data, matrix.scales, matrix.moved = at, at + data, at + data + scales
             at += data + scales + moved

@@ -153,8 +153,8 @@ class ForcedPrefix:
         return self._cached_mask[1]
 
     def advance(self, token_id: int) -> None:
-        known = self.vocabulary.token_bytes
-        length = len(known[token_id]) if token_id < len(known) else 0
+        token_bytes = self.vocabulary.token_bytes
+        length = len(token_bytes[token_id]) if token_id < len(token_bytes) else 0
         self.n_matched.append(min(self.n_matched[-1] + length, len(self.prefix)))
 
     def rollback(self, count: int) -> None:
@@ -162,9 +162,9 @@ class ForcedPrefix:
             del self.n_matched[-count:]
 
     def copy(self) -> ForcedPrefix:
-        twin = ForcedPrefix(self.vocabulary, self.prefix, self.exact)
-        twin.n_matched = list(self.n_matched)
-        return twin
+        copied = ForcedPrefix(self.vocabulary, self.prefix, self.exact)
+        copied.n_matched = list(self.n_matched)
+        return copied
 
 
 class Sequenced:
@@ -203,6 +203,6 @@ class Sequenced:
         self.first.rollback(count - back)
 
     def copy(self) -> Sequenced:
-        twin = Sequenced(self.first.copy(), self.second.copy())
-        twin.n_second = self.n_second
-        return twin
+        copied = Sequenced(self.first.copy(), self.second.copy())
+        copied.n_second = self.n_second
+        return copied

@@ -56,8 +56,8 @@ class TokenCounts:
 
     def penalties(self, sampling: SamplingParams) -> Penalties:
         """Return (ids [n] with a penalty, each once; divisors of their logits [n]; amounts subtracted [n])."""
-        said = self.counts > 0
-        ids = np.flatnonzero(said | self.in_prompt if sampling.repetition_penalty != 1 else said)
+        occurred = self.counts > 0
+        ids = np.flatnonzero(occurred | self.in_prompt if sampling.repetition_penalty != 1 else occurred)
         counts = self.counts[ids]
         off = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
         return ids, np.full(len(ids), sampling.repetition_penalty, np.float32), off.astype(np.float32)

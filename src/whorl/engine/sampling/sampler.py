@@ -142,9 +142,9 @@ def _apply_logit_processors(z: Any, rows: Sequence[SamplerRow], banned_ids: Any,
     penalties = []
     for number, row in enumerate(rows):
         if row.sampling.has_penalties:
-            seen = row.token_counts or TokenCounts(row.prompt)
-            seen.update(row.output)  # at once, because rows of one sequence share the counts
-            penalties.append((number, seen.penalties(row.sampling)))
+            token_counts = row.token_counts or TokenCounts(row.prompt)
+            token_counts.update(row.output)  # at once, because rows of one sequence share the counts
+            penalties.append((number, token_counts.penalties(row.sampling)))
     if penalties:
         apply_penalties(z, penalties, to_backend)
 
@@ -233,8 +233,8 @@ class Sampler:
 
     def _weights(self, z: Floats, max_logits: Floats, rows: Sequence[SamplerRow], sampled: Array) -> Floats:
         """`CPUSampler.weights` of some of the rows."""
-        mine = z if len(sampled) == len(rows) else z[sampled]
-        return self._cpu_sampler.weights(mine, max_logits[sampled], [rows[n].sampling for n in sampled])
+        selected = z if len(sampled) == len(rows) else z[sampled]
+        return self._cpu_sampler.weights(selected, max_logits[sampled], [rows[n].sampling for n in sampled])
 
     def _sample_reference(
         self, logits: Tensor, rows: Sequence[SamplerRow]
@@ -242,10 +242,10 @@ class Sampler:
         """The same for logits on any device."""
         probabilities = distribution(logits, rows, self._cpu_sampler.banned_ids)
         log_sums = logits.logsumexp(dim=-1)
-        reached = probabilities.double().cumsum(dim=-1)
-        _check_finite((reached[:, -1] + log_sums).cpu().numpy())
-        u = torch.from_numpy(_row_uniforms(rows)).to(reached.device)[:, None]
-        ids = torch.searchsorted(reached, u * reached[:, -1:], right=True)
+        cumulative = probabilities.double().cumsum(dim=-1)
+        _check_finite((cumulative[:, -1] + log_sums).cpu().numpy())
+        u = torch.from_numpy(_row_uniforms(rows)).to(cumulative.device)[:, None]
+        ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
         parts = (ids, probabilities.gather(-1, ids).log(), logits.gather(-1, ids) - log_sums[:, None])
         found = [part[:, 0].cpu().numpy() for part in parts]
         return found[0], found[1], found[2], log_sums.cpu().numpy()
@@ -288,7 +288,7 @@ def _check_finite(values: Array) -> None:
     if dead:
         error = NoValidTokenError(
             f"nothing can be drawn from row {', '.join(map(str, dead))} of the batch",
-            expected="finite logits, and at least one id that is neither forbidden nor masked",
+            expected="finite logits, and at least one id that is neither banned nor masked",
         )
         error.rows = dead
         raise error

@@ -64,15 +64,17 @@ class PrefillBudget:
             return limit
         if self._n_mixed_steps >= MAX_CONSECUTIVE_MIXED_STEPS:
             return 0
-        alone = self._decode_seconds(n_decode)
-        if alone is None or not self._seconds_per_prefill_token:
+        decode_seconds = self._decode_seconds(n_decode)
+        if decode_seconds is None or not self._seconds_per_prefill_token:
             return min(limit, INITIAL_PREFILL_TOKENS)
-        spare = max(alone * (self.max_decode_slowdown - 1), (self.slo_tpot or 0.0) - alone)
-        return min(limit, max(1, int(spare / median(self._seconds_per_prefill_token))))
+        spare_seconds = max(
+            decode_seconds * (self.max_decode_slowdown - 1), (self.slo_tpot or 0.0) - decode_seconds
+        )
+        return min(limit, max(1, int(spare_seconds / median(self._seconds_per_prefill_token))))
 
     def _decode_seconds(self, n_decode: int) -> float | None:
         """Seconds of a decode-only step with so many rows, by the nearest measured size."""
         if not n_decode or not self._decode_samples:
             return None
         size = (n_decode - 1).bit_length()
-        return median(self._decode_samples[min(self._decode_samples, key=lambda known: abs(known - size))])
+        return median(self._decode_samples[min(self._decode_samples, key=lambda n_rows: abs(n_rows - size))])

@@ -134,15 +134,15 @@ class Scheduler:
         """Assign prefill positions to `sequence`; returns how many."""
         n = min(sequence.n_uncomputed, budget)
         if self.page_aligned_prefill:
-            piece = min(
+            chunk = min(
                 sequence.n_uncomputed, self.cache.page_size - sequence.n_computed % self.cache.page_size
             )
-            n = piece if piece <= max(n, 0) or not out.rows else 0
+            n = chunk if chunk <= max(n, 0) or not out.rows else 0
         if n < 1:
             return 0
         if not self.cache.allocate_slots(sequence, sequence.n_computed + n):
-            room = self._allocatable_positions(sequence)
-            n = min(n, room)
+            allocatable = self._allocatable_positions(sequence)
+            n = min(n, allocatable)
             if n < 1 or not self.cache.allocate_slots(sequence, sequence.n_computed + n):
                 if out.rows:
                     return 0  # other sequences advance and will free pages
@@ -154,9 +154,9 @@ class Scheduler:
 
     def _allocatable_positions(self, sequence: Sequence) -> int:
         """Positions that the free pages allow for `sequence`."""
-        held = min(len(pages) for pages in sequence.pages)
+        n_pages = min(len(pages) for pages in sequence.pages)
         free = min(group.pool.n_available for group in self.cache.groups)
-        return (held + free) * self.cache.page_size - sequence.n_computed
+        return (n_pages + free) * self.cache.page_size - sequence.n_computed
 
     def _schedule_waiting(self, budget: int, out: Schedule) -> None:
         """Start waiting sequences, as far as the budget, the slots and the pages allow."""
@@ -175,10 +175,10 @@ class Scheduler:
                 n = min(sequence.n_uncomputed, budget)
                 stop = sequence.n_computed + n
                 # Keep one spare page per running sequence, so that the new one does not preempt them at once.
-                spare = len(self.running) if self.running else 0
+                n_spare = len(self.running) if self.running else 0
                 lacking = self.cache.pages_needed(sequence, stop)
                 pools = [group.pool for group in self.cache.groups]
-                if any(k + spare > p.n_available for k, p in zip(lacking, pools, strict=True)):
+                if any(k + n_spare > p.n_available for k, p in zip(lacking, pools, strict=True)):
                     self.cache.release(sequence)
                     sequence.n_computed = 0
                     if not self.running and not out.rows:
@@ -261,7 +261,7 @@ class Scheduler:
         if waiting & running or len(waiting) != len(self.waiting) or len(running) != len(self.running):
             raise RuntimeError("a sequence is in two queues")
         if {id(s) for s in alive} != waiting | running:
-            raise RuntimeError("a sequence that is not finished is in no queue, or one in a queue is unknown")
+            raise RuntimeError("an unfinished sequence is in no queue, or a queue has an unknown sequence")
         slots = sorted([s.slot for s in self.running] + self._slots)
         if slots != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots are lost or held twice: {slots}")
