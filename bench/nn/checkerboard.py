@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim
+from bench._run import claim, parse
 from torch import Tensor, nn
 
 from whorl.nn.convolution import ConvTranspose2d, ResizeConv, checkerboard_energy
@@ -98,11 +98,13 @@ def write_png(path: Path, image: Tensor) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="folder for the picture")
-    parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="8 draws in place of 64")
+
+
+def main() -> None:
+    a = parse(__doc__, arguments, smoke={"quick": True})
     draws = 8 if a.quick else 64
     rows = []
     print(f"{'':32} random weights   equal weights")

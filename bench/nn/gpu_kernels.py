@@ -207,14 +207,14 @@ def main() -> int:
         count_bytes()
         return 0
     if not choice.triton_installed():
-        print("Triton is not installed: nothing to measure")
-        return 0
+        print("skipped: needs Triton (pip install triton)")
+        return 77
     from whorl.nn.kernels.triton_support import INTERPRETED
 
     interpreted = INTERPRETED and check
     if not torch.cuda.is_available() and not interpreted:
-        print("no CUDA device: nothing to measure")
-        return 0
+        print("skipped: needs a CUDA device")
+        return 77
     device, dtype = ("cpu", torch.float32) if interpreted else ("cuda", torch.bfloat16)
     failed = 0
     for case in cases(device, dtype, small=interpreted, quick=quick):

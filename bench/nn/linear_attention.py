@@ -1,6 +1,6 @@
 """Linear attention's training time against length: is it linear, and from which length on does it beat the softmax?
 
-.venv/bin/python bench/nn/linear_attention.py [--quick]
+python bench/nn/linear_attention.py [--quick]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim
+from bench._run import claim, parse
 
 from whorl.machine.device_probe import probe
 from whorl.nn import causal_attention
@@ -65,7 +65,12 @@ def crossing(lengths: list[int], ours: list[float], peer: list[float]) -> float:
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    args = parse(
+        __doc__,
+        lambda p: p.add_argument("--quick", action="store_true", help="fewer sizes"),
+        smoke={"quick": True},
+    )
+    quick = args.quick
     machine = probe()
     machine.apply()
     lengths = [256, 512, 1024] if quick else [256, 512, 1024, 2048, 4096, 8192, 16384]

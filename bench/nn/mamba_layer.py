@@ -5,7 +5,7 @@ of log time over log length, from the second length on, is at most 1.1 (at the f
 ratio is attention's time over Mamba's at the longest row, in this machine's compute type; the samples hold both types, the
 length from which Mamba is the faster one, and the scan's gain over its definition, the loop that autograd follows.
 
-.venv/bin/python bench/nn/mamba_layer.py [--quick]
+    python bench/nn/mamba_layer.py [--quick]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim
+from bench._run import claim, parse
 from torch import Tensor, nn
 
 from whorl.machine.device_probe import probe
@@ -85,7 +85,12 @@ def scans(times: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    args = parse(
+        __doc__,
+        lambda p: p.add_argument("--quick", action="store_true", help="fewer sizes"),
+        smoke={"quick": True},
+    )
+    quick = args.quick
     machine = probe()
     machine.apply()
     lengths = [256, 512, 1024] if quick else [256, 512, 1024, 2048, 4096]

@@ -1,6 +1,6 @@
 """Decoding with latent attention against multi-head attention of the same width: time a token and bytes of the cache.
 
-.venv/bin/python bench/nn/mla_decode.py [--quick]
+python bench/nn/mla_decode.py [--quick]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim
+from bench._run import claim, parse
 
 from whorl.machine.device_probe import probe
 from whorl.nn.attention.mla import MultiHeadLatentAttention
@@ -33,7 +33,12 @@ def filled(layer, batch: int, context: int, room: int, dtype: torch.dtype):
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    args = parse(
+        __doc__,
+        lambda p: p.add_argument("--quick", action="store_true", help="fewer sizes"),
+        smoke={"quick": True},
+    )
+    quick = args.quick
     machine = probe()
     machine.apply()
     dtype, batch = machine.torch_dtype, 1

@@ -1,6 +1,6 @@
 """A mixture of experts, forward and backward, against the dense MLP of equal arithmetic and against `transformers`' block.
 
-.venv/bin/python bench/nn/moe_layer.py [--quick]
+    python bench/nn/moe_layer.py [--quick]
 
 16 experts, top 2, width 256, hidden 512, 2,048 tokens. All contenders take their turn in every round, so that a noisy moment
 hits all of them; figures are medians. Two claims, in fp32, in which all hold their weights: at most 1.3 x the time of
@@ -21,14 +21,14 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim
+from bench._run import claim, parse, sized
 from torch import nn
 
 from whorl.machine.device_probe import probe
 from whorl.nn.experts import MixtureOfExperts, experts
 from whorl.nn.mlp import MLP
 
-EXPERTS, TOP_K, WIDTH, HIDDEN, TOKENS = 16, 2, 256, 512, 2048
+EXPERTS, TOP_K, WIDTH, HIDDEN, TOKENS = 16, 2, sized(256, 64), sized(512, 64), sized(2048, 128)
 SETTINGS = ("eager", "grouped_mm", "batched_mm")  # of transformers
 
 
@@ -69,7 +69,12 @@ def step(module: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> float:
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    args = parse(
+        __doc__,
+        lambda p: p.add_argument("--quick", action="store_true", help="fewer sizes"),
+        smoke={"quick": True},
+    )
+    quick = args.quick
     machine = probe()
     machine.apply()
     torch.manual_seed(0)
