@@ -17,6 +17,7 @@ import whorl
 from whorl.cli import build_app
 from whorl.errors import ConfigError
 from whorl.recipes import load_recipe, parse_recipe, run_recipe, step_kinds
+from whorl.recipes.old_names import refuse_old_key
 from whorl.recipes.renamed import KEYS, KINDS, METRICS, OPTIONS, ROLES, STEPS, VERBS
 from whorl.store import Store
 from whorl.tracking.progress import Progress

@@ -58,6 +58,11 @@ class StepContext:
     store: Store
     summary: dict[str, Any] = field(default_factory=dict)
 
+    def parent_folder(self, role: str) -> Path:
+        """Return the folder of a parent, with its files checked."""
+        self.parents[role].check()
+        return self.parents[role].path
+
     @cached_property
     def machine(self) -> Machine:
         """The device properties, measured or from the cache."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from whorl.recipes.steps.model import _PretrainObserver
+from whorl.recipes.steps.pretrain_observer import PretrainObserver
 from whorl.recipes.steps.report import _training
 from whorl.report import ReportData
 from whorl.report.render import to_html
@@ -46,7 +46,7 @@ def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
     ctx = SimpleNamespace(
         run=run, name="pretrain", progress=Progress.silent(), machine=SimpleNamespace(flops={"float32": 1.0})
     )
-    observer = _PretrainObserver(ctx, SimpleNamespace(steps=9, dtype="float32"), 1.0, None, task)  # type: ignore[arg-type]
+    observer = PretrainObserver(ctx, SimpleNamespace(steps=9, dtype="float32"), 1.0, None, task)  # type: ignore[arg-type]
     for step in (1, 2, 5, 9):
         observer.on_step(step, {"nll": 5.0 - step / 10, "tokens_per_second": 9.0, "flops_per_second": 0.5})
         if step == 2:

@@ -97,7 +97,8 @@ def eval_scaling(
     try:
         config = ScalingConfig(
             n_samples=samples, max_completion_tokens=max_tokens, temperature=temperature,
-            thinking_budgets=_parse_budgets(budgets), answer_marker=answer_marker, continuation_text=continuation_text, seed=seed,
+            thinking_budgets=_parse_budgets(budgets), answer_marker=answer_marker, continuation_text=continuation_text,
+            seed=seed,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"invalid settings: {_first_message(error)}") from error

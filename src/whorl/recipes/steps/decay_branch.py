@@ -20,7 +20,7 @@ import json
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.model import model_folder, train_and_save
+from whorl.recipes.steps.model import train_and_save
 from whorl.train.checkpoint.remote import CheckpointConfig
 
 
@@ -49,7 +49,7 @@ def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
     from whorl.train.job import Job
     from whorl.train.lm import decay_branches as branches
 
-    folder = model_folder(ctx)
+    folder = ctx.parent_folder("model")
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
     start = branches.branch_state_folder(folder, config.fraction)

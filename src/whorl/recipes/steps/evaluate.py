@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
-from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
     from whorl.corpus import Document
@@ -65,7 +64,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
 
     machine = ctx.machine
     machine.apply()
-    model = load_model(model_folder(ctx), machine.torch_dtype, machine.device)
+    model = load_model(ctx.parent_folder("model"), machine.torch_dtype, machine.device)
     window = config.window or model.eval_window
     if model.max_positions is not None:
         window = min(window, model.max_positions)
@@ -244,7 +243,7 @@ def _samples(
     from whorl.tokens.healing import heal
     from whorl.tracking.seeds import generator
 
-    model = load_for_sampling(model_folder(ctx), ctx.machine)
+    model = load_for_sampling(ctx.parent_folder("model"), ctx.machine)
     texts = [b"def ", b'class Node:\n    """', *(d.text.encode()[:300] for d in held_out)][: config.samples]
     sampling = SamplingParams()
     out = []

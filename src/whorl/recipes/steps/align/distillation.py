@@ -39,13 +39,11 @@ from whorl.recipes.steps.align.common import (
     pad_id_of,
     write_curve,
 )
-from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
     from whorl.align.distillation.teacher import Teacher
     from whorl.align.model.example import ExampleTokenizer, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel
-    from whorl.evals.verify.task import VerifiableTask
     from whorl.models import LanguageModel
 
 PRUNING_EXAMPLES = 64  # texts that measure the importance of heads and channels
@@ -95,7 +93,7 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
         save_stage_model,
     )
 
-    folder, machine = model_folder(ctx), ctx.machine
+    folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     model = load_stage_model(folder, config, machine)
@@ -105,9 +103,7 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     network = make_policy_model(
         student, tokenizer, config, context_hint=config.seq_len + 1, temperature=config.temperature
     )
-    tests: list[VerifiableTask] = []
-    if "tasks" in ctx.parents:
-        tests = read_tasks(ctx.parents["tasks"].path, "test")
+    tests = read_tasks(ctx.parents["tasks"].path, "test") if "tasks" in ctx.parents else []
     teacher, texts = _make_teacher(ctx, config, tokenizer, model, texts)
     teacher_policy = make_policy_model(
         model, tokenizer, config.model_copy(update={"lora": None}), context_hint=config.seq_len + 1

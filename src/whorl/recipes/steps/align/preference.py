@@ -33,7 +33,6 @@ from whorl.recipes.steps.align.common import (
     pad_id_of,
     write_curve,
 )
-from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer, LengthFilter
@@ -61,7 +60,7 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
         save_stage_model,
     )
 
-    folder, machine = model_folder(ctx), ctx.machine
+    folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     network = make_policy_model(
@@ -125,7 +124,7 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
     from whorl.align.preference.reward_report import evaluate_reward_model
     from whorl.align.stage.io import load_example_tokenizer, load_stage_model
 
-    folder, machine = model_folder(ctx), ctx.machine
+    folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     model = RewardModel(load_stage_model(folder, config, machine), lora=config.lora, seed=config.seed)

@@ -25,7 +25,6 @@ from whorl.recipes.steps.align.common import (
     held_out_bits_per_byte,
     write_curve,
 )
-from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer
@@ -63,7 +62,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         save_stage_model,
     )
 
-    folder, machine = model_folder(ctx), ctx.machine
+    folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     network = make_policy_model(
@@ -196,10 +195,7 @@ def _headline(before: dict[str, float], after: dict[str, float]) -> str:
 
 def reward_model_folder(ctx: StepContext) -> Path | None:
     """Return the folder of the parent `reward_model`, or None without one."""
-    if "reward_model" not in ctx.parents:
-        return None
-    ctx.parents["reward_model"].check()
-    return ctx.parents["reward_model"].path
+    return ctx.parent_folder("reward_model") if "reward_model" in ctx.parents else None
 
 
 def _completion_metrics(completions: list[str], verdicts: list[Verdict]) -> dict[str, float]:

@@ -26,7 +26,6 @@ from whorl.recipes.steps.align.common import (
     pad_id_of,
     write_curve,
 )
-from whorl.recipes.steps.model import model_folder
 
 
 class SFTStepConfig(SFTConfig):
@@ -48,7 +47,7 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     )
     from whorl.align.stage.sft import fine_tune
 
-    folder, machine = model_folder(ctx), ctx.machine
+    folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     network = make_policy_model(
