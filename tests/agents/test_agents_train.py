@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from whorl.agents import Environment
 from whorl.agents.config import AgentConfig, make_config
 from whorl.agents.networks import ActorCritic
 from whorl.agents.registration import make_env
@@ -31,6 +32,13 @@ def weights(config: AgentConfig) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in train(config).named_parameters()}
 
 
+def make_board(name: str, num_envs: int) -> tuple[Environment, ActorCritic, Board]:
+    """An environment, untrained networks of width 8, and a board with their weights."""
+    environment = make_env(name, num_envs)
+    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
+    return environment, networks, Board.from_tensors(dict(networks.named_parameters()))
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[n], b[n]) for n in a)
 
@@ -50,9 +58,8 @@ def test_impala_lockstep_equals_a2c_with_v_trace() -> None:
 
 
 def test_actor_process_equals_serial_actor() -> None:
-    environment = make_env("Pendulum-v1", 3)
-    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
-    board, spec = Board.from_tensors(dict(networks.named_parameters())), rollout_spec(environment, 5)
+    environment, networks, board = make_board("Pendulum-v1", 3)
+    spec = rollout_spec(environment, 5)
 
     def records(kind: type) -> list[dict[str, torch.Tensor]]:
         ring = SlotRing(spec, 1, poison=True)
@@ -70,10 +77,7 @@ def test_actor_process_equals_serial_actor() -> None:
 
 def test_truncation_bootstraps_from_final_observation() -> None:
     config = make_config("a2c", "CartPole-v1", n_envs=4, n_steps=60)
-    environment = make_env("CartPole-v1", 4)
-    environment.max_episode_steps = 20  # type: ignore[attr-defined]
-    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
-    board = Board.from_tensors(dict(networks.named_parameters()))
+    environment, networks, board = make_board("CartPole-v1", 4)
     actor = Actor("CartPole-v1", 4, (8,), 7)
     actor.setup()
     actor._envs.max_episode_steps = 20  # type: ignore[attr-defined]
@@ -102,10 +106,7 @@ def test_episode_returns_sum_over_rollouts() -> None:
     assert ended == [2, 50, 4]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "bar"),
-    [("ppo", 300), ("a2c", 200), ("impala", 200)],
-)
+@pytest.mark.parametrize(("algorithm", "bar"), [("ppo", 300), ("a2c", 200), ("impala", 200)])
 def test_train_learns_cartpole(algorithm: str, bar: float) -> None:
     config, best = make_config(algorithm, "CartPole-v1", steps=120_000), 0.0
     untrained = float(np.mean(evaluate(build_networks(config), "CartPole-v1", 20, 123)))
@@ -124,10 +125,7 @@ def test_train_learns_cartpole(algorithm: str, bar: float) -> None:
 
 def test_train_updates_every_parameter_continuous() -> None:
     config = make_config("ppo", "Pendulum-v1", steps=2048, n_epochs=2)
-    before = {
-        n: p.clone()
-        for n, p in train(config.model_copy(update={"steps": 1, "learning_rate": 1e-12})).named_parameters()
-    }
+    before = weights(config.model_copy(update={"steps": 1, "learning_rate": 1e-12}))
     after = weights(config)
     assert not any(torch.equal(before[n], after[n]) for n in after)
 
@@ -140,9 +138,7 @@ def test_train_rejects_bad_config() -> None:
 
 
 def test_failing_actor_raises_with_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = make_env("CartPole-v1", 2)
-    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
-    board = Board.from_tensors(dict(networks.named_parameters()))
+    environment, _, board = make_board("CartPole-v1", 2)
     ring = SlotRing(rollout_spec(environment, 3), 1)
     wrong = Actor("CartPole-v1", 3, (8,), 0)  # three copies, but the slot has space for two
     with (

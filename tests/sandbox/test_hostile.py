@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,6 @@ import pytest
 from whorl.sandbox import ResourceLimits, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement needs Linux")
-LIMITS = ResourceLimits(
-    wall_seconds=20, cpu_seconds=20, memory_bytes=128 << 20, file_bytes=64 << 10, output_bytes=4096
-)
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    with Sandbox(LIMITS, workers=1) as sandbox:
-        yield sandbox
 
 
 def attempt(sandbox: Sandbox, source: str, *errors: str) -> None:
@@ -120,7 +110,7 @@ def test_program_sees_no_parent_state(sandbox: Sandbox, monkeypatch: pytest.Monk
     os.set_inheritable(writable, True)
     with socket.socket() as listener:
         os.set_inheritable(listener.fileno(), True)
-        with Sandbox(LIMITS, workers=1) as fresh:
+        with Sandbox(sandbox.limits, workers=1) as fresh:
             result = fresh.run(
                 "import os, sys\nprint(dict(os.environ), os.getenv('TOKEN'), sys.argv, "
                 "[m for m in sys.modules if 'whorl' in m])\n"
@@ -154,7 +144,7 @@ def test_endless_loop_is_killed() -> None:
 
 def test_output_flood_is_cut(sandbox: Sandbox) -> None:
     result = sandbox.run("import os\nwhile True:\n    os.write(1, b'x' * 4096)")
-    assert result.reason == "output" and len(result.output) == LIMITS.output_bytes
+    assert result.reason == "output" and len(result.output) == sandbox.limits.output_bytes
     assert sandbox.run("while True:\n    print('x' * 100)").reason == "output"
 
 
@@ -178,9 +168,9 @@ def test_files_are_limited_and_cleared(sandbox: Sandbox) -> None:
         assert "PermissionError" in none.run("open('a', 'w')").reason
 
 
-def test_threads_are_limited_and_killed() -> None:
+def test_threads_are_limited_and_killed(sandbox: Sandbox) -> None:
     stay = "import threading, time\nfor _ in range({n}):\n    threading.Thread(target=time.sleep, args=(1000,)).start()"
-    with Sandbox(LIMITS, workers=1) as none:
+    with Sandbox(sandbox.limits, workers=1) as none:
         assert "can't start new thread" in none.run(stay.format(n=1)).reason
     with Sandbox(ResourceLimits(processes=3, wall_seconds=20, memory_bytes=4 << 30), workers=1) as few:
         assert few.run(stay.format(n=2)).ok

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from whorl.sandbox import ExampleOutput, Program, ResourceLimits, Sandbox
+from whorl.sandbox import ExampleOutput, Program, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement needs Linux")
 
@@ -25,12 +24,6 @@ class Sums(unittest.TestCase):
 RIGHT = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return a - b\n"
 FORGED = '{"reason": "passed", "example_outputs": []}'
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    with Sandbox(ResourceLimits(wall_seconds=20, cpu_seconds=20), workers=1) as sandbox:
-        yield sandbox
 
 
 @pytest.mark.parametrize("tests", [ASSERTS, FUNCTION, CASE])

@@ -1,8 +1,8 @@
 """Classic control problems and a grid world, each written as tensor operations over all environments.
 
 Dynamics, limits, rewards and time limits are those of gymnasium 1.4. Its sources are Barto, Sutton & Anderson 1983 for
-CartPole, Sutton 1996 for Acrobot, and Moore 1990 for MountainCar. `tests/agents/test_classic.py` compares both step by
-step.
+CartPole, Sutton 1996 for Acrobot, and Moore 1990 for MountainCar. `tests/agents/test_classic_control.py` compares both
+step by step.
 """
 
 from __future__ import annotations
