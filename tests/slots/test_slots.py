@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.support.slots.examples import Draws, Fails, Numbers, WrongShape, WrongType
 
-from whorl.errors import ConfigError, ProducerError
+from whorl.errors import ProducerError
 from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, SlotRing, SlotState, Spec
 from whorl.slots.spec import FieldArray
 
@@ -152,16 +152,3 @@ def test_slot_tensors_share_memory() -> None:
     slot = SlotRing(SPEC, 1).slots[0]
     slot.data.values[:] = 3.0
     assert slot.tensors()["values"].tolist() == [3.0] * 5
-
-
-@pytest.mark.parametrize(
-    ("record", "sizes", "words"),
-    [
-        (int, {}, "frozen dataclass"),
-        (Numbers, {}, "size 'N' without a value"),
-        (Numbers, {"N": 0}, "positive"),
-    ],
-)
-def test_spec_invalid_raises(record: type, sizes: dict[str, int], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Spec.from_dataclass(record, **sizes)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.train.checkpoint_states import state
-from tests.support.train.tiny import Notes, job, make_tokens
+from tests.support.train.tiny import Notes, job
 
 from whorl.errors import CheckpointError
 from whorl.train.checkpoint.format import load_latest
@@ -124,8 +124,7 @@ FULL = """
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no such limit here")
-def test_disk_full_stops_run_and_resume_is_exact(tmp_path: Path) -> None:
-    tokens = make_tokens(tmp_path / "tokens")
+def test_disk_full_stops_run_and_resume_is_exact(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, steps=40, replicas=2)
     undisturbed = pretrain(wanted, tmp_path / "a", Notes())
     (tmp_path / "full.py").write_text(textwrap.dedent(FULL))

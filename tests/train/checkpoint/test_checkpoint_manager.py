@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.train.checkpoint_states import same, state
-from tests.support.train.tiny import Notes, job, make_tokens
+from tests.support.train.tiny import Notes, job
 
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import NewerFormatError, load_latest
@@ -216,8 +216,7 @@ def test_remote_not_writable_is_logged_and_retried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["nosuch://far", "file:///proc/nowhere"])
-def test_remote_unreachable_does_not_stop_training(tmp_path: Path, url: str) -> None:
-    tokens = make_tokens(tmp_path / "tokens")
+def test_remote_unreachable_does_not_stop_training(tokens: Path, tmp_path: Path, url: str) -> None:
     stats, messages, notes = CheckpointStats(), list[str](), Notes()
     pretrain(job(tokens), tmp_path / "s", notes, checkpoint_seconds=0.0, checkpoint_config=remote_config(url),
              checkpoint_stats=stats, log=messages.append)  # fmt: skip
@@ -226,9 +225,8 @@ def test_remote_unreachable_does_not_stop_training(tmp_path: Path, url: str) -> 
     assert stats.summary() and "failed" in stats.summary()
 
 
-def test_metrics_after_resume_cover_all_steps(tmp_path: Path) -> None:
+def test_metrics_after_resume_cover_all_steps(tokens: Path, tmp_path: Path) -> None:
     """The first report after a resume covers the steps before the kill too."""
-    tokens = make_tokens(tmp_path / "tokens")
     wanted = job(tokens, steps=1500, batch_size=1)  # reports every third step
     whole, parts = Notes(), Notes()
     pretrain(wanted, tmp_path / "a", whole, stop_after=12)
@@ -242,10 +240,10 @@ def test_metrics_after_resume_cover_all_steps(tmp_path: Path) -> None:
     ]
 
 
-def test_bytes_per_parameter_sums_and_explains(tmp_path: Path) -> None:
+def test_bytes_per_parameter_sums_and_explains(tokens: Path) -> None:
     from whorl.train.lm.pretrain import build_model
 
-    wanted = job(make_tokens(tmp_path / "tokens"), ema=0.9)
+    wanted = job(tokens, ema=0.9)
     model = build_model(wanted)
     tensors = allocate_shared(model, wanted).tensors()
     count = model.params()["total"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tests.support.train.tiny import Notes, job, make_tokens
+from tests.support.train.tiny import Notes, job
 from torch import Tensor
 
 from whorl.train.checkpoint.format import load_latest
@@ -25,8 +25,7 @@ class Watching(Notes):
         self.seen[step] = {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def test_ema_matches_formula_and_survives_resume(tmp_path: Path) -> None:
-    tokens = make_tokens(tmp_path / "tokens")
+def test_ema_matches_formula_and_survives_resume(tokens: Path, tmp_path: Path) -> None:
     plain = job(tokens, steps=30, evaluations=3)
     wanted = plain.model_copy(update={"ema": 0.9})
     raw = Watching()

@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.support.train.model_shapes import EXPERTS, HEADS, shape
 from tests.support.train.poisoned_tokens import poisoned
 from tests.support.train.pretraining import raw_text
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models import TransformerConfig, load_model
+from whorl.models import load_model
 from whorl.recipes.recipe import load_recipe, parse_recipe
 from whorl.recipes.runner import run_recipe
 from whorl.recipes.steps import model as model_step
@@ -39,16 +40,6 @@ def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-def experts() -> TransformerConfig:
-    return TransformerConfig.model_validate(
-        {
-            "vocab_size": 300, "d_model": 32, "n_layers": 1, "mlp_hidden": 64,
-            "mixers": {"m": {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}},
-            "experts": {"n_experts": 4, "top_k": 2, "hidden": 32, "bias_balance": True, "scoring": "sigmoid"},
-        }
-    )  # fmt: skip
 
 
 def test_branch_equals_run_planned_for_its_budget(tokens: Path, tmp_path: Path) -> None:
@@ -75,7 +66,9 @@ def test_branch_equals_run_planned_for_its_budget(tokens: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["raw text", "experts", "two replicas"])
 def test_branch_resumes_stream_experts_and_replicas(name: str, tokens: Path, tmp_path: Path) -> None:
-    more: dict[str, object] = {"replicas": 2} if name == "two replicas" else {"model": experts()}
+    more: dict[str, object] = (
+        {"replicas": 2} if name == "two replicas" else {"model": shape(HEADS, experts=EXPERTS, n_layers=1)}
+    )
     if name == "raw text":
         more = {"stream": raw_text(tokens, tmp_path / "raw")}
     whole = job(tokens, steps=14, **more)

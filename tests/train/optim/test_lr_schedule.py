@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.train.tiny import Notes, job, make_tokens
+from tests.support.train.tiny import Notes, job
 
 from whorl.errors import ConfigError
 from whorl.recipes.recipe import load_recipe
@@ -111,8 +111,7 @@ def test_check_warmup_rejects_warmup_steps_too_long() -> None:
     check_warmup(100, ScheduleConfig(warmup_steps=99, kind="cosine"))
 
 
-def test_pretrain_logs_scheduled_learning_rates(tmp_path: Path) -> None:
-    tokens = make_tokens(tmp_path / "tokens", documents=20)
+def test_pretrain_logs_scheduled_learning_rates(tokens: Path, tmp_path: Path) -> None:
     for kind in KINDS:
         wanted = job(tokens, steps=6, schedule={"kind": kind, "warmup_ratio": 0.4})
         notes = Notes()

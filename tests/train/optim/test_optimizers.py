@@ -13,7 +13,6 @@ from whorl.train.config import OptimConfig
 from whorl.train.learner.update import Update
 from whorl.train.learner.zero1 import partition_parameters, update_groups
 from whorl.train.lm.objective import param_optims
-from whorl.train.optim.lr_schedule import MIN_LR_RATIO, warmup_stable_decay
 from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonalize
 
 
@@ -137,12 +136,3 @@ def test_partition_is_balanced_for_any_replica_count() -> None:
         assert sorted(n for mine in owned for n in mine) == sorted(
             update.names_for("muon") + update.names_for("adamw")
         )
-
-
-def test_wsd_schedule_rises_holds_and_falls() -> None:
-    factors = [warmup_stable_decay(step, 1000, 0.02, 0.5) for step in range(1000)]
-    assert factors[0] == pytest.approx(1 / 20) and factors[20] == factors[499] == 1.0
-    assert factors[-1] == pytest.approx(MIN_LR_RATIO + (1 - MIN_LR_RATIO) / 500) and factors == sorted(
-        factors[:20]
-    ) + sorted(factors[20:], reverse=True)
-    assert warmup_stable_decay(0, 1) > 0

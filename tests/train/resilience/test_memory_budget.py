@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from tests.support.train.model_shapes import EXPERTS, HEADS, shape
-from tests.support.train.tiny import Notes, job
+from tests.support.train.pretraining import train, weights
+from tests.support.train.tiny import job
 
-from whorl.errors import BudgetError, ConfigError
-from whorl.machine import memory
-from whorl.machine.memory import Memory, device_memory
+from whorl.errors import BudgetError
 from whorl.models.activation_checkpointing import measure_activation_memory
-from whorl.recipes.steps.model import PretrainConfig
 from whorl.train.job import Job, identity
-from whorl.train.lm.pretrain import build_model, pretrain
+from whorl.train.lm.pretrain import build_model
 from whorl.train.resilience.memory_budget import (
     apply_activation_checkpointing,
     blocks_to_checkpoint,
@@ -35,11 +32,6 @@ def least(wanted: Job) -> int:
     )
 
 
-def weights(wanted: Job, scratch: Path) -> dict[str, torch.Tensor]:
-    model = pretrain(wanted, scratch, Notes())
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
 CHANGES: dict[str, dict[str, object]] = {
     "plain": {},
     "micro-batches": {"micro_batch_size": 2},
@@ -54,7 +46,7 @@ def test_activation_budget_gives_same_weights(tokens: Path, tmp_path: Path, chan
     free = job(tokens, steps=6, **CHANGES[change])
     tight = free.model_copy(update={"activation_budget": f"{least(free)}B"})
     assert build_model(tight).checkpointed_blocks > 0 == build_model(free).checkpointed_blocks
-    a, b = weights(free, tmp_path / "free"), weights(tight, tmp_path / "tight")
+    a, b = weights(train(free, tmp_path / "free")), weights(train(tight, tmp_path / "tight"))
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
@@ -95,31 +87,3 @@ def test_oom_advice_names_activation_budget(tokens: Path) -> None:
     assert "pretrain.activation_budget=25% (now none" in str(suggest(MemoryError(), job(tokens)))
     tight = job(tokens, activation_budget="2GB")
     assert "pretrain.activation_budget=1000000000B (now 2000000000B)" in str(suggest(MemoryError(), tight))
-
-
-@pytest.mark.parametrize(
-    ("text", "spelt", "of_a_gigabyte"),
-    [("2GB", "2000000000B", 2 * 10**9), ("1.5 MiB", "1572864B", 1572864), (" 25 %", "25%", 25 * 10**7),
-     ("1e6", "1000000B", 10**6), (4096, "4096B", 4096)],
-)  # fmt: skip
-def test_memory_parse_normalizes(text: str | int, spelt: str, of_a_gigabyte: int) -> None:
-    found = PretrainConfig(activation_budget=text).activation_budget  # type: ignore[arg-type]
-    assert found == spelt and PretrainConfig(activation_budget=spelt).activation_budget == spelt
-    assert Memory.parse(spelt).resolve(10**9) == of_a_gigabyte
-
-
-@pytest.mark.parametrize("text", ["", "2 apples", "0GB", "101%", "0%", "-1GB", "GB", "nan", "0.5B", True, 0])
-def test_memory_parse_invalid_raises(text: object) -> None:
-    with pytest.raises(ValidationError, match="activation_budget"):
-        PretrainConfig(activation_budget=text)  # type: ignore[arg-type]
-    if isinstance(text, str):
-        with pytest.raises(ConfigError, match="not an amount of memory"):
-            Memory.parse(text)
-
-
-def test_device_memory_uses_container_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "max").write_text("1000000\n")
-    monkeypatch.setattr(memory, "LIMIT", tmp_path / "max")
-    assert device_memory("cpu") == 1_000_000
-    (tmp_path / "max").write_text("max\n")
-    assert device_memory("cpu") > 1_000_000
