@@ -11,7 +11,7 @@ import { Tooltip, count, createElement, find, formatNumber, formatPercent, forma
 import { readStorage } from "./settings.js";
 import { History, parseState, quantile } from "./state.js";
 
-const POLL_MS = 1000, RETRY_MS = 3000; // ms
+const POLL_MS = 1000, RETRY_MS = 3000;
 
 const tooltip = new Tooltip();
 const history = new History();
