@@ -65,8 +65,8 @@ def ppo(
 
     behaviour_log_prob: [N], of the policy that acted. The other arguments are those of `a2c`.
 
-    Metrics: `kl`, the k3 estimate (r - 1) - log r of the KL (http://joschu.net/blog/kl-approx.html), and `clip_fraction`,
-    the share of steps whose ratio left the range.
+    Metrics: `kl`, the k3 estimate (r - 1) - log r of the KL (http://joschu.net/blog/kl-approx.html), and
+    `clip_fraction`, the share of steps whose ratio left the range.
     """
     log_ratio = output.log_prob - behaviour_log_prob
     ratio = log_ratio.exp()

@@ -25,8 +25,8 @@ def classification(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0)
         label_smoothing: e above, from 0 to below 1.
 
     Returns:
-        Loss: `total` [] fp32, `count` [] = N, metrics `nll` (without smoothing) and `correct` (rows whose largest logit is
-        their label).
+        Loss: `total` [] fp32, `count` [] = N, metrics `nll` (without smoothing) and `correct` (rows whose largest
+        logit is their label).
 
     Raises:
         ConfigError: shapes do not fit, or label_smoothing is out of range.

@@ -4,13 +4,14 @@
     total = sum_i  1/2 (lse_j z_ij - z_ii)  +  1/2 (lse_j z_ji - z_ii)
 
 The symmetric loss of CLIP (Radford et al. 2021, arXiv:2103.00020, figure 3). Each half is InfoNCE (van den Oord et al.
-2018, arXiv:1807.03748, eq. 4). The two sides may be images and captions, questions and answers, or two spans of a document.
+2018, arXiv:1807.03748, eq. 4). The two sides may be images and captions, questions and answers, or two spans of a
+document.
 
 First subtle point: false negatives. If two images of a batch share a caption, the plain loss separates an image from a
 text that describes it. Pairs with the same number in `groups` are not negatives of each other.
 
-Second subtle point: micro-batches change this loss. The negatives of a pair are the other pairs of the call, so the batch
-size of a call is a setting of the method.
+Second subtle point: micro-batches change this loss. The negatives of a pair are the other pairs of the call, so the
+batch size of a call is a setting of the method.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def info_nce(x: Tensor, y: Tensor, scale: Tensor | float, groups: Tensor | None 
         groups: [N] integers; pairs of one group are not negatives of each other. None: all pairs differ.
 
     Returns:
-        Loss: `total` [] fp32, `count` [] = N. Metric `correct`: rows whose best match is their partner or one of its group,
-        averaged over both directions.
+        Loss: `total` [] fp32, `count` [] = N. Metric `correct`: rows whose best match is their partner or one of its
+        group, averaged over both directions.
 
     Raises:
         ConfigError: shapes do not fit.

@@ -11,13 +11,14 @@ Sources: Hinton et al. 2015, arXiv:1503.02531 (forward); Agarwal et al. 2024, ar
 three, also on completions of the student). Both sides use one temperature. The loss is not multiplied by its square, so
 the metric is a divergence. `next_token` is the special case in which p is one-hot.
 
-`distil_top_k` takes the log-probabilities of the teacher's K most likely ids, from a cache or an engine. The subtle point
+`distil_top_k` takes the log-probabilities of the teacher's K most likely ids, from a cache or an engine. The subtle
+point
 is the remaining probability: dropping it, or renormalizing over K ids, drives other ids to probability 0. Here the
 rest is one more outcome, so D is a divergence between coarser distributions. It never exceeds the full one and is 0 for
 the exact student. `distil_full_vocab` takes a live teacher, by its hidden states and head.
 
-The loss is computed over chunks of tokens, as in `next_token.py`. Autograd runs inside a chunk, so neither [N, V] matrix
-of logits is ever held.
+The loss is computed over chunks of tokens, as in `next_token.py`. Autograd runs inside a chunk, so neither [N, V]
+matrix of logits is ever held.
 """
 
 from __future__ import annotations

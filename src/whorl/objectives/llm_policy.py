@@ -12,9 +12,9 @@
                 sequence    w = 1 / |y|,       count = sequences that have a token        GRPO, arXiv:2402.03300, eq. 3
                 constant    w = 1 / constant,  count = sequences       Dr. GRPO, arXiv:2503.20783: no length bias
 
-The N tokens of S sequences are concatenated, without prompts and padding, so no mask is needed. Three policies have three
-names. `behaviour` sampled the tokens. `proximal` is the denominator of the ratio: `behaviour`, or other weights if the
-samples are stale (Hilton et al. 2021, arXiv:2110.00641). The third one is in training.
+The N tokens of S sequences are concatenated, without prompts and padding, so no mask is needed. Three policies have
+three names. `behaviour` sampled the tokens. `proximal` is the denominator of the ratio: `behaviour`, or other weights
+if the samples are stale (Hilton et al. 2021, arXiv:2110.00641). The third one is in training.
 
 The subtle point is aggregation. A mean of micro-batch means weights a token by the size of its micro-batch. Here totals
 are summed and divided once by the global count, so the split of a batch (never inside a sequence) changes nothing.
@@ -73,11 +73,12 @@ class CompletionTokens:
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """Arguments of a policy objective. `policy_loss` reads the first half, the code that computes advantages the second.
+    """Arguments of a policy objective and of its advantages.
 
     ratio: "none" uses log pi. clip_low, clip_high: distance from 1 at which the gradient stops; None for no clip.
     dual_clip: c above. aggregation, constant: as above. entropy_coef: weight of the entropy bonus.
-    kl_coef, kl_estimator, kl_apply_to: the KL penalty, its estimator, and whether it is part of the loss or of the reward.
+    kl_coef, kl_estimator, kl_apply_to: the KL penalty, its estimator, and whether it is part of the loss or of the
+    reward.
 
     baseline, scale_rewards: see `advantages/group_advantages.py`. Two parts of DAPO belong to its rollouts
     (`align/config.py`): resampling of groups with equal rewards, and `overlong_reward`.

@@ -3,20 +3,20 @@
     z_n = c tanh(W h_n / c) / temperature        (c: softcap; without, z_n = W h_n / temperature), -inf at banned ids
     log_prob_n = z_n[target_n] - lse(z_n)        entropy_n = - sum_v p_n(v) log p_n(v),   p_n = softmax(z_n)
 
-`next_token` sums these and computes its gradient in the forward pass. A policy objective weights each token, so here the
-backward pass receives the weights g_n (of log_prob) and e_n (of entropy):
+`next_token` sums these and computes its gradient in the forward pass. A policy objective weights each token, so here
+the backward pass receives the weights g_n (of log_prob) and e_n (of entropy):
 
     d z_n = g_n (onehot_n - p_n) - e_n p_n (log p_n + entropy_n)
     d W h_n = d z_n (1 - tanh^2) / temperature,     d_h = d W h @ W,    d_W = (d W h)^T @ h
 
 A large [N, V] tensor is never held. Logits are computed by chunks and recomputed in the backward pass, which costs one
 matrix product in four. Up to `MAX_SAVED_LOGITS` they are saved in their own dtype instead; the gradient has the same
-bits. If the head is frozen (adapters) and no entropy is requested, the gradient of h is linear in g_n for each row. It is
-then computed in the forward pass and only scaled later.
+bits. If the head is frozen (adapters) and no entropy is requested, the gradient of h is linear in g_n for each row.
+It is then computed in the forward pass and only scaled later.
 
-The subtle point: a log-probability is right only under the distribution that was sampled from. With another temperature,
-or with ids that the sampler never draws, every ratio would be biased in one direction. So temperature and banned ids are
-arguments, and a banned target is an error.
+The subtle point: a log-probability is right only under the distribution that was sampled from. With another
+temperature, or with ids that the sampler never draws, every ratio would be biased in one direction. So temperature
+and banned ids are arguments, and a banned target is an error.
 
 `token_log_probs_reference` is the definition, with all logits. Tests compare values and gradients.
 """
@@ -135,7 +135,10 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
 def _scale_logits(
     logits: Tensor, buffer: Tensor, temperature: float, softcap: float | None, banned: Tensor | None
 ) -> Tensor:
-    """Return z [n, V], the logits of the sampled distribution before the softmax, written into `buffer`. banned: ids."""
+    """Return z [n, V], the logits of the sampled distribution before the softmax, written into `buffer`.
+
+    banned: ids.
+    """
     z = buffer[: len(logits)].copy_(logits)
     if softcap is not None:
         z.div_(softcap).tanh_().mul_(softcap)
@@ -257,7 +260,7 @@ class _LogProbFunction(torch.autograd.Function):
 
 
 def _scratch_buffers(hidden: Tensor, head: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return two [chunk, V] buffers in the accumulation dtype for all chunks: new memory costs more than the computation."""
+    """Return two [chunk, V] buffers in the accumulation dtype, shared by all chunks: allocation is expensive."""
     shape = min(chunk, len(hidden)), len(head)
     return hidden.new_empty(shape, dtype=accumulate_dtype(hidden)), hidden.new_empty(
         shape, dtype=accumulate_dtype(hidden)

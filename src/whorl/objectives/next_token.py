@@ -2,9 +2,9 @@
 
     total = sum over t with mask[t] of  lse(z_t) - z_t[target_t]  +  z_loss * lse(z_t)^2,    z_t = W h_t
 
-In nats (Shannon 1951). The z-loss keeps the normalizer near 1 (PaLM, Chowdhery et al. 2022, arXiv:2204.02311, section 5).
-The loss is a sum with a count. A caller that accumulates over micro-batches and ranks divides once by the global count,
-so the split of a batch never changes the step.
+In nats (Shannon 1951). The z-loss keeps the normalizer near 1 (PaLM, Chowdhery et al. 2022, arXiv:2204.02311, section
+5). The loss is a sum with a count. A caller that accumulates over micro-batches and ranks divides once by the global
+count, so the split of a batch never changes the step.
 
 The fused path never holds all logits: [tokens, vocab] in fp32 is the largest tensor of a small model. It processes
 chunks of tokens and computes the gradient of a chunk while its logits are in cache:

@@ -4,7 +4,7 @@ log pi(y|x) is summed over the tokens of completion y. A frozen reference gives 
 the implicit reward is beta h. D = h(chosen) - h(rejected), and sigma is the logistic function:
 
     DPO     - log sigma(beta D)                                          Rafailov et al. 2023, arXiv:2305.18290, eq. 7
-            (1 - e) of that, and e of it with -D                         labels that are wrong with probability e (same page)
+            (1 - e) of that, and e of it with -D                         labels wrong with probability e (same page)
     IPO     (D - 1 / (2 beta))^2                                         Azar et al. 2023, arXiv:2310.12036, eq. 17
     SimPO   - log sigma(beta (log pi(c) / |c| - log pi(r) / |r|) - gamma)        Meng et al. 2024, arXiv:2405.14734, eq. 6
     ORPO    - log P(c) - weight log sigma(log odds(c) - log odds(r))     Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7
@@ -12,10 +12,10 @@ the implicit reward is beta h. D = h(chosen) - h(rejected), and sigma is the log
     KTO     w_d (1 - sigma(beta (h - z)))  of a desirable completion,    Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8
             w_u (1 - sigma(beta (z - h)))  of an undesirable one,        z = KL(pi || ref), held fixed
 
-DPO increases D without limit; IPO moves it to one value. As printed, over summed log-probabilities, IPO's target does not
-depend on length. Its authors' experiments and TRL's code use means over tokens: `length_normalized` selects them. KTO's
-z is estimated on prompts paired with completions of other prompts. It belongs to the whole batch, so it is an argument
-and micro-batches do not change it.
+DPO increases D without limit; IPO moves it to one value. As printed, over summed log-probabilities, IPO's target does
+not depend on length. Its authors' experiments and TRL's code use means over tokens: `length_normalized` selects them.
+KTO's z is estimated on prompts paired with completions of other prompts. It belongs to the whole batch, so it is an
+argument and micro-batches do not change it.
 
 Log-probabilities are fp32 sums from `log_probs.py`. All arguments are [P], one per pair. Metrics are sums over pairs.
 """

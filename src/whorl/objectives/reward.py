@@ -1,6 +1,7 @@
 """Reward models: the Bradley-Terry loss on pairs, and calibration of the resulting probabilities.
 
-    total = sum over pairs of  - log sigma(r_chosen - r_rejected - margin)  +  center_rewards_coef (r_chosen + r_rejected)^2
+    total = sum over pairs of  - log sigma(r_chosen - r_rejected - margin)  +  center_rewards_coef (r_chosen +
+    r_rejected)^2
 
 Loss: Bradley & Terry 1952, doi:10.2307/2334029; Stiennon et al. 2020, arXiv:2009.01325, section 3.3. Margin: Touvron et
 al. 2023, arXiv:2307.09288, eq. 2, larger for clearer preferences. Centering: Eisenstein et al. 2023, arXiv:2312.09244;
@@ -37,8 +38,8 @@ def bradley_terry(
         margin: [P], 0 or more.
 
     Returns:
-        Loss: count = P. Metrics are sums over pairs: rewards/chosen, rewards/rejected, rewards/margin (their difference),
-        rewards/accuracy, ties.
+        Loss: count = P. Metrics are sums over pairs: rewards/chosen, rewards/rejected, rewards/margin (their
+        difference), rewards/accuracy, ties.
 
     Raises:
         ConfigError: shapes do not fit.
@@ -67,8 +68,9 @@ def bradley_terry(
 class Calibration:
     """Reliability curve by bin.
 
-    edges: [bins + 1]. predicted, observed, count: [bins], mean probability, share of outcomes and number of items; 0 where
-    count is 0. expected_error: the expected calibration error. max_error: the largest distance of a bin with items.
+    edges: [bins + 1]. predicted, observed, count: [bins], mean probability, share of outcomes and number of items; 0
+    where count is 0. expected_error: the expected calibration error. max_error: the largest distance of a bin with
+    items.
     """
 
     edges: Tensor

@@ -39,10 +39,10 @@ def load_balance(scores: Tensor, loads: Tensor, mask: Tensor | None = None) -> L
     """Return the Switch load-balancing loss, summed over tokens.
 
     Args:
-        scores: [N, E], softmax or sigmoid. Each row is divided by its sum (DeepSeek-V3, arXiv:2412.19437, eq. 18), which
-            leaves a softmax unchanged.
-        loads: [E], how often each expert was chosen, before any capacity limit (`Routing.requested`). Of this batch, or of
-            a larger one that contains it.
+        scores: [N, E], softmax or sigmoid. Each row is divided by its sum (DeepSeek-V3, arXiv:2412.19437, eq. 18),
+            which leaves a softmax unchanged.
+        loads: [E], how often each expert was chosen, before any capacity limit (`Routing.requested`). Of this batch,
+            or of a larger one that contains it.
 
     Returns:
         Loss: total [], count [] = tokens; metric `load_balance`, the summed loss without its graph.

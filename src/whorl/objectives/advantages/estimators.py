@@ -10,8 +10,9 @@ The subtle point is truncation. A truncated environment is reset and returns the
 Its value is not V(s'). So `next_value` comes from the final observation of the transition. A truncated step is
 bootstrapped like any other, but is never linked to its successor.
 
-The estimators are one family, and tests check the identities. GAE with lambda = 1 is Monte Carlo minus the baseline; with
-lambda = 0 it is the one-step error. TD(lambda) is GAE plus the baseline. V-trace with all ratios 1 is the n-step return.
+The estimators are one family, and tests check the identities. GAE with lambda = 1 is Monte Carlo minus the baseline;
+with lambda = 0 it is the one-step error. TD(lambda) is GAE plus the baseline. V-trace with all ratios 1 is the n-step
+return.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def discounted_returns(steps: Trajectory, discount: float) -> Tensor:
 
 @torch.no_grad()
 def n_step_returns(steps: Trajectory, discount: float, n: int) -> Tensor:
-    """Return [T, B] n-step returns (Sutton & Barto 2018, eq. 7.1), with fewer rewards where the episode or the data end.
+    """Return [T, B] n-step returns (Sutton & Barto 2018, eq. 7.1).
+
+    They have fewer rewards where the episode or the data end.
 
     Raises:
         ValueError: n < 1.

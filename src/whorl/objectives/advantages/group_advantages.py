@@ -12,9 +12,9 @@ Of S completions with rewards r, those with the same number in `group` belong to
                     biased, unbiased: A / (std + eps), with divisor n or n - 1, of the group, or of the batch where the
                     baseline is. The GRPO paper does not define the divisor; TRL and verl use n - 1.
 
-The subtle point is a group with equal rewards. Its advantages must be exactly 0, but a mean of n equal numbers may differ
-in its last bit, and divided by a deviation of the same size it becomes 1. Such groups are detected by minimum and
-maximum, set to 0, and counted. eps has the same effect for almost equal rewards.
+The subtle point is a group with equal rewards. Its advantages must be exactly 0, but a mean of n equal numbers may
+differ in its last bit, and divided by a deviation of the same size it becomes 1. Such groups are detected by minimum
+and maximum, set to 0, and counted. eps has the same effect for almost equal rewards.
 """
 
 from __future__ import annotations

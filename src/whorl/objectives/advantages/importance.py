@@ -1,14 +1,14 @@
 """Importance weights of stale samples.
 
-With r_t = pi(y_t) / mu(y_t), pi is the policy of the objective (proximal, or in training). mu is the policy that sampled
-(older weights, or another precision). `rule` maps ratios to the weight of each token:
+With r_t = pi(y_t) / mu(y_t), pi is the policy of the objective (proximal, or in training). mu is the policy that
+sampled (older weights, or another precision). `rule` maps ratios to the weight of each token:
 
     truncate    min(r_t, high)                        Espeholt et al. 2018, arXiv:1802.01561 (rho); at least `low`
     mask        r_t if low <= r_t <= high, else 0     drops tokens that are improbable under pi
-    trace       min(r_t, high) prod over s < t of min(r_s, 1)       the weights of V-trace, with the likelihood of the prefix
+    trace       min(r_t, high) prod over s < t of min(r_s, 1)       weights of V-trace, with the prefix's likelihood
 
-level "token" uses r_t. "sequence" uses the product over the sequence: the exact correction for a reward at the end, with
-a variance that is too large for long completions. "mean" uses its geometric mean, as in GSPO (arXiv:2507.18071).
+level "token" uses r_t. "sequence" uses the product over the sequence: the exact correction for a reward at the end,
+with a variance that is too large for long completions. "mean" uses its geometric mean, as in GSPO (arXiv:2507.18071).
 
 The subtle point: weights carry no gradient. They define the distribution of an expectation; differentiating them would
 optimize the distribution instead. An effective sample size far below 1 means that few tokens determine the step.

@@ -1,11 +1,12 @@
 """Advantages of tokens from a critic: GAE over concatenated completions.
 
-Each sampled token is a step. The state is the text before it, the action is the token. The reward is usually 0 except at
-the last token, plus a KL penalty at each token (`divergences.kl_reward`). N tokens of S sequences are laid out as [T, S]
-for `gae`. After the last token of a completion the next value is 0, unless it was truncated and `bootstrap_value` is given.
+Each sampled token is a step. The state is the text before it, the action is the token. The reward is usually 0 except
+at the last token, plus a KL penalty at each token (`divergences.kl_reward`). N tokens of S sequences are laid out as
+[T, S] for `gae`. After the last token of a completion the next value is 0, unless it was truncated and
+`bootstrap_value` is given.
 
-The subtle point: tokens that the policy did not choose (prompt, tool output, forced ids) are not steps. The caller removes
-them, so the next sampled token follows directly. `value[t]` is the critic's value before token t.
+The subtle point: tokens that the policy did not choose (prompt, tool output, forced ids) are not steps. The caller
+removes them, so the next sampled token follows directly. `value[t]` is the critic's value before token t.
 """
 
 from __future__ import annotations
