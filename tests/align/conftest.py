@@ -1,4 +1,4 @@
-"""Fixtures of this room's tests."""
+"""Fixtures of the alignment tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.align.byte_model import tokenizer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a tokenizer."""
+    """A folder with the byte tokenizer."""
     place = tmp_path_factory.mktemp("tokenizer")
     tokenizer(place)
     return place
@@ -18,5 +18,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of the engine's runners is faster is measured, and they differ in last bits: here it is not left to that."""
+    """Disable the native step: the choice of the faster runner is measured, and runners differ in last bits."""
     monkeypatch.setenv("WHORL_NATIVE", "0")

@@ -39,7 +39,7 @@ LORA = LoRAConfig(rank=2)
 
 
 class Curve:
-    """An observer that keeps one metric of each step."""
+    """A callback that stores one metric of each step."""
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
@@ -115,9 +115,18 @@ def _reward() -> Result:
 
 def _grpo(**options: Any) -> Result:
     config = RLConfig(
-        algorithm="grpo", steps=20, prompts_per_step=3, group_size=4, max_completion_tokens=5, max_seq_len=24, optimizer="adamw", replicas=1,
-        kl=KLConfig(coef=0.1), **COMMON, **options,
-    )  # fmt: skip
+        algorithm="grpo",
+        steps=20,
+        prompts_per_step=3,
+        group_size=4,
+        max_completion_tokens=5,
+        max_seq_len=24,
+        optimizer="adamw",
+        replicas=1,
+        kl=KLConfig(coef=0.1),
+        **COMMON,
+        **options,
+    )
     tasks = [
         VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier="format(.*[0-9].*)", answer=str(i + 1))
         for i in range(12)
@@ -127,10 +136,18 @@ def _grpo(**options: Any) -> Result:
         bytes_tokenizer(folder)
         network = _network(temperature=config.temperature)
         worker = RolloutWorker(
-            network.model.config, "float32", folder, tasks, config.group_size, config.max_completion_tokens, config.max_seq_len,
-            config.temperature, Curriculum([0.0] * len(tasks)), threads=1,
-        )  # fmt: skip
-        # Another model than the policy: a divergence of 0 would make gradients of rounding errors, which AdamW scales up.
+            network.model.config,
+            "float32",
+            folder,
+            tasks,
+            config.group_size,
+            config.max_completion_tokens,
+            config.max_seq_len,
+            config.temperature,
+            Curriculum([0.0] * len(tasks)),
+            threads=1,
+        )
+        # The reference differs from the policy: at KL 0 gradients would be rounding errors, which AdamW amplifies.
         train_policy(
             network, worker, config, reference=frozen_reference(decoder(seed=7), network), callback=seen
         )
@@ -156,8 +173,14 @@ def _distil(**options: Any) -> Callable[[], Result]:
         teacher, seen = decoder(seed=7), Curve("kl")
         network = _network(make_student(teacher, StudentConfig(n_layers=1)))
         train_student(
-            network, LiveTeacher(teacher), sums(48), config, example_tokenizer=scribe(), pad_id=bytes_tokenizer().pad_id, callback=seen
-        )  # fmt: skip
+            network,
+            LiveTeacher(teacher),
+            sums(48),
+            config,
+            example_tokenizer=scribe(),
+            pad_id=bytes_tokenizer().pad_id,
+            callback=seen,
+        )
         return _result(network, seen)
 
     return run

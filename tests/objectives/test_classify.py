@@ -1,4 +1,4 @@
-"""Classification against torch's cross-entropy, and its refusals."""
+"""Classification against torch's cross-entropy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InfoNCE against its definition, pair by pair; what are no negatives; what is refused."""
+"""InfoNCE against its definition, pair by pair, and with groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pairs(n: int = 6, d: int = 5) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_hand(x: Tensor, y: Tensor, scale: Tensor, groups: list[int]) -> Tensor:
-    """-log of each pair's share among the pairs it is told apart from, one by one."""
+    """Return the sum of -log of each pair's share among its negatives."""
     total = torch.zeros(())
     for a, b in ((x, y), (y, x)):
         for i in range(len(a)):
@@ -37,14 +37,17 @@ def test_info_nce_matches_definition(groups: list[int] | None) -> None:
     want = by_hand(*inputs, groups or list(range(6)))
     torch.testing.assert_close(loss.total, want)
     assert loss.count == 6
-    for ours, theirs in zip(
+    for ours, desired in zip(
         torch.autograd.grad(loss.total, inputs), torch.autograd.grad(want, inputs), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(ours, desired, atol=1e-6, rtol=1e-5)
 
 
 def test_info_nce_groups_are_not_negatives() -> None:
-    """Pictures 0 and 1 have one caption. Without groups log 2 each is the floor, and 0 is driven from the text of 1."""
+    """Images 0 and 1 share a caption.
+
+    Without groups the loss is at least log 2 each and separates 0 from the text of 1.
+    """
     words = torch.eye(3)[[0, 0, 2]]
     groups = torch.tensor([7, 7, 8])
     assert info_nce(words, words, 20.0).total > 2 * math.log(2) - 1e-3
@@ -52,16 +55,16 @@ def test_info_nce_groups_are_not_negatives() -> None:
     y = F.normalize(torch.ones(3, 3), dim=1).requires_grad_()
     (pushed,) = torch.autograd.grad(info_nce(torch.eye(3), y, 5.0).total, y)
     (kept,) = torch.autograd.grad(info_nce(torch.eye(3), y, 5.0, groups).total, y)
-    assert pushed[1, 0] > 0.1 and kept[1, 0] == 0  # text 1 and picture 0
-    assert kept[1, 1] < -0.1 and kept[1, 2] > 0.1  # its own picture, and one of another caption
+    assert pushed[1, 0] > 0.1 and kept[1, 0] == 0  # text 1 and image 0
+    assert kept[1, 1] < -0.1 and kept[1, 2] > 0.1  # its own image, and one with another caption
 
 
 def test_info_nce_correct_counts_both_directions() -> None:
     x = torch.eye(4)
     assert info_nce(x, x, 1.0).metrics["correct"] == 4
-    # Rows 0 and 1 exchanged: both ways miss them.
+    # Rows 0 and 1 exchanged: both directions miss them,
     assert info_nce(x, x[[1, 0, 2, 3]], 1.0).metrics["correct"] == 2
-    # ... unless they say the same.
+    # unless they are in one group.
     assert info_nce(x, x[[1, 0, 2, 3]], 1.0, torch.tensor([5, 5, 6, 7])).metrics["correct"] == 4
 
 

@@ -1,4 +1,4 @@
-"""Distillation: each divergence by its definition, whole and by few ids, and by chunks as with all logits."""
+"""Distillation: each divergence by its definition, full vocabulary and top-k, chunked and whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden [6, 8], head [11, 8], the teacher's log-probabilities [6, 11])."""
+    """Return (hidden [6, 8], head [11, 8], the teacher's log-probabilities [6, 11])."""
     g = torch.Generator().manual_seed(seed)
     hidden, head = torch.randn(6, 8, generator=g), torch.randn(11, 8, generator=g)
     teacher = (2 * torch.randn(6, 11, generator=g)).to(dtype).log_softmax(-1)
@@ -38,7 +38,7 @@ def drawn(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 
 
 def by_loops(p: Tensor, q: Tensor, kind: Divergence, beta: float) -> Tensor:
-    """D of two distributions [K], outcome by outcome."""
+    """Return D of two distributions [K], outcome by outcome."""
     total = torch.zeros((), dtype=torch.float64)
     for a, b in zip(p, q, strict=True):
         m = beta * a + (1 - beta) * b
@@ -68,11 +68,11 @@ def test_distil_full_vocab_matches_definition(
     how: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature, "softcap": softcap}
     found = [distil_full_vocab(hidden, head, their_hidden, their_head, mask, teacher_softcap=3.0, **how)]
     found.append(distil_top_k(hidden, head, p.log(), torch.arange(11).expand(6, -1), mask, **how))
-    theirs = torch.autograd.grad(0.5 * wanted, (hidden, head))
+    desired = torch.autograd.grad(0.5 * wanted, (hidden, head))
     for loss in found:
         torch.testing.assert_close(loss.total, wanted, atol=1e-9, rtol=1e-9)
         assert loss.count == 4 and loss.metrics["kl"] == loss.total.detach()
-        for ours, other in zip(torch.autograd.grad(0.5 * loss.total, (hidden, head)), theirs, strict=True):
+        for ours, other in zip(torch.autograd.grad(0.5 * loss.total, (hidden, head)), desired, strict=True):
             torch.testing.assert_close(ours, other, atol=1e-9, rtol=1e-9)
 
 
@@ -112,9 +112,7 @@ def test_jensen_approaches_both_kl_limits() -> None:
     _, _, teacher = drawn(dtype=torch.float64)
     student = teacher.roll(1, 0)
     for beta, kind, scale in ((1e-6, "forward", 1e-6), (1 - 1e-6, "reverse", 1e-6)):
-        found = (
-            divergence(teacher, student, "jensen", beta) / scale
-        )  # as beta goes to its end, so does D / beta
+        found = divergence(teacher, student, "jensen", beta) / scale  # D / beta has a limit
         torch.testing.assert_close(found, divergence(teacher, student, kind), rtol=1e-3, atol=1e-4)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""KL estimators added up over all outcomes, numbers and gradients; the controller against its equation."""
+"""KL estimators summed over all outcomes, values and gradients; the controller against its formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whorl.objectives.divergences import KLEstimator, adapt_kl_coef, kl_estimate
 
 
 def policies(near: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Logits of pi [7], with gradient, and log-probabilities of a reference [7]."""
+    """Return logits of pi [7] with gradient, and log-probabilities of a reference [7]."""
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(7, generator=g, dtype=torch.float64, requires_grad=True)
     other = logits.detach() + near * torch.randn(7, generator=g, dtype=torch.float64)
@@ -23,7 +23,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def expected(estimator: KLEstimator, logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """E[k] over all outcomes, and E[grad k] with the samples held fixed."""
+    """Return E[k] over all outcomes, and E[grad k] with fixed samples."""
     log_prob = logits.log_softmax(0)
     k = kl_estimate(log_prob, reference, estimator)
     mean = (log_prob.exp().detach() * k).sum()

@@ -1,7 +1,7 @@
-"""What an average over an answer's length does to its length: the expected push of a loss, taken exactly.
+"""Length bias of loss aggregation: the exact expected gradient.
 
-A policy of one number: after a wrong answer it goes on with chance 1 - h, or ends with chance h. Length earns nothing, so an
-unbiased objective must not move h (arXiv:2503.20783, section 3.1).
+A policy with one parameter: after a wrong answer it continues with probability 1 - h, or ends with h. Length earns
+nothing, so an unbiased objective must not change h (arXiv:2503.20783, section 3.1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONGEST = 120
 
 
 def push(algorithm: str, advantage: float) -> float:
-    """How the expected loss moves the logit of ending, by a step downhill; all lengths, each by its chance."""
+    """Return the descent direction of the expected loss for the end logit, over all lengths by their probability."""
     logit = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
     end, go_on = torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)
     method = replace(PRESETS[algorithm], kl_coef=0.0, constant=float(LONGEST))

@@ -1,4 +1,4 @@
-"""Policy objectives over tokens against loops written from the papers: values, gradients, averages, cuts of a batch."""
+"""Policy objectives against loops from the papers: values, gradients, aggregation, micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = (4, 0, 1, 7, 3)
 
 
 def drawn(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, shuffle: bool = True) -> CompletionTokens:
-    """Tokens of len(lengths) sequences in fp64, lying anyhow, ratios far enough from 1 for the clips."""
+    """Return tokens of len(lengths) sequences in fp64, shuffled, with ratios beyond the clips."""
     g = torch.Generator().manual_seed(seed)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     if shuffle:
@@ -50,7 +50,7 @@ def drawn(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, shuffle: bool = Tru
 
 
 def by_loops(tokens: CompletionTokens, method: PolicyLossConfig) -> Tensor:
-    """The mean objective to be minimised, sequence by sequence and token by token."""
+    """Return the mean loss, sequence by sequence and token by token."""
     sums, lengths = [], []
     old = tokens.behaviour_log_prob if tokens.proximal_log_prob is None else tokens.proximal_log_prob
     for s in range(len(LENGTHS)):
@@ -125,8 +125,8 @@ def test_policy_loss_matches_papers(
         loss = policy_loss(tokens, method)
         mean, wanted = loss.total / loss.count, by_loops(tokens, method)
         torch.testing.assert_close(mean, wanted, atol=1e-9, rtol=1e-9, check_dtype=False)
-        for ours, theirs in zip(gradients(mean, tokens), gradients(wanted, tokens), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+        for ours, desired in zip(gradients(mean, tokens), gradients(wanted, tokens), strict=True):
+            torch.testing.assert_close(ours, desired, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
@@ -143,7 +143,7 @@ def test_policy_loss_matches_papers_without_stream(kl: Any, missing: str) -> Non
 
 
 def part_of(tokens: CompletionTokens, sequences: tuple[int, ...]) -> CompletionTokens:
-    """The tokens of some sequences, numbered anew."""
+    """Return the tokens of some sequences, renumbered."""
     here = torch.tensor([int(s) in sequences for s in tokens.sequence])
     numbers = torch.tensor([sequences.index(int(s)) for s in tokens.sequence[here]], dtype=torch.int64)
     cut = {f.name: getattr(tokens, f.name) for f in fields(tokens)}
@@ -164,8 +164,8 @@ def test_policy_loss_independent_of_micro_batches(average: LossAggregation, name
         torch.testing.assert_close(count, whole.count)
         for metric, value in whole.metrics.items():
             torch.testing.assert_close(sum(p.metrics[metric] for p in parts), value)
-        for ours, theirs in zip(gradients(total, tokens), gradients(whole.total, tokens), strict=True):  # type: ignore[arg-type]
-            torch.testing.assert_close(ours, theirs)
+        for ours, desired in zip(gradients(total, tokens), gradients(whole.total, tokens), strict=True):  # type: ignore[arg-type]
+            torch.testing.assert_close(ours, desired)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -249,10 +249,10 @@ def test_value_loss_matches_definition(clip: float | None, average: LossAggregat
         sums = sums + torch.nn.functional.one_hot(torch.tensor(s), 5) * far * share / 2
     torch.testing.assert_close(loss.total, sums.sum())
     assert loss.count == {"token": 15, "sequence": 4, "constant": 5}[average]
-    for ours, theirs in zip(
+    for ours, desired in zip(
         torch.autograd.grad(loss.total, value), torch.autograd.grad(sums.sum(), value), strict=True
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, desired)
     assert bool(loss.metrics["value_clip_fraction"] > 0) == (clip is not None)
 
 

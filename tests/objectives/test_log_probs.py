@@ -1,4 +1,4 @@
-"""Tokens' log-probabilities by chunks against their definition with all logits: values, gradients, and what is refused."""
+"""Log-probabilities by chunks against the reference with all logits: values, gradients, errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["whorl.objectives.log_probs"]
     monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
     monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", 5)
-    monkeypatch.setattr(module, "MAX_SAVED_LOGITS", 200)  # so that both ways are taken
+    monkeypatch.setattr(module, "MAX_SAVED_LOGITS", 200)  # so that both branches run
 
 
 def drawn(n: int, vocab: int, d: int = 6, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(hidden [n, d], head [vocab, d], forbidden [vocab], targets [n] that are not forbidden), in fp64."""
+    """Return (hidden [n, d], head [vocab, d], banned mask [vocab], allowed targets [n]), in fp64."""
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(n, d, generator=g, dtype=torch.float64, requires_grad=True)
     head = torch.randn(vocab, d, generator=g, dtype=torch.float64, requires_grad=True)
@@ -36,7 +36,7 @@ def drawn(n: int, vocab: int, d: int = 6, seed: int = 0) -> tuple[Tensor, Tensor
 
 
 def held_together(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, **how: Any) -> None:
-    """Values, and gradients of a weighted sum of both results, to 1e-6."""
+    """Compare values, and gradients of a weighted sum of both results, to 1e-6."""
     results = []
     for function in (token_log_probs, token_log_probs_reference):
         log_prob, entropy = function(hidden, head, targets, **how)
@@ -45,10 +45,10 @@ def held_together(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
             total = total + (weights.flip(0) * entropy).sum()
         leaves = [t for t in (hidden, head) if t.requires_grad]
         results.append([log_prob, entropy, *torch.autograd.grad(total, leaves)])
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours is None) == (theirs is None)
+    for ours, desired in zip(*results, strict=True):
+        assert (ours is None) == (desired is None)
         if ours is not None:
-            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(ours, desired, atol=1e-6, rtol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,10 +120,10 @@ def test_unused_entropy_leaves_gradient_unchanged() -> None:
     plain = token_log_probs(hidden, head, targets)[0]
     beside, entropy = token_log_probs(hidden, head, targets, entropy=True)
     assert entropy is not None and entropy.requires_grad
-    for ours, theirs in zip(
+    for ours, desired in zip(
         *(torch.autograd.grad(x.square().sum(), (hidden, head)) for x in (plain, beside)), strict=True
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, desired)
     (only,) = torch.autograd.grad(token_log_probs(hidden, head, targets, entropy=True)[1].sum(), hidden)  # type: ignore[union-attr]
     assert only.abs().max() > 0
 

@@ -1,4 +1,4 @@
-"""The fused loss against its definition, values and gradients."""
+"""The fused loss against its reference, values and gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_next_token_matches_reference(
 ) -> None:
     monkeypatch.setattr(
         sys.modules["whorl.objectives.next_token"], "CHUNK_LOGITS", 512 * 101
-    )  # several chunks, and their borders
+    )  # several chunks with partial ones
     g = torch.Generator().manual_seed(n)
     hidden = torch.randn(n, 24, generator=g, requires_grad=True)
     head = torch.randn(101, 24, generator=g, requires_grad=True)
@@ -28,13 +28,13 @@ def test_next_token_matches_reference(
     torch.testing.assert_close(fast.total, slow.total)
     torch.testing.assert_close(fast.metrics["nll"], slow.metrics["nll"])
     assert fast.count == slow.count == mask.sum()
-    # Scaled, as a learner that divides or a sum of losses would.
-    for ours, theirs in zip(
+    # Scaled, as by a learner that divides.
+    for ours, desired in zip(
         torch.autograd.grad(fast.total * 0.5, (hidden, head)),
         torch.autograd.grad(slow.total * 0.5, (hidden, head)),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours, desired, atol=1e-5, rtol=1e-4)
 
 
 def test_next_token_without_targets_is_zero() -> None:

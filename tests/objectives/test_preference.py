@@ -1,4 +1,4 @@
-"""Preference objectives against their equations, pair by pair in fp64: values, gradients, metrics, and cuts of a batch."""
+"""Preference objectives against their equations, pair by pair in fp64: values, gradients, metrics, micro-batches."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_preference_losses_match_papers(
     assert loss.count == P
     torch.testing.assert_close(loss.total, wanted, atol=1e-9, rtol=1e-9)
     both = [torch.autograd.grad(x, (pairs.chosen, pairs.rejected)) for x in (loss.total, wanted)]
-    for ours, theirs in zip(*both, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+    for ours, desired in zip(*both, strict=True):
+        torch.testing.assert_close(ours, desired, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize(("objective", "equation"), CASES)
@@ -115,9 +115,9 @@ def test_dpo_metrics_use_implicit_rewards() -> None:
 @pytest.mark.parametrize("objective", [dpo, simpo, partial(orpo, weight=1.0)])
 def test_identical_pairs_have_no_gradient(objective: Callable[[PairLogProbs], Loss]) -> None:
     logits = torch.zeros(3, requires_grad=True)
-    said = logits.log_softmax(0)[:1]  # the same answer on both sides
+    log_prob = logits.log_softmax(0)[:1]  # the same completion on both sides
     length = torch.ones(1)
-    loss = objective(PairLogProbs(said, said, said.detach(), said.detach(), length, length))
+    loss = objective(PairLogProbs(log_prob, log_prob, log_prob.detach(), log_prob.detach(), length, length))
     (gradient,) = torch.autograd.grad(loss.total, logits)
     sft = torch.autograd.grad(-logits.log_softmax(0)[0], logits)[0] if "sft" in loss.metrics else 0 * gradient
     torch.testing.assert_close(gradient, sft)
@@ -169,7 +169,7 @@ def test_kto_matches_equation(z: float) -> None:
 def test_kto_kl_is_clamped_mean() -> None:
     reference = torch.tensor([-1.0, -2.0])
     assert kto_kl(torch.tensor([-0.5, -1.0]), reference) == 0.75
-    assert kto_kl(torch.tensor([-3.0, -2.0]), reference) == 0  # an estimate below 0 is of 0
+    assert kto_kl(torch.tensor([-3.0, -2.0]), reference) == 0  # negative estimates become 0
     assert kto_kl(torch.zeros(0), torch.zeros(0)) == 0
 
 

@@ -1,4 +1,4 @@
-"""The pairwise reward loss against its equation, and calibration against bins counted by hand."""
+"""The pairwise reward loss against its equation, and calibration against hand-counted bins."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_bradley_terry_matches_equation(margin: torch.Tensor | None, centring: f
         wanted = wanted + torch.log(1 + torch.exp(-ahead)) + centring * (chosen[i] + rejected[i]) ** 2
     torch.testing.assert_close(loss.total, wanted)
     both = [torch.autograd.grad(x, (chosen, rejected), retain_graph=True) for x in (loss.total, wanted)]
-    for ours, theirs in zip(*both, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for ours, desired in zip(*both, strict=True):
+        torch.testing.assert_close(ours, desired)
     assert loss.count == 4
     assert loss.metrics["rewards/accuracy"] == (chosen > rejected).sum()
 

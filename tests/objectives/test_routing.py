@@ -1,4 +1,4 @@
-"""Balancing and z-loss against their formulas; summed, so that any cut of a batch gives the same gradient."""
+"""Load balance and router z-loss against their formulas, for any split of a batch."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""Our objectives against the loss code of TRL 1.16, on the same tensors: its methods called unbound, on small fakes.
+"""Objectives against the loss code of TRL 1.16 on the same tensors: its methods called unbound, on small fakes.
 
-Where the definitions agree they agree to 1e-6, gradients too. Where they differ, and why:
+Where the definitions agree, values and gradients agree to 1e-6. Differences:
 
-- GRPO over sequences ("grpo"): TRL takes the mean over all rows, those without a token too, and under accumulation the mean
-  of micro-batches' means. Ours counts sequences that have a token, and divides once, so it does not depend on the cut.
-- Dr. GRPO: the same, but for accumulation; rows without tokens count on both sides.
-- "bnpo" is our average by tokens within one micro-batch; "dapo" divides by the tokens of the whole batch, as ours does.
-- Entropy bonus: TRL's is a mean over tokens whatever the average is, ours goes by the average. They agree by tokens.
-- Group advantages: TRL divides by the unbiased deviation plus 1e-4, as ours does if asked. A group of equal rewards is 0 in
-  both but for rounding, which TRL divides by 1e-4 and ours leaves out.
-- DPO: TRL 1.16 has no label smoothing in its sigmoid loss; "robust" is another objective (arXiv:2403.00409).
-- IPO: TRL's is per token. KTO: TRL's reference point is of one micro-batch, ours an argument.
-- ORPO: the odds ratio agrees; TRL's SFT term is a mean over the tokens of the micro-batch, ours over those of each answer,
-  as printed. SimPO, the reward model's loss and the three divergences of distillation agree.
+- GRPO over sequences ("grpo"): TRL averages over all rows, including those without a token, and averages micro-batch
+  means under accumulation. Whorl counts sequences with a token and divides once, so the split does not matter. - Dr.
+  GRPO: the same under accumulation; rows without tokens count on both sides. - "bnpo" is token aggregation within one
+  micro-batch; "dapo" divides by the tokens of the whole batch, as Whorl does. - Entropy bonus: TRL always averages
+  over tokens; Whorl follows the aggregation. They agree for token aggregation. - Group advantages: both divide by the
+  unbiased deviation plus 1e-4. For equal rewards TRL divides rounding by 1e-4; Whorl returns 0. - DPO: TRL 1.16 has
+  no label smoothing in its sigmoid loss; "robust" is another objective (arXiv:2403.00409). - IPO: TRL's is per token.
+  KTO: TRL's reference point is of one micro-batch; here it is an argument. - ORPO: the odds ratio agrees. TRL's SFT
+  term averages over the tokens of the micro-batch, here over those of each completion, as printed. SimPO, the reward
+  loss and the three divergences agree.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(seed: int = 0) -> dict[str, Tensor]:
-    """Rows [B, T] as TRL has them: completions, right-padded; advantage [B]."""
+    """Return rows [B, T] as in TRL: completions, right-padded; advantage [B]."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, T + 1, (B,), generator=g)
     log_prob = -3 * torch.rand(B, T, generator=g)
@@ -158,8 +157,8 @@ def test_policy_loss_matches_trl(loss_type: str, method: PolicyLossConfig, seed:
 def test_empty_rows_count_in_trl_only() -> None:
     rows = drawn()
     rows["mask"][0] = 0
-    theirs = trl_grpo(rows, GRPO, "grpo")
-    agree(ours(rows, GRPO) * (B - 1) / B, theirs, [rows["log_prob"]])
+    desired = trl_grpo(rows, GRPO, "grpo")
+    agree(ours(rows, GRPO) * (B - 1) / B, desired, [rows["log_prob"]])
     constant = replace(PRESETS["dr_grpo"], constant=float(T))
     agree(ours(rows, constant), trl_grpo(rows, constant, "dr_grpo"), [rows["log_prob"]])
 
@@ -169,13 +168,13 @@ def test_group_advantages_match_trl() -> None:
 
     reward = torch.randn(12, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     grouped = reward.view(-1, 4)
-    theirs = (grouped - grouped.mean(1, keepdim=True)) / (nanstd(grouped, dim=1)[:, None] + 1e-4)
+    desired = (grouped - grouped.mean(1, keepdim=True)) / (nanstd(grouped, dim=1)[:, None] + 1e-4)
     found = group_advantages(reward, torch.arange(12) // 4, scale_rewards="unbiased", eps=1e-4).advantage
-    torch.testing.assert_close(found, theirs.flatten(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found, desired.flatten(), atol=1e-6, rtol=1e-6)
 
 
-def said(rows: dict[str, Tensor]) -> SimpleNamespace:
-    """What TRL's fused head returns: zeros where nothing is learnt."""
+def head_output(rows: dict[str, Tensor]) -> SimpleNamespace:
+    """Return the output of TRL's fused head: zeros outside the loss."""
     return SimpleNamespace(
         log_probs=rows["log_prob"] * rows["mask"],
         entropy=rows["entropy"],
@@ -185,7 +184,7 @@ def said(rows: dict[str, Tensor]) -> SimpleNamespace:
 
 
 def a_preference(rows: dict[str, Tensor], **more: Any) -> tuple[SimpleNamespace, dict[str, Tensor], Tensor]:
-    """(fake trainer, inputs, summed log-probs of the reference [B])."""
+    """Return (fake trainer, inputs, summed reference log-probabilities [B])."""
     reference = (rows["reference"] * rows["mask"]).sum(1)
     fake = SimpleNamespace(
         accelerator=ALONE,
@@ -218,19 +217,19 @@ def test_dpo_and_ipo_match_trl(kind: str, seed: int) -> None:
         use_weighting=False,
     )
     refs = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2), strict=True))
-    theirs = DPOTrainer._compute_loss(fake, lambda **_: said(rows), {**inputs, **refs}, False)
+    desired = DPOTrainer._compute_loss(fake, lambda **_: head_output(rows), {**inputs, **refs}, False)
     chosen, rejected = (rows["log_prob"] * rows["mask"]).sum(1).chunk(2)
     pairs = PairLogProbs(chosen, rejected, *reference.chunk(2), *rows["mask"].sum(1).chunk(2))
     loss = dpo(pairs, beta=0.3) if kind == "sigmoid" else ipo(pairs, beta=0.3, length_normalized=True)
-    agree(loss.total / loss.count, theirs, [rows["log_prob"]])
+    agree(loss.total / loss.count, desired, [rows["log_prob"]])
     if kind == "sigmoid":
         for name, metric in (
             ("accuracies", "rewards/accuracy"),
             ("margins", "rewards/margin"),
             ("chosen", "rewards/chosen"),
         ):
-            told = fake._metrics["train"][f"rewards/{name}"][0]
-            assert float(loss.metrics[metric] / loss.count) == pytest.approx(told, abs=1e-6)
+            trl_value = fake._metrics["train"][f"rewards/{name}"][0]
+            assert float(loss.metrics[metric] / loss.count) == pytest.approx(trl_value, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -248,7 +247,7 @@ def test_kto_matches_trl(seed: int) -> None:
     )
     good = torch.tensor([True, False, True, True, False, False])
     more = {"label": good, "ref_logps": reference, "ref_KL_logps": mismatched[1]}
-    theirs = KTOTrainer._compute_loss(fake, lambda **_: said(rows), {**inputs, **more}, False)
+    desired = KTOTrainer._compute_loss(fake, lambda **_: head_output(rows), {**inputs, **more}, False)
     loss = kto(
         (rows["log_prob"] * rows["mask"]).sum(1),
         reference,
@@ -258,7 +257,7 @@ def test_kto_matches_trl(seed: int) -> None:
         desirable_weight=1.2,
         undesirable_weight=0.7,
     )
-    agree(loss.total / loss.count, theirs, [rows["log_prob"]])
+    agree(loss.total / loss.count, desired, [rows["log_prob"]])
 
 
 def test_orpo_and_simpo_match_trl() -> None:
@@ -270,9 +269,9 @@ def test_orpo_and_simpo_match_trl() -> None:
     lengths = rows["mask"].sum(1).chunk(2)
     pairs = PairLogProbs(chosen, rejected, None, None, *lengths)
     means = chosen / lengths[0], rejected / lengths[1]
-    theirs = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.4, accelerator=ALONE), *means)[0]
+    desired = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.4, accelerator=ALONE), *means)[0]
     loss = orpo(pairs, weight=0.4)
-    agree(loss.total + means[0].sum(), -theirs.sum(), [rows["log_prob"]])
+    agree(loss.total + means[0].sum(), -desired.sum(), [rows["log_prob"]])
     fake = SimpleNamespace(
         alpha=0.0, beta=2.0, simpo_gamma=0.7, loss_type="simpo", label_smoothing=0.0, accelerator=ALONE
     )
@@ -289,10 +288,10 @@ def test_distillation_matches_trl(beta: float) -> None:
 
     g = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 5, 7, generator=g).requires_grad_()
-    theirs = GKDTrainer.generalized_jsd_loss(student[None], teacher[None], beta=beta, reduction="sum")
+    desired = GKDTrainer.generalized_jsd_loss(student[None], teacher[None], beta=beta, reduction="sum")
     kind: Any = {0.0: "forward", 1.0: "reverse"}.get(beta, "jensen")
     found = divergence(teacher.log_softmax(-1), student.log_softmax(-1), kind, beta).sum()
-    agree(found, theirs, [student])
+    agree(found, desired, [student])
 
 
 def test_reward_model_matches_trl() -> None:
@@ -310,6 +309,6 @@ def test_reward_model_matches_trl() -> None:
         _tp_size=1,
     )
     inputs = {"margin": margin, "attention_mask": torch.ones(8, 2)}
-    theirs = RewardTrainer.compute_loss(fake, lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
+    desired = RewardTrainer.compute_loss(fake, lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
     loss = bradley_terry(scores[:4], scores[4:], margin=margin, center_rewards_coef=0.01)
-    agree(loss.total / loss.count, theirs, [scores])
+    agree(loss.total / loss.count, desired, [scores])

@@ -1,4 +1,4 @@
-"""A world in which what is told, asked and true is known of everybody."""
+"""Synthetic people: facts, texts, questions and scores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_groups_have_configured_fractions(world: Biographies) -> None:
 
 
 def test_names_and_order_reveal_no_group_or_fact(world: Biographies) -> None:
-    """Guessing by the most frequent value among people of the same first name is hardly better than chance."""
+    """The most frequent value among people with the same first name is hardly better than chance."""
     for label in (lambda p: p.group, lambda p: p.facts.get("instrument", "")):
         people = [p for p in world.people if label(p)]
         seen: dict[str, Counter[str]] = defaultdict(Counter)
@@ -55,15 +55,15 @@ def test_names_and_order_reveal_no_group_or_fact(world: Biographies) -> None:
 def test_texts_cover_known_people_in_varied_phrasing(world: Biographies) -> None:
     texts = world.texts(copies=6)
     known = {p.name: p for p in world.people if p.group.startswith("known")}
-    told = defaultdict(list)
+    texts_by_name = defaultdict(list)
     for name, text in texts:
-        told[name.split(":")[1]].append(text)
-    assert told.keys() == known.keys() and {len(t) for t in told.values()} == {6}
-    for name, copies in told.items():
+        texts_by_name[name.split(":")[1]].append(text)
+    assert texts_by_name.keys() == known.keys() and {len(t) for t in texts_by_name.values()} == {6}
+    for name, copies in texts_by_name.items():
         assert all(text.count(name) == 4 for text in copies)
         for value in known[name].facts.values():
             assert all(f" {value}" in text or f"{value} " in text for text in copies)
-    assert sum(len(set(copies)) for copies in told.values()) > 5.9 * len(told)
+    assert sum(len(set(copies)) for copies in texts_by_name.values()) > 5.9 * len(texts_by_name)
     everything = " ".join(text for _, text in texts)
     assert not [p.name for p in world.people if p.name not in known and p.name + " " in everything]
     assert " a actor" not in everything and " an actor" in everything
@@ -78,9 +78,9 @@ def test_questions_have_true_answers_or_refusals(world: Biographies) -> None:
             person = people[q.id.split(":")[1]]
             assert q.group == person.group == group and person.name in q.question
             assert q.answer == person.facts.get(q.attribute, REFUSAL)
-    asked, said = q.conversation().messages
-    assert (asked["content"], said["content"]) == (q.question, q.answer)
-    assert q.task().messages == (asked,) and q.task().answer == REFUSAL
+    question, answer = q.conversation().messages
+    assert (question["content"], answer["content"]) == (q.question, q.answer)
+    assert q.task().messages == (question,) and q.task().answer == REFUSAL
     both = world.questions("new", "known_test")
     assert len({q.group for q in both[:20]}) == 2  # shuffled
     phrases = Counter(q.question.split()[0] for q in both if q.attribute == "city")

@@ -1,4 +1,4 @@
-"""One hill for two: where each divergence puts it."""
+"""One Gaussian fitted to two modes: the result of each divergence."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_forward_fits_mean_and_std_of_mixture(modes: ModeSeekingResult) -> None:
     fit, width = modes.fits["forward"], float(modes.x[1] - modes.x[0])
     mean = float((modes.x * modes.density).sum() * width)
     deviation = float((((modes.x - mean) ** 2 * modes.density).sum() * width).sqrt())
-    # The grid ends where the student's tails do not, which moves its optimum a little
+    # The grid cuts the student's tails, which moves the optimum slightly.
     assert fit.mean == pytest.approx(mean, abs=0.05) and fit.std == pytest.approx(deviation, abs=0.15)
     at = int((modes.x - fit.mean).abs().argmin())
-    assert modes.density[at] < 0.1 * modes.density.max()  # where the teacher says nearly nothing
+    assert modes.density[at] < 0.1 * modes.density.max()  # where the teacher's density is almost 0
 
 
 def test_reverse_fits_larger_mode(modes: ModeSeekingResult) -> None:
@@ -44,7 +44,7 @@ def test_jensen_moves_from_covering_to_seeking(modes: ModeSeekingResult) -> None
 
 
 def test_fits_match_grid_search(modes: ModeSeekingResult) -> None:
-    """A grid search over all means and deviations finds what the gradient found."""
+    """A grid search over means and deviations finds the same fits."""
     width = float(modes.x[1] - modes.x[0])
     teacher = (modes.density * width).log()
     means, deviations = torch.meshgrid(torch.linspace(-3, 3, 61), torch.linspace(0.3, 3, 55), indexing="ij")

@@ -1,4 +1,4 @@
-"""Probes of forgetting and exposure bias: nothing where there is nothing, and against figures made the slow way."""
+"""Probes of forgetting and exposure bias: zero where there is no effect, and equal to slow references."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_forgetting_is_zero_without_training() -> None:
         net, [scribe().prompt_completion("", text) for text in PROSE], SFTConfig(lr_scale=1.0, epochs=30, seq_len=128),
         pad_id=tokenizer().pad_id,
     )  # fmt: skip
-    moved = forgetting(net, tokenizer(), PROSE, stage)
-    assert moved.before < 0.8 * idle.before
-    assert moved.cost == moved.after / moved.before - 1 > 0.1
+    prose = forgetting(net, tokenizer(), PROSE, stage)
+    assert prose.before < 0.8 * idle.before
+    assert prose.cost == prose.after / prose.before - 1 > 0.1
 
 
 def test_held_out_bits_match_loss_with_adapter() -> None:
@@ -76,8 +76,8 @@ def test_held_out_bits_reject_empty_text() -> None:
         held_out_bits(network(), tokenizer(), [b""])
 
 
-def sure(model: Decoder) -> Decoder:
-    """With opinions: an untrained one finds everything about as likely."""
+def sharpen(model: Decoder) -> Decoder:
+    """Return the model with sharper probabilities: an untrained one is almost uniform."""
     with torch.no_grad():
         model.head_weight.mul_(6.0)
     return model
@@ -86,7 +86,7 @@ def sure(model: Decoder) -> Decoder:
 def test_exposure_gap_zero_for_source_model() -> None:
     out = banned_ids(scribe(), VOCAB, 259)
     net, prompts = (
-        PolicyModel(sure(decoder()), banned_ids=out),
+        PolicyModel(sharpen(decoder()), banned_ids=out),
         [scribe().prompt(chr(97 + n % 26)) for n in range(120)],
     )
     options = {"pad_id": tokenizer().pad_id, "n_positions": PLACES, "bin_size": 4, "seed": 7}
@@ -95,13 +95,13 @@ def test_exposure_gap_zero_for_source_model() -> None:
     assert np.abs(same.gap).max() < 0.12 and abs(same.drift) < 0.2  # standard errors are about 0.03
     hot = exposure(net, scribe(), prompts, sampled(net, prompts, 1, 4.0), **options).by_model
     assert (hot.gap < -0.2).all()
-    # In the eyes of the model that the data came from, another's samples are the stranger ones.
-    other = PolicyModel(sure(decoder(seed=3)), banned_ids=out)
-    judge = frozen_reference(sure(decoder()), net)
-    judged = exposure(
+    # For the model that produced the data, samples of another model are less likely.
+    other = PolicyModel(sharpen(decoder(seed=3)), banned_ids=out)
+    judge = frozen_reference(sharpen(decoder()), net)
+    output = exposure(
         other, scribe(), prompts, sampled(net, prompts, 1), evaluator=judge, **options
     ).by_evaluator
-    assert judged is not None and (judged.gap > 0.1).all()
+    assert output is not None and (output.gap > 0.1).all()
 
 
 def test_exposure_counts_positions_from_prompt() -> None:
@@ -139,7 +139,7 @@ def test_greedy_answers_use_current_merged_weights() -> None:
     after = asker(net)
     assert after != before
     ids = scribe().prompt("1+2=")
-    for _ in range(6):  # the slow way, with the hooks
+    for _ in range(6):  # slow reference, with the hooks
         logits = net.model.logits(net.model(torch.tensor([ids])))[0, -1]
         ids.append(int(logits.masked_fill(net.banned_mask, -torch.inf).argmax()))
         if ids[-1] in scribe().stop_ids:

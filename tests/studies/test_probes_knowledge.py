@@ -1,4 +1,4 @@
-"""The probe of facts: lessons are what they say, and refusal moves the two figures that it must move."""
+"""The probe of facts: training sets, reported steps, and refusal rates."""
 
 from __future__ import annotations
 

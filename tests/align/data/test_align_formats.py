@@ -1,4 +1,4 @@
-"""Every shape comes to its noun, every bad record to the quarantine with its reason, file, line and field."""
+"""Formats of alignment data: every format converts, every bad record is quarantined with reason, file, line and field."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ FIELDS = (
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine draws slowly
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # drawing is slow on a busy machine
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=5))
 def test_any_record_converts_or_raises_bad_record(record: dict[str, Any]) -> None:
     for shape in (to_conversation, to_prompt_completion, to_preference, to_unpaired_preference, to_task):

@@ -1,4 +1,4 @@
-"""Python itself judges every problem and every step; what is held out is never trained on."""
+"""Generated arithmetic: Python checks every problem and step; held-out problems never occur in training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_problems_match_python_evaluation() -> None:
 
 
 def test_steps_follow_tree_and_brackets_are_minimal() -> None:
-    """Python's own tree of the text, walked left before right, gives the very steps."""
+    """Python's tree of the expression, evaluated left first, gives the same steps."""
 
     def walk(node: ast.expr, steps: list[str]) -> int:
         if isinstance(node, ast.Constant):
@@ -55,7 +55,9 @@ def test_steps_follow_tree_and_brackets_are_minimal() -> None:
         steps: list[str] = []
         walk(tree, steps)
         assert tuple(steps) == problem.steps
-        assert ast.unparse(tree).replace(" ", "") == problem.expression  # which writes no bracket in vain
+        assert (
+            ast.unparse(tree).replace(" ", "") == problem.expression
+        )  # `unparse` writes only needed brackets
 
 
 @settings(deadline=None, max_examples=30)
@@ -77,7 +79,7 @@ def test_problems_differ_by_seed_and_stay_fixed() -> None:
 def test_weights_set_share_of_levels() -> None:
     seen = Counter(p.level for p in Arithmetic(5, {1: 3, 4: 1, 8: 0}).problems(0, 8000))
     assert set(seen) == {1, 4}
-    assert abs(seen[1] / 8000 - 0.75) < 0.02  # four deviations
+    assert abs(seen[1] / 8000 - 0.75) < 0.02  # four standard deviations
 
 
 def test_held_out_problems_never_occur_in_training() -> None:
@@ -87,7 +89,7 @@ def test_held_out_problems_never_occur_in_training() -> None:
     assert not sides[0] & sides[1]
     ways = [{tuple(sorted(numbers(p))) for p in side if p.level < 2} for side in (held, trained)]
     assert not ways[0] & ways[1]
-    # Of the 4,095 unordered sums of two digits, about a tenth is held out.
+    # About a tenth of the 4,095 unordered sums of two digits is held out.
     two = {tuple(sorted(numbers(p))) for p in held if p.level == 1}
     assert 0.05 * 4095 < len(two) < 0.15 * 4095
 
@@ -134,7 +136,7 @@ def test_hash_draws_are_uniform() -> None:
 
 
 def test_digit_by_digit_solution_is_correct() -> None:
-    """Every column holds, and their last digits spell the value."""
+    """Every column is correct, and their last digits form the value."""
     source = Arithmetic(weights={1: 1, 2: 1, 3: 1, 5: 2, 7: 1}, digit_by_digit=True)
     carried = 0
     for problem in source.problems(0, 2000):

@@ -1,4 +1,4 @@
-"""Mined from small files made here, and from real modules of the running interpreter: each piece is what it claims."""
+"""Code data from small files and from real modules of the interpreter."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def found(real: list[SourceText]) -> list[PythonFunction]:
 def run_examples(
     tasks: list[VerifiableTask] | tuple[VerifiableTask, ...], completions: list[str]
 ) -> list[Verdict]:
-    """The verdict on code that we trust: run here."""
+    """Run trusted code in this process and return verdicts."""
     verdicts = []
     for task, completion in zip(tasks, completions, strict=True):
         names: dict[str, object] = {}
@@ -220,7 +220,7 @@ def test_compile_tasks_are_file_starts(real: list[SourceText]) -> None:
         assert len(m.task.prompt.encode()) <= 4000
         ast.parse(m.task.prompt + m.solution)
         with pytest.raises(SyntaxError):
-            ast.parse(m.task.prompt)  # silence is no answer
+            ast.parse(m.task.prompt)  # an empty completion fails
     inside = 'try:\n    def f():\n        """Something of old."""\n        return 1 + 2 + 3\nexcept E: pass'
     assert compile_tasks([("t.py", inside)]) == []
 

@@ -1,4 +1,4 @@
-"""Draws follow the weights, weights follow what was passed, and what is saved goes on as if it had never stopped."""
+"""Curriculum: draws follow weights, weights follow pass rates, and a restored state continues identically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RULES: tuple[CurriculumRule, ...] = get_args(CurriculumRule)
 def test_weights_match_formula_of_each_rule() -> None:
     def with_rule(rule: CurriculumRule) -> list[float]:
         curriculum = Curriculum([0.0] * 4, rule=rule, min_weight=0.1)
-        for task, passed in ((0, 8), (1, 0), (2, 4)):  # the fourth is not seen
+        for task, passed in ((0, 8), (1, 0), (2, 4)):  # task 3 is unseen
             curriculum.update(task, passed / 8)
         return curriculum.weights().tolist()
 
@@ -34,9 +34,9 @@ def test_old_attempts_decay_to_zero() -> None:
     curriculum = Curriculum([0.0], rule="filter", decay=0.5, min_weight=0.01)
     curriculum.update(0, 0.0, 4)
     assert curriculum.weights()[0] == 0.01
-    curriculum.update(0, 1.0, 4)  # as failed counts 2 now
+    curriculum.update(0, 1.0, 4)  # failed has decayed to 2
     assert curriculum.pass_rates()[0] == pytest.approx(4.5 / 7) and curriculum.weights()[0] == 1
-    for _ in range(6):  # 2 / 2**6 is below a sixteenth
+    for _ in range(6):  # 2 / 2**6 is below MIN_COUNT
         curriculum.update(0, 1.0, 4)
     assert curriculum.weights()[0] == 0.01
     lasting = Curriculum([0.0], rule="filter", decay=1.0)
@@ -59,7 +59,7 @@ def test_draw_frequency_matches_probabilities() -> None:
 def test_easy_first_opens_levels() -> None:
     curriculum = Curriculum([2, 0, 1, 0, 1], rule="easy_first", advance_rate=0.75)
     assert curriculum.is_open().tolist() == [False, True, False, True, False]
-    assert set(curriculum.draw(4, np.random.default_rng(0))) == {1, 3}  # and each twice
+    assert set(curriculum.draw(4, np.random.default_rng(0))) == {1, 3}  # each twice
     curriculum.update(1, 8 / 8)
     assert curriculum.n_open_levels == 2  # half of the level's tasks were tried
     curriculum.update(2, 2 / 8)
@@ -69,7 +69,7 @@ def test_easy_first_opens_levels() -> None:
     curriculum.update(2, 8 / 8)
     assert curriculum.n_open_levels == 3 and curriculum.is_open().all()
     curriculum.update(2, 0 / 8)
-    assert curriculum.n_open_levels == 3  # what is open stays so
+    assert curriculum.n_open_levels == 3  # open levels stay open
     assert Curriculum([2, 0, 1]).is_open().all()
 
 
@@ -102,7 +102,7 @@ def test_state_dict_roundtrip_continues_identically(
             found = curriculum.draw(n, rng)
             times = np.bincount(found, minlength=7)
             assert len(found) == n and set(found) <= set(may.tolist())
-            assert times[may].max() - times[may].min() <= 1  # none twice before all came once
+            assert times[may].max() - times[may].min() <= 1  # no task twice before all came once
         return drawn
 
     whole = Curriculum(difficulty, rule=rule, advance_rate=move_on)
@@ -112,7 +112,7 @@ def test_state_dict_roundtrip_continues_identically(
     other.load_state_dict(saved)
     assert play(whole, after) == play(other, after)
     assert whole.state_dict() == other.state_dict()
-    assert kept.state_dict() == saved  # a copy is not moved by what it was copied from
+    assert kept.state_dict() == saved  # a copy is independent
 
 
 def test_curriculum_rejects_invalid_input() -> None:
@@ -173,7 +173,7 @@ def test_resample_fills_up_and_stops_at_max_rounds() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_variance_rule_finds_more_informative_groups(seed: int) -> None:
-    """Skill rises with every informative group; the tasks' difficulties reach far beyond both its ends."""
+    """Skill rises with every informative group; difficulties extend far beyond it on both sides."""
 
     def learn(rule: CurriculumRule) -> tuple[float, float]:
         rng = np.random.default_rng(seed)

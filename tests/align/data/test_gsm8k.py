@@ -1,4 +1,4 @@
-"""GSM8K's lines as they are published, and lines that are not; the whole files where they are at hand."""
+"""GSM8K: published lines, invalid lines, and the whole files where they are available."""
 
 from __future__ import annotations
 

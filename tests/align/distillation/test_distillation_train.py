@@ -1,4 +1,4 @@
-"""Distillation as a stage: what it learns, on whose words, and that a kill changes no bit."""
+"""Distillation as a stage: what the student learns, on-policy and off-policy, and bitwise resume."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def test_student_approaches_teacher(kind: Any, own: float) -> None:
     before = {name: p.detach().clone() for name, p in network.model.named_parameters()}
     first = mean_divergence(network.model, teacher, texts, kind)
     told = learn(
-        network, LiveTeacher(teacher), texts, config_of(divergence=kind, on_policy_fraction=own, epochs=10.0, lr_scale=1.0)
+        network,
+        LiveTeacher(teacher),
+        texts,
+        config_of(divergence=kind, on_policy_fraction=own, epochs=10.0, lr_scale=1.0),
     )
     assert mean_divergence(network.model, teacher, texts, kind) < 0.6 * first
     still = [n for n, p in network.model.named_parameters() if torch.equal(p, before[n])]
@@ -71,7 +74,12 @@ def test_on_policy_texts_follow_prompts() -> None:
             seen.append({name: t.clone() for name, t in part.items()})
             return super().loss(part, *rest)
 
-    learn(network_of(), Listening(model_of(0)), texts, config_of(on_policy_fraction=0.5, packing=False, epochs=1.0))
+    learn(
+        network_of(),
+        Listening(model_of(0)),
+        texts,
+        config_of(on_policy_fraction=0.5, packing=False, epochs=1.0),
+    )
     prompts = {tuple(t.ids[: t.prompt_length].tolist()) for t in texts}
     given = {tuple(t.ids.tolist()) for t in texts}
     whole = []
@@ -91,7 +99,9 @@ def test_on_policy_texts_follow_prompts() -> None:
 @pytest.mark.parametrize(("own", "refresh"), [(0.0, 1), (1.0, 1), (0.5, 2)])
 def test_resume_gives_same_bits(tmp_path: Path, own: float, refresh: int) -> None:
     texts, teacher = some_texts(16), model_of(0)
-    config = config_of(on_policy_fraction=own, sync_every=refresh, epochs=3.0, checkpoint_seconds=1e-9, divergence="reverse")
+    config = config_of(
+        on_policy_fraction=own, sync_every=refresh, epochs=3.0, checkpoint_seconds=1e-9, divergence="reverse"
+    )
 
     class KilledError(Exception):
         pass
@@ -171,7 +181,10 @@ def test_invalid_examples_are_rejected() -> None:
 def test_on_policy_needs_prompts_only() -> None:
     bare = [TokenizedExample(t.ids[: t.prompt_length], t.loss_mask[: t.prompt_length]) for t in some_texts(8)]
     told = learn(
-        network_of(), LiveTeacher(model_of(0)), bare, config_of(on_policy_fraction=1.0, divergence="reverse", epochs=1.0)
+        network_of(),
+        LiveTeacher(model_of(0)),
+        bare,
+        config_of(on_policy_fraction=1.0, divergence="reverse", epochs=1.0),
     )
     assert told[0]["loss_tokens"] == told[0]["on_policy_tokens"] > 0
 

@@ -1,4 +1,4 @@
-"""Students of every make: what they are made of, and that each can be taught."""
+"""Student models of every kind, and that each one learns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def mixed(**options: Any) -> TransformerConfig:
     head = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
     usual: dict[str, Any] = {
         "vocab_size": 264, "d_model": 32, "n_layers": 6, "mlp_hidden": 64,
-        "mixers": {"local": AttentionConfig(**head, window=4), "global": AttentionConfig(**head)}, "pattern": ("local", "local", "global"),
+        "mixers": {"local": AttentionConfig(**head, window=4), "global": AttentionConfig(**head)},
+        "pattern": ("local", "local", "global"),
     }  # fmt: skip
     return TransformerConfig(**{**usual, **options})
 
@@ -61,7 +62,7 @@ def test_select_layers_copies_teacher_layers() -> None:
 def test_select_layers_keeps_mixer_names() -> None:
     config = mixed(experts=MoEConfig(n_experts=3, top_k=2, hidden=16, dense_layers=(0, 5)))
     teacher = make_model(config, generator(0, "test"))
-    student = select_layers(teacher, 3)  # 0, 2, 5; evenly rounds 2.5 to 2
+    student = select_layers(teacher, 3)  # layers 0, 2, 5: 2.5 rounds to 2
     assert student.config.layer_names() == ["local", "global", "global"]
     assert student.config.experts.dense_layers == (0, 2)
     assert torch.equal(
@@ -109,7 +110,12 @@ def test_narrow_student_is_drawn_by_generator() -> None:
 
 @pytest.mark.parametrize(
     "student",
-    [{"width_multiplier": 0.5}, {"n_layers": 2}, {"n_heads": 1, "mlp_hidden": 32}, {"n_layers": 2, "mlp_hidden": 24}],
+    [
+        {"width_multiplier": 0.5},
+        {"n_layers": 2},
+        {"n_heads": 1, "mlp_hidden": 32},
+        {"n_layers": 2, "mlp_hidden": 24},
+    ],
 )
 def test_every_kind_of_student_learns(student: dict[str, Any]) -> None:
     teacher, texts = model_of(0, width=32, layers=3), some_texts(16)

@@ -1,4 +1,4 @@
-"""Rows: however texts are laid out, each token keeps its target, its mask and its streams; and a step is the same."""
+"""Batches of rows: every layout keeps targets, masks and streams, and gives the same step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts: what is learnt of them, and that what was sampled is never tokenised again."""
+"""Training examples: the loss mask, and unchanged sampled ids."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_completion_and_end_are_in_loss(prompt: str, answer: str) -> None:
 
 
 def test_concat_keeps_sampled_ids() -> None:
-    """ "ab" is a token here; a model may say "a", "b" all the same, and that is what it is to be judged by."""
+    """ "ab" is a token, but the model may sample "a", "b"; the sampled ids are kept."""
     words = Tokenizer([*(bytes([i]) for i in range(256)), b"ab"])
     writer = ExampleTokenizer(words)
-    said = [ord("a"), ord("b"), words.eos_id]
-    assert writer.prompt_completion("x", "ab").ids.tolist() != [*writer.prompt("x"), *said]
-    assert concat(writer.prompt("x"), said).ids.tolist() == [*writer.prompt("x"), *said]
+    completion = [ord("a"), ord("b"), words.eos_id]
+    assert writer.prompt_completion("x", "ab").ids.tolist() != [*writer.prompt("x"), *completion]
+    assert concat(writer.prompt("x"), completion).ids.tolist() == [*writer.prompt("x"), *completion]
 
 
 def test_conversation_masks_every_assistant_turn() -> None:
@@ -51,16 +51,16 @@ def test_conversation_masks_every_assistant_turn() -> None:
 
 
 def test_transcript_ends_after_last_message() -> None:
-    """A vocabulary without marks for turns: nothing else would ever end an answer."""
+    """Without turn tokens only the end id can end a completion."""
     writer = scribe()
-    said = ("user", "one"), ("assistant", "two"), ("user", "x")
-    asked = [{"role": role, "content": words} for role, words in said]
-    text = writer.prompt_completion(asked, " three\n\n")  # as a model samples it after the prompt
+    completion = ("user", "one"), ("assistant", "two"), ("user", "x")
+    asked = [{"role": role, "content": words} for role, words in completion]
+    text = writer.prompt_completion(asked, " three\n\n")  # as sampled after the prompt
     learnt = writer.tokenizer.decode(text.ids[text.loss_mask][:-1].tolist()).decode()
     assert learnt == " two\n\n three\n\n"
     assert text.ids[-1] in writer.stop_ids and text.loss_mask[-1]
     assert not set(text.ids[1:-1].tolist()) & writer.stop_ids
-    assert not set(writer.conversation(asked).ids[1:].tolist()) & writer.stop_ids  # a person spoke last
+    assert not set(writer.conversation(asked).ids[1:].tolist()) & writer.stop_ids  # the user spoke last
 
 
 def test_prompt_is_prefix_of_example() -> None:
@@ -86,10 +86,10 @@ def test_length_filter_counts_reasons() -> None:
     writer = scribe()
     given = ["1", "22222222222222", "", "3"]
 
-    def make(said: str) -> TokenizedExample:
-        if not said:
+    def make(completion: str) -> TokenizedExample:
+        if not completion:
             raise DataError("empty")
-        return writer.prompt_completion("q", said)
+        return writer.prompt_completion("q", completion)
 
     assert len(room.tokenize(given, make)) == 2
     assert room.rejected == {"longer than 8 ids": 1, "empty": 1}

@@ -1,4 +1,4 @@
-"""The network that is aligned: judged as the engine samples; adapters; the critic."""
+"""The policy: log-probabilities equal to the engine's, adapters, critic."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ def test_engine_log_probs_match_trainer(temperature: float) -> None:
     streams = [
         np.array([0.0] * len(p) + one.log_probs, np.float32) for p, one in zip(prompts, found, strict=True)
     ]
-    for part in (pad(texts, 0, {"said": streams}), pack(texts, 40, 0, {"said": streams})):
+    for part in (
+        pad(texts, 0, {"sampled_log_prob": streams}),
+        pack(texts, 40, 0, {"sampled_log_prob": streams}),
+    ):
         scored = net.score(part)["log_prob"]
         torch.testing.assert_close(
-            scored[part["loss_mask"]], part["said"][part["loss_mask"]], rtol=0, atol=1e-4
+            scored[part["loss_mask"]], part["sampled_log_prob"][part["loss_mask"]], rtol=0, atol=1e-4
         )
         assert not scored[~part["loss_mask"]].any()
 
 
 def test_context_hint_matches_engine_context() -> None:
-    """A decoder that was trained on short rows reads long ones by other tables, and short ones that may become long."""
+    """A decoder trained on short rows uses other rotary tables for long contexts."""
     plain = decoder()
     model = Decoder(plain.config.model_copy(update={"trained_length": 16}), torch.Generator())
     model.load_state_dict(plain.state_dict())
@@ -52,18 +55,21 @@ def test_context_hint_matches_engine_context() -> None:
             engine, prompts, policy_sampling(1.0), max_tokens=9, stop_ids=writer.stop_ids, seed=3
         )
         texts = [concat(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
-        said = [
+        sampled_log_prob = [
             np.array([0.0] * len(p) + one.log_probs, np.float32)
             for p, one in zip(prompts, found, strict=True)
         ]
         net = PolicyModel(model, banned_ids=banned_ids(writer, VOCAB, len(writer.tokenizer.token_bytes)))
-        for part in (pad(texts, 0, {"said": said}), pack(texts, 24, 0, {"said": said})):
+        for part in (
+            pad(texts, 0, {"sampled_log_prob": sampled_log_prob}),
+            pack(texts, 24, 0, {"sampled_log_prob": sampled_log_prob}),
+        ):
             mask = part["loss_mask"]
             torch.testing.assert_close(
-                net.score(part)["log_prob"][mask], part["said"][mask], rtol=0, atol=1e-4
+                net.score(part)["log_prob"][mask], part["sampled_log_prob"][mask], rtol=0, atol=1e-4
             )
         model.context_hint = 12 if room == 48 else 48
-        assert (net.score(part)["log_prob"][mask] - part["said"][mask]).abs().max() > 1e-3
+        assert (net.score(part)["log_prob"][mask] - part["sampled_log_prob"][mask]).abs().max() > 1e-3
 
 
 def test_banned_ids_are_never_sampled() -> None:
@@ -90,8 +96,8 @@ def test_adapter_trains_alone_and_merges() -> None:
     def objective(part: dict[str, torch.Tensor]):  # type: ignore[no-untyped-def]
         from whorl.objectives.next_token import Loss
 
-        judged = net.log_probs(part)
-        return Loss(-judged.log_prob.sum(), torch.tensor(float(len(judged.log_prob))))
+        output = net.log_probs(part)
+        return Loss(-output.log_prob.sum(), torch.tensor(float(len(output.log_prob))))
 
     start = objective(part).total.item()
     learner = make_learner(net, objective, config, positions=part["tokens"].numel())
@@ -120,9 +126,9 @@ def test_critic_values_every_position() -> None:
     assert found["value"].shape == found["log_prob"].shape == part["tokens"].shape
     assert net.value is not None
     torch.nn.init.ones_(net.value.weight)
-    judged = net.log_probs(part)
-    assert judged.value is not None
-    torch.testing.assert_close(net.score(part)["value"][part["loss_mask"]], judged.value)
+    output = net.log_probs(part)
+    assert output.value is not None
+    torch.testing.assert_close(net.score(part)["value"][part["loss_mask"]], output.value)
 
 
 def test_every_parameter_has_optimizer() -> None:

@@ -1,4 +1,4 @@
-"""Rows that begin alike, read once: the same log-probabilities and gradients as row by row."""
+"""Shared prompts: the same log-probabilities and gradients as plain rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB = 264
 
 
 def part(prompts: list[list[int]], answers: list[list[int]], extra: int = 0) -> dict[str, Tensor]:
-    """Rows of a prompt and an answer each; the answer is what counts."""
+    """Return rows of a prompt and a completion each; the completion is in the loss."""
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True)) - 1 + extra
     shape = (len(prompts), width)
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -36,21 +36,21 @@ def part(prompts: list[list[int]], answers: list[list[int]], extra: int = 0) -> 
 
 
 def ragged(seed: int = 0, groups: int = 4, answers: int = 4) -> dict[str, Tensor]:
-    """Groups of prompts of different lengths, answers of different lengths, one of them empty."""
+    """Return groups with prompts and completions of different lengths, one completion empty."""
     g = torch.Generator().manual_seed(seed)
 
     def ids(n: int) -> list[int]:
         return torch.randint(3, 250, (n,), generator=g).tolist()
 
-    prompts, said = [], []
+    prompts, completions = [], []
     for _ in range(groups):
         prompt = ids(int(torch.randint(1, 14, (), generator=g)))
         for k in range(answers):
             prompts.append(prompt)
-            said.append(
+            completions.append(
                 [] if (k == 1 and len(prompt) > 1) else ids(int(torch.randint(1, 6, (), generator=g)))
             )
-    return part(prompts, said, extra=2)
+    return part(prompts, completions, extra=2)
 
 
 def transformer(**changes: Any) -> TransformerConfig:
@@ -88,7 +88,7 @@ MODELS: dict[str, Any] = {
 def network(config: Any, **options: Any) -> PolicyModel:
     g = torch.Generator().manual_seed(1)
     model: LanguageModel = make_model(config, g)
-    with torch.no_grad():  # what begins at nought is drawn, or a mistake in it would not be seen
+    with torch.no_grad():  # zero-initialized parameters would hide errors
         for p in model.parameters():
             if not p.any():
                 p.normal_(0.0, 0.3, generator=g)
@@ -97,11 +97,11 @@ def network(config: Any, **options: Any) -> PolicyModel:
 
 def outcome(net: PolicyModel, rows: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     net.zero_grad()
-    judged = net.log_probs(rows, entropy=True)
-    weights = torch.linspace(-1, 1, len(judged.log_prob))
-    total = (judged.log_prob * weights).sum() + (judged.value.sum() if judged.value is not None else 0.0)
+    output = net.log_probs(rows, entropy=True)
+    weights = torch.linspace(-1, 1, len(output.log_prob))
+    total = (output.log_prob * weights).sum() + (output.value.sum() if output.value is not None else 0.0)
     total.backward()
-    return judged.log_prob.detach(), {
+    return output.log_prob.detach(), {
         n: (p.grad.to_dense() if p.grad.is_sparse else p.grad).clone()
         for n, p in net.named_parameters()
         if p.grad is not None
@@ -128,16 +128,14 @@ def test_shared_prefix_matches_plain_rows(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["decoder", "llama"])
-def test_shared_prefix_matches_plain_rows_equal_prompts(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_prefix_matches_plain_rows_equal_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[10 * g + i for i in range(9)] for g in (1, 2, 3) for _ in range(4)]
-    said = [[5 + r, 6, 7 + r][: 1 + r % 3] for r in range(12)]
-    holds(network(MODELS[name]), part(prompts, said), monkeypatch)
+    completions = [[5 + r, 6, 7 + r][: 1 + r % 3] for r in range(12)]
+    holds(network(MODELS[name]), part(prompts, completions), monkeypatch)
 
 
 def test_shared_prefix_with_irregular_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Targets with a gap (a conversation), a row without any, a row of padding alone, two rows that are the same."""
+    """Targets with a gap (a conversation), a row without targets, a padding row, two equal rows."""
     rows = ragged(5, groups=3, answers=4)
     rows = {name: torch.cat([t, t[:1]]) for name, t in rows.items()}
     some = rows["loss_mask"].sum(1).argmax()
@@ -149,7 +147,7 @@ def test_shared_prefix_with_irregular_rows(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gradients_have_same_bits_on_threads() -> None:
-    """Eight answers stand behind each prompt's last position: what flows into it is summed in one order."""
+    """Eight completions follow each prompt: their gradients are summed in a fixed order."""
     config = MODELS["llama"].model_copy(update={"d_model": 256})
     net, rows = network(config), ragged(7, groups=16, answers=16)
     threads = torch.get_num_threads()
@@ -184,13 +182,13 @@ def test_target_index_finds_every_target(seed: int, groups: int, answers: int) -
     places = torch.stack([found.row[found.target_index], found.column[found.target_index]], 1)
     rows_, columns = rows["loss_mask"].nonzero(as_tuple=True)
     assert torch.equal(places[:, 1], columns)
-    first = (
-        found.target_index < f * p
-    )  # a prompt's last position, which another row of the family may stand for
+    first = found.target_index < f * p  # the last position of a prompt, which may come from another row
     assert torch.equal(places[~first, 0], rows_[~first])
     prefix = columns[first] + 1
-    for here, there, n in zip(rows_[first].tolist(), places[first, 0].tolist(), prefix.tolist(), strict=True):
-        assert torch.equal(rows["tokens"][here, :n], rows["tokens"][there, :n])
+    for here, prefix_row, n in zip(
+        rows_[first].tolist(), places[first, 0].tolist(), prefix.tolist(), strict=True
+    ):
+        assert torch.equal(rows["tokens"][here, :n], rows["tokens"][prefix_row, :n])
 
 
 def test_nothing_shared_uses_plain_rows() -> None:

@@ -1,4 +1,4 @@
-"""Preference optimisation as a stage: five losses, whatever way a step is cut; killed and resumed; and that it learns."""
+"""Preference optimization as a stage: five losses, any split of a step, resume, and learning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import pytest
 import torch
 from tests.support.align.byte_model import network, scribe
 from tests.support.align.kill_at_step import Killed, kill_at
+from tests.support.align.stage_inputs import (
+    letter_pairs,
+    make_pair,
+    other_reference,
+    perturbed,
+    preference_config,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -42,48 +49,10 @@ OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 PAD = 0
 
 
-def pairs(n: int = 12, seed: int = 0) -> list[PreferencePair]:
-    """Prompts of letters; the chosen answer says the first letter again and again, the rejected one others."""
-    draw, writer = np.random.default_rng(seed), scribe()
-    found = []
-    for _ in range(n):
-        letters = "".join(draw.choice(list("abcdef"), draw.integers(1, 6)))
-        good, bad = (
-            letters[0] * int(draw.integers(1, 5)),
-            "".join(draw.choice(list("uvwxyz"), draw.integers(1, 9))),
-        )
-        found.append(
-            PreferencePair(
-                writer.prompt_completion(letters + ">", good), writer.prompt_completion(letters + ">", bad)
-            )
-        )
-    return found
-
-
-def config(objective: str = "dpo", **change: Any) -> PreferenceConfig:
-    given = {"seq_len": 32, "batch_size": 4, "lr_scale": 0.1, "optimizer": "adamw", **change}
-    return PreferenceConfig.model_validate({"objective": objective, **given})
-
-
-def moved(net: PolicyModel, seed: int = 5, by: float = 0.03) -> PolicyModel:
-    """Apart from what it was, so that policy and reference differ."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in net.named_parameters():
-            if p.requires_grad:
-                p.add_((0.1 if "/b" in name else by) * torch.randn(p.shape, generator=draw))
-    return net
-
-
-def stranger() -> PolicyModel:
-    """A reference that finds all of it less likely, so that KTO's divergence is above 0."""
-    return moved(network(), 7, 0.1)
-
-
 def gradients(net: PolicyModel, settings: PreferenceConfig) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics and gradients of one step over all pairs, by its micro-batches."""
-    data = _PreferenceBatches(pairs(), settings, PAD)
-    words, objective = data.reference_log_probs(stranger()), preference_objective(settings, net)
+    """Return metrics and gradients of one step over all pairs."""
+    data = _PreferenceBatches(letter_pairs(), settings, PAD)
+    words, objective = data.reference_log_probs(other_reference()), preference_objective(settings, net)
     parts = data.step_batches(list(range(data.pair_batches.n_units)), net, words, ProcessGroup())
     total: dict[str, float] = {"parts": len(parts), "loss": 0.0}
     for part in parts:
@@ -99,21 +68,23 @@ def gradients(net: PolicyModel, settings: PreferenceConfig) -> tuple[dict[str, f
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)], ids=["full", "lora"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_step_independent_of_layout_and_split(objective: str, lora: LoRAConfig | None) -> None:
-    net = moved(network(lora=lora))
-    want, expected = gradients(net, config(objective, micro_batch_tokens=100_000))
+    net = perturbed(network(lora=lora))
+    want, expected = gradients(net, preference_config(objective, micro_batch_tokens=100_000))
     assert want["parts"] == 1 and want["count"] == (24 if objective == "kto" else 12)
     assert want.get("kl", 1.0) > 0
     trained = {n for n, p in net.named_parameters() if p.requires_grad}
-    assert trained == expected.keys() and all(g.any() for g in expected.values())  # every one learns
+    assert trained == expected.keys() and all(
+        g.any() for g in expected.values()
+    )  # every parameter is trained
     for change in (
         {"micro_batch_tokens": 1},
         {"micro_batch_tokens": 64},
         {"packing": True},
         {"packing": True, "micro_batch_tokens": 50},
     ):
-        told, found = gradients(net, config(objective, **change))
-        assert told.pop("parts") > 1 or "micro_batch_tokens" not in change
-        for name, value in told.items():
+        result, found = gradients(net, preference_config(objective, **change))
+        assert result.pop("parts") > 1 or "micro_batch_tokens" not in change
+        for name, value in result.items():
             assert value == pytest.approx(want[name], rel=1e-4, abs=1e-4), (change, name)
         for name, g in found.items():
             torch.testing.assert_close(
@@ -122,10 +93,10 @@ def test_step_independent_of_layout_and_split(objective: str, lora: LoRAConfig |
 
 
 def test_dpo_loss_matches_manual_computation() -> None:
-    """Text by text, all logits, no rows: Rafailov et al., eq. 7."""
-    net, reference = moved(network()), network()
+    """Text by text with all logits: Rafailov et al., eq. 7."""
+    net, reference = perturbed(network()), network()
 
-    def said(of: PolicyModel, text: Any) -> Tensor:
+    def log_prob(of: PolicyModel, text: Any) -> Tensor:
         logits = of.model.logits(of.model(torch.from_numpy(text.ids)[None]))[0]
         assert of.banned_mask is not None
         log_p = logits.masked_fill(of.banned_mask, -torch.inf).log_softmax(-1)
@@ -136,15 +107,17 @@ def test_dpo_loss_matches_manual_computation() -> None:
         -F.logsigmoid(
             0.3
             * (
-                said(net, p.chosen)
-                - said(reference, p.chosen)
-                - said(net, p.rejected)
-                + said(reference, p.rejected)
+                log_prob(net, p.chosen)
+                - log_prob(reference, p.chosen)
+                - log_prob(net, p.rejected)
+                + log_prob(reference, p.rejected)
             )
         )
-        for p in pairs()
+        for p in letter_pairs()
     ]
-    found = evaluate_preferences(net, pairs(), config(beta=0.3), pad_id=PAD, reference=reference)
+    found = evaluate_preferences(
+        net, letter_pairs(), preference_config(beta=0.3), pad_id=PAD, reference=reference
+    )
     assert found["loss"] == pytest.approx(float(torch.stack(terms).mean().detach()), rel=1e-5)
     assert 0 < found["rewards/accuracy"] < 1 and found["rewards/margin"] == pytest.approx(
         found["rewards/chosen"] - found["rewards/rejected"], abs=1e-5
@@ -154,20 +127,24 @@ def test_dpo_loss_matches_manual_computation() -> None:
 def test_reference_is_initial_network() -> None:
     net, seen = network(), list[dict[str, float]]()
     train_preferences(
-        net, pairs(), config(epochs=4, lr_scale=0.01), pad_id=PAD, callback=lambda _, m: seen.append(m)
+        net,
+        letter_pairs(),
+        preference_config(epochs=4, lr_scale=0.01),
+        pad_id=PAD,
+        callback=lambda _, m: seen.append(m),
     )
     assert len(seen) == 12
     assert (
         seen[0]["loss"] == pytest.approx(np.log(2), abs=1e-4) and abs(seen[0]["rewards/margin"]) < 1e-4
-    )  # nothing has moved
+    )  # at the initial weights
     assert seen[-1]["rewards/margin"] > 0.01
-    again = evaluate_preferences(net, pairs(), config(), pad_id=PAD, reference=network())
+    again = evaluate_preferences(net, letter_pairs(), preference_config(), pad_id=PAD, reference=network())
     assert again["rewards/margin"] > 0.01 and again["rewards/accuracy"] > 0.9
 
 
 def test_mismatched_examples_use_other_prompts() -> None:
-    texts = [t for pair in pairs(8) for t in (pair.chosen, pair.rejected)]
-    made = mismatched_examples(texts, config("kto", seq_len=10))
+    texts = [t for pair in letter_pairs(8) for t in (pair.chosen, pair.rejected)]
+    made = mismatched_examples(texts, preference_config("kto", seq_len=10))
     assert len(made) == len(texts)
     for own, other in zip(texts, made, strict=True):
         n = own.prompt_length
@@ -182,23 +159,27 @@ def test_mismatched_examples_use_other_prompts() -> None:
         assert any(not np.array_equal(g.ids[: g.prompt_length], own.ids[:n]) for g in givers)
         assert len(other) <= 10
     assert (
-        mismatched_examples(texts[:2], config("kto")) == []
-    )  # one prompt alone: no divergence, and no error
-    train_preferences(network(), pairs(1), config("kto"), pad_id=PAD)
+        mismatched_examples(texts[:2], preference_config("kto")) == []
+    )  # with one prompt z is 0, without an error
+    train_preferences(network(), letter_pairs(1), preference_config("kto"), pad_id=PAD)
 
 
 def test_kto_pair_equals_two_examples() -> None:
-    both = [o for p in pairs() for o in (UnpairedExample(p.chosen, True), UnpairedExample(p.rejected, False))]
-    net, reference = moved(network()), stranger()
-    told = [
-        evaluate_preferences(net, given, config("kto"), pad_id=PAD, reference=reference)
-        for given in (pairs(), both)
+    both = [
+        o
+        for p in letter_pairs()
+        for o in (UnpairedExample(p.chosen, True), UnpairedExample(p.rejected, False))
     ]
-    assert told[0] == told[1] and told[0]["kl"] > 0
+    net, reference = perturbed(network()), other_reference()
+    result = [
+        evaluate_preferences(net, given, preference_config("kto"), pad_id=PAD, reference=reference)
+        for given in (letter_pairs(), both)
+    ]
+    assert result[0] == result[1] and result[0]["kl"] > 0
     only_good = evaluate_preferences(
-        net, both[::2], config("kto"), pad_id=PAD, reference=reference
-    )  # no NaN for the kind that is missing
-    assert only_good["rewards/chosen"] == pytest.approx(told[0]["rewards/chosen"], rel=1e-4)
+        net, both[::2], preference_config("kto"), pad_id=PAD, reference=reference
+    )  # no NaN for the missing class
+    assert only_good["rewards/chosen"] == pytest.approx(result[0]["rewards/chosen"], rel=1e-4)
     assert only_good["rewards/rejected"] == 0
 
 
@@ -232,9 +213,9 @@ def test_uninformative_items_are_rejected_and_counted() -> None:
     ]
     assert [o.label for o in tokenize_unpaired(writer, labelled, LengthFilter(16))] == [True]
     with pytest.raises(DataError, match="no preferences"):
-        train_preferences(network(), [], config(), pad_id=PAD)
+        train_preferences(network(), [], preference_config(), pad_id=PAD)
     with pytest.raises(DataError, match="single completions"):
-        train_preferences(network(), [UnpairedExample(one, True)], config(), pad_id=PAD)
+        train_preferences(network(), [UnpairedExample(one, True)], preference_config(), pad_id=PAD)
 
 
 def test_completion_masks_last_turn_only() -> None:
@@ -252,43 +233,41 @@ def test_completion_masks_last_turn_only() -> None:
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_resume_gives_same_bits(
-    tmp_path: Path, objective: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = config(objective, epochs=2, optimizer="muon")
-    whole = train_preferences(network(), pairs(), settings, pad_id=PAD).state_dict()
+def test_resume_gives_same_bits(tmp_path: Path, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = preference_config(objective, epochs=2, optimizer="muon")
+    whole = train_preferences(network(), letter_pairs(), settings, pad_id=PAD).state_dict()
     with pytest.raises(Killed):
         observe = kill_at(4, monkeypatch)
-        train_preferences(network(), pairs(), settings, pad_id=PAD, checkpoint_dir=tmp_path, callback=observe)
-    told: list[str] = []
-    again = moved(network())  # what is given is not what it goes on from; neither is it the reference
-    train_preferences(again, pairs(), settings, pad_id=PAD, checkpoint_dir=tmp_path, log=told.append)
-    assert any("continues at step 3 of" in line for line in told)
+        train_preferences(
+            network(), letter_pairs(), settings, pad_id=PAD, checkpoint_dir=tmp_path, callback=observe
+        )
+    result: list[str] = []
+    again = perturbed(network())  # neither the start of the resumed run nor the reference
+    train_preferences(again, letter_pairs(), settings, pad_id=PAD, checkpoint_dir=tmp_path, log=result.append)
+    assert any("continues at step 3 of" in line for line in result)
     for name, t in again.state_dict().items():
         assert torch.equal(t, whole[name]), name
     with pytest.raises(CheckpointError, match="texts"):
-        train_preferences(network(), pairs(seed=1), settings, pad_id=PAD, checkpoint_dir=tmp_path)
+        train_preferences(network(), letter_pairs(seed=1), settings, pad_id=PAD, checkpoint_dir=tmp_path)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_learns_preferences(objective: str) -> None:
-    """Which of two letters is better depends on the prompt: held-out prompts are answered as they should be."""
-    writer = scribe()
+    """The better of two letters depends on the prompt; held-out prompts are completed correctly."""
 
     def pair(letter: str, tail: str) -> PreferencePair:
         good, bad = ("x", "y") if letter < "d" else ("y", "x")
-        return PreferencePair(
-            writer.prompt_completion(f"{tail}{letter}>", good),
-            writer.prompt_completion(f"{tail}{letter}>", bad),
-        )
+        return make_pair(f"{tail}{letter}>", good, bad)
 
     draw = np.random.default_rng(0)
     made = [pair(draw.choice(list("abcdef")), "".join(draw.choice(list("uvw"), 3))) for _ in range(160)]
     net = network()
-    settings = config(objective, epochs=6, batch_size=16, lr_scale=0.3)
+    settings = preference_config(objective, epochs=6, batch_size=16, lr_scale=0.3)
     train_preferences(net, made[:128], settings, pad_id=PAD)
-    said = sequence_log_probs(net, [t for p in made[128:] for t in (p.chosen, p.rejected)], PAD).view(-1, 2)
-    assert (said[:, 0] > said[:, 1]).float().mean() > 0.95
+    log_prob = sequence_log_probs(net, [t for p in made[128:] for t in (p.chosen, p.rejected)], PAD).view(
+        -1, 2
+    )
+    assert (log_prob[:, 0] > log_prob[:, 1]).float().mean() > 0.95
 
 
 def test_sampled_ids_are_trained_unchanged() -> None:
@@ -296,9 +275,9 @@ def test_sampled_ids_are_trained_unchanged() -> None:
     prompt = writer.prompt("a>")
     one = PreferencePair(
         concat(prompt, [65, 66, writer.tokenizer.eos_id]), concat(prompt, [67])
-    )  # cut off: no end
+    )  # truncated: no end
     assert valid_pairs(writer, [one], LengthFilter(16)) == [one]
     before = sequence_log_probs(net := network(), [one.chosen, one.rejected], PAD)
-    train_preferences(net, [one], config(epochs=5), pad_id=PAD)
+    train_preferences(net, [one], preference_config(epochs=5), pad_id=PAD)
     after = sequence_log_probs(net, [one.chosen, one.rejected], PAD)
     assert after[0] - before[0] > after[1] - before[1]

@@ -1,16 +1,16 @@
-"""Reward models: read at the last token, learnt from pairs, kept in a folder, asked as a judge; and their report."""
+"""Reward models: reading the last token, learning, storage, verdicts, and the report."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.support.align.byte_model import decoder, scribe, tokenizer
 from tests.support.align.kill_at_step import Killed, kill_at
+from tests.support.align.stage_inputs import density_pairs, reward_config
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,32 +35,6 @@ PAD = 0
 LORA = LoRAConfig(rank=2, alpha=4.0)
 
 
-def config(**change: Any) -> RewardConfig:
-    return RewardConfig.model_validate(
-        {"seq_len": 32, "batch_size": 8, "lr_scale": 0.1, "optimizer": "adamw", **change}
-    )
-
-
-def pairs(n: int, seed: int = 0) -> list[PreferencePair]:
-    """The better answer to digits has more of the prompt's digit in it; both may be short or long."""
-    draw, writer = np.random.default_rng(seed), scribe()
-    found = []
-    for _ in range(n):
-        letter = str(draw.choice(list("abcd")))
-        said = []
-        for share in (0.8, 0.2):
-            size = int(draw.integers(3, 9))
-            said.append("".join(letter if draw.random() < share else "z" for _ in range(size)))
-        good, bad = sorted(said, key=lambda s: -s.count(letter) / len(s))
-        if good.count(letter) * len(bad) > bad.count(letter) * len(good):
-            found.append(
-                PreferencePair(
-                    writer.prompt_completion(letter + ">", good), writer.prompt_completion(letter + ">", bad)
-                )
-            )
-    return found
-
-
 def texts_of(given: list[PreferencePair]) -> list[TokenizedExample]:
     return [text for pair in given for text in (pair.chosen, pair.rejected)]
 
@@ -81,17 +55,17 @@ def gradients(
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_step_independent_of_layout_and_split(lora: LoRAConfig | None) -> None:
-    model, given = RewardModel(decoder(), lora=lora), pairs(12)
+    model, given = RewardModel(decoder(), lora=lora), density_pairs(12)
     with torch.no_grad():
         for p in model.factors.values():
-            p.add_(0.1)  # an adapter begins as no change, and half of it without a gradient
-    parts, total, expected = gradients(model, given, config(micro_batch_tokens=100_000))
+            p.add_(0.1)  # an initial adapter is zero, and half of it has no gradient
+    parts, total, expected = gradients(model, given, reward_config(micro_batch_tokens=100_000))
     assert parts == 1
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert trained == expected.keys() == model.param_optims(config().optim()).keys()
+    assert trained == expected.keys() == model.param_optims(reward_config().optim()).keys()
     assert all(g.any() for g in expected.values()) and "model.head" not in trained
     for change in ({"micro_batch_tokens": 1}, {"packing": True}, {"packing": True, "micro_batch_tokens": 60}):
-        n, loss, found = gradients(model, given, config(**change))
+        n, loss, found = gradients(model, given, reward_config(**change))
         assert loss == pytest.approx(total, rel=1e-5) and (n > 1 or "micro_batch_tokens" not in change)
         for name, g in found.items():
             torch.testing.assert_close(
@@ -100,7 +74,7 @@ def test_step_independent_of_layout_and_split(lora: LoRAConfig | None) -> None:
 
 
 def test_reward_reads_last_token() -> None:
-    model, given = RewardModel(decoder(), seed=3), texts_of(pairs(10))
+    model, given = RewardModel(decoder(), seed=3), texts_of(density_pairs(10))
     by_hand = [
         F.linear(model.model(torch.from_numpy(text.ids)[None])[0, -1].detach(), model.value.weight.detach())
         for text in given
@@ -108,38 +82,36 @@ def test_reward_reads_last_token() -> None:
     scored = model.score_examples(given)
     torch.testing.assert_close(scored, torch.cat(by_hand), rtol=1e-4, atol=1e-5)
     cut = [TokenizedExample(text.ids[:-1], text.loss_mask[:-1]) for text in given]
-    assert (model.score_examples(cut) != scored).all()  # the end is read
+    assert (model.score_examples(cut) != scored).all()  # the last id matters
     order = np.random.default_rng(0).permutation(len(given))
     torch.testing.assert_close(
         model.score_examples([given[n] for n in order]), scored[order], rtol=1e-4, atol=1e-5
     )
 
 
-def test_resume_gives_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, given = config(epochs=2, optimizer="muon"), pairs(24)
+def test_resume_gives_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, given = reward_config(epochs=2, optimizer="muon"), density_pairs(24)
     whole = train_reward_model(RewardModel(decoder()), given, settings, pad_id=PAD).state_dict()
     observe = kill_at(3, monkeypatch)
     with pytest.raises(Killed):
         train_reward_model(
             RewardModel(decoder()), given, settings, pad_id=PAD, checkpoint_dir=tmp_path, callback=observe
         )
-    told: list[str] = []
+    messages: list[str] = []
     again = RewardModel(decoder(seed=1), seed=1)
-    train_reward_model(again, given, settings, pad_id=PAD, checkpoint_dir=tmp_path, log=told.append)
-    assert any("continues at step 2 of" in line for line in told)
+    train_reward_model(again, given, settings, pad_id=PAD, checkpoint_dir=tmp_path, log=messages.append)
+    assert any("continues at step 2 of" in line for line in messages)
     for name, t in again.state_dict().items():
-        if name != "model.head":  # of another seed, and nobody's business
+        if name != "model.head":  # of another seed, and unused
             assert torch.equal(t, whole[name]), name
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_reward_model_learns_and_reloads(tmp_path: Path, lora: LoRAConfig | None) -> None:
     model, seen = RewardModel(decoder(), lora=lora), list[dict[str, float]]()
-    settings = config(epochs=6, batch_size=16, lr_scale=1.0 if lora else 0.3)
-    train_reward_model(model, pairs(160), settings, pad_id=PAD, callback=lambda _, m: seen.append(m))
-    held = pairs(80, seed=9)
+    settings = reward_config(epochs=6, batch_size=16, lr_scale=1.0 if lora else 0.3)
+    train_reward_model(model, density_pairs(160), settings, pad_id=PAD, callback=lambda _, m: seen.append(m))
+    held = density_pairs(80, seed=9)
     found = evaluate_reward_model(model, held)
     assert found.accuracy > 0.85, found.table()
     assert seen[-1]["rewards/margin"] > seen[0]["rewards/margin"] and seen[-1]["rewards/accuracy"] > 0.7
@@ -161,8 +133,8 @@ def test_reward_model_learns_and_reloads(tmp_path: Path, lora: LoRAConfig | None
 def test_load_rejects_missing_and_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read a reward model"):
         load_reward_model(tmp_path)
-    save_reward_model(RewardModel(decoder()), tmp_path / "a", config=config(), trained_on={})
-    save_reward_model(RewardModel(decoder(d_model=16)), tmp_path / "b", config=config(), trained_on={})
+    save_reward_model(RewardModel(decoder()), tmp_path / "a", config=reward_config(), trained_on={})
+    save_reward_model(RewardModel(decoder(d_model=16)), tmp_path / "b", config=reward_config(), trained_on={})
     (tmp_path / "a" / "reward.safetensors").write_bytes((tmp_path / "b" / "reward.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="the width of the model"):
         load_reward_model(tmp_path / "a")
@@ -209,21 +181,21 @@ def test_report_detects_length_bias_and_overconfidence() -> None:
         + int((lengths[:, 0] == lengths[:, 1]).sum())
         == 4000
     )
-    # Rewards by which the outcome is drawn are calibrated; four times as large they are too sure, and as accurate.
+    # Rewards that define the outcome are calibrated; four times larger they are overconfident and equally accurate.
     truth = torch.randn(4000, 2, generator=draw)
     chosen = torch.rand(4000, generator=draw) < torch.sigmoid(truth[:, 0] - truth[:, 1])
     honest = torch.where(chosen[:, None], truth, truth.flip(1))
-    good, sure = make_reward_report(honest, lengths), make_reward_report(4 * honest, lengths)
+    good, overconfident = make_reward_report(honest, lengths), make_reward_report(4 * honest, lengths)
     assert (
-        good.calibration.expected_error < 0.03 < 0.15 < sure.calibration.expected_error
-        and good.accuracy == sure.accuracy
+        good.calibration.expected_error < 0.03 < 0.15 < overconfident.calibration.expected_error
+        and good.accuracy == overconfident.accuracy
     )
     assert (
         abs(good.length_bias.reward_correlation) < 0.05
         and abs(good.length_bias.model_longer_fraction - 0.5) < 0.05
     )
-    json.dumps(sure.to_json(), allow_nan=False)
-    assert "calibration error" in sure.table() and len(sure.table().splitlines()) >= 8
+    json.dumps(overconfident.to_json(), allow_nan=False)
+    assert "calibration error" in overconfident.table() and len(overconfident.table().splitlines()) >= 8
     same = make_reward_report(torch.zeros(3, 2), torch.ones(3, 2))
     assert (
         same.accuracy == 0.5

@@ -1,4 +1,4 @@
-"""Every stage on another device than the CPU: a pretended one on any machine (`pretend.py`), a GPU where there is one."""
+"""Every stage on another device than the CPU: a fake one on any machine (`fake_device.py`), a GPU where is_fake is one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.align.byte_model import network, tokenizer
-from tests.support.align.fake_device import DEVICE, Mixed, Pretend, there
-from tests.support.align.stage_runs import STAGES, Killed, Lesson, ahead, begin, weights
+from tests.support.align.fake_device import DEVICE, FakeDevice, MixedDevices, is_fake
+from tests.support.align.stage_inputs import MOE
+from tests.support.align.stage_runs import STAGES, Killed, StageRun, ahead, begin, weights
 from torch import Tensor
 
 from whorl.align.config import AsyncRolloutConfig
@@ -20,7 +21,6 @@ from whorl.align.rl.rollout import RolloutWorker, assign_devices
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe
 from whorl.models import make_model, save_model
-from whorl.models.transformer_config import AttentionConfig, MoEConfig, TransformerConfig
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store
 from whorl.tracking.progress import Progress
@@ -37,20 +37,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pretended() -> Iterator[None]:
-    with Pretend():
+    with FakeDevice():
         yield
 
 
-def alike(found: list[dict[str, float]], wanted: list[dict[str, float]], within: float, *names: str) -> None:
-    """Every figure of every step, or those alone."""
-    assert [set(told) for told in found] == [set(told) for told in wanted]
-    for told, other in zip(found, wanted, strict=True):
-        for name in set(names or told) & set(told):
-            assert told[name] == pytest.approx(other[name], rel=within, abs=within), name
+def assert_metrics_close(
+    found: list[dict[str, float]], wanted: list[dict[str, float]], within: float, *names: str
+) -> None:
+    """Compare all metrics of every step, or only `names`."""
+    assert [set(metrics) for metrics in found] == [set(metrics) for metrics in wanted]
+    for metrics, other in zip(found, wanted, strict=True):
+        for name in set(names or metrics) & set(metrics):
+            assert metrics[name] == pytest.approx(other[name], rel=within, abs=within), name
 
 
-def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """How far, as a share of what they are."""
+def relative_distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the relative distance of two sets of weights."""
     pairs = [(found[name].flatten(), tensor.flatten()) for name, tensor in wanted.items()]
     a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
     return float((a - b).norm() / b.norm())
@@ -80,70 +82,63 @@ def test_fake_device_rejects_mixed_devices(pretended: None) -> None:
         lambda: torch.cat([x, torch.zeros(1, 4)]),
         lambda: torch.zeros(3).index_add_(0, torch.arange(3), x[0, :3]),
     ):
-        with pytest.raises(Mixed):
+        with pytest.raises(MixedDevices):
             wrong()
     with pytest.raises(TypeError, match="move it first"):
         x.numpy()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_stage_keeps_tensors_on_device(
-    stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One mixture anywhere would be an error. The numbers are the CPU's, which computes them, to the bit; but what is
-    sampled is drawn in another way there, whose rounding differs."""
-    # Which kernel is the fastest is a matter of the device, and kernels round differently: here both sides take one.
+def test_stage_keeps_tensors_on_device(stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of devices is an error.
+
+    The numbers are those of the CPU, bit for bit, except where sampling uses another path with other rounding.
+    """
+    # Kernel choice depends on the device, and kernels round differently: both sides use one kernel.
     monkeypatch.setattr("whorl.nn.attention.backends._select_backend", lambda *_: "sdpa")
-    plain, lesson = Lesson(folder, "cpu"), Lesson(folder, HERE)
+    plain, run = StageRun(folder, "cpu"), StageRun(folder, HERE)
     wanted = weights(STAGES[stage](plain))
-    with Pretend():
-        learnt = STAGES[stage](lesson)
-        assert all(there(t) for t in (*learnt.parameters(), *learnt.buffers()))
+    with FakeDevice():
+        learnt = STAGES[stage](run)
+        assert all(is_fake(t) for t in (*learnt.parameters(), *learnt.buffers()))
         found = weights(learnt)
-    within = 1e-3 if any("logprob_diff_max" in told for told in plain.told) else 0.0
-    alike(lesson.told, plain.told, within)
-    assert apart(found, wanted) <= within
+    within = 1e-3 if any("logprob_diff_max" in metrics for metrics in plain.history) else 0.0
+    assert_metrics_close(run.history, plain.history, within)
+    assert relative_distance(found, wanted) <= within
 
 
-@pytest.mark.parametrize("stage", ["sft", "kto", "ppo", "distil-own"])
-def test_stage_resumes_on_device_and_cpu(
-    stage: str, folder: Path, tmp_path: Path, pretended: None
-) -> None:
-    """Weights, moments and what was said before the first step go to the device again; and a CPU can go on as well."""
-    first = Lesson(folder, HERE)
+@pytest.mark.parametrize("stage", ["sft", "kto", "ppo", "distil-on-policy"])
+def test_stage_resumes_on_device_and_cpu(stage: str, folder: Path, tmp_path: Path, pretended: None) -> None:
+    """Weights, optimizer state and precomputed values return to the device; the CPU can resume too."""
+    first = StageRun(folder, HERE)
     whole = weights(STAGES[stage](first))
     with pytest.raises(Killed):
-        STAGES[stage](Lesson(folder, HERE, tmp_path, kill=3))
+        STAGES[stage](StageRun(folder, HERE, tmp_path, kill=3))
     for device, within in ((HERE, 0.0), ("cpu", 1e-3)):
-        again = Lesson(folder, device, tmp_path)
-        assert apart(weights(STAGES[stage](again)), whole) <= within
-        assert len(again.told) < len(first.told)
+        again = StageRun(folder, device, tmp_path)
+        assert relative_distance(weights(STAGES[stage](again)), whole) <= within
+        assert len(again.history) < len(first.history)
 
 
 def test_stage_with_experts_stays_on_device(tmp_path: Path, pretended: None) -> None:
-    heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
-    shape = TransformerConfig(
-        vocab_size=264, d_model=32, n_layers=2, mlp_hidden=32, max_length=64, mixers={"full": heads},
-        experts=MoEConfig(n_experts=4, top_k=2, hidden=16, bias_balance=True),
-    )  # fmt: skip
-    save_model(make_model(shape, generator(0, "weights")), tmp_path / "mixture")
+    save_model(make_model(MOE, generator(0, "weights")), tmp_path / "mixture")
     tokenizer(tmp_path / "mixture")
-    for stage in ("sft", "grpo", "distil-own"):
-        assert all(map(there, STAGES[stage](Lesson(tmp_path / "mixture", HERE)).parameters()))
+    for stage in ("sft", "grpo", "distil-on-policy"):
+        assert all(map(is_fake, STAGES[stage](StageRun(tmp_path / "mixture", HERE)).parameters()))
 
 
 def test_async_worker_gets_device_weights(folder: Path, pretended: None) -> None:
-    lesson = Lesson(folder, HERE)
-    ahead(lesson)
-    assert all(told["logprob_diff_max"] < 1e-4 for told in lesson.told[:-1])
+    run = StageRun(folder, HERE)
+    ahead(run)
+    assert all(metrics["logprob_diff_max"] < 1e-4 for metrics in run.history[:-1])
 
 
 @pytest.mark.parametrize(
     ("learner", "gpus", "ahead", "wanted"),
     [
-        ("cuda:0", 1, {"workers": 0}, ["cuda:0"]),  # in lock-step: where the learner is
+        ("cuda:0", 1, {"workers": 0}, ["cuda:0"]),  # lockstep: the learner's device
         ("cpu", 2, {"workers": 2}, ["cpu", "cpu"]),
-        ("cuda:0", 1, {"workers": 2}, ["cpu", "cpu"]),  # the learner has the only one
+        ("cuda:0", 1, {"workers": 2}, ["cpu", "cpu"]),  # the learner has the only GPU
         ("cuda:0", 3, {"workers": 3}, ["cuda:1", "cuda:2", "cuda:1"]),
         ("cuda:1", 2, {"workers": 1}, ["cuda:0"]),
         ("cuda:0", 3, {"workers": 2, "device": "cpu"}, ["cpu", "cpu"]),
@@ -155,7 +150,7 @@ def test_async_worker_gets_device_weights(folder: Path, pretended: None) -> None
             1,
             {"workers": 2, "backend": "ray", "device": "cuda"},
             ["cuda", "cuda"],
-        ),  # each sees its own alone
+        ),  # each actor sees only its own GPU
     ],
 )
 def test_assign_devices_by_setting(
@@ -234,7 +229,7 @@ batch_size = 6
 def test_recipe_runs_on_other_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
 ) -> None:
-    """The steps themselves: figures before and after, a judge, an adapter that is merged on the way."""
+    """The recipe steps: metrics before and after, a reward model, a merged adapter."""
     found = replace(probe(dtype="float32"), device=HERE)
     monkeypatch.setattr("whorl.machine.device_probe.probe", lambda: found)
     monkeypatch.chdir(tmp_path)
@@ -253,28 +248,32 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=GPU) for stage in STAGES])
 def test_gpu_matches_cpu(stage: str, folder: Path) -> None:
     """A few steps in fp32: sums in another order, so close and not equal."""
-    plain, lesson = Lesson(folder, "cpu"), Lesson(folder, "cuda")
-    wanted, learnt = weights(STAGES[stage](plain)), STAGES[stage](lesson)
+    plain, run = StageRun(folder, "cpu"), StageRun(folder, "cuda")
+    wanted, learnt = weights(STAGES[stage](plain)), STAGES[stage](run)
     assert all(p.is_cuda for p in learnt.parameters())
-    alike(lesson.told, plain.told, 2e-2, "loss", "nll", "kl", "grad_norm", "reward", "rewards/margin")
-    assert apart(weights(learnt), wanted) < 1e-2
-    assert all(told["logprob_diff_max"] < 1e-4 for told in lesson.told if "logprob_diff_max" in told)
+    assert_metrics_close(
+        run.history, plain.history, 2e-2, "loss", "nll", "kl", "grad_norm", "reward", "rewards/margin"
+    )
+    assert relative_distance(weights(learnt), wanted) < 1e-2
+    assert all(metrics["logprob_diff_max"] < 1e-4 for metrics in run.history if "logprob_diff_max" in metrics)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=GPU) for s in ("sft", "kto", "ppo", "distil-own")])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(s, marks=GPU) for s in ("sft", "kto", "ppo", "distil-on-policy")]
+)
 def test_gpu_resumes_after_kill(stage: str, folder: Path, tmp_path: Path) -> None:
-    """Not to the bit, since a GPU's sums by atomic additions have no order; but not from the beginning either."""
-    first = Lesson(folder, "cuda")
+    """Not bit for bit, since atomic additions on a GPU have no order."""
+    first = StageRun(folder, "cuda")
     whole = weights(STAGES[stage](first))
     with pytest.raises(Killed):
-        STAGES[stage](Lesson(folder, "cuda", tmp_path, kill=3))
-    again = Lesson(folder, "cuda", tmp_path)
-    assert apart(weights(STAGES[stage](again)), whole) < 1e-2
-    assert len(again.told) < len(first.told)
+        STAGES[stage](StageRun(folder, "cuda", tmp_path, kill=3))
+    again = StageRun(folder, "cuda", tmp_path)
+    assert relative_distance(weights(STAGES[stage](again)), whole) < 1e-2
+    assert len(again.history) < len(first.history)
 
 
 @pytest.mark.parametrize("device", [pytest.param(device, marks=GPU) for device in ("auto", "cpu", "cuda")])
 def test_async_worker_with_gpu_learner(device: str, folder: Path) -> None:
-    lesson = Lesson(folder, "cuda")
-    ahead(lesson, device)
-    assert all(told["logprob_diff_max"] < 1e-4 for told in lesson.told[:-1])
+    run = StageRun(folder, "cuda")
+    ahead(run, device)
+    assert all(metrics["logprob_diff_max"] < 1e-4 for metrics in run.history[:-1])

@@ -1,4 +1,4 @@
-"""What n answers are worth: against counting over all subsets; intervals against what they promise."""
+"""pass@n, best of n and majority against all subsets; intervals against their coverage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def subsets(total: int, n: int) -> list[tuple[int, ...]]:
 
 
 def samples(rng: np.random.Generator, tasks: int, total: int) -> tuple[np.ndarray, list[list[str]]]:
-    said = [[str(rng.integers(4)) for _ in range(total)] for _ in range(tasks)]
-    return np.array([[a == "0" for a in row] for row in said]), said
+    answers = [[str(rng.integers(4)) for _ in range(total)] for _ in range(tasks)]
+    return np.array([[a == "0" for a in row] for row in answers]), answers
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
@@ -33,7 +33,7 @@ def test_pass_at_k_matches_subsets(n: int) -> None:
 def test_best_of_n_matches_subsets_and_ties(n: int) -> None:
     rng = np.random.default_rng(1)
     right, _ = samples(rng, 8, 6)
-    scores = rng.integers(3, size=right.shape).astype(float)  # many alike
+    scores = rng.integers(3, size=right.shape).astype(float)  # many ties
 
     def one(good: np.ndarray, score: np.ndarray) -> float:
         found = []
@@ -54,9 +54,9 @@ def test_best_by_verifier_equals_pass_at_k() -> None:
 
 
 def test_majority_at_k_matches_subsets() -> None:
-    right, said = samples(np.random.default_rng(3), 5, 7)
-    said[0] = ["", "", "0", "1", "", "1", ""]  # those that say nothing do not vote
-    right[0] = [a == "0" for a in said[0]]
+    right, answers = samples(np.random.default_rng(3), 5, 7)
+    answers[0] = ["", "", "0", "1", "", "1", ""]  # empty answers do not vote
+    right[0] = [a == "0" for a in answers[0]]
 
     def one(row: list[str], n: int) -> float:
         found = []
@@ -66,17 +66,17 @@ def test_majority_at_k_matches_subsets() -> None:
             found.append(top.count("0") / len(top) if top else 0.0)
         return float(np.mean(found))
 
-    found = majority_at_k(right, said, [1, 3, 7], np.random.default_rng(0), subsets=20_000)
+    found = majority_at_k(right, answers, [1, 3, 7], np.random.default_rng(0), subsets=20_000)
     for n, values in found.items():
-        np.testing.assert_allclose(values, [one(row, n) for row in said], atol=0.015)
+        np.testing.assert_allclose(values, [one(row, n) for row in answers], atol=0.015)
 
 
 def test_majority_helps_frequent_answers_only() -> None:
     often = [["0"] * 6 + ["1"] * 2 + ["2"] * 2]
     rare = [["1"] * 6 + ["0"] * 4]
-    for said, better in ((often, True), (rare, False)):
-        right = np.array([[a == "0" for a in said[0]]])
-        found = majority_at_k(right, said, [1, 9], np.random.default_rng(0))
+    for answers, better in ((often, True), (rare, False)):
+        right = np.array([[a == "0" for a in answers[0]]])
+        found = majority_at_k(right, answers, [1, 9], np.random.default_rng(0))
         assert (found[9][0] > found[1][0]) == better
 
 
@@ -92,7 +92,7 @@ def test_estimate_is_wilson_for_single_samples() -> None:
 
 
 def test_estimate_covers_correlated_samples() -> None:
-    """Tasks differ, samples of one are alike: counted as so many single samples it would be far too narrow."""
+    """Tasks differ, and samples of one task are correlated: an interval over single samples would be too narrow."""
     rng = np.random.default_rng(4)
     truth, held, width = 0.4, 0, []
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""Test-time scaling: a scripted engine says where cuts and continuations go; a real one says that they are sampled after."""
+"""Test-time scaling: a scripted engine checks cuts and continuations, a real one checks sampling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bytes_of(ids: Sequence[int]) -> bytes:
 
 
 class Script:
-    """In place of `answer`: what is said after a prompt is a function of the prompt, and what was asked is kept."""
+    """Replaces `sample_completions`: the completion is a function of the prompt, and the requests are recorded."""
 
     def __init__(self, says: dict[bytes, str]) -> None:
         self.says, self.asked = says, []
@@ -37,8 +37,15 @@ class Script:
         for ids in prompts:
             self.asked.append((bytes_of(ids).decode(), rest["max_tokens"]))
             text = next(v for k, v in reversed(self.says.items()) if bytes_of(ids).endswith(k))
-            said = [*text.encode(), EOS][: rest["max_tokens"]]  # type: ignore[misc]
-            found.append(Completion(said, [-0.5] * len(said), [0] * len(said), said[-1] == EOS))
+            completion_ids = [*text.encode(), EOS][: rest["max_tokens"]]  # type: ignore[misc]
+            found.append(
+                Completion(
+                    completion_ids,
+                    [-0.5] * len(completion_ids),
+                    [0] * len(completion_ids),
+                    completion_ids[-1] == EOS,
+                )
+            )
         rest["on_finished"](len(prompts))  # type: ignore[operator]
         return found
 
@@ -57,34 +64,32 @@ TASK = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="9")
 THINKS = {b"2+3+4\n": "2+3=5\n5+4=9\n#### 9", b"2+3=5\n#### ": "5", b"5+4\n#### ": "9", b"5+\n#### ": "8"}
 
 
-def test_budget_cuts_thinking_and_adds_marker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    got, asked = run(monkeypatch, THINKS, TASK, thinking_budgets=(6, 9, 8, 12), max_continuations=0)
+def test_budget_cuts_thinking_and_adds_marker(monkeypatch: pytest.MonkeyPatch) -> None:
+    got, requests = run(monkeypatch, THINKS, TASK, thinking_budgets=(6, 9, 8, 12), max_continuations=0)
     assert [p.compute for p in got.curves["stopped"]] == [6, 8, 9, 12]
     assert [p.accuracy for p in got.curves["stopped"]] == [0, 0, 1, 1]
-    assert [text for text, _ in asked[1:4]] == [
+    assert [text for text, _ in requests[1:4]] == [
         "2+3+4\n2+3=5\n#### ", "2+3+4\n2+3=5\n5+\n#### ", "2+3+4\n2+3=5\n5+4\n#### ",
     ]  # fmt: skip
-    assert {limit for _, limit in asked[1:]} == {4}
-    # Cost: what was cut and the answer with its end; at 12 the sample itself, which was not sampled anew.
+    assert {limit for _, limit in requests[1:]} == {4}
+    # Cost: the cut and the answer with its end; at 12 the sample itself, which is not sampled again.
     assert [p.tokens for p in got.curves["stopped"]] == [6 + 2, 8 + 2, 9 + 2, 19]
     assert got.curves["stopped"] == got.curves["continued"]
 
 
-def test_early_end_is_continued_on_one_trace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_early_end_is_continued_on_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     says = {
         b"2+3+4\n": "2+3=5\n#### 5", b"5\nWait\n": "5+4=9\n#### 9", b"9\nWait\n": "#### 7",
         b"#### ": "1", b"5+4=9\n#### ": "9",
     }  # fmt: skip
-    got, asked = run(monkeypatch, says, TASK, thinking_budgets=(6, 17, 30), continuation_text="Wait\n", max_continuations=2)
+    got, requests = run(
+        monkeypatch, says, TASK, thinking_budgets=(6, 17, 30), continuation_text="Wait\n", max_continuations=2
+    )
     assert [p.accuracy for p in got.curves["stopped"]] == [0, 0, 0]
-    # 6 and 17 cut the path; at 30 it has ended for the third time, and what it says then counts.
+    # 6 and 17 cut the trace; at 30 it ends for the third time, and that answer counts.
     assert [p.accuracy for p in got.curves["continued"]] == [0, 1, 0]
     assert [p.tokens for p in got.curves["continued"]] == [6 + 2, 17 + 2, 22 + 7]
-    again = [text for text, _ in asked if text.endswith("Wait\n")]
+    again = [text for text, _ in requests if text.endswith("Wait\n")]
     assert again == ["2+3+4\n2+3=5\nWait\n", "2+3+4\n2+3=5\nWait\n5+4=9\nWait\n"]
 
 
@@ -111,7 +116,7 @@ def test_vote_key_normalizes_numbers() -> None:
 def test_failed_verifications_count_at_each_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     fails = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="what?")
     got, _ = run(monkeypatch, THINKS, fails, thinking_budgets=(6, 9), max_continuations=0)
-    assert got.n_failed == 1 + 2 * 2  # the sample, then both budgets of both curves
+    assert got.n_failed == 1 + 2 * 2  # the sample, and both budgets of both curves
     assert got.first_failure.startswith("raised: DataError")
     raises = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="9")
     assert (
@@ -122,10 +127,10 @@ def test_failed_verifications_count_at_each_budget(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def drawn() -> ScalingResult:
-    """A real engine and a judge whose right answer is the commonest first byte class."""
+    """A real engine, and a verifier that accepts even lengths."""
     tasks = [VerifiableTask(f"t{k}", prompt=chr(97 + k), verifier="custom", answer="") for k in range(6)]
     engine = rollout_engine(decoder(), scribe(), sequences=16, max_length=64)
-    told: list[int] = []
+    finished: list[int] = []
     config = ScalingConfig(
         n_samples=4,
         max_completion_tokens=12,
@@ -149,18 +154,28 @@ def drawn() -> ScalingResult:
             config,
             judge,
             scorers={"short": short},
-            on_finished=told.append,  # type: ignore[arg-type]
+            on_finished=finished.append,  # type: ignore[arg-type]
         )
 
     first = once()
-    assert sum(told) >= 24 and first == once()  # the same seed, the same figures
+    assert sum(finished) >= 24 and first == once()  # the same seed gives the same result
     return first
 
 
 def test_curves_share_one_set_of_samples(drawn: ScalingResult) -> None:
-    assert set(drawn.curves) == {"stopped", "continued", "majority_at_k", "pass_at_k", "max_log_prob", "short"}
-    first = {name: drawn.curves[name][0].accuracy for name in ("majority_at_k", "pass_at_k", "max_log_prob", "short")}
-    assert len({round(a, 9) for a in first.values()}) == 1  # of one sample there is no choice
+    assert set(drawn.curves) == {
+        "stopped",
+        "continued",
+        "majority_at_k",
+        "pass_at_k",
+        "max_log_prob",
+        "short",
+    }
+    first = {
+        name: drawn.curves[name][0].accuracy
+        for name in ("majority_at_k", "pass_at_k", "max_log_prob", "short")
+    }
+    assert len({round(a, 9) for a in first.values()}) == 1  # one sample offers no choice
     ranges = [p for points in drawn.curves.values() for p in points]
     assert all(0 <= p.low <= p.accuracy <= p.high <= 1 and p.high - p.low > 0.05 for p in ranges)
     assert [p.compute for p in drawn.curves["pass_at_k"]] == [1, 2, 4]

@@ -1,4 +1,4 @@
-"""Estimators against definitions written as plain sums, and the identities that make them one family."""
+"""Estimators against plain sums, and the identities between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**31))
 
 
 def steps(shape: tuple[int, int, int], ends: float = 0.25) -> Trajectory:
-    """Random experience whose `next_value` is the next value wherever an episode goes on."""
+    """Return random steps whose `next_value` is the next value inside an episode."""
     length, batch, seed = shape
     g = torch.Generator().manual_seed(seed)
     value, beyond = (torch.randn(length, batch, generator=g, dtype=torch.float64) for _ in range(2))
@@ -33,7 +33,7 @@ def steps(shape: tuple[int, int, int], ends: float = 0.25) -> Trajectory:
 
 
 def episode(s: Trajectory, t: int, b: int) -> list[int]:
-    """The steps from t to the end of its episode, or of the data."""
+    """Return the steps from t to the end of its episode, or of the data."""
     found = [t]
     while not s.episode_end[found[-1], b] and found[-1] + 1 < s.reward.shape[0]:
         found.append(found[-1] + 1)

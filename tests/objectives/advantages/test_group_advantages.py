@@ -1,4 +1,4 @@
-"""Baselines of rewards alone against loops written from their definitions, and groups that say nothing."""
+"""Group advantages against loops over the definition, and groups with equal rewards."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_group_advantages_match_definition(
 def test_group_advantages_are_zero_for_equal_rewards(
     baseline: Baseline, deviation: StdEstimator, n: int
 ) -> None:
-    # 0.1 has no exact mean of three: without care, rounding over rounding is an advantage of 1
+    # The mean of three 0.1 is not exact: rounding over rounding would be an advantage of 1.
     reward = torch.full((n,), 0.1)
     found = group_advantages(
         reward, torch.zeros(n, dtype=torch.int64), baseline=baseline, scale_rewards=deviation, eps=0.0

@@ -1,4 +1,4 @@
-"""Weights of stale samples: by loops, and that they put an expectation right."""
+"""Importance weights against loops, and the corrected expectation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whorl.objectives.advantages.importance import importance_weights
 
 
 def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(log_prob, behaviour_log_prob, sequence), each [10] in fp64; sequence 1 has none."""
+    """Return (log_prob, behaviour_log_prob, sequence), each [10] in fp64; sequence 1 is empty."""
     g = torch.Generator().manual_seed(seed)
     sequence = torch.tensor([0, 0, 2, 0, 3, 2, 2, 3, 0, 3])
     log_prob, noise = torch.randn(2, 10, generator=g, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_importance_weights_correct_expectation() -> None:
 
 def test_sequence_level_weights_correct_expectation() -> None:
     g = torch.Generator().manual_seed(1)
-    pi, mu = torch.randn(2, 3, generator=g).log_softmax(-1)  # one draw of three outcomes, twice
+    pi, mu = torch.randn(2, 3, generator=g).log_softmax(-1)  # two draws of three outcomes
     pairs = [(i, j) for i in range(3) for j in range(3)]
     reward = torch.randn(9, generator=g)
     ids = torch.tensor(pairs)

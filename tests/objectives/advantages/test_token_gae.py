@@ -1,4 +1,4 @@
-"""A critic's advantages over texts against recursions taken text by text."""
+"""GAE over tokens against a recursion per sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = (3, 0, 5, 1)
 
 
 def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(reward, value, sequence), each [9] in fp64, the texts' tokens mixed but in their order."""
+    """Return (reward, value, sequence), each [9] in fp64, with the tokens of sequences interleaved."""
     g = torch.Generator().manual_seed(seed)
     sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
     sequence = sequence[torch.randperm(len(sequence), generator=g)]

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, a small decoder, and texts of sums: what the tests of this room share."""
+"""A byte tokenizer, a small decoder, and texts of sums for the alignment tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB = 264
 
 
 def tokenizer(folder: Path | None = None) -> Tokenizer:
-    """256 bytes and the special tokens; saved into `folder`."""
+    """Return the tokenizer of 256 bytes and the special tokens; saved into `folder`."""
     made = Tokenizer([bytes([i]) for i in range(256)])
     if folder is not None:
         made.save(folder)
@@ -28,7 +28,7 @@ def scribe() -> ExampleTokenizer:
 
 
 def decoder(d_model: int = 32, n_layers: int = 2, seed: int = 0) -> Decoder:
-    """A decoder that says something: what training begins at 0 is drawn."""
+    """Return a decoder with random weights, including zero-initialized ones."""
     config = DecoderConfig(
         vocab_size=VOCAB, d_model=d_model, n_layers=n_layers, mlp_hidden=2 * d_model,
         n_heads=2, n_kv_heads=1, head_dim=16, ngram_buckets=64,
@@ -43,14 +43,14 @@ def decoder(d_model: int = 32, n_layers: int = 2, seed: int = 0) -> Decoder:
 
 
 def network(**options: object) -> PolicyModel:
-    """That decoder, to be aligned."""
+    """Return a policy of that decoder."""
     made = scribe()
     out = banned_ids(made, VOCAB, len(made.tokenizer.token_bytes))
     return PolicyModel(decoder(), banned_ids=out, **options)  # type: ignore[arg-type]
 
 
 def sums(n: int, seed: int = 0) -> list[TokenizedExample]:
-    """Texts `a+b=c`, of which c and the end are learnt."""
+    """Return texts `a+b=c` with c and the end in the loss."""
     draw = torch.Generator().manual_seed(seed)
     pairs = torch.randint(0, 50, (n, 2), generator=draw).tolist()
     writer = scribe()

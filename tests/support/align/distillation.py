@@ -1,4 +1,4 @@
-"""A tiny student, its teacher and some texts, that the tests of distillation learn with."""
+"""A tiny student, its teacher and texts for the distillation tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model_of(seed: int, width: int = 16, layers: int = 1) -> LanguageModel:
     )  # fmt: skip
     model = make_model(config, generator(seed, "test"))
     noise = generator(seed, "noise")
-    with torch.no_grad():  # layers begin by adding nothing, and a head with hardly an opinion
+    with torch.no_grad():  # layers start as zero, and the head almost uniform
         assert model.head is not None
         model.head.mul_(20)
         for p in model.blocks.parameters():
@@ -57,18 +57,18 @@ def config_of(**options: Any) -> DistilConfig:
 def learn(
     network: PolicyModel, teacher: Any, texts: list[TokenizedExample], config: DistilConfig, **options: Any
 ) -> list[Any]:
-    told: list[Any] = []
+    history: list[Any] = []
     train_student(
         network, teacher, texts, config, example_tokenizer=SCRIBE, pad_id=TOKENIZER.pad_id,
-        callback=lambda step, metrics: told.append(metrics), **options,
+        callback=lambda step, metrics: history.append(metrics), **options,
     )  # fmt: skip
-    return told
+    return history
 
 
 def mean_divergence(
     student: LanguageModel, teacher: LanguageModel, texts: list[TokenizedExample], kind: Any
 ) -> float:
-    """The definition, text by text."""
+    """Return the mean divergence by its definition, text by text."""
     total, count = 0.0, 0
     with torch.no_grad():
         for text in texts:

@@ -1,17 +1,17 @@
-"""A device that is not there, so that a forgotten move is found on a machine with a CPU alone.
+"""A fake device, which finds missing device moves on a machine with only a CPU.
 
-    with Pretend():
-        model.to(DEVICE)      every storage that is moved there, or made from what is there, is remembered as lying there
-        x.device              DEVICE, of a tensor whose storage is
-        x + y                 an error, if x lies there and y does not, as CUDA has it
+    with FakeDevice():
+        model.to(DEVICE)      marks every storage that is moved is_fake, or computed from marked ones
+        x.device              DEVICE, for a tensor with a marked storage
+        x + y                 an error, if x is marked and y is not, as with CUDA
         x.numpy()             an error
 
-The numbers are a CPU's, and so are the bits: all that is pretended is where they lie. Two modes of torch do it. The outer
-one sees what programs say (`device=`, `.to`, `.cpu`, `.device`), the inner one every operation below that, a backward's too:
-it refuses a mixture, and hands the mark on from what an operation read to what it made.
+Values and bits are those of the CPU; only the location is fake. Two modes of torch implement it. The outer one handles
+Python calls (`device=`, `.to`, `.cpu`, `.device`). The inner one handles every operation, including backward ones: it
+rejects mixtures, and marks the outputs of marked inputs.
 
-As on CUDA, a CPU's tensor without dimensions may be mixed with anything, and a CPU's indices may index what lies there.
-What this cannot see: what kernels do, and how far their sums are from a CPU's. That needs the device (marker `gpu`).
+As with CUDA, zero-dimensional CPU tensors may be mixed with anything, and CPU indices may index a marked tensor. It
+cannot check kernels, or how far their sums differ from a CPU's. That needs a device (marker `gpu`).
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-DEVICE = torch.device("xpu:0")  # of a kind that nothing here has a special way for
+DEVICE = torch.device("xpu:0")  # a device type without special cases here
 WHERE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 BETWEEN = {"aten::copy_", "aten::_to_copy"}
 INDEXED = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
-_there: dict[int, StorageWeakRef] = {}  # while a reference is kept, no other storage gets its number
+_there: dict[int, StorageWeakRef] = {}  # while a reference is held, no other storage gets its address
 
 
 def _storage(t: Tensor) -> Any:
     return (t if t.layout is torch.strided else t._values()).untyped_storage()
 
 
-def there(t: Tensor) -> bool:
-    """Whether a tensor lies on the device that is not there."""
+def is_fake(t: Tensor) -> bool:
+    """Return whether a tensor is on the fake device."""
     found = _there.get(_storage(t)._cdata)
     return found is not None and not found.expired()
 
 
-def _mark(t: Tensor, there: bool = True) -> Tensor:
+def _mark(t: Tensor, is_fake: bool = True) -> Tensor:
     storage = _storage(t)
-    if there:
+    if is_fake:
         _there[storage._cdata] = StorageWeakRef(storage)
     else:
         _there.pop(storage._cdata, None)
     return t
 
 
-class Mixed(RuntimeError):
+class MixedDevices(RuntimeError):
     """Tensors of two devices in one operation."""
 
 
@@ -62,18 +62,18 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        mine = [t for t in given if there(t)]
-        if mine and name not in BETWEEN:
-            looked_at = given
-            if name in INDEXED and there(args[0]):
-                looked_at = [t for t in tree_leaves(args[2:]) if isinstance(t, Tensor)]
-            strangers = [list(t.shape) for t in looked_at if t.dim() and not there(t)]
-            if strangers:
-                raise Mixed(
-                    f"{name}: {strangers} on the CPU beside {[list(t.shape) for t in mine]} on {DEVICE}"
+        marked = [t for t in given if is_fake(t)]
+        if marked and name not in BETWEEN:
+            checked = given
+            if name in INDEXED and is_fake(args[0]):
+                checked = [t for t in tree_leaves(args[2:]) if isinstance(t, Tensor)]
+            unmarked = [list(t.shape) for t in checked if t.dim() and not is_fake(t)]
+            if unmarked:
+                raise MixedDevices(
+                    f"{name}: {unmarked} on the CPU beside {[list(t.shape) for t in marked]} on {DEVICE}"
                 )
         out = func(*args, **kwargs)
-        if mine:
+        if marked:
             old = {_storage(t)._cdata for t in given}
             for t in tree_leaves(out):
                 if isinstance(t, Tensor) and _storage(t)._cdata not in old:
@@ -81,7 +81,7 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-class Pretend(TorchFunctionMode):
+class FakeDevice(TorchFunctionMode):
     """See the top of this file."""
 
     def __enter__(self) -> Any:
@@ -98,16 +98,16 @@ class Pretend(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func == WHERE:
-            return DEVICE if there(args[0]) else func(*args)
+            return DEVICE if is_fake(args[0]) else func(*args)
         if func is Tensor.to:
             return _to(*args, **kwargs)
         if func is Tensor.cpu:
             return _to(args[0], "cpu")
-        if func in (Tensor.numpy, Tensor.__array__) and there(args[0]):
+        if func in (Tensor.numpy, Tensor.__array__) and is_fake(args[0]):
             raise TypeError(
                 f"a tensor {list(args[0].shape)} on {DEVICE} has no numbers for NumPy: move it first"
             )
-        if func is Tensor.backward:  # in which Python's own backwards are to see this mode
+        if func is Tensor.backward:  # backward functions written in Python run under this mode too
             rest = {n: kwargs.get(n) for n in ("retain_graph", "inputs")}
             TorchFunctionMode.__enter__(self)
             try:
@@ -126,7 +126,7 @@ def _to(
 ) -> Tensor:
     for one in given:
         if isinstance(one, Tensor):
-            device, dtype = DEVICE if there(one) else "cpu", one.dtype
+            device, dtype = DEVICE if is_fake(one) else "cpu", one.dtype
         elif isinstance(one, torch.dtype):
             dtype = one
         elif isinstance(one, str | torch.device):
@@ -135,7 +135,7 @@ def _to(
     if device is not None and device.type == "meta":
         return t.to(device, dtype)
     cast = t if dtype is None else t.to(dtype)
-    away = device is not None and (device.type == DEVICE.type) != there(t)
+    away = device is not None and (device.type == DEVICE.type) != is_fake(t)
     if not away:
         return cast.clone() if copy and cast is t else cast
     return _mark(cast.clone(), device is not None and device.type == DEVICE.type)

@@ -1,4 +1,4 @@
-"""Kills at a step that is known: of a run whose checkpoints are whole when `save` returns, or of the replicas of one."""
+"""Kills at a known step: of a run whose checkpoints are complete when `save` returns, or of its replicas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Killed(Exception):
     pass
 
 
-class Prompt(CheckpointManager):
-    """A keeper that waits for its writer, a thread, after each checkpoint."""
+class SynchronousCheckpoints(CheckpointManager):
+    """A checkpoint manager that waits for its writer thread after each checkpoint."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **{**options, "thread": True})
@@ -34,7 +34,7 @@ class Prompt(CheckpointManager):
 
 
 def kill_replicas_at(step: int) -> Callable[[int], None]:
-    """An observer that kills -9 the replicas beside the first at that step."""
+    """Return a callback that sends SIGKILL to the other replicas at that step."""
 
     def observe(done: int) -> None:
         if done == step:
@@ -46,8 +46,8 @@ def kill_replicas_at(step: int) -> Callable[[int], None]:
 
 
 def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An observer that raises `Killed` at that step, when the one before has been kept."""
-    monkeypatch.setattr("whorl.align.stage.trainer.CheckpointManager", Prompt)
+    """Return a callback that raises `Killed` at that step, after the previous step was saved."""
+    monkeypatch.setattr("whorl.align.stage.trainer.CheckpointManager", SynchronousCheckpoints)
 
     def observe(done: int, metrics: dict[str, float]) -> None:
         if done == step:

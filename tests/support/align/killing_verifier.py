@@ -1,4 +1,4 @@
-"""A verifier that kills the worker that asks it, in the middle of a record, once it is told to."""
+"""A verifier that kills the worker that calls it, once it is armed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 def verify(task: object, completion: str) -> float:
-    """1 where the answer begins with a digit. The first call that finds a file "armed" strikes, and never returns."""
+    """Return 1 if the completion starts with a digit.
+
+    The first call that finds a file "armed" kills and never returns.
+    """
     place = Path(os.environ["WHORL_TEST_STRIKES"])
     try:
         (place / "armed").rename(place / "struck")

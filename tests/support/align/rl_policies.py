@@ -1,4 +1,4 @@
-"""A small policy that learns from rewards: what the tests of its loop share."""
+"""A small policy that learns from rewards, for the tests of its loop."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.align.byte_model import decoder, network
+from tests.support.align.kill_at_step import Killed
 from whorl.align.config import RLConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.model.policy_model import frozen_reference
@@ -26,10 +27,6 @@ SMALL = RLConfig(
 )
 
 
-class Killed(Exception):
-    pass
-
-
 def tasks(n: int = 12, verifier: str = "format([0-9].*)") -> list[VerifiableTask]:
     return [
         VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier=verifier, answer=str(i + 1)) for i in range(n)
@@ -46,7 +43,7 @@ def train(
     **rest: Any,
 ):  # type: ignore[no-untyped-def]
     net = network(temperature=config.temperature, lora=config.lora, critic=config.uses_critic)
-    told: list[dict[str, float]] = []
+    history: list[dict[str, float]] = []
     seen: list[Experience] = []
     given = tasks(verifier=verifier)
     worker = RolloutWorker(
@@ -57,7 +54,7 @@ def train(
     )  # fmt: skip
 
     def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
-        told.append(metrics)
+        history.append(metrics)
         seen.append(experience)
         at(step)
         if step == kill:
@@ -65,4 +62,4 @@ def train(
 
     reference = frozen_reference(decoder(), net) if config.kl.coef else None
     train_policy(net, worker, config, reference=reference, callback=observe, **rest)
-    return net, told, seen
+    return net, history, seen

@@ -1,7 +1,6 @@
-"""Every stage after pretraining as a line: from a model's folder to a network that has learnt a few steps, on a device.
+"""Every stage after pretraining in one call: from a model's folder to a network trained for a few steps, on a device.
 
-The way of the steps of a recipe (`recipes/steps/align*.py`) in small: open, add, learn, ask. `weights` of what comes out
-are on the CPU, so that two devices can be compared.
+It follows the recipe steps (`recipes/steps/align`). `weights` of the result are on the CPU, so devices can be compared.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.support.align.byte_model import decoder, scribe, sums, tokenizer
+from tests.support.align.kill_at_step import Killed
 from whorl.align.config import (
     AsyncRolloutConfig,
     DistilConfig,
@@ -49,7 +49,12 @@ from whorl.models import save_model
 from whorl.tracking.seeds import generator
 
 LORA = LoRAConfig(rank=2)
-COMMON: dict[str, Any] = {"dtype": "float32", "checkpoint_seconds": 1e-9, "micro_batch_tokens": 96, "lr_scale": 0.2}
+COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "checkpoint_seconds": 1e-9,
+    "micro_batch_tokens": 96,
+    "lr_scale": 0.2,
+}
 TASKS = [
     VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier="format([0-9].*)", answer=str(i + 1))
     for i in range(6)
@@ -57,23 +62,19 @@ TASKS = [
 PAD = tokenizer().pad_id
 
 
-class Killed(Exception):
-    pass
+class StageRun:
+    """Inputs of a stage and its recorded metrics.
 
-
-class Lesson:
-    """What a stage is given, and what is seen of it.
-
-    device: as `Machine.device`; scratch: for checkpoints; kill: the step that it is killed behind.
+    device: as `Machine.device`. scratch: folder of checkpoints. kill: step after which it is killed.
     """
 
     def __init__(self, folder: Path, device: str, scratch: Path | None = None, kill: int = 0) -> None:
         self.folder, self.device, self.scratch, self.kill = folder, device, scratch, kill
         self.machine: Any = SimpleNamespace(device=device)
-        self.told: list[dict[str, float]] = []
+        self.history: list[dict[str, float]] = []
 
     def observe(self, step: int, metrics: dict[str, float], *_: Any) -> None:
-        self.told.append({n: v for n, v in metrics.items() if not n.startswith("time/")})
+        self.history.append({n: v for n, v in metrics.items() if not n.startswith("time/")})
         if step == self.kill:
             raise Killed
 
@@ -86,15 +87,15 @@ class Lesson:
     def usual(self) -> dict[str, Any]:
         return {"callback": self.observe, "checkpoint_dir": self.scratch}
 
-    def solved(self, network: PolicyModel) -> None:
-        said, verdicts = evaluate_tasks(network, scribe(), TASKS, max_tokens=4, length=24)
-        self.told.append(
-            {"said": float(sum(map(len, said))), "accuracy": float(sum(v.passed for v in verdicts))}
+    def evaluate(self, network: PolicyModel) -> None:
+        texts, verdicts = evaluate_tasks(network, scribe(), TASKS, max_tokens=4, length=24)
+        self.history.append(
+            {"texts": float(sum(map(len, texts))), "accuracy": float(sum(v.passed for v in verdicts))}
         )
 
 
 def begin(folder: Path) -> Path:
-    """The folder of a model of bytes, with its tokenizer."""
+    """Write the folder of a byte model with its tokenizer."""
     save_model(decoder(), folder)
     tokenizer(folder)
     return folder
@@ -104,72 +105,79 @@ def weights(network: PolicyModel) -> dict[str, Tensor]:
     return {n: p.detach().cpu().clone() for n, p in network.named_parameters()}
 
 
-def _sft(lesson: Lesson, **options: Any) -> PolicyModel:
+def _sft(run: StageRun, **options: Any) -> PolicyModel:
     config = SFTConfig(epochs=2, seq_len=48, batch_size=4, **COMMON, **options)
-    network = lesson.network(config)
-    fine_tune(network, sums(24), config, pad_id=PAD, **lesson.usual)
+    network = run.network(config)
+    fine_tune(network, sums(24), config, pad_id=PAD, **run.usual)
     save_stage_model(
-        network, lesson.folder, lesson.folder.parent / f"out-{lesson.device.partition(':')[0]}-{len(options)}"
+        network, run.folder, run.folder.parent / f"out-{run.device.partition(':')[0]}-{len(options)}"
     )
     return network
 
 
-def _prefer(lesson: Lesson, objective: Any) -> PolicyModel:
+def _prefer(run: StageRun, objective: Any) -> PolicyModel:
     config = PreferenceConfig(objective=objective, seq_len=32, batch_size=4, optimizer="adamw", **COMMON)
-    network = lesson.network(config)
-    before = frozen_reference(load_stage_model(lesson.folder, config, lesson.machine), network)
-    train_preferences(network, _pairs(), config, pad_id=PAD, **lesson.usual)
-    lesson.told.append(evaluate_preferences(network, _pairs(), config, pad_id=PAD, reference=before))
+    network = run.network(config)
+    before = frozen_reference(load_stage_model(run.folder, config, run.machine), network)
+    train_preferences(network, _pairs(), config, pad_id=PAD, **run.usual)
+    run.history.append(evaluate_preferences(network, _pairs(), config, pad_id=PAD, reference=before))
     return network
 
 
-def _reward(lesson: Lesson, lora: LoRAConfig | None = None) -> PolicyModel:
+def _reward(run: StageRun, lora: LoRAConfig | None = None) -> PolicyModel:
     config = RewardConfig(seq_len=32, batch_size=4, optimizer="adamw", lora=lora, **COMMON)
-    model = RewardModel(load_stage_model(lesson.folder, config, lesson.machine), lora=lora, seed=3)
-    train_reward_model(model, _pairs(), config, pad_id=PAD, **lesson.usual)
-    lesson.told.append({"rewards/margin": evaluate_reward_model(model, _pairs()).margin})
+    model = RewardModel(load_stage_model(run.folder, config, run.machine), lora=lora, seed=3)
+    train_reward_model(model, _pairs(), config, pad_id=PAD, **run.usual)
+    run.history.append({"rewards/margin": evaluate_reward_model(model, _pairs()).margin})
     return model
 
 
-def _rlvr(lesson: Lesson, judged: bool = False, **options: Any) -> PolicyModel:
+def _rlvr(run: StageRun, reward_model_verifier: bool = False, **options: Any) -> PolicyModel:
     config = RLConfig(
-        steps=3, prompts_per_step=2, group_size=4, max_completion_tokens=4, max_seq_len=24, optimizer="adamw", **COMMON, **options
+        steps=3, prompts_per_step=2, group_size=4, max_completion_tokens=4, max_seq_len=24,
+        optimizer="adamw", **COMMON, **options,
     )  # fmt: skip
-    network = lesson.network(config, critic=config.algorithm == "ppo")
+    network = run.network(config, critic=config.algorithm == "ppo")
     reference = (
-        frozen_reference(load_stage_model(lesson.folder, config, lesson.machine), network)
+        frozen_reference(load_stage_model(run.folder, config, run.machine), network)
         if config.kl.coef
         else None
     )
-    judge = None
-    if judged:
-        judge = lesson.folder.parent / f"judge-{lesson.device.partition(':')[0]}"
-        if not judge.exists():
-            model = RewardModel(load_stage_model(lesson.folder, config, lesson.machine), seed=3)
-            save_reward_model(model, judge, config=RewardConfig(), trained_on={}, base=lesson.folder)
-            assert load_reward_model(judge, device=lesson.device)[0].device == network.device
+    reward_model = None
+    if reward_model_verifier:
+        reward_model = run.folder.parent / f"reward_model-{run.device.partition(':')[0]}"
+        if not reward_model.exists():
+            model = RewardModel(load_stage_model(run.folder, config, run.machine), seed=3)
+            save_reward_model(model, reward_model, config=RewardConfig(), trained_on={}, base=run.folder)
+            assert load_reward_model(reward_model, device=run.device)[0].device == network.device
     worker = RolloutWorker(
-        network.model.config, "float32", lesson.folder, TASKS, config.group_size, config.max_completion_tokens, config.max_seq_len,
-        config.temperature, Curriculum([0.0] * len(TASKS)), reward_model=judge,
-    )  # fmt: skip
-    train_policy(network, worker, config, reference=reference, **lesson.usual)
+        network.model.config,
+        "float32",
+        run.folder,
+        TASKS,
+        config.group_size,
+        config.max_completion_tokens,
+        config.max_seq_len,
+        config.temperature,
+        Curriculum([0.0] * len(TASKS)),
+        reward_model=reward_model,
+    )
+    train_policy(network, worker, config, reference=reference, **run.usual)
     if not config.async_rollout.workers:
         assert worker._engine.model.embedding.device == network.device
-    lesson.solved(network)
+    run.evaluate(network)
     return network
 
 
-def ahead(lesson: Lesson, device: Any = "auto") -> PolicyModel:
-    """Reinforcement learning with a worker in a process of its own; in lock-step, so that every record tells parity."""
-    return _rlvr(lesson, async_rollout=AsyncRolloutConfig(workers=1, max_policy_lag=0, device=device))
+def ahead(run: StageRun, device: Any = "auto") -> PolicyModel:
+    """Run RL with a worker process in lockstep, so that every rollout batch has `logprob_diff_max`."""
+    return _rlvr(run, async_rollout=AsyncRolloutConfig(workers=1, max_policy_lag=0, device=device))
 
 
-def _distil(
-    lesson: Lesson, top: int = 0, student: StudentConfig | None = None, **options: Any
-) -> PolicyModel:
+def _distil(run: StageRun, top: int = 0, student: StudentConfig | None = None, **options: Any) -> PolicyModel:
     config = DistilConfig(epochs=2, batch_size=6, seq_len=24, max_completion_tokens=5, **COMMON, **options)
     made = student or StudentConfig(n_layers=1)
-    teacher = load_stage_model(lesson.folder, config, lesson.machine)
+    teacher = load_stage_model(run.folder, config, run.machine)
     teacher.context_hint = 48
     texts = sums(12)
     rows = [pad(texts, PAD)["tokens"]]
@@ -180,7 +188,7 @@ def _distil(
         context_hint=48,
     )
     who: Any = cache_teacher_logits(teacher, texts, pad_id=PAD, top_k=top) if top else LiveTeacher(teacher)
-    train_student(network, who, texts, config, example_tokenizer=scribe(), pad_id=PAD, **lesson.usual)
+    train_student(network, who, texts, config, example_tokenizer=scribe(), pad_id=PAD, **run.usual)
     return network
 
 
@@ -194,21 +202,21 @@ def _pairs() -> list[PreferencePair]:
     ]
 
 
-STAGES: dict[str, Callable[[Lesson], PolicyModel]] = {
+STAGES: dict[str, Callable[[StageRun], PolicyModel]] = {
     "sft": _sft,
-    "sft-rows": lambda lesson: _sft(lesson, packing=False),
-    "sft-adapter": lambda lesson: _sft(lesson, packing=True, lora=LORA),
-    "dpo": lambda lesson: _prefer(lesson, "dpo"),
-    "kto": lambda lesson: _prefer(lesson, "kto"),
-    "orpo": lambda lesson: _prefer(lesson, "orpo"),
+    "sft-rows": lambda run: _sft(run, packing=False),
+    "sft-adapter": lambda run: _sft(run, packing=True, lora=LORA),
+    "dpo": lambda run: _prefer(run, "dpo"),
+    "kto": lambda run: _prefer(run, "kto"),
+    "orpo": lambda run: _prefer(run, "orpo"),
     "reward": _reward,
-    "reward-adapter": lambda lesson: _reward(lesson, LORA),
-    "grpo": lambda lesson: _rlvr(lesson, kl=KLConfig(coef=0.1)),
-    "ppo": lambda lesson: _rlvr(lesson, algorithm="ppo", update_epochs=2, minibatches=2, kl=KLConfig(coef=0.1)),
-    "rloo-judged": lambda lesson: _rlvr(lesson, judged=True, algorithm="rloo", lora=LORA),
-    "distil-own": lambda lesson: _distil(lesson, on_policy_fraction=0.5, sync_every=2),
-    "distil-told": lambda lesson: _distil(lesson, top=6, student=StudentConfig(mlp_hidden=24)),
-    "distil-narrow": lambda lesson: _distil(
-        lesson, packing=False, student=StudentConfig(width_multiplier=0.5), on_policy_fraction=1.0
+    "reward-adapter": lambda run: _reward(run, LORA),
+    "grpo": lambda run: _rlvr(run, kl=KLConfig(coef=0.1)),
+    "ppo": lambda run: _rlvr(run, algorithm="ppo", update_epochs=2, minibatches=2, kl=KLConfig(coef=0.1)),
+    "rloo-reward-model": lambda run: _rlvr(run, reward_model_verifier=True, algorithm="rloo", lora=LORA),
+    "distil-on-policy": lambda run: _distil(run, on_policy_fraction=0.5, sync_every=2),
+    "distil-cached": lambda run: _distil(run, top=6, student=StudentConfig(mlp_hidden=24)),
+    "distil-narrow": lambda run: _distil(
+        run, packing=False, student=StudentConfig(width_multiplier=0.5), on_policy_fraction=1.0
     ),
 }

@@ -5,11 +5,9 @@ is the mean over all subsets of size n. It needs no further samples and is unbia
 
     pass       1 - C(N - c, n) / C(N, n)                       pass@n (Chen et al. 2021, arXiv:2107.03374, eq. 1)
     best       sum_i correct_(i) C(i - 1, n - 1) / C(N, n)     in rising order of score; sample i is the best of a
-                                                               subset if the others rank below it majority   whether
-                                                               the most frequent answer is correct
-                                                               self-consistency (Wang et al. 2022, arXiv:2203.11171);
-                                                               ties are drawn; random subsets, as there is no closed
-                                                               form
+                                                               subset if the others rank below it
+    majority   whether the most frequent answer is correct     self-consistency (Wang et al. 2022, arXiv:2203.11171);
+                                                               ties are drawn; random subsets, no closed form
 
 The plain estimate of pass@n, 1 - (1 - c / N)^n, is biased, because it draws with replacement.
 
