@@ -21,7 +21,7 @@ GOLDEN: dict[str, Any] = json.loads(STORED.read_text())
 FAST = [name for name, one in CASES.items() if not one.slow]
 AGREE = 0.9  # least share of requests whose token ids are the stored ones
 CHANGED = {
-    "a rate by 1 %": {"optim": {"matrix_rate": 0.0202}},
+    "a rate by 1 %": {"optim": {"lr_muon": 0.0202}},
     "Muon's momentum": {"optim": {"momentum": 0.945}},
     "the end of the plateau": {"schedule": {"decay": 0.49}},
 }
@@ -80,7 +80,7 @@ def test_other_sums_stay_within_tolerance(shape: str, tokens: Path, monkeypatch:
     Micro-batches of experts minimise another loss: see test_accumulation.py.
     """
     monkeypatch.setattr(experts, "_onednn_is_faster", lambda: True)
-    change = {} if shape == "experts" else {"micro_rows": 2}
+    change = {} if shape == "experts" else {"micro_batch_size": 2}
     found = losses(golden_job(shape, tokens, deterministic=False, **change))
     assert distance(found, GOLDEN[f"pretrain/{shape}"]["curve"]) < TOLERANCE / 100
 
