@@ -75,11 +75,10 @@ class Acrobot(BatchedEnvironment):
         return next_state, up.float() - 1.0, up
 
     def _derivative(self, state: Tensor, torque: Tensor) -> Tensor:
-        """Return the time derivative of the state. Masses, lengths and moments of inertia are 1, centers of mass are at
-        1/2.
+        """Return the time derivative of the state.
 
-        d1, d2, phi1 and phi2 as in Sutton & Barto (2018, section 11.3 of the first edition); cos(x - pi/2) is written
-        as sin(x).
+        Masses, lengths and moments of inertia are 1, centers of mass are at 1/2. d1, d2, phi1 and phi2 as in Sutton &
+        Barto (2018, section 11.3 of the first edition); cos(x - pi/2) is written as sin(x).
         """
         gravity = 9.8
         one, two, spin_one, spin_two = state.unbind()

@@ -67,9 +67,7 @@ class Environment(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the state of an environment with as many copies. Call `reset` first. An empty state changes
-        nothing.
-        """
+        """Restore the state of an environment with as many copies, after `reset`. An empty state does nothing."""
         ...
 
     def close(self) -> None: ...

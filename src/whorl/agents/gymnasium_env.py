@@ -17,8 +17,7 @@ from whorl.errors import ConfigError
 
 
 class GymnasiumEnvironment:
-    """`num_envs` copies of the gymnasium environment `name`. Box observations are unchanged, Discrete ones become
-    one-hot.
+    """`num_envs` copies of the gymnasium environment `name`. Discrete observations become one-hot.
 
     Raises:
         ConfigError: gymnasium is missing, the name is unknown, or a space is neither Box nor Discrete.

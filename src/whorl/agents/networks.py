@@ -41,8 +41,9 @@ def mlp(sizes: Sequence[int], output_gain: float, generator: torch.Generator) ->
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value function. Discrete actions have logits, vector actions a Gaussian with a learned log-
-    width.
+    """A policy and a value function.
+
+    Discrete actions have logits; vector actions have a Gaussian with a learned log-width.
     """
 
     def __init__(self, environment: Environment, hidden: Sequence[int], generator: torch.Generator) -> None:
@@ -70,8 +71,7 @@ class ActorCritic(nn.Module):
             assert self.log_width is not None
             return output + self.log_width.exp() * noise, output
         cumulative = output.softmax(dim=-1).cumsum(dim=-1)
-        # The first action whose cumulative probability exceeds the draw. The last sum is 1 up to rounding, so it is
-        # left out.
+        # The first action whose cumulative probability exceeds the draw. The last sum is always 1, up to rounding.
         return (cumulative[:, :-1] <= noise[:, None]).sum(dim=-1), output
 
     def greedy_action(self, observation: Tensor) -> Tensor:

@@ -26,9 +26,7 @@ STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "fi
 
 @dataclass(frozen=True)
 class Rollout:
-    """T steps of B environments with discrete actions. `observation` has T + 1 steps: the last is the result of step
-    T.
-    """
+    """T steps of B environments with discrete actions. `observation` has T + 1 steps, the last after step T."""
 
     observation: Annotated[NDArray[np.float32], "T1", "B", "D"]
     final_observation: Annotated[NDArray[np.float32], "T", "B", "D"]
@@ -83,9 +81,7 @@ class Actor:
         self._observation = self._envs.reset(self.seed).flatten(1)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state that determines the next rollout, weights excepted; empty if the environment exposes
-        none.
-        """
+        """Return the state that determines the next rollout, without weights; empty if the environment has none."""
         state = self._envs.state_dict()
         return {**state, "seen": self._observation} if state else {}
 

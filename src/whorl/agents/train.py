@@ -217,8 +217,7 @@ def remaining_fraction(config: AgentConfig, rollout_index: int) -> float:
 def rollout_minibatches(
     config: AgentConfig, networks: ActorCritic, slot: Slot[Any]
 ) -> Iterator[list[MicroBatch]]:
-    """Yield minibatches of observation, action, behaviour_log_prob, advantage and target, each [N, ...], from a
-    rollout.
+    """Yield minibatches of observation, action, behaviour_log_prob, advantage and target, each [N, ...].
 
     During the run the clip narrows and the number of epochs falls together with the learning rate. A good policy then
     changes less, and late rollouts cost less time.
@@ -248,9 +247,7 @@ def rollout_minibatches(
 def estimate_advantages(
     config: AgentConfig, networks: ActorCritic, rollout: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return advantage and target [T, B] of a rollout, from the newest values (and, with V-trace, the newest
-    policy).
-    """
+    """Return advantage and target [T, B] of a rollout, from the newest values (and policy, with V-trace)."""
     value = networks.values(rollout["observation"])  # [T + 1, B]
     ended = rollout["terminated"] | rollout["truncated"]
     next_value = value[1:].clone()

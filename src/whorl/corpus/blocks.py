@@ -30,8 +30,9 @@ FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"
 
 @dataclass(frozen=True)
 class FileBlock:
-    """A range of a file: bytes [begin, end) of a JSONL or tar file, or row group `begin` of a Parquet file. size: in
-    bytes.
+    """A range of a file: bytes [begin, end) of a JSONL or tar file, or row group `begin` of a Parquet file.
+
+    size: in bytes.
     """
 
     file: str

@@ -87,9 +87,7 @@ class _DocumentTable:
 
 
 def _row_batches(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows of an open Parquet file in batches of at most BLOCK_BYTES of text; a longer document is a batch
-    alone.
-    """
+    """Yield rows of an open Parquet file in batches of at most BLOCK_BYTES of text or one document."""
     for group in range(file.num_row_groups):
         rows: list[dict[str, Any]] = []
         size = 0
@@ -103,9 +101,7 @@ def _row_batches(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]
 
 
 def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress: Progress) -> _DocumentTable:
-    """Read the text once: write attributes to one scratch file per document file, and return the rest as a
-    `_DocumentTable`.
-    """
+    """Read all text once: write attributes to scratch files and return the rest as a `_DocumentTable`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -68,9 +68,7 @@ class RejectedDocument:
 
 
 def document_id(source: str, path: str, offset: int) -> str:
-    """Return the 128-bit BLAKE2b of source, path and offset as 32 hex digits. NUL separates them: no path contains
-    it.
-    """
+    """Return the 128-bit BLAKE2b of source, path and offset as 32 hex digits. Paths contain no NUL, the separator."""
     key = f"{source}\0{path}\0{offset}".encode()
     return hashlib.blake2b(key, digest_size=16).hexdigest()
 

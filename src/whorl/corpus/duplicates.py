@@ -10,8 +10,8 @@ is missed with probability (1 - J^4)^32: 13 % at J = 0.5, 1 % at 0.6, 0.02 % at 
 threshold are joined into clusters, so the ends of a chain may differ.
 
 The fast path is vectorized over a block of documents. A word is a run of letters, digits, underscores and non-ASCII
-bytes; its hash is a polynomial in its bytes. With S[i] the sum of byte[j] * P^j for j < i (modulo 2^64), the word [a,
-b) has the hash (S[b] - S[a]) * P^-a, since an odd P is invertible modulo 2^64. `shingle_hashes` and
+bytes; its hash is a polynomial in its bytes. With S[i] the sum of byte[j] * P^j for j < i (modulo 2^64), the word
+[a, b) has the hash (S[b] - S[a]) * P^-a, since an odd P is invertible modulo 2^64. `shingle_hashes` and
 `minhash_signature_reference` are the slow reference; a test compares them.
 """
 
@@ -131,9 +131,7 @@ def jaccard_similarity(a: bytes, b: bytes) -> float:
 
 
 class UnionFind:
-    """Disjoint sets of 0 .. n-1. A set's root is its smallest member, so clusters do not depend on the order of
-    unions.
-    """
+    """Disjoint sets of 0 .. n-1. A set's root is its smallest member, so the order of unions has no effect."""
 
     def __init__(self, n: int) -> None:
         self.parent = np.arange(n)

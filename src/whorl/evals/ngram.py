@@ -109,9 +109,7 @@ class NGram:
         return log2_prob
 
     def bits(self, documents: Sequence[npt.NDArray[np.integer]]) -> float:
-        """Return the total bits of the documents, each scored independently; divide by their bytes for bits per
-        byte.
-        """
+        """Return the total bits of the documents, each scored independently."""
         return float(-sum(self.log2_prob(document).sum() for document in documents))
 
     def _pad(self, documents: Sequence[npt.NDArray[np.integer]]) -> tuple[Ints, Ints]:

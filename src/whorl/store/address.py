@@ -39,9 +39,7 @@ def canonical_json(value: Any) -> bytes:
 def address_of(
     kind: str, parents: Mapping[str, str], config: Mapping[str, Any], version: int, step: str = ""
 ) -> str:
-    """Return the address of an artifact: kind, parents (role -> address), configuration, version and name of its
-    step.
-    """
+    """Return the address of an artifact from its inputs. parents: role -> address."""
     inputs = {
         "kind": kind,
         "parents": dict(parents),

@@ -106,9 +106,7 @@ class Build:
         return self
 
     def _look_up(self, *, quarantine: bool = False) -> bool:
-        """Return whether the artifact exists and is intact. With `quarantine` (under the lock), move a damaged one
-        away.
-        """
+        """Return whether the artifact exists and is intact. `quarantine` moves a damaged one (under the lock)."""
         try:
             artifact = self.store.find(self.address)
             if artifact is None:

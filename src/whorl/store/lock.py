@@ -45,9 +45,7 @@ def owner_info() -> dict[str, Any]:
 
 
 class FileLock:
-    """An exclusive lock on a local path. The owner writes its identity into the file, for the messages of waiting
-    processes.
-    """
+    """An exclusive lock on a local path. The file holds the owner's identity, for messages of waiting processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

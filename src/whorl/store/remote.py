@@ -85,9 +85,7 @@ class Remote:
         self.write(f"artifacts/{manifest.address}/manifest.json", json.dumps(record).encode())
 
     def pull(self, address: str, folder: Path) -> Manifest:
-        """Download the files of an artifact into `folder` and return its manifest. Raises StoreError if one is
-        missing.
-        """
+        """Download the files of an artifact into `folder` and return its manifest. Raises StoreError if one is lost."""
         data = self.read(f"artifacts/{address}/manifest.json")
         if data is None:
             raise StoreError(f"{self.url} has no artifact {address}")
