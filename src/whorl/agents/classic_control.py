@@ -77,8 +77,8 @@ class Acrobot(BatchedEnvironment):
     def _derivative(self, state: Tensor, torque: Tensor) -> Tensor:
         """Return the time derivative of the state.
 
-        Masses, lengths and moments of inertia are 1, centers of mass are at 1/2. d1, d2, phi1 and phi2 as in Sutton &
-        Barto (2018, section 11.3 of the first edition); cos(x - pi/2) is written as sin(x).
+        Masses, lengths and moments of inertia are 1, and centers of mass are at 1/2. The variables d1, d2, phi1 and
+        phi2 are those of Sutton & Barto (2018, section 11.3 of the first edition), with cos(x - pi/2) = sin(x).
         """
         gravity = 9.8
         one, two, spin_one, spin_two = state.unbind()
