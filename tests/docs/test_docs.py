@@ -52,7 +52,8 @@ def test_named_files_exist(page: Path) -> None:
     for name in FILE_NAME.findall(without_code(text_of(page))):
         if name.startswith(MADE_BY_RUNS) or any(part.isupper() for part in name.split("/")):
             continue
-        places = (ROOT, ROOT / "src", ROOT / "src" / "whorl", page.parent)
+        package = ROOT / "src" / "whorl"
+        places = (ROOT, ROOT / "src", package, package / page.stem, page.parent)
         assert any((place / name).exists() for place in places), f"{page.name} names {name}"
 
 
