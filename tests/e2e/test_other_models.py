@@ -34,8 +34,8 @@ def test_mixture_of_experts_trains_and_exports(code: Path, tmp_path: Path) -> No
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     ids = words("def f(self):\n    return", return_tensors="pt", add_special_tokens=False).input_ids
-    ours = load_model(store.open("small/pretrain").path)
-    torch.testing.assert_close(ours.logits(ours(ids)), reference(ids).logits, atol=1e-4, rtol=1e-4)
+    model = load_model(store.open("small/pretrain").path)
+    torch.testing.assert_close(model.logits(model(ids)), reference(ids).logits, atol=1e-4, rtol=1e-4)
     assert reference.generation_config.eos_token_id == words.eos_token_id == reference.config.eos_token_id
     done = run_whorl("export", "small/pretrain", "small.gguf", "--to", "gguf", cwd=tmp_path)
     assert done.returncode == 0 and "2 tokens in 100" in done.stderr, done.stderr

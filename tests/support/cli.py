@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,21 @@ def run_whorl(
     """Run `whorl` in a new process."""
     command = [sys.executable, "-m", "whorl.cli", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout)
+
+
+def kill_when(folder: Path, pattern: str, *words: object, cwd: Path, group: bool = True) -> bool:
+    """Run `whorl` in a new process and SIGKILL it as soon as `pattern` matches in `folder`; whether it was killed."""
+    command = [sys.executable, "-m", "whorl.cli", *map(str, words)]
+    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline, killed = time.monotonic() + 120, False
+    while process.poll() is None and time.monotonic() < deadline:
+        if any(folder.glob(pattern)):
+            (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
+            killed = True
+            break
+        time.sleep(0.002)
+    process.wait(timeout=60)
+    return killed
 
 
 def invoke(folder: Path, *words: object, stdin: str | bytes = "") -> Result:

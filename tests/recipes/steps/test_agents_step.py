@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from html import unescape
 from pathlib import Path
 
 import pytest
+from tests.support.cli import kill_when, run_whorl
 
 from whorl.errors import ConfigError
 from whorl.recipes import parse_recipe, run_recipe
@@ -38,21 +34,12 @@ def test_killed_run_ends_with_same_weights(tmp_path: Path) -> None:
     whole = run_recipe(
         parse_recipe(RECIPE, "poles.toml"), Store(tmp_path / "whole"), Progress.silent()
     ).artifacts["ppo"]
-    command = [sys.executable, "-m", "whorl.cli", "run", "poles.toml", "--store", "killed"]
-    scratch, kills = tmp_path / "killed" / "scratch", 0
+    command = ("run", "poles.toml", "--store", "killed")
     for seed in (0, 1):
-        running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
-        deadline = time.monotonic() + 120
-        while running.poll() is None and time.monotonic() < deadline:
-            if any(scratch.glob(f"*/seed-{seed}/step-*")):
-                os.killpg(running.pid, signal.SIGKILL)
-                kills += 1
-                break
-            time.sleep(0.002)
-        running.wait(timeout=60)
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert kill_when(tmp_path / "killed" / "scratch", f"*/seed-{seed}/step-*", *command, cwd=tmp_path)
+    done = run_whorl(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert kills == 2 and "resumed after" in done.stdout and "finished earlier" in done.stdout
+    assert "resumed after" in done.stdout and "finished earlier" in done.stdout
     again = Store(tmp_path / "killed").open("poles/ppo")
     for name in ("seed-0.safetensors", "seed-1.safetensors"):
         assert again.file(name).read_bytes() == whole.file(name).read_bytes()

@@ -22,11 +22,8 @@ from whorl.recipes.stage_report import stage_summary
 from whorl.report.data import StageSection
 from whorl.report.stages import stage_charts
 
-DISTIL = (
-    INIT_MODEL
-    + ARITHMETIC
-    + """
-[steps.taught]
+DISTIL = f"""{INIT_MODEL}{ARITHMETIC}
+[steps.teacher]
 uses = "sft"
 parents = ["init_model", "sums"]
 seq_len = 64
@@ -35,7 +32,7 @@ epochs = 20
 lr_scale = 1.0
 dtype = "float32"
 [steps.distil]
-parents = ["taught", "sums"]
+parents = ["teacher", "sums"]
 seq_len = 64
 epochs = 4
 lr_scale = 0.5
@@ -43,7 +40,6 @@ batch_size = 8
 max_completion_tokens = 4
 dtype = "float32"
 """
-)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +82,7 @@ def test_distil_trains_every_kind_of_student(folder: Path, sets: tuple[str, ...]
 
 
 def test_distil_with_given_student_and_errors(folder: Path) -> None:
-    text = DISTIL.replace('["taught", "sums"]', '["taught", "other", "sums"]')
+    text = DISTIL.replace('["teacher", "sums"]', '["teacher", "other", "sums"]')
     text += (
         INIT_MODEL.split("\n", 2)[2]
         .replace("[steps.init_model]", '[steps.other]\nuses = "init_model"')
@@ -100,7 +96,9 @@ def test_distil_with_given_student_and_errors(folder: Path) -> None:
         run_text(DISTIL, folder / "store")
     with pytest.raises(ConfigError, match="distil has no training texts"):
         run_text(
-            DISTIL.replace('["taught", "sums"]', '["taught"]'), folder / "store", "distil.student.n_layers=1"
+            DISTIL.replace('["teacher", "sums"]', '["teacher"]'),
+            folder / "store",
+            "distil.student.n_layers=1",
         )
     with pytest.raises(ConfigError, match=r"cached teacher logits cover given texts only"):
         run_text(DISTIL, folder / "store", "distil.teacher_top_k=4", "distil.on_policy_fraction=0.5")

@@ -41,10 +41,7 @@ from whorl.report.data import StageSection
 from whorl.report.stages import stage_charts
 from whorl.store import Artifact
 
-PREFERENCE = (
-    INIT_MODEL
-    + PREFERENCES
-    + """
+PREFERENCE = f"""{INIT_MODEL}{PREFERENCES}
 [steps.preference]
 parents = ["init_model", "likes"]
 seq_len = 16
@@ -53,11 +50,7 @@ epochs = 4
 lr_scale = 0.3
 dtype = "float32"
 """
-)
-REWARD_MODEL = (
-    INIT_MODEL
-    + PREFERENCES
-    + """
+REWARD_MODEL = f"""{INIT_MODEL}{PREFERENCES}
 [steps.reward_model]
 parents = ["init_model", "likes"]
 seq_len = 16
@@ -66,7 +59,6 @@ epochs = 6
 lr_scale = 0.5
 dtype = "float32"
 """
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,16 +123,12 @@ def test_split_by_prompt_is_disjoint_and_seeded() -> None:
 def test_preferences_from_python_code(folder: Path) -> None:
     """Train and test functions come from different files; each rejected body has one bug."""
     write_code(folder / "code")
-    text = (
-        'name = "stages"'
-        + CORPUS
-        + """
+    text = f"""name = "stages"{CORPUS}
 [steps.preferences]
 parents = ["ingest", "curate"]
 bug_kinds = ["operator", "return"]
 max_test = 4
 """
-    )
     found = run_text(text, folder / "store")["preferences"]
     train, test = (read_preferences(found.path, split) for split in ("train", "test"))
     assert found.kind == "preferences" and len(train) > 20 and len(test) == 4
@@ -244,10 +232,7 @@ def test_killed_stage_resumes_to_same_bits(
 
 
 def test_reward_model_reports_and_scores_rl(folder: Path) -> None:
-    text = (
-        REWARD_MODEL
-        + ARITHMETIC
-        + """
+    text = f"""{REWARD_MODEL}{ARITHMETIC}
 [steps.rl]
 parents = ["init_model", "sums", "reward_model"]
 steps = 2
@@ -257,7 +242,6 @@ max_completion_tokens = 6
 max_seq_len = 64
 dtype = "float32"
 """
-    )
     found = run_text(text, folder / "store")
     reward, rl = found["reward_model"], found["rl"]
     figures = json.loads((reward.path / "report.json").read_text())
@@ -299,9 +283,7 @@ def test_sft_trains_on_conversations_from_parquet(folder: Path) -> None:
         for w in ("red", "blue", "green", "white") * 6
     ]
     pq.write_table(pa.table({"messages": [*conversations, []]}), folder / "talks.parquet")
-    text = (
-        INIT_MODEL
-        + """
+    text = f"""{INIT_MODEL}
 [steps.talks]
 uses = "tasks"
 source = "files"
@@ -314,7 +296,6 @@ epochs = 30
 lr_scale = 1.0
 dtype = "float32"
 """
-    )
     found = run_text(text, folder / "store")
     assert found["talks"].summary["quarantine"] == {"accepted": 24, "empty": 1}
     assert found["talks"].summary["counts"] == {"train": 18, "test": 6}

@@ -176,7 +176,7 @@ def test_report_shows_stages_of_finished_and_partial_run(
     assert steps == ["lessons", "init_model", "base", "manners", "sft", "rl"]
     report(run="align-arithmetic", out=tmp_path / "again.html", store=str(store.root))
     again = (tmp_path / "again.html").read_text()
-    assert again.count('<figure class="pair"') == 6 and "Bits per byte, beside" not in again
+    assert again.count('<figure class="pair"') == 6 and "Bits per byte against" not in again
     half = run(store, "rl.steps=3", until="sft")
     report(run=str(half.run.dir), out=tmp_path / "half.html", store=str(store.root))
     page = (tmp_path / "half.html").read_text()

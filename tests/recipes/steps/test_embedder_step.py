@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.cli import kill_when, run_whorl
 
 from whorl.embedding.embedder import Embedder
 from whorl.errors import ConfigError, DataError
@@ -93,19 +89,11 @@ def test_embedder_artifact_content(notes: Path, monkeypatch: pytest.MonkeyPatch)
 def test_killed_run_ends_with_same_weights(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(notes)
     whole = run(RECIPE, notes / "whole").open("finder/embedder")
-    command = [sys.executable, "-m", "whorl.cli", "run", "finder.toml", "--store", "killed"]
-    running = subprocess.Popen(command, cwd=notes, stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline, killed = time.monotonic() + 120, False
-    while running.poll() is None and time.monotonic() < deadline:
-        if any((notes / "killed" / "scratch").glob("*/step-*")):
-            os.killpg(running.pid, signal.SIGKILL)
-            killed = True
-            break
-        time.sleep(0.002)
-    running.wait(timeout=60)
-    done = subprocess.run(command, cwd=notes, capture_output=True, text=True, timeout=300)
+    command = ("run", "finder.toml", "--store", "killed")
+    assert kill_when(notes / "killed" / "scratch", "*/step-*", *command, cwd=notes)
+    done = run_whorl(*command, cwd=notes)
     assert done.returncode == 0, done.stderr
-    assert killed and "continues at step" in done.stdout and "documents skipped" in done.stdout
+    assert "continues at step" in done.stdout and "documents skipped" in done.stdout
     again = Store(notes / "killed").open("finder/embedder")
     assert again.file("model.safetensors").read_bytes() == whole.file("model.safetensors").read_bytes()
     assert again.summary["final"] == whole.summary["final"]

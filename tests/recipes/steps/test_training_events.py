@@ -28,7 +28,7 @@ BACK = {
 
 
 class FakeArtifact(dict[str, Any]):
-    """A stand-in for the artifact of the model."""
+    """Replaces the artifact of the model."""
 
     step = "pretrain"
     summary: dict[str, Any] = {"tokens_per_second": 1.0}  # noqa: RUF012

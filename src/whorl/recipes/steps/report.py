@@ -67,7 +67,7 @@ class ReportConfig(BaseModel):
     currency: str = "USD"
 
 
-@step("report", config=ReportConfig, parents=REPORT_PARENTS, version=2)
+@step("report", config=ReportConfig, parents=REPORT_PARENTS, version=3)
 def report(ctx: StepContext, config: ReportConfig) -> None:
     """Write the report: inputs, plan, and results."""
     for artifact in ctx.parents.values():
