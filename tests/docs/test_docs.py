@@ -90,10 +90,8 @@ def test_whorl_commands_parse(page: Path) -> None:
         if not words or words[0].startswith("-") or words[0].isupper():
             continue
         command: Any = app
-        while hasattr(command, "commands"):
-            assert words and words[0] in command.commands, (
-                f"{page.name}: there is no `whorl {' '.join(words)}`"
-            )
+        while hasattr(command, "commands") and words:
+            assert words[0] in command.commands, f"{page.name}: there is no `whorl {' '.join(words)}`"
             command, words = command.commands[words[0]], words[1:]
         known = {
             option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
