@@ -8,13 +8,11 @@ import time
 
 import pytest
 import torch
-from tests.support.slots.examples import Acts, Draws, Numbers
+from tests.support.slots.examples import SPEC, Acts, Draws
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots import Board, BoardReader, FIFOReader, ProducerProcess, SerialProducer, SlotRing, Spec
+from whorl.slots import Board, BoardReader, FIFOReader, ProducerProcess, SerialProducer, SlotRing
 from whorl.slots import board as board_module
-
-SPEC = Spec.from_dataclass(Numbers, N=5)
 
 
 def filled(value: float) -> torch.nn.Linear:

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import psutil
 import pytest
-from tests.support.slots.examples import Draws, Numbers
+from tests.support.slots.examples import SPEC, Draws, Numbers
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, SlotRing, SlotState, Spec
-
-SPEC = Spec.from_dataclass(Numbers, N=5)
+from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, SlotRing, SlotState
 
 
 def serial(ring: SlotRing[Numbers], n: int) -> Sequence[SerialProducer]:

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 from tests.support.slots.dying_producers import CannotBegin, Dies
-from tests.support.slots.examples import Acts, Draws, Fails, Numbers
+from tests.support.slots.examples import SPEC, Acts, Draws, Fails, Numbers
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots import Board, FIFOReader, ReplayReader, SerialProducer, SlotRing, Spec
+from whorl.slots import Board, FIFOReader, ReplayReader, SerialProducer, SlotRing
 from whorl.slots.ray import RayProducer
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group("ray")
 ROOT = Path(__file__).parents[2]
-SPEC = Spec.from_dataclass(Numbers, N=5)
 
 
 @pytest.fixture(scope="module")

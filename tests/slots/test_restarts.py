@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from tests.support.slots.dying_producers import CannotBegin, Dies, DiesReading, Leaves
-from tests.support.slots.examples import Draws, Fails, Numbers
+from tests.support.slots.examples import SPEC, Draws, Fails, Numbers
 
 from whorl.errors import ProducerError
 from whorl.slots import (
@@ -28,10 +28,8 @@ from whorl.slots import (
     SerialProducer,
     SlotRing,
     SlotState,
-    Spec,
 )
 
-SPEC = Spec.from_dataclass(Numbers, N=5)
 RecordRead = tuple[int, int, bytes]
 
 

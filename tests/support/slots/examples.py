@@ -9,11 +9,16 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whorl.slots import Spec
+
 
 @dataclass(frozen=True)
 class Numbers:
     values: Annotated[NDArray[np.float64], "N"]
     label: NDArray[np.int64]
+
+
+SPEC = Spec.from_dataclass(Numbers, N=5)
 
 
 @dataclass

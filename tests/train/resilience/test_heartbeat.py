@@ -144,25 +144,22 @@ def test_torch_allocator_error_gets_oom_advice(
     )
 
 
-def test_replica_killed_by_kernel_gets_oom_advice(tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("signal_number", "error", "message"),
+    [
+        (signal.SIGKILL, OutOfMemoryError, r"killed by SIGKILL(.|\n)*plan\.batch_size=4"),
+        (signal.SIGABRT, ReplicaError, "killed by SIGABRT"),
+    ],
+)
+def test_replica_killed_raises_with_oom_advice_for_sigkill(
+    signal_number: int, error: type[Exception], message: str, tokens: Path, tmp_path: Path
+) -> None:
     class Killer(Notes):
         def on_step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 3:
                 (child,) = multiprocessing.active_children()
                 assert child.pid is not None
-                os.kill(child.pid, signal.SIGKILL)
+                os.kill(child.pid, signal_number)
 
-    with pytest.raises(OutOfMemoryError, match=r"killed by SIGKILL(.|\n)*plan\.batch_size=4"):
-        train(job(tokens, replicas=2, steps=400), tmp_path, Killer())
-
-
-def test_replica_aborted_gets_no_oom_advice(tokens: Path, tmp_path: Path) -> None:
-    class Killer(Notes):
-        def on_step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 3:
-                (child,) = multiprocessing.active_children()
-                assert child.pid is not None
-                os.kill(child.pid, signal.SIGABRT)
-
-    with pytest.raises(ReplicaError, match="killed by SIGABRT"):
+    with pytest.raises(error, match=message):
         train(job(tokens, replicas=2, steps=400), tmp_path, Killer())

@@ -291,13 +291,13 @@ class UpdateState:
         scaler = self.update.loss_scaler
         scale = None if scaler is None else torch.full_like(loss.total, scaler.scale)
         loss.total.backward(scale)  # type: ignore[no-untyped-call]
-        own, found = [], []
+        buffers, gradients = [], []
         for name, p in self.named.items():
             gradient, p.grad = p.grad, None
             if name in self.shared.gradients:
                 if gradient is not None:
-                    own.append(self.shared.gradients[name][self.process_group.rank])
-                    found.append(gradient)
+                    buffers.append(self.shared.gradients[name][self.process_group.rank])
+                    gradients.append(gradient)
                 elif self.no_gradients:
                     self.shared.gradients[name][self.process_group.rank].zero_()
             elif gradient is not None:
@@ -306,12 +306,14 @@ class UpdateState:
                 self.shared.row_ids[name][self.process_group.rank, begin:end] = rows
                 self.shared.row_gradients[name][self.process_group.rank, begin:end] = values
                 self.row_counts[name] = end
-        if found:
+        if gradients:
             if self.grad_hook is not None:
                 self.grad_hook.on_micro_batch(
-                    found, float(loss.count), 1.0 if scaler is None else scaler.scale
+                    gradients, float(loss.count), 1.0 if scaler is None else scaler.scale
                 )
-            torch._foreach_copy_(own, found) if self.no_gradients else torch._foreach_add_(own, found)
+            torch._foreach_copy_(buffers, gradients) if self.no_gradients else torch._foreach_add_(
+                buffers, gradients
+            )
         for p in self.other_parameters:
             p.grad = None
         self.no_gradients = False
