@@ -40,15 +40,14 @@ from whorl.align.stage.trainer import (
     Precomputed,
     StepCallback,
     dataset_fingerprint,
+    make_moe_balancer,
     micro_batch_rows,
     run_stage,
 )
 from whorl.errors import ConfigError, DataError
 from whorl.objectives.log_probs import token_log_probs
 from whorl.objectives.next_token import Loss
-from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import derive, numpy_rng
-from whorl.train.config import RoutingConfig
 from whorl.train.learner.update import MicroBatch
 from whorl.train.metrics.moe_balance import MoEBalancer
 
@@ -82,7 +81,7 @@ def train_student(
     """
     check_teacher(network, teacher, config, example_tokenizer)
     batches = _DistillationBatches(network, teacher, examples, config, example_tokenizer, pad_id)
-    moe_balancer = MoEBalancer(network.model, RoutingConfig(), ProcessGroup())
+    moe_balancer = make_moe_balancer(network)
     objective = _DistillationObjective(network, teacher, config, moe_balancer, batches.banned_mask)
     identity = {
         "stage": "distil",

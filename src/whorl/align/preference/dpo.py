@@ -299,7 +299,9 @@ class _PreferenceBatches:
         parts = list(self.pair_batches.micro_batches(own_units, {**streams, "label": self.labels}))
         divergence = torch.zeros(())
         if self.mismatched:
-            own_scores = sequence_log_probs(network, [self.mismatched[unit] for unit in own_units], self.pad_id)
+            own_scores = sequence_log_probs(
+                network, [self.mismatched[unit] for unit in own_units], self.pad_id
+            )
             scores = [x for each in world.all_gather_scalars(*own_scores.tolist()) for x in each]
             all_units = [
                 u

@@ -206,23 +206,7 @@ def _train_replica(
     curriculum = worker.curriculum
     board = Board.from_tensors(network.merged_weights())
     board.publish(network.merged_weights(), first)
-    async_config = config.async_rollout
-    n = max(1, async_config.workers)
-    # If no rollout may be older than the weights, nothing can be sampled ahead: one slot keeps the order.
-    slots_per_worker = (
-        1 + async_config.prefetch if async_config.workers and async_config.max_policy_lag else 1
-    )
-    spec = rollout_spec(config.prompts_per_step, config.group_size, worker.max_seq_len)
-    ring: SlotRing[Rollouts] = SlotRing(spec, n * slots_per_worker)
-    producer_class = _producer_class(config, log)
-    workers = enumerate(assign_devices(worker, async_config, network.device))
-    producers = [
-        producer_class(ring, one, seed=config.seed, number=number, board=board) for number, one in workers
-    ]
-    reader = FIFOReader(
-        ring, producers, start=first, order="ready" if async_config.workers else "sequence",
-        board=board, max_lag=async_config.max_policy_lag if async_config.workers else None,
-    )  # fmt: skip
+    reader = _rollout_reader(config, worker, network, board, first, log)
     started, latest = time.monotonic() - start.seconds, list[Experience]()
 
     def minibatches(slot: Slot[Rollouts]) -> Iterator[list[MicroBatch]]:
@@ -247,9 +231,8 @@ def _train_replica(
             **state_metrics,
             **seconds,
         }
-        step_metrics |= {
-            name: value for name, value in reader.pop_stats().metrics().items() if async_config.workers
-        }
+        reader_metrics = reader.pop_stats().metrics()
+        step_metrics |= reader_metrics if config.async_rollout.workers else {}
         step_metrics["time/total"] = time.monotonic() - started
         if checkpoints is not None and step < config.steps and checkpoints.due():
             metadata = {
@@ -278,6 +261,36 @@ def _train_replica(
             sync_weights=lambda step: board.publish(network.merged_weights(), step),
             on_step_end=on_step_end,
         )
+
+
+def _rollout_reader(
+    config: RLConfig,
+    worker: RolloutWorker,
+    network: PolicyModel,
+    board: Board,
+    first: int,
+    log: Callable[[str], None],
+) -> FIFOReader[Rollouts]:
+    """Return the reader of rollout batches `first` and later, with its slots and workers."""
+    async_config = config.async_rollout
+    # If no rollout may be older than the weights, nothing can be sampled ahead: one slot keeps the order.
+    ahead = async_config.workers and async_config.max_policy_lag
+    n_slots = max(1, async_config.workers) * (1 + async_config.prefetch if ahead else 1)
+    spec = rollout_spec(config.prompts_per_step, config.group_size, worker.max_seq_len)
+    ring: SlotRing[Rollouts] = SlotRing(spec, n_slots)
+    producer_class = _producer_class(config, log)
+    producers = [
+        producer_class(ring, one, seed=config.seed, number=number, board=board)
+        for number, one in enumerate(assign_devices(worker, async_config, network.device))
+    ]
+    return FIFOReader(
+        ring,
+        producers,
+        start=first,
+        order="ready" if async_config.workers else "sequence",
+        board=board,
+        max_lag=async_config.max_policy_lag if async_config.workers else None,
+    )
 
 
 def _producer_class(config: RLConfig, log: Callable[[str], None]) -> Any:

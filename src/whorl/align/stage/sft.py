@@ -37,6 +37,7 @@ from whorl.align.stage.trainer import (
     StepCallback,
     choose_replicas,
     dataset_fingerprint,
+    make_moe_balancer,
     micro_batch_rows,
     run_stage,
     train_replica,
@@ -45,7 +46,6 @@ from whorl.errors import ConfigError, DataError
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.loader import open_batches
 from whorl.tracking.seeds import numpy_rng
-from whorl.train.config import RoutingConfig
 from whorl.train.learner.learner import SharedState
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.objective import LMObjective
@@ -120,7 +120,7 @@ def fine_tune(
 
 def _sft_objective(network: PolicyModel, world: ProcessGroup) -> tuple[MoEBalancer, LMObjective]:
     """Return the objective, and the load balancer of its experts."""
-    moe_balancer = MoEBalancer(network.model, RoutingConfig(), world)
+    moe_balancer = make_moe_balancer(network, world)
     return moe_balancer, LMObjective(network.model, moe_balancer, z_loss=0.0, compile=False)
 
 

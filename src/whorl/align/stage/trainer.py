@@ -30,11 +30,13 @@ from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.train.checkpoint.format import restore
 from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.config import RoutingConfig
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.learner.update import MicroBatch, Update
 from whorl.train.lm.precision import muon_dtype
+from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.optim.lr_schedule import lr_scale
 
 StepCallback = Callable[[int, dict[str, float]], None]
@@ -61,6 +63,11 @@ def choose_replicas(
     if not small or network.model.flops_per_token(length) * positions < MIN_REPLICA_FLOPS:
         return 1
     return max(1, min(torch.get_num_threads(), max_replicas))
+
+
+def make_moe_balancer(network: PolicyModel, world: ProcessGroup | None = None) -> MoEBalancer:
+    """Return the load balancer of the network's experts over all replicas; empty without experts."""
+    return MoEBalancer(network.model, RoutingConfig(), world or ProcessGroup())
 
 
 def make_learner(
