@@ -72,7 +72,7 @@ def test_quickstart_makes_evaluation_and_report(code: Path, undisturbed: Path) -
     page = store.open("quickstart/report").file("report.html").read_text()
     assert f"{evaluation['bits_per_byte']:.3f}" in page and "<script src" not in page
     assert 'class="missing"' not in page and ">After pretraining</h2>" in page and 'class="pair"' in page
-    assert "bytes a parameter: " in page and "stall" in page
+    assert "bytes per parameter: " in page and "stall" in page
     began = time.monotonic()
     again = subprocess.run(command(code, undisturbed), capture_output=True, text=True, timeout=60)
     assert again.stdout.count("looked up") == 11, again.stdout + again.stderr

@@ -5,7 +5,7 @@ AMX at half the speed of fp32. More threads than a shared host provides make sma
 few matrix products, of shapes from small and large models, in both dtypes and at several thread counts. It chooses by
 the geometric mean over the shapes. bf16 must be faster by a fifth, since casting fp32 master weights costs that much.
 
-GPU dtypes depend on the capability (`gpu_dtypes`): bf16 from 8.0, fp8 from 8.9, below that fp16 with loss scaling. fp8
+GPU dtypes depend on the capability (`gpu_dtypes`): bf16 from 8.0, fp8 from 8.9, fp16 with loss scaling below 8.0. fp8
 loses quality, so it must be faster by more. It is timed with its overhead (two maxima, two casts) and offered only if a
 product is correct. A CPU uses fp16 or fp8 (emulated) only on request. The GPU code has not run on a GPU yet.
 

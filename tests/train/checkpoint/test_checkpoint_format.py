@@ -90,6 +90,10 @@ def _wrong_shape(path: Path) -> None:
         (lambda p: (p / "state.json").write_text(""), "not an index"),
         (lambda p: (p / "state.json").write_text("[1, 2]"), "step-00000002"),
         (lambda p: (p / "state.json").write_text('{"format": 1, "step": 2}'), "checkpoint format 1"),
+        (
+            lambda p: (p / "state.json").write_text('{"body": {"format": 2, "step": 2}}'),
+            "checkpoint format 2",
+        ),
         (_cut, "has 5,000 bytes"),
         (_wrong_hash, "hash type 'md5'"),
         (_wrong_shape, "step-00000002"),
