@@ -20,7 +20,6 @@ from whorl.recipes.steps.pretrain_observer import PretrainObserver
 from whorl.recipes.steps.tokens import read_plan
 from whorl.train.checkpoint.remote import CheckpointConfig
 from whorl.train.config import ScheduleConfig, SpikeGuardConfig
-from whorl.train.lm.decay_branches import check_fractions as check_branches
 
 if TYPE_CHECKING:
     from whorl.train.job import Job
@@ -115,7 +114,10 @@ class PretrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _validate(self) -> PretrainConfig:
-        check_branches(self.decay_branches, self.schedule)
+        if self.decay_branches:
+            from whorl.train.lm.decay_branches import check_fractions  # imports torch
+
+            check_fractions(self.decay_branches, self.schedule)
         return self
 
 
