@@ -87,23 +87,6 @@ def test_generate_with_cache_matches_without(temperature: float) -> None:
     assert 39 not in write(2, True)
 
 
-def test_complete_matches_generate_alone() -> None:
-    network = model()
-    prompts = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
-    together = complete(
-        network, prompts, SamplingParams(temperature=0), torch.Generator(), max_tokens=12, eos_id=39
-    )
-    for prompt, found in zip(prompts, together, strict=True):
-        alone = []
-        for token in generate(
-            network, prompt, SamplingParams(temperature=0), torch.Generator(), max_tokens=12
-        ):
-            if token.id == 39:
-                break
-            alone.append(token.id)
-        assert found == alone
-
-
 def test_generate_starts_with_forced_prefix() -> None:
     network = model()
     names = [bytes([97 + i]) for i in range(26)] + [b"ab", b"abc", b"bc", b"\n", b"\n  "]
@@ -140,15 +123,17 @@ def test_generate_uses_own_seed_and_raw_log_probs() -> None:
         assert [p for _, p in token.alternatives] == pytest.approx(raw[place, best].tolist(), abs=1e-4)
 
 
-def test_complete_seeds_each_prompt() -> None:
-    network, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8]]
-    settings = SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=11)
-    together = complete(network, prompts, settings, torch.Generator(), max_tokens=10, eos_id=39)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingParams(temperature=0, seed=11),
+        SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=11),
+    ],
+)
+def test_complete_matches_generate_with_a_seed_each(settings: SamplingParams) -> None:
+    network, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
+    together = complete(network, prompts, settings, torch.Generator(), max_tokens=12, eos_id=39)
     for number, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
-        alone = [
-            t.id
-            for t in generate(
-                network, prompt, settings.model_copy(update={"seed": 11 + number}), torch.Generator(), max_tokens=10
-            )
-        ]  # fmt: skip
+        own = settings.model_copy(update={"seed": 11 + number})
+        alone = [t.id for t in generate(network, prompt, own, torch.Generator(), max_tokens=12)]
         assert found == (alone[: alone.index(39)] if 39 in alone else alone)

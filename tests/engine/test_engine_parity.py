@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.engine.parity import FAMILIES, GREEDY, PROMPTS, check, decoder, ids_of, run
+from tests.support.engine.parity import (
+    FAMILIES,
+    GREEDY,
+    PROMPTS,
+    check,
+    decoder,
+    ids_of,
+    prompt_requests,
+    run,
+)
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +42,7 @@ def test_engine_matches_training_forward(family: str, preemption: Any) -> None:
         preemption=preemption,
     )
     engine = Engine(model, config)
-    requests = [
-        Request(id=str(n), ids=tuple(p), sampling=GREEDY, max_tokens=9) for n, p in enumerate(PROMPTS)
-    ]
+    requests = prompt_requests(9, temperature=0)
     check(model, requests, run(engine, requests))
     assert engine.cache.groups[0].pool.n_used == 0
     engine = Engine(model, config.model_copy(update={"kv_cache_tokens": 600}))
@@ -50,22 +56,15 @@ def test_engine_matches_training_forward(family: str, preemption: Any) -> None:
 def test_preemption_does_not_change_tokens() -> None:
     model = decoder()
     roomy = EngineConfig(block_size=4, max_num_seqs=6, max_model_len=60, max_num_batched_tokens=64)
-    want = run(Engine(model, roomy), _six())
+    want = run(Engine(model, roomy), prompt_requests(20))
     for preemption, budget in itertools.product(("recompute", "swap"), (3, 16)):
         tight = roomy.model_copy(
             update={"kv_cache_tokens": 60, "preemption": preemption, "max_num_batched_tokens": budget}
         )
         engine = Engine(model, tight)
-        got = run(engine, _six())
+        got = run(engine, prompt_requests(20))
         assert engine.stats.n_preemptions > 0
         assert ids_of(got) == ids_of(want)
-
-
-def _six() -> list[Request]:
-    return [
-        Request(id=str(n), ids=tuple(p), sampling=SamplingParams(seed=n), max_tokens=20)
-        for n, p in enumerate(PROMPTS)
-    ]
 
 
 def test_rows_beyond_trained_length_match_forward() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.engine.parity import PROMPTS, check, decoder, ids_of, run
+from tests.support.engine.parity import check, decoder, ids_of, prompt_requests, run
 from tests.support.models.transformer_shapes import HEADS, made
 
 from whorl.engine.config import EngineConfig
@@ -20,16 +20,8 @@ from whorl.models.multi_token import MultiTokenPrediction
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_model_len=90, max_num_batched_tokens=24)
 
 
-def requests(temperature: float = 0.7, max_tokens: int = 40) -> list[Request]:
-    return [
-        Request(
-            id=str(n),
-            ids=tuple(p),
-            sampling=SamplingParams(temperature=temperature, seed=n),
-            max_tokens=max_tokens,
-        )
-        for n, p in enumerate(PROMPTS)
-    ]
+def requests(temperature: float = 0.7) -> list[Request]:
+    return prompt_requests(40, temperature=temperature)
 
 
 class RandomProposer:

@@ -178,9 +178,8 @@ def recall(x: Vectors, y: Vectors, k: int) -> float:
     cosines = x @ y.T
     found = []
     for similarity in (cosines, cosines.T):
-        farther = (similarity < np.diagonal(similarity)[:, None]).sum(
-            axis=1
-        )  # a comparison with NaN is False
+        # A comparison with NaN is False.
+        farther = (similarity < np.diagonal(similarity)[:, None]).sum(axis=1)
         found.append(float(((len(similarity) - 1 - farther) < k).mean()))
     return sum(found) / 2
 

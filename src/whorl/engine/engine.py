@@ -141,9 +141,8 @@ class Engine:
             groups, config.max_num_seqs, self.max_model_len, config.max_num_batched_tokens, share, not same
         )
         self.prefill_budget = PrefillBudget(config.max_decode_slowdown, config.slo_tpot)
-        swaps = (
-            same or config.preemption == "swap"
-        )  # recomputation would split the positions differently, and so change bits
+        # Recomputation would split the positions differently, and so change bits.
+        swaps = same or config.preemption == "swap"
         self.scheduler = Scheduler(
             self.cache, config.max_num_seqs, config.max_num_batched_tokens, self.prefill_budget, same,
             self.runner.swap_out if swaps else None, self.runner.swap_in if swaps else None,
@@ -343,9 +342,8 @@ class Engine:
                 n_sampled = max(0, stop - len(sequence.ids) + 1)
                 at += n_sampled
                 if n_sampled and sequence.request.prompt_log_probs and not sequence.n_output:
-                    prompt_scores = tuple(
-                        sequence.prompt_log_probs
-                    )  # the prompt's last position ran in its own step
+                    # The prompt's last position ran in its own step.
+                    prompt_scores = tuple(sequence.prompt_log_probs)
             new = sampled_tokens[row : row + n_sampled]
             row += n_sampled
             pages = sequence.n_computed // self.config.block_size

@@ -16,9 +16,8 @@ from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, ModelConfig, load_model, make_model, read_config
 from whorl.nn import Linear
 
-MAX_TIMED_BYTES = (
-    256e6  # of fp32 weights; larger models do not fit a cache, and fewer layers give the same answer
-)
+# Of fp32 weights; larger models do not fit a cache, and fewer layers give the same answer.
+MAX_TIMED_BYTES = 256e6
 ROUNDS = 5
 
 

@@ -85,9 +85,8 @@ class DecodeStep:
         at = state.length
         rotary = self.model.rotary_for(state.capacity)
         cos, sin = (t[0] for t in rotary.tables_between(at, at + 1, ids.device))  # [1, head_dim]
-        x = (_unit(self.model.embed(ids, state=state)[:, 0], self.floor) * self.first_gain).to(
-            self.dtype
-        )  # [B, d_model]
+        # x: [B, d_model]
+        x = (_unit(self.model.embed(ids, state=state)[:, 0], self.floor) * self.first_gain).to(self.dtype)
         n_heads, n_kv, d = self.heads
         batch, group, turning = x.shape[0], n_heads // n_kv, n_heads + n_kv
         for layer, past in zip(self.layers, state.layers, strict=True):

@@ -241,9 +241,8 @@ class ChatTemplate:
             escape = (
                 self._escape_special if message.get("role") == "assistant" else self._escape_special_and_added
             )
-            role = (
-                {"role": message["role"]} if "role" in message else {}
-            )  # a keyword that templates compare with
+            # A keyword that templates compare with.
+            role = {"role": message["role"]} if "role" in message else {}
             escaped.append({**escape(message, mark), **role})
         try:
             return self._template.render(

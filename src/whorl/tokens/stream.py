@@ -94,9 +94,8 @@ class Mixture:
             [s.weight if s.final_weight is None else s.final_weight for s in config.sources], np.float64
         )
         self.initial_weights, self.final_weights = first / first.sum(), last / last.sum()
-        self._counts_before_chunk = [
-            np.zeros(len(first), np.int64)
-        ]  # records of each source before each chunk
+        # Records of each source before each chunk.
+        self._counts_before_chunk = [np.zeros(len(first), np.int64)]
         self._chunk_cache: dict[int, NDArray[np.int64]] = {}
 
     def _chunk(self, number: int) -> NDArray[np.int64]:

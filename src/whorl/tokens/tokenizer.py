@@ -161,9 +161,8 @@ class Tokenizer:
             if cut:
                 yield self._encode_escaped(pending[:cut], allow_special)
             parts, size = [pending[cut:]], len(pending) - cut
-            enough = (
-                0 if cut else 2 * size
-            )  # inside a long pre-token: try again when twice as much has arrived
+            # Inside a long pre-token: try again when twice as much has arrived.
+            enough = 0 if cut else 2 * size
         if size:
             yield self._encode_escaped("".join(parts), allow_special)
 

@@ -63,9 +63,8 @@ def test_cache_manager_never_loses_or_overwrites_pages(
                         before = ids[: (at + 1) * 2]
                         full = len(before) == (at + 1) * 2
                         if (group, page) in contents and sum(page in h.pages[group] for h in live) > 1:
-                            assert (
-                                full and contents[group, page] == before
-                            )  # a shared page has the same prefix
+                            # A shared page has the same prefix.
+                            assert full and contents[group, page] == before
                         contents[group, page] = before
         cache.check_integrity(live)
     for current in live:
@@ -120,9 +119,8 @@ def test_eviction_is_lru_and_last_page_of_prefix_first() -> None:
     cache.release(new)
     pool = cache.groups[0].pool
     assert pool.n_cached == 6 and pool.allocate(2) is not None and pool.n_evicted == 2
-    assert (
-        len(pool.lookup(prefix_hashes(b"", [1] * 6, 2, []))) == 1
-    )  # the last two pages of the old text were evicted
+    # The last two pages of the old text were evicted.
+    assert len(pool.lookup(prefix_hashes(b"", [1] * 6, 2, []))) == 1
     assert len(pool.lookup(prefix_hashes(b"", [2] * 6, 2, []))) == 3
     assert pool.allocate(5) is None and pool.n_available == 4
 

@@ -46,9 +46,8 @@ def test_imported_pages_give_same_tokens(family: str) -> None:
         return
     run(sender, [request("read", max_tokens=1)])
     receiver = Engine(FAMILIES[family](), CONFIG)
-    run(
-        receiver, [Request(id="other", ids=(7,) * 11, sampling=GREEDY, max_tokens=3)]
-    )  # so that page numbers differ
+    # So that page numbers differ.
+    run(receiver, [Request(id="other", ids=(7,) * 11, sampling=GREEDY, max_tokens=3)])
     with export_pages(sender, IDS) as block:
         assert block.n_positions == 28
         assert import_pages(receiver, block) == 28

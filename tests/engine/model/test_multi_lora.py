@@ -254,9 +254,8 @@ def test_engine_serves_each_request_with_its_adapter() -> None:
         EngineConfig(max_num_seqs=4, max_model_len=64, block_size=4, max_num_batched_tokens=12),
         adapters=adapters,
     )
-    prompt = tuple(
-        ids(1, 17, seed=3)[0].tolist()
-    )  # one prompt for all: pages must not be shared between adapters
+    # One prompt for all: pages must not be shared between adapters.
+    prompt = tuple(ids(1, 17, seed=3)[0].tolist())
     models = {None: decoder(), "a": decoder(), "b": decoder()}
     for name, one in loras.items():
         merge_lora(models[name], one)

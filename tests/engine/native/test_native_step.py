@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.engine.native import BOUNDS, SHAPES, Texts, llama
-from tests.support.engine.parity import PROMPTS, check, decoder, run
+from tests.support.engine.parity import check, decoder, prompt_requests, run
 from tests.support.models.transformer_shapes import KINDS, made
 
 from whorl.engine.cache.pages import InputBatch
@@ -17,8 +17,6 @@ from whorl.engine.engine import Engine
 from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep, build, unsupported_reason
 from whorl.engine.native.runner import NativeRunner, autotune, make_runner
-from whorl.engine.request import Request
-from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
@@ -165,15 +163,12 @@ def test_engine_with_native_step_matches_forward(
     )
     engine = Engine(model, config)
     assert isinstance(engine.runner, NativeRunner) and engine.runner.use_native
-    asked = [
-        Request(id=str(n), ids=tuple(p), sampling=SamplingParams(temperature=0), max_tokens=20)
-        for n, p in enumerate(PROMPTS)
-    ]
-    check(model, asked, run(engine, asked))
+    requests = prompt_requests(20, temperature=0)
+    check(model, requests, run(engine, requests))
     assert engine.stats.n_preemptions > 0 or family == "gemma"  # gemma's windows need few pages
     model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()})
     engine.update_weights({}, version=1)
-    again = [r.model_copy(update={"id": f"again {r.id}"}) for r in asked]
+    again = [r.model_copy(update={"id": f"again {r.id}"}) for r in requests]
     check(model, again, run(engine, again))
     monkeypatch.setenv("WHORL_NATIVE", "0")
     assert type(Engine(model, config).runner) is ModelRunner

@@ -170,9 +170,8 @@ def test_large_rows_are_invariant_to_batch_and_threads(size: int) -> None:
     sampler = Sampler(size, (0, 1, size - 1))
     together = sampler(logits, rows)
     want, fast = distribution(logits, rows, (0, 1, size - 1)), sampler.distribution(logits, rows)
-    assert (
-        torch.allclose(want, fast, atol=1e-6) and ((want > 0) != (fast > 0)).sum() <= 2
-    )  # at the border of top-p
+    # At the border of top-p.
+    assert torch.allclose(want, fast, atol=1e-6) and ((want > 0) != (fast > 0)).sum() <= 2
     for number, row in enumerate(rows):
         assert Sampler(size, (0, 1, size - 1))(logits[number : number + 1], [row]) == [together[number]]
     threads = torch.get_num_threads()
@@ -202,10 +201,11 @@ def test_uniforms_are_uniform_and_independent() -> None:
     counts = np.histogram(grid, 100, (0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 160  # 99 degrees of freedom
     centred = grid - 0.5
+    # Neighbors in seed, in counter.
     for a, b in (
         (centred[1:], centred[:-1]),
         (centred[:, 1:], centred[:, :-1]),
-    ):  # neighbors in seed, in counter
+    ):
         assert abs((a * b).mean()) < 5 / 12 / math.sqrt(a.size)
     other = np.array([uniforms([s] * 500, counters, stream=1) for s in seeds]) - 0.5
     assert abs((centred * other).mean()) < 5 / 12 / math.sqrt(grid.size)

@@ -107,9 +107,8 @@ def test_static_batching_counts_wasted_positions() -> None:
     batcher.add(Request(id="short", ids=(1, 2), max_tokens=1))
     while batcher.busy:
         batcher.step()
-    assert (
-        batcher.computed_positions == 2 * 4 + 4 * 2
-    )  # a padded prefill of 2 x 4, then four steps of two rows
+    # A padded prefill of 2 x 4, then four steps of two rows.
+    assert batcher.computed_positions == 2 * 4 + 4 * 2
     assert batcher.useful_positions == 6 + 4
 
 

@@ -34,6 +34,14 @@ FAMILIES = {
 }
 
 
+def prompt_requests(max_tokens: int, **sampling: Any) -> list[Request]:
+    """One request for each of `PROMPTS`; number n samples with seed n."""
+    return [
+        Request(id=str(n), ids=tuple(ids), sampling=SamplingParams(seed=n, **sampling), max_tokens=max_tokens)
+        for n, ids in enumerate(PROMPTS)
+    ]
+
+
 def drain(engine: Engine) -> dict[str, list[Delta]]:
     """Run `engine` until it is idle; returns the deltas of each request. Checks the page accounting at every step."""
     out: dict[str, list[Delta]] = {}

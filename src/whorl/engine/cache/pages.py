@@ -160,9 +160,8 @@ class KVPages(PagedState):
     def predecessors(self, k: Tensor) -> Tensor:
         p = self._require_page_index()
         assert self.raw_keys is not None
-        self.raw_keys[p.page, :, p.page_offset] = k[0].to(
-            self.raw_keys.dtype
-        )  # written first: the second key of a row reads the first
+        # Written first: the second key of a row reads the first.
+        self.raw_keys[p.page, :, p.page_offset] = k[0].to(self.raw_keys.dtype)
         before = self.raw_keys[p.previous_page, :, p.previous_page_offset].to(k.dtype)
         return torch.where(p.is_first[:, None, None], k[0], before)[None]
 
@@ -184,29 +183,23 @@ class KVPages(PagedState):
         y = torch.empty_like(q)
         zero = torch.zeros((), dtype=torch.long, device=q.device)
         allows = mask.mask_mod()
-        for add_group in self._require_page_index().groups:
-            k, v = self._gather_kv(add_group, q.dtype)  # [B, KV, L, d]
-            distance = (
-                add_group.query_positions[:, :, None] - add_group.key_positions[:, None, :]
-            )  # [B, T, L]
-            visible = allows(
-                zero, zero, add_group.query_positions[:, :, None], add_group.key_positions[:, None, :]
-            )
+        for group in self._require_page_index().groups:
+            k, v = self._gather_kv(group, q.dtype)  # [B, KV, L, d]
+            # distance: [B, T, L]
+            distance = group.query_positions[:, :, None] - group.key_positions[:, None, :]
+            visible = allows(zero, zero, group.query_positions[:, :, None], group.key_positions[:, None, :])
             slopes = None if bias is None else -bias[:, None, None] * distance[:, None].abs()
-            if (
-                add_group.query_indices.shape[1] == 1
-            ):  # decoding rows: visible keys depend on the row's length
+            # Decoding rows: visible keys depend on the row's length.
+            if group.query_indices.shape[1] == 1:
                 group_mask = Mask(causal=False, key_allowed=visible[:, 0])
             else:
-                k, v = k[:, :, : add_group.n_keys], v[:, :, : add_group.n_keys]
-                group_mask = dataclasses.replace(
-                    mask, offset=add_group.n_keys - add_group.query_indices.shape[1]
-                )
+                k, v = k[:, :, : group.n_keys], v[:, :, : group.n_keys]
+                group_mask = dataclasses.replace(mask, offset=group.n_keys - group.query_indices.shape[1])
                 if slopes is not None:
-                    slopes = slopes[..., : add_group.n_keys]
-            queries_of_group = q[0].transpose(0, 1)[add_group.query_indices].transpose(1, 2)  # [B, H, T, d]
+                    slopes = slopes[..., : group.n_keys]
+            queries_of_group = q[0].transpose(0, 1)[group.query_indices].transpose(1, 2)  # [B, H, T, d]
             out = attend(queries_of_group, k, v, group_mask, scale, slopes, softcap, sink, backend)
-            y[0].transpose(0, 1)[add_group.query_indices] = out.transpose(1, 2)
+            y[0].transpose(0, 1)[group.query_indices] = out.transpose(1, 2)
         return y
 
     def _gather_kv(self, group: AttentionGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -246,14 +239,14 @@ class LatentPages(PagedLatent):
     def attention_groups(self) -> list[tuple[Tensor, Tensor, Mask]]:
         assert self.page_index is not None
         groups = []
-        for add_group in self.page_index.groups:
-            rows = self.latents[add_group.pages].flatten(1, 2)  # [B, L, width]
-            if add_group.query_indices.shape[1] == 1:
-                mask = Mask(causal=False, key_allowed=add_group.key_positions <= add_group.query_positions)
+        for group in self.page_index.groups:
+            rows = self.latents[group.pages].flatten(1, 2)  # [B, L, width]
+            if group.query_indices.shape[1] == 1:
+                mask = Mask(causal=False, key_allowed=group.key_positions <= group.query_positions)
             else:
-                rows = rows[:, : add_group.n_keys]
-                mask = Mask(offset=add_group.n_keys - add_group.query_indices.shape[1])
-            groups.append((add_group.query_indices, rows, mask))
+                rows = rows[:, : group.n_keys]
+                mask = Mask(offset=group.n_keys - group.query_indices.shape[1])
+            groups.append((group.query_indices, rows, mask))
         return groups
 
 

@@ -107,10 +107,8 @@ class _DecodeWorker(_WorkerLoop):
     def __init__(self, channel: Channel, engine: Engine) -> None:
         super().__init__(channel, engine)
         self.incoming_blocks: deque[tuple[Request, KVBlock]] = deque()
-        self.imported, self.verified = (
-            -1,
-            False,
-        )  # of the first incoming block: positions imported, checksum complete
+        # Of the first incoming block: positions imported, checksum complete.
+        self.imported, self.verified = (-1, False)
 
     @property
     def busy(self) -> bool:

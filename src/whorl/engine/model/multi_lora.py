@@ -107,9 +107,8 @@ class Adapters:
         self._loaded: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
         self._cache_keys: dict[str, str] = {}
         self._n_added = 0
-        self.names_in_use: Callable[[], Collection[str | None]] = (
-            tuple  # returns the adapter names of unfinished requests
-        )
+        # Returns the adapter names of unfinished requests.
+        self.names_in_use: Callable[[], Collection[str | None]] = tuple
         self._stacked_factors: tuple[tuple[int, ...], dict[str, tuple[Tensor, Tensor]]] = (), {}
 
     def __contains__(self, name: object) -> bool:

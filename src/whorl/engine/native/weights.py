@@ -229,9 +229,8 @@ class PackedWeights:
         ]
         if isinstance(model, Decoder) and model.memory is not None:
             self._table_tensors += list(model.memory.tables)
-        tables = self._table_tensors = [
-            t.detach().float().contiguous() for t in self._table_tensors
-        ]  # no copy of fp32 tables
+        # No copy of fp32 tables.
+        tables = self._table_tensors = [t.detach().float().contiguous() for t in self._table_tensors]
         to.embedding = tables[0].data_ptr()
         if isinstance(model, Decoder):
             to.tables[: to.n_orders] = [t.data_ptr() for t in tables[1:]]

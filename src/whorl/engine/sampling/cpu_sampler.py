@@ -33,10 +33,8 @@ Ids = NDArray[np.int64]
 
 BLOCK = 128
 PARTIAL_SORT_SIZE = 512  # weights in the first partial sort
-MIN_TEMPERATURE, MAX_TEMPERATURE = (
-    1e-30,
-    1e30,
-)  # limits: beyond them, fp32 would give 0 and infinity
+# Limits: beyond them, fp32 would give 0 and infinity.
+MIN_TEMPERATURE, MAX_TEMPERATURE = (1e-30, 1e30)
 
 
 def clamped_temperature(sampling: SamplingParams) -> float:
@@ -63,9 +61,8 @@ class CPUSampler:
         self.is_banned[banned_ids] = True
         # Rows are padded to whole blocks; the padding is never written and stays 0.
         self._buffer = np.zeros((0, -(-vocab_size // BLOCK) * BLOCK), np.float32)
-        self._buffer_source: tuple[Floats, Floats] | None = (
-            None  # the (logits, max_logits) whose unscaled weights the buffer holds
-        )
+        # The (logits, max_logits) whose unscaled weights the buffer holds.
+        self._buffer_source: tuple[Floats, Floats] | None = None
 
     def _exp_weights(self, z: Floats, max_logits: Floats, temperature: Floats | None = None) -> Floats:
         """exp((z - max_logits) / temperature), padded with zeros: [n, whole blocks]; overwritten by the next call."""
@@ -144,9 +141,8 @@ class CPUSampler:
             n_sorted: weights to sort at first.
         """
         rows, size = np.arange(len(weights)), self.vocab_size
-        n_sorted_now = min(
-            max(n_sorted, int(k[k < size].max(initial=0))) + 1, size
-        )  # one more, to compare with the last kept one
+        # One more, to compare with the last kept one.
+        n_sorted_now = min(max(n_sorted, int(k[k < size].max(initial=0))) + 1, size)
         largest = np.partition(weights[:, :size], size - n_sorted_now, axis=1)[:, size - n_sorted_now :]
         largest = np.ascontiguousarray(np.sort(largest, axis=1)[:, ::-1])
         top_weights = largest * (np.arange(n_sorted_now) < k[:, None])

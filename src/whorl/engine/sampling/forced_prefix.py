@@ -88,9 +88,8 @@ class SortedVocabulary:
         found = []
         for length in range(1, min(self.max_token_bytes + 1, len(text))):
             start = bisect_left(self.sorted_bytes, text[:length])
-            while (
-                start < len(self.sorted_bytes) and self.sorted_bytes[start] == text[:length]
-            ):  # several ids may have the same bytes
+            # Several ids may have the same bytes.
+            while start < len(self.sorted_bytes) and self.sorted_bytes[start] == text[:length]:
                 found.append(self.sorted_ids[start])
                 start += 1
         return np.array(found, np.int64)

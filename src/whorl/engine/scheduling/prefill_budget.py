@@ -40,9 +40,8 @@ class PrefillBudget:
         self._decode_samples: dict[
             int, deque[float]
         ] = {}  # seconds of decode-only steps, by rows up to a power of 2
-        self._seconds_per_prefill_token: deque[float] = deque(
-            maxlen=MEDIAN_WINDOW
-        )  # seconds per prefill position
+        # Seconds per prefill position.
+        self._seconds_per_prefill_token: deque[float] = deque(maxlen=MEDIAN_WINDOW)
         self._n_mixed_steps = 0  # mixed steps since the last decode-only step
 
     def record_step(self, n_decode: int, n_prefill: int, seconds: float) -> None:
