@@ -20,15 +20,7 @@ from tests.support.slots.dying_producers import CannotBegin, Dies, DiesReading, 
 from tests.support.slots.examples import SPEC, Draws, Fails, Numbers
 
 from whorl.errors import ProducerError
-from whorl.slots import (
-    Board,
-    FIFOReader,
-    ProducerProcess,
-    ReplayReader,
-    SerialProducer,
-    SlotRing,
-    SlotState,
-)
+from whorl.slots import Board, FIFOReader, ProducerProcess, ReplayReader, SerialProducer, SlotRing, SlotState
 
 RecordRead = tuple[int, int, bytes]
 

@@ -299,9 +299,7 @@ def test_failed_download_falls_back_to_older(tmp_path: Path, monkeypatch: pytest
     assert found is not None and found.step == 1 and sum("the line is dead" in text for text in messages) == 2
 
 
-def test_remote_newer_format_raises_and_is_kept(
-    tmp_path: Path,
-) -> None:
+def test_remote_newer_format_raises_and_is_kept(tmp_path: Path) -> None:
     """As for local ones: skipping it would train its steps again, and retention would remove it."""
     config = remote_config(f"file://{tmp_path}/far")
     manager = run(tmp_path / "near", config, range(1, 3))

@@ -54,11 +54,7 @@ def test_moe_losses_of_parts_sum_to_whole() -> None:
     moe = MoEBalancer(model, routing, ProcessGroup(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]])
     loss = LMObjective(model, moe, z_loss=1e-3, compile=False)
     ids = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(1))
-    batch = {
-        "tokens": ids[:, :-1],
-        "targets": ids[:, 1:],
-        "loss_mask": torch.ones(8, 32, dtype=torch.bool),
-    }
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": torch.ones(8, 32, dtype=torch.bool)}
     batch["loss_mask"][:2, 3:] = False  # the parts have different numbers of targets
     whole = loss(batch)
     for size in (4, 1):
