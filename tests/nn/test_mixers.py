@@ -114,7 +114,8 @@ def test_mixer_pieces_equal_the_row(kind: str, packed: bool, pieces: tuple[int, 
             sizes.add(state.n_bytes)
         torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
         assert state.length == T and sizes == {state_bytes(kind, packed) or state.n_bytes}
-    if kind.startswith("heads"):  # the states of HSTU and MLA are written in place, without a copy for gradients
+    # Not HSTU and MLA: their states are written in place, without a copy for gradients.
+    if kind.startswith("heads"):
         torch.cat(parts, 1).sum().backward()
     tensors = [t for value in vars(state).values() for t in (value if isinstance(value, tuple) else (value,))]
     assert not any(t.requires_grad for t in tensors if isinstance(t, Tensor))
