@@ -26,11 +26,8 @@ def test_catalog_imports_without_torch() -> None:
 
 def test_catalog_covers_every_configured_objective() -> None:
     names = {
-        *get_args(Algorithm),
-        *get_args(AgentAlgorithm),
-        *get_args(PreferenceObjective),
-        *get_args(Divergence),
-    }
+        *get_args(Algorithm), *get_args(AgentAlgorithm), *get_args(PreferenceObjective), *get_args(Divergence),
+    }  # fmt: skip
     assert names | PRESETS.keys() | {"next_token", "sft", "reward_model", "info_nce"} <= CATALOG.keys()
     assert all(name == info.name and "\n" not in info.formula for name, info in CATALOG.items())
 

@@ -14,12 +14,8 @@ from whorl.errors import ConfigError
 from whorl.objectives.distil import Divergence, distil_full_vocab, distil_top_k, divergence
 
 KINDS: list[tuple[Divergence, float]] = [
-    ("forward", 0.5),
-    ("reverse", 0.5),
-    ("jensen", 0.5),
-    ("jensen", 0.1),
-    ("jensen", 0.8),
-]
+    ("forward", 0.5), ("reverse", 0.5), ("jensen", 0.5), ("jensen", 0.1), ("jensen", 0.8),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

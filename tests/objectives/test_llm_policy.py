@@ -37,16 +37,10 @@ def drawn(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, shuffle: bool = Tru
 
     log_prob = -3 * torch.rand(n, generator=g, dtype=torch.float64)
     return CompletionTokens(
-        log_prob.requires_grad_(),
-        log_prob.detach() + noise(0.4),
-        noise(1.0),
-        sequence,
-        len(lengths),
-        log_prob.detach() + noise(0.4),
-        log_prob.detach() + noise(0.5),
-        (2 + noise(0.2)).requires_grad_(),
+        log_prob.requires_grad_(), log_prob.detach() + noise(0.4), noise(1.0), sequence, len(lengths),
+        log_prob.detach() + noise(0.4), log_prob.detach() + noise(0.5), (2 + noise(0.2)).requires_grad_(),
         noise(1.0).abs(),
-    )
+    )  # fmt: skip
 
 
 def by_loops(tokens: CompletionTokens, method: PolicyLossConfig) -> Tensor:
@@ -104,13 +98,10 @@ def gradients(mean: Tensor, tokens: CompletionTokens) -> list[Tensor]:
 
 
 CLIPS: list[dict[str, Any]] = [
-    {"ratio": "none"},
-    {"ratio": "token"},
-    {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2},
+    {"ratio": "none"}, {"ratio": "token"}, {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2},
     {"ratio": "token", "clip_low": 0.1, "clip_high": 0.28, "dual_clip": 1.5},
-    {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.1},
-    {"ratio": "sequence", "clip_high": 0.1},
-]
+    {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.1}, {"ratio": "sequence", "clip_high": 0.1},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])

@@ -139,14 +139,8 @@ def test_kto_matches_equation(z: float) -> None:
     good = torch.tensor([True, False, True, True, False, False])
     point = torch.tensor(z, requires_grad=True)
     loss = kto(
-        pairs.chosen,
-        pairs.reference_chosen,
-        good,
-        point,
-        beta=0.3,
-        desirable_weight=1.5,
-        undesirable_weight=0.5,
-    )
+        pairs.chosen, pairs.reference_chosen, good, point, beta=0.3, desirable_weight=1.5, undesirable_weight=0.5,
+    )  # fmt: skip
     terms = []
     for i in range(P):
         h = pairs.chosen[i] - pairs.reference_chosen[i]

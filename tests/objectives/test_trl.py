@@ -58,13 +58,10 @@ def drawn(seed: int = 0) -> dict[str, Tensor]:
     log_prob = -3 * torch.rand(B, T, generator=g)
     behaviour, reference = log_prob + 0.3 * torch.randn(2, B, T, generator=g)
     return {
-        "mask": (torch.arange(T) < lengths[:, None]).float(),
-        "log_prob": log_prob.requires_grad_(),
-        "behaviour": behaviour.detach(),
-        "reference": reference.detach(),
-        "advantage": torch.randn(B, generator=g),
+        "mask": (torch.arange(T) < lengths[:, None]).float(), "log_prob": log_prob.requires_grad_(),
+        "behaviour": behaviour.detach(), "reference": reference.detach(), "advantage": torch.randn(B, generator=g),
         "entropy": torch.rand(B, T, generator=g).requires_grad_(),
-    }
+    }  # fmt: skip
 
 
 def trl_grpo(rows: dict[str, Tensor], method: PolicyLossConfig, loss_type: str) -> Tensor:
@@ -73,35 +70,20 @@ def trl_grpo(rows: dict[str, Tensor], method: PolicyLossConfig, loss_type: str) 
     fake = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (rows["log_prob"], rows["entropy"], None),
         args=SimpleNamespace(delta=method.dual_clip, use_bias_correction_kl=False, steps_per_generation=1),
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        importance_sampling_level=method.ratio,
-        beta=method.kl_coef,
-        loss_type=loss_type,
-        epsilon_low=method.clip_low,
-        epsilon_high=method.clip_high,
-        use_vllm=False,
-        model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=1,
-        max_completion_length=T,
-        _entropy_bonus_enabled=method.entropy_coef > 0,
-        entropy_coef=method.entropy_coef,
-        use_adaptive_entropy=False,
-        accelerator=SimpleNamespace(**vars(ALONE), sync_gradients=True),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        importance_sampling_level=method.ratio, beta=method.kl_coef, loss_type=loss_type,
+        epsilon_low=method.clip_low, epsilon_high=method.clip_high, use_vllm=False,
+        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, max_completion_length=T,
+        _entropy_bonus_enabled=method.entropy_coef > 0, entropy_coef=method.entropy_coef,
+        use_adaptive_entropy=False, accelerator=SimpleNamespace(**vars(ALONE), sync_gradients=True),
         _metrics={"train": defaultdict(list)},
-    )
+    )  # fmt: skip
     ids = torch.zeros(B, T, dtype=torch.int64)
     inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1],
-        "completion_ids": ids,
-        "completion_mask": rows["mask"],
-        "advantages": rows["advantage"],
-        "old_per_token_logps": rows["behaviour"],
-        "ref_per_token_logps": rows["reference"],
-        "num_items_in_batch": rows["mask"].sum(),
-    }
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": rows["mask"],
+        "advantages": rows["advantage"], "old_per_token_logps": rows["behaviour"],
+        "ref_per_token_logps": rows["reference"], "num_items_in_batch": rows["mask"].sum(),
+    }  # fmt: skip
     found: Tensor = GRPOTrainer._compute_loss(fake, None, inputs)
     return found
 
@@ -110,14 +92,9 @@ def ours(rows: dict[str, Tensor], method: PolicyLossConfig) -> Tensor:
     keep = rows["mask"].bool()
     sequence = torch.arange(B)[:, None].expand(-1, T)[keep]
     tokens = CompletionTokens(
-        rows["log_prob"][keep],
-        rows["behaviour"][keep],
-        rows["advantage"][sequence],
-        sequence,
-        B,
-        reference_log_prob=rows["reference"][keep],
-        entropy=rows["entropy"][keep],
-    )
+        rows["log_prob"][keep], rows["behaviour"][keep], rows["advantage"][sequence], sequence, B,
+        reference_log_prob=rows["reference"][keep], entropy=rows["entropy"][keep],
+    )  # fmt: skip
     loss = policy_loss(tokens, method)
     return loss.total / loss.count
 
@@ -187,16 +164,9 @@ def a_preference(rows: dict[str, Tensor], **more: Any) -> tuple[SimpleNamespace,
     """Return (fake trainer, inputs, summed reference log-probabilities [B])."""
     reference = (rows["reference"] * rows["mask"]).sum(1)
     fake = SimpleNamespace(
-        accelerator=ALONE,
-        model=SimpleNamespace(training=True),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
-        beta=0.3,
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
-        **more,
-    )
+        accelerator=ALONE, model=SimpleNamespace(training=True), aux_loss_enabled=False, precompute_ref_logps=True,
+        beta=0.3, _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1, **more,
+    )  # fmt: skip
     ids = torch.zeros(B, T + 1, dtype=torch.int64)
     mask = torch.cat([torch.zeros(B, 1), rows["mask"]], 1)
     return fake, {"input_ids": ids, "attention_mask": ids, "completion_mask": mask}, reference
@@ -209,13 +179,9 @@ def test_dpo_and_ipo_match_trl(kind: str, seed: int) -> None:
 
     rows = drawn(seed)
     fake, inputs, reference = a_preference(
-        rows,
-        ld_alpha=None,
-        f_divergence_type="reverse_kl",
-        loss_types=[kind],
-        loss_weights=[1.0],
+        rows, ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[kind], loss_weights=[1.0],
         use_weighting=False,
-    )
+    )  # fmt: skip
     refs = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2), strict=True))
     desired = DPOTrainer._compute_loss(fake, lambda **_: head_output(rows), {**inputs, **refs}, False)
     chosen, rejected = (rows["log_prob"] * rows["mask"]).sum(1).chunk(2)
@@ -238,25 +204,16 @@ def test_kto_matches_trl(seed: int) -> None:
 
     rows, mismatched = drawn(seed), torch.randn(2, B, generator=torch.Generator().manual_seed(seed))
     fake, inputs, reference = a_preference(
-        rows,
-        calculate_KL=True,
-        loss_type="kto",
-        desirable_weight=1.2,
-        undesirable_weight=0.7,
+        rows, calculate_KL=True, loss_type="kto", desirable_weight=1.2, undesirable_weight=0.7,
         _compute_kl_logps=lambda *_: mismatched[0],
-    )
+    )  # fmt: skip
     good = torch.tensor([True, False, True, True, False, False])
     more = {"label": good, "ref_logps": reference, "ref_KL_logps": mismatched[1]}
     desired = KTOTrainer._compute_loss(fake, lambda **_: head_output(rows), {**inputs, **more}, False)
     loss = kto(
-        (rows["log_prob"] * rows["mask"]).sum(1),
-        reference,
-        good,
-        kto_kl(*mismatched),
-        beta=0.3,
-        desirable_weight=1.2,
-        undesirable_weight=0.7,
-    )
+        (rows["log_prob"] * rows["mask"]).sum(1), reference, good, kto_kl(*mismatched), beta=0.3,
+        desirable_weight=1.2, undesirable_weight=0.7,
+    )  # fmt: skip
     agree(loss.total / loss.count, desired, [rows["log_prob"]])
 
 
@@ -300,14 +257,10 @@ def test_reward_model_matches_trl() -> None:
     g = torch.Generator().manual_seed(0)
     scores, margin = torch.randn(8, generator=g).requires_grad_(), torch.rand(4, generator=g)
     fake = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        args=SimpleNamespace(center_rewards_coefficient=0.01),
-        accelerator=ALONE,
-        aux_loss_enabled=False,
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
+        model=SimpleNamespace(training=True), args=SimpleNamespace(center_rewards_coefficient=0.01),
+        accelerator=ALONE, aux_loss_enabled=False, _metrics={"train": defaultdict(list)}, _total_train_tokens=0,
         _tp_size=1,
-    )
+    )  # fmt: skip
     inputs = {"margin": margin, "attention_mask": torch.ones(8, 2)}
     desired = RewardTrainer.compute_loss(fake, lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
     loss = bradley_terry(scores[:4], scores[4:], margin=margin, center_rewards_coef=0.01)

@@ -30,13 +30,8 @@ def sampled(
 ) -> list[list[int]]:
     engine = rollout_engine(net.eval_copy(), scribe(), sequences=64, max_length=64)
     found = sample_completions(
-        engine,
-        prompts,
-        policy_sampling(temperature),
-        max_tokens=PLACES,
-        stop_ids=scribe().stop_ids,
-        seed=seed,
-    )
+        engine, prompts, policy_sampling(temperature), max_tokens=PLACES, stop_ids=scribe().stop_ids, seed=seed,
+    )  # fmt: skip
     return [one.ids for one in found]
 
 

@@ -119,13 +119,9 @@ def test_curriculum_rejects_invalid_input() -> None:
     curriculum = Curriculum([0.0, 1.0])
     good = curriculum.state_dict()
     bad = [
-        {},
-        {**good, "passed": [1.0]},
-        {**good, "passed": [-1.0, 0.0]},
-        {**good, "failed": [float("nan"), 0.0]},
-        {**good, "reach": 9},
-        {**good, "reach": "x"},
-    ]
+        {}, {**good, "passed": [1.0]}, {**good, "passed": [-1.0, 0.0]}, {**good, "failed": [float("nan"), 0.0]},
+        {**good, "reach": 9}, {**good, "reach": "x"},
+    ]  # fmt: skip
     for state in bad:
         with pytest.raises(DataError, match="curriculum's state"):
             curriculum.load_state_dict(state)

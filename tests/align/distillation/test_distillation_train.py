@@ -75,11 +75,8 @@ def test_on_policy_texts_follow_prompts() -> None:
             return super().loss(part, *rest)
 
     learn(
-        network_of(),
-        Listening(model_of(0)),
-        texts,
-        config_of(on_policy_fraction=0.5, packing=False, epochs=1.0),
-    )
+        network_of(), Listening(model_of(0)), texts, config_of(on_policy_fraction=0.5, packing=False, epochs=1.0),
+    )  # fmt: skip
     prompts = {tuple(t.ids[: t.prompt_length].tolist()) for t in texts}
     given = {tuple(t.ids.tolist()) for t in texts}
     whole = []
@@ -201,12 +198,8 @@ def test_teacher_completions_end_with_stop_id() -> None:
 def test_cached_full_vocab_equals_live_teacher(kind: Any) -> None:
     texts, teacher, config = some_texts(8), model_of(0), config_of(divergence=kind, epochs=2.0)
     told = cache_teacher_logits(
-        teacher,
-        texts,
-        pad_id=TOKENIZER.pad_id,
-        top_k=VOCAB,
-        vocab_fingerprint=tokenizer_fingerprint(TOKENIZER),
-    )
+        teacher, texts, pad_id=TOKENIZER.pad_id, top_k=VOCAB, vocab_fingerprint=tokenizer_fingerprint(TOKENIZER),
+    )  # fmt: skip
     one, two = network_of(), network_of()
     a, b = learn(one, LiveTeacher(teacher), texts, config), learn(two, told, texts, config)
     assert [x["kl"] for x in a] == pytest.approx([x["kl"] for x in b], rel=1e-4)

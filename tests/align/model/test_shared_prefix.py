@@ -56,14 +56,9 @@ def ragged(seed: int = 0, groups: int = 4, answers: int = 4) -> dict[str, Tensor
 def transformer(**changes: Any) -> TransformerConfig:
     heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8} | changes.pop("heads", {})
     return TransformerConfig(
-        vocab_size=VOCAB,
-        d_model=32,
-        n_layers=2,
-        mlp_hidden=48,
-        max_length=64,
-        mixers={"full": AttentionConfig(**heads)},
-        **changes,
-    )
+        vocab_size=VOCAB, d_model=32, n_layers=2, mlp_hidden=48, max_length=64,
+        mixers={"full": AttentionConfig(**heads)}, **changes,
+    )  # fmt: skip
 
 
 MODELS: dict[str, Any] = {

@@ -127,12 +127,9 @@ def test_dpo_loss_matches_manual_computation() -> None:
 def test_reference_is_initial_network() -> None:
     net, seen = network(), list[dict[str, float]]()
     train_preferences(
-        net,
-        letter_pairs(),
-        preference_config(epochs=4, lr_scale=0.01),
-        pad_id=PAD,
+        net, letter_pairs(), preference_config(epochs=4, lr_scale=0.01), pad_id=PAD,
         callback=lambda _, m: seen.append(m),
-    )
+    )  # fmt: skip
     assert len(seen) == 12
     assert (
         seen[0]["loss"] == pytest.approx(np.log(2), abs=1e-4) and abs(seen[0]["rewards/margin"]) < 1e-4

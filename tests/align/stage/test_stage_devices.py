@@ -64,14 +64,9 @@ def test_fake_device_rejects_mixed_devices(pretended: None) -> None:
     y = layer(x).sum()
     y.backward()
     made = (
-        x,
-        y,
-        layer.weight.grad,
-        torch.arange(3, device=x.device),
-        torch.zeros_like(x),
-        x[torch.tensor([0])],
+        x, y, layer.weight.grad, torch.arange(3, device=x.device), torch.zeros_like(x), x[torch.tensor([0])],
         x[:, 1],
-    )
+    )  # fmt: skip
     assert all(t is not None and t.device == DEVICE for t in made)
     assert float(y.detach()) == float(y.detach().cpu()) and (x + torch.tensor(1.0)).device == DEVICE
     assert x.cpu().device.type == "cpu" and x.cpu().numpy().shape == (2, 4)

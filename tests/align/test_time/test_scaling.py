@@ -132,13 +132,9 @@ def drawn() -> ScalingResult:
     engine = rollout_engine(decoder(), scribe(), sequences=16, max_length=64)
     finished: list[int] = []
     config = ScalingConfig(
-        n_samples=4,
-        max_completion_tokens=12,
-        thinking_budgets=(0, 4, 12),
-        max_answer_tokens=3,
-        answer_marker="Q",
+        n_samples=4, max_completion_tokens=12, thinking_budgets=(0, 4, 12), max_answer_tokens=3, answer_marker="Q",
         seed=3,
-    )
+    )  # fmt: skip
 
     def judge(some: Sequence[VerifiableTask], texts: Sequence[str]) -> list[Verdict]:
         return [Verdict(float(len(text) % 2 == 0), len(text) % 2 == 0) for text in texts]

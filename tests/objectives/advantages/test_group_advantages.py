@@ -54,12 +54,9 @@ def test_group_advantages_match_definition(
 ) -> None:
     reward, group = [x / 3 for x, _ in answers], [g for _, g in answers]
     found = group_advantages(
-        torch.tensor(reward, dtype=torch.float64),
-        torch.tensor(group),
-        baseline=baseline,
-        scale_rewards=deviation,
+        torch.tensor(reward, dtype=torch.float64), torch.tensor(group), baseline=baseline, scale_rewards=deviation,
         eps=eps,
-    )
+    )  # fmt: skip
     wanted = by_loops(reward, group, baseline, deviation, eps)
     assert found.advantage.tolist() == pytest.approx(wanted, abs=1e-9)
     even = [len({r for r, h in zip(reward, group, strict=True) if h == g}) == 1 for g in group]

@@ -43,12 +43,9 @@ def test_token_gae_treats_sequences_separately(bootstrapped: bool, discount: flo
     for s in range(4):
         here = sequence == s
         wanted = gae_by_loops(
-            reward[here].tolist(),
-            value[here].tolist(),
-            0.0 if beyond is None else float(beyond[s]),
-            discount,
+            reward[here].tolist(), value[here].tolist(), 0.0 if beyond is None else float(beyond[s]), discount,
             decay,
-        )
+        )  # fmt: skip
         assert advantage[here].tolist() == pytest.approx(wanted)
     torch.testing.assert_close(target, advantage + value)
 

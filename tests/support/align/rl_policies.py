@@ -16,15 +16,9 @@ from whorl.align.rl.train import train_policy
 from whorl.evals.verify.task import VerifiableTask
 
 SMALL = RLConfig(
-    steps=4,
-    prompts_per_step=3,
-    group_size=4,
-    max_completion_tokens=5,
-    max_seq_len=24,
-    lr_scale=0.2,
-    optimizer="adamw",
-    checkpoint_seconds=1e-9,
-)
+    steps=4, prompts_per_step=3, group_size=4, max_completion_tokens=5, max_seq_len=24, lr_scale=0.2,
+    optimizer="adamw", checkpoint_seconds=1e-9,
+)  # fmt: skip
 
 
 def tasks(n: int = 12, verifier: str = "format([0-9].*)") -> list[VerifiableTask]:

@@ -50,11 +50,8 @@ from whorl.tracking.seeds import generator
 
 LORA = LoRAConfig(rank=2)
 COMMON: dict[str, Any] = {
-    "dtype": "float32",
-    "checkpoint_seconds": 1e-9,
-    "micro_batch_tokens": 96,
-    "lr_scale": 0.2,
-}
+    "dtype": "float32", "checkpoint_seconds": 1e-9, "micro_batch_tokens": 96, "lr_scale": 0.2,
+}  # fmt: skip
 TASKS = [
     VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier="format([0-9].*)", answer=str(i + 1))
     for i in range(6)
@@ -151,17 +148,9 @@ def _rlvr(run: StageRun, reward_model_verifier: bool = False, **options: Any) ->
             save_reward_model(model, reward_model, config=RewardConfig(), trained_on={}, base=run.folder)
             assert load_reward_model(reward_model, device=run.device)[0].device == network.device
     worker = RolloutWorker(
-        network.model.config,
-        "float32",
-        run.folder,
-        TASKS,
-        config.group_size,
-        config.max_completion_tokens,
-        config.max_seq_len,
-        config.temperature,
-        Curriculum([0.0] * len(TASKS)),
-        reward_model=reward_model,
-    )
+        network.model.config, "float32", run.folder, TASKS, config.group_size, config.max_completion_tokens,
+        config.max_seq_len, config.temperature, Curriculum([0.0] * len(TASKS)), reward_model=reward_model,
+    )  # fmt: skip
     train_policy(network, worker, config, reference=reference, **run.usual)
     if not config.async_rollout.workers:
         assert worker._engine.model.embedding.device == network.device
