@@ -81,17 +81,17 @@ def mode_curves(
     for name, kind, beta in kinds:
         mean = torch.tensor([[-separation], [0.0], [separation]], dtype=torch.float64, requires_grad=True)
         log_deviation = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
-        optimiser = torch.optim.Adam([mean, log_deviation], lr=rate)
+        optimizer = torch.optim.Adam([mean, log_deviation], lr=rate)
         path = []
         for step in range(steps):
-            for group in optimiser.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = rate * (1 - step / steps)
             loss = divergence(
                 teacher, _normal_log_density(x, mean, log_deviation.exp()).log_softmax(-1), kind, beta
             )
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.sum().backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
+            optimizer.step()
             path.append(torch.cat([mean, log_deviation.exp()], 1).detach().clone())
         with torch.no_grad():
             q = _normal_log_density(x, mean, log_deviation.exp()).log_softmax(-1)

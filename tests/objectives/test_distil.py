@@ -118,12 +118,12 @@ def test_forward_covers_modes_and_reverse_seeks_one() -> None:
     found = {}
     for kind in ("forward", "reverse"):
         mean, width = torch.tensor(2.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
-        optimiser = torch.optim.Adam([mean, width], lr=0.1)
+        optimizer = torch.optim.Adam([mean, width], lr=0.1)
         for _ in range(300):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             student = (-((places - mean) ** 2) / (2 * width.exp() ** 2)).log_softmax(0)
             divergence(teacher[None], student[None], kind).sum().backward()  # type: ignore[arg-type, no-untyped-call]
-            optimiser.step()
+            optimizer.step()
         found[kind] = (float(mean.detach()), float(width.detach().exp()))
     assert abs(found["forward"][0]) < 4 and found["forward"][1] > 6
     assert abs(found["reverse"][0] - 8) < 0.5 and found["reverse"][1] < 2
@@ -133,11 +133,11 @@ def test_distil_top_k_student_learns_teacher() -> None:
     teacher = drawn()[2]
     values, ids = teacher.topk(8)
     learned = torch.nn.Parameter(torch.randn(11, 6, generator=torch.Generator().manual_seed(3)))
-    optimiser = torch.optim.Adam([learned], lr=0.1)
+    optimizer = torch.optim.Adam([learned], lr=0.1)
     for _ in range(300):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         distil_top_k(torch.eye(6), learned, values, ids, torch.ones(6)).total.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        optimizer.step()
     assert torch.allclose(learned.t().softmax(-1).gather(1, ids), values.exp(), atol=0.01)
 
 

@@ -12,15 +12,15 @@ from whorl.objectives.reward import bradley_terry, calibration, pair_calibration
 
 
 @pytest.mark.parametrize("margin", [None, torch.tensor([0.0, 0.5, 1.0, 2.0], dtype=torch.float64)])
-@pytest.mark.parametrize("centring", [0.0, 0.01])
-def test_bradley_terry_matches_equation(margin: torch.Tensor | None, centring: float) -> None:
+@pytest.mark.parametrize("centering", [0.0, 0.01])
+def test_bradley_terry_matches_equation(margin: torch.Tensor | None, centering: float) -> None:
     g = torch.Generator().manual_seed(0)
     chosen, rejected = torch.randn(2, 4, generator=g, dtype=torch.float64).requires_grad_()
-    loss = bradley_terry(chosen, rejected, margin=margin, center_rewards_coef=centring)
+    loss = bradley_terry(chosen, rejected, margin=margin, center_rewards_coef=centering)
     wanted = torch.zeros((), dtype=torch.float64)
     for i in range(4):
         ahead = chosen[i] - rejected[i] - (0 if margin is None else margin[i])
-        wanted = wanted + torch.log(1 + torch.exp(-ahead)) + centring * (chosen[i] + rejected[i]) ** 2
+        wanted = wanted + torch.log(1 + torch.exp(-ahead)) + centering * (chosen[i] + rejected[i]) ** 2
     torch.testing.assert_close(loss.total, wanted)
     both = [torch.autograd.grad(x, (chosen, rejected), retain_graph=True) for x in (loss.total, wanted)]
     for ours, desired in zip(*both, strict=True):
@@ -31,9 +31,9 @@ def test_bradley_terry_matches_equation(margin: torch.Tensor | None, centring: f
 
 def test_centering_penalizes_level_only() -> None:
     chosen, rejected = torch.tensor([1.0]), torch.tensor([0.0])
-    for centring, same in ((0.0, True), (0.1, False)):
+    for centering, same in ((0.0, True), (0.1, False)):
         near, far = (
-            bradley_terry(chosen + s, rejected + s, center_rewards_coef=centring).total for s in (0, 50)
+            bradley_terry(chosen + s, rejected + s, center_rewards_coef=centering).total for s in (0, 50)
         )
         assert bool(torch.isclose(near, far)) == same
 

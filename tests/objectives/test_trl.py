@@ -2,16 +2,18 @@
 
 Where the definitions agree, values and gradients agree to 1e-6. Differences:
 
-- GRPO over sequences ("grpo"): TRL averages over all rows, including those without a token, and averages micro-batch
-  means under accumulation. Whorl counts sequences with a token and divides once, so the split does not matter. - Dr.
-  GRPO: the same under accumulation; rows without tokens count on both sides. - "bnpo" is token aggregation within one
-  micro-batch; "dapo" divides by the tokens of the whole batch, as Whorl does. - Entropy bonus: TRL always averages
-  over tokens; Whorl follows the aggregation. They agree for token aggregation. - Group advantages: both divide by the
-  unbiased deviation plus 1e-4. For equal rewards TRL divides rounding by 1e-4; Whorl returns 0. - DPO: TRL 1.16 has
-  no label smoothing in its sigmoid loss; "robust" is another objective (arXiv:2403.00409). - IPO: TRL's is per token.
-  KTO: TRL's reference point is of one micro-batch; here it is an argument. - ORPO: the odds ratio agrees. TRL's SFT
-  term averages over the tokens of the micro-batch, here over those of each completion, as printed. SimPO, the reward
-  loss and the three divergences agree.
+- "grpo": TRL averages over all rows, also those without a token, and under accumulation averages micro-batch means.
+  Whorl counts sequences with a token and divides once, so the split does not matter.
+- Dr. GRPO: the same under accumulation. Rows without tokens count on both sides.
+- "bnpo" is token aggregation within one micro-batch. "dapo" divides by the tokens of the whole batch, as Whorl does.
+- Entropy bonus: TRL averages over tokens, Whorl follows the aggregation. They agree for token aggregation.
+- Group advantages: both divide by the unbiased deviation plus 1e-4. For equal rewards TRL divides rounding by 1e-4,
+  and Whorl returns 0.
+- DPO: TRL 1.16 has no label smoothing in its sigmoid loss. "robust" is another objective (arXiv:2403.00409).
+- IPO: TRL's is per token. KTO: TRL's reference point is of one micro-batch, here it is an argument.
+- ORPO: the odds ratio agrees. TRL's SFT term averages over the tokens of the micro-batch, here over each completion, as
+  printed.
+- SimPO, the reward loss and the three divergences agree.
 """
 
 from __future__ import annotations

@@ -60,7 +60,9 @@ def test_transcript_ends_after_last_message() -> None:
     assert learnt == " two\n\n three\n\n"
     assert text.ids[-1] in writer.stop_ids and text.loss_mask[-1]
     assert not set(text.ids[1:-1].tolist()) & writer.stop_ids
-    assert not set(writer.conversation(asked).ids[1:].tolist()) & writer.stop_ids  # the user spoke last
+    assert (
+        not set(writer.conversation(asked).ids[1:].tolist()) & writer.stop_ids
+    )  # the last turn is the user's
 
 
 def test_prompt_is_prefix_of_example() -> None:

@@ -70,7 +70,7 @@ class _Operations(TorchDispatchMode):
             unmarked = [list(t.shape) for t in checked if t.dim() and not is_fake(t)]
             if unmarked:
                 raise MixedDevices(
-                    f"{name}: {unmarked} on the CPU beside {[list(t.shape) for t in marked]} on {DEVICE}"
+                    f"{name}: {unmarked} on the CPU, but {[list(t.shape) for t in marked]} on {DEVICE}"
                 )
         out = func(*args, **kwargs)
         if marked:

@@ -1,1 +1,1 @@
-"""Reinforcement learning from verifiable rewards: rollouts, advantages, policy optimisation."""
+"""Reinforcement learning from verifiable rewards: rollouts, advantages, policy optimization."""
