@@ -1,9 +1,9 @@
-"""IMPALA with 2 free-running actors on CartPole-v1: does it solve it, and how old are the weights that acted?
+"""IMPALA with 2 asynchronous actors on CartPole-v1: the number of solved seeds, and the policy lag.
 
-    .venv/bin/python bench/agents/impala.py            # 5 seeds
+    python bench/agents/impala.py            # 5 seeds
 
-Solved: a greedy evaluation of 20 episodes of 475 or more at the end of training. When it was first reached on the way
-(looked at every 10,000 steps) is told too.
+A seed is solved if a greedy evaluation of 20 episodes at the end of training has a mean return of at least 475. The output
+also contains the first of the evaluations during training (every 10,000 steps) that reached it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse
 
 from whorl.agents.config import make_config
 from whorl.agents.networks import ActorCritic
 from whorl.agents.train import TrainingProgress, evaluate, train
 
-BAR, LOOK = 475.0, 10_000
+BAR, EVALUATE_EVERY = 475.0, 10_000
 
 
-def one(seed: int, steps: int) -> dict[str, float]:
-    """One run: where it was solved, the last evaluation, and how many versions behind the weights that acted were."""
+def train_seed(seed: int, steps: int) -> dict[str, float]:
+    """One run: the step at which it was solved, the final evaluation, and the policy lag in versions."""
     config = make_config("impala", "CartPole-v1", steps=steps, seed=seed)
     lags: list[float] = []
     solved: dict[str, float] = {}
 
     def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
-        lags.append(progress.metrics["lag_mean"])
-        if progress.steps % LOOK < config.rollout_steps:
+        lags.append(progress.metrics["policy_lag/mean"])
+        if progress.steps % EVALUATE_EVERY < config.rollout_steps:
             found = float(np.mean(evaluate(networks, "CartPole-v1", 20, 10_000 + seed)))
             if found >= BAR and "steps" not in solved:
                 solved.update(steps=progress.steps, seconds=round(progress.seconds, 2))
@@ -43,17 +43,19 @@ def one(seed: int, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200_000)
-    a = parser.parse_args()
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--seeds", type=int, default=5)
+        parser.add_argument("--steps", type=int, default=200_000)
+
+    args = parse(__doc__, arguments, smoke={"seeds": 1, "steps": 600})
     rows = []
-    for seed in range(a.seeds):
-        rows.append(one(seed, a.steps))
+    for seed in range(args.seeds):
+        rows.append(train_seed(seed, args.steps))
         print(f"seed {seed}: {rows[-1]}", flush=True)
     n = sum(row["final"] >= BAR for row in rows)
     claim(
-        "IMPALA with 2 free-running actors solves CartPole-v1", ours=n, peer=len(rows), unit="seeds", ratio=n / len(rows),
+        "IMPALA with 2 asynchronous actors solves CartPole-v1", ours=n, peer=len(rows), peer_name="all seeds",
+        unit="seeds", ratio=n / len(rows),
         bar=1.0, ok=n == len(rows), samples=rows,
     )  # fmt: skip
 

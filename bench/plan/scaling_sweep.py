@@ -1,11 +1,11 @@
-"""The sweep that the planner's law is fitted on.
+"""The training runs to which the planner's scaling law is fitted.
 
-    .venv/bin/python bench/plan/scaling_sweep.py --store .whorl --out sweep.jsonl     # runs, then fits (hours on two cores)
-    .venv/bin/python bench/plan/scaling_sweep.py --out sweep.jsonl --fit-only         # fits what is there, writes law.json
+    python bench/plan/scaling_sweep.py --store .whorl --out sweep.jsonl     # runs, then fits (hours on two cores)
+    python bench/plan/scaling_sweep.py --out sweep.jsonl --fit-only         # fits the existing runs, writes scaling_law.json
 
-Each run trains one shape with one vocabulary for a number of steps on the curated standard library of the store, through
-the same code as a recipe, and records bits per byte on the whole validation split. The fit minimises squared errors of
-log(bits per byte). Prints one JSON line: the worst relative error of the law over the runs.
+Each run trains one shape with one vocabulary on the curated standard library of the store, through the same code as a
+recipe. It records bits per byte on the whole validation split. The fit minimises squared errors of log(bits per byte).
+The JSON line holds the worst relative error of the law over the runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized, smoke
+from bench.plan._tiny_store import cache_folder, open_store
 
 from whorl.corpus import Corpus
 from whorl.evals.likelihood import bits_per_byte, document_nats
@@ -45,10 +46,12 @@ RUNS = [
     (128, 3, 4096, 1500), (192, 3, 1024, 1500), (192, 3, 1024, 5000), (192, 3, 2048, 3000), (192, 4, 1024, 1500),
     (192, 4, 4096, 1500), (256, 4, 1024, 3000), (256, 4, 2048, 1500),
 ]  # fmt: skip
+SMOKE_RUNS = [(64, 2, 320, 4), (64, 2, 512, 4)]
+WINDOW = sized(512, 64)  # tokens, of the evaluation
 
 
-class Quiet:
-    """An observer that keeps nothing."""
+class SilentCallback:
+    """A training callback without effect."""
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -95,21 +98,22 @@ def run(
     """One run; bits per byte on the validation split."""
     machine = probe()
     model = decoder_config(width, depth, vocabulary)
-    wanted = Job(
-        tokens=str(tokens), model=model, seq_len=job.pop("length", 256), batch_size=job.pop("batch_rows", 8), steps=steps,
+    settings = Job(
+        tokens=str(tokens), model=model, seq_len=job.pop("seq_len", sized(256, 64)),
+        batch_size=job.pop("batch_size", 8), steps=steps,
         replicas=replicas, dtype=machine.dtype, device=machine.device, compile=compile, evaluations=1, **job,
     )  # fmt: skip
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        trained = pretrain(wanted, Path(scratch), Quiet(), checkpoint_seconds=1e9)
+        trained = pretrain(settings, Path(scratch), SilentCallback(), checkpoint_seconds=1e9)
     seconds = time.monotonic() - began
     split = TokenSet(tokens).split("validation")
-    nats = document_nats(trained, split.iter_documents(), 512)
+    nats = document_nats(trained, split.iter_documents(), WINDOW)
     return {
-        "width": width, "depth": depth, "vocabulary": vocabulary, "steps": steps, "length": wanted.seq_len,
-        "batch_rows": wanted.batch_size, "matrix_rate": wanted.optim.lr_muon, "seed": wanted.seed,
+        "width": width, "depth": depth, "vocabulary": vocabulary, "steps": steps, "seq_len": settings.seq_len,
+        "batch_size": settings.batch_size, "lr_muon": settings.optim.lr_muon, "seed": settings.seed,
         "matrices": matrix_params(model) - vocabulary * width,
-        "bytes": steps * wanted.batch_size * wanted.seq_len * split.n_bytes / len(split),
+        "bytes": steps * settings.batch_size * settings.seq_len * split.n_bytes / len(split),
         "bits_per_byte": bits_per_byte(sum(nats), split.n_bytes), "seconds": seconds,
     }  # fmt: skip
 
@@ -123,46 +127,49 @@ def fit(runs: list[dict]) -> ScalingLaw:
     data = torch.tensor([r["bytes"] / 1e6 for r in runs], dtype=torch.float64)
     vocabulary = torch.tensor([float(r["vocabulary"]) for r in runs], dtype=torch.float64)
     prior = torch.tensor([0.45, 0.15, 0.35, 1.2, 0.4, 0.008, 1000.0], dtype=torch.float64).log()
-    for start in range(20):
+    for start in range(sized(20, 2)):
         torch.manual_seed(start)
         x = (prior + 0.3 * torch.randn(7, dtype=torch.float64)).requires_grad_()
-        optimiser = torch.optim.LBFGS([x], max_iter=500, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS([x], max_iter=500, line_search_fn="strong_wolfe")
 
         def error(x=x) -> torch.Tensor:
             e, a, alpha, b, beta, c, v = x.exp()
-            guess = e + a / size**alpha + b / data**beta + c * (vocabulary / (v * size**0.5)).log() ** 2
-            # A weak pull to the prior: there are hardly more runs than constants.
-            return (guess.log() - target).square().mean() + 3e-4 * (x - prior).square().mean()
+            predicted = e + a / size**alpha + b / data**beta + c * (vocabulary / (v * size**0.5)).log() ** 2
+            # A weak prior, because there are few more runs than constants.
+            return (predicted.log() - target).square().mean() + 3e-4 * (x - prior).square().mean()
 
-        optimiser.step(partial(_closure, optimiser, error))
+        optimizer.step(partial(_closure, optimizer, error))
         if (value := float(error().detach())) < best_error:
             best, best_error = dict(zip(names, x.exp().tolist(), strict=True)), value
     assert best is not None
     return ScalingLaw(**best)
 
 
-def _closure(optimiser: torch.optim.Optimizer, error: Callable[[], torch.Tensor]) -> torch.Tensor:
-    optimiser.zero_grad()
+def _closure(optimizer: torch.optim.Optimizer, error: Callable[[], torch.Tensor]) -> torch.Tensor:
+    optimizer.zero_grad()
     loss = error()
     loss.backward()
     return loss
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--store", default=None)
-    parser.add_argument("--out", type=Path, default=Path("sweep.jsonl"))
-    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "whorl-sweep")
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--fit-only", action="store_true")
-    a = parser.parse_args()
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--store", default=None)
+        parser.add_argument("--out", type=Path, default=Path("sweep.jsonl"))
+        parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "whorl-sweep")
+        parser.add_argument("--replicas", type=int, default=2)
+        parser.add_argument("--fit-only", action="store_true")
+
+    a = parse(__doc__, arguments, smoke={"replicas": 1, "fit_only": False})
+    a.cache = cache_folder(a.cache)
+    if smoke():
+        a.out = a.cache / "sweep.jsonl"
     done = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out.exists() else []
     if not a.fit_only:
-        store = Store(a.store)
-        for width, depth, vocabulary, steps in RUNS[len(done) :]:
-            found = run(
-                token_set(store, vocabulary, a.cache), width, depth, vocabulary, steps, replicas=a.replicas
-            )
+        store = open_store(a.store)
+        for width, depth, vocabulary, steps in sized(RUNS, SMOKE_RUNS)[len(done) :]:
+            tokens = token_set(store, vocabulary, a.cache)
+            found = run(tokens, width, depth, vocabulary, steps, replicas=a.replicas, compile=not smoke())
             print(json.dumps(found), flush=True)
             with a.out.open("a") as out:
                 out.write(json.dumps(found) + "\n")
@@ -173,10 +180,13 @@ def main() -> None:
         for r in done
     ]
     rounded = {name: round(value, 4) for name, value in vars(law).items()}
-    path = Path(__file__).parents[1] / "src/whorl/plan/scaling_law.json"
+    path = Path(__file__).parents[2] / "src/whorl/plan/scaling_law.json"
+    if smoke():
+        path = a.cache / path.name
     path.write_text(json.dumps({"law": rounded, "runs": done}, indent=1) + "\n")
     claim(
-        "the planner's law describes its sweep", ours=max(errors), peer=0.0, unit="worst relative error",
+        "the planner's scaling law against its own runs", ours=max(errors), peer=0.0, peer_name="measured",
+        unit="worst relative error",
         ratio=max(errors), bar=0.05, ok=max(errors) <= 0.05, samples=[round(e, 4) for e in errors],
     )  # fmt: skip
 

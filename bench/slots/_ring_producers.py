@@ -1,4 +1,4 @@
-"""What the producer process of slots_ring.py imports: a process does not run the caller's script again."""
+"""The record and the producer of ring.py, in a module that the producer process can import."""
 
 from __future__ import annotations
 

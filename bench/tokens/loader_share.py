@@ -1,9 +1,10 @@
-"""The loader's share of a training step: how long the trainer waits for its next batch.
+"""The fraction of a training step that the trainer waits for its next batch.
 
-    .venv/bin/python bench/tokens/loader_share.py --store .whorl      # the store must hold a quickstart
+    python bench/tokens/loader_share.py --store .whorl      # the store must hold a quickstart
 
-Trains the planned model for some steps, first from ready shards with the loader in its own process, as a run does;
-then from the same documents as JSONL, read, tokenised and packed on the way by one process for each replica.
+Trains the planned model for some steps, first from ready shards with the loader in a separate process, as in a recipe.
+The second run has the same documents as JSONL. One process for each replica reads, tokenizes and packs them during
+training.
 """
 
 from __future__ import annotations
@@ -15,30 +16,33 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
-from bench.plan.scaling_sweep import Quiet
+from bench._run import claim, parse, sized
+from bench.plan._tiny_store import open_store
+from bench.plan.scaling_sweep import SilentCallback
 
 from whorl.corpus import Corpus
 from whorl.corpus.blocks import Source
-from whorl.store import Store
 from whorl.train.job import Job, TextStreamConfig
 from whorl.train.lm.pretrain import pretrain
 
 
-class Shares(Quiet):
+class WaitRecorder(SilentCallback):
+    """A callback that stores the fraction of each step spent waiting for data."""
+
     def __init__(self) -> None:
-        self.shares: list[float] = []
+        self.fractions: list[float] = []
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        self.shares.append(metrics["loader_share"])
+        self.fractions.append(metrics["time/data_fraction"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--store", default=None)
-    parser.add_argument("--steps", type=int, default=200)
-    a = parser.parse_args()
-    store = Store(a.store)
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--store", default=None)
+        parser.add_argument("--steps", type=int, default=200)
+
+    a = parse(__doc__, arguments, smoke={"steps": 6})
+    store = open_store(a.store)
     plan = json.loads(store.open("quickstart/plan").file("plan.json").read_text())
     job = Job.model_validate({**plan["job"], "tokens": str(store.open("quickstart/tokens").path)})
     corpus = Corpus(store.open("quickstart/ingest").path, store.open("quickstart/curate").path)
@@ -46,16 +50,16 @@ def main() -> None:
         jsonl = Path(folder) / "train.jsonl"
         with jsonl.open("w") as file:
             file.writelines(json.dumps({"text": d.text}) + "\n" for d in corpus.documents("train"))
-        words = str(store.open("quickstart/tokenizer").path)
-        raw = TextStreamConfig(tokenizer=words, sources=[Source([str(jsonl)])])
-        for name, one in (("ready shards", job), ("raw text", job.model_copy(update={"raw": raw}))):
-            shares = Shares()
-            pretrain(one, Path(folder) / name, shares, checkpoint_seconds=1e9, stop_after=a.steps)
-            settled = shares.shares[2:]
-            share = sum(settled) / len(settled)
+        tokenizer = str(store.open("quickstart/tokenizer").path)
+        stream = TextStreamConfig(tokenizer=tokenizer, sources=[Source([str(jsonl)])])
+        for name, one in (("ready shards", job), ("raw text", job.model_copy(update={"stream": stream}))):
+            recorder = WaitRecorder()
+            pretrain(one, Path(folder) / name, recorder, checkpoint_seconds=1e9, stop_after=a.steps)
+            settled = recorder.fractions[sized(2, 0) :]
+            percent = 100 * sum(settled) / len(settled)
             claim(
-                f"the loader's share of a training step, from {name}", ours=share, peer=1.0, unit="share", ratio=share,
-                bar=0.01, ok=share < 0.01, samples=[round(s, 5) for s in settled[:20]],
+                f"share of a step spent waiting for data, {name}", ours=percent, peer=1.0, peer_name="bar", unit="%",
+                ratio=percent, bar=1.0, ok=percent < 1.0, variant="" if name == "ready shards" else "raw", samples=[round(s, 5) for s in settled[:20]],
             )  # fmt: skip
 
 

@@ -1,13 +1,16 @@
-"""From raw documents to batches: our workers against a PyTorch DataLoader with 2 workers, as people write it today.
+"""From raw documents to batches: our workers against a PyTorch DataLoader with 2 workers.
 
-    .venv/bin/python bench/tokens/stream_loader.py --store .whorl
+    python bench/tokens/stream_loader.py --store .whorl
 
-The training split of the store's quickstart, written as JSONL, and its vocabulary. Theirs: an iterable dataset that
-parses lines, and Hugging Face `tokenizers` with packing in the collate function; ours: `StreamBatches` with 2
-workers. Both give rows of 256 tokens, 8 a batch. Beside them: what the bare encoder does with the same texts in 2
-processes. From ready shards: the loader's slots against a map-style dataset over the same token file. And the
-randomness of the order: how far from its place on disk a block is read, and how far apart documents that are
-neighbours on disk (those of one block stay in one record, shuffled among those of the record's other blocks).
+The data are the training split of the store's quickstart, written as JSONL, and its vocabulary. The peer is an iterable
+dataset that parses lines, with Hugging Face `tokenizers` and packing in the collate function. Ours is `StreamBatches`
+with 2 workers. Both give rows of 256 tokens, 8 per batch. A second claim compares with the bare encoder on the same
+texts in 2 processes. A third compares the loader's slots from ready shards with a map-style dataset over the same token
+file.
+
+The script also prints how random the order is. It reports the distance between a block's place in the order and its
+place on disk, and the distance in the order between documents that are neighbours on disk. The documents of one block
+stay in one record, shuffled with those of the record's other blocks.
 """
 
 from __future__ import annotations
@@ -27,21 +30,21 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized
+from bench.plan._tiny_store import open_store
 
 from whorl.corpus import Corpus
 from whorl.corpus.blocks import RejectCounter, Source
-from whorl.store import Store
 from whorl.tokens.loader import open_batches
 from whorl.tokens.stream import StreamBatches, StreamConfig, StreamProducer, blocks_per_record
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import numpy_rng
 
-LENGTH, ROWS, ROUNDS = 256, 8, 3
+LENGTH, ROWS, ROUNDS = sized(256, 64), 8, sized(3, 1)
 
 
 class Lines(torch.utils.data.IterableDataset[str]):
-    """Texts of a JSONL file, each worker its share of the lines."""
+    """Texts of a JSONL file; each worker reads its share of the lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,23 +58,23 @@ class Lines(torch.utils.data.IterableDataset[str]):
 
 
 class Collate:
-    """Texts to packed rows: concatenated, cut."""
+    """Concatenates the texts of a batch and cuts them into rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __call__(self, texts: list[str]) -> torch.Tensor:
         if not hasattr(self, "tokenizer"):
-            from tokenizers import Tokenizer as Theirs
+            from tokenizers import Tokenizer as PeerTokenizer
 
-            self.tokenizer = Theirs.from_file(str(self.path))
+            self.tokenizer = PeerTokenizer.from_file(str(self.path))
         ids = [i for e in self.tokenizer.encode_batch(texts) for i in (*e.ids, 0)]
         n = len(ids) // LENGTH
         return torch.tensor(ids[: n * LENGTH]).view(n, LENGTH)
 
 
-def theirs(jsonl: Path, tokenizer: Path, seconds: float) -> float:
-    """Tokens a second of the DataLoader."""
+def peer_tokens_per_second(jsonl: Path, tokenizer: Path, seconds: float) -> float:
+    """Tokens per second of the DataLoader."""
     loader = torch.utils.data.DataLoader(
         Lines(jsonl), batch_size=8, num_workers=2, collate_fn=Collate(tokenizer), prefetch_factor=4
     )
@@ -79,17 +82,17 @@ def theirs(jsonl: Path, tokenizer: Path, seconds: float) -> float:
     while True:
         for batch in loader:
             if began is None:
-                began = time.perf_counter()  # workers are up
+                began = time.perf_counter()  # the workers have started
                 continue
             tokens += batch.numel()
             if time.perf_counter() - began > seconds:
                 return tokens / (time.perf_counter() - began)
 
 
-def ours(config: StreamConfig, seconds: float) -> float:
-    """Tokens a second of our stream."""
+def our_tokens_per_second(config: StreamConfig, seconds: float) -> float:
+    """Tokens per second of our stream."""
     with StreamBatches(config, batch_size=ROWS, workers=2) as batches:
-        for _ in range(3 * 64):  # what was made ahead while the workers came up
+        for _ in range(sized(3 * 64, 4)):  # batches that the workers prefetched during start-up
             next(batches)
         before, began = batches.tokens_consumed, time.perf_counter()
         while time.perf_counter() - began < seconds:
@@ -118,7 +121,7 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def shards(tokens: Path, seconds: float) -> tuple[float, float]:
-    """Tokens a second from ready shards: (ours, a map-style dataset's in the training process)."""
+    """Tokens per second from ready shards: (ours, a map-style dataset)."""
     with open_batches(tokens, "train", seq_len=LENGTH, batch_size=ROWS) as batches:
         for _ in range(10):
             next(batches)
@@ -126,7 +129,7 @@ def shards(tokens: Path, seconds: float) -> tuple[float, float]:
         while time.perf_counter() - began < seconds:
             next(batches).tensors()
             n += 1
-        mine = n * ROWS * LENGTH / (time.perf_counter() - began)
+        ours = n * ROWS * LENGTH / (time.perf_counter() - began)
     rows = Rows(np.memmap(next(iter(sorted(tokens.glob("train-*.bin")))), np.uint16, "r"))
     loader = torch.utils.data.DataLoader(rows, batch_size=ROWS, shuffle=True, num_workers=2)
     n, began = 0, None
@@ -135,14 +138,15 @@ def shards(tokens: Path, seconds: float) -> tuple[float, float]:
         n += 1
         if time.perf_counter() - began > seconds:
             break
-    return mine, n * ROWS * LENGTH / (time.perf_counter() - began)
+    return ours, n * ROWS * LENGTH / (time.perf_counter() - began)
 
 
 def randomness(config: StreamConfig) -> dict[str, float]:
-    """How far one epoch's order is from the order on disk, against a full shuffle (where both means are a third of all).
+    """Measure how far one epoch's order is from the order on disk.
 
-    blocks: mean distance of a block's place in the order from its place on disk. neighbours: documents between two that
-    are neighbours on disk, mean; of: what a full shuffle would give.
+    Returns `blocks`, the mean distance between a block's place in the order and its place on disk, relative to a full
+    shuffle; `neighbours`, the mean distance in the order of documents that are neighbours on disk; and `full_shuffle`,
+    the same for a full shuffle, which is a third of the documents.
     """
     producer = StreamProducer(config)
     producer.blocks_in_record(0)
@@ -163,57 +167,63 @@ def randomness(config: StreamConfig) -> dict[str, float]:
     return {
         "blocks": float(np.abs(np.array(blocks) - np.arange(n)).mean() / (n / 3)),
         "neighbours": float(np.abs(np.diff(place)).mean()),
-        "of": len(order) / 3,
+        "full_shuffle": len(order) / 3,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--store", default=None)
-    parser.add_argument("--seconds", type=float, default=6.0)
-    a = parser.parse_args()
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--store", default=None)
+        parser.add_argument("--seconds", type=float, default=6.0)
+
+    a = parse(__doc__, arguments, smoke={"seconds": 0.1})
     torch.set_num_threads(1)
-    store = Store(a.store)
+    store = open_store(a.store)
     corpus = Corpus(store.open("quickstart/ingest").path, store.open("quickstart/curate").path)
-    tokens, words = store.open("quickstart/tokens").path, store.open("quickstart/tokenizer").path
+    tokens, vocabulary = store.open("quickstart/tokens").path, store.open("quickstart/tokenizer").path
     texts = [d.text for d in corpus.documents("train")]
     with tempfile.TemporaryDirectory() as folder:
         jsonl = Path(folder) / "train.jsonl"
         jsonl.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-        config = StreamConfig(words, [Source([str(jsonl)])], LENGTH)
+        config = StreamConfig(vocabulary, [Source([str(jsonl)])], LENGTH)
         pairs = []
         for _ in range(ROUNDS):
-            pairs.append((ours(config, a.seconds), theirs(jsonl, words / "tokenizer.json", a.seconds)))
+            ours = our_tokens_per_second(config, a.seconds)
+            peer = peer_tokens_per_second(jsonl, vocabulary / "tokenizer.json", a.seconds)
+            pairs.append((ours, peer))
             print(
                 f"from raw text: ours {pairs[-1][0]:,.0f} tokens/s, DataLoader {pairs[-1][1]:,.0f}",
                 flush=True,
             )
-        mine, peer = sorted(pairs, key=lambda p: p[0] / p[1])[ROUNDS // 2]
+        ours, peer = sorted(pairs, key=lambda p: p[0] / p[1])[ROUNDS // 2]
         claim(
-            "raw text to batches against a DataLoader with 2 workers", ours=round(mine), peer=round(peer), unit="tokens/s",
-            ratio=mine / peer, bar=3.0, ok=mine / peer >= 3, samples=[[round(x) for x in p] for p in pairs],
+            "raw text to batches", ours=round(ours), peer=round(peer),
+            peer_name="torch DataLoader, 2 workers", unit="tokens/s",
+            ratio=ours / peer, bar=3.0, ok=ours / peer >= 3, samples=[[round(x) for x in p] for p in pairs],
         )  # fmt: skip
         with ProcessPoolExecutor(2) as pool:
-            list(pool.map(encode, [words] * 2, [texts[:20]] * 2))
-            made = list(pool.map(encode, [words] * 2, [texts[0::2], texts[1::2]]))
+            list(pool.map(encode, [vocabulary] * 2, [texts[:20]] * 2))
+            made = list(pool.map(encode, [vocabulary] * 2, [texts[0::2], texts[1::2]]))
         bare = sum(n for n, _ in made) / max(s for _, s in made)
         claim(
-            "raw text to batches against the bare encoder in 2 processes", ours=round(mine), peer=round(bare),
-            unit="tokens/s", ratio=mine / bare, bar=0.8, ok=mine / bare >= 0.8,
+            "raw text to batches, against the encoder alone", ours=round(ours), peer=round(bare),
+            peer_name="encoder in 2 processes", variant="encoder",
+            unit="tokens/s", ratio=ours / bare, bar=0.8, ok=ours / bare >= 0.8,
         )  # fmt: skip
         for size in (1 << 17, 1 << 14):
             found = randomness(replace(config, block_bytes=size))
-            apart, full = found["neighbours"], found["of"]
+            apart, full = found["neighbours"], found["full_shuffle"]
             print(
-                f"half a megabyte a record in blocks of {size >> 10} kB: a block is read {found['blocks']:.2f} of a full "
-                f"shuffle's mean distance from its place on disk; neighbours on disk are {apart:.0f} documents "
-                f"apart (full shuffle: {full:.0f})"
+                f"blocks of {size >> 10} kB, records of 512 kB: the mean distance of a block from its place on disk is "
+                f"{found['blocks']:.2f} of a full shuffle's. Neighbours on disk are {apart:.0f} documents apart "
+                f"(full shuffle: {full:.0f})"
             )
     both = [shards(tokens, a.seconds / 2) for _ in range(ROUNDS)]
-    mine, peer = sorted(both, key=lambda p: p[0] / p[1])[ROUNDS // 2]
+    ours, peer = sorted(both, key=lambda p: p[0] / p[1])[ROUNDS // 2]
     claim(
-        "ready shards to batches against a map-style dataset with 2 workers", ours=round(mine), peer=round(peer),
-        unit="tokens/s", ratio=mine / peer, bar=10.0, ok=mine / peer >= 10, samples=[[round(x) for x in p] for p in both],
+        "ready shards to batches", ours=round(ours), peer=round(peer),
+        peer_name="map-style dataset, 2 workers", variant="shards",
+        unit="tokens/s", ratio=ours / peer, bar=10.0, ok=ours / peer >= 10, samples=[[round(x) for x in p] for p in both],
     )  # fmt: skip
 
 
