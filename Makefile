@@ -16,7 +16,7 @@ quickstart: .venv
 test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-check: .venv/dev  ## lint, format, types, and that the floors hold
+check: .venv/dev  ## lint, format, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
