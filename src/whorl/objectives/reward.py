@@ -1,7 +1,8 @@
 """Reward models: the Bradley-Terry loss on pairs, and calibration of the resulting probabilities.
 
-    total = sum over pairs of  - log sigma(r_chosen - r_rejected - margin)  +  center_rewards_coef (r_chosen +
-    r_rejected)^2
+    total = sum over pairs of  - log sigma(r_c - r_w - margin)  +  center_rewards_coef (r_c + r_w)^2
+
+with r_c and r_w the rewards of the chosen and the rejected completion.
 
 Loss: Bradley & Terry 1952, doi:10.2307/2334029; Stiennon et al. 2020, arXiv:2009.01325, section 3.3. Margin: Touvron et
 al. 2023, arXiv:2307.09288, eq. 2, larger for clearer preferences. Centering: Eisenstein et al. 2023, arXiv:2312.09244;
