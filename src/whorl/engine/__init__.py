@@ -1,4 +1,4 @@
-"""Running a trained model: the sampler, and generation with a state."""
+"""The engine: continuous batching over a paged KV cache, sampling, and generation of one sequence."""
 
 from whorl.engine.generate import complete, generate
 from whorl.engine.load import fastest_dtype, load_for_sampling
