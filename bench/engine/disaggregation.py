@@ -1,20 +1,19 @@
-"""Prefill and decode apart against together, on the same two cores: how evenly tokens come while long prompts enter.
+"""Disaggregated prefill and decode against one engine on the same two cores: time between tokens while prompts enter.
 
-.venv/bin/python bench/engine/disaggregation.py [--quick]
+    python bench/engine/disaggregation.py [--quick]
 
-Eight requests write; beside them a prompt of 1,536 tokens enters now and then. The same requests at the same moments go to
+Eight requests decode; a prompt of 1,536 tokens arrives now and then. The same requests, at the same moments, go to
 
-    mixed      one engine with both cores, chunked prefill as it comes
-    unpaced    the same, with pieces of prompts as large as the step's budget allows
-    apart      one prefill process and one decode process, a core each, pages handed over
+    mixed           one engine on both cores, with chunked prefill
+    unpaced         the same, with chunks as large as the step's token budget allows
+    disaggregated   one prefill process and one decode process with a core each; KV pages are transferred
 
-The bar is the mixed engine's 99th percentile of the time between two tokens of one request. What it costs stands beside it:
-the median, the long prompts' time to their first token, and the tokens written in a second.
+Bar: the 99th percentile of the mixed engine's time between two tokens of one request. Printed with it: the median, the
+long prompts' time to first token, and the decoded tokens/s.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
@@ -34,21 +33,21 @@ from whorl.plan.cost import decoder_config
 from whorl.serve.worker.disaggregated import DisaggregatedEngine
 from whorl.tracking.seeds import generator
 
-WRITERS, LONG, BUDGET = 8, 1536, 256
+WRITERS, LONG, BUDGET = 8, sized(1536, 128), 256
 
 
-def make(role: str, stretch: float = 1.6) -> Engine:
-    """An engine of a model of about 10 M parameters; a prefill process has nobody to spare and takes large pieces."""
-    model = Decoder(decoder_config(320, 6, 4096), generator(0, "bench")).eval()
+def make(role: str, slowdown: float = 1.6) -> Engine:
+    """An engine of a model of about 10 M parameters. A prefill process takes large chunks: it runs no decode steps."""
+    model = Decoder(decoder_config(*sized((320, 6, 4096), (64, 2, 4096))), generator(0, "bench")).eval()
     sizes = EngineConfig(
-        max_num_seqs=16, max_model_len=2560, kv_cache_tokens=40960, max_num_batched_tokens=512 if role == "prefill" else BUDGET,
-        max_decode_slowdown=stretch,
+        max_num_seqs=16, max_model_len=2560, kv_cache_tokens=40960,
+        max_num_batched_tokens=512 if role == "prefill" else BUDGET, max_decode_slowdown=slowdown,
     )  # fmt: skip
     return Engine(model, sizes)
 
 
 def requests(tokens: int, prompts: int, turn: int) -> tuple[list[Request], list[Request]]:
-    """(those that write, those whose prompt is long); of each turn others, or every prompt would be found in the cache."""
+    """(requests that decode, requests with a long prompt). Ids differ between turns, so no prompt is cached."""
     draw = torch.Generator().manual_seed(turn)
     ids = lambda n: tuple(torch.randint(0, 4000, (n,), generator=draw).tolist())  # noqa: E731
     writers = [
@@ -63,7 +62,7 @@ def requests(tokens: int, prompts: int, turn: int) -> tuple[list[Request], list[
 
 
 def play(engine: Any, tokens: int, prompts: int, turn: int) -> dict[str, float]:
-    """One run: a long prompt enters whenever the writers have written another share of their tokens."""
+    """One run: a long prompt is added each time the decoding requests finish another share of their tokens."""
     writers, waiting = requests(tokens, prompts, turn)
     for r in writers:
         engine.add(r)
@@ -96,41 +95,41 @@ def play(engine: Any, tokens: int, prompts: int, turn: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    tokens, prompts, rounds = (120, 3, 1) if quick else (240, 6, 3)
+    quick = parse(
+        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
+    ).quick
+    tokens, prompts, rounds = sized((120, 3, 1) if quick else (240, 6, 3), (16, 2, 1))
     torch.set_num_threads(min(2, os.cpu_count() or 1))
-    mixed, unpaced = make("both"), make("both", stretch=1e9)
-    found: dict[str, list[dict[str, float]]] = {"mixed": [], "unpaced": [], "apart": []}
-    from bench.engine import (
-        disaggregation as serve_disaggregate,  # by its name: the processes know no __main__ of ours
-    )
+    mixed, unpaced = make("both"), make("both", slowdown=1e9)
+    found: dict[str, list[dict[str, float]]] = {"mixed": [], "unpaced": [], "disaggregated": []}
+    # By module name: the worker processes cannot import this script's `__main__`.
+    from bench.engine.disaggregation import make as make_engine
 
-    with DisaggregatedEngine(serve_disaggregate.make) as apart:
-        apart.wait_until_ready()
+    with DisaggregatedEngine(make_engine) as disaggregated:
+        disaggregated.wait_until_ready()
         contenders: dict[str, Callable[[int], dict[str, float]]] = {
             "mixed": lambda turn: play(mixed, tokens, prompts, turn),
             "unpaced": lambda turn: play(unpaced, tokens, prompts, turn),
-            "apart": lambda turn: play(apart, tokens, prompts, turn),
+            "disaggregated": lambda turn: play(disaggregated, tokens, prompts, turn),
         }
         for turn in range(rounds + 1):
             for name, run in contenders.items():
                 got = run(turn)
-                if turn:  # the first is for warming up
+                if turn:  # turn 0 warms up
                     found[name].append(got)
                     print(turn, name, {key: round(value, 1) for key, value in got.items()}, flush=True)
-    print(f"{'':10}" + "".join(f"{key:>10}" for key in found["apart"][0]))
+    print(f"{'':13}" + "".join(f"{key:>10}" for key in found["disaggregated"][0]))
     middle = {
         name: {key: sorted(run[key] for run in runs)[len(runs) // 2] for key in runs[0]}
         for name, runs in found.items()
     }
     for name, run in middle.items():
-        print(f"{name:10}" + "".join(f"{value:10.1f}" for value in run.values()))
-    ours, peer = middle["apart"]["p99"], middle["mixed"]["p99"]
+        print(f"{name:13}" + "".join(f"{value:10.1f}" for value in run.values()))
+    ours, peer = middle["disaggregated"]["p99"], middle["mixed"]["p99"]
     claim(
-        "99th percentile of the time between tokens while long prompts enter: prefill and decode apart against one engine",
+        "99th percentile between tokens while long prompts are prefilled: disaggregated against one engine",
         ours=ours, peer=peer, unit="ms", ratio=ours / peer, bar=1.0, ok=ours < peer, quick=quick, samples=[found],
+        peer_name="one engine",
     )  # fmt: skip
 
 

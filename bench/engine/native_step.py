@@ -1,16 +1,14 @@
-"""The native step (`engine/native`): what share of the memory's bandwidth a decoding step uses, its products beside torch's,
-and whole steps beside the torch path's.
-
-The bandwidth is measured in turn with the steps, on the very memory that the packed weights lie in, by a loop that reads
-and does nothing else. Products: two matrices of the model, 1 to 128 rows, every kind of weight, beside `F.linear`.
-Steps: rows of 192 positions each decode one token; a prompt of 128 is read in.
+"""The native step (`engine/native`): its memory bandwidth, its matrix products and whole steps against the torch path.
 
     python bench/engine/native_step.py [--quick] [--model 14M|110M]
+
+The bandwidth is measured in alternation with the steps, by a loop that only reads the memory of the packed weights.
+Products: two matrices of the model with 1 to 128 rows in every weight format; the peer is `F.linear`. Steps: rows of 192
+positions decode one token each; a prompt of 128 tokens is prefilled.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import statistics
 import sys
@@ -23,7 +21,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.engine.cache.pages import InputBatch
 from whorl.engine.model.runner import ModelRunner
@@ -34,7 +32,11 @@ from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 BAR = 0.6
 PAGE, CONTEXT = 32, 192
-SHAPES = {"14M": (384, 6, 1024, 8192), "110M": (768, 12, 2048, 32000)}  # d_model, layers, hidden, vocabulary
+# d_model, layers, hidden, vocabulary
+SHAPES = sized(
+    {"14M": (384, 6, 1024, 8192), "110M": (768, 12, 2048, 32000)},
+    {"14M": (128, 2, 256, 1024), "110M": (128, 2, 256, 1024)},
+)
 
 
 def llama(name: str) -> Transformer:
@@ -53,7 +55,7 @@ def llama(name: str) -> Transformer:
 
 
 def rows_of(n: int, context: int, tokens: int) -> tuple[InputBatch, int]:
-    """n rows that have `context` positions and get `tokens` more; -> and how many pages that takes."""
+    """A batch of n rows with `context` cached positions and `tokens` new ones, and the number of pages it uses."""
     per = -(-(context + tokens) // PAGE)
     pages = np.random.default_rng(0).permutation(n * per).reshape(n, per).astype(np.int32)
     total = n * tokens
@@ -65,7 +67,7 @@ def rows_of(n: int, context: int, tokens: int) -> tuple[InputBatch, int]:
 
 
 def in_turn(contenders: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """Times of each, one after another, for so long each."""
+    """Run the contenders in alternation for `seconds` each. Returns their times."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():
         run()
@@ -80,7 +82,7 @@ def in_turn(contenders: dict[str, Callable[[], object]], seconds: float) -> dict
 
 
 def products(library: ctypes.CDLL, n: int, k: int, threads: int, seconds: float) -> None:
-    """Prints rates of one matrix by kind and rows."""
+    """Print the rates of one matrix by weight format and rows."""
     weight = torch.randn(n, k) * k**-0.5
     half, handle, packed = weight.bfloat16(), library.whorl_open(), {}
     for kind in get_args(layout.WeightKind):
@@ -88,7 +90,7 @@ def products(library: ctypes.CDLL, n: int, k: int, threads: int, seconds: float)
         arena = layout.Arena(library, [matrix])
         library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), threads)
         packed[kind] = matrix, arena
-    for m in (1, 8, 32, 128):
+    for m in sized((1, 8, 32, 128), (1, 8)):
         x, y = torch.randn(m, k), torch.empty(m, n)
         short = x.bfloat16()
 
@@ -118,15 +120,21 @@ def products(library: ctypes.CDLL, n: int, k: int, threads: int, seconds: float)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--model", choices=list(SHAPES), default="110M")
-    options = parser.parse_args()
-    quick, seconds = options.quick, 0.05 if options.quick else 0.4
+    options = parse(
+        __doc__,
+        lambda p: (
+            p.add_argument("--quick", action="store_true"),
+            p.add_argument("--model", choices=list(SHAPES), default="110M"),
+        ),
+        smoke={"quick": True},
+    )
+    quick, seconds = options.quick, sized(0.05 if options.quick else 0.4, 0.001)
     probe()
     library, threads = build.library(), max(1, usable_cores())
     torch.set_num_threads(threads)
-    assert library is not None, "there is no C++ compiler here"
+    if library is None:
+        print("skipped: needs a C++ compiler")
+        sys.exit(77)
     d, _, hidden, vocab = SHAPES[options.model]
     for n, k in ((2 * hidden, d), (vocab, d)):
         products(library, n, k, threads, seconds / 4)
@@ -163,9 +171,10 @@ def main() -> None:
                 if kind == "bfloat16":
                     ours, peer = read, peak
     claim(
-        f"bandwidth of a decoding step of one row, {options.model}, bf16, against reading the same memory",
+        f"memory bandwidth of a native decoding step of one row, {options.model}, bf16",
         ours=ours / 1e9, peer=peer / 1e9, unit="GB/s", ratio=shares["bfloat16"], bar=BAR,
         ok=shares["bfloat16"] >= BAR, samples=samples, quick=quick,
+        peer_name="reading the same memory",
     )  # fmt: skip
 
 

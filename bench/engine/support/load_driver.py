@@ -1,8 +1,8 @@
-"""Drives an engine, or one of the older schemes, through requests that arrive over time, without waiting for any of them.
+"""Runs an engine or a static batching scheme with requests that arrive over time, without waiting for arrivals.
 
-The clock counts the seconds that this process computes (so it is for one thread), and jumps while nothing is computed: what
-waits for an arrival, or for a batch to fill, waits in the books alone. So a load of a minute of which ten seconds are work
-takes ten seconds to measure, and who else uses the machine changes little.
+The clock counts the CPU seconds of this process, so it is for one thread, and jumps over idle time: waiting for an
+arrival or for a batch to fill takes no time. A load of a minute with ten seconds of work takes ten seconds to measure,
+and other load on the machine changes little.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.engine.support.static_batching import Batches
+from bench.engine.support.static_batching import StaticBatchEngine
 
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
@@ -19,7 +19,7 @@ from whorl.tracking.seeds import numpy_rng
 
 
 class Clock:
-    """Seconds of work since it was made, and those that were jumped over."""
+    """CPU seconds since construction, plus the seconds that were skipped."""
 
     def __init__(self) -> None:
         self._began = time.process_time()
@@ -28,13 +28,13 @@ class Clock:
         return time.process_time() - self._began
 
     def jump(self, to: float) -> None:
-        """To a moment; nothing if it is past."""
+        """Advance to a time; no effect if it has passed."""
         self._began -= max(0.0, to - self())
 
 
 @dataclass
 class Answer:
-    """Of one request: when it was due, and when each of its tokens came."""
+    """Arrival time, token times and ids of one request."""
 
     due: float
     at: list[float] = field(default_factory=list)
@@ -51,16 +51,16 @@ class Answer:
 
 
 def drive(
-    scheme: Engine | Batches, asked: Sequence[Request], due: Sequence[float], clock: Clock
+    scheme: Engine | StaticBatchEngine, requests: Sequence[Request], due: Sequence[float], clock: Clock
 ) -> dict[str, Answer]:
-    """All of `asked`, each added at its time (seconds of `clock`, ascending)."""
-    answers = {r.id: Answer(at) for r, at in zip(asked, due, strict=True)}
-    came = 0
-    while came < len(asked) or scheme.busy:
-        while came < len(asked) and due[came] <= clock():
-            scheme.add(asked[came])
-            came += 1
-        if came == len(asked) and isinstance(scheme, Batches):
+    """Run all requests, each added at its time in `due` (seconds of `clock`, ascending)."""
+    answers = {r.id: Answer(at) for r, at in zip(requests, due, strict=True)}
+    n_added = 0
+    while n_added < len(requests) or scheme.busy:
+        while n_added < len(requests) and due[n_added] <= clock():
+            scheme.add(requests[n_added])
+            n_added += 1
+        if n_added == len(requests) and isinstance(scheme, StaticBatchEngine):
             scheme.close()
         deltas = scheme.step() if scheme.busy else []
         now = clock()
@@ -69,15 +69,17 @@ def drive(
             one.at += [now] * len(delta.tokens)
             one.ids += [token.id for token in delta.tokens]
             one.finish = delta.finish_reason
-        if (not deltas and isinstance(scheme, Batches)) or not scheme.busy:
-            waited = scheme.deadline() if isinstance(scheme, Batches) else None
-            moments = [t for t in (due[came] if came < len(asked) else None, waited) if t is not None]
+        if (not deltas and isinstance(scheme, StaticBatchEngine)) or not scheme.busy:
+            waited = scheme.deadline() if isinstance(scheme, StaticBatchEngine) else None
+            moments = [
+                t for t in (due[n_added] if n_added < len(requests) else None, waited) if t is not None
+            ]
             if moments:
                 clock.jump(min(moments))
     return answers
 
 
 def poisson(n: int, rate: float, seed: int = 0) -> list[float]:
-    """Arrivals, the same rhythm at every rate."""
+    """Arrival times of a Poisson process; another rate scales the same times."""
     gaps = numpy_rng(seed, "bench", "arrivals").exponential(1.0, n)
     return [float(t) / rate for t in gaps.cumsum()]

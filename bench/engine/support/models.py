@@ -1,10 +1,11 @@
-"""The two models of the engine's benchmarks, of Llama's shape, with random weights, and their files for the peers.
+"""The models of the engine's benchmarks: Llama's architecture, random weights, and files for the peers.
 
-13.8 M and 109.5 M parameters, the embedding tied to the head, so that a decoded token reads every weight once. What a token
-costs does not depend on what the weights say, only on their shapes and types; greedy decoding of random weights is as much
-work as of trained ones, and no download is needed.
+13.8 M and 109.5 M parameters. The embedding is tied to the head, so that decoding a token reads every weight once. The
+cost of a token depends on shapes and types only, not on the values of the weights, so no trained model is needed.
 
-    files = Files(folder, "109M")         files.huggingface, files.gguf("f16"): written when first asked for
+    files = Files(folder, "109M")         files.huggingface, files.gguf("f16"): written at first use
+
+Under `--smoke` all names stand for one tiny shape.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench._run import sized
 
 from whorl.models.exchange.convert import export_model
 from whorl.models.exchange.gguf.file import export_gguf
@@ -20,14 +22,14 @@ from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 GGUF_TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-Q8_0 = 7  # llama.cpp's number of that file type
+Q8_0 = 7  # llama.cpp's number of the file type
 Rows = list[list[int]]
 
 
 def config(name: str, max_length: int = 8192) -> TransformerConfig:
-    """The shape of "14M" or "109M"; "4M" is for what takes many runs."""
+    """The shape of "4M", "14M" or "109M"."""
     shapes = {"4M": (256, 4, 704, 4096), "14M": (384, 6, 1024, 8192), "109M": (768, 12, 2048, 32000)}
-    d_model, n_layers, hidden, vocab = shapes[name]
+    d_model, n_layers, hidden, vocab = sized(shapes[name], (64, 2, 128, 512))
     heads = AttentionConfig(n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64)
     return TransformerConfig(
         vocab_size=vocab, d_model=d_model, n_layers=n_layers, max_length=max_length, mixers={"full": heads},
@@ -36,9 +38,9 @@ def config(name: str, max_length: int = 8192) -> TransformerConfig:
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The network, the same weights each time, computing in `dtype`.
+    """The model with fixed random weights, in `dtype`.
 
-    Matrices that training begins at 0 are drawn too: or every layer would add nothing, and any mistake with it.
+    Matrices that are initialized to zero are drawn too. Otherwise every layer would add zero, and errors would not show.
     """
     draw = torch.Generator().manual_seed(0)
     network = Transformer(config(name), draw, dtype=dtype).eval().requires_grad_(False)
@@ -58,7 +60,7 @@ def prompts(name: str, rows: int, length: int, seed: int = 1) -> list[list[int]]
 
 
 class Files:
-    """One model as the peers read it, under `folder`."""
+    """Files of one model for the peers, in `folder`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder / name, name
@@ -73,7 +75,7 @@ class Files:
         return place
 
     def gguf(self, kind: str) -> Path:
-        """A file in f32, bf16, f16 or q8_0 (8-bit integers, a scale for each 32; made by llama.cpp itself)."""
+        """A file in f32, bf16, f16 or q8_0 (int8 with a scale per 32, written by llama.cpp)."""
         place = self.folder / f"{kind}.gguf"
         if place.exists():
             return place

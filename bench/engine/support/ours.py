@@ -1,8 +1,8 @@
-"""The engine as the benchmarks run it: one place that knows what kinds of weights and steps there are.
+"""The engine as the benchmarks run it, by weight format.
 
     engine = made("109M", "int8", EngineConfig(...), threads=2)
 
-A kind is a type of torch's path, or of the packed weights of the native step where this machine can build it.
+A kind is a dtype of the torch path, or a format of the packed weights of the native step where it can be built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whorl.engine.sampling_params import SamplingParams
 from whorl.models.transformer import Transformer
 
 GREEDY = SamplingParams(temperature=0)
-# By name: the type of torch's path and of the cache; how the native step keeps the weights (None: torch's own path).
+# Name -> (dtype of the torch path and of the cache, weight_dtype of the native step; None for the torch path).
 KINDS: dict[str, tuple[torch.dtype, str | None]] = {
     "torch float32": (torch.float32, None),
     "torch bfloat16": (torch.bfloat16, None),
@@ -33,8 +33,8 @@ STORED = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
 
 
 def kinds() -> list[str]:
-    """All that can run here, the exact ones first."""
-    native = "weights" in EngineConfig.model_fields and os.environ.get("WHORL_NATIVE") != "0"
+    """The kinds available on this machine, exact ones first."""
+    native = "weight_dtype" in EngineConfig.model_fields and os.environ.get("WHORL_NATIVE") != "0"
     if native:
         from whorl.engine.native.build import library
 
@@ -43,12 +43,12 @@ def kinds() -> list[str]:
 
 
 def best_kind() -> str:
-    """What the benchmarks of one kind take where they are not told: 16 bits by the native step, else torch in fp32."""
+    """The default kind: bfloat16 by the native step if available, else torch in fp32."""
     return "bfloat16" if "bfloat16" in kinds() else "torch float32"
 
 
 def bytes_per_weight(kind: str) -> float:
-    """As stored."""
+    """Stored bytes per weight of a kind."""
     return STORED[kind.removeprefix("torch ")]
 
 
@@ -63,7 +63,7 @@ def made(
     os.environ["WHORL_NATIVE"] = "0" if weights is None else "1"
     try:
         if weights is not None:
-            config = config.model_copy(update={"weights": weights})
+            config = config.model_copy(update={"weight_dtype": weights})
         return Engine(network, config, **options)  # type: ignore[arg-type]
     finally:
         del os.environ["WHORL_NATIVE"]
@@ -77,10 +77,10 @@ def ask(number: int, ids: Sequence[int], max_tokens: int) -> Request:
 
 
 class Ours:
-    """The engine as a contender of `engine_throughput.py`."""
+    """The engine as a contender of `bench/engine/throughput.py`."""
 
     def __init__(self, name: str, kind: str, rows: int, length: int, threads: int) -> None:
-        self.threads, self.asked = threads, 0
+        self.threads, self.n_requests = threads, 0
         config = EngineConfig(
             max_num_seqs=rows,
             max_model_len=length,
@@ -94,8 +94,8 @@ class Ours:
         torch.set_num_threads(self.threads)
         out: dict[str, list[int]] = {}
         for ids in prompts:
-            request = ask(self.asked, ids, n_new)
-            self.asked += 1
+            request = ask(self.n_requests, ids, n_new)
+            self.n_requests += 1
             out[request.id] = []
             self.engine.add(request)
         while self.engine.busy:

@@ -1,8 +1,8 @@
-"""Peers of the engine: Hugging Face `generate` and llama.cpp, each given the same weights and the same prompts.
+"""Peers of the engine: Hugging Face `generate` and llama.cpp with the same weights and the same prompts.
 
-Both finish `rows` greedy continuations of exactly `n_new` tokens (no token ends a text), and are timed end to end: the
-prompts are part of it. llama.cpp is driven as its own server drives it, through `llama_batch`: all rows' newest tokens in
-one call; prompts in calls of `BATCH` tokens. The choice of the likeliest is made in numpy over all rows at once.
+Both finish `rows` greedy continuations of exactly `n_new` tokens without a stop token. Times include the prefill.
+llama.cpp is used as in its server, through `llama_batch`: one call computes the newest tokens of all rows; prompts are
+passed in calls of `BATCH` tokens. The argmax is computed in numpy over all rows at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-BATCH = 2048  # tokens that llama.cpp is given at a time; it computes 512 of them together
+BATCH = 2048  # tokens per llama_decode call; llama.cpp computes 512 of them at once
 Rows = list[list[int]]
 
 
@@ -36,7 +36,7 @@ class HuggingFace:
         self.model.generation_config.eos_token_id = None
         self.options: dict[str, Any] = {}
         if compiled:
-            # On a CPU `generate` compiles only where it is told to, in its decoding step alone.
+            # On a CPU `generate` compiles the decoding step only if this is set.
             from transformers import CompileConfig
 
             settings = CompileConfig(fullgraph=True, mode="default", dynamic=False)
@@ -54,7 +54,7 @@ class HuggingFace:
 
 
 class LlamaCpp:
-    """llama.cpp over one file, `rows` sequences side by side, each of up to `length` positions."""
+    """llama.cpp over one file: `rows` parallel sequences of up to `length` positions."""
 
     def __init__(self, file: Path, rows: int, length: int, threads: int) -> None:
         import llama_cpp
@@ -76,24 +76,24 @@ class LlamaCpp:
         self.vocab = self.library.llama_vocab_n_tokens(self.library.llama_model_get_vocab(self.model))
 
     def close(self) -> None:
-        """Frees what lives outside Python."""
+        """Free the memory of llama.cpp."""
         self.library.llama_batch_free(self.batch)
         self.library.llama_free(self.context)
         self.library.llama_model_free(self.model)
 
     def _decode(self, entries: Sequence[tuple[int, int, int, bool]]) -> np.ndarray:
-        """entries: (id, position, row, whether its logits are wanted) -> likeliest ids of those wanted."""
+        """entries: (id, position, row, whether to return logits) -> argmax ids of entries with logits."""
         batch = self.batch
         batch.n_tokens = len(entries)
-        for n, (token, position, row, wanted) in enumerate(entries):
+        for n, (token, position, row, with_logits) in enumerate(entries):
             batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.seq_id[n][0] = token, position, 1, row
-            batch.logits[n] = wanted
+            batch.logits[n] = with_logits
         if self.library.llama_decode(self.context, batch):
             raise RuntimeError("llama_decode failed")
-        n_wanted = sum(e[3] for e in entries)
-        if not n_wanted:
+        n_logits = sum(e[3] for e in entries)
+        if not n_logits:
             return np.zeros(0, np.int64)
-        logits = np.ctypeslib.as_array(self.library.llama_get_logits(self.context), (n_wanted, self.vocab))
+        logits = np.ctypeslib.as_array(self.library.llama_get_logits(self.context), (n_logits, self.vocab))
         chosen: np.ndarray = logits.argmax(axis=1)
         return chosen
 

@@ -1,17 +1,16 @@
-"""The two schemes that came before continuous batching, for comparison, over the same models and the same sampler.
+"""Static and dynamic batching, the baselines of continuous batching, over the same models and sampler.
 
-    static     a batch is begun when `size` requests are there, and ends when its longest answer does
-    dynamic    as static, but no request waits longer than `patience` for a batch to fill: then it begins as it is
+    static     a batch starts when `batch_size` requests are waiting, and ends with its longest output
+    dynamic    as static, but the batch starts after `max_wait_seconds` even if it is not full
 
-Told as the difference from `engine.py`: the batch is a rectangle in the model's own contiguous state, made once and not at
-every step. Prompts are padded on the left to the longest, so that all rows end at the same place; padding is a document of
-its own, which no other position sees, and each row counts its own positions. A row whose answer has ended is computed on
-until the last one has: that, the padding and the waiting are what continuous batching (Yu et al. 2022, Orca) does away
-with.
+Differences from `engine.py`: the batch is a rectangle in the model's contiguous state, allocated once per batch.
+Prompts are padded on the left to the longest, so that all rows end at the same column. Padding is a separate document,
+which no other position attends to, and each row counts its positions without it. A finished row is computed until the
+last row finishes. Continuous batching (Yu et al. 2022, Orca) removes that cost, the padding and the waiting.
 
-Both are given every advantage that the scheme allows: tokens are told as they come and not when the batch is done, and
-ended rows are not sampled. The draw of a token is the engine's (its request's seed and its place decide it), so all three
-schemes write the same texts, which is the test of this file; `bench/engine/batching.py` compares how long they take.
+Both schemes stream tokens as they are computed and do not sample finished rows. Tokens are drawn as in the engine, from
+the request's seed and the position, so all three schemes write equal texts. `bench/engine/batching.py` compares their
+latency.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from whorl.tracking.seeds import derive
 
 
 class StaticBatchEngine:
-    """Static batching; with `patience`, dynamic. `add`, `step` and `busy` as an `Engine` has them.
+    """Static batching; dynamic with `max_wait_seconds`. `add`, `step` and `busy` as in `Engine`.
 
-    Of a request it knows ids, sampling, max_tokens and stop_ids.
+    Supports the request fields ids, sampling, max_tokens and stop_ids.
 
     Args:
-        model: a Transformer, in its compute type.
-        size: of a batch.
-        patience: seconds that a request waits at most for others; infinite in static batching.
-        forbidden: ids that are never drawn.
-        seed: of requests that bring none, as in `EngineConfig`.
-        clock: seconds.
+        model: a Transformer, in its compute dtype.
+        batch_size: requests per batch.
+        max_wait_seconds: longest time that a request waits for a full batch; infinite in static batching.
+        banned_ids: ids that are never sampled.
+        seed: base seed for requests without a seed, as in `EngineConfig`.
+        clock: returns seconds.
 
     Raises:
-        ConfigError: a model whose state keeps no documents apart.
+        ConfigError: a model without document masks in its state.
     """
 
     def __init__(
@@ -70,28 +69,28 @@ class StaticBatchEngine:
             clock,
         )
         self.sampler = Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device))
-        self.computed_positions = 0  # positions, padding and ended rows included
-        self.useful_positions = 0  # those of prompts, and of answers that had not ended
+        self.computed_positions = 0  # positions, padding and finished rows included
+        self.useful_positions = 0  # positions of prompts and of unfinished outputs
         self.closed = False
         self._waiting: list[tuple[float, Request]] = []
         self._batch: _PaddedBatch | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether anything is on its way; it may be waiting for others."""
+        """Whether any request is unfinished, including requests that wait for a full batch."""
         return bool(self._waiting) or self._batch is not None
 
     def add(self, request: Request) -> None:
-        """Takes a request in."""
+        """Add a request."""
         self._waiting.append((self.clock(), request))
 
     def close(self) -> None:
-        """Nothing more comes: what waits need not wait for others."""
+        """No more requests arrive: waiting requests need not wait for a full batch."""
         self.closed = True
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """One step of the model; [] while a batch fills."""
+        """Run one model step; [] while a batch fills."""
         if self._batch is None:
             if not self._ready():
                 return []
@@ -106,7 +105,7 @@ class StaticBatchEngine:
         return deltas
 
     def deadline(self) -> float | None:
-        """When the next batch begins even if nobody comes, by `clock`; None if never."""
+        """Latest start of the next batch by `clock`; None without a limit."""
         if not self._waiting or math.isinf(self.max_wait_seconds):
             return None
         return self._waiting[0][0] + self.max_wait_seconds
@@ -118,7 +117,7 @@ class StaticBatchEngine:
 
 
 class _PaddedBatch:
-    """A batch under way: `fed` [B, T] ids that the next step computes."""
+    """A running batch: `input_ids` [B, T] of the next step."""
 
     def __init__(self, model: Transformer, requests: Sequence[Request], seed: int) -> None:
         self.model, self.requests = model, requests
@@ -135,7 +134,7 @@ class _PaddedBatch:
         for row, r in enumerate(requests):
             fed[row, longest - len(r.ids) :] = torch.tensor(r.ids)
         positions = torch.arange(longest)[None] - (longest - lengths)[:, None]
-        # Padding is document 0 and a row's own text document 1, in which decoding then goes on by itself.
+        # Padding is document 0 and the row's text is document 1, which decoding continues.
         self.segments: Tensor | None = (positions >= 0).long().to(device)
         self.input_ids, self.positions = fed.to(device), positions.clamp_min(0).to(device)
         if int(lengths.min()) == longest:
@@ -143,12 +142,12 @@ class _PaddedBatch:
 
     @property
     def useful_positions(self) -> int:
-        """Positions of `fed` that somebody has use for."""
-        began = bool(self.outputs[self.active_rows[0]])
-        return len(self.active_rows) if began else sum(len(r.ids) for r in self.requests)
+        """Positions of `input_ids` that are neither padding nor of finished rows."""
+        decoding = bool(self.outputs[self.active_rows[0]])
+        return len(self.active_rows) if decoding else sum(len(r.ids) for r in self.requests)
 
     def step(self, sampler: Sampler) -> list[Delta]:
-        """Computes what is fed, and draws a token for each row that has not ended."""
+        """Compute `input_ids` and sample a token for each unfinished row."""
         hidden = self.model(self.input_ids, self.positions, self.segments, self.state)[:, -1]
         alive = torch.tensor(self.active_rows, device=hidden.device)
         drawn = sampler(self.model.logits(hidden[alive]), [self._row(n) for n in self.active_rows])
