@@ -20,7 +20,7 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models import load_model
 from whorl.recipes.recipe import load_recipe, parse_recipe
 from whorl.recipes.runner import run_recipe
-from whorl.recipes.steps import model as model_step
+from whorl.recipes.steps import pretrain_observer
 from whorl.store import Store
 from whorl.tracking.progress import Progress
 from whorl.train.checkpoint.format import load
@@ -198,8 +198,8 @@ fraction = 0.5
 
 
 def test_decay_branch_step_makes_model_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_step, "_memory_in_use", lambda: 0)  # saves seconds
-    monkeypatch.setattr(model_step._PretrainObserver, "_sample", lambda *_: "")
+    monkeypatch.setattr(pretrain_observer, "_memory_in_use", lambda: 0)  # saves seconds
+    monkeypatch.setattr(pretrain_observer.PretrainObserver, "_sample", lambda *_: "")
     (tmp_path / "code").mkdir()
     for n in range(40):
         text = "".join(f"def f{n}_{i}(x):\n    return x + {i * n}\n\n" for i in range(60))
