@@ -1,8 +1,9 @@
-"""The plain peer: a GPT-2 as most people would write it today, and the loop around it.
+"""The plain peer: a GPT-2 as most people would write it today, with its training loop.
 
-nn.Linear with biases off, LayerNorm, learned positions, GELU, torch's scaled_dot_product_attention, a head tied to the
-embedding, F.cross_entropy over all logits, torch's fused AdamW (0.9, 0.95) with decay 0.1 on matrices, clipping at 1,
-warm-up and a cosine to a tenth. Rows are random windows of the token stream. Nothing of Whorl is in it.
+The model has nn.Linear without biases, LayerNorm, learned positions, GELU, torch's scaled_dot_product_attention, and a
+head tied to the embedding. The loss is F.cross_entropy over all logits. The optimizer is torch's fused AdamW (0.9,
+0.95) with weight decay 0.1 on matrices, gradient clipping at 1, warm-up, and a cosine to a tenth. Rows are random
+windows of the token stream. The file imports nothing from Whorl.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """ids [B, T] -> hidden [B, T, width]; `logits` of these. What `whorl.evals.likelihood` asks of a model, it answers."""
+    """ids [B, T] -> hidden [B, T, width] -> logits. Has the attributes that `whorl.evals.likelihood` reads."""
 
-    independent = True
+    batch_independent = True
+    config = None  # likelihood: no trained length, so all windows share batches
 
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ class PlainGPT(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """How it runs."""
+    """Precision, and whether the loss is compiled."""
 
     kind: str = "fp32"
     compiled: bool = True
@@ -82,7 +84,7 @@ class Setting:
 
 
 class Training:
-    """A model with its optimiser; `step` is one of them."""
+    """A model with its optimizer."""
 
     def __init__(self, model: PlainGPT, setting: Setting, rate: float = 1e-3) -> None:
         self.model = model.to(torch.bfloat16) if setting.kind == "pure bf16" else model
@@ -90,7 +92,7 @@ class Training:
         decayed = [p for p in model.parameters() if p.ndim == 2]
         rest = [p for p in model.parameters() if p.ndim != 2]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        self.optimiser = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
         self.rate = rate
         self.loss = torch.compile(model.loss) if setting.compiled else model.loss
 
@@ -98,19 +100,19 @@ class Training:
         return torch.autocast("cpu", torch.bfloat16) if self.setting.kind == "autocast" else nullcontext()
 
     def step(self, ids: Tensor, targets: Tensor, factor: float = 1.0) -> float:
-        for group in self.optimiser.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self.rate * factor
         with self._cast():
             loss = self.loss(ids, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
 
-def seconds_a_step(training: Training, vocabulary: int, rows: int, length: int, seconds: float) -> float:
-    """The median after three."""
+def seconds_per_step(training: Training, vocabulary: int, rows: int, length: int, seconds: float) -> float:
+    """Median step time after three warm-up steps."""
     ids = torch.randint(0, vocabulary, (rows, length + 1))
     times: list[float] = []
     for number in range(10_000):
@@ -131,9 +133,9 @@ def train_for(
     step_seconds: float,
     seed: int,
 ) -> int:
-    """Trains for `seconds` of wall-clock, compiling included; the cosine follows the clock, so that it ends with it.
+    """Train for `seconds` of wall-clock time, compilation included, and return the number of steps.
 
-    stream: ids of all documents, one behind the other. Returns the number of steps.
+    The cosine follows the clock, so that it ends with the time. `stream`: ids of all documents, concatenated.
     """
     draw = np.random.default_rng(seed)
     began, step = time.perf_counter(), 0

@@ -1,16 +1,16 @@
-"""Checkpoints of a 1 GB state: how long a step waits, how fast a restore reads, and what the writer takes from training.
+"""Checkpoints of a 1 GB state: the stall of a step, the speed of a restore, and the cost of the writer to training.
 
-.venv/bin/python bench/train/checkpoint_stall.py [--quick] [--folder ON_THE_DISK]
+    python bench/train/checkpoint_stall.py [--quick] [--folder ON_THE_DISK]
 
-Three claims. A step is blocked for at most 1.3 x one `memmove` of the state between two buffers that were touched before,
-and for at most a fifth of `torch.save`'s time. A restore (read, check every hash, copy into the live tensors) from a disk
-whose cache was emptied of the file reaches 70 % of the speed at which the disk gives the file to a plain reader, the
-fastest of three (in order; many requests at once; the same past the page cache).
+There are three claims. A step stalls for at most 1.3 times one `memmove` of the state between two touched buffers. It
+stalls for at most a fifth of `torch.save`'s time. A restore (read, check every hash, copy into the live tensors) from a
+disk with a cold page cache reaches 70 % of the speed of a plain reader. The plain reader is the fastest of three: in
+order; many requests at once; the same with O_DIRECT.
 
-All contenders take their turn in every round; figures are medians. In the samples beside them: other peers (safetensors,
-torch's distributed checkpoint in its asynchronous form), other ways to copy, hashes, and the writer's alternatives: for
-each, the seconds until a checkpoint is whole, its CPU seconds, and the seconds that training-like work (matrix products on
-every core) lost meanwhile.
+All contenders run in every round; figures are medians. The samples also hold other peers (safetensors, torch's
+asynchronous distributed checkpoint), other ways to copy, and hashes. For each kind of writer they hold the seconds
+until a checkpoint is complete, its CPU seconds, and the seconds that training-like work (matrix products on every core)
+lost meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim
+from bench._run import claim, parse, sized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -46,7 +46,7 @@ from whorl.train.checkpoint.writer_process import AsyncWriter
 
 
 def a_state(n_bytes: int) -> dict[str, Tensor]:
-    """Weights and two moments of matrices and gains, as of a model with 24 layers."""
+    """Weights and two moments of matrices and gains, like those of a model with 24 layers."""
     width = int((n_bytes / (24 * 12 * 3 * 4)) ** 0.5)
     shapes = {}
     for layer in range(24):
@@ -67,8 +67,8 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def forget(path: Path) -> None:
-    """Takes a file out of the page cache."""
+def drop_from_cache(path: Path) -> None:
+    """Drop a file from the page cache."""
     for each in path.rglob("*") if path.is_dir() else [path]:
         file = os.open(each, os.O_RDONLY)
         os.fsync(file)
@@ -77,7 +77,7 @@ def forget(path: Path) -> None:
 
 
 def read_plainly(path: Path, area: StagingBuffer, *, at_once: bool, direct: bool = False) -> None:
-    """All of a file, a chunk at a time, in order or many at once, into memory that was touched."""
+    """Read a file in chunks, in order or many at once, into touched memory."""
     size, chunk = path.stat().st_size, writer.CHUNK
     file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     starts = range(0, size, chunk)
@@ -91,7 +91,7 @@ def read_plainly(path: Path, area: StagingBuffer, *, at_once: bool, direct: bool
 
 
 def copies(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds that a step waits, by way."""
+    """Seconds that a step stalls, for each way to save."""
     n_bytes = sum(t.numel() * t.element_size() for t in state.values())
     source, target = torch.ones(n_bytes, dtype=torch.uint8), torch.zeros(n_bytes, dtype=torch.uint8)
     clones = {n: t.clone() for n, t in state.items()}
@@ -136,7 +136,7 @@ def copies(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, lis
             if turn:
                 taken.setdefault(name, []).append(took)
         wait_for_distributed()
-    taken["ours, until it is whole"] = [keeper.stats.write_seconds / keeper.stats.written]
+    taken["ours, until it is complete"] = [keeper.stats.write_seconds / keeper.stats.written]
     keeper.close()
     return taken
 
@@ -151,7 +151,7 @@ def distributed(state: dict[str, Tensor], folder: Path) -> Callable[[], object] 
 
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
     except Exception as error:
-        print(f"no torch.distributed here: {error}")
+        print(f"no torch.distributed available: {error}")
         return None
 
     def save() -> None:
@@ -166,7 +166,7 @@ def wait_for_distributed() -> None:
 
 
 def reads(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds from a cold file to live tensors, by way; and plain reads of the same file."""
+    """Seconds from a cold file to live tensors for each way to load, and plain reads of the same file."""
     path = folder / "ours" / sorted(p.name for p in (folder / "ours").glob("step-*"))[-1]
     file = path / "state.safetensors"
     area = StagingBuffer()
@@ -197,11 +197,11 @@ def reads(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, list
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, (what, way) in ways.items():
-            forget(what)
+            drop_from_cache(what)
             took = seconds(way)
             if turn:
                 taken[name].append(took)
-    forget(path)
+    drop_from_cache(path)
     restored = load(path, area).tensors
     assert all(torch.equal(restored[name], t) for name, t in state.items())
     area.close()
@@ -209,7 +209,7 @@ def reads(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, list
 
 
 def writers(state: dict[str, Tensor], rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """What the writer's alternatives take from matrix products on every core."""
+    """Measure how much each kind of writer slows down matrix products on every core."""
     layout = Layout.from_tensors(state)
     area = StagingBuffer()
     with copy_pool() as pool:
@@ -218,7 +218,7 @@ def writers(state: dict[str, Tensor], rounds: int, folder: Path) -> list[dict[st
     a, b = torch.rand(512, 512), torch.rand(512, 512)
 
     def busy(until: Callable[[], bool], at_least: float) -> float:
-        """Products a second."""
+        """Products per second."""
         began, n = time.perf_counter(), 0
         while not until() or time.perf_counter() - began < at_least:
             a @ b
@@ -231,11 +231,11 @@ def writers(state: dict[str, Tensor], rounds: int, folder: Path) -> list[dict[st
     }  # fmt: skip
     backgrounds = {name: AsyncWriter(area, **options) for name, options in kinds.items()}
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in kinds}
-    request = {"folder": str(folder / "w"), "index": build_index(1, layout, {}), "durable": False, "job": "",
-               "tiers": CheckpointConfig().model_dump(mode="json")}  # fmt: skip
+    request = {"folder": str(folder / "w"), "index": build_index(1, layout, {}), "upload": False,
+               "wait_for_upload": False, "job_id": "", "config": CheckpointConfig().model_dump(mode="json")}  # fmt: skip
     for turn in range(rounds + 1):
         for name, background in backgrounds.items():
-            alone = busy(lambda: True, 1.0)
+            alone = busy(lambda: True, sized(1.0, 0.05))
             answer: dict[str, Any] = {}
 
             def done(background: AsyncWriter = background, answer: dict[str, Any] = answer) -> bool:
@@ -243,17 +243,17 @@ def writers(state: dict[str, Tensor], rounds: int, folder: Path) -> list[dict[st
                 return bool(answer)
 
             background.submit(request)
-            beside = busy(done, 0.0)
+            concurrent = busy(done, 0.0)
             if turn:
-                # work lost, in seconds of the machine: what would have been done in that time, less what was
+                # lost work in seconds of the machine: the products that are missing, at the undisturbed rate
                 found[name].append(
-                    (answer["seconds"], answer["cpu"], (1 - beside / alone) * answer["seconds"])
+                    (answer["seconds"], answer["cpu"], (1 - concurrent / alone) * answer["seconds"])
                 )
     for background in backgrounds.values():
         background.close(10.0)
     area.close()
     return [
-        {"writer": name, **dict(zip(("whole_after_s", "cpu_s", "training_lost_s"),
+        {"writer": name, **dict(zip(("complete_after_s", "cpu_s", "training_lost_s"),
                                     (round(median(x), 3) for x in zip(*each, strict=True)), strict=True))}
         for name, each in found.items()
     ]  # fmt: skip
@@ -285,38 +285,42 @@ def hashes(n_bytes: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk to measure; default: the folder for temporary files"
-    )
-    a = parser.parse_args()
-    n_bytes, rounds = (128 << 20, 2) if a.quick else (1 << 30, 7)
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--quick", action="store_true")
+        parser.add_argument(
+            "--folder", type=Path, help="on the disk to measure; default: the folder for temporary files"
+        )
+
+    a = parse(__doc__, arguments, smoke={"quick": True})
+    n_bytes, rounds = sized((128 << 20, 2), (8 << 20, 1)) if a.quick else (1 << 30, 7)
     state = a_state(n_bytes)
     n_bytes = sum(t.numel() * t.element_size() for t in state.values())
     folder = Path(tempfile.mkdtemp(dir=a.folder))
     try:
         taken = copies(state, rounds, folder)
         cold = reads(state, rounds, folder)
-        beside = writers(state, rounds, folder)
+        writer_costs = writers(state, rounds, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     waits = {name: round(median(each), 4) for name, each in taken.items()}
     speeds = {name: round(n_bytes / median(each) / 1e9, 3) for name, each in cold.items()}
-    samples = [{"bytes": n_bytes, "tensors": len(state)}, {"seconds": waits}, {"GB/s, cold": speeds}, *beside,
+    samples = [{"bytes": n_bytes, "tensors": len(state)}, {"seconds": waits}, {"GB/s, cold": speeds}, *writer_costs,
                {"hashes": hashes(n_bytes // 4)}]  # fmt: skip
     for sample in samples:
         print(sample, flush=True)
     size = f"{n_bytes / 1e9:.2f} GB state"
     ratio = waits["ours"] / waits["one memmove"]
-    claim(f"{size}: the step is blocked, against one memmove", ours=waits["ours"], peer=waits["one memmove"], unit="s",
+    claim(f"{size}: checkpoint stall of a step", ours=waits["ours"], peer=waits["one memmove"], unit="s",
+          peer_name="one memcpy", variant="memcpy",
           ratio=ratio, bar=1.3, ok=ratio <= 1.3, samples=samples, quick=a.quick)  # fmt: skip
     ratio = waits["torch.save"] / waits["ours"]
-    claim(f"{size}: the step is blocked, against torch.save (not flushed)", ours=waits["ours"], peer=waits["torch.save"],
+    claim(f"{size}: checkpoint stall of a step", ours=waits["ours"], peer=waits["torch.save"],
+          peer_name="torch.save, not flushed", variant="save",
           unit="s", ratio=ratio, bar=5.0, ok=ratio >= 5.0, quick=a.quick)  # fmt: skip
     disk = max(speed for name, speed in speeds.items() if name.startswith("disk"))
     ratio = speeds["ours"] / disk
-    claim(f"{size}: restored and checked, against reading the file", ours=speeds["ours"], peer=disk, unit="GB/s",
+    claim(f"{size}: restore with hashes checked", ours=speeds["ours"], peer=disk, unit="GB/s",
+          peer_name="plain read of the file", variant="restore",
           ratio=ratio, bar=0.7, ok=ratio >= 0.7, quick=a.quick)  # fmt: skip
 
 

@@ -1,22 +1,21 @@
-"""What `whorl run --deterministic` costs: a training step with it, beside the fastest way that a plan would choose.
+"""The cost of `whorl run --deterministic`: its training step, compared with the fastest settings that a plan would choose.
 
-    .venv/bin/python bench/train/deterministic_cost.py            # the quickstart's shape, and a mixture of experts
-    .venv/bin/python bench/train/deterministic_cost.py --quick
+    python bench/train/deterministic_cost.py            # the quickstart's shape, and a mixture of experts
+    python bench/train/deterministic_cost.py --quick
 
-For each shape, in turn and in one run: the default (the faster of compiled and not, the measured type) and deterministic
-(not compiled, float32 on a CPU, MKL's products, torch's deterministic algorithms). Also deterministic but compiled, which
-gives the same bits twice as well. There is no bar: the figure is for docs/training.md.
+For each shape, in turn and in one run: the default (the faster of compiled and not, the measured type) and
+deterministic (not compiled, float32 on a CPU, MKL's matrix products, torch's deterministic algorithms). The script also
+times deterministic and compiled, which is equally reproducible. There is no bar: the figure is for docs/training.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.machine.device_probe import probe
 from whorl.models import TransformerConfig
@@ -29,13 +28,11 @@ ROUNDS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
+    a = parse(__doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True})
     machine = probe()
     heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 32}
     experts = {"n_experts": 8, "top_k": 2, "hidden": 128}
-    width, rounds, seconds = (64, 1, 0.5) if a.quick else (128, ROUNDS, 3.0)
+    width, rounds, seconds = (64, 1, sized(0.5, 0.02)) if a.quick else (128, ROUNDS, 3.0)
     shapes = {
         "decoder": decoder_config(width, 3, 1024, ngram_buckets=4096 if a.quick else 65_536),
         "experts": TransformerConfig.model_validate(
@@ -47,17 +44,17 @@ def main() -> None:
         base = Job(
             tokens="",
             model=model,
-            seq_len=256,
+            seq_len=sized(256, 64),
             batch_size=8,
             steps=1,
-            replicas=machine.threads,
+            replicas=sized(machine.threads, 1),
             compile=False,
         )
         ways = {
             "plain": base.model_copy(update={"dtype": machine.dtype}),
             "deterministic": base.model_copy(update={"deterministic": True}),
         }
-        if can_compile() and not a.quick and name == "decoder":  # experts never are
+        if can_compile() and not a.quick and name == "decoder":  # the planner never compiles experts
             ways["compiled"] = ways["plain"].model_copy(update={"compile": True})
             ways["deterministic, compiled"] = ways["deterministic"].model_copy(update={"compile": True})
         times: dict[str, list[float]] = {way: [] for way in ways}
@@ -68,7 +65,8 @@ def main() -> None:
         print(name, ", ".join(f"{way} {seconds * 1e3:.1f} ms" for way, seconds in middle.items()))
         best = min(middle[way] for way in ways if not way.startswith("deterministic"))
         claim(
-            f"a deterministic step, {name}", ours=middle["deterministic"] * 1e3, peer=best * 1e3, unit="ms a step",
+            f"a deterministic step, {name}", ours=middle["deterministic"] * 1e3, peer=best * 1e3,
+            peer_name="default settings", variant=name, unit="ms per step",
             ratio=middle["deterministic"] / best, bar=0.0, ok=True, samples=[times], quick=a.quick,
         )  # fmt: skip
 

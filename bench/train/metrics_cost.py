@@ -1,17 +1,15 @@
-"""What the figures that decide nothing cost: norms, steps and activations by group of layers (`train/metrics/layer_stats.py`), and the
-dashboard.
-
-Blocks of steps in turns, with and without looking, at the shape of a quickstart; each block with one look, as in a run. The
-share is that of the seconds inside the figures' own code over those of the block; the blocks' wall-clock times stand beside
-it (their difference is below what a shared machine lets one see). The dashboard: a refresh, four times a second, against the
-second.
+"""The cost of layer statistics (`train/metrics/layer_stats.py`) and of the dashboard.
 
     python bench/train/metrics_cost.py [--quick]
+
+Blocks of steps run in turns, with and without layer statistics, at the shape of a quickstart. Each block holds one
+measurement, as in a run. The share is the time inside the statistics' code over the time of the block. The blocks'
+wall-clock times are reported too; their difference is below the noise of a shared machine. The dashboard's share is the
+time of four refreshes per second.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import statistics
 import sys
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.machine.device_probe import probe
 from whorl.models import DecoderConfig
@@ -38,7 +36,7 @@ BAR = 0.01
 
 
 def dashboard_share() -> float:
-    """Of a second, by four refreshes with a new number before each."""
+    """Fraction of a second that four refreshes take, with a new value before each."""
     from rich.console import Console
 
     board = Dashboard(Progress(io.StringIO(), interactive=True))
@@ -49,7 +47,7 @@ def dashboard_share() -> float:
         )
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
     times = []
-    for step in range(500, 540):
+    for step in range(500, sized(540, 504)):
         began = time.perf_counter()
         board.write("pretrain", step, {"nll": 1.0})
         console.print(board.render(120, 40))
@@ -58,9 +56,9 @@ def dashboard_share() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    quick = parse(
+        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
+    ).quick
     machine = probe()
     torch.set_num_threads(1)
     model_config = DecoderConfig(
@@ -72,55 +70,56 @@ def main() -> None:
         head_dim=64,
         mlp_hidden=512,
     )
-    job = Job(tokens="", model=model_config, seq_len=128 if quick else 512, batch_size=8, steps=10**6, dtype=machine.dtype,
+    job = Job(tokens="", model=model_config, seq_len=sized(128, 32) if quick else 512, batch_size=8, steps=10**6, dtype=machine.dtype,
               compile=not quick)  # fmt: skip
     model = build_model(job)
     learner = build_learner(model, job, allocate_shared(model, job), ProcessGroup())
     (update,) = learner.updates
     part = random_batch(job, job.batch_size)
     ids = torch.randint(0, 1024, (4, job.seq_len + 1), generator=generator(0, "bench"))
-    figures = LayerStats(model, job, learner, ProcessGroup(), ids)
-    # A run of 5,000 steps looks once in 50 steps, a longer one more rarely.
-    figures.every = 10 if quick else 50
+    stats = LayerStats(model, job, learner, ProcessGroup(), ids)
+    # A run of 5,000 steps measures once in 50 steps, a longer one less often.
+    stats.every = sized(10, 3) if quick else 50
     done = 0
 
-    def block(looking: bool) -> float:
+    def block(measuring: bool) -> float:
         nonlocal done
-        update.grad_hook = figures if looking else None
+        update.grad_hook = stats if measuring else None
         began = time.perf_counter()
-        for _ in range(figures.every):
+        for _ in range(stats.every):
             update.accumulate(update.objective(part))
             update.step(1e-3)
             done += 1
-            if looking:
-                figures.on_step_end(done)
+            if measuring:
+                stats.on_step_end(done)
         return time.perf_counter() - began
 
     block(True)
-    figures.pop_metrics()
-    rounds = 2 if quick else 9
+    stats.pop_metrics()
+    rounds = sized(2, 1) if quick else 9
     shares, blocks = [], {True: [], False: []}
     for number in range(rounds):
-        for looking in (True, False) if number % 2 else (False, True):
-            figures._seconds = 0.0
-            seconds = block(looking)
-            blocks[looking].append(seconds / figures.every)
-            if looking:
-                shares.append(figures._seconds / seconds)
+        for measuring in (True, False) if number % 2 else (False, True):
+            stats._seconds = 0.0
+            seconds = block(measuring)
+            blocks[measuring].append(seconds / stats.every)
+            if measuring:
+                shares.append(stats._seconds / seconds)
             else:
-                figures.steps_done = done  # the steps that were not looked at
-                figures._before.clear()
-                figures._snapshot_weights()
+                stats.steps_done = done  # steps without measurements
+                stats._before.clear()
+                stats._snapshot_weights()
     share, board = statistics.median(shares), dashboard_share()
-    step = {looking: statistics.median(times) for looking, times in blocks.items()}
+    step = {measuring: statistics.median(times) for measuring, times in blocks.items()}
     print(
-        f"a step: {1e3 * step[True]:.2f} ms with one look in {figures.every} steps, {1e3 * step[False]:.2f} ms without; "
-        f"the looks are {share:.2%} of it; the dashboard {board:.2%} of one core"
+        f"step: {1e3 * step[True]:.2f} ms with one measurement in {stats.every} steps, {1e3 * step[False]:.2f} ms without; "
+        f"the measurements take {share:.2%} of it, the dashboard {board:.2%} of one core"
     )
     claim(
-        "figures of a run cost at most 1 % of its steps",
+        "a step with layer statistics; their share at most 1 %",
         ours=step[True],
         peer=step[False],
+        peer_name="without statistics",
         unit="s/step",
         ratio=share,
         bar=BAR,

@@ -1,23 +1,27 @@
-"""What each precision costs: held-out bits per byte of one small text model, trained in each on the same batches.
+"""Held-out bits per byte of one small text model, trained in each precision on the same batches.
 
     python bench/train/precision.py --folder DIR [--seconds 110] [--steps 500] [--seeds 6] [--time] [--quick]
 
-A decoder of 3 layers and width 64 learns the standard library's source. For each seed every precision starts from the same
-weights and sees the same batches, so its difference to fp32 is taken seed by seed, and stated with its standard deviation
-over the seeds. What a difference is worth is told by the control: fp32 again, its first weights moved by as much as
-rounding them to bf16 would. A run amplifies such a nudge; a precision that differs by no more than the control costs nothing
-that these runs can see. (Another order of sums in fp32 is a far smaller nudge: it moved the result by less than 1e-6.)
+A decoder of 3 layers and width 64 trains on the standard library's source. For each seed every precision starts from
+the same weights and uses the same batches. So its difference to fp32 is taken for each seed, and reported with its
+standard deviation over the seeds. The control shows which differences matter: it is fp32 with initial weights changed
+by as much as rounding to bf16 would. Training amplifies such a change. A precision that differs by no more than the
+control has no visible cost in these runs. (Another order of sums in fp32 is a far smaller change: it moved the result
+by less than 1e-6.)
 
-Runs are pieces of a minute or so; results and checkpoints are kept in DIR, and the same command goes on with what is
-missing, for `--seconds` (0: until all is done). `--time` times a step of each, all in turn, medians: on a quiet machine
-only. The table is written to DIR/precision.md. fp8 is an emulation on a CPU (rounding as on a GPU, sums in fp32), so its
-bits count and its time does not. The same for fp16: most CPUs multiply it many times slower than fp32, so here the layers'
-products are taken in fp32 of fp16 numbers and rounded to fp16, results and gradients, which is what a GPU computes.
+Each run takes about a minute; results and checkpoints are kept in DIR, and the same command continues with the missing
+runs, for `--seconds` (0: until all are done). `--time` times a step of each, in turn, as medians; it needs a quiet
+machine. The table is written to DIR/precision.md.
+
+On a CPU, fp8 is an emulation (rounding as on a GPU, sums in fp32), so its bits are valid and its time is not. The same
+holds for fp16, which most CPUs multiply many times slower than fp32. Here the layers' products are computed in fp32
+from fp16 numbers, and results and gradients are rounded to fp16, as on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import shutil
@@ -33,7 +37,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim
+from bench._run import claim, parse, sized, smoke
 
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import DecoderConfig
@@ -49,16 +53,16 @@ from whorl.train.profiling.step_timer import random_batch
 
 WORDS = 512
 BASE = "fp32"
-CONTROL = "fp32, first weights 0.2 % off (control)"
-# name -> (what of the job differs, bytes a weight of the blocks' matrices, without gradients and moments)
+CONTROL = "fp32, initial weights 0.2 % off (control)"
+# name -> (what of the job differs, bytes per weight of the blocks' matrices, without gradients and moments)
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     BASE: ({}, 4),
     CONTROL: ({}, 4),
     "bf16, fp32 masters": ({"dtype": "bfloat16"}, 4),
     "fp8, fp32 masters": ({"dtype": "float8"}, 4),
-    "bf16, bf16 weights, nearest": ({"dtype": "bfloat16", "rounding": "nearest"}, 2),
-    "bf16, bf16 weights, stochastic": ({"dtype": "bfloat16", "rounding": "stochastic"}, 2),
-    "fp16, loss scaled, fp32 masters": ({"dtype": "float16"}, 4),  # the slowest here, so last
+    "bf16, bf16 weights, nearest": ({"dtype": "bfloat16", "bf16_weights": "nearest"}, 2),
+    "bf16, bf16 weights, stochastic": ({"dtype": "bfloat16", "bf16_weights": "stochastic"}, 2),
+    "fp16, loss scaled, fp32 masters": ({"dtype": "float16"}, 4),  # the slowest, so last
 }
 
 
@@ -71,21 +75,21 @@ class Document(NamedTuple):
 
 
 class Silent:
-    """An observer of nothing."""
+    """A callback that prints events only."""
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
     def on_evaluation(self, step: int, metrics: dict[str, float], model: Any) -> None: ...
     def on_checkpoint(self, step: int, seconds: float) -> None: ...
     def on_event(self, step: int, event: dict[str, Any]) -> None:
-        print(f"    event at step {step}: {event['words']}", flush=True)
+        print(f"    event at step {step}: {event['message']}", flush=True)
 
 
 def token_set(folder: Path) -> Path:
-    """Some 4 MB of source to learn from and 150 kB to be measured on, by files."""
+    """About 4 MB of source for training and 150 kB held out, split by files."""
     if (folder / "tokens.json").exists():
         return folder
     library = Path(statistics.__file__).parent
-    texts = [(p.name, p.read_text(errors="replace")) for p in sorted(library.glob("*.py"))]
+    texts = [(p.name, p.read_text(errors="replace")) for p in sorted(library.glob("*.py"))[: sized(None, 10)]]
     made = [Document(name, "stdlib", name, 0, text) for name, text in texts if len(text) > 1000]
     held = [document for number, document in enumerate(made) if number % 20 == 7]
     train = [document for number, document in enumerate(made) if number % 20 != 7]
@@ -102,14 +106,14 @@ def job_of(tokens: Path, steps: int, seed: int, change: dict[str, Any]) -> Job:
     model = DecoderConfig(
         vocab_size=WORDS, d_model=64, n_layers=3, n_heads=2, n_kv_heads=2, head_dim=32, mlp_hidden=256
     )
-    base = {"tokens": str(tokens), "model": model, "length": 128, "batch_rows": 8, "steps": steps, "seed": seed,
+    base = {"tokens": str(tokens), "model": model, "seq_len": sized(128, 32), "batch_size": 8, "steps": steps, "seed": seed,
             "compile": False, "evaluations": 1, "serial_loader": True}  # fmt: skip
     return Job.model_validate({**base, **change})
 
 
 @contextmanager
-def nudged(wanted: bool) -> Iterator[None]:
-    """Within it, models begin with other last digits of bf16."""
+def perturbed_weights(enabled: bool) -> Iterator[None]:
+    """A context in which the initial weights differ by the rounding error of bf16."""
 
     def build(job: Job) -> Any:
         model, g = build_model(job), torch.Generator().manual_seed(job.seed)
@@ -118,7 +122,7 @@ def nudged(wanted: bool) -> Iterator[None]:
                 p.mul_(1 + 2.0**-9 * torch.randn(p.shape, generator=g))
         return model
 
-    training.build_model = build if wanted else build_model
+    training.build_model = build if enabled else build_model
     try:
         yield
     finally:
@@ -126,14 +130,14 @@ def nudged(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def fast_half(wanted: bool) -> Iterator[None]:
-    """Within it, fp16 products of layers as described above. The casts round gradients to fp16 on their way back."""
+def fast_half(enabled: bool) -> Iterator[None]:
+    """A context with the fp16 products described above. The casts round gradients to fp16 in the backward pass."""
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = torch.nn.functional.linear(x.float(), weight.to(x.dtype).float()).to(x.dtype)
         return y if bias is None else y + bias
 
-    Linear.matmul = staticmethod(product) if wanted else None
+    Linear.matmul = staticmethod(product) if enabled else None
     try:
         yield
     finally:
@@ -141,7 +145,7 @@ def fast_half(wanted: bool) -> Iterator[None]:
 
 
 def bits(tokens: Path, scratch: Path, job: Job, limit: int | None) -> float:
-    """Held-out bits per byte after training, computed in the precision that was trained in. Goes on from `scratch`."""
+    """Held-out bits per byte after training, computed in the precision of the training. Continues from `scratch`."""
     with fast_half(job.dtype == "float16"):
         model = pretrain(job, scratch, Silent(), checkpoint_seconds=30.0).eval()
         split = TokenSet(tokens).split("validation")
@@ -153,7 +157,7 @@ def bits(tokens: Path, scratch: Path, job: Job, limit: int | None) -> float:
 
 
 def step_times(tokens: Path, rounds: int) -> dict[str, float]:
-    """Milliseconds of a step of each kind, one block of steps of each in turn; medians."""
+    """Median milliseconds per step of each kind; blocks of steps run in turns."""
     updates = {}
     for name, (change, _) in KINDS.items():
         job = job_of(tokens, 10**6, 0, change)
@@ -165,18 +169,18 @@ def step_times(tokens: Path, rounds: int) -> dict[str, float]:
         for name, (update, part) in updates.items():
             began = time.perf_counter()
             with fast_half(KINDS[name][0].get("dtype") == "float16"):
-                for _ in range(5):
+                for _ in range(sized(5, 1)):
                     update.accumulate(update.objective(part))
                     update.step(1e-3)
             if turn:
-                times[name].append((time.perf_counter() - began) / 5 * 1e3)
+                times[name].append((time.perf_counter() - began) / sized(5, 1) * 1e3)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
 def table(found: dict[str, dict[int, float]], times: dict[str, float]) -> list[str]:
     """Markdown lines. Differences are paired by seed."""
     lines = [
-        "| products, weights of the blocks | bytes a weight | held-out bits per byte | difference to fp32 | ms a step |",
+        "| products, weights of the blocks | bytes per weight | held-out bits per byte | difference to fp32 | ms per step |",
         "|---|---|---|---|---|",
     ]
     for name, (_, size) in KINDS.items():
@@ -185,10 +189,10 @@ def table(found: dict[str, dict[int, float]], times: dict[str, float]) -> list[s
         if not both:
             continue
         mean, spread = _spread([values[seed] for seed in both])
-        difference, apart = _spread([values[seed] - found[BASE][seed] for seed in both])
-        told = "-" if name == BASE else f"{difference:+.4f} ± {apart:.4f}"
-        took = f"{times[name]:.1f}" if name in times else "-"
-        lines.append(f"| {name} | {size} | {mean:.4f} ± {spread:.4f} | {told} | {took} |")
+        difference, deviation = _spread([values[seed] - found[BASE][seed] for seed in both])
+        shown = "-" if name == BASE else f"{difference:+.4f} ± {deviation:.4f}"
+        step_ms = f"{times[name]:.1f}" if name in times else "-"
+        lines.append(f"| {name} | {size} | {mean:.4f} ± {spread:.4f} | {shown} | {step_ms} |")
     return lines
 
 
@@ -198,17 +202,21 @@ def _spread(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "whorl-precision")
-    parser.add_argument(
-        "--seconds", type=float, default=0.0, help="stop after the piece that passes this; 0: never"
-    )
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--time", action="store_true", help="time steps too (a quiet machine)")
-    parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
-    began, steps = time.monotonic(), 20 if a.quick else a.steps
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "whorl-precision")
+        parser.add_argument(
+            "--seconds", type=float, default=0.0, help="stop after the run that passes this; 0: never"
+        )
+        parser.add_argument("--steps", type=int, default=500)
+        parser.add_argument("--seeds", type=int, default=6)
+        parser.add_argument("--time", action="store_true", help="time steps too (a quiet machine)")
+        parser.add_argument("--quick", action="store_true")
+
+    a = parse(__doc__, arguments, smoke={"quick": True})
+    if smoke():
+        a.folder = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, a.folder, ignore_errors=True)
+    began, steps = time.monotonic(), sized(20, 2) if a.quick else a.steps
     torch.set_num_threads(1)
     tokens = token_set(a.folder / "tokens")
     kept = a.folder / f"results-{steps}.jsonl"
@@ -227,7 +235,7 @@ def main() -> None:
             continue
         start = time.monotonic()
         scratch = a.folder / f"{steps}-{seed}-{list(KINDS).index(name)}"
-        with nudged(name == CONTROL):
+        with perturbed_weights(name == CONTROL):
             value = bits(tokens, scratch, job_of(tokens, steps, seed, change), 1 if a.quick else None)
         found.setdefault(name, {})[seed] = value
         with kept.open("a") as file:
@@ -241,15 +249,15 @@ def main() -> None:
     (a.folder / "precision.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     if missing:
-        print(f"{missing} runs are missing: the same command goes on with them")
+        print(f"{missing} runs are missing: the same command continues with them")
         return
     base, ours = (statistics.mean(found[name].values()) for name in (BASE, "bf16, fp32 masters"))
-    nudges = [found[CONTROL][seed] - value for seed, value in found[BASE].items()]
-    noise = (sum(n * n for n in nudges) / len(nudges)) ** 0.5 / len(nudges) ** 0.5
+    differences = [found[CONTROL][seed] - value for seed, value in found[BASE].items()]
+    noise = (sum(n * n for n in differences) / len(differences)) ** 0.5 / len(differences) ** 0.5
     bar = 1 + 2 * noise / base
     claim(
-        "held-out bits per byte of products in bf16 with fp32 masters, against fp32; bar: twice the control's error",
-        ours=ours, peer=base,
+        "held-out bits per byte with bf16 products and fp32 masters; bar: twice the control's error",
+        ours=ours, peer=base, peer_name="fp32",
         unit=f"bits per byte after {steps} steps", ratio=ours / base, bar=round(bar, 4), ok=ours <= bar * base,
         samples=[{"kind": name, "bits": list(each.values()), "ms": times.get(name)} for name, each in found.items()],
         quick=a.quick,

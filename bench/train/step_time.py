@@ -1,14 +1,14 @@
 """A training step against a plain GPT and a Hugging Face Llama of the same shape, each in its best setting on this machine.
 
-    .venv/bin/python bench/train/step_time.py                        # the quickstart's shape
-    .venv/bin/python bench/train/step_time.py --shape 3x128/1024/8x512   # layers x width / vocabulary / rows x tokens
-    .venv/bin/python bench/train/step_time.py --shape 6x384/8192/16x256
+    python bench/train/step_time.py                              # the quickstart's shape
+    python bench/train/step_time.py --shape 3x128/1024/8x512     # layers x width / vocabulary / rows x tokens
+    python bench/train/step_time.py --shape 6x384/8192/16x256
 
-Ours: n-gram memories, smeared keys, QK-norm, Muon and all, fp32 master weights, replicas over the cores, compiled. Theirs:
-LlamaForCausalLM, fused AdamW, all threads, the best of {fp32, bf16 autocast, pure bf16} x {eager, compiled}. Both with an
-untied head; MLPs of the same number of weights. The plain GPT is `_plain_gpt.py`, in the same choice of settings.
-Also: what share of our step its pure matrix products would take alone,
-timed in the same run, at all cores.
+Ours has n-gram embeddings, smeared keys, QK-norm, Muon, fp32 master weights, replicas over the cores, and is compiled.
+The peer is LlamaForCausalLM with fused AdamW and all threads, in the best of {fp32, bf16 autocast, pure bf16} x {eager,
+compiled}. Both have an untied head and MLPs with the same number of weights. The plain GPT is `_plain_gpt.py`, with the
+same choice of settings. The script also reports the time of our step's matrix products alone, in the same run, on all
+cores.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim
-from bench.train._plain_gpt import KINDS, PlainGPT, Setting, Training, heads_of, seconds_a_step
+from bench._run import claim, parse, sized, smoke
+from bench.train._plain_gpt import KINDS as ALL_KINDS
+from bench.train._plain_gpt import PlainGPT, Setting, Training, heads_of, seconds_per_step
 
 from whorl.machine.device_probe import probe
 from whorl.models import DecoderConfig
@@ -34,6 +35,7 @@ from whorl.train.job import Job
 from whorl.train.profiling.step_timer import time_steps
 
 ROUNDS = 5
+KINDS = sized(ALL_KINDS, ALL_KINDS[:1])
 
 
 def median(times: list[float]) -> float:
@@ -41,7 +43,7 @@ def median(times: list[float]) -> float:
 
 
 def llama(model: DecoderConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float) -> float:
-    """Seconds a step of the peer."""
+    """Seconds per step of the Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -54,7 +56,7 @@ def llama(model: DecoderConfig, rows: int, length: int, kind: str, compiled: boo
     peer = LlamaForCausalLM(config).train()
     if kind == "pure bf16":
         peer = peer.to(torch.bfloat16)
-    optimiser = torch.optim.AdamW(peer.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-3, fused=True)
     run = torch.compile(peer) if compiled else peer
     ids = torch.randint(0, model.vocab_size, (rows, length))
 
@@ -62,10 +64,10 @@ def llama(model: DecoderConfig, rows: int, length: int, kind: str, compiled: boo
         with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
             loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
-    for _ in range(3):
+    for _ in range(sized(3, 1)):
         step()
     times: list[float] = []
     while sum(times) < seconds or len(times) < 3:
@@ -77,16 +79,16 @@ def llama(model: DecoderConfig, rows: int, length: int, kind: str, compiled: boo
 
 
 def plain(model: DecoderConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float) -> float:
-    """Seconds a step of the plain GPT."""
+    """Seconds per step of the plain GPT."""
     torch.manual_seed(0)
     peer = PlainGPT(model.vocab_size, model.d_model, model.n_layers, heads_of(model.d_model), length)
-    found = seconds_a_step(Training(peer, Setting(kind, compiled)), model.vocab_size, rows, length, seconds)
+    found = seconds_per_step(Training(peer, Setting(kind, compiled)), model.vocab_size, rows, length, seconds)
     torch._dynamo.reset()
     return found
 
 
 def products(model: DecoderConfig, rows: int, length: int, dtype: torch.dtype) -> float:
-    """Seconds of the step's matrix products alone: each layer's and the head's, forward and both backward ones."""
+    """Seconds of the step's matrix products alone: layers and head, forward and backward."""
     tokens, d, h = rows * length, model.d_model, model.mlp_hidden
     width = (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
     shapes = [(d, width), (model.n_heads * model.head_dim, d), (d, h), (h, d)] * model.n_layers + [
@@ -107,11 +109,12 @@ def products(model: DecoderConfig, rows: int, length: int, dtype: torch.dtype) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="3x192/1024/8x256")
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    a = parser.parse_args()
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--shape", default="3x192/1024/8x256")
+        parser.add_argument("--seconds", type=float, default=4.0)
+        parser.add_argument("--rounds", type=int, default=ROUNDS)
+
+    a = parse(__doc__, arguments, smoke={"shape": "1x64/512/2x64", "seconds": 0.02, "rounds": 1})
     layers, width, vocabulary, rows, length = map(
         int, re.fullmatch(r"(\d+)x(\d+)/(\d+)/(\d+)x(\d+)", a.shape).groups()
     )
@@ -120,12 +123,12 @@ def main() -> None:
     model = decoder_config(width, layers, vocabulary)
     tokens = rows * length
     job = Job(
-        tokens="", model=model, seq_len=length, batch_size=rows, steps=1, replicas=machine.cores, dtype=machine.dtype,
-        compile=True,
+        tokens="", model=model, seq_len=length, batch_size=rows, steps=1, replicas=sized(machine.cores, 1),
+        dtype=machine.dtype, compile=not smoke(),
     )  # fmt: skip
     peers = {}
     for kind in KINDS:
-        for compiled in (False, True):
+        for compiled in sized((False, True), (False,)):
             for who, peer in (("Llama", llama), ("plain GPT", plain)):
                 name = f"{who}, {Setting(kind, compiled)}"
                 peers[name] = tokens / peer(model, rows, length, kind, compiled, a.seconds)
@@ -134,7 +137,7 @@ def main() -> None:
         who: max((n for n in peers if n.startswith(who)), key=lambda n: peers[n])
         for who in ("Llama", "plain GPT")
     }
-    rounds = []  # a machine's speed drifts: all are timed in turn, and the middle ratio counts
+    rounds = []  # the machine's speed drifts: all are timed in turn, and the median ratio counts
     for _ in range(a.rounds):
         one = {}
         for who, peer in (("Llama", llama), ("plain GPT", plain)):
@@ -158,11 +161,13 @@ def main() -> None:
             "products": 0.65 if small else 0.6 if fast_bf16 else 0.9}  # fmt: skip
     samples = [{"peers": {k: round(v) for k, v in peers.items()},
                 "rounds": [{k: round(v) for k, v in each.items()} for each in rounds]}]  # fmt: skip
+    variants = {"Llama": f"{layers}x{width}", "plain GPT": f"{layers}x{width}-plain-gpt",
+                "products": f"{layers}x{width}-products"}  # fmt: skip
     for who, bar in bars.items():
-        what = f"training step at {a.shape} against {best.get(who, 'the matrix products alone')}"
-        theirs = median([each[who] for each in rounds])
-        claim(what, ours=round(ours), peer=round(theirs), unit="tokens/s", ratio=middle(who), bar=bar,
-              ok=middle(who) >= bar, samples=samples if who == "Llama" else [])  # fmt: skip
+        peer_speed = median([each[who] for each in rounds])
+        claim(f"training step, {a.shape}", ours=round(ours), peer=round(peer_speed), unit="tokens/s", ratio=middle(who),
+              bar=bar, ok=middle(who) >= bar, samples=samples if who == "Llama" else [], variant=variants[who],
+              peer_name=f"Hugging Face {best[who]}" if who == "Llama" else best.get(who, "matrix products alone"))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""AdamW's step: ours (a pass for each line, over tensors that lie end to end), ours by torch's fused kernel, torch's two.
-
-At the sizes that it has here: an agent (a dozen small tensors) and what AdamW trains of a language model of 10 M parameters
-(embedding and head; with `optim.matrices = "adamw"` all of it). Gradients are given; only `step` is timed. All four take
-turns, many rounds, medians. Before that they take the same 20 steps and have to agree.
+"""AdamW's step: ours (one pass per line of the formula, over contiguous tensors), ours with torch's fused kernel, and torch's two.
 
     python bench/train/optim/adamw_step.py [--quick]
+
+The sizes are those of an agent (a dozen small tensors) and of the tensors that AdamW trains in a language model of 10 M
+parameters (embedding and head; with `optim.optimizer = "adamw"` all of it). Gradients are given; only `step` is timed.
+All four run in turns for many rounds; figures are medians. Before that, all take the same 20 steps and must agree.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -20,19 +19,19 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.train.optim.optimizers import AdamW
 
-RATE, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-12  # so small that where it stands in the formula shows in no weight
+RATE, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-12  # so small that its place in the formula changes no weight
 SHAPES = {
     "agent": [(64, 8), (64,), (64, 64), (64,), (4, 64), (4,)] * 2,
     "10 M": [(8192, 384), (8192, 384)] + [(384, 384), (1536, 384), (384, 1536), (384,)] * 3,
 }
 
 
-def laid(shapes: list[tuple[int, ...]]) -> dict[str, Tensor]:
-    """Zeros of these shapes, end to end in one piece of memory, as a learner of one replica lays them."""
+def contiguous(shapes: list[tuple[int, ...]]) -> dict[str, Tensor]:
+    """Zeros of these shapes in one contiguous piece of memory, as in a learner with one replica."""
     sizes = [torch.Size(s).numel() for s in shapes]
     parts = torch.split(torch.zeros(sum(sizes)), sizes)
     return {str(n): part.view(s) for n, (s, part) in enumerate(zip(shapes, parts, strict=True))}
@@ -43,13 +42,13 @@ class Contender:
 
     def __init__(self, kind: str, shapes: list[tuple[int, ...]]) -> None:
         g = torch.Generator().manual_seed(0)
-        self.weights, gradients = laid(shapes), laid(shapes)
+        self.weights, gradients = contiguous(shapes), contiguous(shapes)
         for part in (self.weights, gradients):
             for t in part.values():
                 t.copy_(torch.randn(t.shape, generator=g))
         self.step: Callable[[], object]
         if kind.startswith("ours"):
-            moments = {f"{n}/{m}": t for m in ("mean", "square") for n, t in laid(shapes).items()}
+            moments = {f"{n}/{m}": t for m in ("mean", "square") for n, t in contiguous(shapes).items()}
             ours = AdamW(
                 list(self.weights.items()), dict.fromkeys(self.weights, RATE), betas=BETAS, eps=EPS,
                 fused=kind == "ours, fused", allocate=lambda name, _: moments[name],
@@ -70,7 +69,7 @@ KINDS = ("ours", "ours, fused", "torch, foreach", "torch, fused")
 
 
 def measure(size: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds a step of each contender, by round."""
+    """Seconds per step of each contender in each round."""
     contenders = {kind: Contender(kind, SHAPES[size]) for kind in KINDS}
     for _ in range(20):
         for each in contenders.values():
@@ -89,11 +88,11 @@ def measure(size: str, rounds: int, steps: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    quick = parse(
+        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
+    ).quick
     torch.set_num_threads(1)
-    rounds = 5 if quick else 21
+    rounds = sized(5, 1) if quick else 21
     found = {
         "agent": measure("agent", rounds, 50 if quick else 500),
         "10 M": measure("10 M", rounds, 1 if quick else 4),
@@ -106,9 +105,10 @@ def main() -> None:
         for size, each in medians.items()
     }
     claim(
-        "AdamW's step for an agent is at least as fast as the better of torch's two",
+        "AdamW's step for an agent",
         ours=medians["agent"]["ours"],
         peer=min(medians["agent"]["torch, foreach"], medians["agent"]["torch, fused"]),
+        peer_name="the faster of torch's two",
         unit="s/step",
         ratio=ratios["agent"],
         bar=1.0,

@@ -1,18 +1,20 @@
-"""Does the best learning rate of a narrow model hold for a wide one? Sweeps of the rate at four widths.
+"""Transfer of the best learning rate from a narrow to a wide model: sweeps of the rate at four widths.
 
-    python bench/train/optim/mup_transfer.py                  # all of it, then the picture: a quarter of an hour on two quiet cores
-    python bench/train/optim/mup_transfer.py --seconds 100    # as much as begins in that time; call again to go on
-    python bench/train/optim/mup_transfer.py --draw           # tables and docs/training_mup.png from what is there
-    python bench/train/optim/mup_transfer.py --quick          # two widths, few steps: only to see that it runs
+    python bench/train/optim/mup_transfer.py                  # all runs, then the picture: 15 minutes on two quiet cores
+    python bench/train/optim/mup_transfer.py --seconds 100    # starts runs for that time; call again to continue
+    python bench/train/optim/mup_transfer.py --draw           # tables and docs/training_mup.png from the existing results
+    python bench/train/optim/mup_transfer.py --quick          # two widths, few steps: only checks that it runs
 
-Two layers of the house's decoder without n-gram memories, heads of 32, MLPs four times as wide, on characters of a play. The
-four ways: AdamW for all matrices with rates that know nothing of the width, and with muP (`train/optim/mup.py`, found at width
-64); Muon for the blocks' matrices as the house has it, and with muP for what AdamW still trains. In each, *all* rates of
-`OptimConfig` are taken times 2^k together. The loss is that of held-out text after the run, a mean over the seeds.
+The model is the built-in decoder with two layers, without n-gram embeddings, heads of 32, and MLPs four times as wide.
+It trains on the characters of a play. The first two methods are AdamW for all matrices with rates independent of the
+width, and with muP (`train/optim/mup.py`, base width 64). The other two are Muon for the blocks' matrices with the
+default rates, and with muP for the weights that AdamW trains. In each, *all* rates of `OptimConfig` are multiplied by
+2^k. The loss is that of held-out text after the run, a mean over the seeds.
 
-What is told of each way: the k that is best at each width (by a parabola through the lowest point and its neighbours, as the
-minimum is flat and the grid coarse), how far it moves from width 64 to 512, and what it costs to use at 512 the k of
-width 64. Every run is appended to the results as it ends, and looked up before it is begun: no clock decides a figure.
+For each method the script reports the best k at each width, its shift from width 64 to 512, and the loss at 512 from
+using the k of width 64. The best k is the vertex of a parabola through the lowest point and its neighbours, as the
+minimum is flat and the grid coarse. Every run is added to the results when it ends and looked up before it starts: no
+clock decides a figure.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from bench._run import claim
+from bench._run import claim, parse, sized, smoke
 from bench.models._synthetic_data import characters, stretches
+from bench.train.optim._text import make_text
 
 from whorl.machine.device_probe import probe
 from whorl.models import DecoderConfig
@@ -44,22 +47,22 @@ from whorl.train.optim.lr_schedule import warmup_stable_decay
 
 WIDTHS, BASE = (64, 128, 256, 512), 64
 WAYS: dict[str, dict[str, Any]] = {
-    "AdamW": {"matrices": "adamw"},
-    "AdamW, muP": {"matrices": "adamw", "base_width": BASE},
+    "AdamW": {"optimizer": "adamw"},
+    "AdamW, muP": {"optimizer": "adamw", "mup_base_width": BASE},
     "Muon": {},
-    "Muon, muP": {"base_width": BASE},
+    "Muon, muP": {"mup_base_width": BASE},
 }
 POWERS = {"AdamW": range(-3, 5), "AdamW, muP": range(-1, 5), "Muon": range(-2, 4), "Muon, muP": range(-2, 4)}
-SEEDS = {64: 4, 128: 3, 256: 2, 512: 1}  # the narrow ones are cheap, and jump about more
+SEEDS = {64: 4, 128: 3, 256: 2, 512: 1}  # narrow models are cheap and vary more
 LENGTH, ROWS = 64, 8
-RATES = ("matrix_rate", "adamw_rate", "embedding_rate", "scalar_rate")
-MOST_LOSS = 0.02  # relative: what using the rate of width 64 at 512 may cost
+RATES = ("lr_muon", "lr_adamw", "lr_embedding", "lr_scalar")
+MOST_LOSS = 0.02  # relative loss from using the rate of width 64 at 512
 
 Run = dict[str, Any]
 
 
 def train(way: str, width: int, power: int, seed: int, steps: int, text: Path, dtype: str) -> Run:
-    """One run; its held-out loss in nats a character."""
+    """One run; its held-out loss in nats per character."""
     torch.set_num_threads(1)
     training, held_out, vocab = characters(text)
     plain = OptimConfig()
@@ -81,7 +84,7 @@ def train(way: str, width: int, power: int, seed: int, steps: int, text: Path, d
             )
         )
         losses.append(update.step(warmup_stable_decay(step, steps, 0.1, 0.5))["nll"])
-        if not losses[-1] < 20.0:  # lost; NaN too
+        if not losses[-1] < 20.0:  # diverged, or NaN
             break
     with torch.no_grad():
         n = 256
@@ -146,7 +149,7 @@ def summary(runs: list[Run]) -> dict[str, dict[str, Any]]:
         found[way] = {
             "best": {str(w): round(p, 2) for w, p in powers.items()},
             "loss": {str(w): round(min(c.values()), 4) for w, c in curves.items()},
-            "moves": round(powers[wide] - powers[narrow], 2),
+            "shift": round(powers[wide] - powers[narrow], 2),
             "cost": round(at(curves[wide], powers[narrow]) / lowest - 1, 4),
         }
     return found
@@ -172,13 +175,12 @@ def draw(runs: list[Run], picture: Path) -> None:
                 axis.plot([low], [losses[low]], "*", ms=10, color=colour)
         axis.set(title=way, xlabel="all rates times 2 to this power", ylim=(lowest - 0.05, lowest + 0.9))
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("held-out loss, nats a character")
+    axes[0].set_ylabel("held-out loss, nats per character")
     axes[0].legend(title="width", fontsize=8)
     figure.savefig(picture, dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
     parser.add_argument("--results", type=Path, default=Path("docs/training_mup.json"))
     parser.add_argument("--picture", type=Path, default=Path("docs/training_mup.png"))
@@ -189,23 +191,28 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than this")
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
+
+
+def main() -> None:
+    a = parse(__doc__, add_arguments, smoke={"quick": True, "workers": 1, "widths": [64]})
     widths, ways = a.widths, WAYS
     if a.quick:
-        widths, a.steps, a.results = (64, 128), 10, Path("/dev/null")
+        widths, a.steps, a.results = sized((64, 128), (64,)), sized(10, 2), Path("/dev/null")
+    if smoke():
+        a.text = make_text()
     runs: list[Run] = []
     if a.results.is_file():
         runs = json.loads(a.results.read_text())["runs"]
     known = {key(r) for r in runs}
     dtype = runs[0]["dtype"] if runs else probe().dtype
-    # Widest last and seeds outside: whatever is there when it is stopped can be compared.
+    # Widest last, and seeds in the outer loop: the results of an interrupted sweep can be compared.
     jobs = [
         (way, width, power, seed, a.steps, a.text, dtype)
         for seed in range(1 if a.quick else max(SEEDS.values()))
         for width in widths
         for way in ways
         if plain(way, width) == way
-        for power in (range(-2, 2) if a.quick else POWERS[way])
+        for power in (range(sized(-2, -1), sized(2, 1)) if a.quick else POWERS[way])
         if a.powers is None or power in a.powers
         if seed < SEEDS[width] and (way, width, power, seed, a.steps) not in known
     ]
@@ -225,21 +232,23 @@ def main() -> None:
                     print(json.dumps(runs[-1]), flush=True)
                 if ended and not a.quick:
                     lines = ",\n".join(json.dumps(r) for r in sorted(runs, key=lambda r: str(key(r))))
-                    aside = a.results.with_suffix(".part")
-                    aside.write_text(f'{{"summary": {json.dumps(summary(runs))},\n"runs": [\n{lines}\n]}}\n')
-                    aside.replace(a.results)
+                    part_path = a.results.with_suffix(".part")
+                    part_path.write_text(
+                        f'{{"summary": {json.dumps(summary(runs))},\n"runs": [\n{lines}\n]}}\n'
+                    )
+                    part_path.replace(a.results)
                 time.sleep(0.05)
         print(f"{len(jobs)} runs are left")
     found = summary(runs)
     for way, each in found.items():
-        print(f"{way:>11}: best power by width {each['best']}, losses {each['loss']}; it moves by {each['moves']:+.2f}; "
+        print(f"{way:>11}: best power by width {each['best']}, losses {each['loss']}; it shifts by {each['shift']:+.2f}; "
               f"the rate of the narrowest at the widest costs {each['cost']:.1%}")  # fmt: skip
     if a.draw or not (a.quick or jobs):
         draw(runs, a.picture)
     ours, peer = found.get("AdamW, muP", {}).get("cost", 1.0), found.get("AdamW", {}).get("cost", 1.0)
     claim(
-        "the best learning rate at width 64 stays best at 512 under muP", ours=ours, peer=peer,
-        unit="relative loss at 512 above its best, at the best rate of 64", ratio=ours, bar=MOST_LOSS,
+        "loss at width 512 with the best rate of width 64 under muP", ours=ours, peer=peer, peer_name="AdamW without muP",
+        unit="relative loss above the best", ratio=ours, bar=MOST_LOSS,
         ok=ours <= MOST_LOSS, samples=[found], quick=a.quick,
     )  # fmt: skip
 

@@ -1,18 +1,19 @@
-"""Which optimiser for the matrices of a small language model: AdamW, Muon, Adafactor, SOAP; at equal steps and seconds.
+"""AdamW, Muon, Adafactor and SOAP for the matrices of a small language model, at equal steps and at equal seconds.
 
-    python bench/train/optim/optimizer_quality.py                  # all of it: some minutes on two quiet cores
-    python bench/train/optim/optimizer_quality.py --seconds 100    # as much as begins in that time; call again to go on
-    python bench/train/optim/optimizer_quality.py --quick          # few steps: only to see that it runs
+    python bench/train/optim/optimizer_quality.py                  # all runs: some minutes on two quiet cores
+    python bench/train/optim/optimizer_quality.py --seconds 100    # starts runs for that time; call again to continue
+    python bench/train/optim/optimizer_quality.py --quick          # few steps: only checks that it runs
 
-Three layers of the house's decoder, width 128, without n-gram memories, on characters of a play. The contenders train the
-matrices of the blocks; all else (embedding, head, gains) is AdamW's in every run, at the house's rates. Each contender has
-its own rate, found on one seed among powers of two (widened until the best is no end of the grid), then three other seeds.
+The model is the built-in decoder with three layers of width 128, without n-gram embeddings, on the characters of a
+play. The contenders train the matrices of the blocks. All other weights (embedding, head, gains) are trained by AdamW
+in every run, at the default rates. Each contender has a separate rate, found on one seed among powers of two; the grid
+is widened until the best is not at its end. Then follow three other seeds.
 
-"equal seconds": the contenders' steps are timed in turns in one process (medians of CPU seconds), and each gets as many
-steps as AdamW's `--steps` last; the schedule is stretched or shortened with them.
+"equal seconds": the contenders' steps are timed in turns in one process (medians of CPU seconds). Each gets as many
+steps as fit into the time of AdamW's `--steps`; the schedule is scaled with them.
 
-Adafactor and SOAP live here; into the house they come when this bench shows that one of them pays. Both are told below as
-the difference from Adam. Muon is the house's own, each matrix in every second step.
+Adafactor and SOAP are defined here. They move into the package when this bench shows that one of them is worth it. Both
+are described below as the difference from Adam. Muon is the built-in one, and updates each matrix in every second step.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from bench._run import claim
+from bench._run import claim, parse, sized, smoke
 from bench.models._synthetic_data import characters, stretches
+from bench.train.optim._text import make_text
 
 from whorl.machine.device_probe import probe
 from whorl.models import Decoder, DecoderConfig
@@ -60,8 +62,8 @@ class Adafactor:
 
     v_ij is taken as r_i c_j / mean(r): the best rank-one approximation in the I-divergence (section 3). The decay of the
     means grows, 1 - t^-0.8 (section 7.2), and an update whose root mean square is above 1 is scaled down (section 6). Two
-    choices of the paper are left out, so that the second moments are all that differs: steps relative to the weight's own
-    size (matrices that begin at zero would crawl), and no momentum (with it, it is better).
+    choices of the paper are left out, so that only the second moments differ. One is steps relative to the weight's size:
+    matrices that begin at zero would hardly move. The other is the absence of momentum; results are better with it.
     """
 
     def __init__(self, params: NamedTensors, rate: float) -> None:
@@ -86,8 +88,8 @@ class Adafactor:
 class SOAP:
     """Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, arXiv:2409.11321, algorithm 3).
 
-    L and R are running means of G G^T and G^T G. Adam's second moments are those of the turned gradient Q_L^T G Q_R; the
-    step is turned back. Every `every` steps one power iteration with a QR decomposition brings Q_L and Q_R near to the
+    L and R are running means of G G^T and G^T G. Adam's second moments are those of the rotated gradient Q_L^T G Q_R; the
+    step is rotated back. Every `every` steps one power iteration with a QR decomposition brings Q_L and Q_R near to the
     eigenvectors again (algorithm 4). The first gradient that is not zero sets the basis and takes no step.
     """
 
@@ -105,7 +107,7 @@ class SOAP:
         for name, p in self.params:
             g, products = gradients[name], self.products[name]
             if name not in self.bases:
-                if not g.any():  # behind a matrix that begins at zero
+                if not g.any():  # after a matrix that begins at zero
                     continue
                 self._gather(products, g)
                 self.begun[name] = self.steps
@@ -113,21 +115,21 @@ class SOAP:
                 continue
             left, right = self.bases[name]
             self.mean[name].lerp_(g, 1 - first)
-            turned = left.mT @ g @ right
-            self.square[name].mul_(second).addcmul_(turned, turned, value=1 - second)
+            rotated = left.mT @ g @ right
+            self.square[name].mul_(second).addcmul_(rotated, rotated, value=1 - second)
             t = self.steps - self.begun[name]
             correction = (1 - second**t) ** 0.5 / (1 - first**t)
             step = (left.mT @ self.mean[name] @ right) / (self.square[name].sqrt() + 1e-12)
             p.add_(left @ step @ right.mT, alpha=-self.rate * factor * correction)
             self._gather(products, g)
             if self.steps % self.every == 0:
-                self._turn(name)
+                self._rotate(name)
 
     def _gather(self, products: list[Tensor], g: Tensor) -> None:
         for each, new in zip(products, (g @ g.mT, g.mT @ g), strict=True):
             each.lerp_(new, 1 - BETAS[1])
 
-    def _turn(self, name: str) -> None:
+    def _rotate(self, name: str) -> None:
         """One power iteration; the second moments follow their directions where the order of these changes."""
         for axis, product in enumerate(self.products[name]):
             basis = self.bases[name][axis]
@@ -194,8 +196,8 @@ class Trainer:
         return loss.total / loss.count
 
     @torch.no_grad()
-    def judged(self) -> float:
-        """Nats a character of the first 128 rows of held-out text."""
+    def held_out_loss(self) -> float:
+        """Nats per character on the first 128 rows of held-out text."""
         n = 128
         rows = self.held_out[: n * LENGTH].view(n, LENGTH)
         return float(self._loss(rows, self.held_out[1 : n * LENGTH + 1].view(n, LENGTH)))
@@ -208,7 +210,7 @@ def train(kind: str, rate: float, seed: int, steps: int, how: str, text: Path, d
         last = trainer.step(warmup_stable_decay(step, steps, 0.05, 0.5))
         if not last < 20.0:
             break
-    loss = trainer.judged() if last < 20.0 else 99.0
+    loss = trainer.held_out_loss() if last < 20.0 else 99.0
     return {
         "kind": kind, "rate": rate, "seed": seed, "steps": steps, "how": how, "loss": round(loss, 4),
         "cpu_seconds": round(time.process_time() - began, 1),
@@ -223,7 +225,7 @@ def relative_seconds(text: Path, dtype: str, rounds: int) -> dict[str, float]:
     for number in range(rounds + 1):
         for kind, trainer in trainers.items():
             began = time.process_time()
-            for _ in range(10):
+            for _ in range(sized(10, 1)):
                 trainer.step(1.0)
             if number:
                 times[kind].append(time.process_time() - began)
@@ -231,7 +233,7 @@ def relative_seconds(text: Path, dtype: str, rounds: int) -> dict[str, float]:
 
 
 class Results:
-    """What was found so far; written after every run."""
+    """Results so far; written after every run."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -251,8 +253,8 @@ class Results:
             )
 
 
-def wanted(results: Results, a: argparse.Namespace) -> list[tuple[Any, ...]]:
-    """Runs that are still to be made, as far as one can tell from those that are there: first rates, then seeds."""
+def missing_runs(results: Results, a: argparse.Namespace) -> list[tuple[Any, ...]]:
+    """The next missing runs, given the existing ones: first rates, then seeds."""
     jobs = []
     for kind in MAKERS:
         tuned = {r["rate"]: r["loss"] for r in results.find(kind=kind, how="tuning", steps=a.steps)}
@@ -289,25 +291,29 @@ def table(results: Results, a: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
-    parser.add_argument("--results", type=Path, default=Path("train_optimisers.json"))
+    parser.add_argument("--results", type=Path, default=Path("optimizer_quality.json"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than this")
     parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
+
+
+def main() -> None:
+    a = parse(__doc__, add_arguments, smoke={"quick": True, "workers": 1})
     if a.quick:
-        a.steps, a.seeds = 10, 1
+        a.steps, a.seeds = sized(10, 2), 1
+    if smoke():
+        a.text = make_text()
     began = time.monotonic()
     results, dtype = Results(None if a.quick else a.results), probe().dtype
     if not results.seconds:
-        results.seconds = relative_seconds(a.text, dtype, 2 if a.quick else 9)
+        results.seconds = relative_seconds(a.text, dtype, sized(2, 1) if a.quick else 9)
         results.write()
     with multiprocessing.get_context("spawn").Pool(a.workers) as pool:
-        while (jobs := wanted(results, a)) and time.monotonic() - began < a.seconds:
+        while (jobs := missing_runs(results, a)) and time.monotonic() - began < a.seconds:
             for run in pool.starmap(
                 train, [(*job, a.text, dtype) for job in jobs[: 2 * a.workers]], chunksize=1
             ):
@@ -318,12 +324,13 @@ def main() -> None:
     for kind, each in found.items():
         print(kind, json.dumps(each))
     if jobs:
-        raise SystemExit("not all runs are there: call again")
+        raise SystemExit("runs are missing: call again")
     ours = found["Muon"]["mean_seconds"]
     peer = min(each["mean_seconds"] for kind, each in found.items() if kind != "Muon")
     claim(
-        "Muon for the matrices ends no higher than AdamW, Adafactor and SOAP at equal seconds",
-        ours=ours, peer=peer, unit="nats/character, held out", ratio=peer / ours, bar=1.0, ok=ours <= peer,
+        "held-out loss at equal seconds with Muon for the matrices",
+        ours=ours, peer=peer, peer_name="best of AdamW, Adafactor, SOAP",
+        unit="nats/character", ratio=peer / ours, bar=1.0, ok=ours <= peer,
         samples=[found], quick=a.quick,
     )  # fmt: skip
 
