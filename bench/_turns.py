@@ -1,14 +1,14 @@
-"""Contenders that take turns, each in a process of its own, stopped between its steps.
+"""Contenders that run their steps in turn, each in a separate process.
 
-What is compared must not meet: threads of one library disturb another's, a compiler's cache fills, an allocator keeps what
-it was given. And what is compared must be measured in the same minutes: so each contender waits behind a gate while another
-one works. A contender is a function that calls `gate(report)` whenever it has finished a step; the time of a step is taken
-in its own process, from one opening of the gate to the next knock: it holds everything that the contender does for a step.
+Contenders in one process disturb each other through threads, compiler caches and allocators. Contenders measured at
+different times see different machines. So each contender waits at a gate while another one runs a step. A contender is
+a function that calls `gate(report)` after each step. Its process measures the step from the opening of the gate to the
+next call of `gate`, so the time holds all work of the step.
 
-Every contender is given the allocator's setting that ours has (freed memory is kept), unless told otherwise: it is no merit
-of a trainer, and others gain a quarter by it.
+Every contender gets the allocator setting that Whorl uses (freed memory is kept) unless `keep_memory` is False. The
+setting is no property of a trainer, and some trainers are a quarter faster with it.
 
-    steps = in_turn({"ours": Turn(train, folder, threads=2), "theirs": Turn(peer, folder, threads=2)}, warm=2, rounds=5)
+    steps = in_turn({"ours": Turn(train, folder, threads=2), "peer": Turn(peer, folder, threads=2)}, warm=2, rounds=5)
     steps["ours"][0].seconds, steps["ours"][0].report
 """
 
@@ -30,13 +30,13 @@ Gate = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a contender: how long it took, and what it said of it."""
+    """Duration and report of one step of a contender."""
 
     seconds: float
     report: dict[str, Any]
 
 
-class _Stop(BaseException):  # no Exception: a library that catches those must not catch this one
+class _Stop(BaseException):  # not an Exception, so that libraries do not catch it
     pass
 
 
@@ -50,7 +50,7 @@ def _child(
         try:
             pipe.send(Step(time.perf_counter() - began, report))
             more = pipe.recv()
-        except (EOFError, BrokenPipeError):  # nobody is there any more
+        except (EOFError, BrokenPipeError):  # the parent process ended
             raise _Stop from None
         if more is None:
             raise _Stop
@@ -64,9 +64,9 @@ def _child(
         torch.set_num_threads(threads)
         if keep_memory:
             keep_freed_memory()
-        gate({})  # the first knock: here, and nothing done yet
+        gate({})  # reports that the process started
         work(gate, *args)
-        raise RuntimeError("it came to its end before it was told to stop")
+        raise RuntimeError("the contender ended before the last step")
     except _Stop:
         pass
     except BaseException:
@@ -74,50 +74,52 @@ def _child(
 
 
 class Turn:
-    """A contender at its gate.
+    """A contender in a separate process.
 
     Args:
         work: called in a fresh process as `work(gate, *args)`.
         threads: of PyTorch and OpenMP, set before either is loaded.
-        keep_memory: tell the allocator to keep what is freed.
+        keep_memory: the allocator keeps freed memory.
 
     Raises:
-        RuntimeError: (any method) the contender failed; its traceback.
+        RuntimeError: (any method) the contender failed; the message holds its traceback.
     """
 
     def __init__(self, work: Callable[..., None], *args: Any, threads: int, keep_memory: bool = True) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = str(threads)
         try:
-            self._process = context.Process(target=_child, args=(theirs, threads, keep_memory, work, args))
+            self._process = context.Process(
+                target=_child, args=(child_pipe, threads, keep_memory, work, args)
+            )
             self._process.start()
         finally:
             os.environ.pop("OMP_NUM_THREADS")
             if before is not None:
                 os.environ["OMP_NUM_THREADS"] = before
-        theirs.close()
-        self._hear()
+        child_pipe.close()
+        self._receive()
 
-    def _hear(self) -> Step:
+    def _receive(self) -> Step:
         try:
-            heard = self._pipe.recv()
+            message = self._pipe.recv()
         except EOFError:
             self._process.join()
             raise RuntimeError(f"a contender died, exit code {self._process.exitcode}") from None
-        if isinstance(heard, str):
-            raise RuntimeError(f"a contender failed:\n{heard}")
-        assert isinstance(heard, Step)
-        return heard
+        if isinstance(message, str):
+            raise RuntimeError(f"a contender failed:\n{message}")
+        assert isinstance(message, Step)
+        return message
 
     def step(self) -> Step:
-        """Opens the gate for one step."""
+        """Run one step and return it."""
         self._pipe.send(True)
-        return self._hear()
+        return self._receive()
 
     def close(self) -> None:
-        """Ends it."""
+        """End the process."""
         if self._process.is_alive():
             try:
                 self._pipe.send(None)
@@ -130,7 +132,10 @@ class Turn:
 
 
 def in_turn(turns: Mapping[str, Turn], *, warm: int, rounds: int) -> dict[str, list[Step]]:
-    """Steps of all, round by round, told of on stderr; the first `warm` rounds are not kept. Everybody is ended."""
+    """Return the steps of each contender without the first `warm` rounds, and close all contenders.
+
+    Each round runs one step of every contender. Durations are printed on stderr.
+    """
     steps: dict[str, list[Step]] = {name: [] for name in turns}
     try:
         for _ in range(warm + rounds):
@@ -144,7 +149,7 @@ def in_turn(turns: Mapping[str, Turn], *, warm: int, rounds: int) -> dict[str, l
 
 
 def table(name: str, steps: Sequence[Step], parts: Sequence[str]) -> str:
-    """One line: the median of the steps, and of each part of them that was reported."""
+    """Return one line: the median duration of the steps and of each reported part."""
     median = {
         part: statistics.median(s.report["parts"].get(part, 0.0) for s in steps)
         for part in parts

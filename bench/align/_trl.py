@@ -1,18 +1,18 @@
-"""TRL's trainers as contenders (`_turns.py`): each one's own `train()`, halted at the end of every step.
+"""TRL's trainers as contenders (`bench/_turns.py`): `train()` of each, with a gate at the end of every step.
 
-Both are tuned as far as their own arguments go on a CPU, and everything that is not work is off: no log, no checkpoint, no
-progress bar, no recomputing of activations (on by default), the data in the same process, the fused AdamW. What is left to
-choose is `Setting`; the benchmarks measure several and take the fastest.
+Both are tuned with their arguments for a CPU. Logs, checkpoints, progress bars, activation checkpointing (on by
+default) and data loader processes are off; the fused AdamW is on. `Setting` holds the remaining choices. The benches
+measure several settings and compare with the fastest.
 
-    kind        "fp32"; "autocast": weights fp32, bf16 products, what `bf16=True` means; "bf16": weights and all in bf16
-    micro       sequences (or packed rows) in one forward pass; the optimiser steps once a batch, whatever it is
-    cache       of `generate`: None (its own, which grows) or "static"
-    batched     transformers' continuous batching in place of `generate`
-    compiled    `torch_compile`, of what learns; `generate` cannot be compiled there (TRL forbids it)
-    packing     of SFT: "bfd", whole texts, best fit; "wrapped": one stream cut anywhere, without masks
+    kind        "fp32"; "autocast": fp32 weights, bf16 products (TRL's `bf16=True`); "bf16": bf16 weights and products
+    micro       sequences (or packed rows) per forward pass; the optimizer steps once per batch
+    cache       KV cache of `generate`: None (dynamic) or "static"
+    batched     transformers' continuous batching instead of `generate`
+    compiled    `torch_compile` for the trained model; TRL forbids it for `generate`
+    packing     of SFT: "bfd", whole texts, best fit; "wrapped": one stream cut at any place, without document masks
 
-Nothing is added to a step but clocks around TRL's own methods, and `gate`. The report of a step: seconds in each part, loss,
-norm of the gradient, mean reward.
+A step contains only TRL's work, timers around TRL's methods, and `gate`. The report of a step holds the seconds of each
+part, loss, gradient norm and mean reward.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
-from _turns import Gate
+from bench._turns import Gate
 from bench.align import _workload as work
 
-FOREVER = 10_000  # steps: the gate ends it
+FOREVER = 10_000  # steps; the gate ends the run earlier
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run a trainer (see the top of this file)."""
+    """Settings of a trainer; the module docstring lists the values."""
 
     kind: str = "fp32"
     micro: int = 0  # 0: the whole batch
@@ -57,7 +57,7 @@ class Setting:
 
 
 class Clocks:
-    """Seconds by part, of the step under way. A part within another one counts for the inner one alone."""
+    """Seconds by part of the current step. Nested parts are counted for the inner part only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -75,7 +75,7 @@ class Clocks:
             self._inner[-1] += took
 
     def around(self, thing: Any, method: str, name: Callable[[], str] | str) -> None:
-        """Times a method of one object."""
+        """Replace a method of one object by a timed one."""
         inner = getattr(thing, method)
 
         def timed(*args: Any, **named: Any) -> Any:
@@ -85,7 +85,7 @@ class Clocks:
         setattr(thing, method, timed)
 
     def take(self) -> dict[str, float]:
-        """What was gathered, which is forgotten."""
+        """Return the seconds by part, and reset them."""
         found = dict(self.seconds)
         self.seconds.clear()
         return found
@@ -98,14 +98,14 @@ def _load(folder: Path, setting: Setting) -> Any:
     logging.set_verbosity_error()
     kind = torch.bfloat16 if setting.kind == "bf16" else torch.float32
     network: Any = LlamaForCausalLM.from_pretrained(folder, dtype=kind)
-    # None of these are for training; ids above 2 end nothing.
+    # Used by `generate` only.
     network.generation_config.bos_token_id, network.generation_config.eos_token_id = work.BOS, work.EOS
     return network
 
 
 def _common(out: Path, setting: Setting, rows: int) -> dict[str, Any]:
-    """Arguments of both trainers."""
-    micro = setting.micro or rows
+    """Return the arguments that both trainers share."""
+    micro = min(setting.micro or rows, rows)
     return {
         "output_dir": str(out), "use_cpu": True, "bf16": setting.kind == "autocast", "max_steps": FOREVER,
         "per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro,
@@ -118,7 +118,7 @@ def _common(out: Path, setting: Setting, rows: int) -> dict[str, Any]:
 
 
 def _run(trainer: Any, clocks: Clocks, gate: Gate, report: Callable[[], dict[str, Any]]) -> None:
-    """`trainer.train()`, halted behind each step."""
+    """Run `trainer.train()` with a gate after each step."""
     from transformers import TrainerCallback
     from transformers.trainer_callback import PrinterCallback
 
@@ -130,7 +130,7 @@ def _run(trainer: Any, clocks: Clocks, gate: Gate, report: Callable[[], dict[str
             self.began = time.perf_counter()
 
         def on_optimizer_step(self, *args: Any, **named: Any) -> None:
-            clocks.seconds["optimiser"] += time.perf_counter() - self.began
+            clocks.seconds["optimizer"] += time.perf_counter() - self.began
 
         def on_step_end(self, *args: Any, **named: Any) -> None:
             loss, norm = float(sum(losses)), float(norms[-1])
@@ -165,28 +165,28 @@ def grpo(
     n_new: int,
     beta: float,
 ) -> None:
-    """`GRPOTrainer`: each step samples `group` answers of exactly `n_new` tokens to each prompt and learns from all at once.
+    """Run `GRPOTrainer` with `group` completions of exactly `n_new` tokens per prompt and one update per batch.
 
-    Its loss is the one it has by default (over all tokens), with ratios clipped at 0.2. With `beta` 0 there is no reference
-    model, as by default; else a frozen copy scores every answer.
+    The loss is TRL's default: the mean over all tokens, with ratios clipped at 0.2. With `beta` 0 there is no reference
+    model, which is TRL's default too. Otherwise a frozen copy scores every completion.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     rewards: list[float] = []
 
-    def judge(completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
+    def reward(completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
         rewards.extend(work.reward(text) for text in completions)
         if {len(ids) for ids in completion_ids} != {n_new}:
-            raise RuntimeError("an answer is of another length than was asked for")
+            raise RuntimeError("a completion does not have the requested length")
         return rewards[-len(completions) :]
 
     rows = len(prompts) * group
-    # Continuous batching takes no least length; there, no id ends a text, and an end is an id like others.
+    # Continuous batching has no minimum length, so the end id is disabled there.
     lengths = {"eos_token_id": -1} if setting.batched else {"min_new_tokens": n_new}
     trainer = GRPOTrainer(
         model=_load(folder, setting),
-        reward_funcs=judge,
+        reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=work.tokenizer(folder),
         args=GRPOConfig(
@@ -200,7 +200,7 @@ def grpo(
     clocks.around(trainer, "_calculate_rewards", "rewards")
     clocks.around(
         trainer, "_get_per_token_logps_and_entropies",
-        lambda: "log-probs" if torch.is_grad_enabled() else "reference",
+        lambda: "logprobs" if torch.is_grad_enabled() else "reference",
     )  # fmt: skip
 
     def report() -> dict[str, Any]:
@@ -214,9 +214,9 @@ def grpo(
 def sft(
     gate: Gate, folder: Path, out: Path, setting: Setting, texts: work.Rows, rows: int, length: int
 ) -> None:
-    """`SFTTrainer`, packing texts into rows of `length`, `rows` of them a step.
+    """Run `SFTTrainer` with texts packed into rows of `length`, and `rows` rows per step.
 
-    Packing whole texts, it lays the rows of a micro-batch behind one another as one long row, with a mask between texts.
+    With strategy "bfd" TRL concatenates the rows of a micro-batch into one long row with a document mask.
     """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer

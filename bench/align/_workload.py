@@ -1,12 +1,12 @@
-"""What both sides of the alignment benchmarks are given: one model, one tokenizer, one set of texts.
+"""Shared workload of the alignment benches: one model, one tokenizer, one set of texts.
 
-The model has Llama's shape and 6.9 M parameters (6 layers of width 256, 4 heads, MLPs of 704, a vocabulary of 4096, an
-untied head), with random weights: what a step costs depends on shapes and types only. It is one of our `Transformer`s,
-written as a Hugging Face folder too, so that both sides hold the very same numbers. The tokenizer is a byte-level BPE,
-learnt from the source of the interpreter's own standard library, and so are prompts and texts: nothing is downloaded.
+The model has a Llama shape and 6.9 M parameters: 6 layers of width 256, 4 heads, MLPs of 704, a vocabulary of 4,096, an
+untied head. Its weights are random, because the cost of a step depends on shapes and dtypes only. It is a Whorl
+`Transformer` that is also exported as a Hugging Face folder, so both sides load the same numbers. The tokenizer is a
+byte-level BPE. It, the prompts and the texts come from the interpreter's standard library: nothing is downloaded.
 
-`reward` is a task that can be learnt within a few steps from random weights, and that costs nothing to judge: the share of
-spaces. A contender that does not raise it does not train.
+`reward` is a task that random weights learn within a few steps and that costs almost no time to score: the fraction of
+spaces. A contender whose reward does not rise does not train. Under `--smoke` model and vocabulary are smaller.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench._run import sized
 
 from whorl.models.exchange.convert import export_model
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
-VOCAB, MAX_LENGTH = 4096, 1024
+VOCAB, MAX_LENGTH = sized(4096, 512), 1024
+WIDTH, LAYERS, HEADS, MLP_HIDDEN = sized((256, 6, 4, 704), (64, 2, 1, 128))
+TOKENIZER_SOURCES = sized(60, 4)  # modules that the tokenizer is trained on
 PAD, BOS, EOS = 0, 1, 2
-RATE = 1e-3  # of AdamW on both sides: high, that a few steps show whether it learns
+RATE = 1e-3  # AdamW's learning rate on both sides; high, so that a few steps show whether the loss falls
 Rows = list[list[int]]
 
 
 def config() -> TransformerConfig:
-    """The shape: 6,917,376 parameters."""
+    """The model configuration: 6,917,376 parameters at full size."""
     return TransformerConfig(
-        vocab_size=VOCAB, d_model=256, n_layers=6, max_length=MAX_LENGTH, mlp_hidden=704, tie_embeddings=False,
-        mixers={"full": AttentionConfig(n_heads=4, n_kv_heads=4, head_dim=64)},
+        vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, max_length=MAX_LENGTH, mlp_hidden=MLP_HIDDEN, tie_embeddings=False,
+        mixers={"full": AttentionConfig(n_heads=HEADS, n_kv_heads=HEADS, head_dim=64)},
     )  # fmt: skip
 
 
 def model(dtype: torch.dtype = torch.float32) -> Transformer:
-    """The network, computing in `dtype`, its weights in fp32 and the same each time.
+    """Return the model: fp32 weights from seed 0, compute dtype `dtype`.
 
-    Matrices that training begins at 0 are drawn too: or layers would add nothing, and a mistake in one would not be seen.
+    Matrices that are initialized to 0 are drawn too. Otherwise layers would add nothing and hide their errors.
     """
     draw = torch.Generator().manual_seed(0)
     network = Transformer(config(), draw, dtype=dtype)
@@ -52,40 +55,41 @@ def model(dtype: torch.dtype = torch.float32) -> Transformer:
 
 
 def sources() -> list[str]:
-    """The standard library's modules, in the order of their names; packages (tests, site-packages) are left out."""
+    """Return the source of the standard library's modules, sorted by name, without packages."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    return [file.read_text(encoding="utf-8", errors="ignore") for file in sorted(folder.glob("*.py"))]
+    files = sorted(folder.glob("*.py"))[: sized(None, 24)]
+    return [file.read_text(encoding="utf-8", errors="ignore") for file in files]
 
 
 def write(folder: Path) -> Path:
-    """The model and its tokenizer as a Hugging Face folder.  -> folder."""
+    """Write the model and its tokenizer as a Hugging Face folder, and return the folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     export_model(model(), folder, "llama")
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    learner = trainers.BpeTrainer(
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
         vocab_size=VOCAB, special_tokens=["<pad>", "<bos>", "<eos>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    raw.train_from_iterator(sources()[:60], learner)
+    bpe.train_from_iterator(sources()[:TOKENIZER_SOURCES], trainer)
     PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
     ).save_pretrained(folder)
     return folder
 
 
 def tokenizer(folder: Path) -> Any:
-    """The tokenizer that `write` left there."""
+    """Return the tokenizer that `write` stored in `folder`."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def prompts(folder: Path, rows: int, length: int) -> list[str]:
-    """`rows` different texts that are exactly `length` tokens, and the same ones whenever they are tokenised again."""
+    """Return `rows` different texts of exactly `length` tokens that decode and encode to the same ids."""
     encoder, found = tokenizer(folder), dict[str, None]()
     for source in sources():
         ids = encoder(source)["input_ids"]
@@ -95,7 +99,7 @@ def prompts(folder: Path, rows: int, length: int) -> list[str]:
                 found[text] = None
         if len(found) >= rows:
             return list(found)[:rows]
-    raise ValueError(f"only {len(found)} prompts of {length} tokens, {rows} wanted")
+    raise ValueError(f"only {len(found)} prompts of {length} tokens, {rows} required")
 
 
 def _functions() -> Iterator[str]:
@@ -111,7 +115,10 @@ def _functions() -> Iterator[str]:
 
 
 def texts(folder: Path, n_tokens: int, longest: int = 512) -> Rows:
-    """Functions of the standard library as ids, an end behind each, none longer than `longest`: `n_tokens` or a few more."""
+    """Return functions of the standard library as ids that end in `EOS`.
+
+    Each has 16 to `longest` ids. Together they have at least `n_tokens`.
+    """
     encoder, found, total = tokenizer(folder), [], 0
     for text in _functions():
         ids = [*encoder(text)["input_ids"], EOS]
@@ -120,9 +127,9 @@ def texts(folder: Path, n_tokens: int, longest: int = 512) -> Rows:
             total += len(ids)
         if total >= n_tokens:
             return found
-    raise ValueError(f"only {total} tokens of functions, {n_tokens} wanted")
+    raise ValueError(f"only {total} tokens of functions, {n_tokens} required")
 
 
 def reward(text: str) -> float:
-    """The share of an answer's characters that are spaces; 0 for an empty one."""
+    """Return the fraction of spaces among a completion's characters; 0 for an empty completion."""
     return text.count(" ") / max(len(text), 1)

@@ -1,28 +1,30 @@
-"""On-policy distillation against off-policy at equal compute: what a student of a quarter of the size gets of its teacher.
+"""On-policy against off-policy distillation at equal compute, into a student of a quarter of the teacher's size.
 
-    .venv/bin/python bench/align/distillation.py [--seeds 5] [--folder DIR] [--seconds 110] [--controls] [--quick]
+    python bench/align/distillation.py [--seeds 5] [--folder DIR] [--seconds 110] [--controls] [--quick]
 
-The task is adding two numbers of three digits, worked in columns ("7+5+1=13"), by problems of `align/data/arithmetic.py`; a
-mistake in one column is one in the answer. The teacher (0.66 M weights in its blocks and head) is fine-tuned from nothing on
-7,900 texts, once for all seeds. The student has half its width, so a quarter of the products, and knows what 280 steps of
-fine-tuning on the 300 texts of its seed taught it. From there
+The task is the sum of two numbers of three digits, computed in columns ("7+5+1=13"), on problems of
+`align/data/arithmetic.py`. A wrong column makes the answer wrong. The teacher has 0.66 M weights in its blocks and head.
+It is trained from random weights on 7,900 texts, once for all seeds. The student has half its width, so a quarter of its
+products. It is first fine-tuned for 280 steps on the 300 texts of its seed. From there:
 
-    on-policy      forward KL on its own answers to other problems, for which nobody has written a solution
+    on-policy      forward KL on the student's completions of other problems, which need no written solution
     off-policy     forward KL on the 300 texts
     with --controls:
-    same prompts   on-policy as above, on the prompts of the 300 texts alone
-    teacher's      off-policy, forward KL, on the teacher's own answers to the same other problems
+    same prompts   on-policy as above, on the prompts of the 300 texts only
+    teacher's      off-policy, forward KL, on the teacher's completions of the same other problems
 
-Compute is counted in products: 3 forwards of the student a position that it learns from, one forward of the teacher a
-position that it scores or writes, one forward of the student a token that it samples or reads before. The on-policy student
-takes its steps first; the others are given as many as cost at least the same. Seconds of one thread are told beside.
-The figure is held-out accuracy, greedy, over the teacher's. What is found is kept in DIR, and after `--seconds` the same
-command goes on. `--quick` walks through a few steps, in which nothing is learnt: ok then says that parity held.
+Compute is counted in products. A trained position costs three forward passes of the student. A position that the
+teacher scores or writes costs one forward pass of the teacher. A token that the student samples or prefills costs one
+forward pass of the student. The on-policy student runs its steps first, and each other arm gets the number of steps
+that costs at least as much. CPU seconds of one thread are printed too. The result is greedy held-out accuracy divided
+by the teacher's. Results are stored in DIR. After `--seconds` the script stops, and the same command continues.
+`--quick` runs a few steps, which train nothing; `ok` then checks only the log-probability difference.
 
-Read with the controls, or be misled: what helps is problems that are new. On-policy distillation has them for nothing,
-since a prompt needs no solution; on the same prompts it was behind, and a teacher that writes the solutions to the new
-ones brought its student as far. `ok` asks for every seed to be ahead, and for parity below 1e-4, which the largest of
-200,000 ids a seed may miss where logits are large.
+The controls limit the interpretation: the gain comes from new problems. On-policy distillation gets them without cost,
+because a prompt needs no solution. On the same prompts it was worse, and a teacher that writes solutions of the new
+problems trained its student as well. `ok` requires that on-policy is better in every seed, and that the engine's and
+the trainer's log-probabilities differ by less than 1e-4. The largest of 200,000 tokens per seed may exceed that where
+logits are large.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.align.config import DistilConfig, SFTConfig, StudentConfig
 from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic, ArithmeticProblem
@@ -57,9 +59,10 @@ from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 
 TOKENIZER = Tokenizer([bytes([i]) for i in range(256)])
-SCRIBE = ExampleTokenizer(TOKENIZER)
-VOCAB, LENGTH, BATCH, ANSWERS = 264, 96, 32, 48
-FORBIDDEN = frozenset(banned_ids(SCRIBE, VOCAB, len(TOKENIZER.token_bytes)))
+EXAMPLE_TOKENIZER = ExampleTokenizer(TOKENIZER)
+VOCAB, LENGTH, BATCH, MAX_COMPLETION = 264, 96, *sized((32, 48), (4, 16))
+TEACHER_TEXTS, STUDENT_TEXTS, QUICK_HELD_OUT, TIMING_STEPS = sized((7900, 300, 40, 3), (40, 20, 6, 1))
+BANNED = frozenset(banned_ids(EXAMPLE_TOKENIZER, VOCAB, len(TOKENIZER.token_bytes)))
 SHAPE = DecoderConfig(
     vocab_size=VOCAB,
     d_model=128,
@@ -71,7 +74,7 @@ SHAPE = DecoderConfig(
     ngram_orders=(),
 )
 BASE = "on-policy"
-ARMS: dict[str, tuple[float, str, str]] = {  # share of its own, divergence, whose texts or prompts
+ARMS: dict[str, tuple[float, str, str]] = {  # on_policy_fraction, divergence, source of texts or prompts
     BASE: (1.0, "forward", "others"),
     "off-policy": (0.0, "forward", "given"),
 }
@@ -82,12 +85,12 @@ CONTROLS: dict[str, tuple[float, str, str]] = {
 
 
 def in_columns(problem: ArithmeticProblem) -> str:
-    """The sum worked out digit by digit, from the right, with what is carried."""
+    """Return the solution digit by digit, from the right, with carries."""
     a, b = problem.expression.split("+")
-    lines, carried = [], 0
+    lines, carry = [], 0
     for x, y in zip(reversed(a), reversed(b), strict=True):
-        lines.append(f"{x}+{y}+{carried}={int(x) + int(y) + carried}")
-        carried = (int(x) + int(y) + carried) // 10
+        lines.append(f"{x}+{y}+{carry}={int(x) + int(y) + carry}")
+        carry = (int(x) + int(y) + carry) // 10
     return "\n".join([*lines, f"{ANSWER_PREFIX}{problem.answer}"])
 
 
@@ -98,27 +101,32 @@ def sums(seed: int, n: int, *, held_out: bool = False) -> list[ArithmeticProblem
 
 
 def texts_of(problems: Sequence[ArithmeticProblem]) -> list[TokenizedExample]:
-    return [SCRIBE.prompt_completion(f"{p.expression}\n", in_columns(p)) for p in problems]
+    return [EXAMPLE_TOKENIZER.prompt_completion(f"{p.expression}\n", in_columns(p)) for p in problems]
 
 
 def accuracy(model: LanguageModel, n: int) -> float:
-    """Of held-out sums, greedily."""
-    shape = make_model(model.config).requires_grad_(False).eval()
-    shape.load_state_dict(model.state_dict())
+    """Return the greedy accuracy on `n` held-out sums."""
+    copy = make_model(model.config).requires_grad_(False).eval()
+    copy.load_state_dict(model.state_dict())
     problems = sums(99, n, held_out=True)
-    prompts = [SCRIBE.prompt(f"{p.expression}\n") for p in problems]
-    engine = rollout_engine(shape, SCRIBE, sequences=64, max_length=LENGTH)
+    prompts = [EXAMPLE_TOKENIZER.prompt(f"{p.expression}\n") for p in problems]
+    engine = rollout_engine(copy, EXAMPLE_TOKENIZER, sequences=64, max_length=LENGTH)
     found = sample_completions(
-        engine, prompts, SamplingParams(temperature=0), max_tokens=ANSWERS, stop_ids=SCRIBE.stop_ids, seed=0
+        engine,
+        prompts,
+        SamplingParams(temperature=0),
+        max_tokens=MAX_COMPLETION,
+        stop_ids=EXAMPLE_TOKENIZER.stop_ids,
+        seed=0,
     )
-    said = [SCRIBE.decode(one.ids).rpartition(ANSWER_PREFIX)[2] for one in found]
-    return statistics.mean(s == str(p.answer) for s, p in zip(said, problems, strict=True))
+    answers = [EXAMPLE_TOKENIZER.decode(one.ids).rpartition(ANSWER_PREFIX)[2] for one in found]
+    return statistics.mean(s == str(p.answer) for s, p in zip(answers, problems, strict=True))
 
 
-def taught(
+def fine_tuned(
     model: LanguageModel, texts: Sequence[TokenizedExample], steps: int, seed: int, rows: int = BATCH
 ) -> LanguageModel:
-    """Fine-tuned in place for so many steps."""
+    """Fine-tune `model` in place for `steps` steps and return it."""
     config = SFTConfig(
         lr_scale=1.0, epochs=steps * rows / len(texts), seq_len=LENGTH, batch_size=rows, packing=False, seed=seed,
         dtype="float32",
@@ -128,28 +136,28 @@ def taught(
 
 
 def arm(
-    student: LanguageModel, teacher: LanguageModel, texts: Sequence[TokenizedExample], seed: int, own: float, kind: Any,
+    student: LanguageModel, teacher: LanguageModel, texts: Sequence[TokenizedExample], seed: int, fraction: float, divergence: Any,
     steps: int,
 ) -> tuple[LanguageModel, dict[str, float]]:  # fmt: skip
-    """A copy of the student, distilled; what it cost."""
+    """Return a distilled copy of the student, and its cost."""
     model = make_model(student.config)
     model.load_state_dict(student.state_dict())
     forward = [m.flops_per_token(LENGTH // 2) / 3 for m in (student, teacher)]
-    spent = {"products": 0.0, "parity": 0.0}
+    spent = {"products": 0.0, "logprob_diff_max": 0.0}
     prompt = statistics.mean(text.prompt_length for text in texts)
 
     def observe(step: int, metrics: dict[str, float]) -> None:
-        read = metrics.get("sampled", 0.0) + BATCH * own * prompt
+        read = metrics.get("on_policy_tokens", 0.0) + BATCH * fraction * prompt
         spent["products"] += metrics["positions"] * (3 * forward[0] + forward[1]) + read * forward[0]
-        spent["parity"] = max(spent["parity"], metrics.get("parity", 0.0))
+        spent["logprob_diff_max"] = max(spent["logprob_diff_max"], metrics.get("logprob_diff_max", 0.0))
 
     config = DistilConfig(
-        lr_scale=1.0, divergence=kind, on_policy_fraction=own, max_completion_tokens=ANSWERS, epochs=steps * BATCH / len(texts), seq_len=LENGTH,
-        batch_size=BATCH, packing=False, seed=seed, dtype="float32",
+        lr_scale=1.0, divergence=divergence, on_policy_fraction=fraction, max_completion_tokens=MAX_COMPLETION,
+        epochs=steps * BATCH / len(texts), seq_len=LENGTH, batch_size=BATCH, packing=False, seed=seed, dtype="float32",
     )  # fmt: skip
     began = time.process_time()
     train_student(
-        PolicyModel(model, banned_ids=FORBIDDEN), LiveTeacher(teacher), texts, config, example_tokenizer=SCRIBE,
+        PolicyModel(model, banned_ids=BANNED), LiveTeacher(teacher), texts, config, example_tokenizer=EXAMPLE_TOKENIZER,
         pad_id=TOKENIZER.pad_id, callback=observe,
     )  # fmt: skip
     return model, {**spent, "seconds": time.process_time() - began, "steps": steps}
@@ -158,57 +166,62 @@ def arm(
 def one_seed(
     teacher: LanguageModel, seed: int, arms: dict[str, Any], quick: bool, folder: Path, found: dict[str, Any]
 ) -> Iterator[None]:
-    """Fills `found`, from what is there already; yields whenever it is worth keeping."""
-    first, held_out = (6, 40) if quick else (160, 250)
-    texts, home = texts_of(sums(seed, 300)), folder / f"student-{seed}{'-quick' * quick}"
+    """Fill the missing entries of `found`; yield after each one, so that the caller can save it."""
+    first, held_out = (sized(6, 2), QUICK_HELD_OUT) if quick else (160, 250)
+    texts, home = texts_of(sums(seed, STUDENT_TEXTS)), folder / f"student-{seed}{'-quick' * quick}"
     if "start" not in found:
         student = make_student(
             teacher, StudentConfig(width_multiplier=0.5), generator=generator(seed, "student")
         )
-        save_model(taught(student, texts, 6 if quick else 280, seed), home)
+        save_model(fine_tuned(student, texts, sized(6, 2) if quick else 280, seed), home)
         found["start"] = {"accuracy": accuracy(student, held_out)}
         yield
     student = load_model(home, to_train=True)
     others = texts_of(sums(seed + 500, 20 if quick else 4000))
-    for name, (own, kind, whose) in arms.items():
+    for name, (fraction, divergence, source) in arms.items():
         if name in found:
             continue
-        steps, words = first, texts if whose == "given" else others
+        steps, examples = first, texts if source == "given" else others
         if name != BASE:
-            once = arm(student, teacher, words, seed, own, kind, 3)[1]["products"] / 3
-            steps = math.ceil(found[BASE]["products"] / once)
+            timing = arm(student, teacher, examples, seed, fraction, divergence, TIMING_STEPS)[1]
+            steps = math.ceil(found[BASE]["products"] * TIMING_STEPS / timing["products"])
         began = time.process_time()
-        if whose == "teacher":
+        if source == "teacher":
             prompts = [text.ids[: text.prompt_length].tolist() for text in others[: steps * BATCH]]
-            words, _ = sample_teacher_completions(
-                teacher, SCRIBE, prompts, length=LENGTH, max_tokens=ANSWERS, seed=seed
+            examples, _ = sample_teacher_completions(
+                teacher, EXAMPLE_TOKENIZER, prompts, length=LENGTH, max_tokens=MAX_COMPLETION, seed=seed
             )
-        wrote = time.process_time() - began
-        model, cost = arm(student, teacher, words, seed, own, kind, steps)
-        cost["seconds"] += wrote if whose == "teacher" else 0.0
+        sampling_seconds = time.process_time() - began
+        model, cost = arm(student, teacher, examples, seed, fraction, divergence, steps)
+        cost["seconds"] += sampling_seconds if source == "teacher" else 0.0
         found[name] = {"accuracy": accuracy(model, held_out), **cost}
         yield
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--controls", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--seeds", type=int, default=5)
+        parser.add_argument(
+            "--folder", type=Path, help="keeps models and results, so that a run can be resumed"
+        )
+        parser.add_argument("--seconds", type=float, default=0.0, help="stop after this time")
+        parser.add_argument("--controls", action="store_true")
+        parser.add_argument("--quick", action="store_true")
+
+    given = parse(__doc__, arguments, smoke={"quick": True, "controls": True, "folder": None})
     torch.set_num_threads(1)
     folder = given.folder or Path(tempfile.mkdtemp())
     began = time.monotonic()
     home = folder / ("teacher-quick" if given.quick else "teacher")
     if not (home / "model.safetensors").exists():
         made = make_model(SHAPE, generator(0, "teacher"))
-        taught(made, texts_of(sums(1000, 7900)), 20 if given.quick else 250, 0, rows=48)
+        fine_tuned(
+            made, texts_of(sums(1000, TEACHER_TEXTS)), sized(20, 2) if given.quick else 250, 0, rows=48
+        )
         save_model(made, home)
     teacher = load_model(home)
-    best = accuracy(teacher, 40 if given.quick else 250)
-    print(f"the teacher solves {best:.1%} of held-out sums", flush=True)
+    best = accuracy(teacher, QUICK_HELD_OUT if given.quick else 250)
+    print(f"accuracy of the teacher on held-out sums: {best:.1%}", flush=True)
     path = folder / ("distil-quick.json" if given.quick else "distil.json")
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     arms = {**ARMS, **(CONTROLS if given.controls else {})}
@@ -220,10 +233,10 @@ def main() -> None:
             name = list(here)[-1]
             print(f"seed {seed}, {name}: {here[name]['accuracy']:.1%}", flush=True)
             if given.seconds and time.monotonic() - began > given.seconds:
-                print("the same command goes on")
+                print("stopped after --seconds; the same command continues")
                 return
     print(
-        "| student | accuracy, mean (least to most) | of the teacher's | products, 1e12 | s | steps |\n"
+        "| student | accuracy, mean (minimum to maximum) | fraction of the teacher's | products, 1e12 | s | steps |\n"
         + "|---" * 6
         + "|"
     )
@@ -239,11 +252,11 @@ def main() -> None:
         )
     ours, peer = share[BASE], share["off-policy"]
     ahead = all(a > b for a, b in zip(ours, peer, strict=True))
-    parity = max(results[seed][BASE]["parity"] for seed in seeds)
+    difference = max(results[seed][BASE]["logprob_diff_max"] for seed in seeds)
     claim(
-        "accuracy of a student of a quarter of its teacher's size: on-policy against off-policy, equal products",
-        ours=statistics.mean(ours), peer=statistics.mean(peer), unit="of the teacher's accuracy",
-        ratio=statistics.mean(ours) / max(statistics.mean(peer), 1e-9), bar=1.0, ok=parity < 1e-4 and (ahead or given.quick),
+        "accuracy of a student of a quarter of its teacher's size, relative to the teacher: on-policy distillation",
+        ours=statistics.mean(ours), peer=statistics.mean(peer), peer_name="off-policy, equal FLOPs", unit="fraction",
+        ratio=statistics.mean(ours) / max(statistics.mean(peer), 1e-9), bar=1.0, ok=difference < 1e-4 and (ahead or given.quick),
         samples=[results[seed] for seed in seeds], quick=given.quick,
     )  # fmt: skip
 

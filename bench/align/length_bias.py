@@ -1,25 +1,25 @@
-"""Whose wrong answers grow: GRPO divides an answer's loss by its length, Dr. GRPO does not.
+"""Length bias: GRPO divides a completion's loss by its length, Dr. GRPO does not.
 
-.venv/bin/python bench/align/length_bias.py [--seeds 5] [--steps 60] [--picture docs/align_lengths.png] [--quick]
+    python bench/align/length_bias.py [--seeds 5] [--steps 60] [--picture docs/align_lengths.png] [--quick]
 
-The claim is that of arXiv:2503.20783 (section 3.1): with 1 / |y| before an answer's terms a wrong answer is punished the
-less a token the longer it is, and a right one praised the more the shorter it is, so wrong answers drift towards length
-though it earns nothing. To see it alone, a task needs wrong answers that cannot be avoided, that the model can tell from
-right ones before it ends, and whose length is free:
+The claim is that of arXiv:2503.20783, section 3.1. With a factor 1 / |y|, an incorrect completion gets less penalty per
+token the longer it is, and a correct one gets more reward per token the shorter it is. So incorrect completions become
+longer, although length earns no reward. To measure this effect alone, a task needs incorrect completions that cannot be
+avoided, that the model distinguishes from correct ones before they end, and whose length is free:
 
-    Ce Af Fa Db Bc Ed:F      a map of letters, and where a walk through it begins
-    0:afa+..                 a guess: does it end in a to c (0) or in d to f (1)? Then the walk, whether the guess was right
-                             (+) or not (-), and any number of dots after the one, of question marks after the other
+    Ce Af Fa Db Bc Ed:F      a map of letters, and the start of a walk through it
+    0:afa+..                 a prediction (0: the walk ends in a to c, 1: in d to f), the walk, the result of the
+                             prediction (+ correct, - incorrect), and any number of dots (+) or question marks (-)
 
-The guess comes before the walk. In the head a small model does not learn to take three steps, so it is right half of the
-time, for ever; step by step it can, so it knows before the last sign. The reward is 1 for a right guess and looks at
-nothing else. The texts to begin with have a random guess, a true walk, and signs that go on with chance 3/4 whatever came
-of the guess: length depends on nothing until a policy makes it so.
+The prediction comes before the walk. A small model cannot compute three steps at once, so half of its predictions are
+incorrect in every step of training. It can compute the walk step by step, so the result is visible before the last
+sign. The reward is 1 for a correct prediction and 0 otherwise. The SFT texts hold a random prediction, a true walk, and
+signs that continue with probability 3/4 in both cases. So length depends on nothing before RL.
 
-Both algorithms go on from the same SFT model of each seed. Told is the mean length of right and of wrong answers over the
-first and the last tenth of the steps, and how often a guess was right (about a half, if the task does what it is for). `ok`
-asks of every seed that GRPO's wrong answers grow by half at least, and Dr. GRPO's by less than a third of what GRPO's do:
-nothing pushes their length, and nothing holds it, so it wanders.
+Both algorithms start from the same SFT model of each seed. Results are the mean length of correct and incorrect
+completions over the first and last tenth of the steps, and the accuracy of the predictions (about a half, if the task
+works). `ok` requires of every seed that incorrect completions grow by at least half with GRPO, and with Dr. GRPO by less
+than a third of that growth. Without a force on length it drifts at random.
 Two seeds run at a time, with one thread each. A picture needs matplotlib.
 """
 
@@ -36,15 +36,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized, smoke
 
-LETTERS, HOPS, GO_ON, MOST = "abcdef", 3, 0.75, 64
+LETTERS, HOPS, CONTINUE, MAX_COMPLETION = "abcdef", 3, 0.75, 64
+TEXTS, QUICK_TEXTS, TASKS, GROUPS, GROUP_SIZE = sized((24_000, 500, 4_000, 16, 16), (40, 40, 20, 2, 4))
 ALGORITHMS = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO"}
+CORRECT, INCORRECT = "completion_length/correct", "completion_length/incorrect"
+METRICS = (CORRECT, INCORRECT, "accuracy", "truncated_fraction", "logprob_diff_max")
 
 
-def walked(given: str) -> str:
-    """The letters that the walk of a prompt comes by."""
-    pairs, _, at = given.rpartition(":")
+def walk_of(map_text: str) -> str:
+    """Return the letters of the walk through a prompt's map."""
+    pairs, _, at = map_text.rpartition(":")
     to, found = {pair[0]: pair[1] for pair in pairs.split()}, ""
     for _ in range(HOPS):
         found += to[at]
@@ -53,12 +56,12 @@ def walked(given: str) -> str:
 
 
 def side(walk: str) -> str:
-    """Of the letter where it ends: 0 for a to c, 1 for d to f."""
+    """Return 0 for a walk that ends in a to c, 1 for d to f."""
     return str(LETTERS.index(walk[-1]) * 2 // len(LETTERS))
 
 
 def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
-    """Both algorithms from one SFT model."""
+    """Train both algorithms from one SFT model and return their curves."""
     import torch
 
     from whorl.align.config import RLConfig, SFTConfig
@@ -75,8 +78,8 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
     from whorl.tracking.seeds import generator, numpy_rng
 
     torch.set_num_threads(1)
-    words = Tokenizer([bytes([i]) for i in range(256)])
-    scribe, rng = ExampleTokenizer(words), numpy_rng(seed, "walks")
+    tokenizer = Tokenizer([bytes([i]) for i in range(256)])
+    example_tokenizer, rng = ExampleTokenizer(tokenizer), numpy_rng(seed, "walks")
     shape = DecoderConfig(
         vocab_size=264, d_model=64, n_layers=3, mlp_hidden=192, n_heads=2, n_kv_heads=2, head_dim=32,
         ngram_orders=(),
@@ -87,57 +90,55 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
         pairs = [LETTERS[i].upper() + LETTERS[rng.integers(len(LETTERS))] for i in order]
         return f"{' '.join(pairs)}:{LETTERS[rng.integers(len(LETTERS))].upper()}"
 
-    def text() -> Any:
-        given = prompt()
-        guess, walk = str(rng.integers(2)), walked(given)
-        n = min(int(rng.geometric(1 - GO_ON)) - 1, MOST - 16)
-        rest = "+" + "." * n if guess == side(walk) else "-" + "?" * n
-        return scribe.prompt_completion(f"{given}\n", f"{guess}:{walk}{rest}")
+    def example() -> Any:
+        map_text = prompt()
+        prediction, walk = str(rng.integers(2)), walk_of(map_text)
+        n = min(int(rng.geometric(1 - CONTINUE)) - 1, MAX_COMPLETION - 16)
+        rest = "+" + "." * n if prediction == side(walk) else "-" + "?" * n
+        return example_tokenizer.prompt_completion(f"{map_text}\n", f"{prediction}:{walk}{rest}")
 
     network = make_policy_model(
-        make_model(shape, generator(seed, "weights")), scribe, SFTConfig(), context_hint=128
+        make_model(shape, generator(seed, "weights")), example_tokenizer, SFTConfig(), context_hint=128
     )
-    texts = [text() for _ in range(500 if quick else 24_000)]
+    texts = [example() for _ in range(QUICK_TEXTS if quick else TEXTS)]
     fine_tune(
         network,
         texts,
         SFTConfig(lr_scale=0.7, seq_len=128, batch_size=8, seed=seed, dtype="float32"),
-        pad_id=words.pad_id,
+        pad_id=tokenizer.pad_id,
     )
-    VERIFIERS["guess"] = lambda task, said: Verdict(
-        float(said[:1] == task.answer), said[:1] == task.answer, ""
+    VERIFIERS["prediction"] = lambda task, completion: Verdict(
+        float(completion[:1] == task.answer), completion[:1] == task.answer, ""
     )
-    given = [prompt() for _ in range(4_000)]
+    maps = [prompt() for _ in range(TASKS)]
     tasks = [
-        VerifiableTask(id=str(n), prompt=f"{b}\n", answer=side(walked(b)), verifier="guess")
-        for n, b in enumerate(given)
+        VerifiableTask(id=str(n), prompt=f"{text}\n", answer=side(walk_of(text)), verifier="prediction")
+        for n, text in enumerate(maps)
     ]
-    kept = {name: p.detach().clone() for name, p in network.model.named_parameters()}
-    told: dict[str, Any] = {"seed": seed}
+    sft_weights = {name: p.detach().clone() for name, p in network.model.named_parameters()}
+    result: dict[str, Any] = {"seed": seed}
     with tempfile.TemporaryDirectory() as folder:
-        words.save(Path(folder))
+        tokenizer.save(Path(folder))
         for algorithm in ALGORITHMS:
             with torch.no_grad():
                 for name, p in network.model.named_parameters():
-                    p.copy_(kept[name])
+                    p.copy_(sft_weights[name])
             config = RLConfig(
-                algorithm=algorithm, steps=steps, prompts_per_step=16, group_size=16, max_completion_tokens=MOST, max_seq_len=96,  # type: ignore[arg-type]
-                lr_scale=0.1, optimizer="adamw", seed=seed, dtype="float32",
+                algorithm=algorithm, steps=steps, prompts_per_step=GROUPS, group_size=GROUP_SIZE,  # type: ignore[arg-type]
+                max_completion_tokens=MAX_COMPLETION, max_seq_len=96, lr_scale=0.1, optimizer="adamw", seed=seed, dtype="float32",
             )  # fmt: skip
             worker = RolloutWorker(
                 shape,
                 "float32",
                 Path(folder),
                 tasks,
-                16,
-                MOST,
+                GROUP_SIZE,
+                MAX_COMPLETION,
                 96,
                 1.0,
                 Curriculum([0.0] * len(tasks), rule="uniform"),
             )
-            curve: dict[str, list[float]] = {
-                n: [] for n in ("length_right", "length_wrong", "passed", "cut_off", "parity")
-            }
+            curve: dict[str, list[float]] = {name: [] for name in METRICS}
 
             def observe(
                 step: int, metrics: dict[str, float], _: Any, to: dict[str, list[float]] = curve
@@ -146,18 +147,18 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
                     values.append(round(metrics[name], 6))
 
             train_policy(network, worker, config, callback=observe)
-            told[algorithm] = curve
-    return told
+            result[algorithm] = curve
+    return result
 
 
 def ends(values: list[float]) -> tuple[float, float]:
-    """Means of the first and the last tenth."""
+    """Return the means of the first and the last tenth."""
     n = max(1, len(values) // 10)
     return statistics.mean(values[:n]), statistics.mean(values[-n:])
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """Length against steps, one panel an algorithm: every seed thin, their mean thick."""
+    """Draw length against steps, one panel per algorithm: thin lines for seeds, a thick line for their mean."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -166,17 +167,21 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9.6, 3.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (name, title) in zip(panels, ALGORITHMS.items(), strict=True):
-        for figures, colour in (("length_wrong", "#d1431f"), ("length_right", "#1f4e99")):
-            curves = [one[name][figures] for one in found]
+        for metric, colour in ((INCORRECT, "#d1431f"), (CORRECT, "#1f4e99")):
+            curves = [one[name][metric] for one in found]
             for curve in curves:
                 axes.plot(range(1, len(curve) + 1), curve, color=colour, alpha=0.25, linewidth=0.8)
             mean = [statistics.mean(at) for at in zip(*curves, strict=True)]
             axes.plot(
-                range(1, len(mean) + 1), mean, color=colour, linewidth=2, label=figures[7:] + " answers"
+                range(1, len(mean) + 1),
+                mean,
+                color=colour,
+                linewidth=2,
+                label=metric.split("/")[1] + " completions",
             )
         axes.set(xlabel="step", title=title)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set(ylabel="ids an answer", ylim=(0, None))
+    panels[0].set(ylabel="tokens per completion", ylim=(0, None))
     panels[0].legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
@@ -184,23 +189,25 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--one", type=int, help="a single seed, told as JSON")
-    given = parser.parse_args()
-    steps = 4 if given.quick else given.steps
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--seeds", type=int, default=5)
+        parser.add_argument("--steps", type=int, default=60)
+        parser.add_argument("--picture", type=Path)
+        parser.add_argument("--quick", action="store_true")
+        parser.add_argument("--one", type=int, help="run a single seed and print its curves as JSON")
+
+    given = parse(__doc__, arguments, smoke={"quick": True})
+    steps = sized(4, 1) if given.quick else given.steps
     if given.one is not None:
         print(json.dumps(one_seed(given.one, steps, given.quick)))
         return
 
     def run(seed: int) -> dict[str, Any]:
+        if smoke():
+            return one_seed(seed, steps, given.quick)
         command = [sys.executable, __file__, "--one", str(seed), "--steps", str(steps)]
-        done = subprocess.run(
-            [*command, *(["--quick"] if given.quick else [])], stdout=subprocess.PIPE, check=True
-        )
+        command += ["--quick"] if given.quick else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         one: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         print(f"seed {seed}: done", flush=True)
         return one
@@ -208,15 +215,17 @@ def main() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(run, range(1 if given.quick else given.seeds)))
     print(
-        "| seed | algorithm | guesses right | wrong answers, ids | right answers, ids |\n" + "|---" * 5 + "|"
+        "| seed | algorithm | accuracy | incorrect completions, tokens | correct completions, tokens |\n"
+        + "|---" * 5
+        + "|"
     )
     grown: dict[str, list[tuple[float, float]]] = {name: [] for name in ALGORITHMS}
     for one in found:
         for name in ALGORITHMS:
-            wrong, right = ends(one[name]["length_wrong"]), ends(one[name]["length_right"])
+            wrong, right = ends(one[name][INCORRECT]), ends(one[name][CORRECT])
             grown[name].append(wrong)
             print(
-                f"| {one['seed']} | {ALGORITHMS[name]} | {statistics.mean(one[name]['passed']):.1%} "
+                f"| {one['seed']} | {ALGORITHMS[name]} | {statistics.mean(one[name]['accuracy']):.1%} "
                 f"| {wrong[0]:.1f} to {wrong[1]:.1f} | {right[0]:.1f} to {right[1]:.1f} |"
             )
     if given.picture is not None:
@@ -225,10 +234,10 @@ def main() -> None:
         a[1] > 1.5 * a[0] and b[1] - b[0] < (a[1] - a[0]) / 3
         for a, b in zip(grown["grpo"], grown["dr_grpo"], strict=True)
     )
-    last = {name: statistics.mean(b / a for a, b in pairs) for name, pairs in grown.items()}
+    last = {name: statistics.mean(b / max(a, 1e-9) for a, b in pairs) for name, pairs in grown.items()}
     claim(
-        "how many times longer wrong answers become: Dr. GRPO against GRPO",
-        ours=last["dr_grpo"], peer=last["grpo"], unit="x", ratio=last["grpo"] / last["dr_grpo"], bar=1.5,
+        "growth of the length of incorrect completions: Dr. GRPO against GRPO",
+        ours=last["dr_grpo"], peer=last["grpo"], peer_name="GRPO", unit="times as long", ratio=last["grpo"] / max(last["dr_grpo"], 1e-9), bar=1.5,
         ok=shown or given.quick, samples=found, quick=given.quick,
     )  # fmt: skip
 

@@ -1,18 +1,18 @@
-"""DPO on a task with a known judge: how often do its answers win against those of the model it began as? Beside it IPO, KTO,
-SimPO, ORPO and a reward model's best of four.
+"""DPO, IPO, KTO, SimPO, ORPO and a reward model on a task with a known preference: win rates against the initial model.
 
-    .venv/bin/python bench/align/preferences.py [--seeds 5]
-    .venv/bin/python bench/align/preferences.py --quick    # 1 seed
+    python bench/align/preferences.py [--seeds 5]
+    python bench/align/preferences.py --quick    # 1 seed
 
-The task: close what is open. A prompt opens 4 to 6 brackets of four kinds, `([<{`; the judge counts the faults of an
-answer: a bracket closed by one of another kind, one too many, one that is left open. The model to begin with is
-fine-tuned on careless people, who take the right kind with probability 0.65, open another, or stop too early; so against
-itself it wins half of the time, by construction, which is measured too. Then it answers 2,000 prompts twice, the judge
-says which answer is the better (ties teach nothing), and from these pairs the objectives learn. Win rate: on 2,000 prompts
-that no stage has seen, one answer each at temperature 1; a tie counts half.
+The task: close all open brackets. A prompt opens 4 to 6 brackets of four kinds, `([<{`. The known preference counts the
+faults of a completion: a bracket closed by one of another kind, one too many, or one that stays open. The initial model
+is fine-tuned on careless texts, which close with the correct kind with probability 0.65, open another bracket, or stop
+too early. Its win rate against itself is a half by construction, and is measured too. It completes 2,000 prompts twice.
+The completion with fewer faults is preferred, ties are dropped, and the objectives train on these pairs. The win rate is
+measured on 2,000 prompts that no stage used, one completion each at temperature 1; a tie counts half. The reward model
+selects the best of four completions.
 
-Nobody ever shows the model a careful answer: what it knows afterwards it has from comparisons of its own careless ones. A
-seed takes about 20 s on one thread.
+No training text is careful on purpose: every improvement comes from comparisons of the model's careless completions.
+A seed takes about 20 s on one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig
 from whorl.align.model.example import ExampleTokenizer, LengthFilter, concat
@@ -51,21 +51,22 @@ from whorl.tracking.seeds import generator, numpy_rng
 
 BAR = 0.8
 OPEN, CLOSE = "([{<", ")]}>"
-HELD_OUT, TAUGHT, ASKED, LONGEST = 2000, 16_000, 2000, 20
-RIGHT, NEW, STOP = 0.65, 0.08, 0.04  # of careless people
+HELD_OUT, SFT_PROMPTS, PAIR_PROMPTS = sized((2000, 16_000, 2000), (8, 64, 200))
+LONGEST = 20
+CORRECT, NEW, STOP = 0.65, 0.08, 0.04  # probabilities of the SFT texts
 CONFIG = DecoderConfig(
     vocab_size=264, d_model=64, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=32, mlp_hidden=128, ngram_buckets=512,
 )  # fmt: skip
-# Each with what its own scale asks for; all see the same pairs, twice.
+# Overrides of each objective. All train on the same pairs, for two epochs unless overridden.
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "dpo": {}, "ipo": {}, "kto": {"batch": 128}, "simpo": {}, "orpo": {"beta": 1.0, "epochs": 4.0},
+    "dpo": {}, "ipo": {}, "kto": {"batch_size": 128}, "simpo": {}, "orpo": {"beta": 1.0, "epochs": 4.0},
 }  # fmt: skip
 
 
-def faults(prompt: str, said: str) -> int:
-    """The judge: how many brackets are wrong or left open."""
+def faults(prompt: str, completion: str) -> int:
+    """Return the number of brackets that are wrong or not closed: the known preference."""
     opened, found = list(prompt), 0
-    for c in said:
+    for c in completion:
         if c in OPEN:
             opened.append(c)
         elif c not in CLOSE or not opened:
@@ -76,35 +77,36 @@ def faults(prompt: str, said: str) -> int:
 
 
 def careless(prompt: str, rng: np.random.Generator) -> str:
-    opened, said = list(prompt), ""
+    """Return a completion with random faults."""
+    opened, completion = list(prompt), ""
     while opened:
         drawn = rng.random()
         if drawn < STOP:
             break
         if drawn < STOP + NEW:
             opened.append(OPEN[rng.integers(4)])
-            said += opened[-1]
+            completion += opened[-1]
         else:
-            right = CLOSE[OPEN.index(opened.pop())]
-            said += right if rng.random() < RIGHT else CLOSE[rng.integers(4)]
-    return said
+            correct = CLOSE[OPEN.index(opened.pop())]
+            completion += correct if rng.random() < CORRECT else CLOSE[rng.integers(4)]
+    return completion
 
 
 class Contest:
-    """One seed: its prompts, the model that is begun with, pairs of its answers, and its answers to held-out prompts."""
+    """One seed: prompts, the initial model, pairs of its completions, and its completions of held-out prompts."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.scribe = ExampleTokenizer(Tokenizer([bytes([i]) for i in range(256)]))
-        self.pad_id = self.scribe.tokenizer.pad_id
+        self.example_tokenizer = ExampleTokenizer(Tokenizer([bytes([i]) for i in range(256)]))
+        self.pad_id = self.example_tokenizer.tokenizer.pad_id
         rng = numpy_rng(seed, "brackets")
-        every = ["".join(p) for n in (4, 5, 6) for p in itertools.product(OPEN, repeat=n)]
-        order = rng.permutation(every).tolist()
+        prompts = ["".join(p) for n in (4, 5, 6) for p in itertools.product(OPEN, repeat=n)]
+        order = rng.permutation(prompts).tolist()
         self.held, self.known = order[:HELD_OUT], order[HELD_OUT:]
-        taught = [str(p) for p in rng.choice(self.known, TAUGHT)]
-        texts = [self.scribe.prompt_completion(p, careless(p, rng)) for p in taught]
-        room = LengthFilter(24)
-        texts = room.tokenize(texts, lambda text: text)
+        sft_prompts = [str(p) for p in rng.choice(self.known, SFT_PROMPTS)]
+        texts = [self.example_tokenizer.prompt_completion(p, careless(p, rng)) for p in sft_prompts]
+        limit = LengthFilter(24)
+        texts = limit.tokenize(texts, lambda text: text)
         began = time.perf_counter()
         net = self.network()
         sft = SFTConfig(lr_scale=1.0, seq_len=24, packing=False, batch_size=32, seed=seed)
@@ -114,8 +116,8 @@ class Contest:
         self.base = self.faults(self.weights, "base")
         self.again = self.faults(self.weights, "again")
         began = time.perf_counter()
-        asked = [str(p) for p in rng.choice(self.known, ASKED, replace=False)]
-        self.pairs, self.left = self.compare(asked, "pairs")
+        pair_prompts = [str(p) for p in rng.choice(self.known, PAIR_PROMPTS, replace=False)]
+        self.pairs, self.rejected = self.compare(pair_prompts, "pairs")
         self.seconds["pairs"] = time.perf_counter() - began
 
     def model(self, weights: dict[str, torch.Tensor] | None = None) -> Decoder:
@@ -125,49 +127,59 @@ class Contest:
         return model
 
     def network(self, weights: dict[str, torch.Tensor] | None = None) -> PolicyModel:
-        out = banned_ids(self.scribe, CONFIG.vocab_size, len(self.scribe.tokenizer.token_bytes))
+        out = banned_ids(
+            self.example_tokenizer, CONFIG.vocab_size, len(self.example_tokenizer.tokenizer.token_bytes)
+        )
         return PolicyModel(self.model(weights), banned_ids=out)
 
     def answers(self, weights: dict[str, torch.Tensor], prompts: list[str], name: str) -> list[Completion]:
         engine = rollout_engine(
-            self.model(weights).requires_grad_(False).eval(), self.scribe, sequences=128, max_length=40
+            self.model(weights).requires_grad_(False).eval(),
+            self.example_tokenizer,
+            sequences=128,
+            max_length=40,
         )
-        ids = [self.scribe.prompt(p) for p in prompts]
+        ids = [self.example_tokenizer.prompt(p) for p in prompts]
         seed = int(numpy_rng(self.seed, "answers", name).integers(1 << 60))
         return sample_completions(
-            engine, ids, policy_sampling(1.0), max_tokens=LONGEST, stop_ids=self.scribe.stop_ids, seed=seed
+            engine,
+            ids,
+            policy_sampling(1.0),
+            max_tokens=LONGEST,
+            stop_ids=self.example_tokenizer.stop_ids,
+            seed=seed,
         )
 
-    def judged(self, prompts: list[str], found: list[Completion]) -> np.ndarray:
+    def count_faults(self, prompts: list[str], found: list[Completion]) -> np.ndarray:
         return np.array(
-            [faults(p, self.scribe.decode(one.ids)) for p, one in zip(prompts, found, strict=True)]
+            [faults(p, self.example_tokenizer.decode(one.ids)) for p, one in zip(prompts, found, strict=True)]
         )
 
     def faults(self, weights: dict[str, torch.Tensor], name: str) -> np.ndarray:
-        return self.judged(self.held, self.answers(weights, self.held, name))
+        return self.count_faults(self.held, self.answers(weights, self.held, name))
 
     def compare(self, prompts: list[str], name: str) -> tuple[list[PreferencePair], dict[str, int]]:
-        """Pairs of answers of the model that is begun with, the better one first."""
+        """Return pairs of completions of the initial model, the better one first, and counts of rejected pairs."""
         both = [p for p in prompts for _ in range(2)]
         found = self.answers(self.weights, both, name)
-        count = self.judged(both, found)
-        made, room = [], LengthFilter(40)
+        count = self.count_faults(both, found)
+        pairs, limit = [], LengthFilter(40)
         for g, p in enumerate(prompts):
             one, other = count[2 * g], count[2 * g + 1]
             if one == other:
-                room.reject("the judge finds them alike")
+                limit.reject("equal numbers of faults")
                 continue
-            texts = [concat(self.scribe.prompt(p), found[2 * g + i].ids) for i in (0, 1)]
-            made.append(PreferencePair(*(texts if one < other else texts[::-1])))
-        return valid_pairs(self.scribe, made, room), room.rejected
+            texts = [concat(self.example_tokenizer.prompt(p), found[2 * g + i].ids) for i in (0, 1)]
+            pairs.append(PreferencePair(*(texts if one < other else texts[::-1])))
+        return valid_pairs(self.example_tokenizer, pairs, limit), limit.rejected
 
     def win(self, count: np.ndarray) -> float:
-        """Of answers with so many faults, against the model that was begun with."""
+        """Return the win rate of completions with `count` faults against the initial model."""
         return float(np.mean((count < self.base) + 0.5 * (count == self.base)))
 
     def learn(self, objective: str) -> dict[str, Any]:
         net, seen = self.network(self.weights), list[dict[str, float]]()
-        given = {"share": 0.3, "epochs": 2.0, "batch": 64, "length": 40, "seed": self.seed}
+        given = {"lr_scale": 0.3, "epochs": 2.0, "batch_size": 64, "seq_len": 40, "seed": self.seed}
         config = PreferenceConfig.model_validate({"objective": objective, **given, **OBJECTIVES[objective]})
         began = time.perf_counter()
         train_preferences(net, self.pairs, config, pad_id=self.pad_id, callback=lambda _, m: seen.append(m))
@@ -176,18 +188,18 @@ class Contest:
         last = seen[-5:]
         mean = {
             name: float(np.mean([m[name] for m in last]))
-            for name in ("margin", "accuracy", "chosen_log_prob")
+            for name in ("rewards/margin", "rewards/accuracy", "logps/chosen")
         }
         return {
             "objective": objective, "seed": self.seed, "win": round(self.win(count), 4),
-            "itself": round(self.win(self.again), 4), "faultless": round(float((count == 0).mean()), 4),
+            "initial": round(self.win(self.again), 4), "faultless": round(float((count == 0).mean()), 4),
             "faultless_before": round(float((self.base == 0).mean()), 4), "pairs": len(self.pairs),
-            "seconds": round(seconds, 1), "chosen_log_prob_before": round(seen[0]["chosen_log_prob"], 3),
+            "seconds": round(seconds, 1), "logps/chosen before": round(seen[0]["logps/chosen"], 3),
             **{name: round(value, 3) for name, value in mean.items()},
         }  # fmt: skip
 
     def reward(self) -> dict[str, Any]:
-        """A reward model on the same pairs: its report on other pairs, and the win rate of its best of four."""
+        """Train a reward model on the same pairs; return its accuracy on other pairs and the win rate of its best of four."""
         model = RewardModel(self.model(self.weights), seed=self.seed)
         config = RewardConfig(lr_scale=0.3, epochs=2, batch_size=64, seq_len=40, seed=self.seed)
         began = time.perf_counter()
@@ -196,51 +208,55 @@ class Contest:
         found = evaluate_reward_model(model, self.compare(self.held, "report")[0])
         print(found.table(), flush=True)
         prompts = [p for p in self.held for _ in range(4)]
-        said = self.answers(self.weights, prompts, "best of four")
-        texts = [concat(self.scribe.prompt(p), one.ids) for p, one in zip(prompts, said, strict=True)]
+        completions = self.answers(self.weights, prompts, "best of four")
+        texts = [
+            concat(self.example_tokenizer.prompt(p), one.ids)
+            for p, one in zip(prompts, completions, strict=True)
+        ]
         best = model.best_indices([texts[4 * g : 4 * g + 4] for g in range(len(self.held))])
-        count = self.judged(prompts, said).reshape(-1, 4)
+        count = self.count_faults(prompts, completions).reshape(-1, 4)
         return {
             "objective": "reward model, best of 4", "seed": self.seed, "seconds": round(seconds, 1),
-            "win": round(self.win(count[np.arange(len(best)), best]), 4), "win_by_judge": round(self.win(count.min(1)), 4),
+            "win": round(self.win(count[np.arange(len(best)), best]), 4), "win_of_fewest_faults": round(self.win(count.min(1)), 4),
             "accuracy": round(found.accuracy, 4), "calibration_error": round(found.calibration.expected_error, 4),
         }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--seeds", type=int, default=5)
+        parser.add_argument("--quick", action="store_true", help="one seed")
+
+    a = parse(__doc__, arguments, smoke={"quick": True})
     torch.set_num_threads(1)
     rows, n = [], 1 if a.quick else a.seeds
     for seed in range(n):
         contest = Contest(seed)
         if seed == 0:
-            print(f"left out of the pairs: {contest.left}; {contest.seconds}", flush=True)
+            print(f"rejected pairs: {contest.rejected}; {contest.seconds}", flush=True)
         for objective in OBJECTIVES:
             rows.append(contest.learn(objective))
             print(rows[-1], flush=True)
         rows.append(contest.reward())
         print(rows[-1], flush=True)
     print(
-        "| objective | win rate, each seed | mean | log-probability of the chosen a token, before and after |"
+        "| objective | win rate of each seed | mean | log-probability of the chosen per token, before and after |"
     )
     print("|---" * 4 + "|")
     for objective in OBJECTIVES:
-        mine = [row for row in rows if row["objective"] == objective]
-        each = ", ".join(f"{row['win']:.1%}" for row in mine)
+        own = [row for row in rows if row["objective"] == objective]
+        each = ", ".join(f"{row['win']:.1%}" for row in own)
         before, after = (
-            float(np.mean([row[k] for row in mine])) for k in ("chosen_log_prob_before", "chosen_log_prob")
+            float(np.mean([row[k] for row in own])) for k in ("logps/chosen before", "logps/chosen")
         )
         print(
-            f"| {objective} | {each} | {np.mean([r['win'] for r in mine]):.1%} | {before:.2f}, {after:.2f} |"
+            f"| {objective} | {each} | {np.mean([r['win'] for r in own]):.1%} | {before:.2f}, {after:.2f} |"
         )
     wins = [row["win"] for row in rows if row["objective"] == "dpo"]
-    itself = [row["itself"] for row in rows if row["objective"] == "dpo"]
+    initial = [row["initial"] for row in rows if row["objective"] == "dpo"]
     claim(
-        "win rate of DPO's answers against those of the model it began as, worst of the seeds", ours=min(wins),
-        peer=round(float(np.mean(itself)), 4), unit="win rate", ratio=min(wins), bar=BAR, ok=min(wins) >= BAR,
+        "win rate of DPO against its initial model, worst of the seeds", ours=min(wins),
+        peer=round(float(np.mean(initial)), 4), peer_name="initial model", unit="win rate", ratio=min(wins), bar=BAR, ok=min(wins) >= BAR,
         samples=rows, quick=a.quick,
     )  # fmt: skip
 
