@@ -86,7 +86,8 @@ def grpo(
 
     config = RLConfig(
         algorithm="dapo", clip=(0.2, 0.2), steps=10**6, prompts_per_step=len(prompts), group_size=group,
-        max_completion_tokens=n_new, max_seq_len=length, kl=KLConfig(coef=beta), optimizer="adamw", lr_scale=LR_SCALE, schedule=CONSTANT,
+        max_completion_tokens=n_new, max_seq_len=length, kl=KLConfig(coef=beta), optimizer="adamw",
+        lr_scale=LR_SCALE, schedule=CONSTANT,
     )  # fmt: skip
     network = PolicyModel(work.model(DTYPES[kind]), banned_ids=banned)
     reference = frozen_reference(work.model(DTYPES[kind]), network) if beta else None

@@ -66,7 +66,8 @@ def steps(
     )  # fmt: skip
     config = RLConfig(
         algorithm="dapo", steps=WARM + n, prompts_per_step=PROMPTS, group_size=ANSWERS, max_completion_tokens=NEW,
-        max_seq_len=length, optimizer="adamw", lr_scale=LR_SCALE, schedule=CONSTANT, async_rollout=rollout, replicas=1 if rollout.workers else threads,
+        max_seq_len=length, optimizer="adamw", lr_scale=LR_SCALE, schedule=CONSTANT, async_rollout=rollout,
+        replicas=1 if rollout.workers else threads,
     )  # fmt: skip
     seen: list[tuple[float, dict[str, float]]] = []
 
@@ -111,15 +112,16 @@ def main() -> None:
     lockstep, one = found["lockstep"], found["one core"]
     training = one["time/backward"] + one["time/optimizer"]
     print(
-        f"sampling {one['time/data']:.2f} s on one core, {lockstep['time/data']:.2f} on {cores}; training {training:.2f} and "
-        f"{lockstep['time/backward'] + lockstep['time/optimizer']:.2f}; lower bound of asynchronous rollouts "
+        f"sampling {one['time/data']:.2f} s on one core, {lockstep['time/data']:.2f} on {cores}; training {training:.2f} "
+        f"and {lockstep['time/backward'] + lockstep['time/optimizer']:.2f}; lower bound of asynchronous rollouts "
         f"{max(one['time/data'] / workers, training):.2f} s, lockstep {lockstep['seconds']:.2f} s"
     )
     ratio = found["asynchronous"]["reward_per_second"] / lockstep["reward_per_second"]
     claim(
         f"reward per second of asynchronous rollouts ({cores} cores, {given.kind}, verdicts {given.delay:g} s late)",
-        ours=found["asynchronous"]["reward_per_second"], peer=lockstep["reward_per_second"], unit="reward/s", ratio=ratio, bar=1.3,
-        ok=ratio >= 1.3, samples=[found], quick=given.quick, peer_name="lockstep", variant="judge" if given.delay else "",
+        ours=found["asynchronous"]["reward_per_second"], peer=lockstep["reward_per_second"], unit="reward/s",
+        ratio=ratio, bar=1.3, ok=ratio >= 1.3, samples=[found], quick=given.quick,
+        peer_name="lockstep", variant="judge" if given.delay else "",
     )  # fmt: skip
 
 

@@ -136,8 +136,8 @@ def fine_tuned(
 
 
 def arm(
-    student: LanguageModel, teacher: LanguageModel, texts: Sequence[TokenizedExample], seed: int, fraction: float, divergence: Any,
-    steps: int,
+    student: LanguageModel, teacher: LanguageModel, texts: Sequence[TokenizedExample], seed: int, fraction: float,
+    divergence: Any, steps: int,
 ) -> tuple[LanguageModel, dict[str, float]]:  # fmt: skip
     """Return a distilled copy of the student, and its cost."""
     model = make_model(student.config)
@@ -256,7 +256,8 @@ def main() -> None:
     claim(
         "accuracy of a student of a quarter of its teacher's size, relative to the teacher: on-policy distillation",
         ours=statistics.mean(ours), peer=statistics.mean(peer), peer_name="off-policy, equal FLOPs", unit="fraction",
-        ratio=statistics.mean(ours) / max(statistics.mean(peer), 1e-9), bar=1.0, ok=difference < 1e-4 and (ahead or given.quick),
+        ratio=statistics.mean(ours) / max(statistics.mean(peer), 1e-9), bar=1.0,
+        ok=difference < 1e-4 and (ahead or given.quick),
         samples=[results[seed] for seed in seeds], quick=given.quick,
     )  # fmt: skip
 

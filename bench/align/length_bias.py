@@ -125,7 +125,8 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
                     p.copy_(sft_weights[name])
             config = RLConfig(
                 algorithm=algorithm, steps=steps, prompts_per_step=GROUPS, group_size=GROUP_SIZE,  # type: ignore[arg-type]
-                max_completion_tokens=MAX_COMPLETION, max_seq_len=96, lr_scale=0.1, optimizer="adamw", seed=seed, dtype="float32",
+                max_completion_tokens=MAX_COMPLETION, max_seq_len=96, lr_scale=0.1, optimizer="adamw", seed=seed,
+                dtype="float32",
             )  # fmt: skip
             worker = RolloutWorker(
                 shape,

@@ -1,7 +1,7 @@
 """Side effects of fine-tuning: forgetting, exposure bias, made-up answers, refusal.
 
-.venv/bin/python studies/probes/run.py                              all sections, three seeds
-.venv/bin/python studies/probes/run.py facts --seeds 5 --quick
+    python studies/probes/run.py                              all sections, three seeds
+    python studies/probes/run.py facts --seeds 5
 
 forgetting   a small model of the standard library's source is fine-tuned on sums by four methods: accuracy on the sums,
              and cost in bits per byte of held-out source
@@ -11,7 +11,7 @@ facts        SFT on known facts against unknown facts, with the same refusals: m
              and accuracy on known facts, during SFT
 refusal      fraction of refusals in SFT against refusal rates on unanswerable and answerable questions
 
-One thread; at most about a minute per seed and section. The modules of `studies/probes` define each measure.
+One thread; at most about a minute per seed and section. `--quick` runs one seed with fewer steps. The modules of `studies/probes` define each measure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
-from bench._run import claim
+from bench._run import claim, parse, sized
 from studies.probes.biographies import REFUSAL, Biographies, PersonGroup
 from studies.probes.exposure import exposure
 from studies.probes.forgetting import forgetting
@@ -48,6 +48,11 @@ from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator, numpy_rng
 
 CHATML = ("<|im_start|>", "<|im_end|>")
+READER_TOKENS, EXPOSURE_TOKENS, QUICK_EXPOSURE_TOKENS = sized(
+    (300_000, 100_000, 50_000), (1_000, 1_000, 1_000)
+)
+SOURCES, TOKENIZER_TEXTS, VOCABULARY, HELD_OUT = sized((None, 200, 1024, 32), (48, 16, 512, 4))
+N_SUMS, N_PROBLEMS, N_PEOPLE = sized((3000, 60, 100), (20, 4, 40))
 SHARES: dict[PersonGroup, float] = {
     "known_train": 0.2, "known_test": 0.2, "new": 0.2, "stranger_train": 0.25, "stranger_test": 0.15,
 }  # fmt: skip
@@ -92,11 +97,11 @@ def median(values: Sequence[float]) -> float:
 def source(seed: int) -> tuple[list[str], list[str]]:
     """Return (training texts, held-out texts) of the standard library, of 200 to 4,000 characters each."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(p for p in folder.glob("*.py")) + sorted(folder.glob("*/*.py"))
+    paths = (sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")))[:SOURCES]
     whole = [p.read_text("utf-8", "replace")[:4000] for p in paths if "site-packages" not in p.parts]
     some = [text for text in whole if len(text) > 200]
     order = numpy_rng(seed, "source").permutation(len(some))
-    return [some[i] for i in order[32:]], [some[i] for i in order[:32]]
+    return [some[i] for i in order[HELD_OUT:]], [some[i] for i in order[:HELD_OUT]]
 
 
 def reader(example_tokenizer: ExampleTokenizer, texts: Sequence[str], tokens: int, seed: int) -> PolicyModel:
@@ -131,15 +136,15 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
     costs: dict[str, list[float]] = {way: [] for way in ways}
     for seed in seeds:
         texts, held = source(seed)
-        tokenizer = Tokenizer.train(texts[:200], 1024, special_tokens=CHATML)
+        tokenizer = Tokenizer.train(texts[:TOKENIZER_TEXTS], VOCABULARY, special_tokens=CHATML)
         example_tokenizer = ExampleTokenizer(tokenizer)
-        base = reader(example_tokenizer, texts, 300_000, seed).merged_weights()
+        base = reader(example_tokenizer, texts, READER_TOKENS, seed).merged_weights()
         sums = Arithmetic(seed, {0: 1.0}, show_steps=False)
         examples = [
             example_tokenizer.prompt_completion(p.prompt, p.completion)
-            for p in map(sums.prompt_completion, sums.problems(0, 3000))
+            for p in map(sums.prompt_completion, sums.problems(0, N_SUMS))
         ]
-        problems = sums.distinct(60, held_out=False)
+        problems = sums.distinct(N_PROBLEMS, held_out=False)
         with tempfile.TemporaryDirectory() as folder:
             documents = [StoredDocument(str(n), "stdlib", str(n), 0, text) for n, text in enumerate(texts)]
             write_shards(documents, tokenizer, Path(folder), "train")  # type: ignore[arg-type]
@@ -169,10 +174,12 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
                 )  # fmt: skip
     ours, peer = median(costs["rate 0.3, half of it replay"]), median(costs["rate 0.3"])
     claim(
-        "replay removes at least half of what SFT costs on held-out text",
+        "cost of SFT in bits per byte of held-out text, with replay",
+        variant="forgetting",
         ours=ours,
         peer=peer,
-        unit="share of bits per byte",
+        peer_name="no replay",
+        unit="fraction of bits per byte",
         ratio=ours / peer,
         bar=0.5,
         ok=ours <= 0.5 * peer,
@@ -193,9 +200,9 @@ def measure_exposure(seeds: range, quick: bool) -> None:
     for seed in seeds:
         started = time.perf_counter()
         texts, held = source(seed)
-        tokenizer = Tokenizer.train(texts[:200], 1024, special_tokens=CHATML)
+        tokenizer = Tokenizer.train(texts[:TOKENIZER_TEXTS], VOCABULARY, special_tokens=CHATML)
         example_tokenizer = ExampleTokenizer(tokenizer)
-        tokens = 50_000 if quick else 100_000
+        tokens = QUICK_EXPOSURE_TOKENS if quick else EXPOSURE_TOKENS
         net, evaluator = (
             reader(example_tokenizer, texts, tokens, seed),
             reader(example_tokenizer, texts, 4 * tokens, seed + 100),
@@ -233,8 +240,8 @@ def measure_exposure(seeds: range, quick: bool) -> None:
         )  # fmt: skip
     drift, gap = median([abs(d) for _, d, _ in found]), median([g for _, _, g in found])
     claim(
-        "the gap between own samples and data does not grow with the position, scored by a better model",
-        ours=drift, peer=gap, unit="nats a token", ratio=drift / gap, bar=0.15, ok=drift < 0.15 * gap,
+        "growth of the gap between own samples and data with the position, by the evaluator", variant="exposure",
+        ours=drift, peer=gap, peer_name="mean gap", unit="nats per token", ratio=drift / gap, bar=0.15, ok=drift < 0.15 * gap,
         samples=found, quick=quick,
     )  # fmt: skip
 
@@ -262,7 +269,7 @@ class BaseModel(NamedTuple):
 
 def train_base(seed: int, quick: bool) -> BaseModel:
     """Train a base model on the known people's facts, as biographies and as answers, until it recalls them."""
-    world = Biographies(100, seed, SHARES)
+    world = Biographies(N_PEOPLE, seed, SHARES)
     all_questions = world.questions("known_train", "known_test", "new", "stranger_train", "stranger_test")
     biographies = [text for _, text in world.texts(1)]
     tokenizer = Tokenizer.train(
@@ -273,14 +280,16 @@ def train_base(seed: int, quick: bool) -> BaseModel:
     texts = [plain(tokenizer, story) for story in biographies]
     texts += [example_tokenizer.conversation(q.conversation().messages) for q in questions]
     net = network(example_tokenizer, seed)
-    config = SFTConfig(lr_scale=0.2, epochs=24 if quick else 32, seq_len=256, batch_size=1, seed=seed)
+    config = SFTConfig(
+        lr_scale=0.2, epochs=sized(24, 1) if quick else 32, seq_len=256, batch_size=1, seed=seed
+    )
     fine_tune(net, texts, config, pad_id=tokenizer.pad_id)
     weights = {name: tensor.clone() for name, tensor in net.merged_weights().items()}
     return BaseModel(world, example_tokenizer, tokenizer.pad_id, weights, seed)
 
 
-QUESTIONS, REFUSALS = 120, 0.4
-FEWER = 80  # questions for the refusal section; a training set without refusals needs as many facts
+QUESTIONS, REFUSALS = sized(120, 10), 0.4
+FEWER = sized(80, 8)  # questions for the refusal section; a training set without refusals needs as many facts
 
 
 def measure_facts(seeds: range, quick: bool) -> None:
@@ -296,7 +305,9 @@ def measure_facts(seeds: range, quick: bool) -> None:
         started = time.perf_counter()
         base_model = train_base(seed, quick)
         test_questions = base_model.world.questions("known_test", "stranger_test")
-        config = SFTConfig(lr_scale=0.1, epochs=8 if quick else 12, seq_len=256, batch_size=1, seed=seed)
+        config = SFTConfig(
+            lr_scale=0.1, epochs=sized(8, 1) if quick else 12, seq_len=256, batch_size=1, seed=seed
+        )
         for facts in ("known", "new"):
             train_questions = make_lesson(base_model.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
             for m in track_sft(
@@ -316,10 +327,12 @@ def measure_facts(seeds: range, quick: bool) -> None:
         print(f"{seed:4} {time.perf_counter() - started:.0f} s", flush=True)
     ours, peer = (median([made_up for made_up, _ in ends[facts]]) for facts in ("new", "known"))
     claim(
-        "SFT on facts unknown to the model causes more made-up answers about unknown people than SFT on known facts",
+        "made-up answers about unknown people after SFT on unknown facts",
+        variant="facts",
         ours=ours,
         peer=peer,
-        unit="share of unanswerable questions answered",
+        peer_name="SFT on known facts",
+        unit="fraction of unanswerable questions",
         ratio=ours - peer,
         bar=0.05,
         ok=ours - peer >= 0.05,
@@ -329,14 +342,16 @@ def measure_facts(seeds: range, quick: bool) -> None:
 
 
 def measure_refusal(seeds: range, quick: bool) -> None:
-    print(f"\nrefusal: share of refusals among {FEWER} SFT questions, and refusal rates on other questions")
-    print(f"{'seed':>4} {'share':>6} {'unanswerable':>13} {'answerable':>11} {'right':>7}")
+    print(
+        f"\nrefusal: fraction of refusals among {FEWER} SFT questions, and refusal rates on other questions"
+    )
+    print(f"{'seed':>4} {'SFT':>6} {'unanswerable':>13} {'answerable':>11} {'right':>7}")
     found: list[list[tuple[float, float]]] = []
     shares = (0.0, 0.4) if quick else (0.0, 0.1, 0.2, 0.4, 0.6)
     for seed in seeds:
         started = time.perf_counter()
         base_model = train_base(seed, quick)
-        config = SFTConfig(lr_scale=0.1, epochs=8, seq_len=256, batch_size=1, seed=seed)
+        config = SFTConfig(lr_scale=0.1, epochs=sized(8, 1), seq_len=256, batch_size=1, seed=seed)
         rows = refusal_rates(
             base_model.base,
             base_model.example_tokenizer,
@@ -354,7 +369,9 @@ def measure_refusal(seeds: range, quick: bool) -> None:
         print(f"{seed:4} {time.perf_counter() - started:.0f} s", flush=True)
     best = [max(u - a for u, a in rows) for rows in found]
     claim(
-        "after SFT with refusals, unanswerable questions are refused more often than answerable ones",
+        "refusal rate of unanswerable minus answerable questions after SFT with refusals",
+        variant="refusal",
+        peer_name="no difference",
         ours=median(best),
         peer=0.0,
         unit="difference of refusal rates",
@@ -375,14 +392,13 @@ SECTIONS: dict[str, Callable[[range, bool], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], help="default: all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first", type=int, default=0, help="number of the first seed")
-    parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], help="default: all")
+        parser.add_argument("--seeds", type=int, default=3)
+        parser.add_argument("--first", type=int, default=0, help="number of the first seed")
+        parser.add_argument("--quick", action="store_true")
+
+    a = parse(__doc__, arguments, smoke={"quick": True})
     torch.set_num_threads(1)
     for name in a.sections or SECTIONS:
         SECTIONS[name](range(a.first, a.first + (1 if a.quick else a.seeds)), a.quick)
