@@ -144,9 +144,10 @@ def shards(tokens: Path, seconds: float) -> tuple[float, float]:
 def randomness(config: StreamConfig) -> dict[str, float]:
     """Measure how far one epoch's order is from the order on disk.
 
-    Returns `blocks`, the mean distance between a block's place in the order and its place on disk, relative to a full
-    shuffle; `neighbours`, the mean distance in the order of documents that are neighbours on disk; and `full_shuffle`,
-    the same for a full shuffle, which is a third of the documents.
+    Returns:
+        blocks: mean distance between a block's place in the order and its place on disk, relative to a full shuffle.
+        neighbours: mean distance, in the order, of documents that are neighbours on disk.
+        full_shuffle: the value of `neighbours` for a full shuffle, a third of the documents.
     """
     producer = StreamProducer(config)
     producer.blocks_in_record(0)

@@ -4,7 +4,8 @@
 
 Each contender is the same model and job with another `activation_budget`. Blocks of steps run in turns; figures are
 medians. The script reports for each contender the number of recomputed blocks, the bytes that autograd keeps (exact),
-the peak of all live tensors in one uncompiled step, and the step time, uncompiled and (unless --quick) compiled.
+and the peak of all live tensors in one uncompiled step. It also reports the step time, uncompiled and (unless --quick)
+compiled.
 
 The claim: activations fall to at most a third, while a step takes at most 1.5 times as long. One more forward pass is a
 third more arithmetic.
@@ -96,7 +97,8 @@ def main() -> None:
     machine = probe()
     machine.apply()
     base = Job(
-        tokens="", model=decoder_config(width, layers, vocabulary), seq_len=length, batch_size=rows, steps=10**6, dtype=machine.dtype,
+        tokens="", model=decoder_config(width, layers, vocabulary), seq_len=length, batch_size=rows, steps=10**6,
+        dtype=machine.dtype,
         device=machine.device, threads=machine.threads, compile=False,
     )  # fmt: skip
     kept = measure_activation_memory(build_model(base), length).at_rows(rows)
@@ -115,11 +117,13 @@ def main() -> None:
         eager = eager or found
         for contender, budget in zip(found, budgets, strict=True):
             samples.append(
-                {"compiled": compiled, "budget": budget, "recomputed": contender.recomputed, "kept": contender.kept, "peak": contender.peak,
+                {"compiled": compiled, "budget": budget, "recomputed": contender.recomputed, "kept": contender.kept,
+                 "peak": contender.peak,
                  "seconds": round(contender.seconds, 5)}
             )  # fmt: skip
             print(
-                f"{'compiled' if compiled else 'eager   '} budget {budget / 1e6:8.2f} MB: {contender.recomputed} of {layers} blocks recomputed, "
+                f"{'compiled' if compiled else 'eager   '} budget {budget / 1e6:8.2f} MB: "
+                f"{contender.recomputed} of {layers} blocks recomputed, "
                 f"{contender.kept / 1e6:8.2f} MB kept, "
                 + (f"{contender.peak / 1e6:8.2f} MB peak of a step, " if contender.peak else "")
                 + f"{1e3 * contender.seconds:8.2f} ms per step ({contender.seconds / found[0].seconds:.2f} x)",

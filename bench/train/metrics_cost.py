@@ -70,7 +70,8 @@ def main() -> None:
         head_dim=64,
         mlp_hidden=512,
     )
-    job = Job(tokens="", model=model_config, seq_len=sized(128, 32) if quick else 512, batch_size=8, steps=10**6, dtype=machine.dtype,
+    job = Job(tokens="", model=model_config, seq_len=sized(128, 32) if quick else 512, batch_size=8, steps=10**6,
+              dtype=machine.dtype,
               compile=not quick)  # fmt: skip
     model = build_model(job)
     learner = build_learner(model, job, allocate_shared(model, job), ProcessGroup())

@@ -57,7 +57,8 @@ def main() -> None:
     machine = probe()
     model = decoder_config(64, 2, 512, ngram_buckets=4096) if a.quick else decoder_config(192, 3, 2048)
     replicas = 1 if a.quick else machine.threads
-    job = Job(tokens="", model=model, seq_len=sized(256, 64), batch_size=8, steps=STEPS, replicas=replicas, dtype=machine.dtype,
+    job = Job(tokens="", model=model, seq_len=sized(256, 64), batch_size=8, steps=STEPS, replicas=replicas,
+              dtype=machine.dtype,
               compile=not a.quick)  # fmt: skip
     samples = []
     for _ in range(1 if a.quick else ROUNDS):
@@ -80,7 +81,8 @@ def main() -> None:
     added = middle["guard"] + middle["snapshots"]
     claim(
         "spike guard, heartbeat and snapshots per step", ours=added * 1e6, peer=middle["step"] * 1e6,
-        peer_name="training step", unit="us per step", ratio=added / middle["step"], bar=BAR, ok=added / middle["step"] <= BAR, samples=samples,
+        peer_name="training step", unit="us per step", ratio=added / middle["step"], bar=BAR, ok=added / middle["step"] <= BAR,
+        samples=samples,
         quick=a.quick,
     )  # fmt: skip
 

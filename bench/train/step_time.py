@@ -167,7 +167,7 @@ def main() -> None:
         peer_speed = median([each[who] for each in rounds])
         claim(f"training step, {a.shape}", ours=round(ours), peer=round(peer_speed), unit="tokens/s", ratio=middle(who),
               bar=bar, ok=middle(who) >= bar, samples=samples if who == "Llama" else [], variant=variants[who],
-              peer_name=f"Hugging Face {best[who]}" if who == "Llama" else best.get(who, "matrix products alone"))  # fmt: skip
+              peer_name=f"Hugging Face {best[who]}" if who == "Llama" else best.get(who, "matrix products"))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""AdamW's step: ours (one pass per line of the formula, over contiguous tensors), ours with torch's fused kernel, and torch's two.
+"""AdamW's step: ours (one pass per line of the formula), ours with torch's fused kernel, and torch's two. Tensors are contiguous.
 
     python bench/train/optim/adamw_step.py [--quick]
 

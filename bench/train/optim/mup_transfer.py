@@ -149,7 +149,7 @@ def summary(runs: list[Run]) -> dict[str, dict[str, Any]]:
         found[way] = {
             "best": {str(w): round(p, 2) for w, p in powers.items()},
             "loss": {str(w): round(min(c.values()), 4) for w, c in curves.items()},
-            "shift": round(powers[wide] - powers[narrow], 2),
+            "moves": round(powers[wide] - powers[narrow], 2),
             "cost": round(at(curves[wide], powers[narrow]) / lowest - 1, 4),
         }
     return found
@@ -241,7 +241,7 @@ def main() -> None:
         print(f"{len(jobs)} runs are left")
     found = summary(runs)
     for way, each in found.items():
-        print(f"{way:>11}: best power by width {each['best']}, losses {each['loss']}; it shifts by {each['shift']:+.2f}; "
+        print(f"{way:>11}: best power by width {each['best']}, losses {each['loss']}; it shifts by {each['moves']:+.2f}; "
               f"the rate of the narrowest at the widest costs {each['cost']:.1%}")  # fmt: skip
     if a.draw or not (a.quick or jobs):
         draw(runs, a.picture)
