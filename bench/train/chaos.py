@@ -201,7 +201,8 @@ def chaos(a: argparse.Namespace, top: Path) -> None:
     print(json.dumps({"undisturbed_s": round(undisturbed, 1), "rejected": rejections, "median_lost_s":
                       median(s["lost_s"] for s in samples) if samples else 0.0}))  # fmt: skip
     claim(f"killed {len(samples)} times at random: final weights bit-identical", ours=len(samples), peer=a.kills,
-          unit="kills", ratio=float(same), bar=1.0, peer_name="planned", variant="weights", ok=same and len(samples) == a.kills,
+          unit="kills", ratio=float(same), bar=1.0, peer_name="planned", variant="weights",
+          ok=same and len(samples) == a.kills,
           samples=samples,
           quick=a.quick)  # fmt: skip
     claim("most training lost by one kill", ours=worst, peer=a.seconds, unit="s", peer_name="checkpoint interval",

@@ -81,7 +81,8 @@ def main() -> None:
     added = middle["guard"] + middle["snapshots"]
     claim(
         "spike guard, heartbeat and snapshots per step", ours=added * 1e6, peer=middle["step"] * 1e6,
-        peer_name="training step", unit="us per step", ratio=added / middle["step"], bar=BAR, ok=added / middle["step"] <= BAR,
+        peer_name="training step", unit="us per step", ratio=added / middle["step"], bar=BAR,
+        ok=added / middle["step"] <= BAR,
         samples=samples,
         quick=a.quick,
     )  # fmt: skip

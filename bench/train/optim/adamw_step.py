@@ -1,4 +1,4 @@
-"""AdamW's step: ours (one pass per line of the formula), ours with torch's fused kernel, and torch's two. Tensors are contiguous.
+"""AdamW's step: ours (one pass per line of the formula), ours with torch's fused kernel, and torch's two implementations.
 
     python bench/train/optim/adamw_step.py [--quick]
 
