@@ -1,32 +1,32 @@
-"""An embedder against TF-IDF: whose vectors find the rest of a file that nobody has trained on?
+"""Retrieval on held-out files: an embedder trained for two minutes against TF-IDF.
 
-    .venv/bin/python -m pip install scikit-learn
-    .venv/bin/python bench/embedding/retrieval.py                 # 3 seeds of 120 seconds each
-    .venv/bin/python bench/embedding/retrieval.py --quick         # 1 seed of 10 seconds
+    python -m pip install scikit-learn
+    python bench/embedding/retrieval.py                 # 3 seeds of 120 seconds each
+    python bench/embedding/retrieval.py --quick         # 1 seed of 10 seconds
 
-The corpus is this interpreter's standard library, curated as quickstart does; the training split teaches the tokenizer, the
-embedder and TF-IDF's weights. Of each file of the test split, in both directions and for all alike:
+The corpus is this interpreter's standard library, curated as in quickstart. The tokenizer, the embedder and TF-IDF's
+weights are trained on the training split. Two tasks use the files of the test split, in both directions:
 
-    halves   the second half is sought among the second halves of all files, given the first
-    spans    one of two disjoint spans of 16 to 64 ids is sought among all, given the other; the mean of 4 draws
+    halves   retrieve the second half of a file among the second halves of all files, given the first
+    spans    retrieve one of two disjoint spans of 16 to 64 ids among all, given the other; mean of 4 draws
 
-One thread trains, and seconds are of its CPU time: what other work does beside it does not count. How many steps fit is
-measured before, since the weights are to follow from steps and a seed.
+Training uses one thread, and its time is CPU time, so that other load does not matter. The number of steps that fit is
+measured first, because the weights depend on steps and seed only.
 
-Peers on the same texts: the same encoder untrained (a random projection of the words in a text, nearly) and scikit-learn's
-`TfidfVectorizer`, as it comes (words) and as it did best on the validation split out of five settings (sublinear counts of
-3 to 5 letters inside of words). Chance is 1 / N. The embedder's rates and its MLP's width were chosen on the validation
-split too, by a handful of runs.
+Peers on the same texts: the untrained encoder, and scikit-learn's `TfidfVectorizer` twice. One has its defaults
+(words). The other has the best of five settings on the validation split: sublinear counts of 3 to 5 characters within
+words. Chance is 1 / N. The embedder's learning rates and MLP width were chosen on the validation split too.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
+from bench._run import claim, parse, sized, smoke
+from bench.plan._tiny_store import small_sources
 
 from whorl.embedding.embedder import embed_ids
 from whorl.embedding.train import EmbedJob, SpanPairs, build_encoder, recall, train_embedder
@@ -49,27 +51,28 @@ from whorl.tracking.seeds import numpy_rng
 RECIPE = """
 name = "library"
 [steps.ingest]
-sources = ["python-stdlib"]
+sources = ["{sources}"]
+include = ["*.py"]
 [steps.curate]
 parents = ["ingest"]
-validation_bytes = 4000000
-test_bytes = 4000000
-max_held_out_share = 0.3
+validation_bytes = {held_out}
+test_bytes = {held_out}
+max_held_out_fraction = 0.3
 [steps.tokenizer]
 parents = ["ingest", "curate"]
-vocab_size = 8192
+vocab_size = {vocab_size}
 [steps.tokens]
 parents = ["ingest", "curate", "tokenizer"]
 """
-LEAST, MOST, DRAWS = 16, 64, 4
-TIMED = 15  # steps that are timed to know how many fit
+LEAST, MOST, DRAWS = 16, 64, sized(4, 1)
+TIMED = sized(15, 3)  # steps that are timed to find how many fit
 
 Sides = tuple[list[Ids], list[Ids]]
 Found = dict[str, tuple[float, float]]  # task -> recall@1, recall@10
 
 
 def tasks(tokens: TokenSet, split: str) -> dict[str, list[Sides]]:
-    """The pairs of each task; several draws are averaged."""
+    """The text pairs of each task, one item per draw; results are averaged over draws."""
     pairs = SpanPairs(tokens.split(split), MOST, LEAST)
     whole = [pairs.split.document(number)[1:-1] for number in pairs.documents]
     halves = [ids[: len(ids) // 2] for ids in whole], [ids[len(ids) // 2 :] for ids in whole]
@@ -78,7 +81,7 @@ def tasks(tokens: TokenSet, split: str) -> dict[str, list[Sides]]:
 
 
 def measured(embed: Callable[[list[Ids]], Any], found: dict[str, list[Sides]]) -> Found:
-    """Recall@1 and @10 by task; embed: texts -> unit rows, an array or a sparse matrix."""
+    """Recall@1 and @10 by task. embed: texts -> rows of unit length, an array or a sparse matrix."""
     result = {}
     for task, draws in found.items():
         scores = []
@@ -91,7 +94,7 @@ def measured(embed: Callable[[list[Ids]], Any], found: dict[str, list[Sides]]) -
 
 
 def tf_idf(tokens: TokenSet, words: Tokenizer) -> Iterator[tuple[str, Callable[[list[Ids]], Any]]]:
-    """scikit-learn's vectors, weighted by the training split. Raises: ImportError without it."""
+    """scikit-learn's vectorizers, fitted on the training split."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     def texts(parts: Any) -> list[str]:
@@ -110,47 +113,60 @@ def tf_idf(tokens: TokenSet, words: Tokenizer) -> Iterator[tuple[str, Callable[[
         yield name, lambda parts, v=vectorizer: v.transform(texts(parts))
 
 
-def job_of(folder: Path, vocab_size: int, a: argparse.Namespace, seed: int, steps: int) -> EmbedJob:
-    """The step `embedder`'s own settings."""
+def job_of(folder: Path, vocab_size: int, a: Namespace, seed: int, steps: int) -> EmbedJob:
+    """The settings of one training run."""
     shape = EncoderConfig(
         vocab_size=vocab_size, d_model=a.width, n_layers=1, n_heads=4, mlp_hidden=64, max_length=MOST
     )
     return EmbedJob(
-        tokens=str(folder), encoder=shape, min_span=LEAST, steps=steps, seed=seed, evaluations=1, dtype=a.dtype
+        tokens=str(folder), encoder=shape, batch_size=sized(128, 4), min_span=LEAST,
+        steps=steps, seed=seed, evaluations=1, dtype=a.dtype
     )  # fmt: skip
 
 
-def steps_within(folder: Path, vocab_size: int, a: argparse.Namespace, seconds: float) -> int:
-    """How many steps fit, by the median of a few."""
+def steps_within(folder: Path, vocab_size: int, a: Namespace, seconds: float) -> int:
+    """The number of steps that fit, by the median time of a few."""
     ends: list[float] = []
     train_embedder(job_of(folder, vocab_size, a, 0, TIMED), lambda *_: ends.append(time.process_time()))
-    taken = [after - before for before, after in pairwise(ends[:-1])]  # behind the last, recall is measured
+    taken = [
+        after - before for before, after in pairwise(ends[:-1])
+    ]  # the last interval includes the evaluation
     return max(1, int(seconds / statistics.median(taken)))
 
 
-def main() -> None:
-    from bench._run import claim
-
-    parser = argparse.ArgumentParser()
+def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--split", choices=["validation", "test"], default="test")
     parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
+
+
+def recipe(folder: Path) -> str:
+    """The text of the recipe; under `--smoke` for a small corpus in `folder`."""
+    sources = str(small_sources(folder / "sources")) if smoke() else "python-stdlib"
+    held_out, vocab_size = sized((4_000_000, 8192), (20_000, 512))
+    return RECIPE.format(sources=sources, held_out=held_out, vocab_size=vocab_size)
+
+
+def main() -> None:
+    if not find_spec("sklearn"):
+        print("skipped: needs scikit-learn (pip install scikit-learn)")
+        sys.exit(77)
+    a = parse(__doc__, arguments, smoke={"quick": True})
     torch.set_num_threads(1)
-    seconds, seeds = (10.0, 1) if a.quick else (a.seconds, a.seeds)
+    seconds, seeds = sized((10.0, 1) if a.quick else (a.seconds, a.seeds), (0.5, 1))
     with tempfile.TemporaryDirectory() as place:
         made = run_recipe(
-            parse_recipe(RECIPE, "library.toml"), Store(Path(place)), Progress.silent()
+            parse_recipe(recipe(Path(place)), "library.toml"), Store(Path(place) / "store"), Progress.silent()
         ).artifacts
         folder = made["tokens"].path
         tokens, words = TokenSet(folder), Tokenizer.load(made["tokenizer"].path)
         found = tasks(tokens, a.split)
         n = len(found["halves"][0][0])
         print(
-            f"{tokens.split('train').n_documents:,} files to learn from, {n} held out; chance {1 / n:.4f} and {10 / n:.4f}"
+            f"{tokens.split('train').n_documents:,} training files, {n} held out; chance {1 / n:.4f} and {10 / n:.4f}"
         )
         print(f"{'':24} {'halves: @1':>10} {'@10':>6} {'spans: @1':>11} {'@10':>6}   training")
 
@@ -178,10 +194,9 @@ def main() -> None:
             samples = [each[task][i] for each in ours]
             mean, peer = sum(samples) / len(samples), max(each[task][i] for each in peers.values())
             claim(
-                f"recall@{k} of the other part among {n} held-out files ({task}) after {seconds:.0f} s, "
-                f"mean of {seeds} seeds, against the better TF-IDF",
+                f"recall@{k} of the other part among {n} held-out files ({task}), {seconds:.0f} s, mean of {seeds} seeds",
                 ours=mean, peer=peer, unit="recall", ratio=mean / peer, bar=1.0, ok=mean >= peer, quick=a.quick,
-                samples=samples,
+                samples=samples, peer_name="the better TF-IDF", variant=f"{task}-{k}",
             )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""The tasks of `models_proofs.py`: made-up rows with one right answer, and a text. Nothing here knows a model.
+"""The tasks of `bench/models/synthetic_tasks.py`: synthetic rows with one correct answer, and a text. No model is used here.
 
-A made-up task comes in sizes (pairs, tokens to copy). A batch of training is of one size, drawn anew for each, and of
-about the same number of tokens whatever the size: the small ones are the way into the large one, for every kind of layer
-alike. A batch is {"tokens", "targets": [B, T] ids, "mask": [B, T] bool, True where an answer is due}.
+A synthetic task has sizes (pairs, tokens to copy). A training batch has one size, drawn for each batch, and about the
+same number of tokens at every size: small sizes are a curriculum for the large one, equal for every kind of layer. A
+batch is {"tokens", "targets": [B, T] ids, "mask": [B, T] bool, True at scored positions}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 
 
 def recall(rng: np.random.Generator, rows: int, pairs: int) -> Batch:
-    """`pairs` times "key value", all keys different, then the same pairs in another order: after each key its value is due.
+    """`pairs` times "key value" with distinct keys, then the same pairs in another order, where values are scored.
 
     (Arora et al. 2023, Zoology, arXiv:2312.04927, section 3.1.) Ids 0 to 31 are keys, 32 to 63 values. T = 4 pairs - 1.
     """
@@ -36,10 +36,10 @@ def recall(rng: np.random.Generator, rows: int, pairs: int) -> Batch:
 
 
 def copying(rng: np.random.Generator, rows: int, count: int) -> Batch:
-    """`count` tokens at random places among 6 x count, noise at the others, then `count` marks: the tokens in order are due.
+    """`count` tokens at random places among 6 x count, noise elsewhere, then `count` marks, which are scored.
 
-    (Gu & Dao 2023, Mamba, arXiv:2312.00752, section 4.1.1.) 0 is noise, 1 the mark, 2 to 17 what is copied. What has been
-    said is not fed back, so a layer must know how many it has said. T = 7 count.
+    (Gu & Dao 2023, Mamba, arXiv:2312.00752, section 4.1.1.) 0 is noise, 1 the mark, 2 to 17 the tokens to copy. Outputs are
+    not fed back, so a layer must count them. T = 7 count.
     """
     places = 6 * count
     content = rng.integers(2, 18, (rows, count))
@@ -55,9 +55,10 @@ def copying(rng: np.random.Generator, rows: int, count: int) -> Batch:
 
 
 def repetition(rng: np.random.Generator, rows: int, length: int) -> Batch:
-    """`length` ids of 64 that repeat with a period from length / 4 to length / 2, another one in each row; within it all ids
-    differ. An id is due wherever the one before it has been seen (Olsson et al. 2022, In-context Learning and Induction
-    Heads). With one period for all rows, a head that looks back so far would do, without a look-up. T = length - 1.
+    """`length` ids of 64 with a period of length / 4 to length / 2, drawn per row; ids in a period are distinct.
+
+    An id is scored if the previous id occurred earlier in the row (Olsson et al. 2022, In-context Learning and Induction
+    Heads). With one period for all rows, a head at a fixed offset would suffice. T = length - 1.
     """
     periods = rng.integers(length // 4, length // 2 + 1, (rows, 1))
     order = rng.permuted(np.tile(np.arange(64), (rows, 1)), axis=1)
@@ -73,8 +74,11 @@ def _batch(tokens: np.ndarray, targets: np.ndarray, mask: np.ndarray) -> Batch:
 
 @dataclass(frozen=True)
 class Task:
-    """make: (rng, rows, size) -> batch; vocab: ids; sizes: of training, the last is the one that counts; length: of a row of
-    size 1, to hold tokens a batch constant."""
+    """A synthetic task.
+
+    make: (rng, rows, size) -> batch; vocab: number of ids; sizes: in training, the last is reported; length: of a row of
+    size 1, to keep the tokens per batch constant.
+    """
 
     make: Callable[[np.random.Generator, int, int], Batch]
     vocab: int
@@ -82,7 +86,7 @@ class Task:
     length: int
 
     def batch(self, rng: np.random.Generator, tokens: int) -> Batch:
-        """One of training, of about `tokens` tokens."""
+        """A training batch of about `tokens` tokens."""
         size = int(rng.choice(self.sizes))
         return self.make(rng, max(1, tokens // (self.length * size)), size)
 
@@ -95,17 +99,17 @@ TASKS = {
 
 
 def characters(path: Path) -> tuple[Tensor, Tensor, int]:
-    """(training ids, held-out ids: the last tenth, how many characters there are)."""
+    """(training ids, held-out ids: the last tenth, number of distinct bytes)."""
     if not path.exists():
-        raise SystemExit(f"{path} is not there: a plain text of a megabyte, named by --text, does as well")
-    known, ids = np.unique(np.frombuffer(path.read_bytes(), np.uint8), return_inverse=True)
+        raise SystemExit(f"{path} does not exist: pass any plain text of about 1 MB with --text")
+    distinct, ids = np.unique(np.frombuffer(path.read_bytes(), np.uint8), return_inverse=True)
     found = torch.from_numpy(ids.astype(np.int64))
     cut = len(found) * 9 // 10
-    return found[:cut], found[cut:], len(known)
+    return found[:cut], found[cut:], len(distinct)
 
 
 def stretches(ids: Tensor, rng: np.random.Generator, rows: int, length: int) -> Batch:
-    """Rows from random places of a text."""
+    """Rows from random positions of a text."""
     starts = torch.from_numpy(rng.integers(0, len(ids) - length - 1, rows))
     stretch = ids[starts[:, None] + torch.arange(length + 1)]
     mask = torch.ones(rows, length, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The models of `models_proofs.py`, all two layers that differ in their mixer alone, and how they are trained."""
+"""The models of `bench/models/synthetic_tasks.py` and their training. All have two layers and differ only in the mixer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from bench._run import sized
 from bench.models._synthetic_data import Batch
 from torch import Tensor, nn
 
@@ -23,11 +24,11 @@ from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
 from whorl.train.optim.lr_schedule import warmup_stable_decay
 
-RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+RATES = sized((3e-4, 1e-3, 3e-3, 1e-2), (3e-3,))
 
 
 class Convolved(nn.Module):
-    """A mixer behind a causal convolution of width 4 with a residual (a Canon layer, place "A").  [B, T, D] -> same."""
+    """A mixer after a causal convolution of width 4 with a residual (a Canon layer, position "A"). [B, T, D] -> same."""
 
     def __init__(self, mixer: nn.Module, d_model: int, rng: torch.Generator) -> None:
         super().__init__()
@@ -39,8 +40,10 @@ class Convolved(nn.Module):
 
 
 class Constant(nn.Module):
-    """The same learned numbers whatever comes in: [..., D] -> [..., n]. In the place of Mamba's `selection` it makes the
-    recurrence time-invariant, as S4 is: delta, B and C are learned, and know nothing of the input."""
+    """Learned numbers that do not depend on the input: [..., D] -> [..., n].
+
+    As Mamba's `selection` it makes the recurrence time-invariant, as in S4: delta, B and C are learned constants.
+    """
 
     def __init__(self, n: int, rng: torch.Generator) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ class Constant(nn.Module):
 
 
 def mixers(width: int) -> dict[str, dict[str, Any]]:
-    """A mixer of each kind, of about the same size."""
+    """Configurations of all mixers, of about equal size."""
     n = width // 32
     heads = {"n_heads": n, "n_kv_heads": n, "head_dim": 32}
     return {
@@ -81,7 +84,7 @@ def mixers(width: int) -> dict[str, dict[str, Any]]:
 
 
 def build(kind: str, vocab: int, width: int, seed: int) -> Transformer:
-    """Two layers of one kind. "experts" is "attention" with 8 experts, 2 a token, each half as wide as the MLP."""
+    """Two layers of one kind. "experts" is "attention" with 8 experts, top 2, each half as wide as the MLP."""
     mixer = mixers(width)["attention" if kind == "experts" else kind]
     more = {"experts": {"n_experts": 8, "top_k": 2, "hidden": width}} if kind == "experts" else {}
     config = {"vocab_size": vocab, "d_model": width, "n_layers": 2, "mixers": {"m": mixer}, "mlp": "relu2"}
@@ -99,8 +102,8 @@ def build(kind: str, vocab: int, width: int, seed: int) -> Transformer:
     return model
 
 
-class Enough(Exception):
-    """Raised by `look` to end a run."""
+class StopTraining(Exception):
+    """Raised by `evaluate` to end a run."""
 
 
 def train(
@@ -112,68 +115,68 @@ def train(
     seconds: float = math.inf,
     balance: float = 0.01,
     every: int = 100,
-    look: Callable[[int], None] = lambda step: None,
+    evaluate: Callable[[int], None] = lambda step: None,
 ) -> tuple[int, float]:
-    """Trains by the one learner with AdamW.  -> (steps taken, CPU seconds of this process in them).
+    """Train with AdamW. Returns (steps, CPU seconds of this process).
 
-    steps or seconds: one of them ends it, and the rate warms up over a twentieth and decays over the second half of it.
-    look: called every so many steps with their number; its time does not count. Raises Enough to end the run.
+    steps or seconds: the limit. The rate warms up over a twentieth of it and decays over its second half.
+    evaluate: called with the step number after every `every` steps, not timed. It may raise StopTraining.
     """
 
     def objective(part: MicroBatch) -> Loss:
-        records: list[Routing] = []
-        hidden = model(part["tokens"], records=records).flatten(0, 1)
+        routings: list[Routing] = []
+        hidden = model(part["tokens"], routings=routings).flatten(0, 1)
         loss = next_token(hidden, model.head_weight, part["targets"].flatten(), part["mask"].flatten())
-        if not records:
+        if not routings:
             return loss
-        each = [load_balance(r.scores, r.requested) for r in records]
+        each = [load_balance(r.scores, r.requested) for r in routings]
         even = torch.stack([one.total / one.count for one in each]).sum()
         return Loss(loss.total + balance * loss.count * even, loss.count, loss.metrics)
 
     learner = Learner(model, [Update(objective, all_adamw(model, rate))])
-    began, taken = time.process_time(), 0
+    began, n_steps = time.process_time(), 0
 
     def factor(step: int) -> float:
-        at, total = step, steps
+        done, total = step, steps
         if seconds < math.inf:  # in milliseconds
-            at, total = int(1000 * (time.process_time() - began)), int(1000 * seconds)
-        return max(0.0, warmup_stable_decay(at, total, 0.05, 0.5))
+            done, total = int(1000 * (time.process_time() - began)), int(1000 * seconds)
+        return max(0.0, warmup_stable_decay(done, total, 0.05, 0.5))
 
     def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        nonlocal taken, began
-        taken = step
+        nonlocal n_steps, began
+        n_steps = step
         if time.process_time() - began >= seconds:
-            raise Enough
+            raise StopTraining
         if step % every == 0:
             paused = time.process_time()
-            look(step)
+            evaluate(step)
             began += time.process_time() - paused
 
-    with suppress(Enough):
+    with suppress(StopTraining):
         train_loop(learner, batches, lambda batch: [[batch]], last=steps, lr_scale=factor, on_step_end=after)
-    return taken, time.process_time() - began
+    return n_steps, time.process_time() - began
 
 
 @torch.no_grad()
 def accuracy(model: Transformer, batch: Batch) -> float:
-    """The share of due ids that are the likeliest ones."""
-    said = model.logits(model(batch["tokens"])).argmax(dim=-1)
-    right = (said == batch["targets"]) & batch["mask"]
+    """Share of scored positions with a correct argmax."""
+    predicted = model.logits(model(batch["tokens"])).argmax(dim=-1)
+    right = (predicted == batch["targets"]) & batch["mask"]
     return float(right.sum() / batch["mask"].sum())
 
 
 @torch.no_grad()
 def bits_per_character(
-    model: Transformer, ids: Tensor, length: int, records: list[Routing] | None = None
+    model: Transformer, ids: Tensor, length: int, routings: list[Routing] | None = None
 ) -> float:
-    """Over a text in rows of `length`; what the experts did is appended to `records`."""
+    """Bits per character of a text in rows of `length`. Appends the routing decisions to `routings`."""
     n = (len(ids) - 1) // length
     tokens, targets = ids[: n * length].view(n, length), ids[1 : n * length + 1].view(n, length)
     total = 0.0
     for at in range(0, n, 64):
-        hidden = model(tokens[at : at + 64], records=records).flatten(0, 1)
-        due = targets[at : at + 64].flatten()
+        hidden = model(tokens[at : at + 64], routings=routings).flatten(0, 1)
+        scored = targets[at : at + 64].flatten()
         total += float(
-            next_token(hidden, model.head_weight, due, torch.ones_like(due, dtype=torch.bool)).total
+            next_token(hidden, model.head_weight, scored, torch.ones_like(scored, dtype=torch.bool)).total
         )
     return total / (n * length) / math.log(2)

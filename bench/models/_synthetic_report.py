@@ -1,4 +1,4 @@
-"""Tables (markdown) and picture of what `models_proofs.py` found, from its results alone."""
+"""Markdown tables and a plot from the results of `bench/models/synthetic_tasks.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Runs = dict[str, dict[str, Any]]
 
-# One colour a family: attention blue, fixed state with gates orange and red, linear green; without hope of choosing, grey.
+# Colours by family: attention blue, gated recurrent state orange and red, linear green, no gates grey.
 STYLES = {
     "attention": ("#1f4e99", "-", "o"),
     "experts": ("#1f4e99", "-.", "*"),
@@ -31,13 +31,13 @@ NAMES = {"not selective": "Mamba, not selective", "experts": "8 experts, top 2",
 
 
 def seeds_of(runs: Runs, task: str, kind: str, how: str = "") -> list[dict[str, Any]]:
-    """What was found with each seed of one kind (tuning left out)."""
+    """Results of all seeds of one kind, without tuning runs."""
     keys = [key for key in runs if key.startswith(f"{task}/{kind}/") and "/tuning/" not in key]
     return [runs[key] for key in sorted(keys) if key.endswith(how)]
 
 
 def kinds_of(runs: Runs, task: str) -> list[str]:
-    """Those that were run, in the order of `STYLES`."""
+    """Kinds with results, in the order of `STYLES`."""
     found = {k.split("/")[1] for k in runs if k.startswith(f"{task}/") and "/tuning/" not in k}
     return sorted(found, key=list(STYLES).index)
 
@@ -47,7 +47,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def tables(runs: Runs) -> str:
-    """Markdown: one table of the made-up tasks, one of how soon copying heads form, one of the text."""
+    """Markdown tables: synthetic tasks, steps until induction heads form, text."""
     made_up = [_made_up(runs, t) for t in ("recall", "copying", "copying longer") if kinds_of(runs, t)]
     parts = [*made_up, _repetition(runs), _text(runs), _text(runs, "text longer", ("compute",))]
     return "\n\n".join(part for part in parts if part)
@@ -59,9 +59,9 @@ def _made_up(runs: Runs, task: str) -> str:
         found = seeds_of(runs, task, kind)
         sizes = list(found[0]["accuracy"])
         if not lines:
-            of = "pairs" if task == "recall" else "tokens"
+            unit = "pairs" if task == "recall" else "tokens"
             lines = [
-                f"| {task}, share right | rate | {' | '.join(f'{s} {of}' for s in sizes)}, each seed | steps |",
+                f"| {task}, share correct | rate | {' | '.join(f'{s} {unit}' for s in sizes)}, each seed | steps |",
                 "|---" * (3 + len(sizes)) + "|",
             ]
         means = [f"{mean([f['accuracy'][s] for f in found]):.2f}" for s in sizes[:-1]]
@@ -75,7 +75,7 @@ def _made_up(runs: Runs, task: str) -> str:
 
 def _repetition(runs: Runs) -> str:
     lines = [
-        "| copying heads: steps until | rate | 50 % right, each seed | 90 % | 99 % |",
+        "| induction heads: steps until | rate | 50 % correct, each seed | 90 % | 99 % |",
         "|---|---|---|---|---|",
     ]
     for kind in kinds_of(runs, "repetition"):
@@ -86,9 +86,9 @@ def _repetition(runs: Runs) -> str:
 
 
 def first(run: dict[str, Any], share: float) -> int | str:
-    """The step of the first look that found so much right."""
-    looks = [n for n, x in enumerate(run["looks"], start=1) if x >= share]
-    return looks[0] * run["every"] if looks else f"not in {run['steps']}"
+    """The step of the first evaluation with at least this share correct."""
+    reached = [n for n, x in enumerate(run["evaluations"], start=1) if x >= share]
+    return reached[0] * run["every"] if reached else f"not in {run['steps']}"
 
 
 def _text(runs: Runs, task: str = "text", ways: Sequence[str] = ("compute", "seconds")) -> str:
@@ -114,25 +114,25 @@ def _text(runs: Runs, task: str = "text", ways: Sequence[str] = ("compute", "sec
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Four panels, as a PNG; without matplotlib a word about it, for nothing else here needs it."""
+    """Write four panels as a PNG. Without matplotlib, print a note and return."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no picture: matplotlib is not installed")
+        print("no plot: matplotlib is not installed")
         return
     figure = Figure(figsize=(13, 9.6), layout="constrained")
     (one, two), (three, four) = figure.subplots(2, 2)
-    _curves(one, runs, "recall", "Associative recall: share of values that are right", 1 / 32)
-    _curves(two, runs, "copying", "Selective copying: share of tokens that are right", 1 / 16)
+    _curves(one, runs, "recall", "Associative recall: share of correct values", 1 / 32)
+    _curves(two, runs, "copying", "Selective copying: share of correct tokens", 1 / 16)
     _bits(three, runs)
     _below(four, runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    print(f"picture: {path}")
+    print(f"plot: {path}")
 
 
 def _curves(axis: Any, runs: Runs, task: str, title: str, chance: float) -> None:
-    """Accuracy over size: a line through the means, and a dot for each seed."""
+    """Plot accuracy over size: a line through the means and a dot per seed."""
     ends = []
     for kind in kinds_of(runs, task):
         found = seeds_of(runs, task, kind)
@@ -156,7 +156,7 @@ def _curves(axis: Any, runs: Runs, task: str, title: str, chance: float) -> None
         most = max(f["steps"] for f in found)
         few = ", 1 seed" if len(found) == 1 else ""
         ends.append((means[-1], f"{NAMES.get(kind, kind)}, {most:,} steps{few}", colour, last))
-    # Names at the ends of the lines, pushed apart where lines end together: upwards, then down from the top.
+    # Labels at the line ends. Overlapping labels are moved: upwards, then down from the top.
     ends.sort()
     heights, gap = [end[0] for end in ends], 0.05
     for n in range(1, len(ends)):
@@ -179,7 +179,7 @@ def _curves(axis: Any, runs: Runs, task: str, title: str, chance: float) -> None
 
 
 def _bits(axis: Any, runs: Runs) -> None:
-    """Bits per character: a dot a seed, filled for equal compute, hollow for equal CPU seconds."""
+    """Plot bits per character: one dot per seed, filled for equal compute, hollow for equal CPU seconds."""
     kinds = sorted(
         (k for k in kinds_of(runs, "text") if seeds_of(runs, "text", k, "seconds")),
         key=lambda k: -mean([f["bits"] for f in seeds_of(runs, "text", k, "compute")]),
@@ -208,24 +208,24 @@ def _bits(axis: Any, runs: Runs) -> None:
         names.append(f"{NAMES.get(kind, kind)},\n{found_long[0]['steps']:,} steps")
     axis.set_yticks(range(len(names)), names)
     axis.margins(x=0.12)
-    axis.set_title("Text: bits per character, held out (fewer is better)", fontsize=11, loc="left")
+    axis.set_title("Text: bits per character, held out (lower is better)", fontsize=11, loc="left")
     if kinds:
         axis.legend(fontsize=8, frameon=False, loc="best")
     _plain(axis)
 
 
 def _below(axis: Any, runs: Runs) -> None:
-    """Above, how copying heads form; below, how evenly the experts are used."""
+    """Plot accuracy on repetition by step (upper), and the load of the experts (lower)."""
     axis.axis("off")
     upper, lower = axis.inset_axes((0.12, 0.66, 0.86, 0.34)), axis.inset_axes((0.12, 0.0, 0.86, 0.46))
     for kind in kinds_of(runs, "repetition"):
         for seed, f in enumerate(seeds_of(runs, "repetition", kind)):
-            steps = [f["every"] * n for n in range(len(f["looks"]) + 1)]
+            steps = [f["every"] * n for n in range(len(f["evaluations"]) + 1)]
             label = NAMES.get(kind, kind) if seed == 0 else None
-            upper.plot(steps, [1 / 64, *f["looks"]], color=STYLES[kind][0], linewidth=1.3, label=label)
+            upper.plot(steps, [1 / 64, *f["evaluations"]], color=STYLES[kind][0], linewidth=1.3, label=label)
     upper.set_ylim(0, 1.04)
     upper.legend(fontsize=8, frameon=False, loc="lower right")
-    upper.set_title("Copying heads: share of a repetition of random ids, by step", fontsize=11, loc="left")
+    upper.set_title("Induction heads: accuracy on repeated random ids, by step", fontsize=11, loc="left")
     _plain(upper)
     found = seeds_of(runs, "text longer", "experts") or seeds_of(runs, "text", "experts", "compute")
     for seed, f in enumerate(found):
@@ -233,7 +233,7 @@ def _below(axis: Any, runs: Runs) -> None:
             offset = (seed * 2 + layer - 2.5) * 0.13
             lower.bar(
                 [e + offset for e in range(len(loads))], loads, width=0.12, color=("#1f4e99", "#86b9ea")[layer],
-                label=f"layer {layer + 1}, a bar a seed" if seed == 0 else None,
+                label=f"layer {layer + 1}, one bar per seed" if seed == 0 else None,
             )  # fmt: skip
     if found:
         even = 1 / len(found[0]["loads"][0])
@@ -243,7 +243,7 @@ def _below(axis: Any, runs: Runs) -> None:
         )
         lower.set_ylim(0, 2.4 * even)
         lower.legend(fontsize=8, frameon=False, ncols=3, loc="upper left")
-    lower.set_title("Experts: share of held-out tokens that each one gets", fontsize=11, loc="left")
+    lower.set_title("Experts: share of held-out tokens per expert", fontsize=11, loc="left")
     lower.set_xlabel("expert")
     _plain(lower)
 

@@ -1,15 +1,15 @@
-"""Does llama.cpp run the model that we trained? Its logits, greedy ids and bits per byte beside ours, from one GGUF file.
+"""An exported model in llama.cpp: logits, greedy ids and bits per byte compared with Whorl's, from one GGUF file.
 
-.venv/bin/python bench/models/gguf_export.py [--quick]     (needs `gguf` and `llama-cpp-python`)
+    python bench/models/gguf_export.py [--quick]     (needs `gguf` and `llama-cpp-python`)
 
-A tokenizer and a small model (Qwen3's shape, 4 layers) learn the standard library for some minutes, so that the logits are
-those of a model and not noise; then it is written in three types, and llama.cpp reads each file on the CPU with a cache
-in full precision. The bar: in fp32, bits per byte of held-out source within 1e-4 of ours, relatively, and the same greedy
-ids.
+A tokenizer and a small model (Qwen3's architecture, 4 layers) are trained on the standard library for some minutes, so
+that the logits are not noise. The model is exported in three dtypes, and llama.cpp reads each file on the CPU with a
+cache in full precision. Bar: in fp32, bits per byte of held-out source within 1e-4 of Whorl's, relatively, and equal
+greedy ids.
 
-Printed besides: how many of our tokens llama.cpp finds, on several kinds of text, by the name for the pattern that is
-written and by two others; and the bits per byte that its own ids cost, against ours: the price of the pattern that GGUF has
-no name for. --quick: fewer steps, fewer texts.
+Also printed: the share of Whorl's tokens that llama.cpp finds in several kinds of text, with three pre-tokenizer names.
+GGUF has no name for Whorl's pre-tokenizer pattern; the bits per byte of llama.cpp's ids show the cost.
+--quick: fewer steps, fewer texts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse
 
 from whorl.models.exchange.gguf.file import export_gguf
 from whorl.models.exchange.gguf.vocabulary import read_vocabulary
@@ -42,7 +43,7 @@ from whorl.tokens.tokenizer import Tokenizer
 
 QUICK = "--quick" in sys.argv
 STEPS, ROWS, LENGTH, VOCAB = (60 if QUICK else 400), 8, 256, 4096
-CONTEXT, BYTES = 1024, 2000  # of llama.cpp; of each document that is asked
+CONTEXT, BYTES = 1024, 2000  # of llama.cpp; of each scored document
 WORLD = (
     "Füße über Ägypten, naïve café — “quoted”… el niño habló; łódź, čeština. Немного кириллицы: мама мыла раму. "
     "日本語のテキストと漢字。 한국어 문장. ελληνικά γράμματα, עברית, العربية ٣٤٥. 👩‍🔬 → ≤ ∑ € 12 %\n"
@@ -50,7 +51,7 @@ WORLD = (
 
 
 def texts() -> tuple[list[bytes], dict[str, list[str]]]:
-    """What is learnt, and what is asked, by kind."""
+    """(training texts, held-out texts by kind)."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     random.Random(0).shuffle(files)
     held = [f.read_text(encoding="utf-8", errors="replace") for f in files[-(4 if QUICK else 12) :]]
@@ -64,15 +65,15 @@ def texts() -> tuple[list[bytes], dict[str, list[str]]]:
     return [f.read_bytes() for f in files[:80]], kinds
 
 
-def trained(tokenizer: Tokenizer, learnt: list[bytes]) -> Transformer:
-    """A small model that has seen the standard library."""
+def trained(tokenizer: Tokenizer, texts: list[bytes]) -> Transformer:
+    """A small model trained on `texts`."""
     heads = AttentionConfig(n_heads=6, n_kv_heads=2, head_dim=32, qk_norm=True)
     config = TransformerConfig(
         vocab_size=tokenizer.vocab_size, d_model=192, n_layers=4, max_length=2048, mixers={"full": heads}, mlp_hidden=512,
         tie_embeddings=True,
     )  # fmt: skip
     model = Transformer(config, torch.Generator().manual_seed(0))
-    ids = torch.from_numpy(np.concatenate([tokenizer.encode_document(d) for d in learnt]).astype(np.int64))
+    ids = torch.from_numpy(np.concatenate([tokenizer.encode_document(d) for d in texts]).astype(np.int64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     draw = torch.Generator().manual_seed(1)
     for step in range(STEPS):
@@ -85,12 +86,12 @@ def trained(tokenizer: Tokenizer, learnt: list[bytes]) -> Transformer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    print(f"trained: {STEPS} steps, loss {loss.item():.3f} nats a token")
+    print(f"trained: {STEPS} steps, loss {loss.item():.3f} nats per token")
     return model.eval()
 
 
-class Engine:
-    """llama.cpp over one file, one thread, everything in full precision."""
+class LlamaCpp:
+    """llama.cpp over one file: one thread, full precision."""
 
     def __init__(self, file: Path) -> None:
         import llama_cpp
@@ -107,13 +108,13 @@ class Engine:
         return torch.from_numpy(self.library.scores[: len(ids)].copy())
 
     def ids(self, text: str) -> list[int]:
-        """Its own ids of a text."""
+        """llama.cpp's ids of a text."""
         found: list[int] = self.library.tokenize(text.encode(), add_bos=False, special=False)
         return found
 
 
 def bits(logits: Any, tokenizer: Tokenizer, documents: Sequence[Sequence[int]]) -> float:
-    """Bits per byte of documents, after bos."""
+    """Bits per byte of documents that follow bos."""
     nats = n_bytes = 0.0
     for ids in documents:
         row = [tokenizer.bos_id, *ids]
@@ -122,14 +123,14 @@ def bits(logits: Any, tokenizer: Tokenizer, documents: Sequence[Sequence[int]]) 
     return nats / math.log(2) / n_bytes
 
 
-def borders(tokenizer: Tokenizer, ids: Sequence[int]) -> set[tuple[int, int]]:
-    """Where each token begins and ends, in bytes."""
+def spans(tokenizer: Tokenizer, ids: Sequence[int]) -> set[tuple[int, int]]:
+    """(start, end) of each token, in bytes."""
     ends = np.cumsum([0, *(len(tokenizer.token_bytes[i]) for i in ids)]).tolist()
     return set(itertools.pairwise(ends))
 
 
 def agreement(tokenizer: Tokenizer, folder: Path, kinds: dict[str, list[str]]) -> None:
-    """Prints how many of our tokens llama.cpp finds."""
+    """Print the share of Whorl's tokens that llama.cpp finds."""
     import gguf
     import llama_cpp
 
@@ -148,14 +149,14 @@ def agreement(tokenizer: Tokenizer, folder: Path, kinds: dict[str, list[str]]) -
         engine: Any = llama_cpp.Llama(str(folder / "v.gguf"), vocab_only=True, verbose=False)
         shares = []
         for kind, given in kinds.items():
-            same = wanted = 0
+            same = total = 0
             for text in given:
-                ours = borders(tokenizer, tokenizer.encode(text).tolist())
+                ours = spans(tokenizer, tokenizer.encode(text).tolist())
                 found = engine.tokenize(text.encode(), add_bos=False, special=False)
                 assert tokenizer.decode(found) == text.encode()
-                same, wanted = same + len(ours & borders(tokenizer, found)), wanted + len(ours)
-            shares.append(f"{kind} {100 * same / wanted:.1f} %")
-        order = "merges as trained" if merges is in_order else "merges of signs first"
+                same, total = same + len(ours & spans(tokenizer, found)), total + len(ours)
+            shares.append(f"{kind} {100 * same / total:.1f} %")
+        order = "merges as trained" if merges is in_order else "punctuation merges first"
         print(f"  {name}, {order}: {', '.join(shares)}")
 
 
@@ -164,16 +165,20 @@ def _listed(folder: Path) -> list[str]:
 
 
 def main() -> None:
+    parse(__doc__, lambda p: p.add_argument("--quick", action="store_true"))
+    if not (find_spec("llama_cpp") and find_spec("gguf")):
+        print("skipped: needs llama_cpp and gguf (pip install llama-cpp-python gguf)")
+        sys.exit(77)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    learnt, kinds = texts()
+    training, kinds = texts()
     held = [text[:BYTES] for text in kinds["Python source"]]
     with tempfile.TemporaryDirectory() as name, torch.no_grad():
         folder = Path(name)
-        tokenizer = Tokenizer.train(learnt, VOCAB, workers=1)
+        tokenizer = Tokenizer.train(training, VOCAB, workers=1)
         tokenizer.save(folder)
         with torch.enable_grad():
-            model = trained(tokenizer, learnt)
+            model = trained(tokenizer, training)
 
         def own(ids: Sequence[int]) -> torch.Tensor:
             logits: torch.Tensor = model.logits(model(torch.tensor([list(ids)])))[0]
@@ -186,38 +191,39 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             file = folder / f"{dtype}.gguf".removeprefix("torch.")
             export_gguf(model, file, source=folder, dtype=dtype)
-            engine = Engine(file)
-            theirs = bits(engine.logits, tokenizer, ids)
+            engine = LlamaCpp(file)
+            found = bits(engine.logits, tokenizer, ids)
             row = [tokenizer.bos_id, *ids[0]]
-            apart = (engine.logits(row) - own(row)).abs().max().item()
+            difference = (engine.logits(row) - own(row)).abs().max().item()
             same = sum(a == b for a, b in zip(continued(engine.logits, prompt), greedy, strict=True))
-            samples.append((str(dtype), round(theirs, 6), round(apart, 6), same))
+            samples.append((str(dtype), round(found, 6), round(difference, 6), same))
             print(
-                f"{dtype}: {theirs:.6f} bits per byte (ours {ours:.6f}), logits {apart:.2g} apart at most, "
-                f"{same} of {len(greedy)} greedy ids the same, {file.stat().st_size / 1e6:.1f} MB"
+                f"{dtype}: {found:.6f} bits per byte (ours {ours:.6f}), logits differ by at most {difference:.2g}, "
+                f"{same} of {len(greedy)} greedy ids equal, {file.stat().st_size / 1e6:.1f} MB"
             )
             if dtype == torch.float32:
-                peer, greedy_same = theirs, same
+                peer, greedy_same = found, same
                 by_its_ids = bits(engine.logits, tokenizer, [engine.ids(text) for text in held])
-                print(f"  by its own ids: {by_its_ids:.6f}, {100 * (by_its_ids / theirs - 1):+.2f} %")
-        print("tokens of ours that llama.cpp finds:")
+                print(f"  with llama.cpp's ids: {by_its_ids:.6f}, {100 * (by_its_ids / found - 1):+.2f} %")
+        print("share of Whorl's tokens that llama.cpp finds:")
         agreement(tokenizer, folder, kinds)
-    apart = abs(peer / ours - 1)
+    error = abs(peer / ours - 1)
     claim(
-        "llama.cpp runs an exported model as we do",
+        "bits per byte of an exported model, relative difference",
         ours=ours,
         peer=peer,
         unit="bits per byte",
-        ratio=apart,
+        ratio=error,
         bar=1e-4,
-        ok=apart <= 1e-4 and greedy_same == len(greedy),
+        ok=error <= 1e-4 and greedy_same == len(greedy),
         samples=samples,
         quick=QUICK,
+        peer_name="llama.cpp",
     )
 
 
 def continued(logits: Any, prompt: Sequence[int], n: int = 48) -> list[int]:
-    """The `n` likeliest ids, one after the other."""
+    """Greedy continuation by `n` ids."""
     ids = list(prompt)
     for _ in range(n):
         ids.append(int(logits(ids)[-1].argmax()))

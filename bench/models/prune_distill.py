@@ -1,20 +1,19 @@
-"""A third of a trained model's heads and channels taken out: what is lost, and what a short distillation brings back.
+"""Pruning a third of a trained model's heads and channels: the loss, and the recovery by a short distillation.
 
-    python bench/models/prune_distill.py --store STORE [--model quickstart/pretrain] [--folder DIR] [--every 8] [--steps 150]
-                                 [--seconds 110] [--quick]
+    python bench/models/prune_distill.py --store STORE [--model quickstart/pretrain] [--folder DIR] [--every 8]
+                                         [--steps 150] [--seconds 110] [--quick]
 
-Held-out files of the model's own token set are scored (every so-many-th). Each way to choose what goes is measured as it
-comes, and some after `--steps` steps of 8 rows of 256 tokens: of distillation from the whole model (its 32 likeliest ids),
-or of next-token training, the control. All are given the same rows of text, with AdamW at the same rate (warm-up, then
-linearly to 0); embeddings and n-gram tables are left as they are. Results are kept in DIR, and the same command goes on
-with what is missing for `--seconds`.
+Held-out files of the model's token set are scored (every `--every`-th). Each pruning criterion is measured without
+training. Some are measured again after `--steps` steps of 8 rows of 256 tokens: distillation from the dense model (its
+top 32 logits), or next-token training, the control. All see the same rows, with AdamW at one rate (warm-up, then linear
+decay to 0). Embeddings and n-gram tables are frozen. Results are stored in DIR. The same command continues with the
+missing ones, for `--seconds`.
 
-The claim: as it comes, the surgeon's model loses at most half of what the same measure without refit ("activation") loses.
+Bar: without training, the optimal brain surgeon ("obs") loses at most half of the bits of the "activation" criterion.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,7 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
-from bench._run import claim
+from bench._run import claim, parse, sized
+from bench.models._smoke_store import open_store
 
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import LanguageModel, load_model
@@ -32,11 +32,10 @@ from whorl.models.pruning.prune import prune, teacher_log_probs
 from whorl.objectives.distil import distil_top_k
 from whorl.objectives.next_token import next_token
 from whorl.recipes.steps.quantize import calibration_rows
-from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 
-ROWS, LENGTH, TOP, RATE = 8, 256, 32, 5e-4
-# name -> (measure, what it is trained by)
+ROWS, LENGTH, TOP, RATE = sized((8, 256, 32, 5e-4), (2, 32, 8, 5e-4))
+# name -> (criterion, objective of the training)
 KINDS: dict[str, tuple[str | None, str | None]] = {
     "dense": (None, None),
     "surgeon": ("obs", None),
@@ -58,11 +57,11 @@ def bits(model: LanguageModel, tokens: TokenSet, every: int) -> float:
 
 
 def recover(student: LanguageModel, teacher: LanguageModel, by: str, tokens: TokenSet, steps: int) -> None:
-    """Trains the student for a little while."""
-    apart = ("embedding", "memory.")
-    learned = [p for name, p in student.named_parameters() if not name.startswith(apart)]
+    """Train the student for `steps` steps."""
+    frozen = ("embedding", "memory.")
+    learned = [p for name, p in student.named_parameters() if not name.startswith(frozen)]
     for name, p in student.named_parameters():
-        p.requires_grad_(not name.startswith(apart))
+        p.requires_grad_(not name.startswith(frozen))
     optimiser = torch.optim.AdamW(learned, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     rows = torch.cat(calibration_rows(tokens.folder, steps * ROWS, LENGTH + 1, 1))
     student.train()
@@ -86,18 +85,22 @@ def recover(student: LanguageModel, teacher: LanguageModel, by: str, tokens: Tok
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--store")
-    parser.add_argument("--model", default="quickstart/pretrain")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--every", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
+    given = parse(
+        __doc__,
+        lambda p: (
+            p.add_argument("--store"),
+            p.add_argument("--model", default="quickstart/pretrain"),
+            p.add_argument("--folder", type=Path),
+            p.add_argument("--every", type=int, default=8),
+            p.add_argument("--steps", type=int, default=150),
+            p.add_argument("--seconds", type=float, default=0.0),
+            p.add_argument("--quick", action="store_true"),
+        ),
+        smoke={"every": 1, "steps": 2},
+    )
     every, steps = (40, 10) if given.quick else (given.every, given.steps)
     torch.set_num_threads(1)
-    store = Store(given.store)
+    store = open_store(given.store)
     artifact = store.open(given.model)
     tokens_of = store.find(artifact.parents["tokens"])
     assert tokens_of is not None, "the model's token set is not in this store"
@@ -105,7 +108,7 @@ def main() -> None:
     dense = load_model(artifact.path)
     config = dense.config
     target = {"heads": max(1, config.n_heads * 2 // 3), "mlp_hidden": config.mlp_hidden * 2 // 3}
-    rows = calibration_rows(tokens.folder, 64, 512, 0)
+    rows = calibration_rows(tokens.folder, *sized((64, 512), (8, 64)), 0)
     folder = given.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"prune-{every}-{steps}.json"
@@ -125,20 +128,21 @@ def main() -> None:
         path.write_text(json.dumps(results))
         print(f"{name}: {results[name]['bits']:.4f}", flush=True)
     if len(results) < len(KINDS):
-        print(f"{len(results)} of {len(KINDS)} are done; the same command goes on")
+        print(f"{len(results)} of {len(KINDS)} are done; run the same command again to continue")
         return
     base = results["dense"]["bits"]
     print(
-        f"{target}, {steps} steps\n| what goes | weights of the blocks | bits per byte | more |\n|---|---|---|---|"
+        f"{target}, {steps} steps\n| criterion | weights of the blocks | bits per byte | increase |\n|---|---|---|---|"
     )
     for name in KINDS:
         r = results[name]
         print(f"| {name} | {r['matrices'] / 1e6:.2f} M | {r['bits']:.3f} | {r['bits'] - base:+.3f} |")
     ours, peer = results["surgeon"]["bits"] - base, results["activation"]["bits"] - base
     claim(
-        "bits per byte lost with a third of heads and channels gone: surgeon against activations times weights",
+        "bits per byte lost with a third of heads and channels pruned, OBS",
         ours=ours, peer=peer, unit="bits per byte", ratio=ours / peer, bar=0.5, ok=ours <= 0.5 * peer,
         samples=[{name: round(r["bits"], 4) for name, r in results.items()}], quick=given.quick,
+        peer_name="activations times weights",
     )  # fmt: skip
 
 

@@ -1,20 +1,21 @@
-"""Bits per byte, size and speed of a trained model in each kind of bits.
+"""Bits per byte, size and speed of a trained model in each quantization scheme.
 
-    python bench/models/quantization.py --store STORE [--model quickstart/pretrain] [--folder DIR] [--every 4] [--seconds 110]
-                                    [--time] [--quick]
+    python bench/models/quantization.py --store STORE [--model quickstart/pretrain] [--folder DIR] [--every 4]
+                                        [--seconds 110] [--time] [--quick]
 
-Held-out files of the model's own token set are scored (every so-many-th; 1 for all), with rounding to the nearest and with
-calibration on text that it was trained on (64 rows of 512 tokens). Results are kept in DIR, and the same command goes on
-with what is missing for `--seconds`. `--time` times a step of 1, 8 and 32 rows through the 48 matrices of a decoder of 12 x
-768 (85 M weights, which no cache holds), each scheme in turn, medians, one thread: on a quiet machine only. Each runs by
-torch's fastest way that fits, as `QuantisedLinear` finds it; the engine's own kernels are measured elsewhere.
+Held-out files of the model's token set are scored (every `--every`-th), with rounding to nearest and with calibration
+(GPTQ) on 64 rows of 512 training tokens. Results are stored in DIR. The same command continues with the missing ones,
+for `--seconds`.
 
-The claim: of what int4 in groups of 64 loses by rounding to the nearest, calibration leaves at most half.
+`--time` times a step of 1, 8 and 32 rows through the 48 matrices of a decoder of 12 x 768 (85 M weights, more than any
+cache). Schemes alternate; figures are medians on one thread. Each uses torch's fastest operation, as `QuantizedLinear`
+selects it. The engine's kernels are measured in `bench/engine/native_step.py`.
+
+Bar: calibration loses at most half of the bits that int4 in groups of 64 loses with rounding to nearest.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -26,7 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
-from bench._run import claim
+from bench._run import claim, parse, sized
+from bench.models._smoke_store import open_store
 
 from whorl.engine.cache.kv_int8 import dequantize_kv, quantize_kv
 from whorl.evals.likelihood import bits_per_byte, document_nats
@@ -37,7 +39,6 @@ from whorl.nn import Linear
 from whorl.nn.attention import causal
 from whorl.nn.quantized_linear import QuantizedLinear
 from whorl.recipes.steps.quantize import calibration_rows
-from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 
 BASE, NEAREST, CALIBRATED = "fp32", "int4, groups of 64", "int4, groups of 64, calibrated"
@@ -67,21 +68,21 @@ KINDS: dict[str, Any] = {
 
 
 @contextmanager
-def int8_cache(wanted: bool) -> Iterator[None]:
-    """Within it the decoder attends to keys and values that went through int8."""
-    own = causal.causal_attention
+def int8_cache(enabled: bool) -> Iterator[None]:
+    """Within it, attention uses keys and values rounded to int8."""
+    original = causal.causal_attention
 
     def rounded(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
-        return own(
+        return original(
             q, dequantize_kv(quantize_kv(k), k.dtype), dequantize_kv(quantize_kv(v), v.dtype), segments
         )
 
-    if wanted:
+    if enabled:
         causal.causal_attention = rounded
     try:
         yield
     finally:
-        causal.causal_attention = own
+        causal.causal_attention = original
 
 
 def measure(kind: dict[str, Any], folder: Path, tokens: TokenSet, every: int) -> dict[str, Any]:
@@ -89,7 +90,11 @@ def measure(kind: dict[str, Any], folder: Path, tokens: TokenSet, every: int) ->
     model = load_model(folder, kind.get("dtype", torch.float32))
     began = time.perf_counter()
     if scheme := kind.get("scheme"):
-        rows = calibration_rows(tokens.folder, 64, 512, 0) if scheme.rounding == "calibrated" else []
+        rows = (
+            calibration_rows(tokens.folder, *sized((64, 512), (8, 64)), 0)
+            if scheme.rounding == "calibrated"
+            else []
+        )
         quantize_model(model, scheme, rows)
     seconds = time.perf_counter() - began
     matrices = 0
@@ -124,7 +129,7 @@ TIMED = {
 
 @torch.inference_mode()
 def timed(layers: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Name -> rows -> milliseconds of a step through all matrices; and their bytes."""
+    """By name: milliseconds of a step through all matrices by rows, and their bytes."""
     torch.set_num_threads(1)
     stacks: dict[str, list[Any]] = {name: [] for name in TIMED}
     for number in range(layers):
@@ -138,7 +143,7 @@ def timed(layers: int, rounds: int) -> dict[str, dict[str, float]]:
                 else:
                     stacks[name].append(
                         QuantizedLinear.from_linear(
-                            plain, scheme.format, scheme.group, dynamic=scheme.dynamic
+                            plain, scheme.format, scheme.group_size, dynamic=scheme.dynamic
                         )
                     )
     found: dict[str, dict[str, float]] = {name: {} for name in TIMED}
@@ -167,15 +172,19 @@ def timed(layers: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--store")
-    parser.add_argument("--model", default="quickstart/pretrain")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--every", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
+    given = parse(
+        __doc__,
+        lambda p: (
+            p.add_argument("--store"),
+            p.add_argument("--model", default="quickstart/pretrain"),
+            p.add_argument("--folder", type=Path),
+            p.add_argument("--every", type=int, default=4),
+            p.add_argument("--seconds", type=float, default=0.0),
+            p.add_argument("--time", action="store_true"),
+            p.add_argument("--quick", action="store_true"),
+        ),
+        smoke={"every": 1},
+    )
     every = 40 if given.quick else given.every
     folder = given.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,33 +197,35 @@ def main() -> None:
             print(f"| {name} | {' | '.join(cells)} |")
         return
     torch.set_num_threads(1)
-    store = Store(given.store)
+    store = open_store(given.store)
     model = store.open(given.model)
     tokens = store.find(model.parents["tokens"])
     assert tokens is not None, "the model's token set is not in this store"
     path = folder / f"bits-{every}.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     began = time.monotonic()
-    wanted = [BASE, NEAREST, CALIBRATED] if given.quick else list(KINDS)
-    for name in wanted:
+    schemes = [BASE, NEAREST, CALIBRATED] if given.quick else list(KINDS)
+    for name in schemes:
         if name not in results and not (given.seconds and time.monotonic() - began > given.seconds):
             results[name] = measure(KINDS[name], model.path, TokenSet(tokens.path), every)
             path.write_text(json.dumps(results))
             print(f"{name}: {results[name]['bits_per_byte']:.5f}", flush=True)
-    if any(name not in results for name in wanted):
-        print(f"{len(results)} of {len(wanted)} are done; the same command goes on")
+    if any(name not in results for name in schemes):
+        print(f"{len(results)} of {len(schemes)} are done; run the same command again to continue")
         return
     base = results[BASE]["bits_per_byte"]
-    print("| kept as | bits per byte | more | matrices, MB | file, MB |\n|---|---|---|---|---|")
-    for name in wanted:
+    print("| scheme | bits per byte | increase | matrices, MB | file, MB |\n|---|---|---|---|---|")
+    for name in schemes:
         r = results[name]
         cells = [f"{r['bits_per_byte']:.4f}", f"{r['bits_per_byte'] - base:+.4f}"]
         print(f"| {name} | {' | '.join(cells)} | {r['matrices'] / 1e6:.2f} | {r['file'] / 1e6:.1f} |")
-    lost, left = (results[name]["bits_per_byte"] - base for name in (NEAREST, CALIBRATED))
+    nearest, calibrated = (results[name]["bits_per_byte"] - base for name in (NEAREST, CALIBRATED))
     claim(
-        "bits per byte that int4 in groups of 64 loses, calibrated against rounded to the nearest",
-        ours=left, peer=lost, unit="bits per byte", ratio=left / lost, bar=0.5, ok=left <= 0.5 * lost,
+        "bits per byte lost by int4, groups of 64, GPTQ",
+        ours=calibrated, peer=nearest, unit="bits per byte", ratio=calibrated / nearest, bar=0.5,
+        ok=calibrated <= 0.5 * nearest,
         samples=[{name: round(r["bits_per_byte"], 5) for name, r in results.items()}], quick=given.quick,
+        peer_name="round to nearest",
     )  # fmt: skip
 
 

@@ -1,29 +1,30 @@
-"""What each kind of layer learns: looking up, copying what matters, text, experts against a dense model.
+"""Each kind of layer on recall, copying, repetition and text, and experts against a dense model.
 
-    .venv/bin/python bench/models/synthetic_tasks.py                               # all of it, 3 seeds, one thread: about an hour
-    .venv/bin/python bench/models/synthetic_tasks.py --task recall --results FILE  # one task; FILE keeps what earlier calls found
-    .venv/bin/python bench/models/synthetic_tasks.py --draw --results FILE         # tables, docs/models_proofs.png, from FILE alone
-    .venv/bin/python bench/models/synthetic_tasks.py --quick                       # one seed, few steps: only to see that it runs
+    python bench/models/synthetic_tasks.py                               # all tasks, 3 seeds, one thread: about an hour
+    python bench/models/synthetic_tasks.py --task recall --results FILE  # one task; FILE keeps the results of earlier calls
+    python bench/models/synthetic_tasks.py --draw --results FILE         # tables and docs/models_proofs.png from FILE
+    python bench/models/synthetic_tasks.py --quick                       # one seed, few steps
 
-recall      key-value pairs, then the keys again in another order: the share of values that follow rightly.
+recall      key-value pairs, then the keys in another order: share of correct values.
 copying     tokens at random places among noise, then as many marks: the tokens in order.
-repetition  random ids, then the same again: after how many steps heads have formed that copy, and what brings them forward.
-text        characters of a play: bits per character on its last tenth, at equal compute (FLOPs of training) and after equal
-            CPU seconds of this process, which runs on one thread; 8 experts, top 2, against the dense MLP of the same
-            active FLOPs, and how evenly they are used.
-longer      copying and text once more with 2 and 3 times as many steps, for what needs them; rates as found above.
+repetition  random ids, then the same again: steps until induction heads form, and the layers that speed it up.
+text        characters of a play: bits per character on its last tenth, at equal compute (training FLOPs) and at equal CPU
+            seconds on one thread; 8 experts, top 2, against a dense MLP of equal active FLOPs, and the experts' load.
+longer      copying and text again with 2 and 3 times the steps for slow layers; rates as above.
 
-The tasks and their papers: `_proofs_tasks.py`; the models, all two layers that differ in their mixer alone, 64 wide (text:
-128): `_proofs_models.py`. Every kind of layer gets the same search for its learning rate in every task: one run of `TUNING`
-of the steps for each of `RATES`, with a seed that counts nowhere else. A made-up run ends early when 99 of 100 answers are
-right in two looks in a row, each at fresh rows; what is told then is the step of the first of the two.
+Tasks and papers: `_synthetic_data.py`. Models: `_synthetic_models.py`; all have two layers, differ only in the mixer,
+and are 64 wide (text: 128). Every kind of layer gets the same search for its learning rate in every task: one run of
+`TUNING` of the steps for each of `RATES`, with a separate seed. A synthetic run ends early after two successive
+evaluations on fresh rows with 99 % correct; the step of the first of them is reported.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+import sysconfig
+import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,26 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized, smoke
 from bench.models._synthetic_data import TASKS, Batch, characters, stretches
-from bench.models._synthetic_models import RATES, Enough, accuracy, bits_per_character, build, mixers, train
+from bench.models._synthetic_models import (
+    RATES,
+    StopTraining,
+    accuracy,
+    bits_per_character,
+    build,
+    mixers,
+    train,
+)
 from bench.models._synthetic_report import draw, tables
 
 from whorl.nn.experts import Routing
 from whorl.tracking.seeds import numpy_rng
 
 TUNING, TUNING_SEED = 0.3, 100
-TOKENS = 1024  # a batch of a made-up task; of text twice as many
-KNOWN = 0.99
+TOKENS = sized(1024, 256)  # per batch of a synthetic task; text has twice as many
+EVALUATED = sized(128, 8)  # rows per evaluation
+SOLVED = 0.99  # accuracy
 COPIERS = ["attention", "smeared", "convolved"]
 LONGER = {"copying": (2.0, ["Mamba", "not selective", "GRU"]), "text": (3.0, ["attention", "experts"])}
 READERS = ["attention", "experts", "Mamba", "linear, decay", "GRU", "LSTM", "RNN"]
@@ -50,7 +60,7 @@ Result = dict[str, Any]
 
 
 class Results:
-    """What was found so far, by "task/kind/seed/how"; written to the file after each run, and looked up before."""
+    """Results by "task/kind/seed/limit". The file is written after each run and read at the start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,35 +79,42 @@ def once(results: Results, key: str, run: Any) -> Result:
 
 
 def made_up(name: str, kind: str, seed: int, rate: float, steps: int) -> Result:
-    """One run of recall, copying or repetition."""
+    """Run recall, copying or repetition once."""
     task = TASKS[name]
     model, rng = build(kind, task.vocab, 64, seed), numpy_rng(seed, name, "batches")
-    every, looks = (10 if name == "repetition" else 50), list[float]()
+    every, evaluations = (10 if name == "repetition" else 50), list[float]()
 
-    def known() -> bool:
-        return len(looks) > 1 and min(looks[-2:]) >= KNOWN
+    def solved() -> bool:
+        return len(evaluations) > 1 and min(evaluations[-2:]) >= SOLVED
 
-    def look(step: int) -> None:
-        rows = task.make(numpy_rng(seed, name, "look", step), 128, task.sizes[-1])
-        looks.append(round(accuracy(model, rows), 4))
-        if known():
-            raise Enough
+    def evaluate(step: int) -> None:
+        rows = task.make(numpy_rng(seed, name, "look", step), EVALUATED, task.sizes[-1])
+        evaluations.append(round(accuracy(model, rows), 4))
+        if solved():
+            raise StopTraining
 
     taken, seconds = train(
-        model, batches(lambda: task.batch(rng, TOKENS)), rate=rate, steps=steps, every=every, look=look
+        model,
+        batches(lambda: task.batch(rng, TOKENS)),
+        rate=rate,
+        steps=steps,
+        every=every,
+        evaluate=evaluate,
     )
     found = {
-        str(size): round(accuracy(model, task.make(numpy_rng(seed, name, "last", size), 256, size)), 4)
+        str(size): round(
+            accuracy(model, task.make(numpy_rng(seed, name, "last", size), 2 * EVALUATED, size)), 4
+        )
         for size in task.sizes
     }
-    reached = taken - every if known() else None
+    reached = taken - every if solved() else None
     return {
         "rate": rate,
         "steps": taken,
         "reached": reached,
         "accuracy": found,
         "every": every,
-        "looks": looks,
+        "evaluations": evaluations,
         "cpu_seconds": round(seconds, 1),
     }
 
@@ -107,34 +124,32 @@ def batches(make: Any) -> Iterator[Batch]:
         yield make()
 
 
-def best_rate(results: Results, task: str, kind: str, run: Any, worth: Any) -> float:
-    """The rate whose short run `run(rate)` is worth most."""
+def best_rate(results: Results, task: str, kind: str, run: Any, score: Any) -> float:
+    """The rate whose short run `run(rate)` has the best score."""
     found = {rate: once(results, f"{task}/{kind}/tuning/{rate:g}", lambda r=rate: run(r)) for rate in RATES}
-    return max(RATES, key=lambda rate: worth(found[rate]))
+    return max(RATES, key=lambda rate: score(found[rate]))
 
 
-def synthetic(
-    results: Results, name: str, kinds: list[str], a: argparse.Namespace, longer: float = 0
-) -> None:
-    """Every kind, its rate searched for, then all seeds. longer: with so many times the steps."""
+def synthetic(results: Results, name: str, kinds: list[str], a: Namespace, longer: float = 0) -> None:
+    """Tune the rate of every kind, then run all seeds. longer: factor of the steps."""
 
-    def worth(found: Result) -> tuple[float, float]:
+    def score(found: Result) -> tuple[float, float]:
         return -(found["reached"] or 10**9), sum(found["accuracy"].values())
 
     def short(kind: str, rate: float) -> Result:
         return made_up(name, kind, TUNING_SEED, rate, int(TUNING * a.steps))
 
-    rates = {k: best_rate(results, name, k, lambda rate, k=k: short(k, rate), worth) for k in kinds}
+    rates = {k: best_rate(results, name, k, lambda rate, k=k: short(k, rate), score) for k in kinds}
     steps, task = (int(longer * a.steps), f"{name} longer") if longer else (a.steps, name)
-    for seed in range(a.seeds):  # seeds outside: a run that is cut short has all kinds
+    for seed in range(a.seeds):  # seeds are the outer loop, so that an interrupted run has all kinds
         for kind in kinds:
             once(
                 results, f"{task}/{kind}/{seed}", lambda k=kind, s=seed: made_up(name, k, s, rates[k], steps)
             )
 
 
-def text(results: Results, kinds: list[str], a: argparse.Namespace, longer: float = 0) -> None:
-    """Bits per character at equal compute and after equal CPU seconds."""
+def text(results: Results, kinds: list[str], a: Namespace, longer: float = 0) -> None:
+    """Measure bits per character at equal compute and at equal CPU seconds."""
     training, held_out, vocab = characters(a.text)
     width, length, rows = 128, 128, 2 * TOKENS // 128
     flops = build("attention", vocab, width, 0).flops_per_token(length) * a.text_steps
@@ -148,27 +163,27 @@ def text(results: Results, kinds: list[str], a: argparse.Namespace, longer: floa
         )
         data = batches(lambda: stretches(training, rng, rows, length))
         taken, seconds = train(model, data, rate=rate, **limit)
-        records: list[Routing] = []
-        bits = bits_per_character(model, held_out, length, records)
+        routings: list[Routing] = []
+        bits = bits_per_character(model, held_out, length, routings)
         found: Result = {
             "rate": rate,
             "steps": taken,
             "bits": round(bits, 4),
             "cpu_seconds": round(seconds, 1),
         }
-        if records:  # one for each layer of each batch
-            layers = [torch.stack([r.counts.double() for r in records[n::2]]).sum(dim=0) for n in (0, 1)]
+        if routings:  # one per layer and batch
+            layers = [torch.stack([r.counts.double() for r in routings[n::2]]).sum(dim=0) for n in (0, 1)]
             found["loads"] = [[round(x, 4) for x in (c / c.sum()).tolist()] for c in layers]
         params = model.params()
         return found | {"total": params["total"], "active": params["active"]}
 
-    def worth(found: Result) -> float:
+    def score(found: Result) -> float:
         return -float(found["bits"])
 
     rates = {}
     for kind in kinds:
         rates[kind] = best_rate(
-            results, "text", kind, lambda r, k=kind: run(k, TUNING_SEED, r, "compute", TUNING), worth
+            results, "text", kind, lambda r, k=kind: run(k, TUNING_SEED, r, "compute", TUNING), score
         )
     task, ways = ("text longer", ["compute"]) if longer else ("text", ["compute", "seconds"])
     for seed in range(a.seeds):
@@ -178,36 +193,39 @@ def text(results: Results, kinds: list[str], a: argparse.Namespace, longer: floa
                 once(results, key, lambda k=kind, s=seed, h=how: run(k, s, rates[k], h, longer or 1.0))
 
 
-def claims(results: Results, a: argparse.Namespace) -> None:
-    """What was asked for, one line each; nothing for what was not run."""
+def claims(results: Results, a: Namespace) -> None:
+    """Print the claims of the tasks that were run."""
 
     def values(task: str, kind: str, how: str = "") -> list[float]:
-        def of(found: Result) -> float:
+        def value(found: Result) -> float:
             return float(found["bits"] if "bits" in found else list(found["accuracy"].values())[-1])
 
         keys = [f"{task}/{kind}/{seed}{how}" for seed in range(a.seeds)]
-        return [of(results.runs[key]) for key in keys if key in results.runs]
+        return [value(results.runs[key]) for key in keys if key in results.runs]
 
-    def say(what: str, task: str, ours: str, peer: str, unit: str, how: str = "", more: bool = True) -> None:
-        mine, theirs = values(task, ours, how), values(task, peer, how)
-        if not (mine and theirs):
+    def compare(
+        what: str, task: str, kind: str, peer: str, unit: str, how: str = "", more: bool = True
+    ) -> None:
+        samples, peers = values(task, kind, how), values(task, peer, how)
+        if not (samples and peers):
             return
-        x, y = sum(mine) / len(mine), sum(theirs) / len(theirs)
+        x, y = sum(samples) / len(samples), sum(peers) / len(peers)
         claim(
             f"{task}: {what}", ours=round(x, 4), peer=round(y, 4), unit=unit, ratio=x / y if y else 0.0, bar=1.0,
-            ok=x > y if more else x < y, quick=a.quick, samples=[mine, theirs],
+            ok=x > y if more else x < y, quick=a.quick, samples=[samples, peers],
+            peer_name=peer, variant=f"{task.split()[0]}-{kind}",
         )  # fmt: skip
 
-    say("attention against an RNN, 16 pairs", "recall", "attention", "RNN", "share right")
-    say("Mamba against linear attention, 16 pairs", "recall", "Mamba", "linear", "share right")
-    say(
+    compare("attention against an RNN, 16 pairs", "recall", "attention", "RNN", "share correct")
+    compare("Mamba against linear attention, 16 pairs", "recall", "Mamba", "linear", "share correct")
+    compare(
         "Mamba against the same not selective, 8 tokens",
         "copying longer",
         "Mamba",
         "not selective",
-        "share right",
+        "share correct",
     )
-    say(
+    compare(
         "experts against dense, equal active FLOPs",
         "text longer",
         "experts",
@@ -218,27 +236,40 @@ def claims(results: Results, a: argparse.Namespace) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--task", choices=[*TASKS, "text", "longer", "all"], default="all")
-    parser.add_argument("--kinds", nargs="+", help="only these")
+    parser.add_argument("--kinds", nargs="+", help="subset of the kinds")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000, help="of the made-up tasks")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of the synthetic tasks")
     parser.add_argument(
-        "--text-steps", type=int, default=300, help="of dense attention; the others as many FLOPs"
+        "--text-steps", type=int, default=300, help="steps of dense attention; the others get equal FLOPs"
     )
-    parser.add_argument("--seconds", type=float, default=12.0, help="CPU seconds of text")
+    parser.add_argument("--seconds", type=float, default=12.0, help="CPU seconds of the text task")
     parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
     parser.add_argument("--results", type=Path, default=Path("models_proofs.json"))
-    parser.add_argument("--draw", action="store_true", help="no runs: tables and picture of what is there")
+    parser.add_argument("--draw", action="store_true", help="tables and plot of stored results, without runs")
     parser.add_argument("--picture", type=Path, default=Path("docs/models_proofs.png"))
     parser.add_argument(
         "--times",
         type=float,
-        help="of --task longer: times the steps; another number needs another --results",
+        help="factor of the steps in --task longer; another factor needs another --results",
     )
     parser.add_argument("--quick", action="store_true")
-    a = parser.parse_args()
+
+
+def smoke_settings() -> dict[str, Any]:
+    """Three kinds of layers, few steps, and a text from the standard library."""
+    folder = Path(tempfile.mkdtemp())
+    source = Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
+    (folder / "text.txt").write_bytes(source.read_bytes()[:12_000])
+    return {
+        "seeds": 1, "steps": 4, "text_steps": 4, "seconds": 0.1, "kinds": ["attention", "experts", "RNN"],
+        "text": folder / "text.txt", "results": folder / "results.json", "picture": folder / "plot.png",
+    }  # fmt: skip
+
+
+def main() -> None:
+    a = parse(__doc__, arguments, smoke=smoke_settings() if smoke() else None)
     torch.set_num_threads(1)
     if a.quick:
         a.seeds, a.steps, a.text_steps, a.seconds = 1, 60, 30, 2.0

@@ -1,15 +1,15 @@
-"""Do the bridges between pictures and words learn? Drawn scenes of two shapes, "a red circle left of a blue square".
+"""CLIP and a Flamingo-style captioner on drawn scenes of two shapes, such as "a red circle left of a blue square".
 
-.venv/bin/python bench/models/vision_language.py [--quick]
+    python bench/models/vision_language.py [--quick]
 
-112 captions: an ordered pair of 8 objects (4 colours, 2 shapes) and one of two relations, so the same four words of content
-stand in several captions and only their order tells them apart. 20 captions are never trained on (held-out combinations).
-Every picture is drawn with its own places, sizes, shades and noise.
+112 captions: an ordered pair of 8 objects (4 colours, 2 shapes) and one of two relations. The same four content words
+occur in several captions, so their order matters. 20 captions are held out. Every picture is drawn with random places,
+sizes, shades and noise.
 
-1. CLIP: a ViT and a text encoder learn from pictures with captions. Held-out pictures, each against all 112 captions:
-   recall@1 (chance 1/112) for trained captions and for the held-out ones.
-2. A small decoder learns the other 92 captions as text. Then it and the CLIP's ViT are frozen, and gated cross-attention
-   learns to caption. A picture counts if every word of the likeliest caption is right (chance about 1/112).
+1. CLIP: a ViT and a text encoder are trained on pictures with captions. Recall@1 of held-out pictures against all 112
+   captions (chance 1/112), for trained and for held-out captions.
+2. A small decoder is trained on the other 92 captions as text. Then it and the CLIP's ViT are frozen, and gated
+   cross-attention is trained to caption. A caption is correct if every word of the greedy caption is (chance about 1/112).
 
 Three seeds, each with its own held-out captions and weights. --quick: one seed, fewer steps, lower bars.
 """
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.models.decoder import Decoder, DecoderConfig
 from whorl.models.encoder import Encoder, EncoderConfig
@@ -61,20 +61,20 @@ N_HELD_OUT = 20
 
 
 class Plan(NamedTuple):
-    """Steps of each training, and how many pictures of every caption are judged."""
+    """Steps of each training, and evaluated pictures per caption."""
 
     clip: int
     text: int
     caption: int
-    judged: int
+    evaluated: int
 
 
-FULL = Plan(clip=1500, text=60, caption=1000, judged=20)
-QUICK = Plan(clip=500, text=40, caption=500, judged=4)
+FULL = Plan(clip=1500, text=60, caption=1000, evaluated=20)
+QUICK = sized(Plan(clip=500, text=40, caption=500, evaluated=4), Plan(clip=4, text=4, caption=4, evaluated=1))
 
 
 def encode(caption: str) -> list[int]:
-    """begin, words, end, and padding up to the longest caption."""
+    """Ids of begin, words and end, padded to the longest caption."""
     ids = [BEGIN, *(WORDS.index(w) for w in caption.split()), END]
     return ids + [PAD] * (LONGEST - len(ids))
 
@@ -87,15 +87,15 @@ def draw(numbers: Tensor, g: torch.Generator) -> Tensor:
         return (low + (high - low) * torch.rand(n, generator=g))[:, None, None]  # [N, 1, 1]
 
     scenes = [SCENES[number] for number in numbers.tolist()]
-    beside = torch.tensor([relation == "left of" for relation, _, _ in scenes])[:, None, None]
+    horizontal = torch.tensor([relation == "left of" for relation, _, _ in scenes])[:, None, None]
     row, column = torch.arange(SIZE)[:, None], torch.arange(SIZE)
     pictures = between(0.3, 0.6)[:, None].expand(n, 3, SIZE, SIZE)
     for place, (low, high) in ((1, (7.0, 9.0)), (2, (22.0, 24.0))):
         colour = torch.tensor([COLOURS[scene[place][0]] for scene in scenes])  # [N, 3]
         is_circle = torch.tensor([scene[place][1] == "circle" for scene in scenes])[:, None, None]
         along, across, radius = between(low, high), between(13.0, 18.0), between(5.5, 7.0)
-        dy = row - torch.where(beside, across, along)  # [N, SIZE, SIZE]
-        dx = column - torch.where(beside, along, across)
+        dy = row - torch.where(horizontal, across, along)  # [N, SIZE, SIZE]
+        dx = column - torch.where(horizontal, along, across)
         square = torch.maximum(dy.abs(), dx.abs()) <= radius
         inside = torch.where(is_circle, dy**2 + dx**2 <= radius**2, square)
         shade = (colour[:, :, None] * between(0.75, 1.1))[..., None]  # [N, 3, 1, 1]
@@ -109,7 +109,7 @@ def all_captions() -> Tensor:
 
 
 def batches(numbers: list[int], size: int, g: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    """Scenes among `numbers`, each picture drawn once and never seen again."""
+    """Batches of scenes among `numbers`; every picture is new."""
     captions, allowed = all_captions(), torch.tensor(numbers)
     while True:
         chosen = allowed[torch.randint(len(allowed), (size,), generator=g)]
@@ -124,7 +124,7 @@ def train(
     rate: float,
     prefix: str = "",
 ) -> dict[str, float]:
-    """Through the house's learner; the metrics of the last step."""
+    """Train with `Learner`. Returns the metrics of the last step."""
     last: dict[str, float] = {}
     networks.train()
     train_loop(
@@ -142,7 +142,7 @@ def train(
 
 
 def train_clip(known: list[int], steps: int, seed: int) -> DualEncoder:
-    """The dual encoder, from random weights."""
+    """Train a dual encoder from random weights."""
     vit = ViT(
         SIZE, 8, 3, 32, d_model=64, n_layers=3, n_heads=4, mlp_hidden=128, pooling="mean",
         generator=generator(seed, "image"),
@@ -162,19 +162,19 @@ def train_clip(known: list[int], steps: int, seed: int) -> DualEncoder:
 
 @torch.no_grad()
 def recall(clip: DualEncoder, images: Tensor, numbers: Tensor) -> Tensor:
-    """[N] whether the caption nearest to each picture, of all, is its own."""
+    """[N] whether the nearest of all captions is the picture's."""
     words = clip.embed_texts(all_captions(), all_captions() != PAD)
     return (clip.embed_images(images) @ words.t()).argmax(dim=1) == numbers
 
 
 def caption_loss(hidden: Tensor, decoder: Decoder, ids: Tensor) -> Loss:
-    """Next word after each of ids[:, :-1].  hidden: [B, T - 1, d_model]."""
+    """Next-token loss after ids[:, :-1]. hidden: [B, T - 1, d_model]."""
     targets = ids[:, 1:].flatten()
     return next_token(hidden.flatten(0, 1), decoder.head_weight, targets, targets != PAD)
 
 
 def train_captioner(clip: DualEncoder, known: list[int], plan: Plan, seed: int) -> Captioner:
-    """A decoder on captions as text; then, on both frozen, the new layers."""
+    """Train a decoder on captions as text, then the cross-attention layers with both models frozen."""
     decoder = Decoder(
         DecoderConfig(
             vocab_size=len(WORDS), d_model=64, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, mlp_hidden=128,
@@ -197,24 +197,24 @@ def train_captioner(clip: DualEncoder, known: list[int], plan: Plan, seed: int) 
     return captioner
 
 
-def named(captioner: Captioner, images: Tensor, numbers: Tensor) -> Tensor:
-    """[N] whether the whole caption of each picture is right."""
+def captioned(captioner: Captioner, images: Tensor, numbers: Tensor) -> Tensor:
+    """[N] whether the whole caption of each picture is correct."""
     found = captioner.generate(images, BEGIN, END, LONGEST)
-    said = [" ".join(WORDS[i] for i in ids) for ids in found]
-    return torch.tensor([s == CAPTIONS[n] for s, n in zip(said, numbers.tolist(), strict=True)])
+    captions = [" ".join(WORDS[i] for i in ids) for ids in found]
+    return torch.tensor([s == CAPTIONS[n] for s, n in zip(captions, numbers.tolist(), strict=True)])
 
 
 def run(seed: int, plan: Plan) -> dict[str, float]:
-    """One seed: the four shares, and seconds."""
+    """One seed: the four shares and the seconds."""
     began = time.perf_counter()
     order = torch.randperm(len(SCENES), generator=generator(seed, "held out")).tolist()
     new, known = order[:N_HELD_OUT], order[N_HELD_OUT:]
-    numbers = torch.arange(len(SCENES)).repeat_interleave(plan.judged)
+    numbers = torch.arange(len(SCENES)).repeat_interleave(plan.evaluated)
     images = draw(numbers, generator(seed, "judged drawings"))
     unseen = torch.isin(numbers, torch.tensor(new))
     clip = train_clip(known, plan.clip, seed)
     right = {"recall": recall(clip, images, numbers)}
-    right["caption"] = named(train_captioner(clip, known, plan, seed), images, numbers)
+    right["caption"] = captioned(train_captioner(clip, known, plan, seed), images, numbers)
     found = {
         f"{name}_{which}": float(hits[rows].float().mean())
         for name, hits in right.items()
@@ -224,7 +224,9 @@ def run(seed: int, plan: Plan) -> dict[str, float]:
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    quick = parse(
+        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
+    ).quick
     runs = []
     for seed in range(1 if quick else 3):
         runs.append(run(seed, QUICK if quick else FULL))
@@ -233,14 +235,14 @@ def main() -> None:
     for name, what, bar in (
         ("recall_trained", "CLIP recall@1 of 112 captions, held-out pictures of trained captions", 0.95),
         ("recall_held_out", "CLIP recall@1 of 112 captions, pictures of held-out captions", 0.9),
-        ("caption_trained", "captioner, whole caption right, held-out pictures of trained captions", 0.95),
-        ("caption_held_out", "captioner, whole caption right, held-out combinations", 0.75),
+        ("caption_trained", "captioner, whole caption correct, held-out pictures of trained captions", 0.95),
+        ("caption_held_out", "captioner, whole caption correct, held-out combinations", 0.75),
     ):
         shares = [r[name] for r in runs]
         mean, bar = statistics.mean(shares), bar / 4 if quick else bar
         claim(
-            what, ours=mean, peer=chance, unit="share of pictures, mean of the seeds (peer: chance)", ratio=mean,
-            bar=bar, ok=mean >= bar, samples=shares, quick=quick,
+            what, ours=mean, peer=chance, unit="share of pictures", ratio=mean,
+            bar=bar, ok=mean >= bar, samples=shares, quick=quick, peer_name="chance", variant=name,
         )  # fmt: skip
 
 

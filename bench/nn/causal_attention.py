@@ -1,4 +1,4 @@
-"""Time blocked causal attention and torch's fused attention, forward and backward, on this CPU with all its threads.
+"""Blocked causal attention against torch's fused attention, forward and backward, on this CPU with all threads.
 
 python bench/nn/causal_attention.py
 """

@@ -1,15 +1,15 @@
-"""The checkerboard of transposed convolutions, in figures and as a picture.
+"""Checkerboard artifacts of transposed convolutions, as numbers and as an image.
 
-    .venv/bin/python bench/nn/checkerboard.py                     # figures
-    .venv/bin/python bench/nn/checkerboard.py --out FOLDER        # and FOLDER/checkerboard.png
+    python bench/nn/checkerboard.py                     # numbers
+    python bench/nn/checkerboard.py --out FOLDER        # and FOLDER/checkerboard.png
 
-A constant input should give a constant output. What is printed is the share of the output's energy that repeats with the
-stride instead (`whorl.nn.convolution.checkerboard`), mean over layers of random weights, away from the borders; and the same
-with all weights equal, which leaves the counts of overlapping taps alone.
+A constant input should give a constant output. The printed value is the share of the output's energy that repeats with
+the stride (`whorl.nn.convolution.checkerboard`), averaged over layers of random weights, without borders. A second
+value has all weights equal, which isolates the effect of overlapping taps.
 
-A constant is the kindest input to enlarging by nearest pixels: where the input slopes, steps of the stride's length remain,
-which bilinear enlarging avoids. The picture shows both: it is one output channel of each layer for a constant (above) and
-for a smooth blob (below), in grey, with matplotlib's titles where that is installed.
+A constant input favours nearest-neighbour upsampling: on a slope its output has steps of the stride's length, which
+bilinear upsampling avoids. The image shows one output channel of each layer in grey, for a constant (upper row) and a
+smooth blob (lower row), with titles if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def pictures() -> dict[str, list[Tensor]]:
 
 
 def scaled(y: Tensor) -> Tensor:
-    """From 0 to 1; where there is nothing but rounding, 1/2."""
+    """Scale to [0, 1]; 1/2 if the values differ by rounding only."""
     spread = y.max() - y.min()
     return torch.full_like(y, 0.5) if spread < 1e-5 * y.abs().max() else (y - y.min()) / spread
 
@@ -126,6 +126,7 @@ def main() -> None:
     claim(
         "checkerboard of resize-convolution: share of the output's energy for a constant input", ours=resized, peer=three,
         unit="share", ratio=resized, bar=1e-6, ok=resized <= 1e-6 < three, quick=a.quick, samples=rows,
+        peer_name="transposed convolution",
     )  # fmt: skip
 
 

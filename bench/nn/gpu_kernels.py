@@ -1,19 +1,18 @@
-"""The Triton kernels on a GPU, forward and backward, against torch: as tensor operations, compiled, and its fused attention.
+"""The Triton kernels on a GPU, forward and backward, against torch: tensor operations, compiled, and fused attention.
 
-.venv/bin/python bench/nn/gpu_kernels.py [--quick] [--check] [--bytes]
+    python bench/nn/gpu_kernels.py [--quick] [--check] [--bytes]
 
-bf16, at the sizes of a 125M-parameter model (16,384 tokens of width 768, 12 heads of 64, vocabulary 50,304), and attention
-at three lengths, of one document and of packed rows. All contenders take their turn in every round, so that a noisy
-moment hits all of them; figures are medians of CUDA events. `moved` is what the kernel has to read and write by the
-arithmetic of docs/kernels.md, and the rate that this makes of its time. The claims: every kernel is at least as fast as the
-best of torch's contenders.
+bf16, at the sizes of a 125M-parameter model (16,384 tokens of width 768, 12 heads of 64, vocabulary 50,304). Attention
+has three lengths, with one document per row and with packed rows. Contenders alternate in every round; figures are
+medians of CUDA events. `moved` is the number of bytes that the kernel must read and write (docs/kernels.md), and the
+resulting bandwidth. Bar: every kernel is at least as fast as the best of torch's contenders.
 
---check compares and times nothing. Without a GPU the script says so and ends; with TRITON_INTERPRET=1 besides, --check
-runs tiny sizes in Triton's interpreter, which shows that the script itself is whole.
+--check compares results without timing. Without a GPU the script prints a note and exits. With TRITON_INTERPRET=1,
+--check runs tiny sizes in Triton's interpreter.
 
---bytes needs no GPU and no Triton: it counts what the plain forms read and write, operation by operation as torch
-dispatches them, forward and backward, in bytes for each element of the input (of the logits; of q). Those are the
-figures of docs/kernels.md.
+--bytes needs neither GPU nor Triton. It counts the bytes that the plain forms read and write, by the operations that
+torch dispatches, forward and backward. The unit is bytes per element of the input (of the logits; of q), as in
+docs/kernels.md.
 """
 
 from __future__ import annotations

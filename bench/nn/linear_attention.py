@@ -1,4 +1,4 @@
-"""Linear attention's training time against length: is it linear, and from which length on does it beat the softmax?
+"""Training time of linear attention against length: its growth, and the length from which it beats softmax attention.
 
 python bench/nn/linear_attention.py [--quick]
 """
@@ -92,14 +92,15 @@ def main() -> None:
         f"slopes: linear {slopes[0]:.2f}, softmax {slopes[1]:.2f}; linear is faster from {at:.0f} positions on"
     )
     claim(
-        "growth of linear attention's training time with length (1 is linear; softmax as peer)", ours=slopes[0],
+        "exponent of linear attention's training time in the length", ours=slopes[0],
         peer=slopes[1], unit="exponent", ratio=slopes[0], bar=1.15, ok=slopes[0] <= 1.15, samples=rows, quick=quick,
+        peer_name="softmax attention", variant="exponent",
     )  # fmt: skip
     longest = peer[-1] / ours[-1]
     claim(
-        f"linear against softmax attention, forward and backward at {lengths[-1]} positions", ours=ours[-1],
+        f"linear attention, forward and backward at {lengths[-1]} positions", ours=ours[-1],
         peer=peer[-1], unit="ms", ratio=longest, bar=1.0, ok=longest >= 1.0,
-        samples=[{"faster_from": None if math.isinf(at) else round(at)}], quick=quick,
+        samples=[{"faster_from": None if math.isinf(at) else round(at)}], quick=quick, peer_name="softmax attention",
     )  # fmt: skip
 
 

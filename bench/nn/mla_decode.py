@@ -1,4 +1,4 @@
-"""Decoding with latent attention against multi-head attention of the same width: time a token and bytes of the cache.
+"""Decoding with latent attention against multi-head attention of the same width: time per token and cache bytes.
 
 python bench/nn/mla_decode.py [--quick]
 """
@@ -57,8 +57,10 @@ def main() -> None:
         states = {}
         for name, layer in layers.items():
             states[name] = filled(layer, batch, context, rounds * tokens, dtype)
-        layers["expanded"].form = "expanded"  # keys and values of the whole past made anew for each token
-        for _ in range(rounds):  # in turn, so that a disturbance meets all of them
+        layers[
+            "expanded"
+        ].form = "expanded"  # recomputes the keys and values of all past positions for each token
+        for _ in range(rounds):  # contenders alternate, so that noise affects all
             for name, layer in layers.items():
                 milliseconds = []
                 for _ in range(tokens):
@@ -77,13 +79,15 @@ def main() -> None:
     print(f"cache: {per_position} bytes a position and layer, in {dtype}")
     fewer = per_position["multi-head"] / per_position["latent"]
     claim(
-        "bytes of latent attention's cache against multi-head attention of the same width", ours=per_position["latent"],
-        peer=per_position["multi-head"], unit="bytes a position", ratio=fewer, bar=5.0, ok=fewer >= 5.0, quick=quick,
+        "cache bytes of latent attention", ours=per_position["latent"],
+        peer=per_position["multi-head"], unit="bytes per position", ratio=fewer, bar=5.0, ok=fewer >= 5.0, quick=quick,
+        peer_name="multi-head attention", variant="cache",
     )  # fmt: skip
     ratio = best["multi-head"] / best["latent"]
     claim(
-        f"absorbed latent decoding against multi-head decoding at {context} positions", ours=best["latent"],
-        peer=best["multi-head"], unit="ms a token", ratio=ratio, bar=1.0, ok=ratio >= 1.0, samples=rows, quick=quick,
+        f"latent attention, absorbed decoding at {context} positions", ours=best["latent"],
+        peer=best["multi-head"], unit="ms per token", ratio=ratio, bar=1.0, ok=ratio >= 1.0, samples=rows, quick=quick,
+        peer_name="multi-head attention",
     )  # fmt: skip
 
 

@@ -1,12 +1,11 @@
-"""A fleet in simulated time: the engine's own scheduler and page cache, a step's duration from a formula, requests that
-come as people's do. What decides where a request goes is the thing that is compared.
+"""Replicas in simulated time: the engine's own scheduler and page cache, with step durations from a formula.
 
-Nothing of a model is computed: a sequence's ids are what its cache pages are named by, its tokens are zeros. A step lasts
+No model is computed: the ids of a sequence only identify its cache pages, and its output ids are zeros. A step lasts
 
-    base + prompt * (positions read in) + decode * (sequences that write)      seconds
+    base + prompt * (prefilled positions) + decode * (decoding sequences)      seconds
 
-with constants of a small model on one core. So thousands of requests over eight replicas take seconds, and the same seed
-gives every policy the same requests at the same moments.
+with constants of a small model on one core. Thousands of requests over eight replicas take seconds. With the same seed,
+every policy gets the same requests at the same times.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PAGE = 32
 
 @dataclass
 class Job:
-    """One request. at: when it comes; follows: the turn of the same conversation behind it, `pause` after its end."""
+    """One request. at: arrival time; follows: the next turn of the conversation, `pause` seconds after the end."""
 
     number: int
     ids: tuple[int, ...]
@@ -45,7 +44,7 @@ class Job:
 def conversations(n: int, rate: float, seed: int, prompts: int = 48, turns: int = 4) -> list[Job]:
     """The first jobs of `n` conversations; each opens with one of `prompts` system prompts (Zipf).
 
-    rate: conversations that begin in a second (Poisson); turns: of one, at most.
+    rate: conversations per second (Poisson); turns: maximum per conversation.
     """
     rng = random.Random(seed)
     systems = [tuple(rng.randrange(1000) for _ in range(rng.randrange(256, 1280))) for _ in range(prompts)]
@@ -69,7 +68,7 @@ def conversations(n: int, rate: float, seed: int, prompts: int = 48, turns: int 
 
 @dataclass
 class Replica:
-    """One server: its scheduler, its cache, and how long it was busy."""
+    """One server: its scheduler, its cache and its busy seconds."""
 
     cache_tokens: int
     busy: float = 0.0
@@ -87,12 +86,12 @@ class Replica:
 
 @dataclass
 class Outcome:
-    """What came of it. hit: share of prompt positions found; imbalance: the busiest replica against the mean."""
+    """The result. hit: cached share of prompt positions; imbalance: busy time of the busiest replica over the mean."""
 
     hit: float
     imbalance: float
     first: list[float]  # seconds to the first token, sorted
-    load: float  # share of the time that a replica was busy
+    load: float  # mean busy share of the replicas
 
     def percentile(self, p: float) -> float:
         return self.first[min(len(self.first) - 1, int(p * len(self.first)))]
@@ -104,14 +103,14 @@ Choose = Callable[[RoutingPolicy, BlockHashes, list[str], int], str]
 def simulate(
     first: list[Job], choose: Choose, n: int = 8, cache_tokens: int = 16384, seed: int = 0
 ) -> Outcome:
-    """Every request of `first` and of what follows, on `n` replicas."""
+    """Simulate every request of `first` and its follow-up turns on `n` replicas."""
     policy = RoutingPolicy(random.Random(seed), capacity=cache_tokens // PAGE)
     replicas = {f"r{i}": Replica(cache_tokens) for i in range(n)}
     for name in replicas:
         policy.add(name)
     order = itertools.count()
     events: list[tuple[float, int, Job | str]] = []
-    under_way: dict[int, tuple[Job, Ticket, float]] = {}
+    active: dict[int, tuple[Job, Ticket, float]] = {}
     waits, sent, now = list[float](), 0, 0.0
     names = sorted(replicas)
 
@@ -119,7 +118,7 @@ def simulate(
         heapq.heappush(events, (at, next(order), what))
 
     def step(name: str) -> None:
-        """Runs one step of a replica from `now` on; what it gives is told at once, stamped with its end."""
+        """Run one step of a replica from `now`. Its results are processed at once, with the step's end as their time."""
         replica = replicas[name]
         schedule = replica.scheduler.schedule()
         if not schedule.rows:
@@ -134,15 +133,15 @@ def simulate(
             replica.cache.commit_full_pages(sequence)
             if sequence.n_computed < len(sequence.ids):
                 continue
-            job, ticket, came = under_way[int(sequence.request.id)]
+            job, ticket, arrived = active[int(sequence.request.id)]
             if not sequence.n_output:
-                waits.append(now + took - came)
+                waits.append(now + took - arrived)
                 policy.mark_prefilled(ticket)
             sequence.ids.append(0)
             if sequence.n_output == job.output:
                 replica.scheduler.remove(sequence)
                 policy.end(ticket)
-                del under_way[job.number]
+                del active[job.number]
                 if job.follows is not None:
                     job.follows.at = now + took + job.pause
                     push(job.follows.at, job.follows)
@@ -158,19 +157,19 @@ def simulate(
         hashes = block_hashes(what.ids)
         name = choose(policy, hashes, names, sent)
         sent += 1
-        under_way[what.number] = what, policy.begin(hashes, name), now
+        active[what.number] = what, policy.begin(hashes, name), now
         request = Request(id=str(what.number), ids=what.ids, max_tokens=what.output)
         replicas[name].scheduler.add(Sequence(request, what.number, list(what.ids), 0))
         if not replicas[name].stepping:
             step(name)
-    found = sum(r.cache.hit_tokens for r in replicas.values())
-    asked = sum(r.cache.queried_tokens for r in replicas.values())
+    hits = sum(r.cache.hit_tokens for r in replicas.values())
+    queried = sum(r.cache.queried_tokens for r in replicas.values())
     busy = [r.busy for r in replicas.values()]
-    return Outcome(found / asked, max(busy) / (sum(busy) / n), sorted(waits), sum(busy) / n / now)
+    return Outcome(hits / queried, max(busy) / (sum(busy) / n), sorted(waits), sum(busy) / n / now)
 
 
 def least(policy: RoutingPolicy, names: list[str]) -> str:
-    """Where the fewest requests are; of equals any."""
+    """The replica with the fewest requests; ties are broken at random."""
     return min(names, key=lambda r: (policy.loads[r].running, policy.rng.random()))
 
 

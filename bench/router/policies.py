@@ -1,29 +1,32 @@
-"""Where requests should go: the router's policy against the usual ones, in simulated time.
+"""The router's policy against common policies, in simulated time.
 
-.venv/bin/python bench/router/policies.py [--quick] [--rate CONVERSATIONS_A_SECOND]
+    python bench/router/policies.py [--quick] [--rate CONVERSATIONS_PER_SECOND]
 
-Eight replicas with the engine's own scheduler and cache (`_serve_fleet.py`); conversations that share system prompts. The
-bar is half of what the better of round robin and least requests reaches, at the median time to the first token.
+Eight replicas with the engine's own scheduler and cache (`bench/router/_simulation.py`) serve conversations that share
+system prompts. Bar: at most half of the median time to first token of the better of round robin and least requests.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized
 from bench.router._simulation import POLICIES, Outcome, conversations, simulate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rate", type=float, default=12.0)
-    given = parser.parse_args()
-    n, seeds = (150, (0,)) if given.quick else (400, (0, 1))
+    given = parse(
+        __doc__,
+        lambda p: (
+            p.add_argument("--quick", action="store_true"),
+            p.add_argument("--rate", type=float, default=12.0),
+        ),
+        smoke={"quick": True},
+    )
+    n, seeds = sized((150, (0,)) if given.quick else (400, (0, 1)), (12, (0,)))
     found: dict[str, list[Outcome]] = {}
     print(f"{'policy':16} {'hit':>6} {'busiest':>8} {'load':>6} {'TTFT p50':>9} {'p95':>8} {'p99':>8} ms")
     for name, choose in POLICIES.items():
@@ -35,9 +38,10 @@ def main() -> None:
     middle = {name: mean(o.percentile(0.5) for o in one) for name, one in found.items()}
     peer = min(middle["round robin"], middle["least requests"])
     claim(
-        "median time to the first token behind the router, against the better of round robin and least requests",
+        "median time to first token, eight simulated replicas",
         ours=middle["whorl"], peer=peer, unit="s (simulated)", ratio=middle["whorl"] / peer, bar=0.5,
         ok=middle["whorl"] / peer <= 0.5, quick=given.quick,
+        peer_name="the better of round robin and least requests",
         samples=[
             {name: [round(x, 3) for x in (o.hit, o.imbalance, o.percentile(0.5), o.percentile(0.95))]}
             for name, (o, *_) in found.items()

@@ -1,11 +1,10 @@
-"""Checks of small programs a second: forks of a warm, confined process against a fresh interpreter for each.
+"""Programs verified per second: forks of a warm, confined process against a fresh interpreter for each.
 
-.venv/bin/python bench/sandbox/check_rate.py [--quick]
+    python bench/sandbox/check_rate.py [--quick]
 
-A step of training asks for 128 verdicts: a function of a few lines and a unittest case of two tests, a quarter of them
-wrong. Both sides use two processes at a time and give the same verdicts, which is looked at. The peer is what one would
-write first, `python -I -S` with the program and its tests on the command line (without any confinement); -S spares it the
-search for installed packages.
+A training step verifies 128 programs: a function of a few lines and a unittest case of two tests; a quarter of the
+programs is wrong. Both sides use two processes at a time and must give the same verdicts. The peer is `python -I -S`
+with the program and its tests on the command line, unconfined; -S skips the search for installed packages.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim
+from bench._run import claim, parse, sized
 
 from whorl.sandbox import Program, Sandbox
 
-CHECKS = 128
+CHECKS = sized(128, 8)
 TESTS = """
 import unittest
 class Tests(unittest.TestCase):
@@ -47,7 +46,9 @@ def fresh(source: str) -> bool:
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    quick = parse(
+        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
+    ).quick
     sources = [SOURCE.format(divisor=4 if i % 4 == 3 else "len(values)") for i in range(CHECKS)]
     right = [i % 4 != 3 for i in range(CHECKS)]
     with Sandbox(workers=2) as sandbox, ThreadPoolExecutor(2) as pool:
@@ -64,13 +65,13 @@ def main() -> None:
             return time.perf_counter() - began
 
         ours(), peer()
-        pairs = [(ours(), peer()) for _ in range(2 if quick else 5)]
+        pairs = [(ours(), peer()) for _ in range(sized(2 if quick else 5, 1))]
     a, b = (sorted(side)[len(pairs) // 2] for side in zip(*pairs, strict=True))
     print(f"{CHECKS} checks: {a:.2f} s, a fresh interpreter each {b:.2f} s")
     claim(
-        f"{CHECKS} checks of small programs, two at a time, against a fresh interpreter for each",
-        ours=CHECKS / a, peer=CHECKS / b, unit="checks/s", ratio=b / a, bar=4.0, ok=b / a >= 4 and a < 1.0,
-        samples=pairs, quick=quick,
+        f"programs verified in the sandbox, {CHECKS} at two at a time",
+        ours=CHECKS / a, peer=CHECKS / b, unit="programs/s", ratio=b / a, bar=4.0, ok=b / a >= 4 and a < 1.0,
+        samples=pairs, quick=quick, peer_name="a fresh interpreter each",
     )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""Ten thousand clients at one server: what their open connections cost, and that every one of them is answered.
+"""Ten thousand open connections to one server: memory per connection, latency, and no failed requests.
 
-A server of a small model runs in a process of its own. First a completion is timed while nobody else is there; then N
-connections are opened, each asks once how the server is and stays open, and the same completion is timed among them;
-last, all N ask for a completion at the same moment. Each must get an answer, or a 503 that says when to come back: no
-connection may break, and no page may be lost.
+    python bench/serve/connections.py [--quick]     (--quick: 1,000)
 
-.venv/bin/python bench/serve/connections.py [--quick]     (--quick: 1,000)
+A server of a small model runs in a separate process. First, one client times a completion. Then N connections are
+opened; each sends one health check and stays open. The first client times the same completion again. Last, all N
+clients request a completion at the same moment. Each must get an answer, or a 503 with a Retry-After header. No
+connection may break, and no page may stay in use.
 """
 
 from __future__ import annotations
@@ -22,40 +22,43 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import psutil
-from bench._run import claim
+from bench._run import claim, parse, sized
 
-BAR = 2.0  # times the median latency, with everybody's connections open
-ROUNDS = 15
+BAR = 2.0  # median latency with N open connections, relative to none
+ROUNDS = sized(15, 3)
 SERVER = """
 import torch
 from whorl.engine.config import EngineConfig
 from whorl.models import Decoder
-from whorl.plan.cost import shape
-from whorl.runs.seeds import generator
-from whorl.serve.api import Api
+from whorl.plan.cost import decoder_config
+from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
-from whorl.serve.load import make_engine, served
-from whorl.serve.run import listen, serve
+from whorl.serve.server import bind_socket, run_server
+from whorl.serve.worker.model_loading import make_engine, served_model
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.seeds import generator
 
 torch.set_num_threads(1)
 words = Tokenizer([bytes([i]) for i in range(256)])
 chat = ChatTemplate(words)
-model = Decoder(shape(64, 2, words.vocab_size), generator(0, "bench")).eval()
-engine = make_engine(model, words, chat, EngineConfig(max_length=256, cache_tokens=8192))
-api = Api(ServeConfig(port=0, max_queue=1024), [served(["tiny"], words, chat, engine)], engine)
-serve(api, listen(api.config), lambda url: print(url, flush=True))
+model = Decoder(decoder_config(64, 2, words.vocab_size), generator(0, "bench")).eval()
+engine = make_engine(model, words, chat, EngineConfig(max_model_len=256, kv_cache_tokens=8192))
+state = AppState(ServeConfig(port=0, max_queue=1024), [served_model(["tiny"], words, chat, engine)], engine)
+run_server(state, bind_socket(state.config), lambda url: print(url, flush=True))
 """
 BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 8, "ignore_eos": True}).encode()
-ASK = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-WELL = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+COMPLETION = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n%s"
+)
+HEALTH = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def ask(ends: Ends, request: bytes) -> tuple[int, bytes]:
+async def send(connection: Connection, request: bytes) -> tuple[int, bytes]:
     """(status, body) of one request on an open connection."""
-    reader, writer = ends
+    reader, writer = connection
     writer.write(request)
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
@@ -65,36 +68,36 @@ async def ask(ends: Ends, request: bytes) -> tuple[int, bytes]:
 
 
 async def measured(n: int, port: int, server: psutil.Process) -> dict[str, object]:
-    """All of it."""
-    gate = asyncio.Semaphore(256)  # that connect at once
+    """Run all phases. Returns latencies, memory and the answers by status."""
+    gate = asyncio.Semaphore(256)  # connections that are opened at once
 
-    async def connect() -> Ends:
+    async def connect() -> Connection:
         async with gate:
-            ends = await asyncio.open_connection("127.0.0.1", port)
-            status, _ = await ask(ends, WELL)
+            connection = await asyncio.open_connection("127.0.0.1", port)
+            status, _ = await send(connection, HEALTH)
             assert status == 200
-            return ends
+            return connection
 
-    async def latency(ends: Ends) -> float:
+    async def latency(connection: Connection) -> float:
         began = time.perf_counter()
-        status, _ = await ask(ends, ASK % (len(BODY), BODY))
+        status, _ = await send(connection, COMPLETION % (len(BODY), BODY))
         assert status == 200
         return time.perf_counter() - began
 
-    mine = await connect()
-    await latency(mine)
-    alone = [await latency(mine) for _ in range(ROUNDS)]
+    client = await connect()
+    await latency(client)
+    alone = [await latency(client) for _ in range(ROUNDS)]
     before, began = server.memory_info().rss, time.perf_counter()
     others = await asyncio.gather(*(connect() for _ in range(n)))
     connecting, rss = time.perf_counter() - began, server.memory_info().rss - before
-    among = [await latency(mine) for _ in range(ROUNDS)]
+    among = [await latency(client) for _ in range(ROUNDS)]
     began = time.perf_counter()
-    answers = await asyncio.gather(*(ask(one, ASK % (len(BODY), BODY)) for one in others))
+    answers = await asyncio.gather(*(send(one, COMPLETION % (len(BODY), BODY)) for one in others))
     storm = time.perf_counter() - began
-    assert (await ask(mine, WELL))[0] == 200
-    status, state = await ask(mine, b"GET /v1/engine/state HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert (await send(client, HEALTH))[0] == 200
+    status, state = await send(client, b"GET /v1/engine/state HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert status == 200
-    for _, writer in (mine, *others):
+    for _, writer in (client, *others):
         writer.close()
     return {
         "alone": alone,
@@ -108,12 +111,14 @@ async def measured(n: int, port: int, server: psutil.Process) -> dict[str, objec
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
-    n = 1_000 if quick else 10_000
+    quick = parse(
+        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
+    ).quick
+    n = sized(1_000 if quick else 10_000, 40)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < n + 100:
         sys.exit(
-            f"this shell may open {hard:,} files and {n + 100:,} are needed: raise ulimit -n, or use --quick"
+            f"the limit of open files is {hard:,} and {n + 100:,} are needed: raise ulimit -n, or use --quick"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
@@ -127,7 +132,7 @@ def main() -> None:
     answers = found["answers"]
     assert isinstance(answers, dict)
     alone, among = (statistics.median(found[k]) for k in ("alone", "among"))  # type: ignore[arg-type]
-    whole = (
+    complete = (
         set(answers) <= {200, 503} and sum(answers.values()) == n and found["pages_used"] == 0 and code == 0
     )
     print(
@@ -135,9 +140,13 @@ def main() -> None:
         f"all at once: {answers} in {found['storm']:.1f} s"
     )
     claim(
-        f"a completion among {n:,} open connections against alone, and all of them answered at once",
-        ours=among, peer=alone, unit="s", ratio=among / alone, bar=BAR, ok=among / alone < BAR and whole,
-        samples=[found], quick=quick,
+        f"latency of a completion with {n:,} open connections; all of them are answered",
+        ours=among, peer=alone, unit="s", ratio=among / alone, bar=BAR, ok=among / alone < BAR and complete,
+        samples=[found], quick=quick, peer_name="no other connection", variant="latency",
+    )  # fmt: skip
+    claim(
+        f"memory of an open connection, {n:,} open", ours=found["bytes_each"] / 1e3, peer=0.0, unit="kB", ratio=0.0,  # type: ignore[operator]
+        bar=0.0, ok=complete, samples=[found], quick=quick, peer_name="none",
     )  # fmt: skip
 
 
