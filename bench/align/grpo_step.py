@@ -113,11 +113,12 @@ def main() -> None:
         if any(n.startswith(side) for n in steps)
     }
     a, b = (median(steps[best[side]]) if side in best else 0.0 for side in ("ours", "TRL"))
+    ratio = b / a if a else 0.0
     claim(
         f"GRPO step, {PROMPTS} prompts of {given.prompt} tokens x {GROUP} completions of {NEW}, beta {given.beta:g}: "
-        f"{best['ours']}",
+        f"{best.get('ours', 'ours not run')}",
         peer_name=best.get("TRL", "TRL (not run)"), variant=str(given.prompt),
-        ours=a, peer=b, unit="s", ratio=b / a, bar=BAR, ok=b / a >= BAR,
+        ours=a, peer=b, unit="s", ratio=ratio, bar=BAR, ok=ratio >= BAR,
         samples=[[n, *(round(s.seconds, 4) for s in timed)] for n, timed in steps.items()], quick=given.quick,
     )  # fmt: skip
 

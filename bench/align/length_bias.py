@@ -238,7 +238,8 @@ def main() -> None:
     last = {name: statistics.mean(b / max(a, 1e-9) for a, b in pairs) for name, pairs in grown.items()}
     claim(
         "growth of the length of incorrect completions: Dr. GRPO against GRPO",
-        ours=last["dr_grpo"], peer=last["grpo"], peer_name="GRPO", unit="times as long", ratio=last["grpo"] / max(last["dr_grpo"], 1e-9), bar=1.5,
+        ours=last["dr_grpo"], peer=last["grpo"], peer_name="GRPO", unit="times as long",
+        ratio=last["grpo"] / max(last["dr_grpo"], 1e-9), bar=1.5,
         ok=shown or given.quick, samples=found, quick=given.quick,
     )  # fmt: skip
 

@@ -114,7 +114,8 @@ def main() -> None:
     ours, peer = worst["engine and trainer"], worst["trainer and fp64"]
     claim(
         "largest log-probability difference between engine and trainer in fp32",
-        ours=ours, peer=peer, peer_name="trainer and fp64", unit="nats", ratio=ours / peer, bar=1e-4, ok=ours < 1e-4, samples=samples,
+        ours=ours, peer=peer, peer_name="trainer and fp64", unit="nats", ratio=ours / peer, bar=1e-4, ok=ours < 1e-4,
+        samples=samples,
         quick=given.quick,
     )  # fmt: skip
 

@@ -199,7 +199,7 @@ class Contest:
         }  # fmt: skip
 
     def reward(self) -> dict[str, Any]:
-        """Train a reward model on the same pairs; return its accuracy on other pairs and the win rate of its best of four."""
+        """Train a reward model on the same pairs; return its accuracy on other pairs and its best-of-four win rate."""
         model = RewardModel(self.model(self.weights), seed=self.seed)
         config = RewardConfig(lr_scale=0.3, epochs=2, batch_size=64, seq_len=40, seed=self.seed)
         began = time.perf_counter()
@@ -217,7 +217,8 @@ class Contest:
         count = self.count_faults(prompts, completions).reshape(-1, 4)
         return {
             "objective": "reward model, best of 4", "seed": self.seed, "seconds": round(seconds, 1),
-            "win": round(self.win(count[np.arange(len(best)), best]), 4), "win_of_fewest_faults": round(self.win(count.min(1)), 4),
+            "win": round(self.win(count[np.arange(len(best)), best]), 4),
+            "win_of_fewest_faults": round(self.win(count.min(1)), 4),
             "accuracy": round(found.accuracy, 4), "calibration_error": round(found.calibration.expected_error, 4),
         }  # fmt: skip
 
@@ -256,7 +257,8 @@ def main() -> None:
     initial = [row["initial"] for row in rows if row["objective"] == "dpo"]
     claim(
         "win rate of DPO against its initial model, worst of the seeds", ours=min(wins),
-        peer=round(float(np.mean(initial)), 4), peer_name="initial model", unit="win rate", ratio=min(wins), bar=BAR, ok=min(wins) >= BAR,
+        peer=round(float(np.mean(initial)), 4), peer_name="initial model", unit="win rate", ratio=min(wins), bar=BAR,
+        ok=min(wins) >= BAR,
         samples=rows, quick=a.quick,
     )  # fmt: skip
 

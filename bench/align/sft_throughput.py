@@ -13,8 +13,8 @@ anywhere and has no document mask. That is less work, and its tokens per second 
 contenders run their steps in turn, each in a separate process, with equal threads and allocator settings. `--plain`
 also runs TRL with glibc's default allocator settings. The highest median of each side is compared.
 
-The bar depends on the CPU: 4 times TRL's best with AMX, 1.5 times without. `--smoke` runs Whorl alone, because TRL takes half a minute
-to start; `--smoke --only trl` runs TRL.
+The bar depends on the CPU: 4 times TRL's best with AMX, 1.5 times without. `--smoke` runs Whorl alone, because TRL takes half
+a minute to start; `--smoke --only trl` runs TRL.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
     a, b = (rate(steps[best[side]]) if side in best else 0.0 for side in ("ours", "TRL"))
     ratio = a / b if b else 0.0
     claim(
-        f"SFT packed at {LENGTH}, {given.rows} rows per step: {best['ours']}",
+        f"SFT packed at {LENGTH}, {given.rows} rows per step: {best.get('ours', 'ours not run')}",
         ours=a, peer=b, peer_name=best.get("TRL", "TRL (not run)"), unit="tokens/s", ratio=ratio, bar=bar(),
         ok=ratio >= bar(),
         samples=[[n, *(round(s.report["tokens"] / s.seconds) for s in timed)] for n, timed in steps.items()],

@@ -11,7 +11,8 @@ facts        SFT on known facts against unknown facts, with the same refusals: m
              and accuracy on known facts, during SFT
 refusal      fraction of refusals in SFT against refusal rates on unanswerable and answerable questions
 
-One thread; at most about a minute per seed and section. `--quick` runs one seed with fewer steps. The modules of `studies/probes` define each measure.
+One thread; at most about a minute per seed and section. `--quick` runs one seed with fewer steps.
+The modules of `studies/probes` define each measure.
 """
 
 from __future__ import annotations
@@ -241,7 +242,8 @@ def measure_exposure(seeds: range, quick: bool) -> None:
     drift, gap = median([abs(d) for _, d, _ in found]), median([g for _, _, g in found])
     claim(
         "growth of the gap between own samples and data with the position, by the evaluator", variant="exposure",
-        ours=drift, peer=gap, peer_name="mean gap", unit="nats per token", ratio=drift / gap, bar=0.15, ok=drift < 0.15 * gap,
+        ours=drift, peer=gap, peer_name="mean gap", unit="nats per token", ratio=drift / gap, bar=0.15,
+        ok=drift < 0.15 * gap,
         samples=found, quick=quick,
     )  # fmt: skip
 
