@@ -4,7 +4,7 @@
 
 16 experts, top 2, width 256, hidden 512, 2,048 tokens. Contenders alternate in every round; figures are medians. There
 are two bars in fp32, the dtype of all weights. One is 1.3 x the time of a gated MLP of hidden width 2 x 512, at most.
-The other is 1.25 x faster than the best of the peer's settings. bf16 is in the samples only: Whorl keeps fp32 weights
+The other is 1.25 x the speed of the peer's best setting; bf16 is in the samples only. Whorl keeps fp32 weights
 and casts 6 million of them, while the peer's weights and gradients are bf16. "ours, MKL" is Whorl's layer with the
 library that the others use (see `product` in nn/experts/experts.py).
 """
