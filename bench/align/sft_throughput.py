@@ -13,8 +13,8 @@ anywhere and has no document mask. That is less work, and its tokens per second 
 contenders run their steps in turn, each in a separate process, with equal threads and allocator settings. `--plain`
 also runs TRL with glibc's default allocator settings. The highest median of each side is compared.
 
-The bar depends on the CPU: 4 times TRL's best with AMX, 1.5 times without. `--smoke` runs Whorl alone, because TRL takes half
-a minute to start; `--smoke --only trl` runs TRL.
+The bar depends on the CPU: 4 times TRL's best with AMX, 1.5 times without. `--smoke` runs Whorl alone, because TRL takes
+half a minute to start; `--smoke --only trl` runs TRL.
 """
 
 from __future__ import annotations
