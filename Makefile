@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test check .venv clean
+.PHONY: quickstart test check bench-smoke .venv clean
 
 quickstart: .venv
 	$(BIN)/whorl run quickstart
@@ -15,6 +15,9 @@ quickstart: .venv
 
 test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+bench-smoke: .venv/dev  ## every bench at tiny sizes; SLICE=2/16 runs a part
+	$(BIN)/python bench/run_all.py --smoke --slice $(or $(SLICE),1/1)
 
 check: .venv/dev  ## lint, format, types, import contracts
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@
     python tools/random_streams.py --against BASE           compares with a commit; exits with 1 on a difference
 
 A stream's seed is the hash of its name (`derive`), so a renamed literal changes every number that is drawn. A line has the
-function and its arguments: literals as they are, everything else as `_`. Identifiers, files and order may change.
+function and its arguments: literals verbatim, everything else as `_`. Identifiers, files and order may change.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _shown(node: ast.AST) -> str:
-    """A literal as it is; an expression as the string literals inside of it, or `_`."""
+    """A literal verbatim; an expression as the string literals inside of it, or `_`."""
     if isinstance(node, ast.Constant):
         return repr(node.value)
     inside = [

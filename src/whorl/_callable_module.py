@@ -1,4 +1,4 @@
-"""A package that is also a function: `whorl.train(...)` beside `import whorl.train.learner`.
+"""A package that is also a function: both `whorl.train(...)` and `import whorl.train.learner` work.
 
 A sub-package and a function of one name cannot both be attributes of `whorl`. The package `whorl.train` therefore gets
 this class. A call imports `whorl.api` and runs its function of that name.

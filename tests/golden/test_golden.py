@@ -23,7 +23,7 @@ AGREE = 0.9  # least share of requests whose token ids are the stored ones
 CHANGED = {
     "a rate by 1 %": {"optim": {"lr_muon": 0.0202}},
     "Muon's momentum": {"optim": {"momentum": 0.945}},
-    "the end of the plateau": {"schedule": {"decay": 0.49}},
+    "the end of the plateau": {"schedule": {"decay_ratio": 0.49}},
 }
 
 

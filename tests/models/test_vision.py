@@ -283,9 +283,9 @@ def test_vit_depends_on_patch_order_through_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "passes", "bar"), [("ResNet", 12, 0.96), ("ViT", 20, 0.85), ("MLPMixer", 12, 0.85)]
+    ("name", "epochs", "bar"), [("ResNet", 12, 0.96), ("ViT", 20, 0.85), ("MLPMixer", 12, 0.85)]
 )
-def test_networks_learn_digits(name: str, passes: int, bar: float) -> None:
+def test_networks_learn_digits(name: str, epochs: int, bar: float) -> None:
     """A short run of bench/models/digits.py."""
     pytest.importorskip("sklearn")
     from bench.models.digits import PLANS, accuracy, digits, train
@@ -294,6 +294,6 @@ def test_networks_learn_digits(name: str, passes: int, bar: float) -> None:
     torch.set_num_threads(1)  # networks this small are slower on more
     try:
         data = digits()
-        assert accuracy(train(replace(PLANS[name], passes=passes), data, seed=0), data) >= bar
+        assert accuracy(train(replace(PLANS[name], epochs=epochs), data, seed=0), data) >= bar
     finally:
         torch.set_num_threads(threads)

@@ -199,7 +199,7 @@ def test_captioner_rejects_bad_arguments() -> None:
 
 def test_clip_and_captioner_learn_scenes() -> None:
     """One seed of the bench with fewer steps; chance is 1 of 112."""
-    found = vision_language.run(0, vision_language.Plan(clip=220, text=30, caption=200, judged=4))
+    found = vision_language.run(0, vision_language.Plan(clip=220, text=30, caption=200, evaluated=4))
     assert found["recall_trained"] > 0.4 and found["recall_held_out"] > 0.1
     assert found["caption_trained"] > 0.12
 

@@ -12,6 +12,7 @@ All content comes from artifacts (summaries, training curve, evaluation), so a r
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -251,7 +252,7 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         if "held_out_bits_per_byte" in r
     ]
     induction = [{"step": r["step"], "nll": r["induction_nll"]} for r in curve if "induction_nll" in r]
-    layers = sorted({int(k.split("/")[1]) for r in curve for k in r if k.startswith("moe/")})
+    layers = sorted({int(k.split("/")[1]) for r in curve for k in r if re.match(r"moe/\d", k)})
     experts = [_expert_usage(n, [r for r in curve if f"moe/{n}/gini" in r]) for n in layers]
     expected = artifacts["plan"].summary["expected"] if "plan" in artifacts else {}
     speed = model.summary.get("tokens_per_second")
