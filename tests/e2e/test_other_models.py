@@ -21,7 +21,7 @@ def test_mixture_of_experts_trains_and_exports(code: Path, tmp_path: Path) -> No
     (tmp_path / "small.toml").write_text(MOE_RECIPE.replace("CODE", str(code)))
     done = run_whorl("run", "small.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 experts of which 2" in done.stdout
+    assert "4 experts, top 2" in done.stdout
     store = Store(tmp_path / ".whorl")
     evaluation = store.open("small/evaluate").summary
     assert evaluation["bits_per_byte"] < 4.5  # a uniform model has 8, a unigram model about 4.7
