@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +12,17 @@ import pytest
 import torch
 
 from whorl.agents import Environment
+from whorl.agents import train as training
 from whorl.agents.config import AgentConfig, make_config
 from whorl.agents.networks import ActorCritic
 from whorl.agents.registration import make_env
 from whorl.agents.rollout import Actor, rollout_spec
-from whorl.agents.train import (
-    EpisodeReturns,
-    StopTraining,
-    TrainingProgress,
-    build_networks,
-    estimate_advantages,
-    evaluate,
-    train,
-)
+from whorl.agents.train import TrainingProgress, evaluate, train
 from whorl.errors import CheckpointError, ConfigError, ProducerError
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, SlotRing
+from whorl.train.learner.loop import StopTraining
+
+Observer = Callable[[TrainingProgress, ActorCritic], None]
 
 
 def weights(config: AgentConfig) -> dict[str, torch.Tensor]:
@@ -45,16 +42,16 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_train_is_deterministic_per_seed() -> None:
     config = make_config("ppo", "CartPole-v1", steps=1024, n_epochs=2, minibatches=4)
-    assert same(weights(config), weights(config))
-    assert not same(weights(config), weights(config.model_copy(update={"seed": 1})))
+    first = weights(config)
+    assert same(first, weights(config)) and not same(first, weights(config.model_copy(update={"seed": 1})))
 
 
 def test_impala_lockstep_equals_a2c_with_v_trace() -> None:
+    """So does one actor process with a single slot, filled after the last one is read."""
     impala = make_config("impala", "CartPole-v1", steps=2048, actors=0)
-    assert same(weights(impala), weights(make_config("a2c", "CartPole-v1", steps=2048, v_trace=True)))
-    # One actor process with a single slot, filled after the last one is read, gives the same weights.
-    lockstep = impala.model_copy(update={"actors": 1, "prefetch": 0})
-    assert same(weights(impala), weights(lockstep))
+    wanted = weights(make_config("a2c", "CartPole-v1", steps=2048, v_trace=True))
+    assert same(weights(impala), wanted)
+    assert same(weights(impala.model_copy(update={"actors": 1, "prefetch": 0})), wanted)
 
 
 def test_actor_process_equals_serial_actor() -> None:
@@ -85,18 +82,17 @@ def test_truncation_bootstraps_from_final_observation() -> None:
     ring = SlotRing(rollout_spec(environment, 60), 1)
     record = next(FIFOReader(ring, [SerialProducer(ring, actor, board=board)])).tensors()
     assert record["truncated"].any() and record["terminated"].any()
-    found = estimate_advantages(config, networks, record)
-    t, b = (int(i[0]) for i in (record["truncated"] & ~record["terminated"]).nonzero(as_tuple=True))
-    final = float(networks.values(record["final_observation"][t, b]).detach())
-    assert float(found["target"][t, b]) == pytest.approx(1.0 + config.discount * final, rel=1e-4)
-    t, b = (int(i[0]) for i in record["terminated"].nonzero(as_tuple=True))
-    assert float(found["target"][t, b]) == pytest.approx(1.0)
+    target = training.estimate_advantages(config, networks, record)["target"]
+    cut = record["truncated"] & ~record["terminated"]
+    bootstrapped = 1.0 + config.discount * networks.values(record["final_observation"][cut]).detach()
+    torch.testing.assert_close(target[cut], bootstrapped, rtol=1e-4, atol=1e-5)
+    assert target[record["terminated"]].tolist() == pytest.approx([1.0] * int(record["terminated"].sum()))
 
 
 def test_episode_returns_sum_over_rollouts() -> None:
     environment = make_env("MountainCar-v0", 2)
     ring = SlotRing(rollout_spec(environment, 3), 1)
-    returns, ended = EpisodeReturns(1, 2), []
+    returns, ended = training.EpisodeReturns(1, 2), []
     slot = ring.slots[0]
     slot.data.reward[:] = [[1, 10], [1, 10], [1, 10]]
     for truncated in ([[0, 0], [1, 0], [0, 0]], [[0, 0], [0, 1], [1, 0]]):
@@ -109,7 +105,9 @@ def test_episode_returns_sum_over_rollouts() -> None:
 @pytest.mark.parametrize(("algorithm", "bar"), [("ppo", 300), ("a2c", 200), ("impala", 200)])
 def test_train_learns_cartpole(algorithm: str, bar: float) -> None:
     config, best = make_config(algorithm, "CartPole-v1", steps=120_000), 0.0
-    untrained = float(np.mean(evaluate(build_networks(config), "CartPole-v1", 20, 123)))
+
+    def mean_return(networks: ActorCritic) -> float:
+        return float(np.mean(evaluate(networks, "CartPole-v1", 20, 123)))
 
     def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
         nonlocal best
@@ -118,9 +116,8 @@ def test_train_learns_cartpole(algorithm: str, bar: float) -> None:
             if best >= bar:
                 raise StopTraining
 
-    networks = train(config, observe)
-    assert untrained < 60 and best >= bar
-    assert float(np.mean(evaluate(networks, "CartPole-v1", 20, 123))) > 2 * untrained
+    untrained, trained = mean_return(training.build_networks(config)), mean_return(train(config, observe))
+    assert untrained < 60 and best >= bar and trained > 2 * untrained
 
 
 def test_train_updates_every_parameter_continuous() -> None:
@@ -141,53 +138,44 @@ def test_failing_actor_raises_with_traceback(monkeypatch: pytest.MonkeyPatch) ->
     environment, _, board = make_board("CartPole-v1", 2)
     ring = SlotRing(rollout_spec(environment, 3), 1)
     wrong = Actor("CartPole-v1", 3, (8,), 0)  # three copies, but the slot has space for two
-    with (
-        pytest.raises(ProducerError, match="Traceback"),
-        FIFOReader(ring, [ProducerProcess(ring, wrong, board=board)]) as d,
-    ):
-        next(d)
+    producers = [ProducerProcess(ring, wrong, board=board)]
+    with pytest.raises(ProducerError, match="Traceback"), FIFOReader(ring, producers) as reader:
+        next(reader)
 
 
 class _Crash(Exception):
     pass
 
 
+def crash_at(steps: int) -> Observer:
+    """Return an observer that raises after that many steps, so that there is no final checkpoint."""
+
+    def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
+        if progress.steps >= steps:
+            raise _Crash
+
+    return observe
+
+
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo"])
 def test_resumed_run_equals_uninterrupted_run(algorithm: str, tmp_path: Path) -> None:
     config = make_config(algorithm, "CartPole-v1", steps=3000, hidden=(16,))
-    straight: list[float] = []
-
-    def until(steps: int, seen: list[float]) -> Callable[[TrainingProgress, ActorCritic], None]:
-        def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
-            seen.append(progress.mean_return)
-            if progress.steps >= steps:
-                raise _Crash  # like a crash: no final checkpoint
-
-        return observe
-
+    straight, parts, messages = list[float](), list[float](), list[str]()
     whole = train(config, lambda progress, _: straight.append(progress.mean_return))
-    messages: list[str] = []
+    resumable = partial(train, config, scratch=tmp_path, log=messages.append)
     for stop in (1000, 2000):
         with pytest.raises(_Crash):
-            train(config, until(stop, []), scratch=tmp_path, checkpoint_seconds=0.0, log=messages.append)
-    parts: list[float] = []
-    last = train(
-        config, lambda progress, _: parts.append(progress.mean_return), scratch=tmp_path, log=messages.append
-    )
-    assert len(messages) == 2 and all("resumed after" in text for text in messages)
+            resumable(crash_at(stop), checkpoint_seconds=0.0)
+    last = resumable(lambda progress, _: parts.append(progress.mean_return))
+    assert len(messages) == 2 and all("continues at step" in text for text in messages)
     assert same(dict(whole.state_dict()), dict(last.state_dict()))
     assert parts == straight[-len(parts) :] and len(parts) < len(straight)
 
 
 def test_resumed_async_run_starts_new_episodes(tmp_path: Path) -> None:
     config = make_config("impala", "CartPole-v1", steps=3000, hidden=(16,))
-
-    def stop(progress: TrainingProgress, networks: ActorCritic) -> None:
-        if progress.steps >= 1500:
-            raise _Crash
-
     with pytest.raises(_Crash):
-        train(config, stop, scratch=tmp_path, checkpoint_seconds=0.0)
+        train(config, crash_at(1500), scratch=tmp_path, checkpoint_seconds=0.0)
     steps: list[int] = []
     train(config, lambda progress, _: steps.append(progress.steps), scratch=tmp_path)
     assert steps[0] == 1536 + config.rollout_steps and steps[-1] >= 3000
@@ -202,8 +190,7 @@ def test_resume_rejects_other_settings(tmp_path: Path) -> None:
 
 def _actors() -> list[psutil.Process]:
     """Running producer processes of this process."""
-    children = psutil.Process().children()
-    running = [p for p in children if p.status() != psutil.STATUS_ZOMBIE]
+    running = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
     return [p for p in running if "whorl.slots.producers" in " ".join(p.cmdline())]
 
 

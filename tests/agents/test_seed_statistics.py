@@ -9,9 +9,8 @@ from whorl.agents.seed_statistics import interquartile_mean, summarize_seeds
 
 
 def test_interquartile_mean_by_hand() -> None:
-    assert interquartile_mean(np.array([100.0, 1, 2, 3, -50, 2.5, 1.5, 7])) == pytest.approx(
-        (1.5 + 2 + 2.5 + 3) / 4
-    )
+    middle_half = (1.5 + 2 + 2.5 + 3) / 4
+    assert interquartile_mean(np.array([100.0, 1, 2, 3, -50, 2.5, 1.5, 7])) == pytest.approx(middle_half)
     # Of five values the middle 2.5: one whole, and three quarters of its neighbors.
     assert interquartile_mean(np.array([0.0, 1, 2, 3, 10])) == pytest.approx((0.75 * 1 + 2 + 0.75 * 3) / 2.5)
     assert interquartile_mean(np.array([4.0])) == 4.0

@@ -1,110 +1,88 @@
-"""The command line in real processes: messages on standard error and exit codes."""
+"""The command line: messages on standard error, exit codes, and what a process imports."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.support.cli import run_whorl, spell, write_notes
+from tests.support.cli import invoke, output_of, refuse, start_whorl, succeed
+from tests.support.notes import NOTES_RECIPE, write_notes
 
 from whorl.cli import VERBS
 from whorl.store import Store
-
-RECIPE = """\
-name = "tiny"
-[steps.ingest]
-sources = ["{source}"]
-[steps.curate]
-parents = ["ingest"]
-validation_bytes = 2000
-test_bytes = 2000
-max_held_out_fraction = 0.3
-[steps.tokenizer]
-parents = ["ingest", "curate"]
-vocab_size = 320
-[steps.tokens]
-parents = ["ingest", "curate", "tokenizer"]
-"""
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small corpus, its recipe, and the store `.whorl` of a first run."""
-    folder = tmp_path_factory.mktemp("home")
-    write_notes(folder)
-    (folder / "tiny.toml").write_text(RECIPE.format(source="notes"))
-    done = run_whorl("run", "tiny.toml", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "[4/4] tokens: made in" in done.stdout and "done in" in done.stdout
+    folder = write_notes(tmp_path_factory.mktemp("home"))
+    printed = output_of("run", "tiny.toml", cwd=folder)
+    assert "[4/4] tokens: made in" in printed and "done in" in printed
     return folder
 
 
-def test_help_is_fast_and_imports_no_torch() -> None:
-    code = "import sys; sys.argv = ['whorl', '--help']\nfrom whorl.cli import main\n"
+def imported_modules(*words: str, cwd: Path | None = None) -> tuple[str, str]:
+    """Run `whorl` in a new process; return its output and the list of large packages that it imported."""
+    code = f"import sys; sys.argv = {['whorl', *words]}\nfrom whorl.cli import main\n"
     code += "try: main()\nexcept SystemExit: pass\n"
-    code += (
-        "print([name for name in ('torch', 'pyarrow', 'duckdb', 'pydantic', 'numpy') if name in sys.modules])"
-    )
-    fastest, output = 99.0, ""
+    code += "print([m for m in ('torch', 'pyarrow', 'duckdb', 'pydantic', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd)
+    output, _, modules = done.stdout.rstrip().rpartition("\n")
+    return output, modules
+
+
+def test_help_is_fast_and_imports_no_torch() -> None:
+    seconds = []
     for _ in range(3):
         began = time.monotonic()
-        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-        fastest = min(fastest, time.monotonic() - began)
-    assert output.endswith("[]\n") and "whorl run quickstart" in output
-    assert fastest < 1.5  # about 0.1 s on an idle machine
+        output, modules = imported_modules("--help")
+        seconds.append(time.monotonic() - began)
+    assert modules == "[]" and "whorl run quickstart" in output
+    assert min(seconds) < 1.5  # about 0.1 s on an idle machine
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_verb_help_has_example(verb: str) -> None:
-    help_text = run_whorl(verb, "--help").stdout
+def test_verb_help_has_example(verb: str, tmp_path: Path) -> None:
+    help_text = succeed(tmp_path, verb, "--help").stdout
     assert "Example" in help_text and f"whorl {verb}" in help_text
 
 
 def test_second_run_imports_no_torch(home: Path) -> None:
-    code = (
-        "import sys; sys.argv = ['whorl', 'run', 'tiny.toml']\nfrom whorl.cli import main\n"
-        "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=home)
-    assert done.stdout.count(": looked up") == 4 and done.stdout.endswith("False\n"), done.stdout
+    output, modules = imported_modules("run", "tiny.toml", cwd=home)
+    assert output.count(": looked up") == 4 and modules.startswith("[") and "torch" not in modules
 
 
 def test_edited_source_is_ingested_again(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    for path in (home / "notes").iterdir():
-        (tmp_path / "notes" / path.name).write_text(path.read_text())
+    shutil.copytree(home / "notes", tmp_path / "notes")
+    shutil.copy(home / "tiny.toml", tmp_path)
     (tmp_path / "notes" / "3.txt").write_text("Changed, " * 40)
-    (tmp_path / "tiny.toml").write_text(RECIPE.format(source="notes"))
-    done = run_whorl("run", "tiny.toml", "--until", "ingest", "--store", home / ".whorl", cwd=tmp_path)
-    assert "[1/1] ingest: made in" in done.stdout, done.stderr
-    run_whorl("run", "tiny.toml", cwd=home)  # restores the names
+    done = succeed(tmp_path, "run", "tiny.toml", "--until", "ingest", "--store", home / ".whorl")
+    assert "[1/1] ingest: made in" in done.stdout
+    succeed(home, "run", "tiny.toml")  # restores the names
 
 
 def test_store_verbs_show_artifacts(home: Path) -> None:
-    listed = run_whorl("ls", cwd=home).stdout
+    listed = succeed(home, "ls").stdout
     assert "tiny/tokens" in listed and "tiny/ingest" in listed
-    shown = run_whorl("show", "tokens", cwd=home).stdout
+    shown = succeed(home, "show", "tokens").stdout
     assert "tiny/tokens  (tokens)" in shown and "train-00000.bin" in shown and "shard_tokens" in shown
-    manifest = json.loads(run_whorl("show", "tokens", "--json", cwd=home).stdout)
-    tree = json.loads(run_whorl("lineage", "tokens", "--json", cwd=home).stdout)
+    manifest = json.loads(succeed(home, "show", "tokens", "--json").stdout)
+    tree = json.loads(succeed(home, "lineage", "tokens", "--json").stdout)
     assert tree["address"] == manifest["address"]
     assert tree["parents"]["selection"]["parents"]["documents"]["name"] == "tiny/ingest"
-    drawn = run_whorl("lineage", manifest["address"][:8], cwd=home).stdout
+    drawn = succeed(home, "lineage", manifest["address"][:8]).stdout
     assert "└─ tokenizer: tiny/tokenizer" in drawn and "(see above)" in drawn
-    assert "no damage found" in run_whorl("verify", cwd=home).stdout
-    assert run_whorl("gc", cwd=home).returncode == 0
-
-
-def test_recipes_lists_quickstart() -> None:
-    assert "quickstart" in run_whorl("recipes").stdout
+    assert "no damage found" in succeed(home, "verify").stdout
+    succeed(home, "gc")
+    assert "quickstart" in succeed(home, "recipes").stdout
 
 
 def test_damage_is_reported_and_repaired(home: Path) -> None:
@@ -112,47 +90,30 @@ def test_damage_is_reported_and_repaired(home: Path) -> None:
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    found = run_whorl("verify", "tokens", cwd=home)
-    assert found.returncode == 1 and str(path) in found.stdout and "1 problem found" in found.stderr
-    repaired = run_whorl("run", "tiny.toml", cwd=home)
-    assert repaired.returncode == 0 and "moved to" in repaired.stdout
-    assert run_whorl("verify", cwd=home).returncode == 0
+    found = invoke(home, "verify", "tokens")
+    assert found.exit_code == 1 and str(path) in found.stdout and "1 problem found" in found.stderr
+    assert "moved to" in succeed(home, "run", "tiny.toml").stdout
+    succeed(home, "verify")
 
 
 def test_user_errors_have_no_traceback(home: Path) -> None:
-    refused = run_whorl("run", "tiny.toml", "--set", "tokenizer.vocab_size=3", cwd=home)
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert refused.stderr.startswith(
-        "whorl: --set tokenizer.vocab_size=3: tokenizer.vocab_size cannot be '3'"
-    )
-    unknown = run_whorl("show", "model", cwd=home)
-    assert unknown.returncode == 1 and "no artifact 'model'" in unknown.stderr
-    source = run_whorl("run", "tiny.toml", "--set", 'ingest.sources=["nowhere"]', cwd=home)
-    assert source.returncode == 1 and "nowhere" in source.stderr and "Traceback" not in source.stderr
+    message = refuse(home, "run", "tiny.toml", "--set", "tokenizer.vocab_size=3")
+    assert message.startswith("whorl: --set tokenizer.vocab_size=3: tokenizer.vocab_size cannot be '3'")
+    assert "no artifact 'model'" in refuse(home, "show", "model", code=1)
+    assert "nowhere" in refuse(home, "run", "tiny.toml", "--set", 'ingest.sources=["nowhere"]', code=1)
 
 
 def test_empty_store_hints_at_quickstart(tmp_path: Path) -> None:
-    assert "whorl run quickstart" in run_whorl("ls", cwd=tmp_path).stdout
-    assert "this store is empty" in run_whorl("show", "x", cwd=tmp_path).stderr
+    assert "whorl run quickstart" in succeed(tmp_path, "ls").stdout
+    assert "this store is empty" in refuse(tmp_path, "show", "x", code=1)
 
 
-def test_ctrl_c_exits_130_and_run_continues(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    for number in range(1500):
-        rng = random.Random(number)
-        lines = (" ".join(spell(rng.randrange(10**6)) for _ in range(4)) for _ in range(200))
-        (tmp_path / "notes" / f"{number}.txt").write_text("\n".join(lines))
-    (tmp_path / "tiny.toml").write_text(RECIPE.format(source="notes").replace("= 2000", "= 200_000"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "whorl.cli", "run", "tiny.toml"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        # Background jobs of a shell inherit an ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def test_ctrl_c_exits_130_and_run_continues(tmp_path: Path) -> None:
+    write_notes(tmp_path, 500, 800, recipe=NOTES_RECIPE.replace("= 2000", "= 200_000"))
+    # Background jobs of a shell inherit an ignored SIGINT.
+    options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = start_whorl("run", "tiny.toml", cwd=tmp_path, env=unbuffered, **options)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("[2/4] curate: Measure"):
@@ -162,145 +123,114 @@ def test_ctrl_c_exits_130_and_run_continues(home: Path, tmp_path: Path) -> None:
     assert process.returncode == 130, errors
     assert errors.strip().endswith("interrupted; the same command continues")
     assert "Traceback" not in errors
-    continued = run_whorl("run", "tiny.toml", "--until", "curate", cwd=tmp_path)
-    assert "[1/2] ingest: looked up" in continued.stdout and continued.returncode == 0
+    assert "[1/2] ingest: looked up" in output_of("run", "tiny.toml", "--until", "curate", cwd=tmp_path)
 
 
 def test_rl_train_writes_results_and_curve(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
-    done = subprocess.run(
-        [sys.executable, "-m", "whorl.cli", "rl", "train", "a2c", "CartPole-v1", "--seeds", "2", "--steps", "3000",
-         "--episodes", "3", "--set", "n_steps=16"],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "inter-quartile mean of 2 seeds" in done.stdout
+    sizes = ("--seeds", 2, "--steps", 3000, "--episodes", 3, "--set", "n_steps=16")
+    printed = succeed(tmp_path, "rl", "train", "a2c", "CartPole-v1", *sizes).stdout
+    assert "inter-quartile mean of 2 seeds" in printed
     agent = Store(tmp_path / ".whorl").open("rl/a2c-CartPole-v1")
     result = json.loads(agent.file("result.json").read_text())
     assert len(result["returns"]) == 2 and result["settings"]["n_steps"] == 16
     assert {"curve.html", "result.json", "seed-0.safetensors", "seed-1.safetensors"} == set(agent.files)
-    assert str(agent.file("curve.html")) in done.stdout
-    for arguments, message in (
-        (["dqn", "CartPole-v1"], "unknown algorithm 'dqn'"),
-        (["ppo", "CartPole-v1", "--set", "lr=1"], "unknown agent setting 'lr'"),
-        (["ppo", "CartPole-v1", "--set", "rate"], "--set FIELD=VALUE"),
-        (["ppo", "Nothing-v0"], "unknown environment 'Nothing-v0'"),
-    ):
-        failed = subprocess.run(
-            [sys.executable, "-m", "whorl.cli", "rl", "train", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
+    assert str(agent.file("curve.html")) in printed
+    assert "--set FIELD=VALUE" in refuse(tmp_path, "rl", "train", "ppo", "CartPole-v1", "--set", "rate")
+    assert "unknown environment 'Nothing-v0'" in refuse(tmp_path, "rl", "train", "ppo", "Nothing-v0")
 
 
-def test_import_and_export_llama(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with a tiny Llama of transformers in `tiny llama` and in the store, and that model."""
     transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("llama")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, **shape)
+    reference = transformers.LlamaForCausalLM(config).eval()
+    reference.save_pretrained(folder / "tiny llama")
+    printed = succeed(folder, "import", "tiny llama").stdout
+    assert "llama: 0.0 M parameters" in printed and "whorl export imported/tiny-llama FOLDER" in printed
+    for name in ("full", "multimodal"):
+        (folder / name).mkdir()
+    (folder / "full" / "file").touch()
+    fields = json.loads((folder / "tiny llama" / "config.json").read_text())
+    (folder / "multimodal" / "config.json").write_text(json.dumps(fields | {"model_type": "gemma3"}))
+    return folder, reference
+
+
+def test_import_and_export_llama(llama: tuple[Path, Any]) -> None:
     import torch
 
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    reference = transformers.LlamaForCausalLM(config).eval()
-    reference.save_pretrained(tmp_path / "tiny llama")
-    done = run_whorl("import", "tiny llama", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "llama: 0.0 M parameters" in done.stdout and "whorl export imported/tiny-llama FOLDER" in done.stdout
-    )
-    assert "looked up" in run_whorl("import", "tiny llama", cwd=tmp_path).stdout
-    done = run_whorl("export", "tiny-llama", "out", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout == "llama: out\n", done.stderr
-    fields = json.loads((tmp_path / "tiny llama" / "config.json").read_text())
-    for name, change in (
-        ("nameless", {"model_type": None}),
-        ("multimodal", {"model_type": "gemma3"}),
-        ("strange", {"zeal": 3}),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(fields | change))
+    folder, reference = llama
+    assert "looked up" in succeed(folder, "import", "tiny llama").stdout
+    assert succeed(folder, "export", "tiny-llama", "out").stdout == "llama: out\n"
+    exported = type(reference).from_pretrained(folder / "out").eval()
     ids = torch.arange(12)[None]
-    exported = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.allclose(reference(ids).logits, exported(ids).logits, atol=1e-5)
-    for words, message in (
-        (("import", "out2"), "contains no model"),
-        (("export", "tiny-llama", "out", "--to", "llama"), "is not empty"),
-        (("export", "tiny-llama", "out3", "--to", "gpt2"), "cannot be written as that family"),
-        (("export", "tiny-llama", "out3", "--to", "lama"), "did you mean 'llama'"),
-        (("import", "nameless"), "field 'model_type' is missing"),
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("import", "full"), "contains no model"),
         (("import", "multimodal"), "save the text part separately"),
-        (("import", "strange"), "--ignore zeal"),
-        (("export", "tiny-llama", "out/config.json", "--to", "gguf"), "config.json exists"),
-    ):
-        if "gguf" in words and importlib.util.find_spec("gguf") is None:
-            continue
-        failed = run_whorl(*words, cwd=tmp_path)
-        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
+        (("export", "tiny-llama", "full"), "is not empty"),
+        (("export", "tiny-llama", "new", "--to", "gpt2"), "cannot be written as that family"),
+        (("export", "tiny-llama", "new", "--to", "lama"), "did you mean 'llama'"),
+        (("export", "tiny-llama", "full/file", "--to", "gguf"), "file exists"),
+    ],
+)
+def test_import_and_export_refuse(llama: tuple[Path, Any], words: tuple[str, ...], message: str) -> None:
+    if "gguf" in words:
+        pytest.importorskip("gguf")
+    assert message in refuse(llama[0], *words)
 
 
 def test_sample_uses_tokenizer_of_imported_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    import tokenizers
     import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    core = tokenizers.Tokenizer(tokenizers.models.BPE())
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280, initial_alphabet=alphabet, special_tokens=["<|end|>"]
-    )
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, special_tokens=["<|end|>"])
     core.train_from_iterator(["the cat and the dog and the bird"] * 5, trainer)
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=288, n_embd=32, n_layer=2, n_head=2, n_positions=24, eos_token_id=0
-    )
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 24}
+    config = transformers.GPT2Config(vocab_size=288, eos_token_id=0, **shape)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "tiny")
     words.save_pretrained(tmp_path / "tiny")
     path = tmp_path / "tiny" / "tokenizer.json"
     data = json.loads(path.read_text())
     data["model"]["vocab"]["zzz"] = 400  # a gap beyond the last row of the model
     path.write_text(json.dumps(data))
-    assert run_whorl("import", "tiny", cwd=tmp_path).returncode == 0
-    done = run_whorl(
-        "sample", "imported/tiny", "the cat and", "-n", "100", "--temperature", "0", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("the cat and")
-    n_tokens = (
-        24 - (len(words("the cat and").input_ids) - 1) + 1
-    )  # the last token of the prompt is generated again
-    assert done.stderr.startswith(f"{n_tokens} tokens"), done.stderr
-    for prompt in ("é", "hi 🙂", "日本語"):  # the last token ends a character that earlier tokens began
-        done = run_whorl("sample", "imported/tiny", prompt, "-n", "6", "--temperature", "0", cwd=tmp_path)
-        assert done.returncode == 0 and done.stdout.startswith(prompt), done.stderr
+    succeed(tmp_path, "import", "tiny")
+    for prompt, length in (("the cat and", 100), ("é", 6), ("hi 🙂", 6), ("日本語", 6)):
+        # The last token of the prompt is generated again; it may end a character that earlier tokens began.
+        done = succeed(tmp_path, "sample", "imported/tiny", prompt, "-n", length, "--temperature", 0)
+        assert done.stdout.startswith(prompt)
+        if length == 100:
+            n_tokens = 24 - (len(words(prompt).input_ids) - 1) + 1
+            assert done.stderr.startswith(f"{n_tokens} tokens"), done.stderr
     for prompt, message in (
         ("the " + "xyz" * 12, "at most 24, the longest row of imported/tiny"),
-        (b"caf\xe9 au lait", "the prompt cannot be read"),
+        ("caf\udce9 au lait", "the prompt cannot be read"),  # the argument was no UTF-8
     ):
-        command = [sys.executable, "-m", "whorl.cli", "sample", "imported/tiny", prompt]
-        failed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
-        assert failed.stdout == ""
+        failed = invoke(tmp_path, "sample", "imported/tiny", prompt)
+        assert failed.exit_code == 2 and message in failed.stderr and failed.stdout == ""
 
 
 def test_import_and_export_vit(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8,
-        num_labels=3,
-    )  # fmt: skip
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.ViTConfig(image_size=16, patch_size=8, num_labels=3, **shape)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "pictures")
-    done = run_whorl("import", "pictures", cwd=tmp_path)
-    assert done.returncode == 0 and "vit: 0.0 M parameters" in done.stdout, done.stderr
-    done = run_whorl("export", "pictures", "out", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout == "vit: out\n", done.stderr
+    assert "vit: 0.0 M parameters" in succeed(tmp_path, "import", "pictures").stdout
+    assert succeed(tmp_path, "export", "pictures", "out").stdout == "vit: out\n"
     transformers.ViTForImageClassification.from_pretrained(tmp_path / "out")
-    for words, message in (
-        (("export", "pictures", "out2", "--to", "llama"), "is a vision model"),
-        (("sample", "pictures", "x"), "is a vision"),
-    ):
-        failed = run_whorl(*words, cwd=tmp_path)
-        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
+    assert "is a vision model" in refuse(tmp_path, "export", "pictures", "out2", "--to", "llama")
+    assert "is a vision" in refuse(tmp_path, "sample", "pictures", "x")

@@ -15,12 +15,8 @@ def artifact(kind: str, name: str, *files: str) -> Any:
 
 
 def test_next_command_samples_last_model() -> None:
-    artifacts = [
-        artifact("tokens", "r/tokens"),
-        artifact("model", "r/pretrain"),
-        artifact("model", "r/sft"),
-        artifact("report", "r/report", "report.html"),
-    ]
+    models = [artifact("model", "r/pretrain"), artifact("model", "r/sft")]
+    artifacts = [artifact("tokens", "r/tokens"), *models, artifact("report", "r/report", "report.html")]
     assert closing_lines(artifacts, " --store s") == [
         "model:  store/r/pretrain",
         "model:  store/r/sft",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,9 +32,8 @@ def write_parquet(path: Path, texts: list[str]) -> str:
 def write_tar(path: Path, texts: list[str]) -> str:
     with tarfile.open(path, "w") as archive:
         for n, text in enumerate(texts):
-            as_json = n % 2 == 0
-            data = (json.dumps({"text": text}) if as_json else text).encode()
-            info = tarfile.TarInfo(f"{n:04}.{'json' if as_json else 'txt'}")
+            suffix, content = ("txt", text) if n % 2 else ("json", json.dumps({"text": text}))
+            data, info = content.encode(), tarfile.TarInfo(f"{n:04}.{suffix}")
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     return str(path)
@@ -43,23 +44,21 @@ def read_all(files: RawFiles) -> tuple[list[str], RejectCounter]:
     return [t for b in range(len(files.blocks)) for t in files.texts(b, rejects)], rejects
 
 
-@given(
-    st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=30),
-    st.integers(1, 200),
-)
+TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+
+
+@given(st.lists(TEXT, min_size=1, max_size=30), st.integers(1, 200))
 @settings(max_examples=80, deadline=None)
-def test_jsonl_lines_are_read_once_at_any_block_size(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int
-) -> None:
-    path = write_jsonl(tmp_path_factory.mktemp("blocks") / "a.jsonl", texts)
-    found, rejects = read_all(RawFiles([path], block_bytes=size))
+def test_jsonl_lines_are_read_once_at_any_block_size(texts: list[str], size: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_jsonl(Path(folder, "a.jsonl"), texts)
+        found, rejects = read_all(RawFiles([path], block_bytes=size))
     assert found == texts and rejects.count == 0
 
 
-@pytest.mark.parametrize(
-    ("write", "suffix"), [(write_parquet, "parquet"), (write_tar, "tar"), (write_jsonl, "jsonl")]
-)
-def test_blocks_cover_every_format_and_are_order_free(tmp_path: Path, write, suffix: str) -> None:
+@pytest.mark.parametrize("write", [write_parquet, write_tar, write_jsonl])
+def test_blocks_cover_every_format_and_are_order_free(tmp_path: Path, write: Any) -> None:
+    suffix = write.__name__.removeprefix("write_")
     texts = [f"text number {n} " * (n % 7 + 1) for n in range(50)]
     names = [write(tmp_path / f"{part}.{suffix}", texts[part::2]) for part in (0, 1)]
     files = RawFiles(names, block_bytes=900)
@@ -75,12 +74,10 @@ def test_blocks_read_file_url(tmp_path: Path) -> None:
 
 
 def test_unreadable_records_are_counted_with_reason(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    good = json.dumps({"text": "good"}).encode()
-    long = json.dumps({"text": "x" * 3_000_000}).encode()
-    path.write_bytes(
-        b"\n".join([good, b"{broken", good, b'{"other": 1}', b"[1]", b'{"text": 5}', b"\xff\xfe", long, good])
-    )
+    path, good = tmp_path / "a.jsonl", b'{"text": "good"}'
+    bad = [b"{broken", b'{"other": 1}', b"[1]", b'{"text": 5}', b"\xff\xfe"]
+    bad += [b'{"text": "%s"}' % (b"x" * 3_000_000)]
+    path.write_bytes(b"\n".join([good, bad[0], good, *bad[1:], good]))
     found, rejects = read_all(RawFiles([str(path)], block_bytes=64))
     assert found == ["good"] * 3 and rejects.count == 6 and "a.jsonl" in rejects.first_reason
 

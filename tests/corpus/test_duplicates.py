@@ -7,16 +7,10 @@ import random
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from whorl.corpus import duplicates
-from whorl.corpus.duplicates import (
-    UnionFind,
-    cluster_near_duplicates,
-    first_occurrence,
-    minhash_signature_reference,
-    minhash_signatures,
-    union_exact_duplicates,
-)
+from whorl.corpus.duplicates import UnionFind, minhash_signatures
 
 TEXTS = st.lists(st.text("ab_ \n.é1", max_size=40).map(str.encode), min_size=1, max_size=6)
 
@@ -24,13 +18,17 @@ TEXTS = st.lists(st.text("ab_ \n.é1", max_size=40).map(str.encode), min_size=1,
 @settings(max_examples=150, deadline=None)
 @given(TEXTS)
 def test_minhash_block_equals_reference(texts: list[bytes]) -> None:
-    assert np.array_equal(
-        minhash_signatures(texts), np.array([minhash_signature_reference(t) for t in texts])
-    )
+    want = np.array([duplicates.minhash_signature_reference(text) for text in texts])
+    assert np.array_equal(minhash_signatures(texts), want)
 
 
 def words(rng: random.Random, n: int) -> list[str]:
     return [f"w{rng.randrange(10**6)}" for _ in range(n)]
+
+
+def clusters(texts: list[bytes]) -> NDArray[np.int64]:
+    sets = UnionFind(len(texts))
+    return duplicates.cluster_near_duplicates(minhash_signatures(texts), 0.5, sets).roots()
 
 
 def mutate(rng: random.Random, text: list[str], changes: int) -> list[str]:
@@ -60,17 +58,14 @@ def test_clusters_equal_planted_families() -> None:
         for _ in range(rng.choice([1, 1, 1, 2, 5])):
             texts.append(" ".join(mutate(rng, original, rng.randrange(6))).encode())
             family.append(f)
-    found = cluster_near_duplicates(minhash_signatures(texts), 0.5, UnionFind(len(texts))).roots()
-    first = {f: family.index(f) for f in family}
-    assert found.tolist() == [first[f] for f in family]
+    assert clusters(texts).tolist() == [family.index(f) for f in family]
 
 
 def test_clusters_handle_one_huge_bucket() -> None:
     rng = random.Random(2)
     original = words(rng, 200)
     texts = [" ".join(mutate(rng, original, 1)).encode() for _ in range(3000)]
-    found = cluster_near_duplicates(minhash_signatures(texts), 0.5, UnionFind(len(texts))).roots()
-    assert not found.any()
+    assert not clusters(texts).any()
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40))
@@ -79,15 +74,14 @@ def test_union_find_matches_naive_sets(pairs: list[tuple[int, int]]) -> None:
     naive = [{i} for i in range(31)]
     for a, b in pairs:
         sets.union(a, b)
-        if naive[a] is not naive[b]:
-            merged = naive[a] | naive[b]
-            for member in merged:
-                naive[member] = merged
+        merged = naive[a] | naive[b]
+        for member in merged:
+            naive[member] = merged
     assert sets.roots().tolist() == [min(group) for group in naive]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_first_occurrence_matches_list_index(rows: list[tuple[int, int]]) -> None:
-    first = first_occurrence(np.array(rows, np.uint64))
+    first = duplicates.first_occurrence(np.array(rows, np.uint64))
     assert first.tolist() == [rows.index(row) for row in rows]
-    assert np.array_equal(union_exact_duplicates(first).roots(), first)
+    assert np.array_equal(duplicates.union_exact_duplicates(first).roots(), first)

@@ -16,19 +16,12 @@ from whorl.cli import build_app
 from whorl.recipes import load_recipe, ready_recipes
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "whorl"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|toml|json|jsonl|js|html|h|cpp|png))`")
-MADE_BY_RUNS = (
-    "artifacts/",
-    "metrics/",
-    "runs/",
-    ".whorl/",
-    "notes",
-    "small/",
-    "v1/",
-)  # files that a user's run makes
+MADE_BY_RUNS = ("artifacts/", "metrics/", "runs/", ".whorl/", "notes", "small/", "v1/")  # by a user's run
+each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
 
 def text_of(page: Path) -> str:
@@ -39,43 +32,34 @@ def without_code(text: str) -> str:
     return FENCE.sub("", text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@each_page
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(page))):
         if not target.startswith(("http", "#", "mailto:")):
-            path = page.parent / target.split("#")[0]
-            assert path.exists(), f"{page.name} links to {target}"
+            assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@each_page
 def test_named_files_exist(page: Path) -> None:
     for name in FILE_NAME.findall(without_code(text_of(page))):
         if name.startswith(MADE_BY_RUNS) or any(part.isupper() for part in name.split("/")):
             continue
-        package = ROOT / "src" / "whorl"
-        places = (ROOT, ROOT / "src", package, package / page.stem, page.parent)
+        places = (ROOT, ROOT / "src", PACKAGE, PACKAGE / page.stem, page.parent)
         assert any((place / name).exists() for place in places), f"{page.name} names {name}"
 
 
 def commands(text: str, program: str) -> Iterator[list[str]]:
     """Calls of a program in fenced blocks and in inline code, as words; placeholders in capitals stay."""
-    lines = [
-        line
-        for language, body in FENCE.findall(text)
-        if language in ("bash", "")
-        for line in body.splitlines()
-    ]
-    lines += re.findall(rf"`((?:\.venv/bin/)?{program} [^`]+)`", without_code(text))
-    lines += [
-        line.strip()
-        for line in re.findall(rf"^    (?:\.venv/bin/)?{program} .*$", without_code(text), re.MULTILINE)
-    ]
-    for line in lines:
-        found = re.match(rf"\s*(?:\.venv/bin/)?{program} (.*)", line)
-        if not found or found[1].endswith("\\"):
+    prose = without_code(text)
+    fences = "\n".join(body for language, body in FENCE.findall(text) if language in ("bash", ""))
+    call = rf"(?:\.venv/bin/)?{program} "
+    calls = re.findall(rf"^\s*{call}(.*)$", fences, re.MULTILINE)
+    calls += re.findall(rf"`{call}([^`]+)`", prose) + re.findall(rf"^    {call}(.*)$", prose, re.MULTILINE)
+    for line in calls:
+        if line.endswith("\\"):
             continue
         try:
-            words = shlex.split(found[1], comments=True)
+            words = shlex.split(line, comments=True)
         except ValueError:
             continue
         for end in ("|", ">", "&&", ";", "&"):
@@ -83,7 +67,7 @@ def commands(text: str, program: str) -> Iterator[list[str]]:
         yield words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@each_page
 def test_whorl_commands_parse(page: Path) -> None:
     app = typer.main.get_command(build_app())
     for words in commands(text_of(page), "whorl"):
@@ -93,9 +77,7 @@ def test_whorl_commands_parse(page: Path) -> None:
         while hasattr(command, "commands") and words:
             assert words[0] in command.commands, f"{page.name}: there is no `whorl {' '.join(words)}`"
             command, words = command.commands[words[0]], words[1:]
-        known = {
-            option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
-        }
+        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
         used = {word.split("=")[0] for word in words if word.startswith("--")}
         assert used <= known | {"--help"}, f"{page.name}: {command.name} has no {used - known}"
         if command.name == "run" and words and words[0] in ready_recipes():
@@ -103,62 +85,44 @@ def test_whorl_commands_parse(page: Path) -> None:
             load_recipe(words[0], sets=[s for s in sets if "..." not in s and not s.split("=")[0].isupper()])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@each_page
 def test_python_scripts_exist(page: Path) -> None:
     for words in commands(text_of(page), "python"):
-        if words and words[0].endswith(".py") and "/" in words[0] and not words[0].split("/")[-1].isupper():
-            if any(part.removesuffix(".py").isupper() for part in words[0].split("/")):
-                continue  # a placeholder such as bench/ROOM/CLAIM.py
-            assert (ROOT / words[0]).is_file(), f"{page.name}: {words[0]}"
+        if words and words[0].endswith(".py") and "/" in words[0]:
+            placeholder = any(part.isupper() for part in Path(words[0]).with_suffix("").parts)
+            assert placeholder or (ROOT / words[0]).is_file(), f"{page.name}: {words[0]}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@each_page
 def test_excerpts_are_verbatim(page: Path) -> None:
-    for source, excerpt in re.findall(
-        r"<!-- source: (\S+) -->\n```python\n(.*?)```", text_of(page), re.DOTALL
-    ):
-        assert excerpt in (ROOT / source).read_text(encoding="utf-8"), (
-            f"{page.name}: {source} has no such lines"
-        )
-
-
-def results() -> dict[str, dict[str, object]]:
-    """Saved results by id; a saved line replaces a transcribed one."""
-    found = {}
-    folder = ROOT / "bench" / "results"
-    for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.name != "transcribed.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            found[record["id"]] = record
-    return found
+    marked = re.compile(r"<!-- source: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+    for source, excerpt in marked.findall(text_of(page)):
+        assert excerpt in text_of(ROOT / source), f"{page.name}: {source} has no such lines"
 
 
 def rounded_alike(shown: str, value: float) -> bool:
     """Whether a printed number is `value` rounded to the digits that it shows."""
     digits = shown.replace(",", "")
     decimals = len(digits.partition(".")[2])
+    value = float(value)
     return abs(float(digits) - value) <= 0.5 * 10**-decimals + 1e-9 or float(digits) == float(f"{value:.3g}")
 
 
 def test_readme_figures_equal_results() -> None:
-    rows = re.findall(
-        r"^\| ([^|]+) \| ([\d,.]+) \| ([\d,.]+) \([^|]+\) \| ([\d.]+) \| `(bench/[^`]+)` \|$",
-        text_of(ROOT / "README.md"),
-        re.M,
-    )
+    row = r"^\| ([^|]+) \| ([\d,.]+) \| ([\d,.]+) \([^|]+\) \| ([\d.]+) \| `(bench/[^`]+)` \|$"
+    rows = re.findall(row, text_of(ROOT / "README.md"), re.MULTILINE)
     assert len(rows) == 6
-    records = list(results().values())
-    for what, ours, peer, ratio, script in rows:
-        fits = [
-            r
-            for r in records
-            if r["script"] == script
-            and all(
-                rounded_alike(a, float(b))
-                for a, b in ((ours, r["ours"]), (peer, r["peer"]), (ratio, r["ratio"]))
-            )  # type: ignore[arg-type]
-        ]
-        assert fits, f"README: {what} ({ours}, {peer}, {ratio}) is no figure of {script} in bench/results"
+    files = (ROOT / "bench" / "results").glob("*.jsonl")
+    ordered = sorted(files, key=lambda path: path.name != "transcribed.jsonl")
+    lines = [json.loads(line) for path in ordered for line in text_of(path).splitlines()]
+    records = {line["id"]: line for line in lines}.values()  # a saved line replaces a transcribed one
+    for what, *figures, script in rows:
+        fits = any(
+            record["script"] == script
+            and all(map(rounded_alike, figures, (record["ours"], record["peer"], record["ratio"])))
+            for record in records
+        )
+        assert fits, f"README: {what} {figures} is no figure of {script} in bench/results"
 
 
 def test_benchmarks_page_is_generated() -> None:

@@ -42,10 +42,8 @@ def test_tutorial_runs_as_printed(page: Path, tmp_path: Path) -> None:
     (tmp_path / "blocks.json").write_text(json.dumps(blocks))
     work = tmp_path / "work"
     work.mkdir()
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", DRIVER, str(tmp_path / "blocks.json"), str(page)]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{page.name}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
+from tests.support.models.initialization import add_noise, generator
 
 from whorl.embedding.embedder import Embedder, embed_ids, nearest, split_windows
 from whorl.errors import CheckpointError, ConfigError, DataError
@@ -20,15 +21,10 @@ WORDS = Tokenizer.train(["to be or not to be, that is the question"] * 4, 280)
 TEXTS = ["to", "to be or not", "x" * 31 + "the question " * 9, "<|eos|> is ordinary text", "a" * 16, "b" * 17]
 
 
-def small(vocab_size: int = 280, n_layers: int = 2) -> Encoder:
-    shape = EncoderConfig(
-        vocab_size=vocab_size, d_model=16, n_layers=n_layers, n_heads=2, mlp_hidden=24, max_length=16
-    )
-    encoder = Encoder(shape, torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        for p in encoder.parameters():  # blocks start as the identity and would hide errors
-            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    return encoder
+def small(vocab_size: int = 280) -> Encoder:
+    shape = {"vocab_size": vocab_size, "d_model": 16, "n_layers": 2, "n_heads": 2, "mlp_hidden": 24}
+    encoder = Encoder(EncoderConfig.model_validate({**shape, "max_length": 16}), generator(3))
+    return add_noise(encoder, 0.3, generator(4))  # blocks start as the identity and would hide errors
 
 
 def one_by_one(encoder: Encoder, text: str | bytes) -> torch.Tensor:
@@ -61,6 +57,8 @@ def test_embed_accepts_any_bytes_and_no_texts() -> None:
     np.testing.assert_array_equal(embedder.embed(["tö be"]), embedder.embed(["tö be".encode()]))
     assert np.isfinite(embedder.embed([b"\xff\x00\xfe"])).all()
     assert embedder.embed([]).shape == (0, 16)
+    with pytest.raises(DataError, match="text 1 is empty"):
+        embedder.embed(["a", "", "b"])
 
 
 @pytest.mark.parametrize("max_length", [1, 2, 7, 64])
@@ -88,59 +86,51 @@ def test_nearest_matches_sort() -> None:
 
 def test_saved_embedder_loads_bit_identical(tmp_path: Path) -> None:
     embedder = Embedder(small(), WORDS)
-    embedder.save(tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"
-    names = {path.name for path in folder.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    embedder.save(folder)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
     again = Embedder.load(folder, Tokenizer.load(folder))
     np.testing.assert_array_equal(again.embed(TEXTS), embedder.embed(TEXTS))
     assert (again.dim, again.max_seq_length) == (16, 16)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda e: e.embed(["a", "", "b"]), DataError, "text 1 is empty"),
-        (lambda e: e.embed("a text"), ConfigError, "one text"),
-        (lambda e: e.embed(["a"], batch_size=0), ConfigError, "batch_size is 0"),
-        (lambda e: embed_ids(e.encoder, [], batch_size=-1), ConfigError, "batch_size is -1"),
-        (lambda e: Embedder(small(270), WORDS), ConfigError, "280 ids and the encoder 270"),
-        (lambda e: nearest(np.ones((2, 8)), np.ones(7), 1), ConfigError, "d"),
-        (lambda e: nearest(np.ones(8), np.ones(8), 1), ConfigError, "d"),
-        (lambda e: nearest(np.ones((2, 8)), np.ones(8), 0), ConfigError, "at least 1"),
-    ],
-)
-def test_embedder_rejects_invalid_input(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+INVALID: list[tuple[Any, str]] = [
+    (lambda e: e.embed("a text"), "one text"),
+    (lambda e: e.embed(["a"], batch_size=0), "batch_size is 0"),
+    (lambda e: embed_ids(e.encoder, [], batch_size=-1), "batch_size is -1"),
+    (lambda e: Embedder(small(270), WORDS), "280 ids and the encoder 270"),
+    (lambda e: nearest(np.ones((2, 8)), np.ones(7), 1), "d"),
+    (lambda e: nearest(np.ones(8), np.ones(8), 1), "d"),
+    (lambda e: nearest(np.ones((2, 8)), np.ones(8), 0), "at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), INVALID)
+def test_embedder_rejects_invalid_arguments(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         call(Embedder(small(), WORDS))
 
 
 def test_load_rejects_damaged_folders(tmp_path: Path) -> None:
     Embedder(small(), WORDS).save(tmp_path)
     config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
-    shape, whole, bits = config.read_text(), load_file(weights), weights.read_bytes()
-
-    def refused(message: str) -> None:
+    shape, tensors, whole = config.read_text(), load_file(weights), weights.read_bytes()
+    partial = {n: t for n, t in tensors.items() if n != "embedding"}
+    for message, text, content in (
+        ("not of an embedder", json.dumps({**json.loads(shape), "kind": "decoder"}), whole),
+        ("not of an embedder", "[1]", whole),
+        ("cannot read an embedder", "{", whole),
+        ("multiple of n_heads", shape.replace('"n_heads": 2', '"n_heads": 3'), whole),
+        ("cannot read an embedder", shape, whole[:-8]),
+        (r"'blocks\.0\.mlp", shape.replace('"mlp_hidden": 24', '"mlp_hidden": 32'), whole),
+        ("'embedding' is missing", shape, save(partial)),
+        ("'head'", shape, save({**tensors, "head": torch.zeros(2)})),
+    ):
+        config.write_text(text)
+        weights.write_bytes(content)
         with pytest.raises(CheckpointError, match=message):
             Embedder.load(tmp_path, WORDS)
-        config.write_text(shape)
-        weights.write_bytes(bits)
-
-    config.write_text(json.dumps({**json.loads(shape), "kind": "decoder"}))
-    refused("not of an embedder")
-    config.write_text("[1]")
-    refused("not of an embedder")
-    config.write_text("{")
-    refused("cannot read an embedder")
-    config.write_text(shape.replace('"n_heads": 2', '"n_heads": 3'))
-    refused("multiple of n_heads")
-    weights.write_bytes(bits[:-8])
-    refused("cannot read an embedder")
-    config.write_text(shape.replace('"mlp_hidden": 24', '"mlp_hidden": 32'))
-    refused(r"'blocks\.0\.mlp")
-    save_file({n: t for n, t in whole.items() if n != "embedding"}, weights)
-    refused("'embedding' is missing")
-    save_file({**whole, "head": torch.zeros(2)}, weights)
-    refused("'head'")
+    config.write_text(shape)
     weights.unlink()
-    refused("cannot read an embedder")
+    with pytest.raises(CheckpointError, match="cannot read an embedder"):
+        Embedder.load(tmp_path, WORDS)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -44,23 +45,17 @@ def test_fastest_dtype_avoids_slower_one(slow: torch.dtype, monkeypatch: pytest.
     assert fastest_dtype(model().config, machine) != slow
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        *({"mlp": kind} for kind in get_args(Activation)),
-        {"smear_keys": False},
-        {"tie_embeddings": True, "ngram_orders": ()},
-        {"n_kv_heads": 2},
-        {"trained_length": 10},
-    ],
-)
+SHAPES = [{}, {"smear_keys": False}, {"tie_embeddings": True, "ngram_orders": ()}, {"n_kv_heads": 2}]
+SHAPES += [{"trained_length": 10}, *({"mlp": kind} for kind in get_args(Activation))]
+
+
+@pytest.mark.parametrize("changes", SHAPES)
 def test_decode_step_matches_decoder_forward(changes: dict[str, object]) -> None:
     network = model(**changes)
     step, ids = DecodeStep(network), torch.randint(40, (3, 20), generator=torch.Generator().manual_seed(1))
     ours, theirs = network.new_state(3, 20), network.new_state(3, 20)
     with torch.inference_mode():
-        for begin, end in ((0, 1), (1, 6), (6, 7), *((t, t + 1) for t in range(7, 20))):
+        for begin, end in itertools.pairwise([0, 1, *range(6, 21)]):
             want = network.logits(network(ids[:, begin:end], state=theirs)[:, -1])
             if end - begin > 1:  # several positions go through the decoder and leave the same cache
                 network(ids[:, begin:end], state=ours)
@@ -71,16 +66,16 @@ def test_decode_step_matches_decoder_forward(changes: dict[str, object]) -> None
             assert torch.allclose(a.k, b.k, atol=1e-4) and torch.allclose(a.v, b.v, atol=1e-4)
 
 
+def tokens(settings: SamplingParams, seed: int, max_tokens: int = 30, **options: Any) -> list[Token]:
+    """The tokens that the model writes after 1, 2, 3."""
+    generator, options = torch.Generator().manual_seed(seed), {"banned_ids": (39,), **options}
+    return list(generate(model(), [1, 2, 3], settings, generator, max_tokens=max_tokens, **options))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_with_cache_matches_without(temperature: float) -> None:
-    network = model()
-
     def write(seed: int, use_cache: bool) -> list[int]:
-        stream = generate(
-            network, [1, 2, 3], SamplingParams(temperature=temperature), torch.Generator().manual_seed(seed),
-            max_tokens=30, banned_ids=(39,), use_cache=use_cache,
-        )  # fmt: skip
-        return [t.id for t in stream]
+        return [t.id for t in tokens(SamplingParams(temperature=temperature), seed, use_cache=use_cache)]
 
     assert write(0, True) == write(0, True) == write(0, False)
     assert (write(0, True) == write(1, True)) == (temperature == 0)
@@ -88,49 +83,30 @@ def test_generate_with_cache_matches_without(temperature: float) -> None:
 
 
 def test_generate_starts_with_forced_prefix() -> None:
-    network = model()
     names = [bytes([97 + i]) for i in range(26)] + [b"ab", b"abc", b"bc", b"\n", b"\n  "]
+    options = {"banned_ids": range(len(names), 40), "forced_prefix": b"abcx", "token_bytes": names}
     for seed in range(5):
-        stream = generate(
-            network, [1], SamplingParams(temperature=1.0), torch.Generator().manual_seed(seed),
-            max_tokens=6, banned_ids=range(len(names), 40), forced_prefix=b"abcx", token_bytes=names,
-        )  # fmt: skip
-        text = b"".join(names[t.id] for t in stream)
-        assert text.startswith(b"abcx")
+        found = tokens(SamplingParams(temperature=1.0), seed, max_tokens=6, **options)
+        assert b"".join(names[t.id] for t in found).startswith(b"abcx")
 
 
 def test_generate_uses_own_seed_and_raw_log_probs() -> None:
-    network = model()
     settings = SamplingParams(temperature=1.0, seed=5, repetition_penalty=1.5, logit_bias={3: 2.0})
-
-    def write(seed: int) -> list[Token]:
-        return list(
-            generate(
-                network, [1, 2, 3], settings, torch.Generator().manual_seed(seed),
-                max_tokens=8, banned_ids=(39,), top_log_probs=4,
-            )
-        )  # fmt: skip
-
-    tokens = write(0)
-    assert tokens == write(1)
-    ids = [1, 2, 3, *(t.id for t in tokens)]
+    found, again = (tokens(settings, seed, max_tokens=8, top_log_probs=4) for seed in (0, 1))
+    assert found == again
+    network, ids = model(), [1, 2, 3, *(t.id for t in found)]
     with torch.inference_mode():
         raw = network.logits(network(torch.tensor([ids])))[0].log_softmax(-1)
-    for place, token in enumerate(tokens, start=2):
+    for place, token in enumerate(found, start=2):
         assert token.raw_log_prob == pytest.approx(float(raw[place, token.id]), abs=1e-4)
         best = [i for i in raw[place].argsort(descending=True).tolist() if i != 39][:4]
         assert [i for i, _ in token.alternatives] == best
         assert [p for _, p in token.alternatives] == pytest.approx(raw[place, best].tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        SamplingParams(temperature=0, seed=11),
-        SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=11),
-    ],
-)
-def test_complete_matches_generate_with_a_seed_each(settings: SamplingParams) -> None:
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "frequency_penalty": 1}])
+def test_complete_matches_generate_with_a_seed_each(sampling: dict[str, Any]) -> None:
+    settings = SamplingParams(seed=11, **sampling)
     network, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
     together = complete(network, prompts, settings, torch.Generator(), max_tokens=12, eos_id=39)
     for number, (prompt, found) in enumerate(zip(prompts, together, strict=True)):

@@ -16,13 +16,17 @@ def _code(seed: int, lines: int) -> bytes:
     """Source-like text. All seeds share its names, so a training split helps."""
     names = [f"name_{random.Random(i).getrandbits(40):x}" for i in range(60)]
     rng = random.Random(seed)
-    return "".join(
-        f"{rng.choice(names)} = {rng.choice(names)}({rng.random():.3f})\n" for _ in range(lines)
-    ).encode()
+    text = [f"{rng.choice(names)} = {rng.choice(names)}({rng.random():.3f})\n" for _ in range(lines)]
+    return "".join(text).encode()
 
 
 HELD_OUT = [_code(seed, 40) for seed in range(6)]
 TRAIN = [_code(100 + seed, 60) for seed in range(40)]
+STREAM, PRIMER = b"".join(HELD_OUT), b"".join(TRAIN)
+
+
+def xz_size(text: bytes) -> int:
+    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 
 @pytest.fixture(scope="module")
@@ -34,36 +38,25 @@ def results() -> dict[str, CompressionResult]:
 
 
 def test_sizes_match_libraries(results: dict[str, CompressionResult]) -> None:
-    stream = b"".join(HELD_OUT)
-    extreme = 9 | lzma.PRESET_EXTREME
-    assert results["gzip -9, one stream"].compressed_bytes == len(gzip.compress(stream, 9))
-    assert results["xz -9e, file by file"].compressed_bytes == sum(
-        len(lzma.compress(text, preset=extreme)) for text in HELD_OUT
-    )
-    train = b"".join(TRAIN)
-    assert results["xz -9e, primed"].compressed_bytes == (
-        len(lzma.compress(train + stream, preset=extreme)) - len(lzma.compress(train, preset=extreme))
-    )
-    assert all(r.raw_bytes == len(stream) for r in results.values())
-    one = results["xz -9e, one stream"]
-    assert one.bits_per_byte == pytest.approx(8 * one.compressed_bytes / len(stream))
+    found = {name: result.compressed_bytes for name, result in results.items()}
+    assert found["gzip -9, one stream"] == len(gzip.compress(STREAM, 9))
+    assert found["xz -9e, file by file"] == sum(map(xz_size, HELD_OUT))
+    assert found["xz -9e, primed"] == xz_size(PRIMER + STREAM) - xz_size(PRIMER)
+    assert all(r.raw_bytes == len(STREAM) for r in results.values())
+    bits = results["xz -9e, one stream"].bits_per_byte
+    assert bits == pytest.approx(8 * found["xz -9e, one stream"] / len(STREAM))
 
 
 def test_more_context_gives_smaller_sizes(results: dict[str, CompressionResult]) -> None:
+    found = {name: result.compressed_bytes for name, result in results.items()}
     for method in ("xz -9e", "PPMd order 10"):
-        primed, stream, alone = (
-            results[f"{method}, {setting}"].compressed_bytes
-            for setting in ("primed", "one stream", "file by file")
-        )
-        assert primed < stream < alone
-    dictionary, alone = (results[f"zstd -19, {s}"].compressed_bytes for s in ("dictionary", "file by file"))
-    assert dictionary < alone
+        assert found[f"{method}, primed"] < found[f"{method}, one stream"] < found[f"{method}, file by file"]
+    assert found["zstd -19, dictionary"] < found["zstd -19, file by file"]
 
 
 def test_ppmd_primed_size_is_difference() -> None:
-    stream, primer = b"".join(HELD_OUT), b"".join(TRAIN)
     # The coder buffers a few bytes between the two streams.
-    assert abs(ppmd_size(stream, primer) - (ppmd_size(primer + stream) - ppmd_size(primer))) <= 8
+    assert abs(ppmd_size(STREAM, PRIMER) - (ppmd_size(PRIMER + STREAM) - ppmd_size(PRIMER))) <= 8
 
 
 def test_random_bytes_do_not_compress() -> None:

@@ -52,18 +52,15 @@ def last():
 '''
 
 
-def _by_name(**sizes: int) -> dict[str, FunctionPrompt]:
-    sizes = {"min_body_bytes": 1, **sizes}
-    return {p.name: p for p in sample_function_prompts([("m", MODULE)], 10, 0, max_per_document=10, **sizes)}
+PROMPTS = sample_function_prompts([("m", MODULE)], 10, 0, max_per_document=10, min_body_bytes=1)
 
 
 def test_prompt_ends_after_header() -> None:
-    found = _by_name()
+    found = {prompt.name: prompt for prompt in PROMPTS}
     assert set(found) == {"plain", "method", "last"}
     assert found["plain"].header == b'def plain(a, b=":"):\n'
-    assert found["plain"].body.startswith(b'    """Doc."""\n') and found["plain"].body.endswith(
-        b'margin\n"""\n'
-    )
+    assert found["plain"].body.startswith(b'    """Doc."""\n')
+    assert found["plain"].body.endswith(b'margin\n"""\n')
     assert found["method"].header.startswith(b"    async def method(\n")
     assert found["method"].header.endswith(b") -> None:  # the end\n")
     for prompt in found.values():
@@ -72,7 +69,7 @@ def test_prompt_ends_after_header() -> None:
 
 
 def test_reference_code_parses() -> None:
-    rate = reference_parse_rate(list(_by_name().values()))
+    rate = reference_parse_rate(PROMPTS)
     assert (rate.parsed, rate.unfinished, rate.rate) == (3, 0, 1.0)
     for prompt, body in rate.examples:
         assert body is not None and body.rstrip() == prompt.body.rstrip()
@@ -80,7 +77,7 @@ def test_reference_code_parses() -> None:
 
 @pytest.mark.parametrize("limit", [5, 20])
 def test_limit_inside_body_is_unfinished(limit: int) -> None:
-    rate = reference_parse_rate(list(_by_name().values()), limit=limit)
+    rate = reference_parse_rate(PROMPTS, limit=limit)
     assert (rate.parsed, rate.unfinished) == (0, 3)
 
 
@@ -106,7 +103,7 @@ def test_trim_to_function(completion: bytes, body: bytes | None) -> None:
     assert trim_to_function(b"def f():\n", completion) == body
 
 
-def test_trim_of_method_ends_at_next_method() -> None:
+def test_trim_ends_at_next_method() -> None:
     body = b"        return 1\n\n"
     assert trim_to_function(b"    def f(self):\n", body + b"    def g") == body
 
@@ -121,12 +118,8 @@ def test_trimmed_function_is_python_and_prefix(completion: bytes, header: bytes)
 
 
 def test_parse_rate_counts_each_result() -> None:
-    completions = [
-        b"    return 1\nx\n",
-        b"    return (\nx\n",
-        b"    unfinished",
-        b"        return 1\n    y\n",
-    ]
+    completions = [b"    return 1\nx\n", b"    return (\nx\n", b"    unfinished"]
+    completions += [b"        return 1\n    y\n"]
     headers = [b"def f():\n"] * 3 + [b"    def f():\n"]
     prompts = [FunctionPrompt(b"", header, b"", b"", "d", "f") for header in headers]
     rate = parse_rate(prompts, lambda _: completions)

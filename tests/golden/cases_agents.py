@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from golden_case import Result, case, weight_hash
 
@@ -17,18 +17,15 @@ CHANGES: dict[str, dict[str, object]] = {
 }
 
 
-def _agent(algorithm: str) -> Callable[[], Result]:
-    def run() -> Result:
-        curve: list[float] = []
+def _agent(algorithm: str) -> Result:
+    curve: list[float] = []
 
-        def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
-            curve.append(progress.metrics["loss"])
+    def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
+        curve.append(progress.metrics["loss"])
 
-        networks = train(make_config(algorithm, "CartPole-v1", hidden=(16,), **CHANGES[algorithm]), observe)
-        return Result(bits={"weights": weight_hash(networks)}, curve=curve)
-
-    return run
+    networks = train(make_config(algorithm, "CartPole-v1", hidden=(16,), **CHANGES[algorithm]), observe)
+    return Result(bits={"weights": weight_hash(networks)}, curve=curve)
 
 
 for _name in CHANGES:
-    case(_name)(_agent(_name))
+    case(_name)(partial(_agent, _name))

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from golden_case import Result, case, weight_hash
-from golden_inputs import BYTES_VOCAB, bytes_tokenizer, decoder, scratch, scribe, sums
+from golden_inputs import decoder, scratch, scribe, sums
+from tests.support.tiny import BYTE_VOCAB
+from torch import nn
 
-from whorl.align.config import (
-    AsyncRolloutConfig,
-    DistilConfig,
-    KLConfig,
-    LoRAConfig,
-    PreferenceConfig,
-    RewardConfig,
-    RLConfig,
-    SFTConfig,
-    StudentConfig,
-)
+from whorl.align import config as settings
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.distillation.student import make_student
 from whorl.align.distillation.teacher import LiveTeacher
@@ -35,7 +28,7 @@ from whorl.evals.verify.task import VerifiableTask
 from whorl.models import LanguageModel
 
 COMMON: dict[str, Any] = {"dtype": "float32", "lr_scale": 0.2}
-LORA = LoRAConfig(rank=2)
+STAGE: dict[str, Any] = {"batch_size": 4, "replicas": 1, **COMMON}
 
 
 class Curve:
@@ -50,11 +43,16 @@ class Curve:
 
 
 def _network(model: LanguageModel | None = None, **options: Any) -> PolicyModel:
-    forbidden = banned_ids(scribe(), BYTES_VOCAB, len(scribe().tokenizer.token_bytes))
+    forbidden = banned_ids(scribe(), BYTE_VOCAB, len(scribe().tokenizer.token_bytes))
     return PolicyModel(model or decoder(), banned_ids=forbidden, **options)
 
 
-def _result(network: PolicyModel, seen: Curve) -> Result:
+def _trained(
+    network: nn.Module, metric: str, train: Callable[..., object], *inputs: Any, **options: Any
+) -> Result:
+    """Train a network on its inputs; the curve is one metric."""
+    seen = Curve(metric)
+    train(network, *inputs, pad_id=scribe().tokenizer.pad_id, callback=seen, **options)
     return Result(bits={"weights": weight_hash(network)}, curve=seen.curve)
 
 
@@ -63,128 +61,65 @@ def _pairs() -> list[PreferencePair]:
     return [PreferencePair(write(f"{i}>", str(i) * (1 + i % 3)), write(f"{i}>", "zz")) for i in range(20)]
 
 
-def _sft(lora: LoRAConfig | None) -> Result:
-    config = SFTConfig(epochs=4, seq_len=48, batch_size=4, replicas=1, lora=lora, **COMMON)
-    network, seen = _network(lora=lora), Curve("nll")
-    fine_tune(network, sums(96), config, pad_id=bytes_tokenizer().pad_id, callback=seen)
-    return _result(network, seen)
+def _sft(lora: settings.LoRAConfig | None) -> Result:
+    config = settings.SFTConfig(epochs=4, seq_len=48, lora=lora, **STAGE)
+    return _trained(_network(lora=lora), "nll", fine_tune, sums(96), config)
 
 
-@case("sft")
-def _full() -> Result:
-    return _sft(None)
+case("sft")(partial(_sft, None))
+case("sft-lora")(partial(_sft, settings.LoRAConfig(rank=2)))
 
 
-@case("sft-lora")
-def _lora() -> Result:
-    return _sft(LORA)
+def _preference(objective: Any, epochs: int) -> Result:
+    changes = {"objective": objective, "epochs": epochs, "optimizer": "adamw"}
+    config = settings.PreferenceConfig(seq_len=32, **changes, **STAGE)
+    return _trained(_network(), "loss", train_preferences, _pairs(), config)
 
 
-def _preference(objective: Any) -> Result:
-    config = PreferenceConfig(
-        objective=objective,
-        epochs=2 if objective == "kto" else 4,
-        seq_len=32,
-        batch_size=4,
-        optimizer="adamw",
-        replicas=1,
-        **COMMON,
-    )
-    network, seen = _network(), Curve("loss")
-    train_preferences(network, _pairs(), config, pad_id=bytes_tokenizer().pad_id, callback=seen)
-    return _result(network, seen)
-
-
-@case("dpo")
-def _dpo() -> Result:
-    return _preference("dpo")
-
-
-@case("kto")
-def _kto() -> Result:
-    return _preference("kto")
+case("dpo")(partial(_preference, "dpo", epochs=4))
+case("kto")(partial(_preference, "kto", epochs=2))
 
 
 @case("reward-model")
 def _reward() -> Result:
-    config = RewardConfig(epochs=4, seq_len=32, batch_size=4, replicas=1, **COMMON)
-    model, seen = RewardModel(decoder(), seed=3), Curve("loss")
-    train_reward_model(model, _pairs(), config, pad_id=bytes_tokenizer().pad_id, callback=seen)
-    return _result(model, seen)
+    config = settings.RewardConfig(epochs=4, seq_len=32, **STAGE)
+    return _trained(RewardModel(decoder(), seed=3), "loss", train_reward_model, _pairs(), config)
 
 
 def _grpo(**options: Any) -> Result:
-    config = RLConfig(
-        algorithm="grpo",
-        steps=20,
-        prompts_per_step=3,
-        group_size=4,
-        max_completion_tokens=5,
-        max_seq_len=24,
-        optimizer="adamw",
-        replicas=1,
-        kl=KLConfig(coef=0.1),
-        **COMMON,
-        **options,
-    )
+    sizes = {"steps": 20, "prompts_per_step": 3, "group_size": 4, "max_completion_tokens": 5}
+    more = {"max_seq_len": 24, "optimizer": "adamw", "replicas": 1, "kl": settings.KLConfig(coef=0.1)}
+    config = settings.RLConfig(algorithm="grpo", **sizes, **more, **COMMON, **options)
+    digits = "format(.*[0-9].*)"
     tasks = [
-        VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier="format(.*[0-9].*)", answer=str(i + 1))
-        for i in range(12)
+        VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier=digits, answer=str(i + 1)) for i in range(12)
     ]
-    seen = Curve("entropy")
     with scratch() as folder:
-        bytes_tokenizer(folder)
-        network = _network(temperature=config.temperature)
-        worker = RolloutWorker(
-            network.model.config,
-            "float32",
-            folder,
-            tasks,
-            config.group_size,
-            config.max_completion_tokens,
-            config.max_seq_len,
-            config.temperature,
-            Curriculum([0.0] * len(tasks)),
-            threads=1,
-        )
+        scribe().tokenizer.save(folder)
+        network, seen = _network(temperature=config.temperature), Curve("entropy")
+        limits = (config.group_size, config.max_completion_tokens, config.max_seq_len, config.temperature)
+        order = Curriculum([0.0] * len(tasks))
+        worker = RolloutWorker(network.model.config, "float32", folder, tasks, *limits, order, threads=1)
         # The reference differs from the policy: at KL 0 gradients would be rounding errors, which AdamW amplifies.
-        train_policy(
-            network, worker, config, reference=frozen_reference(decoder(seed=7), network), callback=seen
-        )
-    return _result(network, seen)
+        reference = frozen_reference(decoder(seed=7), network)
+        train_policy(network, worker, config, reference=reference, callback=seen)
+    return Result(bits={"weights": weight_hash(network)}, curve=seen.curve)
 
 
-@case("grpo")
-def _in_line() -> Result:
-    return _grpo()
+case("grpo")(_grpo)
+# One worker process in lockstep: it samples with the weights that were just published.
+LOCKSTEP = settings.AsyncRolloutConfig(workers=1, max_policy_lag=0)
+case("grpo-one-worker")(partial(_grpo, async_rollout=LOCKSTEP))
 
 
-@case("grpo-one-worker")
-def _one_worker() -> Result:
-    """One worker process in lockstep: it samples with the weights that were just published."""
-    return _grpo(async_rollout=AsyncRolloutConfig(workers=1, max_policy_lag=0))
+def _distil(**options: Any) -> Result:
+    sizes = {"epochs": 5, "batch_size": 12, "seq_len": 24, "max_completion_tokens": 5}
+    config = settings.DistilConfig(**sizes, **COMMON, **options)
+    teacher = decoder(seed=7)
+    network = _network(make_student(teacher, settings.StudentConfig(n_layers=1)))
+    inputs = (LiveTeacher(teacher), sums(48), config)
+    return _trained(network, "kl", train_student, *inputs, example_tokenizer=scribe())
 
 
-def _distil(**options: Any) -> Callable[[], Result]:
-    def run() -> Result:
-        config = DistilConfig(
-            epochs=5, batch_size=12, seq_len=24, max_completion_tokens=5, **COMMON, **options
-        )
-        teacher, seen = decoder(seed=7), Curve("kl")
-        network = _network(make_student(teacher, StudentConfig(n_layers=1)))
-        train_student(
-            network,
-            LiveTeacher(teacher),
-            sums(48),
-            config,
-            example_tokenizer=scribe(),
-            pad_id=bytes_tokenizer().pad_id,
-            callback=seen,
-        )
-        return _result(network, seen)
-
-    return run
-
-
-case("distil")(_distil())
-case("distil-on-policy")(_distil(on_policy_fraction=0.5, sync_every=2))
+case("distil")(_distil)
+case("distil-on-policy")(partial(_distil, on_policy_fraction=0.5, sync_every=2))

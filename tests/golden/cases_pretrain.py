@@ -6,15 +6,16 @@ curve by at most 2e-7; noise of 1e-6 on every weight by 6e-7; a learning rate 1%
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from golden_case import Result, case, weight_hash
-from golden_inputs import HEADS, SHAPES, make_tokens, scratch
+from golden_inputs import SHAPES, scratch
+from tests.support.train.model_shapes import shape as transformer
+from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.embedding.train import EmbedJob, train_embedder
-from whorl.models import DecoderConfig, LanguageModel, TransformerConfig
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.tokens.shards import TokenSet
 from whorl.train.job import Job
@@ -24,34 +25,11 @@ from whorl.train.lm.pretrain import pretrain
 STEPS = 20
 
 
-class Losses:
-    """A callback that stores the loss of each step, nats per token."""
-
-    def __init__(self) -> None:
-        self.curve: list[float] = []
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        self.curve.append(metrics["nll"])
-
-    def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None: ...
-    def on_checkpoint(self, step: int, seconds: float) -> None: ...
-    def on_event(self, step: int, event: dict[str, Any]) -> None: ...
-
-
 def golden_job(shape: str, tokens: Path, **change: object) -> Job:
     """The job of a curve: float32, one replica, one thread, not compiled, no timing."""
-    small = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "mlp_hidden": 64}
     changes = SHAPES[shape]
-    model = (
-        DecoderConfig.model_validate({**small, **HEADS, "ngram_buckets": 256})
-        if changes is None
-        else TransformerConfig.model_validate({**small, **changes})
-    )
-    base = {
-        "tokens": str(tokens), "model": model, "seq_len": 32, "batch_size": 8, "steps": STEPS, "compile": False,
-        "evaluations": 1, "serial_loader": True, "deterministic": True,
-    }  # fmt: skip
-    return Job.model_validate({**base, **change})
+    model = {} if changes is None else {"model": transformer({}, **changes)}
+    return job(tokens, **{**model, "steps": STEPS, "evaluations": 1, "deterministic": True, **change})
 
 
 def losses(wanted: Job) -> list[float]:
@@ -61,24 +39,21 @@ def losses(wanted: Job) -> list[float]:
 
 def train(wanted: Job, **options: Any) -> Result:
     """Weights and losses of a pretraining run."""
-    seen = Losses()
+    notes = Notes()
     with scratch() as folder:
-        model = pretrain(wanted, folder, seen, **options)  # type: ignore[arg-type]
-        return Result(bits={"weights": weight_hash(model)}, curve=seen.curve)
+        model = pretrain(wanted, folder, notes, **options)  # type: ignore[arg-type]
+        return Result(bits={"weights": weight_hash(model)}, curve=[m["nll"] for m in notes.steps])
 
 
-def _shape(shape: str, **change: object) -> Callable[[], Result]:
-    def run() -> Result:
-        with scratch() as folder:
-            return train(golden_job(shape, make_tokens(folder), **change))
-
-    return run
+def _shape(shape: str, **change: object) -> Result:
+    with scratch() as folder:
+        return train(golden_job(shape, make_tokens(folder), **change))
 
 
 for _name in SHAPES:
-    case(f"pretrain/{_name}")(_shape(_name))
-case("pretrain/two-replicas")(_shape("decoder", replicas=2))
-case("pretrain/fp16", tolerance=5e-4)(_shape("decoder", dtype="float16"))
+    case(f"pretrain/{_name}")(partial(_shape, _name))
+case("pretrain/two-replicas")(partial(_shape, "decoder", replicas=2))
+case("pretrain/fp16", tolerance=5e-4)(partial(_shape, "decoder", dtype="float16"))
 
 
 @case("pretrain/decay-branch")
@@ -89,7 +64,7 @@ def _branch() -> Result:
         schedule = {"warmup_ratio": 0.1, "decay_ratio": 0.4}
         whole = golden_job("decoder", tokens, steps=2 * STEPS, schedule=schedule, ema=0.9)
         at = branches.branch_step(whole, 0.5)
-        pretrain(whole, folder / "whole", Losses(), branch_points=[at], stop_after=at + 1)  # type: ignore[arg-type]
+        pretrain(whole, folder / "whole", Notes(), branch_points=[at], stop_after=at + 1)  # type: ignore[arg-type]
         start = branches.branch_folder(folder / "whole", at) / f"step-{at:08d}"
         return train(branches.branch_job(whole, 0.5), branch_start=start)
 
@@ -103,17 +78,11 @@ def _embedder() -> Result:
 
     with scratch() as folder:
         tokens = make_tokens(folder)
-        shape = EncoderConfig(
-            vocab_size=TokenSet(tokens).vocab_size, d_model=32, n_layers=1, n_heads=2, mlp_hidden=32, max_length=12
-        )  # fmt: skip
-        job = EmbedJob(
-            tokens=str(tokens),
-            encoder=shape,
-            min_span=4,
-            batch_size=24,
-            steps=STEPS,
-            lr_adamw=0.002,
-            lr_muon=0.004,
+        base = {"vocab_size": TokenSet(tokens).vocab_size, "d_model": 32, "n_layers": 1, "n_heads": 2}
+        encoder = EncoderConfig.model_validate({**base, "mlp_hidden": 32, "max_length": 12})
+        rates = {"lr_adamw": 0.002, "lr_muon": 0.004}
+        wanted = EmbedJob(
+            tokens=str(tokens), encoder=encoder, min_span=4, batch_size=24, steps=STEPS, **rates
         )
-        encoder = train_embedder(job, observe)
-    return Result(bits={"weights": weight_hash(encoder)}, curve=curve)
+        trained = train_embedder(wanted, observe)
+    return Result(bits={"weights": weight_hash(trained)}, curve=curve)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import click
 import torch
 import typer
 from golden_case import Result, case, digest, tensor_hash, text_hash
-from golden_inputs import EXPERTS, HEADS, SHAPES, scratch
+from golden_inputs import HEADS, SHAPES, scratch
 from safetensors.torch import load_file
+from tests.support.train.model_shapes import EXPERTS
 from torch import nn
 
 from whorl.cli import build_app
@@ -36,13 +38,15 @@ def _merges() -> Result:
     text = (ROOT / "LICENSE").read_text()
     tokenizer = Tokenizer.train([text], 512, workers=1)
     tokens = [token.hex() for token in tokenizer.token_bytes]
-    return Result(
-        exact={"merges": text_hash("\n".join(tokens))}, ids={"LICENSE": [digest(tokenizer.encode(text).tolist())]}
-    )  # fmt: skip
+    ids = [digest(tokenizer.encode(text).tolist())]
+    return Result(exact={"merges": text_hash("\n".join(tokens))}, ids={"LICENSE": ids})
 
 
 LATENT = {"kind": "latent", "n_heads": 2, "kv_rank": 8, "q_rank": 8, "nope_dim": 8, "rope_dim": 8, "v_dim": 8}
 ROUTED = {**EXPERTS, "shared_hidden": 16, "shared_gate": True}
+
+
+SMALL = {"d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden": 64}
 
 
 def _language(changes: dict[str, Any] | None, draw: torch.Generator) -> nn.Module:
@@ -52,20 +56,28 @@ def _language(changes: dict[str, Any] | None, draw: torch.Generator) -> nn.Modul
     return make_model(TransformerConfig.model_validate({**small, **changes}), draw)
 
 
+def _encoder(draw: torch.Generator) -> nn.Module:
+    return Encoder(EncoderConfig(vocab_size=50, **SMALL, max_length=24, n_classes=3), draw)
+
+
+def _vit(draw: torch.Generator) -> nn.Module:
+    return ViT(image_size=16, patch=4, channels=1, classes=8, **SMALL, generator=draw)
+
+
+def _resnet(draw: torch.Generator) -> nn.Module:
+    return ResNet(1, 8, widths=(8, 16), depths=(1, 1), generator=draw)
+
+
 NETWORKS: dict[str, Callable[[torch.Generator], nn.Module]] = {
-    "decoder": lambda draw: _language(None, draw),
-    "llama": lambda draw: _language(SHAPES["llama"], draw),
-    "mamba": lambda draw: _language(SHAPES["mamba"], draw),
-    "experts": lambda draw: _language({"mixers": {"m": HEADS}, "experts": ROUTED}, draw),
-    "latent": lambda draw: _language({"mixers": {"m": LATENT, "n": {"kind": "gru"}}}, draw),
-    "encoder": lambda draw: Encoder(
-        EncoderConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64, max_length=24, n_classes=3), draw
-    ),
-    "vit": lambda draw: ViT(
-        image_size=16, patch=4, channels=1, classes=8, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64, generator=draw
-    ),
-    "resnet": lambda draw: ResNet(1, 8, widths=(8, 16), depths=(1, 1), generator=draw),
-}  # fmt: skip
+    "decoder": partial(_language, None),
+    "llama": partial(_language, SHAPES["llama"]),
+    "mamba": partial(_language, SHAPES["mamba"]),
+    "experts": partial(_language, {"mixers": {"m": HEADS}, "experts": ROUTED}),
+    "latent": partial(_language, {"mixers": {"m": LATENT, "n": {"kind": "gru"}}}),
+    "encoder": _encoder,
+    "vit": _vit,
+    "resnet": _resnet,
+}
 
 
 def network(name: str) -> nn.Module:
@@ -94,19 +106,14 @@ def help_texts() -> dict[str, str]:
     texts: dict[str, str] = {}
 
     def add(command: click.Command, path: tuple[str, ...], parent: click.Context | None) -> None:
-        context = type_of(command)(command, info_name=path[-1], parent=parent, terminal_width=WIDTH)
+        # the context class of a command: Typer may carry its own copy of click
+        context = command.context_class(command, info_name=path[-1], parent=parent, terminal_width=WIDTH)
         texts[" ".join(path)] = command.get_help(context)
         for name, inner in getattr(command, "commands", {}).items():
             add(inner, (*path, name), context)
 
-    root = typer.main.get_command(build_app())
-    add(root, ("whorl",), None)
+    add(typer.main.get_command(build_app()), ("whorl",), None)
     return texts
-
-
-def type_of(command: click.Command) -> type[click.Context]:
-    """The context class of a command: Typer may carry its own copy of click."""
-    return command.context_class
 
 
 @case("help")
@@ -114,22 +121,14 @@ def _help() -> Result:
     return Result(exact={verb: text_hash(text) for verb, text in help_texts().items()})
 
 
-# Label of a result -> step of the recipe. Labels never change; steps may be renamed.
-QUICKSTART = {"tokens": "tokens", "pretrain": "pretrain", "sft": "sft", "rl": "rl"}
-
-
 @case("quickstart", slow=True)
 def _quickstart() -> Result:
     """The weights of each model of a deterministic quickstart of 1e12 operations."""
     recipe = load_recipe("quickstart", sets=["rl.steps=6"], budget="1e12flops", deterministic=True)
     with scratch() as folder:
-        made = run_recipe(recipe, Store(folder), Progress.silent(), until=QUICKSTART["rl"]).artifacts
-        result = Result()
-        for label, step in QUICKSTART.items():
-            artifact = made[step]
-            if label == "tokens":
-                ids = TokenSet(artifact.path).split("train")
-                result.bits[label] = text_hash(json.dumps(ids[0 : len(ids)].tolist()))
-            else:
-                result.bits[label] = tensor_hash(load_file(artifact.file("model.safetensors")))
-        return result
+        made = run_recipe(recipe, Store(folder), Progress.silent(), until="rl").artifacts
+        ids = TokenSet(made["tokens"].path).split("train")
+        found = {"tokens": text_hash(json.dumps(ids[0 : len(ids)].tolist()))}
+        for step in ("pretrain", "sft", "rl"):
+            found[step] = tensor_hash(load_file(made[step].file("model.safetensors")))
+        return Result(bits=found)

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,8 @@ from whorl.train.determinism import deterministic
 
 TOLERANCE = 1e-4  # relative, of a curve
 # Replaces every choice that is measured at run time: the engine's runner, the device, the type and the threads.
-ENVIRONMENT = {
-    "WHORL_NATIVE": "0",
-    "WHORL_DEVICE": "cpu",
-    "WHORL_DTYPE": "float32",
-    "WHORL_THREADS": "1",
-    "COLUMNS": "100",
-    "TERM": "dumb",
-}
+ENVIRONMENT = {"WHORL_NATIVE": "0", "WHORL_DEVICE": "cpu", "WHORL_DTYPE": "float32", "WHORL_THREADS": "1"}
+ENVIRONMENT |= {"COLUMNS": "100", "TERM": "dumb"}
 
 
 @dataclass
@@ -71,12 +66,13 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(
-    name: str, *, tolerance: float = TOLERANCE, slow: bool = False
-) -> Callable[[Callable[[], Result]], Callable[[], Result]]:
+Run = Callable[[], Result]
+
+
+def case(name: str, *, tolerance: float = TOLERANCE, slow: bool = False) -> Callable[[Run], Run]:
     """Register a function as the case `name`. Names are compared across commits, so they never change."""
 
-    def register(run: Callable[[], Result]) -> Callable[[], Result]:
+    def register(run: Run) -> Run:
         assert name not in CASES, name
         CASES[name] = Case(name, run, tolerance, slow)
         return run
@@ -87,21 +83,8 @@ def case(
 @contextmanager
 def fixed(**environment: str) -> Iterator[None]:
     """Within it, nothing that is measured or machine-dependent decides a result: one thread, fixed libraries."""
-    wanted = {**ENVIRONMENT, **environment}
-    before = {name: os.environ.get(name) for name in wanted}
-    threads = torch.get_num_threads()
-    os.environ.update(wanted)
-    try:
-        with deterministic():
-            torch.set_num_threads(1)
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with patch.dict(os.environ, {**ENVIRONMENT, **environment}), deterministic():
+        yield
 
 
 def text_hash(text: str) -> str:

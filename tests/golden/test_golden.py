@@ -11,7 +11,8 @@ from cases import CASES
 from cases_pretrain import STEPS, golden_job, losses
 from cases_surface import names
 from golden_case import TOLERANCE, Result, fixed
-from golden_inputs import SHAPES, make_tokens
+from golden_inputs import SHAPES
+from tests.support.train.tiny import make_tokens
 from write import NAMES, STORED
 
 from whorl.engine.native import build

@@ -50,12 +50,12 @@ def main() -> None:
     if source not in Path(whorl.__file__).resolve().parents:
         sys.exit(f"whorl is imported from {whorl.__file__}, expected below {source}: set PYTHONPATH={source}")
 
+    sys.path.insert(1, str(HERE.parents[1]))  # for tests.support
     from cases import CASES
     from cases_surface import names
 
-    chosen = [
-        c for c in CASES.values() if re.search(given.cases, c.name) and not (c.slow and (given.fast or given.store))
-    ]  # fmt: skip
+    named = [c for c in CASES.values() if re.search(given.cases, c.name)]
+    chosen = [c for c in named if not (c.slow and (given.fast or given.store))]
     before = json.loads(STORED.read_text()) if given.store and STORED.exists() else {}
     dumped: dict[str, Any] = {}
     kept = {name: entry for name, entry in before.items() if name in CASES}

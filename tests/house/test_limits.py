@@ -6,9 +6,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import limits
 import pytest
-from limits import Allowed, Violation
+from tools.lint import limits
+from tools.lint.limits import Violation
+
+
+def parameters(where: str, value: int, reason: str = "") -> Violation:
+    return Violation("parameters", where, value, reason)
 
 
 def tree(root: Path, files: Mapping[str, str]) -> list[Violation]:
@@ -66,13 +70,9 @@ def test_class_names_are_public_and_top_level(tmp_path: Path) -> None:
 
 
 def test_cycles_at_import_time_and_deferred_ones(tmp_path: Path) -> None:
-    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from whorl import a\n"
-    files = {
-        "__init__.py": "",
-        "a.py": "try:\n    from whorl.b import x\nexcept ImportError:\n    pass\n",
-        "b.py": guarded,
-    }
-    assert tree(tmp_path, files) == []
+    a = "try:\n    from whorl.b import x\nexcept ImportError:\n    pass\n"
+    b = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from whorl import a\n"
+    assert tree(tmp_path, {"__init__.py": "", "a.py": a, "b.py": b}) == []
     (found,) = tree(tmp_path, {"b.py": "def f():\n    import whorl.a\n"})
     assert found == Violation("deferred_cycle", "whorl.a <-> whorl.b", 2)
     (found,) = tree(tmp_path, {"b.py": "from . import a\n"})
@@ -80,28 +80,25 @@ def test_cycles_at_import_time_and_deferred_ones(tmp_path: Path) -> None:
 
 
 def test_list_fails_on_new_grown_and_unneeded_entries() -> None:
-    found = [Violation("parameters", "src/a.py:f", 12), Violation("parameters", "src/a.py:g", 13)]
+    first, second = found = [parameters("src/a.py:f", 12), parameters("src/a.py:g", 13)]
     assert len(limits.compare(found, [])) == 2
-    exact = [Allowed("parameters", v.where, v.value, "why") for v in found]
-    assert limits.compare(found, exact) == []
-    assert limits.compare(found[:1], exact)[0].startswith("no longer needed")
-    lower = [exact[0], Allowed("parameters", "src/a.py:g", 12, "why")]
-    assert limits.compare(found, lower)[0].startswith("grew from 12")
-    assert limits.compare(found, [exact[0], Allowed("parameters", "src/a.py:g", 20, "why")]) == []
+    assert limits.compare(found, found) == []
+    assert limits.compare([first], found)[0].startswith("no longer needed")
+    assert limits.compare(found, [first, parameters(second.where, 12)])[0].startswith("grew from 12")
+    assert limits.compare(found, [first, parameters(second.where, 20)]) == []
 
 
 def test_rewrite_keeps_the_reason_of_a_moved_file() -> None:
-    old = [
-        Allowed("parameters", "src/a.py:f", 12, "first"),
-        Allowed("parameters", "src/b.py:g", 12, "second"),
-    ]
-    found = [Violation("parameters", "src/room/a.py:f", 11), Violation("parameters", "src/c.py:h", 11)]
-    assert [e.reason for e in limits.rewrite(found, old, "new")] == ["first", "new"]
+    old = [parameters("src/a.py:f", 12, "first"), parameters("src/b.py:g", 12, "second")]
+    moved, new = [parameters("src/room/a.py:f", 11, "first"), parameters("src/c.py:h", 11, "new")]
+    found = [parameters(moved.where, 11), parameters(new.where, 11)]
+    assert limits.rewrite(found, old, "new") == [moved, new]
 
 
-@pytest.mark.parametrize("entry", [{"reason": " "}, {"rule": "size"}])
-def test_an_entry_without_reason_or_rule_is_an_error(tmp_path: Path, entry: dict[str, str]) -> None:
-    path = tmp_path / "list.json"
-    path.write_text(json.dumps([{"rule": "parameters", "where": "x", "value": 11, "reason": "why", **entry}]))
-    with pytest.raises(ValueError):
-        limits.read_allowed(path)
+def test_list_refuses_invalid_entries(tmp_path: Path) -> None:
+    entry, path = {"rule": "parameters", "where": "x", "value": 11, "reason": "why"}, tmp_path / "list.json"
+    cases = {"no reason": [{"reason": " "}], "unknown rule": [{"rule": "size"}], "twice": [{}, {}]}
+    for message, wrong in cases.items():
+        path.write_text(json.dumps([entry | change for change in wrong]))
+        with pytest.raises(ValueError, match=message):
+            limits.read_allowed(path)

@@ -1,4 +1,4 @@
-"""The prose rules hold, apart from the numbers in `words_allowed.json`, which may only shrink."""
+"""The prose rules hold, and each finds what it should."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import words
+from tools.lint import words
 
 
 def rules(path: str, text: str) -> list[tuple[int, str]]:
@@ -15,9 +15,9 @@ def rules(path: str, text: str) -> list[tuple[int, str]]:
     return [(hit.line, hit.rule) for hit in words.hits(path, text)]
 
 
-def test_words_hold_or_are_listed() -> None:
-    errors = words.compare(words.count(), words.read_allowed())
-    assert not errors, "\n".join(errors)
+def test_words_hold() -> None:
+    found = words.count()
+    assert not found, "\n".join(words.listing(found))
 
 
 def test_list_runs_without_any_package(tmp_path: Path) -> None:
@@ -43,12 +43,8 @@ def test_list_runs_without_any_package(tmp_path: Path) -> None:
     ],
 )
 def test_prose_rules_find(prose: str, rule: str) -> None:
-    for path, text in (
-        ("a.md", prose),
-        ("a.py", f'"""{prose}"""'),
-        ("a.py", f"# {prose}"),
-        ("a.js", f"// {prose}"),
-    ):
+    texts = (("a.md", prose), ("a.py", f'"""{prose}"""'), ("a.py", f"# {prose}"), ("a.js", f"// {prose}"))
+    for path, text in texts:
         assert (1, rule) in rules(path, text), (path, prose)
 
 
@@ -66,9 +62,8 @@ def test_prose_rules_find(prose: str, rule: str) -> None:
     ],
 )
 def test_prose_rules_spare(prose: str) -> None:
-    text = prose.replace('"', "'") if '"' in prose else prose
     assert rules("a.md", prose) == rules("a.py", f"# {prose}") == rules("a.js", f"// {prose}") == []
-    assert '"' in prose or rules("a.py", f'"""{text}"""') == []
+    assert '"' in prose or rules("a.py", f'"""{prose}"""') == []
 
 
 def test_words_are_found_across_lines_and_numbered() -> None:
@@ -109,10 +104,8 @@ def test_markdown_leaves_out_code_tables_and_links() -> None:
 def test_html_toml_and_cpp_are_read() -> None:
     page = "<p>Nobody\nis told</p><script>told</script><input placeholder='ask a model'>"
     assert rules("a.html", page) == [(1, "nobody"), (2, "ask"), (2, "tell")]
-    assert rules("a.toml", 'about = "told"\nname = "told"\n# anew\nx = "# told"\n') == [
-        (1, "tell"),
-        (3, "anew"),
-    ]
+    recipe = 'about = "told"\nname = "told"\n# anew\nx = "# told"\n'
+    assert rules("a.toml", recipe) == [(1, "tell"), (3, "anew")]
     assert rules("a.cpp", 'auto s = "told";  // told\n/* a\n * anew */\n') == [(1, "tell"), (3, "anew")]
     assert rules("a.js", 'const a = "told"; show("nobody is told this");\n') == [(1, "nobody"), (1, "tell")]
 
@@ -121,11 +114,3 @@ def test_sections_and_examples_are_no_sentence() -> None:
     entries = "\n".join(f"        name{i}: {'word ' * 12}" for i in range(4))
     columns = "\n".join(f"    {'word ' * 6}    {'word ' * 6}" for _ in range(4))
     assert rules("a.py", f'def f():\n    """Title.\n\n    Args:\n{entries}\n\n{columns}\n    """\n') == []
-
-
-def test_list_fails_on_more_findings_and_unneeded_ones() -> None:
-    hit = words.Hit(1, "tell", "told")
-    assert words.compare({"a.md": [hit]}, {"a.md": 1}) == words.compare({"a.md": [hit]}, {"a.md": 5}) == []
-    assert "2 findings, 1 accepted" in words.compare({"a.md": [hit, hit]}, {"a.md": 1})[0]
-    assert "1 findings, 0 accepted" in words.compare({"a.md": [hit]}, {})[0]
-    assert "listed without findings" in words.compare({}, {"a.md": 1})[0]

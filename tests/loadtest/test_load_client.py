@@ -17,66 +17,72 @@ from tests.support.loadtest.virtual_clock import run
 
 from whorl.errors import ConfigError, DataError
 from whorl.loadtest.client import RequestRecord, SSEParser, Target, send_requests
-from whorl.loadtest.runs import LoadTest, to_jsonl
-from whorl.loadtest.runs import run_load_test as run_test
+from whorl.loadtest.runs import LoadResult, LoadTest, run_load_test, to_jsonl
 from whorl.loadtest.summary import LatencySLO, client_lagging, latency_stats, summarize
-from whorl.loadtest.workload import LengthDistribution, LoadConfig, PromptPool, ScheduledRequest
+from whorl.loadtest.workload import LengthDistribution, LoadConfig, ScheduledRequest
 
-Answer = Callable[[dict[str, Any]], httpx.Response]
+Body = dict[str, Any]
+Answer = Callable[[Body], httpx.Response]
 
 
-class Stream(httpx.AsyncByteStream):
-    """Pieces with delays in seconds; an exception among them is raised."""
+def response(*pieces: tuple[float, Any]) -> httpx.Response:
+    """A stream of events (bytes or JSON), each after a delay in seconds; exceptions are raised."""
 
-    def __init__(self, *pieces: tuple[float, bytes | Exception]) -> None:
-        self.pieces = pieces
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for delay, piece in self.pieces:
+    async def stream() -> AsyncIterator[bytes]:
+        for delay, piece in pieces:
             await asyncio.sleep(delay)
             if isinstance(piece, Exception):
                 raise piece
-            yield piece
+            yield b"data: " + (piece if isinstance(piece, bytes) else json.dumps(piece).encode()) + b"\n\n"
+
+    return httpx.Response(200, content=stream())
 
 
-def event(content: Any) -> bytes:
-    return b"data: " + (content if isinstance(content, bytes) else json.dumps(content).encode()) + b"\n\n"
+def event(text: str = "", finish_reason: str | None = None, **choice: Any) -> Body:
+    return {"choices": [{"text": text, "finish_reason": finish_reason, **choice}]}
 
 
-def token_stream(n: int, first: float = 0.5, later: float = 0.1, prompt: int = 3) -> Stream:
-    """A stream of n tokens: the first after `first` seconds, the others every `later` seconds."""
-    said = [{"choices": [{"text": "x", "finish_reason": "length" if i == n - 1 else None}]} for i in range(n)]
-    pieces = [(first if i == 0 else later, event(one)) for i, one in enumerate(said)]
-    usage = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": n}}
-    return Stream(*pieces, (0.0, event(usage) + event(b"[DONE]")))
+def tokens(n: int, first: float = 0.5) -> httpx.Response:
+    """A stream of n tokens: the first after `first` seconds, the others every 0.1 seconds."""
+    events = [(0.1 if i else first, event("x", "length" if i == n - 1 else None)) for i in range(n)]
+    usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": n}}
+    return response(*events, (0.0, usage), (0.0, b"[DONE]"))
 
 
-def served(answer: Answer, delay: float = 0.0) -> httpx.MockTransport:
-    async def handle(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(delay)
+def healthy(body: Body) -> httpx.Response:
+    return tokens(body["max_tokens"])
+
+
+def transport(answer: Answer = healthy, tokenize: int = 200, log: Any = None) -> httpx.MockTransport:
+    """A server in memory. tokenize: status of /tokenize; log: list that gets the bodies of generation requests."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
+        body = json.loads(request.content)
         if request.url.path == "/tokenize":
-            return httpx.Response(200, json={"tokens": list(json.loads(request.content)["prompt"].encode())})
-        return answer(json.loads(request.content))
+            return httpx.Response(tokenize, json={"tokens": list(body["prompt"].encode())})
+        if log is not None:
+            log.append(body)
+        return answer(body)
 
     return httpx.MockTransport(handle)
 
 
-def healthy(body: dict[str, Any]) -> httpx.Response:
-    return httpx.Response(200, stream=token_stream(body["max_tokens"]))
-
-
 def run_requests(
-    planned: list[ScheduledRequest], answer: Answer, target: Target | None = None, **options: Any
+    planned: list[ScheduledRequest], answer: Answer = healthy, target: Target | None = None, **options: Any
 ) -> list[RequestRecord]:
     async def work() -> list[RequestRecord]:
-        async with httpx.AsyncClient(
-            base_url="http://test", transport=served(answer), timeout=None
-        ) as client:
+        network: Any = {"base_url": "http://test", "transport": transport(answer), "timeout": None}
+        async with httpx.AsyncClient(**network) as client:
             return await send_requests(planned, target or Target("m"), client, **options)
 
     return run(work())
+
+
+def run_test(network: httpx.MockTransport, loads: list[LoadConfig], **settings: Any) -> list[LoadResult]:
+    test = LoadTest("http://test", "some text " * 50, loads, **settings)
+    return run(run_load_test(test, transport=network))
 
 
 def planned_requests(*times: float, tokens: int = 4) -> list[ScheduledRequest]:
@@ -84,7 +90,7 @@ def planned_requests(*times: float, tokens: int = 4) -> list[ScheduledRequest]:
 
 
 def test_record_times_match_stream_events() -> None:
-    (record,) = run_requests(planned_requests(0.0, tokens=5), healthy)
+    (record,) = run_requests(planned_requests(0.0, tokens=5))
     assert record.error is None and record.finish_reason == "length"
     assert record.ttft == pytest.approx(0.5) and record.tpot == pytest.approx(0.1)
     assert record.gaps == pytest.approx([0.1] * 4) and record.latency == pytest.approx(0.9)
@@ -92,20 +98,20 @@ def test_record_times_match_stream_events() -> None:
 
 
 def test_open_loop_sends_on_schedule() -> None:
-    records = run_requests(planned_requests(0.0, 0.2, 0.25, 3.0), healthy)
+    records = run_requests(planned_requests(0.0, 0.2, 0.25, 3.0))
     assert [r.sent for r in records] == pytest.approx([0.0, 0.2, 0.25, 3.0])
     assert [r.latency for r in records] == pytest.approx([0.8] * 4)
 
 
 def test_closed_loop_waits_for_responses() -> None:
-    records = run_requests(planned_requests(*[0.0] * 5), healthy, concurrency=2)
+    records = run_requests(planned_requests(*[0.0] * 5), concurrency=2)
     assert [r.number for r in records] == list(range(5))
     assert [r.sent for r in records] == pytest.approx([0.0, 0.0, 0.8, 0.8, 1.6])
     assert [r.lag for r in records] == [0.0] * 5
 
 
 def test_latency_counts_from_scheduled_time() -> None:
-    def stalls(body: dict[str, Any]) -> httpx.Response:
+    def stalls(body: Body) -> httpx.Response:
         loop = asyncio.get_running_loop()
         if loop.time() < 0.05:  # the client process stalls during the first request
             loop.call_later(0.1, lambda: setattr(loop, "moment", loop.time() + 2.0))
@@ -118,15 +124,12 @@ def test_latency_counts_from_scheduled_time() -> None:
     assert not client_lagging(summarize(records[:1]))
 
 
-@given(st.data())
-def test_sse_parser_is_independent_of_chunk_boundaries(data: st.DataObject) -> None:
-    texts = data.draw(
-        st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6)
-    )
-    end = data.draw(st.sampled_from([b"\n", b"\r\n"]))
-    whole = b"".join(
-        b": a comment" + end + b"event: x" + end + b"data: " + text.encode() + end + end for text in texts
-    )
+line_text = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))
+
+
+@given(st.lists(line_text, max_size=6), st.sampled_from(["\n", "\r\n"]), st.data())
+def test_sse_parser_is_independent_of_chunk_boundaries(texts: list[str], end: str, data: Any) -> None:
+    whole = "".join(f": a comment{end}event: x{end}data: {text}{end}{end}" for text in texts).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
     events, found = SSEParser(), []
     for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True):
@@ -138,39 +141,32 @@ def test_sse_parser_joins_multiline_events() -> None:
     assert SSEParser().feed(b"data: a\ndata:b\n\n") == ["a\nb"]
 
 
-FAILURES: dict[str, Callable[[], httpx.Response]] = {
-    "http 429": lambda: httpx.Response(429, json={"error": {"message": "slow down", "code": None}}),
-    "http 500": lambda: httpx.Response(500, text="oh"),
-    "broken": lambda: httpx.Response(200, stream=Stream((0.1, event({"choices": [{"text": "x"}]})))),
-    "error event": lambda: httpx.Response(200, stream=Stream((0.1, event({"error": {"message": "no"}})))),
-    "unreadable": lambda: httpx.Response(200, stream=Stream((0.1, event(b"{")))),
-    "timeout": lambda: httpx.Response(200, stream=token_stream(4, first=99.0)),
+FAILURES: dict[str, Answer] = {
+    "http 429": lambda body: httpx.Response(429, json={"error": {"message": "slow down", "code": None}}),
+    "http 500": lambda body: httpx.Response(500, text="oh"),
+    "broken": lambda body: response((0.1, event("x"))),
+    "error event": lambda body: response((0.1, {"error": {"message": "no"}})),
+    "unreadable": lambda body: response((0.1, b"{")),
+    "timeout": lambda body: tokens(4, first=99.0),
 }
 
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_failures_become_records_with_kind(kind: str) -> None:
-    records = run_requests(
-        planned_requests(0.0, 0.1), lambda body: FAILURES[kind](), Target("m", timeout_seconds=20.0)
-    )
+    records = run_requests(planned_requests(0.0, 0.1), FAILURES[kind], Target("m", timeout_seconds=20.0))
     assert [r.error for r in records] == [kind, kind]
     found = summarize(records, slo=LatencySLO(ttft=100.0))
     assert found.errors == {kind: 2} and found.finished == 0 and found.slo_attainment == 0.0
     assert found.ttft is None and found.output_rate == 0.0
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (httpx.ConnectError("no"), "connect"),
-        (httpx.ReadError("gone"), "broken"),
-        (httpx.ReadTimeout("late"), "timeout"),
-    ],
-)
-def test_connection_errors_become_records_with_kind(error: Exception, kind: str) -> None:
-    (record,) = run_requests(
-        planned_requests(0.0), lambda body: httpx.Response(200, stream=Stream((0.3, error)))
-    )
+CONNECTION_ERRORS = {"connect": httpx.ConnectError, "broken": httpx.ReadError, "timeout": httpx.ReadTimeout}
+
+
+@pytest.mark.parametrize("kind", CONNECTION_ERRORS)
+def test_connection_errors_become_records_with_kind(kind: str) -> None:
+    error = CONNECTION_ERRORS[kind]("gone")
+    (record,) = run_requests(planned_requests(0.0), lambda body: response((0.3, error)))
     assert record.error == kind and record.finished == pytest.approx(0.3)
 
 
@@ -178,11 +174,8 @@ def test_target_builds_bodies_of_both_endpoints() -> None:
     text, ids = ScheduledRequest(0, 0.0, "hi", 7), ScheduledRequest(0, 0.0, (5, 6), 7)
     talk = ScheduledRequest(0, 0.0, (("system", "s"), ("user", "u")), 7)
     plain, chat = Target("m", extra_fields=(("ignore_eos", True),)), Target("m", "chat")
-    body = json.loads(plain.body(ids))
-    assert body == {
-        "model": "m", "prompt": [5, 6], "max_tokens": 7, "stream": True, "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-    }  # fmt: skip
+    fields = {"max_tokens": 7, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    assert json.loads(plain.body(ids)) == {"model": "m", "prompt": [5, 6], **fields}
     assert json.loads(plain.body(text))["prompt"] == "hi"
     assert json.loads(chat.body(text))["messages"] == [{"role": "user", "content": "hi"}]
     assert json.loads(chat.body(talk))["messages"][0] == {"role": "system", "content": "s"}
@@ -192,16 +185,10 @@ def test_target_builds_bodies_of_both_endpoints() -> None:
 
 
 def test_role_event_is_not_an_arrival() -> None:
-    said = [
-        (0.1, event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})),
-        (0.4, event({"choices": [{"delta": {"content": "x"}}]})),
-        (0.2, event({"choices": [{"delta": {}, "finish_reason": "stop"}]})),
-    ]
-    (record,) = run_requests(
-        [ScheduledRequest(0, 0.0, "hi", 9)],
-        lambda body: httpx.Response(200, stream=Stream(*said)),
-        Target("m", "chat"),
-    )
+    role = event(delta={"role": "assistant", "content": ""})
+    pieces = (0.1, role), (0.4, event(delta={"content": "x"})), (0.2, event(finish_reason="stop", delta={}))
+    planned = [ScheduledRequest(0, 0.0, "hi", 9)]
+    (record,) = run_requests(planned, lambda body: response(*pieces), Target("m", "chat"))
     assert record.arrivals == pytest.approx([0.5]) and record.output_tokens == 1 and record.tpot is None
 
 
@@ -215,17 +202,12 @@ def test_summarize_known_records() -> None:
     found = summarize(records, offered_rate=1.0, slo=LatencySLO(0.25, 0.03), cost_per_hour=3.6)
     assert (found.requests, found.finished, found.errors, found.seconds) == (5, 4, {"timeout": 1}, 5.0)
     assert found.output_rate == pytest.approx(34 / 5) and found.request_rate == pytest.approx(0.8)
-    assert found.slo_attainment == pytest.approx(2 / 5) and found.goodput == pytest.approx(
-        2 / 5
-    )  # the first and the fourth
+    # The first and the fourth request are within the SLO.
+    assert found.slo_attainment == pytest.approx(2 / 5) and found.goodput == pytest.approx(2 / 5)
     assert found.output_cost == pytest.approx(1e6 * 3.6 * 5 / 3600 / 34)
     assert found.total_cost == pytest.approx(1e6 * 3.6 * 5 / 3600 / 74)
-    assert (
-        found.ttft is not None
-        and found.ttft.p50 == pytest.approx(0.15)
-        and found.ttft.maximum == pytest.approx(0.3)
-    )
-    assert found.itl is not None and found.itl.maximum == pytest.approx(0.05)
+    assert found.ttft is not None and found.itl is not None
+    assert (found.ttft.p50, found.ttft.maximum, found.itl.maximum) == pytest.approx((0.15, 0.3, 0.05))
     assert json.loads(json.dumps(found.to_json()))["errors"] == {"timeout": 1}
 
 
@@ -238,66 +220,38 @@ def test_latency_stats_percentiles_are_ordered(values: list[float]) -> None:
 
 
 def test_run_load_test_measures_a_curve() -> None:
-    loads = [
-        LoadConfig(requests=6, rate=rate, output_lengths=LengthDistribution("fixed", (5,)))
-        for rate in (1.0, 4.0)
-    ]
-    bodies: list[dict[str, Any]] = []
-
-    def answer(body: dict[str, Any]) -> httpx.Response:
-        bodies.append(body)
-        return healthy(body)
-
-    test = LoadTest(
-        "http://test", "some text " * 50, loads, warmup_requests=2, slo=LatencySLO(1.0, 1.0), cost_per_hour=1.0,
-    )  # fmt: skip
-    found = run(run_test(test, transport=served(answer)))
+    bodies: list[Body] = []
+    lengths = LengthDistribution("fixed", (5,))
+    loads = [LoadConfig(requests=6, rate=rate, output_lengths=lengths) for rate in (1.0, 4.0)]
+    slo = LatencySLO(1.0, 1.0)
+    found = run_test(transport(log=bodies), loads, warmup_requests=2, slo=slo, cost_per_hour=1.0)
     assert [load.name for load in found] == ["1/s", "4/s"]
     assert all(load.summary.finished == 6 and load.summary.slo_attainment == 1.0 for load in found)
     assert found[1].summary.seconds < found[0].summary.seconds
     assert len(bodies) == 14 and all(isinstance(i, int) for i in bodies[0]["prompt"])
     prompts = [tuple(body["prompt"]) for body in bodies[2:]]
-    assert len(set(prompts[:6]) & set(prompts[6:])) == 0  # each load has different prompts
+    assert set(prompts[:6]).isdisjoint(prompts[6:])  # each load has different prompts
     entries = [json.loads(line) for line in to_jsonl(found)]
     assert [entry["kind"] for entry in entries] == (["request"] * 6 + ["load"]) * 2
 
 
 def test_run_load_test_without_tokenize_endpoint() -> None:
-    bodies: list[dict[str, Any]] = []
-
-    async def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/tokenize":
-            return httpx.Response(404)
-        bodies.append(json.loads(request.content))
-        return healthy(bodies[-1])
-
+    bodies: list[Body] = []
     load = LoadConfig(requests=1, rate=1.0, prompt_lengths=LengthDistribution("fixed", (5,)))
-    run(
-        run_test(
-            LoadTest("http://test", "abc" * 20, [load], model="m", warmup_requests=0),
-            transport=httpx.MockTransport(handle),
-        )
-    )
-    assert len(bodies[0]["prompt"]) == 20 and set(bodies[0]["prompt"]) == set("abc")
+    run_test(transport(tokenize=404, log=bodies), [load], model="m", warmup_requests=0)
+    assert len(bodies[0]["prompt"]) == 20 and set(bodies[0]["prompt"]) == set("some text ")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [httpx.Response(200, json={"data": []}), httpx.Response(401, json={"error": {"message": "key?"}}), None],
-)
-def test_run_load_test_names_an_unusable_server(answer: httpx.Response | None) -> None:
+NO_MODELS = httpx.Response(200, json={"data": []})
+NO_KEY = httpx.Response(401, json={"error": {"message": "key?"}})
+
+
+@pytest.mark.parametrize("answer", [NO_MODELS, NO_KEY, httpx.ConnectError("refused")])
+def test_run_load_test_names_an_unusable_server(answer: httpx.Response | Exception) -> None:
     def handle(request: httpx.Request) -> httpx.Response:
-        if answer is None:
-            raise httpx.ConnectError("refused")
+        if isinstance(answer, Exception):
+            raise answer
         return answer
 
     with pytest.raises(DataError, match="test"):
-        run(
-            run_test(
-                LoadTest("http://test", "x", [LoadConfig(rate=1.0)]), transport=httpx.MockTransport(handle)
-            )
-        )
-
-
-def test_prompt_pool_units_per_token() -> None:
-    assert PromptPool("abc").per_token == 4 and PromptPool((1, 2)).per_token == 1
+        run_test(httpx.MockTransport(handle), [LoadConfig(rate=1.0)])

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,19 +21,12 @@ from whorl.machine.device_probe import probe
 from whorl.machine.memory import Memory, device_memory
 from whorl.recipes.steps.model import PretrainConfig
 
+BUDGETS = {"90s": 90, "5m": 300, "5 min": 300, "0.5H": 1800, "1e15flops": 1e15, "2E+3 FLOP": 2000}
 
-@pytest.mark.parametrize(
-    ("text", "budget"),
-    [
-        ("90s", Budget(seconds=90)),
-        ("5m", Budget(seconds=300)),
-        ("5 min", Budget(seconds=300)),
-        ("0.5H", Budget(seconds=1800)),
-        ("1e15flops", Budget(flops=1e15)),
-        ("2E+3 FLOP", Budget(flops=2000)),
-    ],
-)
-def test_budget_parse(text: str, budget: Budget) -> None:
+
+@pytest.mark.parametrize(("text", "amount"), BUDGETS.items())
+def test_budget_parse(text: str, amount: float) -> None:
+    budget = Budget(flops=amount) if "flop" in text.lower() else Budget(seconds=amount)
     assert Budget.parse(text) == budget == Budget.parse(str(budget))
 
 
@@ -78,11 +72,11 @@ def test_choose_can_be_forced() -> None:
     assert machine.choose(measured, threads=7).threads == 7
 
 
-def gpu_choice(speeds: dict[str, float], **forced: Any) -> machine.Machine:
+def gpu_choice(forced: str | None = None, **speeds: float) -> machine.Machine:
     """Return the choice for a GPU with these measured speeds."""
     gpu_flops = {kind: [speed] for kind, speed in speeds.items()}
     measured = machine.Measurement(measurement(bf16=1e10).flops, 3e10, gpu_flops, 4e12)
-    return machine.choose(measured, gpu="G", **forced)
+    return machine.choose(measured, gpu="G", dtype=forced)
 
 
 def test_gpu_dtypes_by_capability() -> None:
@@ -92,16 +86,16 @@ def test_gpu_dtypes_by_capability() -> None:
 
 
 def test_choose_narrow_dtype_needs_margin() -> None:
-    half = gpu_choice({"float32": 8e12, "float16": 6e13})
+    half = gpu_choice(float32=8e12, float16=6e13)
     assert (half.dtype, half.peak_flops, half.torch_dtype) == ("float16", 6e13, torch.float16)
-    assert gpu_choice({"float32": 8e12, "float16": 9e12}).dtype == "float32"
-    eight = gpu_choice({"float32": 5e13, "bfloat16": 8e14, "float8": 1.2e15})
+    assert gpu_choice(float32=8e12, float16=9e12).dtype == "float32"
+    speeds = {"float32": 5e13, "bfloat16": 8e14, "float8": 1.2e15}
+    eight = gpu_choice(**speeds)
     assert (eight.dtype, eight.peak_flops, eight.torch_dtype) == ("float8", 1.2e15, torch.bfloat16)
     assert "fp8 products ran at 1200.00 TFLOP/s and bf16 at 800.00, fp32 at 50.00" in eight.note
-    assert gpu_choice({"float32": 5e13, "bfloat16": 8e14, "float8": 9e14}).dtype == "bfloat16"
-    assert gpu_choice({"float32": 5e13, "bfloat16": 8e14}).dtype == "bfloat16"  # float8 failed there
-    for kind in ("float32", "bfloat16", "float8"):
-        assert gpu_choice({"float32": 5e13, "bfloat16": 8e14, "float8": 1.2e15}, dtype=kind).dtype == kind
+    assert gpu_choice(float32=5e13, bfloat16=8e14, float8=9e14).dtype == "bfloat16"
+    assert gpu_choice(float32=5e13, bfloat16=8e14).dtype == "bfloat16"  # float8 failed there
+    assert all(gpu_choice(kind, **speeds).dtype == kind for kind in speeds)
 
 
 def test_choose_fp16_and_fp8_on_cpu_only_if_forced() -> None:
@@ -114,17 +108,17 @@ def test_choose_fp16_and_fp8_on_cpu_only_if_forced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("name", "value", "message"),
     [
-        ({"device": "tpu"}, "one of: cpu, cuda"),
-        ({"device": "cuda"}, "finds no GPU"),
-        ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
-        ({"threads": -1}, "1 or more"),
+        ("device", "tpu", "one of: cpu, cuda"),
+        ("device", "cuda", "finds no GPU"),
+        ("dtype", "bfloat61", "did you mean 'bfloat16'"),
+        ("threads", -1, "1 or more"),
     ],
 )
-def test_choose_invalid_raises(choice: dict[str, Any], message: str) -> None:
+def test_choose_invalid_raises(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        machine.choose(measurement(bf16=1e11), **choice)
+        machine.choose(measurement(bf16=1e11), **{name: value})
 
 
 def test_probe_caches_obeys_environment_and_restores_torch(
@@ -137,23 +131,20 @@ def test_probe_caches_obeys_environment_and_restores_torch(
     assert torch.get_num_threads() == threads
     assert all(speed > 1e8 for speed in first.flops.values()) and first.memory_bandwidth > 1e8
     assert first.cores >= first.threads >= 1 and first.ram_bytes > 1e8
-    measured = machine.measure
     monkeypatch.setattr(machine, "measure", lambda *_, **__: pytest.fail("measured again"))
     assert probe(cache_dir=tmp_path) == first
-    monkeypatch.setenv("WHORL_DTYPE", "bfloat16")
-    monkeypatch.setenv("WHORL_THREADS", "1")
-    monkeypatch.setenv("WHORL_DEVICE", "cpu")
+    for name, value in (("DTYPE", "bfloat16"), ("THREADS", "1"), ("DEVICE", "cpu")):
+        monkeypatch.setenv(f"WHORL_{name}", value)
     forced = probe(cache_dir=tmp_path)
     assert (forced.device, forced.dtype, forced.threads) == ("cpu", "bfloat16", 1)
     assert forced.torch_dtype == torch.bfloat16
-    assert (
-        probe(cache_dir=tmp_path, dtype="float32").dtype == "float32"
-    )  # an argument overrides the environment
+    # an argument overrides the environment
+    assert probe(cache_dir=tmp_path, dtype="float32").dtype == "float32"
     monkeypatch.setenv("WHORL_THREADS", "many")
     with pytest.raises(ConfigError, match="WHORL_THREADS"):
         probe(cache_dir=tmp_path)
     monkeypatch.setenv("WHORL_THREADS", "1")
-    monkeypatch.setattr(machine, "measure", measured)
+    monkeypatch.setattr(machine, "measure", lambda *_, **__: measurement(bf16=1e10))
     next(tmp_path.glob("machine-*.json")).write_text("damaged")
     assert probe(cache_dir=tmp_path).threads == 1
 
@@ -167,41 +158,34 @@ def test_machine_apply_sets_torch_threads() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("alone", "age", "again"), [(True, 1e6, False), (False, 60, False), (False, 1e6, True)]
-)
+@pytest.mark.parametrize(("alone", "age", "times"), [(True, 1e6, 1), (False, 60, 1), (False, 1e6, 2)])
 def test_probe_contended_measurement_expires(
-    alone: bool, age: float, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: bool, age: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-
-    def measure(cores: int, *, gpu: bool) -> machine.Measurement:
-        calls.append(cores)
-        return replace(measurement(bf16=1e10), uncontended=alone, measured_at=time.time() - age)
-
+    found = replace(measurement(bf16=1e10), uncontended=alone, measured_at=time.time() - age)
+    measure = Mock(return_value=found)
     monkeypatch.setattr(machine, "measure", measure)
     for _ in range(2):
         machine.probe(cache_dir=tmp_path)
-    assert len(calls) == 1 + again
+    assert measure.call_count == times
 
 
 def test_available_core_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
     monkeypatch.setattr(products.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(products.time, "process_time", iter([0.0, 2.0]).__next__)
-    assert products.available_core_fraction(2) == pytest.approx(
-        0.5
-    )  # 2 CPU seconds in 2 s of wall time, on 2 cores
+    # 2 CPU seconds in 2 s of wall time, on 2 cores
+    assert products.available_core_fraction(2) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "spelt", "of_a_gigabyte"),
-    [("2GB", "2000000000B", 2 * 10**9), ("1.5 MiB", "1572864B", 1572864), (" 25 %", "25%", 25 * 10**7),
-     ("1e6", "1000000B", 10**6), (4096, "4096B", 4096)],
-)  # fmt: skip
-def test_memory_parse_normalizes(text: str | int, spelt: str, of_a_gigabyte: int) -> None:
-    found = PretrainConfig(activation_budget=text).activation_budget  # type: ignore[arg-type]
-    assert found == spelt and PretrainConfig(activation_budget=spelt).activation_budget == spelt
+AMOUNTS = [("2GB", 2 * 10**9), ("1.5 MiB", 1572864), ("1e6", 10**6), (4096, 4096), (" 25 %", 25 * 10**7)]
+
+
+@pytest.mark.parametrize(("text", "of_a_gigabyte"), AMOUNTS)
+def test_memory_parse_normalizes(text: str | int, of_a_gigabyte: int) -> None:
+    spelt = PretrainConfig(activation_budget=text).activation_budget  # type: ignore[arg-type]
+    assert spelt == ("25%" if "%" in str(text) else f"{of_a_gigabyte}B")
+    assert PretrainConfig(activation_budget=spelt).activation_budget == spelt
     assert Memory.parse(spelt).resolve(10**9) == of_a_gigabyte
 
 

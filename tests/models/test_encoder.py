@@ -18,7 +18,6 @@ from whorl.train.learner.update import Update, all_adamw
 
 
 def encoder(dtype: torch.dtype = torch.float32, **change: int) -> Encoder:
-    """Return a small encoder without zero parameters."""
     shape = {"vocab_size": 11, "d_model": 16, "n_layers": 2, "n_heads": 2, "mlp_hidden": 24, "max_length": 12}
     config = EncoderConfig.model_validate({**shape, "n_classes": 3, **change})
     return draw_zeros(Encoder(config, gen(1), dtype))
@@ -29,8 +28,7 @@ TEXTS = ([1, 2, 3, 4, 5], [6, 7], [8], [])
 
 def rows(left: int, right: int) -> tuple[Tensor, Tensor]:
     """TEXTS between paddings of arbitrary ids, and the mask."""
-    longest = max(map(len, TEXTS))
-    ids = torch.randint(0, 11, (len(TEXTS), left + longest + right), generator=gen(5))
+    ids = torch.randint(0, 11, (len(TEXTS), left + max(map(len, TEXTS)) + right), generator=gen(5))
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for n, text in enumerate(TEXTS):
         ids[n, left : left + len(text)] = torch.tensor(text, dtype=torch.int64)
@@ -41,9 +39,8 @@ def rows(left: int, right: int) -> tuple[Tensor, Tensor]:
 def test_encoder_block_matches_torch_with_gradients() -> None:
     block = draw_zeros(EncoderBlock(16, 2, 24, generator=gen()))
     reference = nn.TransformerEncoderLayer(16, 2, 24, 0.0, "gelu", batch_first=True, norm_first=True)
-    a, m = block.attention, block.mlp
+    a, m, attention = block.attention, block.mlp, reference.self_attn
     with torch.no_grad():
-        attention = reference.self_attn
         attention.in_proj_weight.copy_(torch.cat([a.q.weight, a.k.weight, a.v.weight]))
         attention.in_proj_bias.copy_(torch.cat([a.q.bias, a.k.bias, a.v.bias]))
         for to, source in (
@@ -57,11 +54,9 @@ def test_encoder_block_matches_torch_with_gradients() -> None:
     output, want = block(x, segments=mask.long()), reference(x, src_key_padding_mask=~mask)
     torch.testing.assert_close(output[mask], want[mask], atol=1e-5, rtol=1e-4)
     upstream = torch.randn(x.shape, generator=gen(3)) * mask[..., None]
-    for one, other in zip(
-        torch.autograd.grad(output, [x, a.q.weight], upstream, retain_graph=True),
-        torch.autograd.grad(want, [x, reference.self_attn.in_proj_weight], upstream),
-        strict=True,
-    ):
+    found = torch.autograd.grad(output, [x, a.q.weight], upstream, retain_graph=True)
+    wanted = torch.autograd.grad(want, [x, attention.in_proj_weight], upstream)
+    for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other[: len(one)], atol=1e-5, rtol=1e-4)
 
 
@@ -130,34 +125,20 @@ def test_encoder_every_parameter_gets_a_gradient() -> None:
 
 def test_encoder_learns_word_order() -> None:
     """Both classes have the same words; only the order of two words differs."""
-    model = Encoder(
-        EncoderConfig(
-            vocab_size=8, d_model=32, n_layers=2, n_heads=2, mlp_hidden=64, max_length=9, n_classes=2
-        ),
-        gen(),
-    )
+    model = encoder(vocab_size=8, d_model=32, mlp_hidden=64, max_length=9, n_classes=2)
 
     def batch(seed: int, n: int = 64) -> dict[str, Tensor]:
         g = gen(seed)
         ids = torch.randint(3, 8, (n, 9), generator=g)
         length = torch.randint(4, 10, (n, 1), generator=g)
-        places = (
-            torch.rand(n, 9, generator=g).masked_fill(torch.arange(9) >= length, 2.0).argsort(dim=1)[:, :2]
-        )
+        scores = torch.rand(n, 9, generator=g).masked_fill(torch.arange(9) >= length, 2.0)
+        places = scores.argsort(dim=1)[:, :2]
         ids.scatter_(1, places, torch.tensor([[1, 2]]).expand(n, -1))
         return {"ids": ids, "mask": torch.arange(9) < length, "labels": (places[:, 0] < places[:, 1]).long()}
 
-    def passes(number: int) -> list[list[dict[str, Tensor]]]:
-        return [[batch(number)]]
-
     update = Update(lambda p: classification(model(p["ids"], p["mask"]), p["labels"]), all_adamw(model, 3e-3))
-    train_loop(
-        Learner(model, [update]),
-        iter(range(1, 1000)),
-        passes,
-        last=200,
-        lr_scale=lambda s: min(1, (s + 1) / 20),
-    )
+    learner, numbers = Learner(model, [update]), iter(range(1, 1000))
+    train_loop(learner, numbers, lambda n: [[batch(n)]], last=200, lr_scale=lambda s: min(1, (s + 1) / 20))
     test = batch(0, 500)
     correct = model(test["ids"], test["mask"]).argmax(dim=1) == test["labels"]
     assert correct.float().mean() > 0.95
@@ -170,7 +151,7 @@ def test_encoder_rejects_bad_input() -> None:
         encoder().embed(torch.tensor([[1, 2]]), torch.tensor([[1, 1]]))
     with pytest.raises(ConfigError, match="position 12"):
         encoder().embed(torch.ones(1, 13, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"end_id \(4\) must be below vocab_size"):
-        EncoderConfig(vocab_size=4, d_model=8, n_layers=1, n_heads=2, mlp_hidden=8, end_id=4)
+    with pytest.raises(ValueError, match=r"end_id \(11\) must be below vocab_size"):
+        encoder(end_id=11)
     with pytest.raises(ValueError, match="n_heads"):
-        EncoderConfig(vocab_size=4, d_model=10, n_layers=1, n_heads=3, mlp_hidden=8)
+        encoder(n_heads=3)

@@ -7,49 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.models.initialization import add_noise
+from tests.support.models.initialization import add_noise, generator
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.models import (
-    Decoder,
-    DecoderConfig,
-    LanguageModel,
-    Transformer,
-    TransformerConfig,
-    load_model,
-    make_model,
-    save_model,
-)
+from whorl.models import Decoder, DecoderConfig, LanguageModel, load_model, make_model, save_model
 from whorl.models.pruning.prune import OptimalBrainSurgeon, prune, teacher_log_probs
-from whorl.models.transformer_config import AttentionConfig, MoEConfig
+from whorl.models.transformer_config import AttentionConfig, MoEConfig, TransformerConfig
 
-SIZE = {"vocab_size": 48, "d_model": 32, "n_layers": 2}
+SIZE = {"vocab_size": 48, "d_model": 32, "n_layers": 2, "mlp_hidden": 40}
+HEADS = {"n_heads": 4, "n_kv_heads": 4, "head_dim": 8}
+FLAGS = {"bias": True, "qk_norm": True, "sink": True, "smear": True}
 
 
-def network(kind: str, **changes: Any) -> LanguageModel:
-    g = torch.Generator().manual_seed(0)
-    model: LanguageModel
+def network(kind: str, mixer: dict[str, Any] | None = None, **changes: Any) -> LanguageModel:
+    g = generator(0)
+    config: DecoderConfig | TransformerConfig
     if kind == "decoder":
-        fields = {
-            "n_heads": 4,
-            "n_kv_heads": 4,
-            "head_dim": 8,
-            "mlp_hidden": 40,
-            "ngram_buckets": 64,
-        } | changes
-        model = Decoder(DecoderConfig(**SIZE, **fields), g)
+        config = DecoderConfig.model_validate(SIZE | HEADS | {"ngram_buckets": 64} | changes)
     else:
-        heads = {"n_heads": 4, "n_kv_heads": 4, "head_dim": 8}
-        flags = {"bias": True, "qk_norm": True, "sink": True, "smear": True}
-        mixer = AttentionConfig.model_validate(heads | flags | changes.pop("mixer", {}))
-        fields = {"mixers": {"a": mixer}, "mlp_hidden": 40, "mlp_bias": True} | changes
-        model = Transformer(TransformerConfig(**SIZE, **fields), g)
-    return add_noise(model, 0.3, g).eval()
+        heads = AttentionConfig.model_validate(HEADS | FLAGS | (mixer or {}))
+        config = TransformerConfig.model_validate(SIZE | {"mixers": {"a": heads}, "mlp_bias": True} | changes)
+    return add_noise(make_model(config, g), 0.3, g).eval()
 
 
 def ids(rows: int = 6, length: int = 24, seed: int = 0) -> Tensor:
-    return torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(48, (rows, length), generator=generator(seed))
 
 
 def logits(model: LanguageModel) -> Tensor:
@@ -80,9 +63,7 @@ def test_prune_of_nothing_is_identity(kind: str, changes: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("criterion", ["obs", "activation", "magnitude"])
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
-def test_prune_removes_silent_units_without_change(
-    kind: str, changes: dict[str, Any], criterion: Any
-) -> None:
+def test_prune_keeps_outputs_without_silent_units(kind: str, changes: dict[str, Any], criterion: Any) -> None:
     model = network(kind, **changes)
     grouped = mixer_of(model, 0).n_kv_heads == 2
     for n in range(2):
@@ -98,19 +79,17 @@ def test_prune_removes_silent_units_without_change(
     assert torch.equal(logits(model), before)  # unchanged
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "wanted"),
-    [
-        ("decoder", {}, {"heads": 2, "mlp_hidden": 24}),
-        ("decoder", {"n_kv_heads": 2}, {"kv_heads": 1}),
-        ("decoder", {"n_kv_heads": 2}, {"heads": 2}),
-        ("transformer", {}, {"heads": 3}),
-        ("transformer", {"mixer": {"n_kv_heads": 2}}, {"heads": 1, "kv_heads": 1, "mlp_hidden": 16}),
-    ],
-)
-def test_prune_gives_requested_size(
-    kind: str, changes: dict[str, Any], wanted: dict[str, int], tmp_path: Path
-) -> None:
+SIZES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+    ("decoder", {}, {"heads": 2, "mlp_hidden": 24}),
+    ("decoder", {"n_kv_heads": 2}, {"kv_heads": 1}),
+    ("decoder", {"n_kv_heads": 2}, {"heads": 2}),
+    ("transformer", {}, {"heads": 3}),
+    ("transformer", {"mixer": {"n_kv_heads": 2}}, {"heads": 1, "kv_heads": 1, "mlp_hidden": 16}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "wanted"), SIZES)
+def test_prune_gives_requested_size(kind: str, changes: Any, wanted: dict[str, int], tmp_path: Path) -> None:
     model = network(kind, **changes)
     small = prune(model, [ids()], **wanted)
     assert type(small) is type(model)
@@ -127,17 +106,13 @@ def test_prune_gives_requested_size(
 
 
 def correlated(d: int, n: int, seed: int) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, d // 2, generator=g) @ torch.randn(d // 2, d, generator=g) + 0.3 * torch.randn(
-        n, d, generator=g
-    )
+    g = generator(seed)
+    low_rank = torch.randn(n, d // 2, generator=g) @ torch.randn(d // 2, d, generator=g)
+    return low_rank + 0.3 * torch.randn(n, d, generator=g)
 
 
 def test_optimal_brain_surgeon_matches_least_squares() -> None:
-    x, w = (
-        correlated(12, 200, 0).double(),
-        torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).double(),
-    )
+    x, w = correlated(12, 200, 0).double(), torch.randn(5, 12, generator=generator(1)).double()
     groups = torch.arange(12).view(4, 3)
     surgeon = OptimalBrainSurgeon(w, x.t() @ x, damping=0.0)
 
@@ -148,9 +123,8 @@ def test_optimal_brain_surgeon_matches_least_squares() -> None:
         whole[:, left] = fitted
         return whole, float((x @ (w - whole).t()).square().sum())
 
-    assert torch.allclose(
-        surgeon.costs(groups), torch.tensor([refit([g])[1] for g in range(4)]).double(), rtol=1e-6
-    )
+    costs = torch.tensor([refit([g])[1] for g in range(4)]).double()
+    assert torch.allclose(surgeon.costs(groups), costs, rtol=1e-6)
     surgeon.remove(groups[2])
     whole, cost = refit([2])
     assert torch.allclose(surgeon.weight, whole, atol=1e-8)
@@ -159,9 +133,15 @@ def test_optimal_brain_surgeon_matches_least_squares() -> None:
     surgeon.remove(groups[0])
     assert torch.allclose(surgeon.weight, refit([2, 0])[0], atol=1e-8)
     single = OptimalBrainSurgeon(w, x.t() @ x)
-    assert torch.allclose(single.costs(groups.view(12, 1))[:3], torch.stack([
-        (single.weight[:, c].square().sum() / single.inverse[c, c]) for c in range(3)
-    ]))  # fmt: skip
+    want = single.weight.square().sum(0) / single.inverse.diag()
+    assert torch.allclose(single.costs(torch.arange(12)[:, None]), want)
+
+
+def errors_of(model: LanguageModel, rows: int, criteria: tuple[Any, ...], **sizes: int) -> list[float]:
+    """Return the change of the logits by each criterion."""
+    g, before = generator(0), logits(model)
+    pruned = [prune(model, [ids(rows)], criterion=c, generator=g, **sizes) for c in criteria]
+    return [float((logits(small) - before).norm()) for small in pruned]
 
 
 def test_prune_obs_removes_one_of_two_equal_heads() -> None:
@@ -173,25 +153,14 @@ def test_prune_obs_removes_one_of_two_equal_heads() -> None:
             qkv[:, 2] = qkv[:, 1]  # head 2 repeats head 1, and both matter
             attention.temperature[2] = attention.temperature[1]
             attention.out.weight[:, 8:24] *= 3
-    before = logits(model)
-    error = {
-        criterion: float((logits(prune(model, [ids(16)], heads=3, criterion=criterion)) - before).norm())
-        for criterion in ("obs", "activation", "magnitude")
-    }
-    assert error["obs"] < 0.35 * min(error["activation"], error["magnitude"])
+    obs, activation, magnitude = errors_of(model, 16, ("obs", "activation", "magnitude"), heads=3)
+    assert obs < 0.35 * min(activation, magnitude)
 
 
 def test_prune_obs_beats_other_criteria() -> None:
     model = network("transformer")
-    before = logits(model)
-    g = torch.Generator().manual_seed(0)
-    error = {
-        criterion: float(
-            (logits(prune(model, [ids(32)], mlp_hidden=24, criterion=criterion, generator=g)) - before).norm()
-        )
-        for criterion in ("obs", "activation", "random")
-    }
-    assert error["obs"] < 0.9 * error["activation"] and error["activation"] < error["random"]
+    obs, activation, random = errors_of(model, 32, ("obs", "activation", "random"), mlp_hidden=24)
+    assert obs < 0.9 * activation and activation < random
 
 
 def test_teacher_log_probs_match_logits() -> None:
@@ -203,21 +172,20 @@ def test_teacher_log_probs_match_logits() -> None:
     assert torch.allclose(values, want.topk(5).values, atol=1e-6) and torch.equal(found, want.topk(5).indices)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "wanted", "message"),
-    [
-        ("decoder", {}, {"heads": 5}, "heads is 5"),
-        ("decoder", {}, {"heads": 0}, "kv_heads is 0"),
-        ("decoder", {"n_kv_heads": 2}, {"heads": 3}, "heads is 3"),
-        ("decoder", {}, {"mlp_hidden": 41}, "mlp_hidden is 41"),
-        ("decoder", {}, {"mlp_hidden": 8, "criterion": "taste"}, "criterion is 'taste'"),
-        ("transformer", {"mixer": {"alibi": True, "rope": None}}, {"heads": 2}, "alibi"),
-        ("transformer", {"mixer": {"smear": False}, "kv_sharing_factor": 2}, {"heads": 2}, "layers share them"),
-        ("transformer", {"experts": MoEConfig(n_experts=4, top_k=2, hidden=16)}, {"mlp_hidden": 8}, "mixture"),
-    ],
-)  # fmt: skip
-def test_prune_rejects_impossible_requests(
-    kind: str, changes: dict[str, Any], wanted: dict[str, Any], message: str
-) -> None:
+EXPERTS = MoEConfig(n_experts=4, top_k=2, hidden=16)
+REJECTED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("decoder", {}, {"heads": 5}, "heads is 5"),
+    ("decoder", {}, {"heads": 0}, "kv_heads is 0"),
+    ("decoder", {"n_kv_heads": 2}, {"heads": 3}, "heads is 3"),
+    ("decoder", {}, {"mlp_hidden": 41}, "mlp_hidden is 41"),
+    ("decoder", {}, {"mlp_hidden": 8, "criterion": "taste"}, "criterion is 'taste'"),
+    ("transformer", {"mixer": {"alibi": True, "rope": None}}, {"heads": 2}, "alibi"),
+    ("transformer", {"mixer": {"smear": False}, "kv_sharing_factor": 2}, {"heads": 2}, "layers share them"),
+    ("transformer", {"experts": EXPERTS}, {"mlp_hidden": 8}, "mixture"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "wanted", "message"), REJECTED)
+def test_prune_rejects_impossible_requests(kind: str, changes: Any, wanted: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prune(network(kind, **changes), [ids()], **wanted)

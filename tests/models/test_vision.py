@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import ConfigError
+from whorl.models.exchange import import_vision
 from whorl.models.vision.resnet import ResNet
 from whorl.models.vision.vit import MLPMixer, ViT
 
@@ -28,42 +31,44 @@ def randomized(model: nn.Module) -> nn.Module:
     return model
 
 
+SHAPE: dict[str, Any] = {"d_model": 12, "n_layers": 2, "n_heads": 3, "backend": "reference"}
+OF_CLIP: dict[str, Any] = {"mlp": "quick_gelu", "patch_bias": False, "first_norm": True, "head_bias": False}
 MODELS: dict[str, Build] = {
     "resnet": lambda: ResNet(3, 5, widths=(4, 8, 6), depths=(2, 1, 1), generator=gen()),
     "resnet_large": lambda: ResNet(3, 5, widths=(4, 8), depths=(1, 1), stem="large", generator=gen()),
     "resnet_2016": lambda: ResNet(3, 5, widths=(4, 8), depths=(2, 1), pre_activation=True, generator=gen()),
-    "vit_class": lambda: ViT(16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, backend="reference", generator=gen()),
-    "vit_mean": lambda: ViT(
-        16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, pooling="mean", backend="reference", generator=gen()
-    ),
-    "vit_of_clip": lambda: ViT(
-        16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, mlp="quick_gelu", patch_bias=False, first_norm=True,
-        head_bias=False, backend="reference", generator=gen(),
-    ),
+    "vit_class": lambda: ViT(16, 4, 3, 5, **SHAPE, generator=gen()),
+    "vit_mean": lambda: ViT(16, 4, 3, 5, **SHAPE, pooling="mean", generator=gen()),
+    "vit_of_clip": lambda: ViT(16, 4, 3, 5, **SHAPE, **OF_CLIP, generator=gen()),
+    "vit_headless": lambda: ViT(16, 4, 3, 0, **SHAPE, generator=gen()),
     "mixer": lambda: MLPMixer(16, 4, 3, 5, d_model=12, n_layers=2, token_hidden=7, generator=gen()),
-}  # fmt: skip
+}
 each = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
+
+
+def outputs(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the logits, or the features of a model without a head."""
+    return model(images) if model.params()["head"] else model.features(images)
 
 
 @each
 def test_network_is_seeded_and_gets_gradients(build: Build) -> None:
     assert all(torch.equal(a, b) for a, b in zip(build().parameters(), build().parameters(), strict=True))
     model = randomized(build())
-    logits = model(torch.randn(3, 3, 16, 16, generator=gen(1)))
-    assert logits.shape == (3, 5) and logits.dtype == torch.float32
-    (logits * torch.randn(3, 5, generator=gen(2))).sum().backward()
-    no_gradient = [n for n, p in model.named_parameters() if float(p.grad.abs().max()) < 1e-5]
-    # softmax cancels a key bias; layer norm cancels the last bias of a mixer's token MLP
-    assert all(name.endswith(("attention.k.bias", "token_mlp.down.bias")) for name in no_gradient), (
-        no_gradient
-    )
+    out = outputs(model, torch.randn(3, 3, 16, 16, generator=gen(1)))
+    assert out.shape == (3, 5 if model.params()["head"] else 12) and out.dtype == torch.float32
+    (out * torch.randn(out.shape, generator=gen(2))).sum().backward()
+    for name, p in model.named_parameters():
+        # softmax cancels a key bias; layer norm cancels the last bias of a mixer's token MLP
+        trained = float(p.grad.abs().max()) >= 1e-5
+        assert trained or name.endswith(("attention.k.bias", "token_mlp.down.bias")), name
 
 
 @each
 def test_flops_and_params_match_torch(build: Build) -> None:
     model = build().eval()
     with FlopCounterMode(display=False) as counter:
-        model(torch.randn(1, 3, 16, 16, generator=gen()))
+        outputs(model, torch.randn(1, 3, 16, 16, generator=gen()))
     assert counter.get_total_flops() == model.flops(16)
     found = model.params()
     assert found["total"] == sum(p.numel() for p in model.parameters())
@@ -82,12 +87,12 @@ def test_features_in_bf16_are_close(build: Build) -> None:
 @each
 def test_forward_rejects_images_of_another_shape(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"images are \[1, 2, 16, 16\]"):
-        build()(torch.zeros(1, 2, 16, 16))
+        outputs(build(), torch.zeros(1, 2, 16, 16))
 
 
 def test_constructor_rejects_bad_settings() -> None:
     vit = {"d_model": 8, "n_layers": 1, "n_heads": 2}
-    constructors: dict[str, Callable[[], nn.Module]] = {
+    constructors: dict[str, Build] = {
         "depths": lambda: ResNet(1, 2, widths=(4, 8), depths=(1,)),
         "stem is 'tiny'": lambda: ResNet(1, 2, stem="tiny"),  # type: ignore[arg-type]
         "patch is 3": lambda: ViT(8, 3, 1, 2, **vit),
@@ -105,19 +110,11 @@ def test_constructor_rejects_bad_settings() -> None:
 
 
 def test_vit_without_head_and_with_dtype() -> None:
-    shape = {"d_model": 12, "n_layers": 2, "n_heads": 3, "backend": "reference"}
-    model = randomized(ViT(16, 4, 3, 0, **shape, generator=gen()))
+    model = randomized(MODELS["vit_headless"]())
     images = torch.randn(2, 3, 16, 16, generator=gen(1))
-    assert model.params()["head"] == 0 and model.features(images).shape == (2, 12)
-    assert model.params()["total"] == sum(
-        n for name, n in model.params().items() if name not in ("total", "active")
-    )
-    with FlopCounterMode(display=False) as counter:
-        model.eval().features(images[:1])
-    assert counter.get_total_flops() == model.flops(16)
     with pytest.raises(ConfigError, match="classes is 0"):
         model(images)
-    bf16 = ViT(16, 4, 3, 0, **shape, dtype=torch.bfloat16)
+    bf16 = ViT(16, 4, 3, 0, **SHAPE, dtype=torch.bfloat16)
     bf16.load_state_dict(model.state_dict())
     assert torch.equal(bf16.features(images), model.features(images.bfloat16()))
     assert ViT(**model.config.model_dump()).config == model.config
@@ -125,10 +122,8 @@ def test_vit_without_head_and_with_dtype() -> None:
 
 def test_published_models_have_published_sizes() -> None:
     with torch.device("meta"):
-        eighteen = ResNet(3, 1000, stem="large")
-        twenty = ResNet(3, 10, widths=(16, 32, 64), depths=(3, 3, 3))
-        base = ViT(224, 16, 3, 1000)
-        mixer = MLPMixer(224, 16, 3, 1000)
+        eighteen, twenty = ResNet(3, 1000, stem="large"), ResNet(3, 10, widths=(16, 32, 64), depths=(3, 3, 3))
+        base, mixer = ViT(224, 16, 3, 1000), MLPMixer(224, 16, 3, 1000)
     assert eighteen.params()["total"] == 11_689_512  # torchvision's resnet18
     assert eighteen.flops(224) / 2 == pytest.approx(1.8e9, rel=0.02)  # table 1 of He et al. 2015
     assert twenty.params()["total"] == pytest.approx(0.27e6, rel=0.02)  # table 6
@@ -136,95 +131,53 @@ def test_published_models_have_published_sizes() -> None:
     assert mixer.params()["total"] == 59_880_472  # Mixer-B/16
 
 
-def copy_weight(target: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
-    target.weight.data.copy_(weight)
-    if bias is not None:
-        target.bias.data.copy_(bias)
+def with_gradient(network: Callable[[Tensor], Tensor], images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs, and the gradient of their squares with respect to the images."""
+    x = images.clone().requires_grad_()
+    y = network(x)
+    return y, torch.autograd.grad(y.square().sum(), x)[0]
 
 
 def test_resnet_matches_transformers_with_gradients() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.ResNetConfig(
-        num_channels=3, embedding_size=4, hidden_sizes=[4, 8, 8], depths=[2, 1, 2], layer_type="basic", num_labels=5
-    )  # fmt: skip
+    shape = {"num_channels": 3, "embedding_size": 4, "hidden_sizes": [4, 8, 8], "depths": [2, 1, 2]}
+    config = transformers.ResNetConfig(**shape, layer_type="basic", num_labels=5)
     reference = randomized(transformers.ResNetForImageClassification(config))
     model = ResNet(3, 5, widths=(4, 8, 8), depths=(2, 1, 2), stem="large")
 
-    def norm(target: nn.Module, source: nn.Module) -> None:
-        target.load_state_dict(source.state_dict())
+    def copy(target: nn.Module, norm: nn.Module, source: nn.Module) -> None:
+        target.weight.data.copy_(source.convolution.weight)
+        norm.load_state_dict(source.normalization.state_dict())
 
-    stem = reference.resnet.embedder.embedder
-    copy_weight(model.stem, stem.convolution.weight)
-    norm(model.norm, stem.normalization)
+    copy(model.stem, model.norm, reference.resnet.embedder.embedder)
     layers = [layer for stage in reference.resnet.encoder.stages for layer in stage.layers]
     for block, layer in zip(model.blocks, layers, strict=True):
-        first, second = layer.layer
-        copy_weight(block.convolution1, first.convolution.weight)
-        copy_weight(block.convolution2, second.convolution.weight)
-        norm(block.norm1, first.normalization)
-        norm(block.norm2, second.normalization)
+        copy(block.convolution1, block.norm1, layer.layer[0])
+        copy(block.convolution2, block.norm2, layer.layer[1])
         assert (block.shortcut is None) == (not hasattr(layer.shortcut, "convolution"))
         if block.shortcut is not None:
-            copy_weight(block.shortcut, layer.shortcut.convolution.weight)
-            norm(block.shortcut_norm, layer.shortcut.normalization)
-    copy_weight(model.head, reference.classifier[1].weight, reference.classifier[1].bias)
+            copy(block.shortcut, block.shortcut_norm, layer.shortcut)
+    model.head.load_state_dict(reference.classifier[1].state_dict())
     images = torch.randn(4, 3, 32, 32, generator=gen(1))
     for training in (False, True):
         model.train(training), reference.train(training)
-        results = []
-        for found in (model, lambda x: reference(x).logits):
-            x = images.clone().requires_grad_()
-            y = found(x)
-            results.append((y, *torch.autograd.grad(y.square().sum(), x)))
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+        want = with_gradient(lambda x: reference(x).logits, images)
+        torch.testing.assert_close(with_gradient(model, images), want, atol=1e-4, rtol=1e-3)
 
 
-def test_vit_matches_transformers_with_gradients() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, image_size=16, patch_size=4,
-        num_channels=3, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-6,
-    )  # fmt: skip
-    reference = randomized(transformers.ViTForImageClassification(config)).eval()
-    model = ViT(16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, mlp_hidden=20).eval()
-    source = dict(reference.named_parameters())
-    patches = "vit.embeddings.patch_embeddings.projection"
-    copy_weight(model.embedding.linear, source[f"{patches}.weight"].flatten(1), source[f"{patches}.bias"])
-    model.class_token.data.copy_(source["vit.embeddings.cls_token"].flatten())
-    model.positions.data.copy_(source["vit.embeddings.position_embeddings"][0])
+def test_vit_matches_transformers_with_gradients(tmp_path: Path) -> None:
+    from tests.support.models.exchange_vision_cases import save_hf_model
 
-    def find(layer: int, *ends: str) -> tuple[Tensor, Tensor]:
-        """Return weight and bias of the layer's only module with one of these name ends (versions differ)."""
-        names = [n for n in source if f".{layer}." in n and any(n.endswith(f"{e}.weight") for e in ends)]
-        assert len(names) == 1, (ends, names)
-        return source[names[0]], source[names[0].removesuffix("weight") + "bias"]
-
-    for number, block in enumerate(model.blocks):
-        copy_weight(block.attention_norm, *find(number, "layernorm_before"))
-        copy_weight(block.mlp_norm, *find(number, "layernorm_after"))
-        copy_weight(block.attention.q, *find(number, "query", "q_proj"))
-        copy_weight(block.attention.k, *find(number, "key", "k_proj"))
-        copy_weight(block.attention.v, *find(number, "value", "v_proj"))
-        copy_weight(block.attention.out, *find(number, "attention.output.dense", "o_proj"))
-        copy_weight(block.mlp.up, *find(number, "intermediate.dense", "fc1"))
-        copy_weight(block.mlp.down, *find(number, f"{number}.output.dense", "fc2"))
-    copy_weight(model.norm, source["vit.layernorm.weight"], source["vit.layernorm.bias"])
-    copy_weight(model.head, source["classifier.weight"], source["classifier.bias"])
+    reference = save_hf_model("vit", tmp_path)
+    model = import_vision(tmp_path)
     for size in (16, 24):  # another size: positions are interpolated
-        results = []
-        for found in (model, lambda x: reference(x, interpolate_pos_encoding=True).logits):
-            x = torch.randn(2, 3, size, size, generator=gen(1)).requires_grad_()
-            y = found(x)
-            results.append((y, *torch.autograd.grad(y.square().sum(), x)))
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+        images = torch.randn(2, 3, size, size, generator=gen(1))
+        want = with_gradient(lambda x: reference(x, interpolate_pos_encoding=True).logits, images)
+        torch.testing.assert_close(with_gradient(model, images), want, atol=1e-5, rtol=1e-4)
 
 
 def test_mixer_matches_formula() -> None:
-    model = randomized(
-        MLPMixer(8, 2, 1, 3, d_model=6, n_layers=2, token_hidden=5, mlp_hidden=9, generator=gen())
-    )
+    model = randomized(MLPMixer(8, 2, 1, 3, d_model=6, n_layers=2, token_hidden=5, mlp_hidden=9))
     images = torch.randn(2, 1, 8, 8, generator=gen(1))
 
     def norm(layer: nn.Module, x: Tensor) -> Tensor:
@@ -236,10 +189,8 @@ def test_mixer_matches_formula() -> None:
 
     linear = model.embedding.linear
     for image, logits in zip(images[:, 0], model(images), strict=True):
-        corners = [(i, j) for i in range(0, 8, 2) for j in range(0, 8, 2)]
-        x = torch.stack(
-            [linear.weight @ image[i : i + 2, j : j + 2].flatten() + linear.bias for i, j in corners]
-        )
+        patches = [image[i : i + 2, j : j + 2].flatten() for i in range(0, 8, 2) for j in range(0, 8, 2)]
+        x = torch.stack([linear.weight @ patch + linear.bias for patch in patches])
         for block in model.blocks:
             seen = norm(block.token_norm, x)
             x = x + torch.stack([mlp(block.token_mlp, seen[:, c]) for c in range(6)], dim=1)
@@ -272,19 +223,10 @@ def test_pre_activation_block_matches_formula() -> None:
     torch.testing.assert_close(block(x), want, atol=1e-5, rtol=1e-4)
 
 
-def test_vit_depends_on_patch_order_through_positions() -> None:
-    model = randomized(MODELS["vit_class"]()).eval()
-    images = torch.randn(2, 3, 16, 16, generator=gen(1))
-    rolled = images.roll(4, 2)  # by one patch
-    with torch.no_grad():
-        assert not torch.allclose(model(images), model(rolled), atol=1e-3)
-        model.positions.zero_()
-        torch.testing.assert_close(model(images), model(rolled), atol=1e-5, rtol=1e-4)
+PLANNED = [("ResNet", 12, 0.96), ("ViT", 20, 0.85), ("MLPMixer", 12, 0.85)]
 
 
-@pytest.mark.parametrize(
-    ("name", "epochs", "bar"), [("ResNet", 12, 0.96), ("ViT", 20, 0.85), ("MLPMixer", 12, 0.85)]
-)
+@pytest.mark.parametrize(("name", "epochs", "bar"), PLANNED)
 def test_networks_learn_digits(name: str, epochs: int, bar: float) -> None:
     """A short run of bench/models/digits.py."""
     pytest.importorskip("sklearn")

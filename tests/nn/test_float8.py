@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from tests.support.nn.checks import gen, randn
+from tests.support.tiny import make_decoder
 from torch import Tensor
 
-from whorl.models import Decoder, DecoderConfig
 from whorl.nn import Linear, float8
 
 FORMATS = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}  # bits of mantissa, smallest exponent
@@ -26,7 +28,7 @@ def round_to_format(value: float, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", list(FORMATS))
 def test_float8_rounding_matches_format(dtype: torch.dtype) -> None:
-    g = torch.Generator().manual_seed(0)
+    g = gen()
     t = torch.randn(500, generator=g) * 10.0 ** torch.randint(-6, 3, (500,), generator=g)
     eight, scale = float8.quantize(t, dtype)
     largest = torch.finfo(dtype).max
@@ -41,10 +43,10 @@ def dequantized(t: Tensor, dtype: torch.dtype) -> Tensor:
     return eight.float() * scale
 
 
-def operands(rows: int = 32) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(1)
-    x, w = torch.randn(2, rows // 2, 48, generator=g), torch.randn(64, 48, generator=g) * 0.1
-    return x.requires_grad_(), w.requires_grad_(), torch.randn(2, rows // 2, 64, generator=g) * 1e-3
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, weight and the upstream gradient."""
+    x, w = randn(2, 16, 48, seed=1, grad=True), randn(64, 48, seed=2) * 0.1
+    return x, w.requires_grad_(), randn(2, 16, 64, seed=3) * 1e-3
 
 
 def check_product() -> None:
@@ -53,7 +55,6 @@ def check_product() -> None:
     y.backward(upstream)
     x8, w8 = dequantized(x.detach(), float8.FORWARD_DTYPE), dequantized(w.detach(), float8.FORWARD_DTYPE)
     g8 = dequantized(upstream, float8.BACKWARD_DTYPE)
-    assert x.grad is not None and w.grad is not None
     torch.testing.assert_close(y, x8 @ w8.T, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(x.grad, g8 @ w8, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(w.grad, g8.flatten(0, 1).T @ x8.flatten(0, 1), rtol=1e-4, atol=1e-7)
@@ -70,21 +71,13 @@ def test_float8_gpu_operands_have_the_required_layout(monkeypatch: pytest.Monkey
     """The GPU path, with a substitute for `torch._scaled_mm` that checks the requirements of cuBLAS."""
     calls = []
 
-    def scaled_mm(
-        a: Tensor,
-        b: Tensor,
-        *,
-        scale_a: Tensor,
-        scale_b: Tensor,
-        out_dtype: torch.dtype,
-        use_fast_accum: bool,
-    ) -> Tensor:
+    def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
         assert not any(extent % 16 for extent in (*a.shape, *b.shape))
         assert a.dtype in FORMATS and b.dtype == torch.float8_e4m3fn and scale_a.shape == scale_b.shape == ()
         assert scale_a.dtype == scale_b.dtype == torch.float32
-        calls.append((a.dtype, use_fast_accum))
-        return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
+        calls.append((a.dtype, options["use_fast_accum"]))
+        return ((a.float() @ b.float()) * scale_a * scale_b).to(options["out_dtype"])
 
     monkeypatch.setattr(float8, "is_native", lambda _: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
@@ -103,17 +96,13 @@ def test_float8_keeps_zeros_and_non_finite_values() -> None:
     x, w, _ = operands()
     assert float8.float8_linear(torch.zeros(16, 48), w, None).abs().max() == 0
     for bad in (math.nan, math.inf):
-        with torch.no_grad():
-            damaged = x.detach().clone()
-            damaged[0, 0, 0] = bad
+        damaged = x.detach().clone()
+        damaged[0, 0, 0] = bad
         assert not float8.float8_linear(damaged, w, None).isfinite().all()
 
 
 def test_use_float8_selects_block_matrices_only() -> None:
-    shape = DecoderConfig(
-        vocab_size=64, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64
-    )
-    model = Decoder(shape)
+    model = make_decoder()
     names = float8.use_float8(model)
     using = {name for name, m in model.named_modules() if isinstance(m, Linear) and m.matmul is not None}
     assert set(names) == using and len(names) == 2 * 4

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tests.support.nn.checks import assert_all_parameters_trained, draw_zero_parameters, gen, in_pieces, randn
 from torch import Tensor
+from torch.testing import assert_close
 
 from whorl.errors import ConfigError
 from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadAttention, MultiHeadLatentAttention
@@ -34,21 +36,20 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def mla(form: str, q_rank: int | None = None) -> MultiHeadLatentAttention:
-    sizes = {"kv_rank": 20, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
-    rotary = Rotary(4, 100.0, torch.float32)
-    layer = MultiHeadLatentAttention(D, 3, q_rank=q_rank, rotary=rotary, generator=gen(), **sizes)
+    sizes = {"kv_rank": 20, "nope_dim": 8, "rope_dim": 4, "v_dim": 6, "generator": gen()}
+    layer = MultiHeadLatentAttention(D, 3, q_rank=q_rank, rotary=Rotary(4, 100.0, torch.float32), **sizes)
     layer.form = form  # type: ignore[assignment]
     return layer
 
 
-def hstu(n_time_buckets: int) -> HSTUAttention:
-    sizes = {"head_dim": 6, "v_dim": 5, "max_distance": 7}
-    return HSTUAttention(D, 3, n_time_buckets=n_time_buckets, generator=gen(), **sizes)
+def heads(**options: Any) -> MultiHeadAttention:
+    return MultiHeadAttention(D, 4, generator=gen(), **options)
 
 
+HSTU: dict[str, Any] = {"head_dim": 6, "v_dim": 5, "max_distance": 7}
 MIXERS: dict[str, Callable[[], Any]] = {
-    "hstu": lambda: hstu(0),
-    "hstu timed": lambda: hstu(12),
+    "hstu": lambda: HSTUAttention(D, 3, n_time_buckets=0, generator=gen(), **HSTU),
+    "hstu timed": lambda: HSTUAttention(D, 3, n_time_buckets=12, generator=gen(), **HSTU),
     "linear": lambda: LinearAttention(D, 3, chunk=4, generator=gen()),
     "linear decay": lambda: LinearAttention(D, 3, chunk=4, decay=True, generator=gen()),
     "mla expanded": lambda: mla("expanded"),
@@ -58,11 +59,8 @@ MIXERS: dict[str, Callable[[], Any]] = {
     "rnn": lambda: RNN(D, generator=gen()),
     "lstm": lambda: LSTM(D, generator=gen()),
     "gru": lambda: GRU(D, generator=gen()),
-    **{
-        f"heads {name}": lambda o=o: MultiHeadAttention(D, 4, generator=gen(), **o)
-        for name, o in HEADS.items()
-    },
 }
+MIXERS |= {f"heads {name}": partial(heads, **options) for name, options in HEADS.items()}
 ATTENTION = ("hstu", "mla", "heads")
 EVERY_MIXER = pytest.mark.parametrize("kind", MIXERS)
 
@@ -106,13 +104,11 @@ def test_mixer_pieces_equal_the_row(kind: str, packed: bool, pieces: tuple[int, 
     for with_grad in (False, True):
         state, parts, sizes = layer.new_state(2, CAPACITY), [], set()
         for n in pieces:
-            part = slice(state.length, state.length + n)
+            part = {name: t[:, state.length : state.length + n] for name, t in {"x": x, **options}.items()}
             with torch.set_grad_enabled(with_grad):
-                parts.append(
-                    layer(x[:, part], state=state, **{name: t[:, part] for name, t in options.items()})
-                )
+                parts.append(layer(**part, state=state))
             sizes.add(state.n_bytes)
-        torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
+        assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
         assert state.length == T and sizes == {state_bytes(kind, packed) or state.n_bytes}
     # Not HSTU and MLA: their states are written in place, without a copy for gradients.
     if kind.startswith("heads"):
@@ -145,7 +141,7 @@ def test_mixer_packed_row_equals_documents(kind: str) -> None:
         cut = {name: t[..., start : start + n] for name, t in options.items()}
         documents.append(layer(x[:, start : start + n], **cut))
         start += n
-    torch.testing.assert_close(packed, torch.cat(documents, 1), atol=1e-5, rtol=1e-4)
+    assert_close(packed, torch.cat(documents, 1), atol=1e-5, rtol=1e-4)
     (reached,) = torch.autograd.grad(packed[:, 6:].sum(), x)
     assert (reached[:, 6:] != 0).any(-1).all() and (reached[:, :6] == 0).all()
 
@@ -155,13 +151,9 @@ def test_mixer_state_continues_last_document(kind: str) -> None:
     layer, x, times = make(kind), randn(1, 8, D, seed=1), times_of(kind, 8, rows=1)
     segments, state = torch.tensor([[1] * 3 + [2] * 5]), layer.new_state(1, 8)
     head, tail = ({name: t[:, part] for name, t in times.items()} for part in (slice(0, 5), slice(5, 8)))
-    pieces = [
-        layer(x[:, :5], segments=segments[:, :5], state=state, **head),
-        layer(x[:, 5:], state=state, **tail),
-    ]
-    torch.testing.assert_close(
-        torch.cat(pieces, 1), layer(x, segments=segments, **times), atol=1e-5, rtol=1e-4
-    )
+    first = layer(x[:, :5], segments=segments[:, :5], state=state, **head)
+    pieces = torch.cat([first, layer(x[:, 5:], state=state, **tail)], 1)
+    assert_close(pieces, layer(x, segments=segments, **times), atol=1e-5, rtol=1e-4)
 
 
 @EVERY_MIXER
@@ -170,7 +162,7 @@ def test_mixer_is_causal_and_trains_every_parameter(kind: str) -> None:
     y, changed = layer(x, **times), x.clone()
     changed[:, 6:] += 1
     other = layer(changed, **times)
-    torch.testing.assert_close(other[:, :6], y[:, :6])
+    assert_close(other[:, :6], y[:, :6])
     assert not torch.allclose(other[:, 6:], y[:, 6:])
     # A single key has weight 1, and the softmax removes a key's bias.
     assert_all_parameters_trained(layer, y, without=("q.", "k.") if kind == "heads window 1" else ("k.bias",))
@@ -181,6 +173,10 @@ def test_mixer_bf16_decoding_is_close_to_fp32(kind: str) -> None:
     layer, x, times = make(kind), randn(2, T, D, seed=5).bfloat16(), times_of(kind)
     with torch.no_grad():
         full = layer(x.float(), **times)
-        low = in_pieces(layer, x, (1,) * T, layer.new_state(2, T, dtype=torch.bfloat16), **times)
+        state = layer.new_state(2, T, dtype=torch.bfloat16)
+        low = in_pieces(layer, x, (1,) * T, state, **times)
     assert low.dtype == torch.bfloat16
+    if kind.startswith(("mla", "heads")):
+        dtypes = {t.dtype for t in vars(state).values() if isinstance(t, Tensor)}
+        assert torch.bfloat16 in dtypes and torch.float32 not in dtypes
     assert float((low.float() - full).norm() / full.norm()) < 0.03

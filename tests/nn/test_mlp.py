@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.support.nn.checks import gen
+from tests.support.nn.checks import gen, randn
 from torch import Tensor
 
 from whorl.nn.mlp import MLP, Activation, activate
@@ -20,14 +20,9 @@ def by_formula(h: Tensor, gate: Tensor, kind: Activation) -> Tensor:
     def gelu_tanh(x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
-    return {
-        "relu2": lambda: h.clamp(min=0) ** 2,
-        "gelu": lambda: gelu(h),
-        "gelu_tanh": lambda: gelu_tanh(h),
-        "quick_gelu": lambda: h / (1 + torch.exp(-1.702 * h)),
-        "swiglu": lambda: gate * torch.sigmoid(gate) * h,
-        "geglu": lambda: gelu_tanh(gate) * h,
-    }[kind]()
+    quick = h / (1 + torch.exp(-1.702 * h))
+    plain = {"relu2": h.clamp(min=0) ** 2, "gelu": gelu(h), "gelu_tanh": gelu_tanh(h), "quick_gelu": quick}
+    return {**plain, "swiglu": gate * torch.sigmoid(gate) * h, "geglu": gelu_tanh(gate) * h}[kind]
 
 
 @pytest.mark.parametrize("kind", get_args(Activation))
@@ -35,7 +30,7 @@ def by_formula(h: Tensor, gate: Tensor, kind: Activation) -> Tensor:
 def test_mlp_matches_formula_and_trains_every_parameter(kind: Activation, bias: bool) -> None:
     d, hidden = 12, 20
     mlp = MLP(d, hidden, kind, gen(), bias=bias)
-    x = 2 * torch.randn(3, 4, d, generator=gen(1))
+    x = 2 * randn(3, 4, d, seed=1)
     assert not mlp(x).any()  # a new block is the identity
     for seed, (_, parameter) in enumerate(mlp.named_parameters()):
         torch.nn.init.normal_(parameter, generator=gen(seed))
@@ -50,12 +45,9 @@ def test_mlp_matches_formula_and_trains_every_parameter(kind: Activation, bias: 
 
     names = {name for name, _ in mlp.named_parameters()}
     assert names == {"up.weight", "down.weight"} | ({"up.bias", "down.bias"} if bias else set())
-    upstream = torch.randn(out.shape, generator=gen(3))
-    ours = torch.autograd.grad(out, list(mlp.parameters()), upstream, retain_graph=True)
-    theirs = torch.autograd.grad(want, list(mlp.parameters()), upstream)
-    for a, b in zip(ours, theirs, strict=True):
-        assert bool(a.any())
-        torch.testing.assert_close(a, b, atol=5e-3, rtol=1e-3)
+    both = [torch.autograd.grad(y, list(mlp.parameters()), randn(*out.shape, seed=3)) for y in (out, want)]
+    assert all(bool(gradient.any()) for gradient in both[0])
+    torch.testing.assert_close(*both, atol=5e-3, rtol=1e-3)
 
 
 def test_gelu_approximations_are_close() -> None:
@@ -71,7 +63,7 @@ def test_mlp_initial_weights_are_independent_of_bias(kind: Activation) -> None:
     plain, biased = MLP(8, 16, kind, gen()), MLP(8, 16, kind, gen(), bias=True)
     assert torch.equal(plain.up.weight, biased.up.weight)
     width = len(plain.up.weight)
-    assert torch.equal(plain.up.weight, torch.randn(width, 8, generator=gen()) * (0.6 * 8**-0.5))
+    assert torch.equal(plain.up.weight, randn(width, 8) * (0.6 * 8**-0.5))
 
 
 def test_mlp_returns_bf16_for_bf16() -> None:

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.nn.checks import assert_same_losses, gen, randn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from whorl.errors import ConfigError
 from whorl.objectives.classify import classification
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_classification_matches_torch(smoothing: float) -> None:
-    logits = (torch.randn(7, 5, generator=gen()) * 3).requires_grad_()
-    labels = torch.randint(0, 5, (7,), generator=gen(1))
+    logits, labels = (randn(7, 5) * 3).requires_grad_(), torch.randint(0, 5, (7,), generator=gen(1))
     loss = classification(logits, labels, smoothing)
     want = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
-    torch.testing.assert_close(loss.total, want)
-    torch.testing.assert_close(*(torch.autograd.grad(total, logits)[0] for total in (loss.total, want)))
+    assert_same_losses(loss.total, want, [logits])
     assert float(loss.count) == 7
-    torch.testing.assert_close(loss.metrics["nll"], F.cross_entropy(logits, labels, reduction="sum").detach())
-    assert int(loss.metrics["correct"]) == sum(
-        int(row.argmax()) == k for row, k in zip(logits, labels, strict=True)
-    )
+    assert_close(loss.metrics["nll"], F.cross_entropy(logits, labels, reduction="sum").detach())
+    assert int(loss.metrics["correct"]) == int((logits.argmax(1) == labels).sum())
 
 
 def test_classification_sums_over_splits_in_fp32() -> None:
-    logits, labels = torch.randn(9, 4, generator=gen()), torch.randint(0, 4, (9,), generator=gen(1))
+    logits, labels = randn(9, 4), torch.randint(0, 4, (9,), generator=gen(1))
     parts = [classification(logits[i : i + 3], labels[i : i + 3], 0.2) for i in (0, 3, 6)]
-    torch.testing.assert_close(sum(p.total for p in parts), classification(logits, labels, 0.2).total)
+    assert_close(sum(p.total for p in parts), classification(logits, labels, 0.2).total)
     low = classification(logits.bfloat16(), labels)
     assert low.total.dtype == torch.float32
-    torch.testing.assert_close(low.total, classification(logits.bfloat16().float(), labels).total)
+    assert_close(low.total, classification(logits.bfloat16().float(), labels).total)
 
 
 def test_classification_rejects_invalid_arguments() -> None:

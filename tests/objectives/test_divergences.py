@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from whorl.errors import ConfigError
 from whorl.objectives.divergences import KLEstimator, adapt_kl_coef, kl_estimate, kl_reward
 
 
-def policies(near: float = 1.0) -> tuple[Tensor, Tensor]:
+def policies() -> tuple[Tensor, Tensor]:
     """Return logits of pi [7] with gradient, and log-probabilities of a reference [7]."""
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(7, generator=g, dtype=torch.float64, requires_grad=True)
-    other = logits.detach() + near * torch.randn(7, generator=g, dtype=torch.float64)
+    other = logits.detach() + torch.randn(7, generator=g, dtype=torch.float64)
     return logits, other.log_softmax(0)
 
 
@@ -33,27 +34,8 @@ def expected(estimator: KLEstimator, logits: Tensor, reference: Tensor) -> tuple
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_k1_and_k3_are_unbiased(estimator: KLEstimator) -> None:
     logits, reference = policies()
-    torch.testing.assert_close(
-        expected(estimator, logits, reference)[0], kl(logits.log_softmax(0), reference).detach()
-    )
-
-
-def test_k2_bias_shrinks_near_reference() -> None:
-    shares = []
-    for near in (1.0, 0.01):
-        logits, reference = policies(near)
-        whole = kl(logits.detach().log_softmax(0), reference)
-        shares.append(float(abs(expected("k2", logits, reference)[0] / whole - 1)))
-    assert shares[0] > 0.04 and shares[1] < 0.01
-
-
-def test_k2_k3_are_nonnegative_and_k3_varies_less() -> None:
-    logits, reference = policies(0.3)
-    log_prob = logits.detach().log_softmax(0)
-    k1, k2, k3 = (kl_estimate(log_prob, reference, name) for name in ("k1", "k2", "k3"))  # type: ignore[arg-type]
-    assert k1.min() < 0 <= min(k2.min(), k3.min())
-    spread = [float((log_prob.exp() * (k - kl(log_prob, reference)).square()).sum()) for k in (k1, k3)]
-    assert spread[1] < spread[0] / 2
+    wanted = kl(logits.log_softmax(0), reference).detach()
+    assert_close(expected(estimator, logits, reference)[0], wanted)
 
 
 def test_kl_estimate_gradients_match_theory() -> None:
@@ -63,7 +45,7 @@ def test_kl_estimate_gradients_match_theory() -> None:
     (reverse,) = torch.autograd.grad(kl(log_prob, reference), logits)
     nothing = torch.zeros(7, dtype=torch.float64)
     for estimator, gradient in (("k1", nothing), ("k2", reverse), ("k3", forward)):
-        torch.testing.assert_close(expected(estimator, logits, reference)[1], gradient)  # type: ignore[arg-type]
+        assert_close(expected(estimator, logits, reference)[1], gradient)  # type: ignore[arg-type]
 
 
 def test_kl_reward_gives_reverse_kl_gradient() -> None:
@@ -74,7 +56,7 @@ def test_kl_reward_gives_reverse_kl_gradient() -> None:
     objective = (log_prob.exp().detach() * reward * log_prob).sum()  # E[r grad log pi]
     (found,) = torch.autograd.grad(objective, logits, retain_graph=True)
     (reverse,) = torch.autograd.grad(kl(log_prob, reference), logits)
-    torch.testing.assert_close(found, -0.5 * reverse)
+    assert_close(found, -0.5 * reverse)
 
 
 def test_k3_stays_finite_for_unlikely_token() -> None:
@@ -84,9 +66,10 @@ def test_k3_stays_finite_for_unlikely_token() -> None:
     assert bool(k.isfinite().all()) and log_prob.grad is not None and bool(log_prob.grad.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    ("measured", "expected"), [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (0.0, 0.98), (5.4, 0.99)]
-)
+CONTROLLER = [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (0.0, 0.98), (5.4, 0.99)]
+
+
+@pytest.mark.parametrize("measured, expected", CONTROLLER)
 def test_adapt_kl_coef_matches_formula(measured: float, expected: float) -> None:
     assert adapt_kl_coef(1.0, measured, 6.0) == pytest.approx(expected)
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.support.nn.checks import assert_same_losses
 
 from whorl.errors import ConfigError
 from whorl.objectives.reward import bradley_terry, calibration, pair_calibration
@@ -17,25 +18,11 @@ def test_bradley_terry_matches_equation(margin: torch.Tensor | None, centering: 
     g = torch.Generator().manual_seed(0)
     chosen, rejected = torch.randn(2, 4, generator=g, dtype=torch.float64).requires_grad_()
     loss = bradley_terry(chosen, rejected, margin=margin, center_rewards_coef=centering)
-    wanted = torch.zeros((), dtype=torch.float64)
-    for i in range(4):
-        ahead = chosen[i] - rejected[i] - (0 if margin is None else margin[i])
-        wanted = wanted + torch.log(1 + torch.exp(-ahead)) + centering * (chosen[i] + rejected[i]) ** 2
-    torch.testing.assert_close(loss.total, wanted)
-    both = [torch.autograd.grad(x, (chosen, rejected), retain_graph=True) for x in (loss.total, wanted)]
-    for ours, desired in zip(*both, strict=True):
-        torch.testing.assert_close(ours, desired)
+    ahead = chosen - rejected - (0 if margin is None else margin)
+    wanted = (torch.log(1 + torch.exp(-ahead)) + centering * (chosen + rejected) ** 2).sum()
+    assert_same_losses(loss.total, wanted, (chosen, rejected))
     assert loss.count == 4
     assert loss.metrics["rewards/accuracy"] == (chosen > rejected).sum()
-
-
-def test_centering_penalizes_level_only() -> None:
-    chosen, rejected = torch.tensor([1.0]), torch.tensor([0.0])
-    for centering, same in ((0.0, True), (0.1, False)):
-        near, far = (
-            bradley_terry(chosen + s, rejected + s, center_rewards_coef=centering).total for s in (0, 50)
-        )
-        assert bool(torch.isclose(near, far)) == same
 
 
 def test_calibration_matches_hand_count() -> None:
@@ -47,15 +34,6 @@ def test_calibration_matches_hand_count() -> None:
     assert found.observed.tolist() == [0.5, 0.5, 0, 1]
     assert found.expected_error == pytest.approx((2 * 0.45 + 2 * 0.2 + 2 * 0.125) / 6)
     assert found.max_error == pytest.approx(0.45) and found.edges.tolist() == [0, 0.25, 0.5, 0.75, 1]
-
-
-def test_calibration_error_detects_overconfidence() -> None:
-    g = torch.Generator().manual_seed(0)
-    margin = 2 * torch.randn(20000, generator=g)
-    happened = torch.where(torch.rand(20000, generator=g) < torch.sigmoid(margin), margin, -margin)
-    assert pair_calibration(happened).expected_error < 0.015  # binomial noise of 2,000 a bin
-    boasting = pair_calibration(3 * happened)
-    assert boasting.expected_error > 0.1 and bool((boasting.predicted >= boasting.observed - 0.05).all())
 
 
 def test_pair_calibration_uses_preferred_side() -> None:
@@ -76,7 +54,6 @@ def test_reward_of_empty_batch_is_zero() -> None:
 def test_reward_rejects_invalid_arguments() -> None:
     with pytest.raises(ConfigError):
         bradley_terry(torch.zeros(2), torch.zeros(3))
-    with pytest.raises(ConfigError):
-        calibration(torch.tensor([0.5, 1.5]), torch.zeros(2))
-    with pytest.raises(ConfigError):
-        calibration(torch.tensor([0.5]), torch.zeros(1), bins=0)
+    for p, bins in (([0.5, 1.5], 10), ([0.5], 0)):
+        with pytest.raises(ConfigError):
+            calibration(torch.tensor(p), torch.zeros(len(p)), bins=bins)

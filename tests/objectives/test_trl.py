@@ -25,7 +25,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.nn.checks import assert_same_gradients
 from torch import Tensor
+from torch.testing import assert_close
 
 from whorl.objectives.advantages.group_advantages import group_advantages
 from whorl.objectives.distil import divergence
@@ -43,9 +45,8 @@ def same(x: Any, **_: Any) -> Any:
     return x
 
 
-ALONE = SimpleNamespace(
-    num_processes=1, device=torch.device("cpu"), gather=same, reduce=same, gather_for_metrics=same
-)
+GATHER = {"gather": same, "reduce": same, "gather_for_metrics": same}
+ALONE = SimpleNamespace(num_processes=1, device=torch.device("cpu"), **GATHER)
 
 
 @pytest.fixture(autouse=True)
@@ -66,19 +67,24 @@ def drawn(seed: int = 0) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+def trainer(**fields: Any) -> SimpleNamespace:
+    """Return a fake trainer with the fields that all of TRL's losses read."""
+    common = {"accelerator": ALONE, "model": SimpleNamespace(training=True), "aux_loss_enabled": False}
+    counters = {"_metrics": {"train": defaultdict(list)}, "_total_train_tokens": 0, "_tp_size": 1}
+    return SimpleNamespace(**{**common, **counters, **fields})
+
+
 def trl_grpo(rows: dict[str, Tensor], method: PolicyLossConfig, loss_type: str) -> Tensor:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    fake = SimpleNamespace(
+    fake = trainer(
         _get_per_token_logps_and_entropies=lambda *_, **__: (rows["log_prob"], rows["entropy"], None),
         args=SimpleNamespace(delta=method.dual_clip, use_bias_correction_kl=False, steps_per_generation=1),
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
-        importance_sampling_level=method.ratio, beta=method.kl_coef, loss_type=loss_type,
-        epsilon_low=method.clip_low, epsilon_high=method.clip_high, use_vllm=False,
-        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, max_completion_length=T,
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level=method.ratio,
+        beta=method.kl_coef, loss_type=loss_type, epsilon_low=method.clip_low, epsilon_high=method.clip_high,
+        use_vllm=False, current_gradient_accumulation_steps=1, max_completion_length=T,
         _entropy_bonus_enabled=method.entropy_coef > 0, entropy_coef=method.entropy_coef,
         use_adaptive_entropy=False, accelerator=SimpleNamespace(**vars(ALONE), sync_gradients=True),
-        _metrics={"train": defaultdict(list)},
     )  # fmt: skip
     ids = torch.zeros(B, T, dtype=torch.int64)
     inputs = {
@@ -102,16 +108,8 @@ def ours(rows: dict[str, Tensor], method: PolicyLossConfig) -> Tensor:
 
 
 def agree(first: Tensor, second: Tensor, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-6)
-    for one, other in zip(
-        torch.autograd.grad(first, leaves, allow_unused=True, retain_graph=True),
-        torch.autograd.grad(second, leaves, allow_unused=True, retain_graph=True),
-        strict=True,
-    ):
-        zero = torch.zeros(())
-        torch.testing.assert_close(
-            *(zero if g is None or not g.any() else g for g in (one, other)), atol=1e-6, rtol=1e-5
-        )
+    assert_close(first, second, atol=1e-6, rtol=1e-6)
+    assert_same_gradients(first, second, leaves, allow_unused=True, atol=1e-6, rtol=1e-5)
 
 
 GRPO = replace(PRESETS["grpo"], clip_low=0.2, clip_high=0.2)
@@ -149,26 +147,20 @@ def test_group_advantages_match_trl() -> None:
     grouped = reward.view(-1, 4)
     desired = (grouped - grouped.mean(1, keepdim=True)) / (nanstd(grouped, dim=1)[:, None] + 1e-4)
     found = group_advantages(reward, torch.arange(12) // 4, scale_rewards="unbiased", eps=1e-4).advantage
-    torch.testing.assert_close(found, desired.flatten(), atol=1e-6, rtol=1e-6)
+    assert_close(found, desired.flatten(), atol=1e-6, rtol=1e-6)
 
 
 def head_output(rows: dict[str, Tensor]) -> SimpleNamespace:
     """Return the output of TRL's fused head: zeros outside the loss."""
-    return SimpleNamespace(
-        log_probs=rows["log_prob"] * rows["mask"],
-        entropy=rows["entropy"],
-        mean_logits=rows["entropy"],
-        is_top1=rows["mask"].bool(),
-    )
+    entropy = rows["entropy"]
+    log_probs, is_top1 = rows["log_prob"] * rows["mask"], rows["mask"].bool()
+    return SimpleNamespace(log_probs=log_probs, entropy=entropy, mean_logits=entropy, is_top1=is_top1)
 
 
 def a_preference(rows: dict[str, Tensor], **more: Any) -> tuple[SimpleNamespace, dict[str, Tensor], Tensor]:
     """Return (fake trainer, inputs, summed reference log-probabilities [B])."""
     reference = (rows["reference"] * rows["mask"]).sum(1)
-    fake = SimpleNamespace(
-        accelerator=ALONE, model=SimpleNamespace(training=True), aux_loss_enabled=False, precompute_ref_logps=True,
-        beta=0.3, _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1, **more,
-    )  # fmt: skip
+    fake = trainer(precompute_ref_logps=True, beta=0.3, **more)
     ids = torch.zeros(B, T + 1, dtype=torch.int64)
     mask = torch.cat([torch.zeros(B, 1), rows["mask"]], 1)
     return fake, {"input_ids": ids, "attention_mask": ids, "completion_mask": mask}, reference
@@ -180,10 +172,8 @@ def test_dpo_and_ipo_match_trl(kind: str, seed: int) -> None:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     rows = drawn(seed)
-    fake, inputs, reference = a_preference(
-        rows, ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[kind], loss_weights=[1.0],
-        use_weighting=False,
-    )  # fmt: skip
+    options = {"ld_alpha": None, "f_divergence_type": "reverse_kl", "use_weighting": False}
+    fake, inputs, reference = a_preference(rows, loss_types=[kind], loss_weights=[1.0], **options)
     refs = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2), strict=True))
     desired = DPOTrainer._compute_loss(fake, lambda **_: head_output(rows), {**inputs, **refs}, False)
     chosen, rejected = (rows["log_prob"] * rows["mask"]).sum(1).chunk(2)
@@ -191,13 +181,9 @@ def test_dpo_and_ipo_match_trl(kind: str, seed: int) -> None:
     loss = dpo(pairs, beta=0.3) if kind == "sigmoid" else ipo(pairs, beta=0.3, length_normalized=True)
     agree(loss.total / loss.count, desired, [rows["log_prob"]])
     if kind == "sigmoid":
-        for name, metric in (
-            ("accuracies", "rewards/accuracy"),
-            ("margins", "rewards/margin"),
-            ("chosen", "rewards/chosen"),
-        ):
+        for name, metric in (("accuracies", "accuracy"), ("margins", "margin"), ("chosen", "chosen")):
             trl_value = fake._metrics["train"][f"rewards/{name}"][0]
-            assert float(loss.metrics[metric] / loss.count) == pytest.approx(trl_value, abs=1e-6)
+            assert float(loss.metrics[f"rewards/{metric}"] / loss.count) == pytest.approx(trl_value, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -205,17 +191,14 @@ def test_kto_matches_trl(seed: int) -> None:
     from trl.trainer.kto_trainer import KTOTrainer
 
     rows, mismatched = drawn(seed), torch.randn(2, B, generator=torch.Generator().manual_seed(seed))
-    fake, inputs, reference = a_preference(
-        rows, calculate_KL=True, loss_type="kto", desirable_weight=1.2, undesirable_weight=0.7,
-        _compute_kl_logps=lambda *_: mismatched[0],
-    )  # fmt: skip
+    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
+    options = {"calculate_KL": True, "loss_type": "kto", "_compute_kl_logps": lambda *_: mismatched[0]}
+    fake, inputs, reference = a_preference(rows, **options, **weights)
     good = torch.tensor([True, False, True, True, False, False])
     more = {"label": good, "ref_logps": reference, "ref_KL_logps": mismatched[1]}
     desired = KTOTrainer._compute_loss(fake, lambda **_: head_output(rows), {**inputs, **more}, False)
-    loss = kto(
-        (rows["log_prob"] * rows["mask"]).sum(1), reference, good, kto_kl(*mismatched), beta=0.3,
-        desirable_weight=1.2, undesirable_weight=0.7,
-    )  # fmt: skip
+    log_prob = (rows["log_prob"] * rows["mask"]).sum(1)
+    loss = kto(log_prob, reference, good, kto_kl(*mismatched), beta=0.3, **weights)
     agree(loss.total / loss.count, desired, [rows["log_prob"]])
 
 
@@ -228,17 +211,11 @@ def test_orpo_and_simpo_match_trl() -> None:
     lengths = rows["mask"].sum(1).chunk(2)
     pairs = PairLogProbs(chosen, rejected, None, None, *lengths)
     means = chosen / lengths[0], rejected / lengths[1]
-    desired = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.4, accelerator=ALONE), *means)[0]
-    loss = orpo(pairs, weight=0.4)
-    agree(loss.total + means[0].sum(), -desired.sum(), [rows["log_prob"]])
-    fake = SimpleNamespace(
-        alpha=0.0, beta=2.0, simpo_gamma=0.7, loss_type="simpo", label_smoothing=0.0, accelerator=ALONE
-    )
-    agree(
-        simpo(pairs, beta=2.0, gamma=0.7).total,
-        CPOTrainer.cpo_loss(fake, *means)[0].sum(),
-        [rows["log_prob"]],
-    )
+    desired = ORPOTrainer.odds_ratio_loss(trainer(beta=0.4), *means)[0]
+    agree(orpo(pairs, weight=0.4).total + means[0].sum(), -desired.sum(), [rows["log_prob"]])
+    fake = trainer(alpha=0.0, beta=2.0, simpo_gamma=0.7, loss_type="simpo", label_smoothing=0.0)
+    desired = CPOTrainer.cpo_loss(fake, *means)[0].sum()
+    agree(simpo(pairs, beta=2.0, gamma=0.7).total, desired, [rows["log_prob"]])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -258,11 +235,7 @@ def test_reward_model_matches_trl() -> None:
 
     g = torch.Generator().manual_seed(0)
     scores, margin = torch.randn(8, generator=g).requires_grad_(), torch.rand(4, generator=g)
-    fake = SimpleNamespace(
-        model=SimpleNamespace(training=True), args=SimpleNamespace(center_rewards_coefficient=0.01),
-        accelerator=ALONE, aux_loss_enabled=False, _metrics={"train": defaultdict(list)}, _total_train_tokens=0,
-        _tp_size=1,
-    )  # fmt: skip
+    fake = trainer(args=SimpleNamespace(center_rewards_coefficient=0.01))
     inputs = {"margin": margin, "attention_mask": torch.ones(8, 2)}
     desired = RewardTrainer.compute_loss(fake, lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
     loss = bradley_terry(scores[:4], scores[4:], margin=margin, center_rewards_coef=0.01)

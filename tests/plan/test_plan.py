@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,10 +29,8 @@ def fake_step_timing(job: Job, seconds: float = 0.0) -> StepTiming:
     """Return step times of a machine with 1e11 FLOP/s and 10 ms overhead per step."""
     cost = training_cost(job.model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=1)
     flops = cost.token_flops * job.batch_size * job.seq_len
-    return StepTiming(
-        startup_seconds=8.0 if job.compile else 2.0,
-        step_seconds=(0.01 + flops / 1e11) * (0.7 if job.compile else 1.0),
-    )
+    startup, factor = (8.0, 0.7) if job.compile else (2.0, 1.0)
+    return StepTiming(startup_seconds=startup, step_seconds=(0.01 + flops / 1e11) * factor)
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +38,23 @@ def fake_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "time_steps", fake_step_timing)
 
 
+def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "time_steps", lambda *_, **__: pytest.fail("timed"))
+
+
 def plan(machine: Machine = MACHINE, **config: object) -> planner.TrainingPlan:
     return planner.make_plan(PlanConfig.model_validate(config), machine, 30_000_000, Progress.silent())
 
 
+def planned_job(made: planner.TrainingPlan) -> Job:
+    return Job.model_validate({**made.job, "tokens": ""})
+
+
 def test_plan_fills_time_budget() -> None:
-    for budget in ("60s", "5m", "1h"):
+    for budget, seconds in (("60s", 60), ("5m", 300), ("1h", 3600)):
         made = plan(budget=budget)
-        seconds = PlanConfig(budget=budget).budget
-        assert made.expected["seconds"] == pytest.approx(float(seconds[:-1]), rel=0.02)
-        job = Job.model_validate({**made.job, "tokens": ""})
+        assert made.expected["seconds"] == pytest.approx(seconds, rel=0.02)
+        job = planned_job(made)
         assert made.expected["tokens"] == job.steps * job.batch_size * job.seq_len
         assert made.vocab_size == job.model.vocab_size
         assert any("FLOPs per token" in line for line in made.arithmetic)
@@ -68,18 +74,13 @@ def test_plan_fills_flop_budget() -> None:
 def test_plan_keeps_given_values_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(vocab_size=2048, d_model=128, n_layers=2)
     assert (made.vocab_size, made.job["model"]["d_model"], made.job["model"]["n_layers"]) == (2048, 128, 2)
-
-    def never(*_: object, **__: object) -> StepTiming:
-        raise AssertionError("timed")
-
-    monkeypatch.setattr(planner, "time_steps", never)
+    forbid_timing(monkeypatch)
     assert plan(steps=7, d_model=64).job["steps"] == 7
 
 
 def test_plan_rejects_too_small_budget_with_advice() -> None:
-    with pytest.raises(BudgetError, match="a budget of 1s buys") as caught:
+    with pytest.raises(BudgetError, match=r"a budget of 1s buys(.|\n)*--budget"):
         plan(budget="1s")
-    assert "--budget" in str(caught.value)
 
 
 def test_plan_without_compiler_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,20 +92,16 @@ def test_plan_without_compiler_does_not_compile(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_plan_deterministic_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> StepTiming:
-        raise AssertionError("timed")
-
-    monkeypatch.setattr(planner, "time_steps", refuse)
+    forbid_timing(monkeypatch)
     monkeypatch.delenv("WHORL_DTYPE", raising=False)
     monkeypatch.setattr(planner, "usable_cores", lambda: 4)
     made = plan(budget="2e13flops", deterministic=True)
     other = replace(MACHINE, dtype="bfloat16", threads=1, flops={"float32": 1e10, "bfloat16": 9e11})
     again = plan(other, budget="2e13flops", deterministic=True)
     assert made.job == again.job, "the plan depends on measurements"
-    job = Job.model_validate({**made.job, "tokens": ""})
-    assert (
-        job.deterministic and not job.compile and (job.dtype, job.threads, job.replicas) == ("float32", 1, 4)
-    )
+    job = planned_job(made)
+    assert job.deterministic and not job.compile
+    assert (job.dtype, job.threads, job.replicas) == ("float32", 1, 4)
     monkeypatch.setenv("WHORL_DTYPE", "bfloat16")
     forced = plan(steps=30, deterministic=True, compile=True, replicas=2).job
     assert (forced["dtype"], forced["compile"], forced["replicas"]) == ("bfloat16", True, 2)
@@ -115,19 +112,15 @@ def test_plan_deterministic_times_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_scaling_law_is_monotone_with_optimal_vocabulary() -> None:
-    assert expected_bits_per_byte(2e6, 2e7, 1024) < expected_bits_per_byte(1e6, 2e7, 1024)
-    assert expected_bits_per_byte(1e6, 2e7, 1024) < expected_bits_per_byte(1e6, 1e7, 1024)
-    best = fitted_law().optimal_vocab * 3**0.5
-    at_best = expected_bits_per_byte(3e6, 2e7, round(best))
-    assert at_best < expected_bits_per_byte(3e6, 2e7, round(best * 4))
-    assert at_best < expected_bits_per_byte(3e6, 2e7, round(best / 4))
+    bits, best = expected_bits_per_byte, fitted_law().optimal_vocab * 3**0.5
+    assert bits(2e6, 2e7, 1024) < bits(1e6, 2e7, 1024) < bits(1e6, 1e7, 1024)
+    assert all(bits(3e6, 2e7, round(best)) < bits(3e6, 2e7, round(best * off)) for off in (4, 1 / 4))
 
 
 def test_memory_grows_with_width_batch_and_replicas() -> None:
     def memory(width: int = 128, tokens: int = 2048, replicas: int = 1) -> float:
-        return decoder_memory_bytes(
-            decoder_config(width, 4, 1024), tokens=tokens, seq_len=256, replicas=replicas
-        )
+        config = decoder_config(width, 4, 1024)
+        return decoder_memory_bytes(config, tokens=tokens, seq_len=256, replicas=replicas)
 
     assert memory() < memory(width=256) and memory() < memory(tokens=8192) and memory() < memory(replicas=2)
 
@@ -147,7 +140,7 @@ EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 32}
 def test_plan_of_given_transformer_fills_budget() -> None:
     for change in ({}, {"experts": EXPERTS}):
         made = plan(budget="60s", vocab_size=512, model=LLAMA | change)
-        job = Job.model_validate({**made.job, "tokens": ""})
+        job = planned_job(made)
         assert isinstance(job.model, TransformerConfig) and made.vocab_size == job.model.vocab_size == 512
         assert job.optim == planner.LLAMA_OPTIM and "bits_per_byte" not in made.expected
         assert job.optim.lr_muon != OptimConfig().lr_muon
@@ -157,26 +150,23 @@ def test_plan_of_given_transformer_fills_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
+    ("model", "more", "field"),
     [
-        ({"d_model": 64, "model": LLAMA}, "together with model"),
-        ({"model": LLAMA | {"n_layer": 1}}, "model.n_layer"),
-        ({"model": LLAMA | {"experts": EXPERTS | {"groups": [3, 1]}}}, "groups"),
-        ({"model": LLAMA | {"experts": EXPERTS | {"shared_gate": True}}}, "shared_gate"),
-        ({"model": LLAMA | {"experts": EXPERTS | {"top_k": 1}}}, "top_k"),
-        ({"model": LLAMA | {"experts": EXPERTS | {"routing": "expert_choice"}}}, "expert"),
-        (
-            {"model": LLAMA | {"mixers": {"m": {"kind": "mamba", "options": {"heads": 2}}}}},
-            "options of 'mamba'",
-        ),
-        ({"model": LLAMA | {"mixers": {"m": {"kind": "linear", "options": {"n_heads": 3}}}}}, "n_heads"),
-        ({"model": LLAMA | {"mixers": {"m": {"kind": "mamba", "options": {"d_state": "x"}}}}}, "wrong type"),
-        ({"model": LLAMA | {"learned_positions": True, "max_length": 128}, "seq_len": 256}, "max_length"),
+        ({}, {"d_model": 64}, "together with model"),
+        ({"n_layer": 1}, {}, "model.n_layer"),
+        ({"experts": EXPERTS | {"groups": [3, 1]}}, {}, "groups"),
+        ({"experts": EXPERTS | {"shared_gate": True}}, {}, "shared_gate"),
+        ({"experts": EXPERTS | {"top_k": 1}}, {}, "top_k"),
+        ({"experts": EXPERTS | {"routing": "expert_choice"}}, {}, "expert"),
+        ({"mixers": {"m": {"kind": "mamba", "options": {"heads": 2}}}}, {}, "options of 'mamba'"),
+        ({"mixers": {"m": {"kind": "linear", "options": {"n_heads": 3}}}}, {}, "n_heads"),
+        ({"mixers": {"m": {"kind": "mamba", "options": {"d_state": "x"}}}}, {}, "wrong type"),
+        ({"learned_positions": True, "max_length": 128}, {"seq_len": 256}, "max_length"),
     ],
 )
-def test_plan_config_names_bad_model_field(change: dict[str, object], field: str) -> None:
+def test_plan_config_names_bad_field(model: dict[str, Any], more: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        PlanConfig.model_validate(change)
+        PlanConfig.model_validate({"model": LLAMA | model, **more})
 
 
 def test_plan_optim_override_keeps_other_defaults() -> None:

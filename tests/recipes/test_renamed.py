@@ -8,19 +8,22 @@ import pkgutil
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from typer.testing import CliRunner
+from tests.support.cli import refuse, succeed
+from tests.support.recipes.align_steps import run_text
 
 import whorl
-from whorl.cli import build_app
+from whorl.cli.jobs.report import report
+from whorl.cli.models.eval_scaling import _reward_scorer
 from whorl.errors import ConfigError
-from whorl.recipes import load_recipe, parse_recipe, run_recipe, step_kinds
+from whorl.recipes import load_recipe, parse_recipe, step_kinds, steps
 from whorl.recipes.old_names import refuse_old_key
 from whorl.recipes.renamed import KEYS, KINDS, METRICS, OPTIONS, ROLES, STEPS, VERBS
+from whorl.recipes.steps.agents import AgentsConfig
 from whorl.store import Store
-from whorl.tracking.progress import Progress
 
 CONFIG_MODULES = (
     "whorl.agents.config", "whorl.align.config", "whorl.corpus.config", "whorl.models.quantization.weights",
@@ -35,15 +38,13 @@ CHECKED_ELSEWHERE = {  # tables that another class validates
 
 def config_classes() -> dict[str, type[BaseModel]]:
     """Return name -> configuration class of all rooms that recipes configure."""
-    from whorl.recipes import steps
-
     names = [module.name for module in pkgutil.walk_packages(steps.__path__, f"{steps.__name__}.")]
-    found: dict[str, type[BaseModel]] = {}
-    for module in map(importlib.import_module, (*CONFIG_MODULES, *names)):
-        for name, value in vars(module).items():
-            if isinstance(value, type) and issubclass(value, BaseModel):
-                found[name] = value
-    return found
+    return {
+        name: value
+        for module in map(importlib.import_module, (*CONFIG_MODULES, *names))
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, BaseModel)
+    }
 
 
 @pytest.mark.parametrize("table", KEYS)
@@ -107,28 +108,24 @@ def test_old_until_is_refused_with_new_name() -> None:
 
 
 def test_old_agent_setting_is_refused_with_new_name() -> None:
-    from whorl.recipes.steps.agents import AgentsConfig
-
     with pytest.raises(ConfigError, match=r"is now `.*n_steps`"):
         AgentsConfig(settings={"length": 5}).agent(0)
 
 
-@pytest.mark.parametrize(
-    ("verb", "old"), [(verb, old) for verb, options in OPTIONS.items() for old in options]
-)
-def test_old_option_is_refused_with_new_name(verb: str, old: str) -> None:
-    runner, app = CliRunner(), build_app()
-    failed = runner.invoke(app, [verb, "x", old, "1"])
+@pytest.mark.parametrize(("verb", "old"), [(verb, old) for verb in OPTIONS for old in OPTIONS[verb]])
+def test_old_option_is_refused_with_new_name(
+    verb: str, old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     new = OPTIONS[verb][old]
-    assert failed.exit_code == 2 and f"the option {old} is now {new}" in failed.output
-    shown = runner.invoke(app, [verb, "--help"], env={"COLUMNS": "200"}).output
+    assert f"the option {old} is now {new}" in refuse(tmp_path, verb, "x", old, "1")
+    shown = succeed(tmp_path, verb, "--help").output
     assert new in shown and f"{old} " not in shown
 
 
 @pytest.mark.parametrize(("old", "new"), VERBS.items())
-def test_old_verb_is_refused_with_new_name(old: str, new: str) -> None:
-    failed = CliRunner().invoke(build_app(), [old])
-    assert failed.exit_code == 2 and f"`whorl {old}` is now `whorl {new}`" in failed.output
+def test_old_verb_is_refused_with_new_name(old: str, new: str, tmp_path: Path) -> None:
+    assert f"`whorl {old}` is now `whorl {new}`" in refuse(tmp_path, old)
 
 
 def test_new_metric_names_are_written_somewhere() -> None:
@@ -138,14 +135,7 @@ def test_new_metric_names_are_written_somewhere() -> None:
         assert last in source, new
 
 
-OLD = """\
-name = "old"
-[steps.sums]
-uses = "tasks"
-source = "arithmetic"
-max_train = 4
-max_test = 2
-"""
+OLD = 'name = "old"\nsteps.sums = { uses = "tasks", source = "arithmetic", max_train = 4, max_test = 2 }'
 
 
 def test_artifacts_of_old_step_are_remade(store: Store) -> None:
@@ -156,38 +146,32 @@ def test_artifacts_of_old_step_are_remade(store: Store) -> None:
     addresses = set()
     for step, renamed in product(("tasks", "lessons"), (False, True)):
         keys = {back.get(key, key) if renamed else key: value for key, value in config.items()}
-        with store.build(
-            kind="tasks", name=f"old/{step}{renamed}", parents={}, config=keys, version=1, step=step
-        ) as build:
+        name = f"old/{step}{renamed}"
+        with store.build(kind="tasks", name=name, parents={}, config=keys, version=1, step=step) as build:
             (build.path / "tasks.train.jsonl").write_text("old\n")
         assert build.artifact is not None
         addresses.add(build.artifact.address)
-    made = run_recipe(parse_recipe(OLD.replace("= 4", "= 5"), "old.toml"), store, Progress.silent()).artifacts
-    assert len(addresses) == 4 and made["sums"].address not in addresses
-    assert "old\n" not in made["sums"].file("tasks.train.jsonl").read_text()
+    made = run_text(OLD.replace("= 4", "= 5"), store=store.root)["sums"]
+    assert len(addresses) == 4 and made.address not in addresses
+    assert "old\n" not in made.file("tasks.train.jsonl").read_text()
 
 
-def test_report_refuses_run_of_older_version(store: Store) -> None:
-    from whorl.cli.jobs.report import report
-
-    for number, steps in enumerate(
-        ({"rlvr": {"uses": "rlvr"}}, {"tune": {"uses": "sft", "length": 64}}, {"rl": {"kl": {"weight": 0.1}}})
-    ):
-        folder = store.root / "runs" / f"quickstart-{number}"
-        folder.mkdir(parents=True)
-        (folder / "steps.json").write_text("{}")
-        (folder / "config.json").write_text(json.dumps({"name": "quickstart", "steps": steps}))
-        with pytest.raises(ConfigError, match=r"(?s)older version: `.*` is now `.*`.*whorl run quickstart"):
-            report(run=folder.name, out=store.root / "page.html", store=str(store.root))
+@pytest.mark.parametrize(
+    "old",
+    [{"rlvr": {"uses": "rlvr"}}, {"tune": {"uses": "sft", "length": 64}}, {"rl": {"kl": {"weight": 0.1}}}],
+)
+def test_report_refuses_run_of_older_version(store: Store, old: dict[str, Any]) -> None:
+    folder = store.root / "runs" / "quickstart-1"
+    folder.mkdir(parents=True)
+    (folder / "steps.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"name": "quickstart", "steps": old}))
+    with pytest.raises(ConfigError, match=r"(?s)older version: `.*` is now `.*`.*whorl run quickstart"):
+        report(run=folder.name, out=store.root / "page.html", store=str(store.root))
     assert not (store.root / "page.html").exists()
 
 
 def test_reward_artifact_of_older_version_is_refused(store: Store) -> None:
-    from whorl.cli.models.eval_scaling import _reward_scorer
-
-    with store.build(
-        kind="reward", name="old/reward", parents={}, config={}, version=1, step="reward"
-    ) as build:
+    with store.build(kind="reward", name="old/reward", parents={}, config={}, version=1) as build:
         (build.path / "reward.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"(?s)is a reward\n.*a reward_model.*run its recipe again"):
         _reward_scorer("old/reward", str(store.root), None)  # type: ignore[arg-type]

@@ -16,10 +16,8 @@ from whorl.report.charts import Series
 from whorl.report.curve import write_curve_page
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
-]
+no_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+pytestmark = [pytest.mark.browser, no_chromium]
 
 
 # Contrast of a text with its painted background (WCAG 2.1, relative luminance).
@@ -49,10 +47,10 @@ def browser() -> Iterator[Any]:
 
 
 class OpenPage:
-    """An open page with its console messages and requests."""
+    """An open page with its console messages and requests, which `close` checks."""
 
     def __init__(self, browser: Any, path: Path, **context: Any) -> None:
-        self.page = browser.new_context(**context).new_page()
+        self.path, self.page = path, browser.new_context(**context).new_page()
         self.messages: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.messages.append(message.text))
@@ -64,9 +62,9 @@ class OpenPage:
         tip = self.page.locator("#tip")
         return tip.inner_text() if tip.evaluate("e => getComputedStyle(e).visibility") == "visible" else ""
 
-    def check(self, path: Path) -> None:
+    def close(self) -> None:
         assert self.messages == []
-        assert [url for url in self.requests if not url.startswith("data:")] == [path.as_uri()]
+        assert [url for url in self.requests if not url.startswith("data:")] == [self.path.as_uri()]
         self.page.context.close()
 
 
@@ -84,14 +82,14 @@ def test_hover_shows_token_probabilities(browser: Any, report: Path) -> None:
     assert f"_items {chance:.1f} %" in opened.tip() and "·other" in opened.tip()
     opened.page.locator("h1").hover()
     assert opened.tip() == ""
-    opened.check(report)
+    opened.close()
 
 
 def test_hover_shows_curve_values(browser: Any, report: Path) -> None:
     opened = OpenPage(browser, report)
     opened.page.locator(".chart").first.hover()
     assert "step 1," in opened.tip() and "smoothed" in opened.tip()
-    opened.check(report)
+    opened.close()
 
 
 def test_keyboard_moves_between_tokens(browser: Any, report: Path) -> None:
@@ -106,7 +104,7 @@ def test_keyboard_moves_between_tokens(browser: Any, report: Path) -> None:
         assert opened.tip().startswith(text)
     opened.page.keyboard.press("Escape")
     assert opened.tip() == ""
-    opened.check(report)
+    opened.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -123,7 +121,7 @@ def test_page_fits_phone(browser: Any, report: Path, scheme: str) -> None:
     assert opened.tip().startswith("_items")
     box = page.locator("#tip").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 390
-    opened.check(report)
+    opened.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -146,7 +144,7 @@ def test_answers_are_side_by_side_or_stacked(browser: Any, report: Path, scheme:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert after.bounding_box()["y"] >= before.bounding_box()["y"] + before.bounding_box()["height"]
     assert after.bounding_box()["x"] == before.bounding_box()["x"]
-    opened.check(report)
+    opened.close()
 
 
 def test_page_is_complete_without_script(browser: Any, report: Path) -> None:
@@ -160,36 +158,30 @@ def test_page_is_complete_without_script(browser: Any, report: Path) -> None:
 def test_markup_in_data_is_not_executed(browser: Any, tmp_path: Path) -> None:
     evil = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"
     tokens = [{"text": evil, "probability": 0.5, "alternatives": [(evil, 0.5)]}]
-    data = ReportData.model_validate(
-        {"title": evil, "about": evil, "samples": [{"prompt": evil, "tokens": tokens}]}
-    )
-    path = render(data, tmp_path / "evil.html")
-    opened = OpenPage(browser, path)
+    samples = [{"prompt": evil, "tokens": tokens}]
+    data = ReportData.model_validate({"title": evil, "about": evil, "samples": samples})
+    opened = OpenPage(browser, render(data, tmp_path / "evil.html"))
     opened.page.locator(".t").first.hover()
     assert evil.replace(" ", "·") in opened.tip()
     assert opened.page.title() == evil
-    opened.check(path)
+    opened.close()
 
 
 def test_empty_report_opens(browser: Any, tmp_path: Path) -> None:
-    path = render(ReportData(), tmp_path / "empty.html")
-    opened = OpenPage(browser, path)
+    opened = OpenPage(browser, render(ReportData(), tmp_path / "empty.html"))
     assert opened.page.locator(".missing").count() == 11
-    opened.check(path)
+    opened.close()
 
 
 def test_curve_page_opens(browser: Any, tmp_path: Path) -> None:
     series = [Series(f"seed {s}", [0.0, 50.0, 100.0], [20.0 + s, 200.0, 480.0]) for s in range(3)]
-    path = write_curve_page(
-        tmp_path / "curve.html", "PPO on <CartPole>", [("return", "480")], series, y="Return", x="steps"
+    title, out = "PPO on <CartPole>", tmp_path / "curve.html"
+    opened = OpenPage(
+        browser, write_curve_page(out, title, [("return", "480")], series, y="Return", x="steps")
     )
-    opened = OpenPage(browser, path)
-    assert (
-        opened.page.title() == "PPO on <CartPole>"
-        and opened.page.locator("h1").inner_text() == opened.page.title()
-    )
+    assert opened.page.title() == opened.page.locator("h1").inner_text() == title
     assert opened.page.locator("svg.wide polyline").count() == 3
     box = opened.page.locator("svg.wide").first.bounding_box()
     opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     assert "seed 1" in opened.tip() and "200" in opened.tip()
-    opened.check(path)
+    opened.close()

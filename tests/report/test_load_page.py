@@ -16,14 +16,10 @@ def entries(rates: list[float], n: int = 40, broken: bool = False) -> list[dict[
     for rate in rates:
         for i in range(n):
             at, first = i / rate, 0.01 * rate * (1 + i / n)
-            found.append(
-                {
-                    "kind": "request", "load": f"{rate:g}/s", "number": i, "scheduled": at, "sent": at,
-                    "arrivals": [] if broken else [at + first, at + first + 0.02, at + first + 0.05],
-                    "finished": at + 1, "prompt_tokens": 5, "output_tokens": 3,
-                    "error": "connect" if broken else None,
-                }
-            )  # fmt: skip
+            arrivals = [] if broken else [at + first, at + first + 0.02, at + first + 0.05]
+            request = {"kind": "request", "load": f"{rate:g}/s", "number": i, "scheduled": at, "sent": at}
+            error, tokens = "connect" if broken else None, {"prompt_tokens": 5, "output_tokens": 3}
+            found.append({**request, **tokens, "arrivals": arrivals, "finished": at + 1, "error": error})
         latency = dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "maximum"), 0.01 * rate)
         summary = {
             "kind": "load", "load": f"{rate:g}/s", "requests": n, "finished": 0 if broken else n, "offered_rate": rate,
@@ -37,9 +33,8 @@ def entries(rates: list[float], n: int = 40, broken: bool = False) -> list[dict[
 def test_load_page_draws_curve_and_distributions() -> None:
     html = load_test_page(entries([0.5, 1, 2]), "Load test", "about <us>")
     assert "about &lt;us&gt;" in html
-    assert (
-        len(re.findall('<div class="chart"', html)) == 3 + 2 * 3
-    )  # curves over the load, two charts per load
+    n_charts = len(re.findall('<div class="chart"', html))
+    assert n_charts == 3 + 2 * 3  # curves over the load, two charts per load
     assert not re.findall(r'(?:src|href)="(?!data:)', html)
     assert ">0.5<" in html and ">1.5<" in html  # fractional ticks between whole rates
     assert re.search(r"&quot;Time to first token, 1/s|Time to first token: median (\d+) ms", html)

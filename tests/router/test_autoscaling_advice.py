@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.router.autoscaling_advice import AutoscalingConfig, PoolSnapshot, advise
 
 
-def window(
-    seconds: int,
-    *,
-    replicas: int = 2,
-    queue: int = 0,
-    running: int = 8,
-    arrivals: float = 2.0,
-    done: float = 2.0,
-    good: float = 1.0,
-) -> list[PoolSnapshot]:
-    return [
-        PoolSnapshot(
-            float(t), replicas, queue, running, int(arrivals * t), int(done * t), int(done * t * good)
-        )
-        for t in range(seconds + 1)
-    ]
+def window(seconds: int, queue: int = 0, running: int = 8, replicas: int = 2, **rates: float) -> list[Any]:
+    """A snapshot per second. rates: arrivals and finished requests per second, and the good share of the latter."""
+    rates = {"arrivals": 2.0, "done": 2.0, "good": 1.0} | rates
+    per_second = rates["arrivals"], rates["done"], rates["done"] * rates["good"]
+    totals = [[int(rate * t) for rate in per_second] for t in range(seconds + 1)]
+    return [PoolSnapshot(float(t), replicas, queue, running, *total) for t, total in enumerate(totals)]
 
 
 def test_advise_scales_up_for_persistent_queue() -> None:
@@ -58,12 +50,11 @@ def test_advise_adds_one_when_capacity_is_unknown() -> None:
 
 
 def test_advise_scales_down_one_after_long_idle() -> None:
-    assert advise(window(599, replicas=4)).change == 0
     advice = advise(window(600, replicas=4))
     assert advice.change == -1 and str(advice).startswith("1 fewer: no queue for 600 s")
-    assert advise(window(600, replicas=4, running=100)).change == 0, "100 > 0.8 x 32 x 3"
-    assert advise(window(600, replicas=4, good=0.9)).change == 0
-    assert advise(window(600, replicas=1)).change == 0
+    busy = window(600, replicas=4, running=100)  # 100 > 0.8 x 32 x 3
+    slow, short, single = window(600, replicas=4, good=0.9), window(599, replicas=4), window(600, replicas=1)
+    assert [advise(kept).change for kept in (busy, slow, short, single)] == [0, 0, 0, 0]
     assert advise(window(600, replicas=3), AutoscalingConfig(min_replicas=3)).change == 0
 
 
@@ -71,26 +62,20 @@ def test_advise_restores_min_replicas() -> None:
     assert advise(window(60, replicas=1), AutoscalingConfig(min_replicas=3)).change == 2
 
 
-@given(
-    st.lists(st.tuples(*[st.integers(0, 40)] * 5), min_size=1, max_size=30),
-    st.integers(1, 20),
-    st.integers(0, 4),
-    st.integers(4, 12),
-)
-def test_advice_is_bounded_and_has_reasons(
-    seen: list[tuple[int, ...]], step: int, fewest: int, most: int
-) -> None:
+counts = st.lists(st.tuples(*[st.integers(0, 40)] * 5), min_size=1, max_size=30)
+
+
+@given(counts, st.integers(1, 20), st.integers(0, 4), st.integers(4, 12))
+def test_advice_is_bounded_and_has_reasons(counts: Any, step: int, fewest: int, most: int) -> None:
     arrived = finished = good = 0
     snapshots = []
-    for i, (queue, running, a, f, g) in enumerate(seen):
+    for i, (queue, running, a, f, g) in enumerate(counts):
         arrived, finished, good = arrived + a, finished + f, good + min(f, g)
-        snapshots.append(
-            PoolSnapshot(float(i * step), 1 + running % 12, queue, running, arrived, finished, good)
-        )
-    want = AutoscalingConfig(min_replicas=fewest, max_replicas=most)
-    advice, now = advise(snapshots, want), snapshots[-1].replicas
+        now = 1 + running % 12
+        snapshots.append(PoolSnapshot(float(i * step), now, queue, running, arrived, finished, good))
+    advice = advise(snapshots, AutoscalingConfig(min_replicas=fewest, max_replicas=most))
     assert advice.replicas == now + advice.change
     assert advice.reasons and all(advice.reasons)
-    assert advice.change <= max(now, fewest) and advice.change >= -1
+    assert -1 <= advice.change <= max(now, fewest)
     if advice.change:
         assert fewest <= advice.replicas and (advice.replicas <= most or advice.change < 0)

@@ -37,9 +37,8 @@ def test_half_open_admits_one_probe_and_doubles_wait() -> None:
     breaker.record_failure(1.0)
     waits, now = [], 1.0
     for _ in range(4):
-        wait = next(t for t in range(1, 100) if breaker.allows_request(now + t))
-        waits.append(wait)
-        now += wait
+        waits.append(next(t for t in range(1, 100) if breaker.allows_request(now + t)))
+        now += waits[-1]
         breaker.admit(now)
         breaker.record_failure(now)
     assert waits == [2, 4, 4, 4], "each failed probe doubles the wait, up to the longest"
@@ -61,20 +60,17 @@ def test_cancelled_probe_does_not_lock_the_breaker() -> None:
 def test_breaker_invariants_hold_for_any_events(events: list[str]) -> None:
     breaker, now, probes = CircuitBreaker(failure_threshold=2, open_seconds=1.0, max_open_seconds=8.0), 0.0, 0
     for event in events:
-        state = breaker.state(now)
+        half_open = breaker.state(now) is CircuitState.HALF_OPEN
         if event == "wait":
             now += 0.7
         elif event == "ask" and breaker.allows_request(now):
             breaker.admit(now)
-            probes += state is CircuitState.HALF_OPEN
-        elif event == "good":
-            breaker.record_success()
-            probes = 0
+            probes += half_open
         elif event == "bad":
             breaker.record_failure(now)
-            probes = 0 if state is CircuitState.HALF_OPEN else probes
-        elif event == "left":
-            breaker.cancel_probe()
+            probes *= not half_open
+        elif event in ("good", "left"):
+            breaker.record_success() if event == "good" else breaker.cancel_probe()
             probes = 0
         assert probes <= 1
         assert breaker.current_open_seconds <= 8.0

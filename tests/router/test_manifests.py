@@ -18,18 +18,25 @@ from whorl.router.ray_app import command
 from whorl.router.replica_pool import ReplicaPool
 from whorl.router.routing_policy import RoutingPolicy
 
-FULL = DeploymentSpec(
-    model="/models/small", name="shop", volume_claim="models", key_secret="keys", gpus=1,
-    arguments=("--max-model-len", "4096"),
-)  # fmt: skip
+NEEDS: dict[str, Any] = {"volume_claim": "models", "key_secret": "keys", "gpus": 1}
+FULL = DeploymentSpec(model="/models/small", name="shop", arguments=("--max-model-len", "4096"), **NEEDS)
 
 
-def documents(what: DeploymentSpec) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(render_manifest("kubernetes", what)))
+def documents(spec: DeploymentSpec) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(render_manifest("kubernetes", spec)))
 
 
-def by_kind(what: DeploymentSpec, kind: str) -> dict[str, dict[str, Any]]:
-    return {d["metadata"]["name"]: d for d in documents(what) if d["kind"] == kind}
+def by_kind(spec: DeploymentSpec, kind: str) -> dict[str, dict[str, Any]]:
+    return {d["metadata"]["name"]: d["spec"] for d in documents(spec) if d["kind"] == kind}
+
+
+def pod_spec(deployment: dict[str, Any]) -> dict[str, Any]:
+    return deployment["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def option(command: list[str], name: str) -> str:
+    """The value of a command line option."""
+    return command[command.index(name) + 1]
 
 
 MANIFESTS = st.builds(
@@ -47,72 +54,63 @@ MANIFESTS = st.builds(
 
 @settings(max_examples=15, deadline=None)
 @given(MANIFESTS)
-def test_kubernetes_manifests_match_the_schema(what: DeploymentSpec) -> None:
+def test_kubernetes_manifests_match_the_schema(spec: DeploymentSpec) -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    kinds = [d["kind"] for d in documents(what)]
+    kinds = [d["kind"] for d in documents(spec)]
     assert kinds.count("Deployment") == 2 and "HorizontalPodAutoscaler" in kinds
-    for document in documents(what):
+    for document in documents(spec):
         for version in ("1.28", "1.33"):
             validate.validate(document, version, strict=True)
 
 
 @settings(max_examples=15, deadline=None)
 @given(MANIFESTS)
-def test_ray_config_matches_the_schema(what: DeploymentSpec) -> None:
+def test_ray_config_matches_the_schema(spec: DeploymentSpec) -> None:
     schema = pytest.importorskip("ray.serve.schema")
-    (told,) = yaml.safe_load_all(render_manifest("ray", what))
-    config = schema.ServeDeploySchema(**told)
+    (manifest,) = yaml.safe_load_all(render_manifest("ray", spec))
+    config = schema.ServeDeploySchema(**manifest)
     (application,) = config.applications
-    assert application.args["model"] == what.model
+    assert application.args["model"] == spec.model
     (deployment,) = application.deployments
-    assert deployment.autoscaling_config["min_replicas"] == what.replicas
+    assert deployment.autoscaling_config["min_replicas"] == spec.replicas
 
 
 def test_selectors_match_exactly_their_pods() -> None:
-    deployments = by_kind(FULL, "Deployment")
-    services = by_kind(FULL, "Service")
+    deployments, services = by_kind(FULL, "Deployment"), by_kind(FULL, "Service")
+    budgets = by_kind(FULL, "PodDisruptionBudget")
+    labels = {name: d["template"]["metadata"]["labels"] for name, d in deployments.items()}
     assert set(deployments) == set(services) == {"shop-replica", "shop-router"}
     for name, deployment in deployments.items():
-        labels = deployment["spec"]["template"]["metadata"]["labels"]
-        wanted = [
-            deployment["spec"]["selector"]["matchLabels"],
-            services[name]["spec"]["selector"],
-            by_kind(FULL, "PodDisruptionBudget")[name]["spec"]["selector"]["matchLabels"],
-        ]
-        assert all(w.items() <= labels.items() for w in wanted)
-        others = [d["spec"]["template"]["metadata"]["labels"] for n, d in deployments.items() if n != name]
-        assert not any(w.items() <= other.items() for w in wanted for other in others)
-        ports = deployment["spec"]["template"]["spec"]["containers"][0]["ports"]
-        assert services[name]["spec"]["ports"][0]["targetPort"] == ports[0]["name"]
-    assert services["shop-replica"]["spec"]["clusterIP"] == "None"
+        selectors = [deployment["selector"]["matchLabels"], services[name]["selector"]]
+        for selector in [*selectors, budgets[name]["selector"]["matchLabels"]]:
+            assert [n for n in labels if selector.items() <= labels[n].items()] == [name]
+        (container,) = pod_spec(deployment)["containers"]
+        assert services[name]["ports"][0]["targetPort"] == container["ports"][0]["name"]
+    assert services["shop-replica"]["clusterIP"] == "None"
     (scaler,) = by_kind(FULL, "HorizontalPodAutoscaler").values()
-    assert scaler["spec"]["scaleTargetRef"]["name"] == "shop-replica"
-    router = deployments["shop-router"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert parse_host_port(router[router.index("--discover") + 1]) == ("shop-replica", 8000)
+    assert scaler["scaleTargetRef"]["name"] == "shop-replica"
+    router = pod_spec(deployments["shop-router"])["containers"][0]["command"]
+    assert parse_host_port(option(router, "--discover")) == ("shop-replica", 8000)
 
 
 def test_grace_period_exceeds_drain_time() -> None:
     for deployment in by_kind(FULL, "Deployment").values():
-        pod = deployment["spec"]["template"]["spec"]
+        pod = pod_spec(deployment)
         (container,) = pod["containers"]
-        drain = int(container["command"][container["command"].index("--drain") + 1])
         leave = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-        assert pod["terminationGracePeriodSeconds"] > drain + leave
-        assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+        assert pod["terminationGracePeriodSeconds"] > int(option(container["command"], "--drain")) + leave
+        assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
 
 
 def test_volumes_keys_and_resources_are_mounted() -> None:
-    pod = by_kind(FULL, "Deployment")["shop-replica"]["spec"]["template"]["spec"]
+    pod = pod_spec(by_kind(FULL, "Deployment")["shop-replica"])
     (server,) = pod["containers"]
-    assert (
-        {v["name"] for v in pod["volumes"]}
-        == {m["name"] for m in server["volumeMounts"]}
-        == {"models", "keys"}
-    )
+    for mounts in (pod["volumes"], server["volumeMounts"]):
+        assert {mount["name"] for mount in mounts} == {"models", "keys"}
     assert "--api-key-file" in server["command"] and "--no-auth" not in server["command"]
     assert server["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert server["command"][-2:] == ["--max-model-len", "4096"]
-    plain = by_kind(DeploymentSpec(model="m"), "Deployment")["whorl-replica"]["spec"]["template"]["spec"]
+    plain = pod_spec(by_kind(DeploymentSpec(model="m"), "Deployment")["whorl-replica"])
     assert "volumes" not in plain and "--no-auth" in plain["containers"][0]["command"]
 
 
@@ -128,10 +126,8 @@ def test_render_manifest_rejects_invalid_specs() -> None:
 
 def test_manifest_passes_on_command_line_options() -> None:
     words = ["serve", "m", "--manifest", "ray", "--max-model-len", "99", "--drain=5", "--no-auth"]
-    (told,) = yaml.safe_load_all(
-        manifest_for_command("ray", DeploymentSpec(model="m"), words, ("--manifest", "--drain"))
-    )
-    args = told["applications"][0]["args"]
+    text = manifest_for_command("ray", DeploymentSpec(model="m"), words, ("--manifest", "--drain"))
+    args = yaml.safe_load(text)["applications"][0]["args"]
     assert args["arguments"] == ["--max-model-len", "99"]
     assert command(args)[2:] == ["whorl.cli", "serve", "m", "--max-num-seqs", "32", "--max-model-len", "99"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from whorl.sandbox import ResourceLimits, Sandbox
@@ -18,9 +18,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="co
 def attempt(sandbox: Sandbox, source: str, *errors: str) -> None:
     """Check that the statement raises one of these errors (by default PermissionError) and the program continues."""
     body = "\n".join("    " + line for line in source.strip().splitlines())
-    result = sandbox.run(
-        f"try:\n{body}\n    print('escaped')\nexcept BaseException as e:\n    print(type(e).__name__)"
-    )
+    rest = "    print('escaped')\nexcept BaseException as e:\n    print(type(e).__name__)"
+    result = sandbox.run(f"try:\n{body}\n{rest}")
     assert result.ok, result
     assert result.output.strip() in (errors or ("PermissionError",)), result
 
@@ -96,12 +95,9 @@ def test_native_and_installed_modules_are_unavailable(sandbox: Sandbox, name: st
 
 
 def test_ctypes_cannot_be_reimported(sandbox: Sandbox) -> None:
-    attempt(
-        sandbox,
-        "import sys\nfor n in ('ctypes', '_ctypes'): sys.modules.pop(n)\nimport ctypes\nctypes.CDLL(None).getpid()",
-        "ModuleNotFoundError",
-        "ImportError",
-    )
+    again = "import sys\nfor n in ('ctypes', '_ctypes'): sys.modules.pop(n)\n"
+    again += "import ctypes\nctypes.CDLL(None).getpid()"
+    attempt(sandbox, again, "ModuleNotFoundError", "ImportError")
 
 
 def test_program_sees_no_parent_state(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +115,6 @@ def test_program_sees_no_parent_state(sandbox: Sandbox, monkeypatch: pytest.Monk
             )
     os.close(readable), os.close(writable)
     assert result.output == "{} None ['program.py'] []\n5\n"  # the three streams and the two pipes
-
-
-def test_fork_bomb_is_denied(sandbox: Sandbox) -> None:
-    result = sandbox.run("import os\nwhile True:\n    os.fork()")
-    assert result.kind == "raised" and "PermissionError" in result.reason
 
 
 def test_memory_bomb_hits_limit(sandbox: Sandbox) -> None:
@@ -157,9 +148,7 @@ def test_files_are_limited_and_cleared(sandbox: Sandbox) -> None:
     assert sandbox.run(many).reason == "files"
     deep = "import os\nwhile True:\n    os.mkdir('d'); os.chdir('d')"
     assert sandbox.run(deep).kind in ("files", "raised")
-    closed = (
-        "import os\nos.umask(0o777)\nfor i in range(9):\n    os.mkdir(str(i))\n    open('f' + str(i), 'w')"
-    )
+    closed = "import os\nos.umask(0o777)\nfor i in range(9):\n    os.mkdir(str(i))\n    open(f'f{i}', 'w')"
     assert sandbox.run(closed).ok
     assert sandbox.run("import os\nos.mkdir('0'); os.mkdir('0/0'); os.symlink").ok
     assert sandbox.run("import os\nassert os.listdir('.') == []").ok
@@ -191,6 +180,7 @@ def test_threads_are_limited_and_killed(sandbox: Sandbox) -> None:
         ("x = '\0'", {"syntax"}),
         ("class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", {"raised"}),
         ("raise KeyboardInterrupt", {"raised"}),
+        ("import os\nwhile True:\n    os.fork()", {"raised"}),
     ],
 )
 def test_exit_reason_kind(sandbox: Sandbox, source: str, kind: set[str]) -> None:
@@ -200,9 +190,8 @@ def test_exit_reason_kind(sandbox: Sandbox, source: str, kind: set[str]) -> None
 
 
 def test_ignored_exceptions_do_not_fail_program(sandbox: Sandbox) -> None:
-    result = sandbox.run(
-        "class A:\n    def __del__(self): raise ValueError('in del')\na = A()\ndel a\nb = A()"
-    )
+    source = "class A:\n    def __del__(self): raise ValueError('in del')\na = A()\ndel a\nb = A()"
+    result = sandbox.run(source)
     assert result.ok and "in del" in result.output
     assert sandbox.run("import atexit, os\natexit.register(os._exit, 3)").ok
 
@@ -210,13 +199,6 @@ def test_ignored_exceptions_do_not_fail_program(sandbox: Sandbox) -> None:
 def test_no_process_or_folder_remains() -> None:
     with Sandbox(ResourceLimits(wall_seconds=0.2), workers=2) as sandbox:
         sandbox.run_all(["import os\nos.setsid()" if i % 2 else "while True: pass" for i in range(4)])
-        pids = [w.process.pid for w in sandbox._workers if w is not None]
-        roots = [w.root for w in sandbox._workers if w is not None]
-        listing = subprocess.run(
-            ["ps", "-eo", "ppid="], capture_output=True, text=True, check=True
-        ).stdout.split()
-        assert not {str(p) for p in pids} & set(listing)
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    assert not any(Path(r).exists() for r in roots)
+        workers = [w for w in sandbox._workers if w is not None]
+        assert not any(psutil.Process(w.process.pid).children() for w in workers)
+    assert not any(psutil.pid_exists(w.process.pid) or Path(w.root).exists() for w in workers)

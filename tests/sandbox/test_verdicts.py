@@ -34,73 +34,53 @@ def test_right_program_passes_and_wrong_fails(sandbox: Sandbox, tests: str) -> N
     assert sandbox.run(Program("", tests)).kind == "failed"
 
 
-CHEATS = {
+ALONE = {
     "os._exit": "import os; os._exit(0)",
-    "os._exit in function": WRONG.replace("return a - b", "import os; os._exit(0)"),
     "sys.exit": "import sys; sys.exit(0)",
-    "SystemExit in function": WRONG.replace("return a - b", "raise SystemExit(0)"),
     "kill self": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-    "patch assertEqual": WRONG + "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None",
-    "patch assertEqual in function": WRONG.replace(
-        "return", "import unittest; unittest.TestCase.assertEqual = print; return"
-    ),
-    "patch __code__": WRONG
-    + "import unittest\ndef f(self, first, second, msg=None): pass\nunittest.TestCase.assertEqual.__code__ = f.__code__",
-    "patch failureException": WRONG
-    + "import unittest\nunittest.TestCase.failureException = type('E', (Exception,), {})",
-    "patch TestCase.run": WRONG
-    + "import unittest\nunittest.TestCase.run = lambda self, result=None: result.startTest(self)",
-    "patch TestSuite.run": WRONG
-    + "import unittest\nunittest.TestSuite.run = unittest.TestLoader.loadTestsFromTestCase = print",
-    "patch TestResult": WRONG
-    + "import unittest\nunittest.TestResult.addFailure = unittest.TestResult.addError = print",
-    "replace unittest": WRONG
-    + "import sys, types\nm = types.ModuleType('unittest')\nm.TestCase = object\nsys.modules['unittest'] = m",
-    "SkipTest": WRONG.replace("return a - b", "import unittest; raise unittest.SkipTest"),
-    "replace builtins": "import builtins\n"
-    + WRONG
-    + "builtins.AssertionError = type('A', (Exception,), {})\nbuiltins.len = None",
-    "shadow builtins": WRONG + "len = lambda x: 1\nAssertionError = SystemExit",
-    "write to every descriptor": WRONG
-    + "import os\nfor n in range(1, 1024):\n    try: os.write(n, b'"
-    + FORGED
-    + "')\n"
-    "    except OSError: pass",
-    "print the report": WRONG + "print('passed'); print('{\"reason\": \"passed\"}')",
-    "settrace": WRONG
-    + "import sys\nsys.settrace(lambda *a: sys.exit(0))\nsys.setprofile(lambda *a: sys.exit(0))",
-    "timer signal": WRONG
-    + "import signal, os\nsignal.signal(14, lambda *a: os._exit(0))\nsignal.setitimer(signal.ITIMER_REAL, 1e-3)",
-    "atexit": WRONG + "import atexit, os\natexit.register(os._exit, 0)",
-    "__del__": WRONG + "import os\nclass A:\n    def __del__(self): os._exit(0)\na = A(); a.a = a",
-    "patch os.write": WRONG
-    + "import os\nw = os.write\nos.write = lambda n, b: w(n, b[:16] + b'"
-    + FORGED
-    + "') and len(b)",
-    "patch os.read": WRONG + "import os\nos.read = lambda n, k: b''",
-    "patch json.dumps": "import json\njson.dumps = lambda x: '" + FORGED + "'\n" + WRONG,
-    "patch JSONEncoder": "import json\n"
-    + "json.JSONEncoder.encode = lambda s, x: '"
-    + FORGED
-    + "'\n"
-    + WRONG,
-    "patch json.dumps in function": WRONG.replace(
-        "return",
-        "import json; json.dumps = lambda x: '" + FORGED + "'; return",
-    ),
-    "patch builtins in function": WRONG.replace(
-        "return",
-        "import builtins as b, unittest as u; u.TestCase.assertEqual = print; "
-        "b.zip = b.vars = b.len = b.getattr = print; return",
-    ),
-    "recursion limit": WRONG + "import sys\nsys.setrecursionlimit(5 + len(__import__('inspect').stack()))",
-    "import hook": WRONG
-    + "import sys\nclass F:\n    def find_spec(self, *a): raise SystemExit(0)\nsys.meta_path.insert(0, F())",
-    "frame locals": WRONG
-    + "import sys\nf = sys._getframe()\nwhile f:\n    f.f_locals.update(reason='passed'); f = f.f_back",
-    "own tests": WRONG
-    + "import unittest\nclass T(unittest.TestCase):\n    def test_small(self): pass\ndef test_sum(): pass",
 }
+APPENDED = {  # to a wrong program
+    "patch assertEqual": "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None",
+    "patch __code__": "import unittest\ndef f(self, first, second, msg=None): pass\n"
+    "unittest.TestCase.assertEqual.__code__ = f.__code__",
+    "patch failureException": "import unittest\nunittest.TestCase.failureException = type('E', (Exception,), {})",
+    "patch TestCase.run": "import unittest\nunittest.TestCase.run = lambda self, result=None: result.startTest(self)",
+    "patch TestSuite.run": "import unittest\n"
+    "unittest.TestSuite.run = unittest.TestLoader.loadTestsFromTestCase = print",
+    "patch TestResult": "import unittest\nunittest.TestResult.addFailure = unittest.TestResult.addError = print",
+    "replace unittest": "import sys, types\nm = types.ModuleType('unittest')\nm.TestCase = object\n"
+    "sys.modules['unittest'] = m",
+    "replace builtins": "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\nbuiltins.len = None",
+    "shadow builtins": "len = lambda x: 1\nAssertionError = SystemExit",
+    "write to every descriptor": f"import os\nfor n in range(1, 1024):\n    try: os.write(n, b'{FORGED}')\n"
+    "    except OSError: pass",
+    "print the report": "print('passed'); print('{\"reason\": \"passed\"}')",
+    "settrace": "import sys\nsys.settrace(lambda *a: sys.exit(0))\nsys.setprofile(lambda *a: sys.exit(0))",
+    "timer signal": "import signal, os\nsignal.signal(14, lambda *a: os._exit(0))\n"
+    "signal.setitimer(signal.ITIMER_REAL, 1e-3)",
+    "atexit": "import atexit, os\natexit.register(os._exit, 0)",
+    "__del__": "import os\nclass A:\n    def __del__(self): os._exit(0)\na = A(); a.a = a",
+    "patch os.write": "import os\nw = os.write\n"
+    f"os.write = lambda n, b: w(n, b[:16] + b'{FORGED}') and len(b)",
+    "patch os.read": "import os\nos.read = lambda n, k: b''",
+    "patch json.dumps": f"import json\njson.dumps = lambda x: '{FORGED}'",
+    "patch JSONEncoder": f"import json\njson.JSONEncoder.encode = lambda s, x: '{FORGED}'",
+    "recursion limit": "import sys\nsys.setrecursionlimit(5 + len(__import__('inspect').stack()))",
+    "import hook": "import sys\nclass F:\n    def find_spec(self, *a): raise SystemExit(0)\nsys.meta_path.insert(0, F())",
+    "frame locals": "import sys\nf = sys._getframe()\nwhile f:\n    f.f_locals.update(reason='passed'); f = f.f_back",
+    "own tests": "import unittest\nclass T(unittest.TestCase):\n    def test_small(self): pass\ndef test_sum(): pass",
+}
+INSIDE = {  # the wrong function
+    "os._exit": "import os; os._exit(0)",
+    "SystemExit": "raise SystemExit(0)",
+    "SkipTest": "import unittest; raise unittest.SkipTest",
+    "patch assertEqual": "import unittest; unittest.TestCase.assertEqual = print",
+    "patch json.dumps": f"import json; json.dumps = lambda x: '{FORGED}'",
+    "patch builtins": "import builtins as b, unittest as u; u.TestCase.assertEqual = print; "
+    "b.zip = b.vars = b.len = b.getattr = print",
+}
+CHEATS = ALONE | {name: WRONG + source for name, source in APPENDED.items()}
+CHEATS |= {f"{name} in function": WRONG.replace("return", f"{body}; return") for name, body in INSIDE.items()}
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
@@ -137,9 +117,8 @@ def test_tests_are_not_in_memory_while_program_runs(sandbox: Sandbox) -> None:
 
 def test_examples_report_output_and_exceptions(sandbox: Sandbox) -> None:
     source = RIGHT + "print('not captured')"
-    result = sandbox.run(
-        Program(source, examples=("add(1, 2)", "print('a')\n", "add(1, 'b')", "x = 5", "x", "None"))
-    )
+    examples = ("add(1, 2)", "print('a')\n", "add(1, 'b')", "x = 5", "x", "None")
+    result = sandbox.run(Program(source, examples=examples))
     assert result.ok and result.output == "not captured\n"
     error = "TypeError: unsupported operand type(s) for +: 'int' and 'str'"
     outputs = [("3\n",), ("a\n",), ("", error), ("",), ("5\n",), ("",)]
@@ -161,12 +140,9 @@ def test_verdict_is_deterministic(sandbox: Sandbox) -> None:
 def test_program_can_import_standard_library(sandbox: Sandbox) -> None:
     names = "abc bisect collections dataclasses datetime decimal enum fractions functools heapq itertools json math random"
     names += " re statistics string tempfile textwrap typing hashlib zlib csv zoneinfo ipaddress graphlib cmath email sched"
-    result = sandbox.run(
-        "\n".join(f"import {n}" for n in names.split()) + "\nprint(hashlib.sha256(b'a').hexdigest()[:4])"
-    )
+    imports = "\n".join(f"import {n}" for n in names.split())
+    result = sandbox.run(imports + "\nprint(hashlib.sha256(b'a').hexdigest()[:4])")
     assert result.ok and result.output == "ca97\n", result
-    inside = (
-        "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\nprint(__name__, input.__name__)"
-    )
-    assert sandbox.run(inside).output == "__main__ input\n"
+    inside = "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\n"
+    assert sandbox.run(inside + "print(__name__, input.__name__)").output == "__main__ input\n"
     assert sandbox.run("input()").reason.startswith("raised: EOFError")

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from tests.support.serve.browser_pages import browser, fake, visit  # noqa: F401  (fixtures)
+from tests.support.serve.browser_pages import browser, fake, page, visit  # noqa: F401  (fixtures)
 from tests.support.serve.live_server import server  # noqa: F401  (a fixture)

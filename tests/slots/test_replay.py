@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,29 +16,24 @@ from whorl.slots import ProducerProcess, ReplayReader, SerialProducer, SlotRing,
 SPEC = Spec.from_dataclass(Numbers, N=2)
 
 
-def pool(n_slots: int, n: int, n_producers: int = 1, **more: float) -> ReplayReader[Numbers]:
-    ring = SlotRing(SPEC, n_slots, poison=True)
-    producers = [SerialProducer(ring, Draws(), seed=3, number=i) for i in range(n_producers)]
-    return ReplayReader(ring, producers, n, np.random.default_rng(0), **more)  # type: ignore[arg-type]
+def pool(slots: int, n: int, producers: int = 1, kind: Any = SerialProducer, **more: Any) -> Any:
+    ring = SlotRing(SPEC, slots, poison=True)
+    handles = [kind(ring, Draws(), seed=3, number=i) for i in range(producers)]
+    return ReplayReader(ring, handles, n, np.random.default_rng(0), **more)
 
 
 @given(st.integers(2, 9), st.integers(1, 3), st.integers(0, 3), st.integers(1, 25))
 @settings(max_examples=60, deadline=None)
 def test_replay_stores_and_samples_newest(n_slots: int, n_producers: int, fresh: int, draws: int) -> None:
-    if n_slots <= n_producers:
-        n_slots = n_producers + 1
-    reader = pool(n_slots, 4, n_producers, inserts_per_sample=fresh)
+    reader = pool(max(n_slots, n_producers + 1), 4, n_producers, inserts_per_sample=fresh)
     for draw in range(1, draws + 1):
         drawn = next(reader)
         received = max(fresh * draw, 1) if fresh else 1
         kept = range(max(0, received - reader.capacity), received)
         assert [reader.ring.slots[i].sequence for i in reader.stored] == list(kept)
         for slot in drawn.slots:
-            assert (
-                slot.sequence in kept
-                and slot.state == SlotState.READY
-                and int(slot.data.label) == slot.sequence
-            )
+            assert slot.sequence in kept and slot.state == SlotState.READY
+            assert int(slot.data.label) == slot.sequence
         assert drawn.tensors()["values"].shape == (4, 2) and not drawn.tensors()["values"].isnan().any()
         assert drawn.weights.tolist() == [1.0] * 4
 
@@ -46,12 +43,8 @@ def test_replay_process_equals_serial() -> None:
         with reader:
             return [[int(s.data.label) for s in next(reader).slots] for _ in range(30)]
 
-    ring = SlotRing(SPEC, 8)
-    producers = [ProducerProcess(ring, Draws(), seed=3, number=i) for i in range(2)]
-    there = labels(
-        ReplayReader(ring, producers, 5, np.random.default_rng(0), inserts_per_sample=2, learning_starts=4)
-    )
-    assert there == labels(pool(8, 5, 2, inserts_per_sample=2, learning_starts=4))
+    settings = {"inserts_per_sample": 2, "learning_starts": 4}
+    assert labels(pool(8, 5, 2, ProducerProcess, **settings)) == labels(pool(8, 5, 2, **settings))
 
 
 def test_replay_priorities_and_importance_weights() -> None:
@@ -63,9 +56,8 @@ def test_replay_priorities_and_importance_weights() -> None:
     drawn = next(reader)
     counts = np.array([sum(s is slot for s in drawn.slots) for slot in slots])
     share = priorities**0.7 / (priorities**0.7).sum()
-    assert (
-        (counts - 20_000 * share) ** 2 / (20_000 * share)
-    ).sum() < 20  # chi-square with 4 degrees of freedom
+    # Chi-square with 4 degrees of freedom
+    assert ((counts - 20_000 * share) ** 2 / (20_000 * share)).sum() < 20
     by_slot = {s.index: w for s, w in zip(drawn.slots, drawn.weights, strict=True)}
     undone = np.array([by_slot[s.index] for s in slots]) * share
     assert np.allclose(undone, undone[0], rtol=1e-4) and drawn.weights.max() == pytest.approx(1.0)

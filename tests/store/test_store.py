@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.store.step_examples import child, make
+from tests.support.store.step_examples import child, make, note
 
 from whorl.errors import CorruptArtifactError, StoreError
 from whorl.store import Store
 from whorl.store.address import address_of, canonical_json
 from whorl.store.lock import FileLock
 
-NOTE: dict[str, Any] = {"kind": "note", "name": "n", "parents": {}, "config": {}, "version": 1}
 json_numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 json_leaves = st.none() | st.booleans() | json_numbers | st.text()
 json_values = st.recursive(
@@ -39,17 +38,12 @@ def test_canonical_json_round_trip_and_key_order(value: dict[str, Any]) -> None:
 
 
 def test_address_covers_every_input_and_is_stable() -> None:
-    base = address_of("note", {"from": "ab"}, {"x": 1}, 1)
-    others = {
-        address_of("text", {"from": "ab"}, {"x": 1}, 1),
-        address_of("note", {"from": "ac"}, {"x": 1}, 1),
-        address_of("note", {"of": "ab"}, {"x": 1}, 1),
-        address_of("note", {"from": "ab"}, {"x": 2}, 1),
-        address_of("note", {"from": "ab"}, {"x": 1}, 2),
-        address_of("note", {"from": "ab"}, {"x": 1}, 1, "other"),
-    }
-    assert len(others) == 6 and base not in others
-    assert base == "7040198f66ac339e33da4815e6103ce4"
+    inputs: dict[str, Any] = {"kind": "note", "parents": {"from": "ab"}, "config": {"x": 1}, "version": 1}
+    changes = [{"kind": "text"}, {"parents": {"from": "ac"}}, {"parents": {"of": "ab"}}]
+    changes += [{"config": {"x": 2}}, {"version": 2}, {"step": "other"}]
+    addresses = [address_of(**inputs | change) for change in [{}, *changes]]
+    assert len(set(addresses)) == 7
+    assert addresses[0] == "7040198f66ac339e33da4815e6103ce4"
 
 
 def test_address_rejects_nan() -> None:
@@ -61,7 +55,7 @@ def test_build_finds_existing_artifact(store: Store) -> None:
     first = make(store)
     assert first.file("note.txt").read_text() == "hello"
     assert first.summary == {"letters": 5} and set(first.files) == {"note.txt", "deep/part.bin"}
-    with store.build(kind="note", name="b/other", parents={}, config={"text": "hello"}, version=1) as build:
+    with note(store, "b/other") as build:
         assert build.existing is not None
     assert build.artifact is not None and build.artifact.address == first.address
     assert store.names() == {"a/one": first.address, "b/other": first.address}
@@ -85,13 +79,13 @@ def test_open_rejects_unknown_and_ambiguous_refs(store: Store) -> None:
 
 
 def test_build_exception_publishes_nothing_keeps_scratch(store: Store) -> None:
-    with pytest.raises(ZeroDivisionError), store.build(**NOTE) as build:
+    with pytest.raises(ZeroDivisionError), note(store) as build:
         (build.path / "half").write_text("half")
         (build.scratch / "checkpoint").write_text("7")
         raise ZeroDivisionError
     assert store.artifacts() == [] and store.names() == {}
     assert not build.path.exists()
-    with store.build(**NOTE) as build:
+    with note(store) as build:
         assert build.resumed and (build.scratch / "checkpoint").read_text() == "7"
         assert list(build.path.iterdir()) == []
         (build.path / "whole").write_text("whole")
@@ -100,9 +94,9 @@ def test_build_exception_publishes_nothing_keeps_scratch(store: Store) -> None:
 
 KILLED = """
     import os, signal, sys
-    from pathlib import Path
+    from tests.support.store.step_examples import note
     from whorl.store import Store
-    with Store(sys.argv[1]).build(kind="note", name="n", parents={}, config={}, version=1) as build:
+    with note(Store(sys.argv[1])) as build:
         (build.path / "half").write_text("half")
         (build.scratch / "checkpoint").write_text("7")
         if sys.argv[2] == "fork":
@@ -120,7 +114,7 @@ def test_build_after_sigkill_resumes_from_scratch(store: Store, how: str) -> Non
     assert process.wait(timeout=60) == -signal.SIGKILL
     assert store.artifacts() == []
     start = time.monotonic()
-    with store.build(**NOTE) as build:
+    with note(store) as build:
         assert time.monotonic() - start < 5
         assert (build.scratch / "checkpoint").read_text() == "7"
         assert list(build.path.iterdir()) == []
@@ -130,9 +124,9 @@ def test_build_after_sigkill_resumes_from_scratch(store: Store, how: str) -> Non
 
 BUILDER = """
     import sys, time
+    from tests.support.store.step_examples import note
     from whorl.store import Store
-    with Store(sys.argv[1]).build(kind="note", name="n", parents={}, config={}, version=1,
-                                  on_message=lambda text: print("message:", text, flush=True)) as build:
+    with note(Store(sys.argv[1]), on_message=lambda text: print("message:", text, flush=True)) as build:
         if build.existing is None:
             print("building", flush=True)
             time.sleep(1.0)
@@ -149,43 +143,29 @@ def test_build_second_process_waits_and_finds(tmp_path: Path) -> None:
 
 
 def test_file_lock_wait_reports_owner(tmp_path: Path) -> None:
-    lock = FileLock(tmp_path / "lock")
-    assert lock.acquire()
+    lock, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert lock.acquire() and not other.acquire()
     messages: list[str] = []
-    other = FileLock(tmp_path / "lock")
-    assert not other.acquire()
-    waiter = threading.Thread(target=lambda: other.wait(on_wait=messages.append))
+    waiter = threading.Thread(target=other.wait, kwargs={"on_wait": messages.append})
     waiter.start()
     time.sleep(0.3)
     lock.release()
     waiter.join(timeout=10)
-    assert not waiter.is_alive() and messages == [
-        f"waiting for process {os.getpid()} on {os.uname().nodename}"
-    ]
+    assert not waiter.is_alive()
+    assert messages == [f"waiting for process {os.getpid()} on {os.uname().nodename}"]
     other.release()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_text("jello"),
-        lambda path: path.write_text("hello, longer"),
-        lambda path: path.unlink(),
-    ],
-    ids=["edited", "grown", "missing"],
-)
-def test_damaged_file_is_reported_and_rebuilt(store: Store, damage: Any) -> None:
-    artifact = make(store)
-    path = artifact.file("note.txt")
+@pytest.mark.parametrize("text", ["jello", "hello, longer", None])
+def test_damaged_file_is_reported_and_rebuilt(store: Store, text: str | None) -> None:
+    path = make(store).file("note.txt")
     time.sleep(0.01)
-    damage(path)
+    path.unlink() if text is None else path.write_text(text)
     with pytest.raises(CorruptArtifactError, match=str(path)):
         store.open("a/one").file("note.txt")
     assert len(store.verify()) == 1 and "note.txt" in store.verify()[0]
     messages: list[str] = []
-    with store.build(
-        kind="note", name="a/one", parents={}, config={"text": "hello"}, version=1, on_message=messages.append
-    ) as build:
+    with note(store, on_message=messages.append) as build:
         assert build.existing is None
         (build.path / "note.txt").write_text("hello")
     assert "note.txt" in messages[0] and "moved to" in messages[0]
@@ -203,17 +183,16 @@ def test_verify_detects_damage_with_same_size_and_time(store: Store) -> None:
 
 
 def test_verify_reports_bad_manifest_stray_file_and_name(store: Store) -> None:
-    one, two = make(store, "a/one", "1"), make(store, "a/two", "2")
-    three = make(store, "a/three", "3")
+    one, two, three = (make(store, f"a/{name}", name) for name in ("one", "two", "three"))
     manifest = one.path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"letters": 1', '"letters": 9'))
+    manifest.write_text(manifest.read_text().replace('"letters": 3', '"letters": 9'))
     (two.path / "stray").write_text("?")
     shutil.rmtree(three.path)
     problems = "\n".join(store.verify())
     assert "manifest" in problems and "stray" in problems and "a/three points to" in problems
     with pytest.raises(CorruptArtifactError, match="manifest"):
         store.open("a/one")
-    assert make(store, "a/one", "1").summary == {"letters": 1}  # rebuilt
+    assert make(store, "a/one", "one").summary == {"letters": 3}  # rebuilt
 
 
 def test_copied_store_opens(store: Store, tmp_path: Path) -> None:
@@ -255,7 +234,7 @@ def test_gc_removes_only_unreachable_and_defaults_to_dry(store: Store) -> None:
 def test_gc_keeps_parents_of_running_build(store: Store) -> None:
     parent = make(store, "a/parent", "1")
     (store.root / "names" / "a" / "parent").unlink()
-    with store.build(kind="n", name="a/n", parents={"from": parent}, config={}, version=1) as build:
+    with note(store, "a/n", parents={"from": parent}) as build:
         assert store.gc(dry_run=False, recent_seconds=0) == []
         assert build.path.exists() and parent.path.exists()
         (build.path / "x").write_text("x")

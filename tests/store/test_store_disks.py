@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.store.step_examples import make
+from tests.support.store.step_examples import make, note
 
 from whorl.errors import DiskFullError, StoreError
 from whorl.store import Store
@@ -19,15 +19,13 @@ class FullDisk(RuntimeError):
     """A library's error that wraps the system's message."""
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), FullDisk("write: No space left on device")]
-)
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [NO_SPACE, FullDisk("write: No space left on device")])
 def test_build_reports_full_disk_from_step(store: Store, error: Exception) -> None:
     first = make(store)
-    with (
-        pytest.raises(DiskFullError, match="whorl gc"),
-        store.build(kind="note", name="n", parents={}, config={}, version=1) as build,
-    ):
+    with pytest.raises(DiskFullError, match="whorl gc"), note(store, text="new") as build:
         (build.path / "half").write_text("half")
         raise error
     assert [artifact.address for artifact in store.artifacts()] == [first.address]
@@ -49,10 +47,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_build_on_full_tmpfs_keeps_store_intact(disk: Path) -> None:
     store = Store(disk)
     make(store)
-    with (
-        pytest.raises(DiskFullError, match="is full"),
-        store.build(kind="note", name="n", parents={}, config={}, version=1) as build,
-    ):
+    with pytest.raises(DiskFullError, match="is full"), note(store, text="new") as build:
         (build.path / "big").write_bytes(bytes(1_000_000))
     assert store.verify() == [] and len(store.artifacts()) == 1
 
@@ -67,19 +62,17 @@ def test_read_only_tmpfs_reads_and_rejects_builds(disk: Path) -> None:
         make(store, text="new")
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [(errno.EROFS, r"(?s)cannot be written.*--store"), (errno.ENOENT, r"(?s)cannot be created.*--store")],
-    ids=["read_only", "no_folders"],  # no_folders: /proc reports ENOENT
-)
+@pytest.mark.parametrize(("number", "verb"), [(errno.EROFS, "written"), (errno.ENOENT, "created")])
 def test_unwritable_location_names_the_store_option(
-    store: Store, monkeypatch: pytest.MonkeyPatch, number: int, message: str
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int, verb: str
 ) -> None:
+    """ENOENT is the error of /proc."""
+
     def fail(self: Path, *_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), str(self))
 
     monkeypatch.setattr(Path, "mkdir", fail)
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=rf"(?s)cannot be {verb}.*--store"):
         make(store)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.store.step_examples import make
+from tests.support.store.step_examples import make, note
 
 from whorl.errors import CorruptArtifactError, StoreError
 from whorl.store import Store
@@ -27,7 +27,7 @@ def test_url_store_builds_finds_and_downloads(tmp_path: Path, url: str) -> None:
     here, there = Store(url, cache=tmp_path / "here"), Store(url, cache=tmp_path / "there")
     root = make(here, "a/root", "root")
     leaf = make(here, "a/leaf", "leaf", {"from": root})
-    with there.build(kind="note", name="a/root", parents={}, config={"text": "root"}, version=1) as build:
+    with note(there, "a/root", "root") as build:
         assert build.existing is not None
     assert not there.has_local(root.address)  # a lookup downloads no files
     assert there.open("leaf").file("note.txt").read_text() == "leaf"
@@ -41,14 +41,14 @@ def test_url_store_restores_damaged_local_copy(tmp_path: Path, url: str) -> None
     artifact.file("note.txt").write_text("damaged")
     with pytest.raises(CorruptArtifactError):
         artifact.file("note.txt")
-    with store.build(kind="note", name="a/one", parents={}, config={"text": "hello"}, version=1) as build:
+    with note(store) as build:
         assert build.existing is not None
     assert store.open("a/one").file("note.txt").read_text() == "hello"
 
 
 def test_url_store_publishes_atomically_and_runs_gc(tmp_path: Path, url: str) -> None:
     store = Store(url, cache=tmp_path)
-    with pytest.raises(ZeroDivisionError), store.build(kind="n", name="n", parents={}, config={}, version=1):
+    with pytest.raises(ZeroDivisionError), note(store):
         raise ZeroDivisionError
     assert store.artifacts() == []
     make(store, "a/one", "1")

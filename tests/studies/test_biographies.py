@@ -47,9 +47,8 @@ def test_names_and_order_reveal_no_group_or_fact(world: Biographies) -> None:
         right = sum(guess.get(p.name.split()[0]) == label(p) for p in people[1::2])
         assert right / len(people[1::2]) < best + 0.08
     half = Counter(p.group for p in world.people[:500])
-    assert all(
-        abs(half[g] - 500 * GROUP_FRACTIONS[g]) < 5 * math.sqrt(500 * GROUP_FRACTIONS[g]) for g in GROUPS
-    )
+    for group, expected in ((g, 500 * GROUP_FRACTIONS[g]) for g in GROUPS):
+        assert abs(half[group] - expected) < 5 * math.sqrt(expected)
 
 
 def test_texts_cover_known_people_in_varied_phrasing(world: Biographies) -> None:
@@ -99,21 +98,15 @@ def test_score_answers_counts_each_outcome(world: Biographies) -> None:
     assert bold.hallucinated == 1 and bold.refused == 0
     cities = [q for q in questions if q.attribute == "city" and q.group == "known_test"]
     guess = score_answers(cities, ["Paris"] * len(cities))
-    assert abs(guess.correct - chance_accuracy()["city"]) < 4 * math.sqrt(
-        chance_accuracy()["city"] / len(cities)
-    )
+    chance = chance_accuracy()["city"]
+    assert abs(guess.correct - chance) < 4 * math.sqrt(chance / len(cities))
     assert math.isnan(guess.hallucinated)
     with pytest.raises(ValueError, match="zip"):
         score_answers(questions, ["Paris"])
 
 
 def test_biographies_reject_invalid_arguments() -> None:
-    for n, shares in (
-        (0, GROUP_FRACTIONS),
-        (40_000, GROUP_FRACTIONS),
-        (5, {"new": 0.5}),
-        (5, {"old": 1.0}),
-        (5, {}),
-    ):
+    fractions = [{"new": 0.5}, {"old": 1.0}, {}]
+    for n, shares in ((0, GROUP_FRACTIONS), (40_000, GROUP_FRACTIONS), *((5, given) for given in fractions)):
         with pytest.raises(ConfigError):
             Biographies(n, fractions=shares)  # type: ignore[arg-type]

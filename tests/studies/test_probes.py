@@ -11,6 +11,7 @@ from studies.probes.greedy_answers import GreedyAnswers
 from tests.support.align.byte_model import VOCAB, decoder, network, scribe, sums, tokenizer
 
 from whorl.align.config import LoRAConfig, SFTConfig
+from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
@@ -21,38 +22,34 @@ PROSE = ["the cat sat on the mat", "rain falls, and falls", "a" * 70]
 PLACES = 12
 
 
-def stage(net: PolicyModel) -> None:
-    fine_tune(net, sums(40), SFTConfig(lr_scale=1.0, epochs=3, seq_len=48), pad_id=tokenizer().pad_id)
+def train(net: PolicyModel, examples: list[TokenizedExample], **settings: int) -> None:
+    fine_tune(net, examples, SFTConfig(lr_scale=1.0, **settings), pad_id=tokenizer().pad_id)
 
 
-def sampled(
-    net: PolicyModel, prompts: list[list[int]], seed: int, temperature: float = 1.0
-) -> list[list[int]]:
+def sampled(net: PolicyModel, prompts: list[list[int]], temperature: float = 1.0) -> list[list[int]]:
     engine = rollout_engine(net.eval_copy(), scribe(), sequences=64, max_length=64)
-    found = sample_completions(
-        engine, prompts, policy_sampling(temperature), max_tokens=PLACES, stop_ids=scribe().stop_ids, seed=seed,
-    )  # fmt: skip
-    return [one.ids for one in found]
+    options = {"max_tokens": PLACES, "stop_ids": scribe().stop_ids, "seed": 1}
+    return [c.ids for c in sample_completions(engine, prompts, policy_sampling(temperature), **options)]
 
 
 def test_forgetting_is_zero_without_training() -> None:
     net = network()
     idle = forgetting(net, tokenizer(), PROSE, lambda _: None)
     assert idle.before == idle.after and idle.cost == 0
-    fine_tune(
-        net, [scribe().prompt_completion("", text) for text in PROSE], SFTConfig(lr_scale=1.0, epochs=30, seq_len=128),
-        pad_id=tokenizer().pad_id,
-    )  # fmt: skip
-    prose = forgetting(net, tokenizer(), PROSE, stage)
+    train(net, [scribe().prompt_completion("", text) for text in PROSE], epochs=30, seq_len=128)
+    prose = forgetting(net, tokenizer(), PROSE, lambda net: train(net, sums(40), epochs=3, seq_len=48))
     assert prose.before < 0.8 * idle.before
     assert prose.cost == prose.after / prose.before - 1 > 0.1
 
 
+def draw_adapter(net: PolicyModel, std: float) -> None:
+    for factor in net.factors.values():
+        torch.nn.init.normal_(factor, 0, std, generator=torch.Generator().manual_seed(1))
+
+
 def test_held_out_bits_match_loss_with_adapter() -> None:
     net = network(lora=LoRAConfig(rank=2))
-    with torch.no_grad():
-        for factor in net.factors.values():
-            factor.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+    draw_adapter(net, 0.3)
     net.train()
     bits = held_out_bits(net, tokenizer(), PROSE)
     assert net.training
@@ -80,22 +77,19 @@ def sharpen(model: Decoder) -> Decoder:
 
 def test_exposure_gap_zero_for_source_model() -> None:
     out = banned_ids(scribe(), VOCAB, 259)
-    net, prompts = (
-        PolicyModel(sharpen(decoder()), banned_ids=out),
-        [scribe().prompt(chr(97 + n % 26)) for n in range(120)],
-    )
+    net = PolicyModel(sharpen(decoder()), banned_ids=out)
+    prompts = [scribe().prompt(chr(97 + n % 26)) for n in range(120)]
+    data = sampled(net, prompts)
     options = {"pad_id": tokenizer().pad_id, "n_positions": PLACES, "bin_size": 4, "seed": 7}
-    same = exposure(net, scribe(), prompts, sampled(net, prompts, 1), **options).by_model
+    same = exposure(net, scribe(), prompts, data, **options).by_model
     assert same.start.tolist() == [0, 4, 8] and same.n_data[0] > 350
     assert np.abs(same.gap).max() < 0.12 and abs(same.drift) < 0.2  # standard errors are about 0.03
-    hot = exposure(net, scribe(), prompts, sampled(net, prompts, 1, 4.0), **options).by_model
+    hot = exposure(net, scribe(), prompts, sampled(net, prompts, 4.0), **options).by_model
     assert (hot.gap < -0.2).all()
     # For the model that produced the data, samples of another model are less likely.
     other = PolicyModel(sharpen(decoder(seed=3)), banned_ids=out)
     judge = frozen_reference(sharpen(decoder()), net)
-    output = exposure(
-        other, scribe(), prompts, sampled(net, prompts, 1), evaluator=judge, **options
-    ).by_evaluator
+    output = exposure(other, scribe(), prompts, data, evaluator=judge, **options).by_evaluator
     assert output is not None and (output.gap > 0.1).all()
 
 
@@ -109,9 +103,8 @@ def test_exposure_counts_positions_from_prompt() -> None:
     logits = net.model.logits(net.model(ids)).masked_fill(net.banned_mask, -torch.inf)[0].log_softmax(-1)
     at = len(prompts[1]) - 1
     for place in (2, 3):
-        assert got.data_nll[place] == pytest.approx(
-            -float(logits[at + place, data[1][place]].detach()), abs=1e-5
-        )
+        want = -float(logits[at + place, data[1][place]].detach())
+        assert got.data_nll[place] == pytest.approx(want, abs=1e-5)
 
 
 def test_exposure_rejects_invalid_arguments() -> None:
@@ -128,9 +121,7 @@ def test_greedy_answers_use_current_merged_weights() -> None:
     net = network(lora=LoRAConfig(rank=4))
     asker = GreedyAnswers(net, scribe(), ["1+2=", [{"role": "user", "content": "who?"}]], max_tokens=6)
     before = asker(net)
-    with torch.no_grad():
-        for factor in net.factors.values():
-            factor.normal_(0, 1.0, generator=torch.Generator().manual_seed(1))
+    draw_adapter(net, 1.0)
     after = asker(net)
     assert after != before
     ids = scribe().prompt("1+2=")

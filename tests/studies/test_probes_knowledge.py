@@ -24,23 +24,16 @@ SETTINGS = SFTConfig(lr_scale=1.0, epochs=40, seq_len=128, batch_size=2)
 
 @pytest.fixture(scope="module")
 def scribe() -> ExampleTokenizer:
-    texts = [text for _, text in WORLD.texts(2)] + [
-        q.question for q in WORLD.questions("new", "stranger_train", "stranger_test")
-    ]
-    return ExampleTokenizer(
-        Tokenizer.train([*texts, REFUSAL], 400, special_tokens=("<|im_start|>", "<|im_end|>"))
-    )
+    questions = WORLD.questions("new", "stranger_train", "stranger_test")
+    texts = [*(text for _, text in WORLD.texts(2)), *(q.question for q in questions), REFUSAL]
+    return ExampleTokenizer(Tokenizer.train(texts, 400, special_tokens=("<|im_start|>", "<|im_end|>")))
 
 
 def fresh(scribe: ExampleTokenizer) -> PolicyModel:
-    words = scribe.tokenizer.vocab_size
-    config = DecoderConfig(
-        vocab_size=408, d_model=64, n_layers=2, mlp_hidden=128, n_heads=2, n_kv_heads=2, head_dim=32,
-        ngram_buckets=64,
-    )  # fmt: skip
-    return PolicyModel(
-        Decoder(config, torch.Generator().manual_seed(0)), banned_ids=banned_ids(scribe, 408, words)
-    )
+    sizes = {"d_model": 64, "n_layers": 2, "mlp_hidden": 128, "n_heads": 2, "n_kv_heads": 2, "head_dim": 32}
+    config = DecoderConfig(vocab_size=408, ngram_buckets=64, **sizes)
+    banned = banned_ids(scribe, 408, scribe.tokenizer.vocab_size)
+    return PolicyModel(Decoder(config, torch.Generator().manual_seed(0)), banned_ids=banned)
 
 
 def test_make_lesson_uses_training_groups_only() -> None:
@@ -55,27 +48,21 @@ def test_make_lesson_uses_training_groups_only() -> None:
 
 
 def test_track_sft_reports_at_requested_steps(scribe: ExampleTokenizer) -> None:
-    taught = make_lesson(WORLD, "new", 8, 0.5)
-    course = track_sft(
-        fresh(scribe), scribe, taught, WORLD.questions("known_test", "stranger_test"), SETTINGS,
-        pad_id=scribe.tokenizer.control_ids[0], every=16,
-    )  # fmt: skip
+    taught, test = make_lesson(WORLD, "new", 8, 0.5), WORLD.questions("known_test", "stranger_test")
+    pad_id = scribe.tokenizer.control_ids[0]
+    course = track_sft(fresh(scribe), scribe, taught, test, SETTINGS, pad_id=pad_id, every=16)
     assert [m.step for m in course[:3]] == [0, 16, 32] and course[-1].epoch == pytest.approx(40)
     assert len({m.step for m in course}) == len(course)
     first, last = course[0], course[-1]
-    assert (
-        first.train_scores.n_facts,
-        first.train_scores.n_strangers,
-        first.test_scores.n_facts,
-        first.test_scores.n_strangers,
-    ) == (4, 4, 8, 8)
+    assert (first.train_scores.n_facts, first.train_scores.n_strangers) == (4, 4)
+    assert (first.test_scores.n_facts, first.test_scores.n_strangers) == (8, 8)
     assert first.train_scores.correct == 0 and first.test_scores.hallucinated == 1
     assert last.train_scores.correct == 1 and last.train_scores.hallucinated == 0
 
 
 def test_refusal_rates_at_zero_and_full_refusal(scribe: ExampleTokenizer) -> None:
-    none, all_ = refusal_rates(
-        lambda: fresh(scribe), scribe, WORLD, [0.0, 1.0], 8, SETTINGS, pad_id=scribe.tokenizer.control_ids[0]
-    )
+    pad_id = scribe.tokenizer.control_ids[0]
+    rates = [0.0, 1.0]
+    none, all_ = refusal_rates(lambda: fresh(scribe), scribe, WORLD, rates, 8, SETTINGS, pad_id=pad_id)
     assert (none.unanswerable, none.answerable) == (0.0, 0.0)
     assert (all_.unanswerable, all_.answerable, all_.correct) == (1.0, 1.0, 0.0)

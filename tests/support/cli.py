@@ -1,4 +1,4 @@
-"""Calls of the command line, in a process or in this one, and a small corpus."""
+"""Calls of the command line, in a process or in this one."""
 
 from __future__ import annotations
 
@@ -7,28 +7,50 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from whorl.cli import build_app
+from whorl.store import Store
 
-SYLLABLES = ["ba", "ce", "di", "fo", "gu", "ha", "le", "mi", "no", "pu"]
+
+def whorl_command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "whorl.cli", *map(str, words)]
 
 
 def run_whorl(
-    *words: object, cwd: Path | None = None, timeout: float = 240
+    *words: object, cwd: Path | None = None, timeout: float = 300, env: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
     """Run `whorl` in a new process."""
-    command = [sys.executable, "-m", "whorl.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout)
+    command = whorl_command(*words)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=env)
+
+
+def start_whorl(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """Start `whorl` in a new process and session, with pipes as its streams."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen(whorl_command(*words), **{**streams, **options})
+
+
+def output_of(*words: object, cwd: Path | None = None, env: Mapping[str, str] = os.environ) -> str:
+    """Run `whorl` in a new process, assert that it succeeds, and return its standard output."""
+    done = run_whorl(*words, cwd=cwd, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def weights(store: Path, name: str) -> bytes:
+    """The weights of a model in a store."""
+    return Store(store).open(name).file("model.safetensors").read_bytes()
 
 
 def kill_when(folder: Path, pattern: str, *words: object, cwd: Path, group: bool = True) -> bool:
     """Run `whorl` in a new process and SIGKILL it as soon as `pattern` matches in `folder`; whether it was killed."""
-    command = [sys.executable, "-m", "whorl.cli", *map(str, words)]
-    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = start_whorl(*words, cwd=cwd, stdout=subprocess.DEVNULL, stderr=None)
     deadline, killed = time.monotonic() + 120, False
     while process.poll() is None and time.monotonic() < deadline:
         if any(folder.glob(pattern)):
@@ -47,15 +69,15 @@ def invoke(folder: Path, *words: object, stdin: str | bytes = "") -> Result:
         return CliRunner().invoke(build_app(), [*map(str, words)], input=stdin)
 
 
-def spell(number: int) -> str:
-    """Return an invented word for a number."""
-    return "".join(SYLLABLES[int(digit)] for digit in str(number))
+def succeed(folder: Path, *words: object, stdin: str | bytes = "") -> Result:
+    """Run `whorl` in this process, and assert that it succeeds."""
+    result = invoke(folder, *words, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result
 
 
-def write_notes(folder: Path, n: int = 60) -> None:
-    """Write `n` text files of invented words into `folder/notes`."""
-    (folder / "notes").mkdir()
-    for number in range(n):
-        numbers = [(number * 7919 + i * i * 31) % 997 for i in range(120)]
-        words = "".join(spell(value) + " \n"[i % 8 == 7] for i, value in enumerate(numbers))
-        (folder / "notes" / f"{number}.txt").write_text(f"Note {number}.\n{words}\n")
+def refuse(folder: Path, *words: object, code: int = 2) -> str:
+    """Run `whorl` in this process, assert that it fails with a message and `code`, and return the message."""
+    result = invoke(folder, *words)
+    assert result.exit_code == code and isinstance(result.exception, SystemExit), result.output
+    return result.stderr

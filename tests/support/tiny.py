@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,19 +15,15 @@ from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
+Model = TypeVar("Model", bound=torch.nn.Module)
 BYTE_VOCAB = 264  # 256 bytes and 3 special tokens, padded to a multiple of 8
 
 
 def decoder_config(**changes: Any) -> DecoderConfig:
     """The shape of `tiny_decoder`: 2 layers of width 32 over the byte vocabulary."""
-    shape: dict[str, Any] = {
-        "vocab_size": BYTE_VOCAB,
-        "d_model": 32,
-        "n_layers": 2,
-        "n_heads": 2,
-        "n_kv_heads": 1,
-    }
-    return DecoderConfig(**{**shape, "head_dim": 16, "mlp_hidden": 64, "ngram_buckets": 64, **changes})
+    heads = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
+    shape: dict[str, Any] = {"vocab_size": BYTE_VOCAB, "d_model": 32, "n_layers": 2, "mlp_hidden": 64}
+    return DecoderConfig(**{**heads, **shape, "ngram_buckets": 64, **changes})
 
 
 def transformer_config(**changes: Any) -> TransformerConfig:
@@ -40,25 +36,22 @@ def transformer_config(**changes: Any) -> TransformerConfig:
 def make_decoder(seed: int = 0, **changes: Any) -> Decoder:
     """A `Decoder` of `decoder_config(**changes)`; parameters that start at zero are drawn, so that outputs vary."""
     generator = torch.Generator().manual_seed(seed)
-    model = Decoder(decoder_config(**changes), generator)
-    draw_zero_parameters(model, generator)
-    return model
+    return draw_zero_parameters(Decoder(decoder_config(**changes), generator), generator)
 
 
 def make_transformer(seed: int = 0, **changes: Any) -> Transformer:
     """A `Transformer` of `transformer_config(**changes)`; parameters that start at zero are drawn."""
     generator = torch.Generator().manual_seed(seed)
-    model = Transformer(transformer_config(**changes), generator)
-    draw_zero_parameters(model, generator)
-    return model
+    return draw_zero_parameters(Transformer(transformer_config(**changes), generator), generator)
 
 
 @torch.no_grad()
-def draw_zero_parameters(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draw all-zero parameters from N(0, 0.3² / fan_in)."""
+def draw_zero_parameters(model: Model, generator: torch.Generator) -> Model:
+    """Draw all-zero parameters from N(0, 0.3² / fan_in), and return the model."""
     for p in model.parameters():
         if not p.any():
             p.normal_(0.0, 0.3 * p.shape[-1] ** -0.5, generator=generator)
+    return model
 
 
 def make_byte_tokenizer() -> Tokenizer:
@@ -78,10 +71,8 @@ def write_token_shards(folder: Path, tokenizer: Tokenizer, *, documents: int = 6
     The first 5 documents are the `validation` split, the others `train`. `folder` also gets the tokenizer's files.
     """
     rng = np.random.default_rng(seed)
-    texts = [
-        "".join(c + c for c in rng.choice(list("abcdefgh"), rng.integers(40, 400))) for _ in range(documents)
-    ]
-    made = [make_document(text, i) for i, text in enumerate(texts)]
+    texts = [rng.choice(list("abcdefgh"), rng.integers(40, 400)) for _ in range(documents)]
+    made = [make_document("".join(np.repeat(text, 2)), i) for i, text in enumerate(texts)]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
     write_shards(made[5:], tokenizer, folder, "train")

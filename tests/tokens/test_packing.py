@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,41 @@ from whorl.tokens.loader import TokenBatch, TokenProducer, open_batches
 from whorl.tokens.packing import pack
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
+
+TEXTS = [" ".join(map(str, range(i, i + 5 + i % 37))) for i in range(80)]
+TOKENIZER = Tokenizer.train(TEXTS, 300)
+
+
+def write(folder: Path, texts: list[str], split: str = "train", shard_tokens: int = 1024) -> Any:
+    """Write a split; return its description."""
+    documents = [make_document(text, i) for i, text in enumerate(texts)]
+    folder.mkdir(exist_ok=True)
+    TOKENIZER.save(folder)
+    size = sum(d.n_bytes for d in documents)
+    config = TokensConfig(shard_tokens=shard_tokens)
+    return write_shards(documents, TOKENIZER, folder, split, config, total_bytes=size)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    write(folder, TEXTS)
+    return folder
+
+
+def read(folder: Path, n: int, **options: Any) -> list[dict[str, np.ndarray]]:
+    """Return copies of n batches of 4 rows of 16 tokens."""
+    settings: dict[str, Any] = {"seq_len": 16, "batch_size": 4, "seed": 3, "serial": True, **options}
+    copies = []
+    with open_batches(folder, "train", **settings) as batches:
+        for slot, _ in zip(batches, range(n), strict=False):
+            assert slot.length == slot.data.loss_mask.sum()
+            copies.append({name: np.copy(array) for name, array in vars(slot.data).items()})
+    return copies
+
+
+def same(a: list[dict[str, np.ndarray]], b: list[dict[str, np.ndarray]]) -> bool:
+    return all(np.array_equal(x[name], y[name]) for x, y in zip(a, b, strict=True) for name in x)
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,30 +85,17 @@ def test_pack_rejects_zero_seq_len() -> None:
         pack(np.zeros(1, np.int64), np.ones(1, np.int64), 0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokens")
-    rng = np.random.default_rng(0)
-    texts = [" ".join(map(str, rng.integers(0, 99, n))) for n in rng.integers(5, 300, 80)]
-    documents = [make_document(text, i) for i, text in enumerate(texts)]
-    tokenizer = Tokenizer.train(texts, 300)
-    tokenizer.save(folder)
-    size = sum(d.n_bytes for d in documents)
-    write_shards(documents, tokenizer, folder, "train", TokensConfig(shard_tokens=5000), total_bytes=size)
-    return folder
-
-
 def test_trace_finds_document_and_byte_of_token(folder: Path) -> None:
-    tokens, tokenizer = TokenSet(folder), Tokenizer.load(folder)
+    tokens = TokenSet(folder)
     stream = tokens.split("train")
     assert len(list(folder.glob("train-*.bin"))) > 1
     for number in (0, 7, 79):
         ids = stream.document(number)
         assert ids[0] == tokens.bos_id and ids[-1] == tokens.eos_id
-        trace = tokens.trace(int(stream.starts[number]) + 5, "train", tokenizer)
+        trace = tokens.trace(int(stream.starts[number]) + 5, "train", TOKENIZER)
         path = f"{number}.txt"
         assert (trace.document, trace.path) == (document_id("test", path, 0), path)
-        assert trace.text_offset == len(tokenizer.decode(ids[1:5]))
+        assert trace.text_offset == len(TOKENIZER.decode(ids[1:5]))
     with pytest.raises(DataError, match="no token"):
         tokens.trace(len(stream))
 
@@ -90,18 +113,6 @@ def test_truncated_shard_and_missing_split_raise(folder: Path, tmp_path: Path) -
         TokenSet(tmp_path)
 
 
-def records(folder: Path, n: int, *, start: int = 0, serial: bool = True) -> list[bytes]:
-    with open_batches(
-        folder, "train", seq_len=16, batch_size=4, seed=3, start=start, serial=serial
-    ) as batches:
-        return [
-            slot.data.tokens.tobytes()
-            + slot.data.loss_mask.tobytes()
-            + bytes([bool(slot.data.single_segment)])
-            for slot, _ in zip(batches, range(n), strict=False)
-        ]
-
-
 def test_order_is_permutation_and_resumes_anywhere(folder: Path) -> None:
     producer = TokenProducer(folder, "train", 16, 4, seed=3)
     n = producer.batches_per_epoch
@@ -113,14 +124,40 @@ def test_order_is_permutation_and_resumes_anywhere(folder: Path) -> None:
     mixed_batches = ~producer.rows.single_segment[first].all(1)
     assert mixed_batches.sum() == -(-len(mixed) // 4)  # and they share batches
     assert first.size > len(producer.rows) - 4
-    whole = records(folder, n + 5)
-    assert records(folder, 8, start=n - 3) == whole[n - 3 :]
-    assert records(folder, n + 5, serial=False) == whole
+    whole = read(folder, n + 5)
+    assert same(read(folder, 8, start=n - 3), whole[n - 3 :])
+    assert same(read(folder, n + 5, serial=False), whole)
+    assert not same(read(folder, n + 5, seed=4), whole)
+    flags = [bool(batch["single_segment"]) for batch in whole]
+    assert flags == [bool((batch["segment_ids"].max(axis=1) == 1).all()) for batch in whole]
+    assert set(flags) == {True, False}
+
+
+def test_batches_do_not_depend_on_shards(folder: Path, tmp_path: Path) -> None:
+    write(tmp_path, TEXTS, shard_tokens=1 << 20)
+    assert len(list(tmp_path.glob("train-*.bin"))) == 1
+    assert same(read(tmp_path, 30), read(folder, 30))
+
+
+def test_ranks_share_the_same_batches(folder: Path) -> None:
+    first, second = (read(folder, 30, rank=rank, world_size=2) for rank in (0, 1))
+    for a, b, whole in zip(first, second, read(folder, 30), strict=True):
+        assert np.array_equal(np.concatenate((a["tokens"], b["tokens"])), whole["tokens"])
 
 
 def test_split_smaller_than_batch_raises(folder: Path) -> None:
-    with (
-        pytest.raises(BudgetError, match="rows of 16 tokens"),
-        open_batches(folder, "train", seq_len=16, batch_size=10**6, serial=True) as batches,
-    ):
-        next(batches)
+    with pytest.raises(BudgetError, match="rows of 16 tokens"):
+        read(folder, 1, batch_size=10**6)
+
+
+def test_fingerprint_covers_ids_in_order(folder: Path, tmp_path: Path) -> None:
+    ours = TokenSet(folder).split("train").fingerprint
+    assert write(tmp_path / "same", TEXTS)["fingerprint"] == ours
+    assert write(tmp_path / "order", TEXTS[::-1])["fingerprint"] != ours
+    assert write(tmp_path / "letter", [*TEXTS[:-1], TEXTS[-1] + "!"])["fingerprint"] != ours
+
+
+def test_empty_split_can_be_written_and_read(tmp_path: Path) -> None:
+    write(tmp_path / "set", [], split="validation")
+    stream = TokenSet(tmp_path / "set").split("validation")
+    assert len(stream) == 0 and list(stream.iter_documents()) == []

@@ -33,16 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, names: str = "ab", **change: Any) -> StreamConfig:
     sources = [Source([str(folder / f"{n}.jsonl")]) for n in names]
-    return StreamConfig(
-        **{
-            "tokenizer": folder,
-            "sources": sources,
-            "seq_len": 32,
-            "block_bytes": 900,
-            "shuffle_bytes": 2700,
-            **change,
-        }
-    )
+    base = {"tokenizer": folder, "sources": sources, "seq_len": 32, "block_bytes": 900, "shuffle_bytes": 2700}
+    return StreamConfig(**{**base, **change})
+
+
+def stream(settings: StreamConfig, **options: Any) -> StreamBatches:
+    """A stream without workers, of batches of 8 rows unless `min_targets` is given."""
+    size = {} if "min_targets" in options else {"batch_size": 8}
+    return StreamBatches(settings, **{"workers": 0, **size, **options})
 
 
 def read(batches: StreamBatches, n: int) -> list[dict[str, torch.Tensor]]:
@@ -56,37 +54,31 @@ def same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> 
 
 
 def test_rows_do_not_depend_on_workers(folder: Path) -> None:
-    line = read(StreamBatches(config(folder), batch_size=8, workers=0), 25)
+    line = read(stream(config(folder)), 25)
     for workers in (1, 3):
-        assert same(line, read(StreamBatches(config(folder), batch_size=8, workers=workers), 25))
-    assert not same(line, read(StreamBatches(config(folder, seed=1), batch_size=8, workers=0), 25))
+        assert same(line, read(stream(config(folder), workers=workers), 25))
+    assert not same(line, read(stream(config(folder, seed=1)), 25))
 
 
-@pytest.mark.parametrize("size", [{"batch_size": 8}, {"min_targets": 150}])
+@pytest.mark.parametrize("size", [{}, {"min_targets": 150}])
 def test_stream_resumes_with_other_workers(folder: Path, size: dict[str, int]) -> None:
-    whole = read(StreamBatches(config(folder), workers=0, **size), 30)
-    for stop in (1, 7, 19):
-        first = StreamBatches(config(folder), workers=2, **size)
-        with first:
-            for _ in range(stop):
-                next(first)
+    whole = read(stream(config(folder), **size), 30)
+    for stop, before, after in ((1, 0, 0), (7, 2, 1), (19, 0, 0)):
+        first = stream(config(folder), workers=before, **size)
+        read(first, stop)
         state = json.loads(json.dumps(first.state))
-        rest = StreamBatches(config(folder), workers=1, state=state, **size)
+        rest = stream(config(folder), workers=after, state=state, **size)
         assert same(whole[stop:], read(rest, 30 - stop))
         assert rest.tokens_consumed == sum(int(b["loss_mask"].sum()) for b in whole)
 
 
 def test_ranks_share_each_batch(folder: Path) -> None:
-    whole = read(StreamBatches(config(folder), batch_size=8, workers=0), 6)
+    whole = read(stream(config(folder)), 6)
     for world in (2, 4):
-        parts = [
-            read(StreamBatches(config(folder), batch_size=8, workers=0, rank=r, world_size=world), 6)
-            for r in range(world)
-        ]
-        for number, batch in enumerate(whole):
-            assert all(
-                torch.equal(parts[r][number]["tokens"], batch["tokens"][r::world]) for r in range(world)
-            )
+        for rank in range(world):
+            own = read(stream(config(folder), rank=rank, world_size=world), 6)
+            for part, batch in zip(own, whole, strict=True):
+                assert torch.equal(part["tokens"], batch["tokens"][rank::world])
 
 
 def test_epoch_has_every_document_once(folder: Path) -> None:
@@ -95,15 +87,13 @@ def test_epoch_has_every_document_once(folder: Path) -> None:
     settings = config(folder, "a", shuffle_bytes=1)
     n_blocks = -(-(folder / "a.jsonl").stat().st_size // 900)
     found: list[str] = []
-    reader = StreamBatches(settings, batch_size=1, workers=0)
-    with reader:
+    with stream(settings, batch_size=1) as reader:
         while reader.state["record"] < n_blocks:
             row = next(reader)
             for segment in range(1, int(row["segment_ids"].max()) + 1):
                 selected = (row["segment_ids"] == segment) & row["loss_mask"]
-                found.append(
-                    tokenizer.decode(row["targets"][selected].tolist()).decode().removesuffix("<|eos|>")
-                )
+                text = tokenizer.decode(row["targets"][selected].tolist()).decode()
+                found.append(text.removesuffix("<|eos|>"))
     # Documents longer than a row are cut into chunks, so compare all text.
     assert sorted("".join(found)) == sorted("".join(texts))
     starts = {text.split()[0] for text in found if text.startswith("a")}
@@ -111,7 +101,7 @@ def test_epoch_has_every_document_once(folder: Path) -> None:
 
 
 def test_min_targets_is_met_by_fewest_rows(folder: Path) -> None:
-    for batch in read(StreamBatches(config(folder), min_targets=200, workers=0), 20):
+    for batch in read(stream(config(folder), min_targets=200), 20):
         per_row = batch["loss_mask"].sum(dim=1)
         assert int(per_row.sum()) >= 200 > int(per_row[:-1].sum())
 
@@ -121,9 +111,8 @@ def test_mixture_follows_moving_weights(folder: Path) -> None:
     fixed = Mixture(StreamConfig(folder, [Source(a, 3.0), Source(b, 1.0)], 32))
     share = np.mean([fixed.source_and_index(s)[0] == 0 for s in range(6000)])
     assert abs(share - 0.75) < 0.02
-    moving = Mixture(
-        StreamConfig(folder, [Source(a, 1.0, 0.0), Source(b, 0.0, 1.0)], 32, mixture_warmup_records=8000)
-    )
+    ends = [Source(a, 1.0, 0.0), Source(b, 0.0, 1.0)]
+    moving = Mixture(StreamConfig(folder, ends, 32, mixture_warmup_records=8000))
     sources = np.array([moving.source_and_index(s)[0] for s in range(9000)])
     assert sources[:800].mean() < 0.1 and abs(sources[3600:4400].mean() - 0.5) < 0.06 and sources[8000:].all()
     # Within a source, no record is skipped or repeated, for any start.
@@ -134,28 +123,22 @@ def test_mixture_follows_moving_weights(folder: Path) -> None:
 
 
 def test_resume_rejects_changed_data(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
+    path, settings = tmp_path / "a.jsonl", config(tmp_path, "a", tokenizer=folder)
     path.write_bytes((folder / "a.jsonl").read_bytes())
-    settings = config(folder, sources=[Source([str(path)])])
-    with StreamBatches(settings, batch_size=4, workers=0) as reader:
-        next(reader)
-        state = reader.state
+    reader = stream(settings)
+    read(reader, 1)
     path.write_bytes(path.read_bytes() + b'{"text": "one more"}\n')
     with pytest.raises(CheckpointError, match="the data or the settings of the stream changed"):
-        StreamBatches(settings, batch_size=4, workers=0, state=state)
+        stream(settings, state=reader.state)
 
 
 def test_unreadable_records_are_counted(folder: Path, tmp_path: Path) -> None:
     lines = (folder / "a.jsonl").read_text().splitlines(keepends=True)
     lines[5], lines[60] = "{broken\n", '{"no": "text"}\n'
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    with StreamBatches(
-        config(folder, sources=[Source([str(tmp_path / "a.jsonl")])], shuffle_bytes=180_000),
-        batch_size=4,
-        workers=0,
-    ) as reader:
-        next(reader)
-        assert reader.n_rejected >= 2
+    reader = stream(config(tmp_path, "a", tokenizer=folder, shuffle_bytes=180_000))
+    read(reader, 1)
+    assert reader.n_rejected >= 2
 
 
 def test_stream_rejects_impossible_settings(folder: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,14 +54,9 @@ def on_a_terminal(command: list[str], *, columns: int = 100, lines: int = 30, **
     process = subprocess.Popen(command, stdin=its, stdout=its, stderr=subprocess.STDOUT, env=environment)
     os.close(its)
     seen = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        seen += part
+    with suppress(OSError):  # the other end is closed
+        while part := os.read(ours, 65536):
+            seen += part
     os.close(ours)
     assert process.wait(timeout=60) == 0, seen.decode(errors="replace")
     return seen.decode(errors="replace")
@@ -88,15 +84,8 @@ def test_plot_any_length() -> None:
 
 def test_dashboard_on_terminal_shows_metrics_and_ends(tmp_path: Path) -> None:
     seen = on_a_terminal([sys.executable, "-c", SCRIPT, str(tmp_path)])
-    for expected in (
-        "pretrain, step",
-        "held-out",
-        "2.125 bits per byte",
-        "tokens/s",
-        "21,000",
-        "def add(a, b)",
-    ):
-        assert expected in seen, expected
+    for text in ("pretrain, step", "held-out", "2.125 bits per byte", "tokens/s", "21,000", "def add(a, b)"):
+        assert text in seen, text
     assert BRAILLE.search(seen)
     end = seen[seen.rindex("Training: ") :]
     assert "done" in end and not BRAILLE.search(end)  # removed when the step ends
@@ -125,10 +114,8 @@ def test_dashboard_enabled_needs_terminal(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_dashboard_render_is_cached_and_fast(tmp_path: Path) -> None:
-    progress = Progress(io.StringIO(), interactive=True)
-    board = Dashboard(progress)
-    run = Run(tmp_path, tensorboard=False, sinks=SafeSinks([board], print))
-    log = run.metrics("pretrain")
+    board = Dashboard(Progress(io.StringIO(), interactive=True))
+    log = Run(tmp_path, tensorboard=False, sinks=SafeSinks([board], print)).metrics("pretrain")
     for step in range(5000):
         board.write("pretrain", step, {"nll": 1.0 / (step + 1), "tokens_per_second": 1.0})
     assert len(board.losses) <= 4000
@@ -143,23 +130,22 @@ def test_dashboard_render_is_cached_and_fast(tmp_path: Path) -> None:
     assert board.render(100, 30) is None
 
 
-def test_dashboard_sample_cannot_move_cursor(tmp_path: Path) -> None:
+def drawn(*records: dict[str, float | str]) -> str:
+    """The dashboard's text after these records."""
     board = Dashboard(Progress(io.StringIO(), interactive=True))
-    board.write("pretrain", 1, {"nll": 1.0, "sample": "def f():\n\x1b[2Jx\r\tpass [bold]"})
-    drawn = board.render(100, 30)
-    assert (
-        drawn is not None
-        and "\x1b" not in drawn.plain
-        and "\r" not in drawn.plain
-        and "[bold]" in drawn.plain
-    )
+    for step, values in enumerate(records, start=1):
+        board.write("pretrain", step, values)
+    text = board.render(100, 30)
+    assert text is not None
+    return text.plain
 
 
-def test_dashboard_ignores_event_text(tmp_path: Path) -> None:
-    board = Dashboard(Progress.silent())
-    board.write("pretrain", 1, {"nll": 3.0, "sample": "def f():"})
-    board.write(
-        "pretrain", 2, {"event": "spike", "message": "the loss is 9", "documents": '[{"path": "a.txt"}]'}
-    )
-    drawn = board.render(100, 30)
-    assert drawn is not None and "def f():" in drawn.plain and "a.txt" not in drawn.plain
+def test_dashboard_sample_cannot_move_cursor() -> None:
+    text = drawn({"nll": 1.0, "sample": "def f():\n\x1b[2Jx\r\tpass [bold]"})
+    assert "\x1b" not in text and "\r" not in text and "[bold]" in text
+
+
+def test_dashboard_ignores_event_text() -> None:
+    event = {"event": "spike", "message": "the loss is 9", "documents": '[{"path": "a.txt"}]'}
+    text = drawn({"nll": 3.0, "sample": "def f():"}, event)
+    assert "def f():" in text and "a.txt" not in text

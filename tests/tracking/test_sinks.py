@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from whorl.errors import ConfigError
+from whorl.recipes.recipe import parse_recipe
 from whorl.tracking.run import Run
 from whorl.tracking.sinks import SafeSinks, parse_loggers
 
@@ -44,15 +45,13 @@ def calls(name: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     return heard
 
 
-def a_run(
-    folder: Path, texts: list[str], messages: list[str] | None = None, **tables: Any
-) -> tuple[Run, SafeSinks]:
-    sinks = SafeSinks(parse_loggers(texts, tables), (messages if messages is not None else []).append)
+def a_run(folder: Path, *texts: str, **tables: Any) -> tuple[Run, SafeSinks]:
+    sinks = SafeSinks(parse_loggers(texts, tables), print)
     return Run(folder, config={"name": "mine", "steps": {}}, tensorboard=False, sinks=sinks), sinks
 
 
 def test_wandb_receives_records_per_step_axis(fakes: Path, tmp_path: Path) -> None:
-    run, sinks = a_run(tmp_path / "run", ["wandb:entity=us"], wandb={"tags": ["small"]})
+    run, sinks = a_run(tmp_path / "run", "wandb:entity=us", wandb={"tags": ["small"]})
     assert "wandb" not in sys.modules  # imported with the first record
     with run.metrics("pretrain") as log:
         log.write(1, {"nll": 4.0, "sample": "def f"})
@@ -66,16 +65,16 @@ def test_wandb_receives_records_per_step_axis(fakes: Path, tmp_path: Path) -> No
     assert second == ("log", ({"pretrain/nll": 3.0, "pretrain/step": 2},), {})
     assert finish[0] == "finish"
 
-    again, _ = a_run(tmp_path / "run", ["wandb"])
+    again, _ = a_run(tmp_path / "run", "wandb")
     again.metrics("pretrain", resume_at=2).write(2, {"nll": 3.0})
     assert calls("wandb")[0][2]["id"] == init[2]["id"]  # the same run folder continues its curves
-    other, _ = a_run(tmp_path / "elsewhere" / "run", ["wandb"])
+    other, _ = a_run(tmp_path / "elsewhere" / "run", "wandb")
     other.metrics("pretrain").write(1, {"nll": 3.0})
     assert calls("wandb")[0][2]["id"] != init[2]["id"]
 
 
 def test_trackio_receives_numbers(fakes: Path, tmp_path: Path) -> None:
-    run, sinks = a_run(tmp_path / "run", ["trackio:project=other"])
+    run, sinks = a_run(tmp_path / "run", "trackio:project=other")
     with run.metrics("pretrain") as log:
         log.write(1, {"nll": 4.0, "sample": "def f"})
         log.write(1, {"sample": "def g"})
@@ -87,7 +86,7 @@ def test_trackio_receives_numbers(fakes: Path, tmp_path: Path) -> None:
 
 
 def test_sink_not_imported_without_records(fakes: Path, tmp_path: Path) -> None:
-    _, sinks = a_run(tmp_path / "run", ["wandb"])
+    _, sinks = a_run(tmp_path / "run", "wandb")
     sinks.close()
     assert "wandb" not in sys.modules
 
@@ -95,45 +94,33 @@ def test_sink_not_imported_without_records(fakes: Path, tmp_path: Path) -> None:
 class Broken:
     name = "broken"
 
-    def __init__(self, works_after: int = 99) -> None:
+    def __init__(self, works_after: int) -> None:
         self.heard, self.works_after = 0, works_after
 
-    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        pass
+    def start(self, folder: Path, config: Mapping[str, Any]) -> None: ...
+    def end_step(self, step_name: str) -> None: ...
+    def close(self) -> None: ...
 
     def write(self, step_name: str, step: int, values: Mapping[str, float | str]) -> None:
         self.heard += 1
         if self.heard <= self.works_after:
             raise ConnectionError("no route")
 
-    def end_step(self, step_name: str) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-def test_failing_sink_is_logged_then_disabled(tmp_path: Path) -> None:
-    messages: list[str] = []
-    broken = Broken()
-    sinks = SafeSinks([broken], messages.append)
-    run = Run(tmp_path, tensorboard=False, sinks=sinks)
+@pytest.mark.parametrize(
+    ("works_after", "heard", "words"), [(99, 5, ["no route", "is disabled"]), (3, 20, ["no route"])]
+)
+def test_failing_sink_is_disabled_unless_it_recovers(
+    tmp_path: Path, works_after: int, heard: int, words: list[str]
+) -> None:
+    messages, broken = list[str](), Broken(works_after)
+    run = Run(tmp_path, tensorboard=False, sinks=SafeSinks([broken], messages.append))
     with run.metrics("pretrain") as log:
         for step in range(20):
             log.write(step, {"nll": 1.0})
-    assert broken.heard == 5
-    assert len(messages) == 2 and "no route" in messages[0] and "is disabled" in messages[1]
+    assert broken.heard == heard
+    assert all(word in message for word, message in zip(words, messages, strict=True))
     assert len(list(run.read_metrics("pretrain"))) == 20  # the folder is complete
-
-
-def test_sink_recovers_after_short_failure(tmp_path: Path) -> None:
-    messages: list[str] = []
-    shaky = Broken(works_after=3)
-    run = Run(tmp_path, tensorboard=False, sinks=SafeSinks([shaky], messages.append))
-    with run.metrics("pretrain") as log:
-        for step in range(20):
-            log.write(step, {"nll": 1.0})
-    assert shaky.heard == 20 and len(messages) == 1
 
 
 def test_parse_loggers_invalid_raises(fakes: Path) -> None:
@@ -157,13 +144,9 @@ def test_sinks_import_nothing_by_default() -> None:
 
 
 def test_recipe_log_table_keeps_address() -> None:
-    from whorl.recipes.recipe import parse_recipe
-
     text = 'name = "tiny"\n[steps.ingest]\nsources = ["notes"]\n'
-    plain, with_log = (
-        parse_recipe(text, "t.toml"),
-        parse_recipe(text + '[log.wandb]\nproject = "p"\n', "t.toml"),
-    )
+    logged = text + '[log.wandb]\nproject = "p"\n'
+    plain, with_log = (parse_recipe(each, "t.toml") for each in (text, logged))
     assert with_log.log == {"wandb": {"project": "p"}} and plain.to_json() == with_log.to_json()
     assert with_log.with_ancestors("ingest").log == with_log.log
     with pytest.raises(ConfigError, match="log"):

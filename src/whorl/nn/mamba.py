@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.short_conv import ShortConvolution, ShortConvState
+from whorl.nn.eager import eager_only
 from whorl.nn.linear import Linear
 from whorl.nn.recurrent import document_starts, upcast
 
@@ -87,7 +88,7 @@ def selective_scan(
     return out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would write the loop out, T times
+@eager_only  # a compiler would write the loop out, T times
 def _scan(
     x: Tensor,
     delta: Tensor,

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError, one_of
+from whorl.nn.eager import eager_only
 from whorl.nn.linear import Linear
 
 RecurrentBackend = Literal["auto", "loop", "fused"]
@@ -169,7 +170,7 @@ class Recurrent(nn.Module):
             torch.zeros(batch, self.d_hidden, dtype=dtype, device=device) for _ in range(self.n_hidden_states)
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would write the loop out, T times
+    @eager_only  # a compiler would write the loop out, T times
     def _run_sequence(
         self, x: Tensor, memory: tuple[Tensor, ...], begins: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:

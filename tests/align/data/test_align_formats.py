@@ -13,30 +13,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from whorl.align.data import (
-    Conversation,
-    Preference,
-    Quarantine,
-    UnpairedPreference,
-    conversations,
-    pairs,
-    preferences,
-    tasks,
-    unpaired,
-)
-from whorl.align.data.formats import (
-    to_conversation,
-    to_preference,
-    to_prompt_completion,
-    to_task,
-    to_unpaired_preference,
-)
+from whorl.align import data
+from whorl.align.data import Conversation, Preference, Quarantine, UnpairedPreference, formats
+from whorl.align.data.formats import to_conversation, to_preference, to_prompt_completion, to_task
 from whorl.align.data.quarantine import REASONS, BadRecordError
 from whorl.align.data.read import records
 from whorl.errors import DataError
 
 U, A = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}
 OTHER = {"role": "assistant", "content": "what?"}
+PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+ASKED = "\n\nHuman: hi\n\nAssistant:"
+to_unpaired = formats.to_unpaired_preference
 
 
 def write(path: Path, *values: object) -> Path:
@@ -52,12 +40,7 @@ def write(path: Path, *values: object) -> Path:
         {"instruction": "hello", "input": "", "output": "good day"},
         {"prompt": "hello", "completion": "good day"},
         {"prompt": [U], "completion": [A]},
-        {
-            "messages": [
-                {**U, "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
-                A,
-            ]
-        },
+        {"messages": [{**U, "content": PARTS}, A]},
         {"messages": [{**U, "name": None}, {**A, "tool_calls": None}], "prompt": None},
     ],
 )
@@ -79,14 +62,8 @@ def test_to_conversation_keeps_input_and_system() -> None:
     [
         ({"prompt": "p", "chosen": " a", "rejected": " b"}, ("p", " a", " b")),
         ({"prompt": "p", "chosen": "p a", "rejected": "p b"}, ("p", " a", " b")),
-        (
-            {"chosen": "The sky is blue.", "rejected": "The sky is black."},
-            ("The sky is", " blue.", " black."),
-        ),
-        (
-            {"chosen": "\n\nHuman: hi\n\nAssistant: I am", "rejected": "\n\nHuman: hi\n\nAssistant: I can"},
-            ("\n\nHuman: hi\n\nAssistant:", " I am", " I can"),
-        ),
+        ({"chosen": "The sky is dim.", "rejected": "The sky is dark."}, ("The sky is", " dim.", " dark.")),
+        ({"chosen": f"{ASKED} I am", "rejected": f"{ASKED} I can"}, (ASKED, " I am", " I can")),
         ({"prompt": [U], "chosen": [A], "rejected": [OTHER]}, ((U,), (A,), (OTHER,))),
         ({"chosen": [U, A], "rejected": [U, OTHER]}, ((U,), (A,), (OTHER,))),
         ({"prompt": [U], "chosen": [U, A], "rejected": [U, OTHER]}, ((U,), (A,), (OTHER,))),
@@ -102,12 +79,9 @@ def test_to_preference_accepts_every_format(record: dict[str, Any], expected: tu
 
 
 def test_other_formats_are_converted() -> None:
-    assert to_unpaired_preference({"prompt": "p", "completion": "c", "label": False}) == UnpairedPreference(
-        "p", "c", False
-    )
-    assert to_unpaired_preference({"prompt": [U], "completion": [A], "label": 1}) == UnpairedPreference(
-        (U,), (A,), True
-    )
+    bad, good = ({"prompt": "p", "completion": "c"}, {"prompt": [U], "completion": [A]})
+    assert to_unpaired({**bad, "label": False}) == UnpairedPreference("p", "c", False)
+    assert to_unpaired({**good, "label": 1}) == UnpairedPreference((U,), (A,), True)
     pair = to_prompt_completion({"prompt": None, "completion": "c"})
     assert (pair.prompt, pair.completion) == ("", "c")
     task = to_task({"id": 7, "prompt": "1+1=", "verifier": "exact", "answer": 2, "difficulty": 3})
@@ -136,7 +110,7 @@ def test_other_formats_are_converted() -> None:
         (to_preference, {"chosen": "left", "rejected": "right"}, "no_prompt", ""),
         (to_preference, {"prompt": "p", "chosen": "a", "rejected": 3}, "bad_field", "rejected"),
         (to_preference, {"prompt": "p", "chosen": "p", "rejected": "p b"}, "empty", "chosen"),
-        (to_unpaired_preference, {"prompt": "p", "completion": "c", "label": "yes"}, "bad_field", "label"),
+        (to_unpaired, {"prompt": "p", "completion": "c", "label": "yes"}, "bad_field", "label"),
         (to_task, {"prompt": "p"}, "bad_field", "verifier"),
         (to_task, {"prompt": "p", "messages": [U], "verifier": "exact"}, "bad_field", "messages"),
     ],
@@ -154,16 +128,12 @@ def test_preference_rejects_invalid_fields() -> None:
         Preference("p", (A,), (OTHER,))
 
 
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats()
+WORDS = st.sampled_from(["", " ", "user", "gpt", "a", "b\ud800"])
+KEYS = st.sampled_from(["role", "content", "from", "value", "x"])
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["", " ", "user", "gpt", "a", "b\ud800"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "x"]), inner, max_size=3)
-    ),
+    SCALARS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
 FIELDS = (
@@ -174,7 +144,7 @@ FIELDS = (
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # drawing is slow on a busy machine
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=5))
 def test_any_record_converts_or_raises_bad_record(record: dict[str, Any]) -> None:
-    for shape in (to_conversation, to_prompt_completion, to_preference, to_unpaired_preference, to_task):
+    for shape in (to_conversation, to_prompt_completion, to_preference, to_unpaired, to_task):
         try:
             found = shape(record)
         except BadRecordError as error:
@@ -184,22 +154,15 @@ def test_any_record_converts_or_raises_bad_record(record: dict[str, Any]) -> Non
 
 
 def test_quarantine_stores_file_line_and_field(tmp_path: Path) -> None:
-    path = tmp_path / "some.jsonl"
     good = {"prompt": "p", "chosen": "a", "rejected": "b"}
     rows = [good, {**good, "rejected": "a"}, {**good, "chosen": 3}, [1], good, {**good, "rejected": "a"}]
-    write(path, *rows)
+    path = write(tmp_path / "some.jsonl", *rows)
     with path.open("ab") as stream:
         stream.write(b'\n{"prompt": \n\xff\xfe\n')
     quarantine = Quarantine(tmp_path / "quarantine.jsonl", max_kept=2)
-    found = list(preferences(path, quarantine))
-    assert [p.id for p in found] == ["some.jsonl:1", "some.jsonl:5"]
-    assert quarantine.summary() == {
-        "accepted": 2,
-        "identical": 2,
-        "bad_json": 2,
-        "bad_field": 1,
-        "bad_text": 1,
-    }
+    assert [p.id for p in data.preferences(path, quarantine)] == ["some.jsonl:1", "some.jsonl:5"]
+    counts = {"accepted": 2, "identical": 2, "bad_json": 2, "bad_field": 1, "bad_text": 1}
+    assert quarantine.summary() == counts
     assert len(quarantine) == 6 and len(quarantine.rejected) == 2
     kept = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert [k["line"] for k in kept] == [2, 3, 4, 6, 8, 9]
@@ -210,75 +173,61 @@ def test_quarantine_stores_file_line_and_field(tmp_path: Path) -> None:
 def test_same_records_from_every_file_type(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"messages": [U, {**A, "content": f"answer {i}"}]} for i in range(5)]
-    write(tmp_path / "a.jsonl", *rows)
-    data = (tmp_path / "a.jsonl").read_bytes()
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(data))
+    plain = write(tmp_path / "a.jsonl", *rows).read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
     with pa.CompressedOutputStream(str(tmp_path / "c.jsonl.zst"), "zstd") as stream:
-        stream.write(data)
+        stream.write(plain)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
     (tmp_path / "e.json").write_text(json.dumps(rows))
     made = datasets.Dataset.from_list(rows)
     made.save_to_disk(tmp_path / "alone", num_shards=2)
     datasets.DatasetDict({"train": made, "test": made.select([4])}).save_to_disk(tmp_path / "split")
-    places = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.json", "alone", "split"]
-    for place in places:
+    for place in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.json", "alone", "split"):
         quarantine = Quarantine()
-        found = [c.messages for c in conversations(tmp_path / place, quarantine)]
-        assert found == [(U, {**A, "content": f"answer {i}"}) for i in range(5)], place
-        assert not len(quarantine)
-    assert len(list(conversations(tmp_path / "split", Quarantine(), split="test"))) == 1
+        found = [list(c.messages) for c in data.conversations(tmp_path / place, quarantine)]
+        assert found == [row["messages"] for row in rows] and not len(quarantine), place
+    assert len(list(data.conversations(tmp_path / "split", Quarantine(), split="test"))) == 1
     with pytest.raises(DataError, match="no split 'valid'"):
-        list(conversations(tmp_path / "split", Quarantine(), split="valid"))
+        list(data.conversations(tmp_path / "split", Quarantine(), split="valid"))
 
 
-def test_damaged_and_oversized_files(tmp_path: Path) -> None:
+def test_damaged_files_give_records_before_damage(tmp_path: Path) -> None:
     rows = [{"prompt": "p" * 50, "completion": str(i * 7919)} for i in range(2000)]
-    data = gzip.compress(write(tmp_path / "x.jsonl", *rows).read_bytes())
-    (tmp_path / "cut.jsonl.gz").write_bytes(data[: len(data) // 2])
+    raw = gzip.compress(write(tmp_path / "x.jsonl", *rows).read_bytes())
+    (tmp_path / "cut.jsonl.gz").write_bytes(raw[: len(raw) // 2])
     quarantine = Quarantine()
-    found = list(pairs(tmp_path / "cut.jsonl.gz", quarantine))
-    assert 0 < len(found) < 2000
-    assert [p.completion for p in found] == [str(i * 7919) for i in range(len(found))]
+    found = [p.completion for p in data.pairs(tmp_path / "cut.jsonl.gz", quarantine)]
+    assert 0 < len(found) < 2000 and found == [row["completion"] for row in rows[: len(found)]]
     assert set(quarantine.counts) <= {"damaged", "bad_json"} and quarantine.counts["damaged"] == 1
 
-    long = tmp_path / "long.jsonl"
-    long.write_bytes(b'{"a": "' + b"x" * 5000 + b'"}\n{"a": 1}\n')
-    seen = [(line, type(r).__name__) for _, line, r in records(long, longest=1000)]
-    assert seen == [(1, "BadRecordError"), (2, "dict")]
-
-    table = pa.table({"prompt": ["p"] * 300, "completion": ["c"] * 300})
-    pq.write_table(table, tmp_path / "t.parquet")
-    raw = (tmp_path / "t.parquet").read_bytes()
-    (tmp_path / "t.parquet").write_bytes(raw[: len(raw) // 2])
+    table = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"prompt": ["p"] * 300, "completion": ["c"] * 300}), table)
+    table.write_bytes(table.read_bytes()[: table.stat().st_size // 2])
     with pytest.raises(DataError, match="no usable record"):
-        list(pairs(tmp_path / "t.parquet", Quarantine()))
+        list(data.pairs(table, Quarantine()))
+
+
+LONG = b'{"a": "' + b"x" * 99 + b'"}'
+LINES = st.sampled_from([b"", b" ", b"{}", b'{"a": 1}', b"[]", b"\xff", b"{", LONG])
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=60)
-@given(
-    lines=st.lists(
-        st.sampled_from([b"", b" ", b"{}", b'{"a": 1}', b"[]", b"\xff", b"{", b"x" * 99])
-        | st.binary(max_size=9)
-    )
-)
+@given(lines=st.lists(LINES | st.binary(max_size=9)))
 def test_every_line_is_record_or_rejected(tmp_path: Path, lines: list[bytes]) -> None:
     lines = [line.replace(b"\n", b"") for line in lines]
     path = tmp_path / "any.jsonl"
     path.write_bytes(b"\n".join(lines))
     found = [(line, isinstance(r, dict)) for _, line, r in records(path, longest=50)]
-    assert [line for line, _ in found] == [
-        n for n, line in enumerate(lines, 1) if line and not line.isspace()
-    ]
-    for n, good in found:
-        assert good == (lines[n - 1].strip().startswith(b"{") and lines[n - 1].strip().endswith(b"}"))
+    kept = [(n, line.strip()) for n, line in enumerate(lines, 1) if line and not line.isspace()]
+    assert found == [(n, line[:1] == b"{" and line[-1:] == b"}" and line != LONG) for n, line in kept]
 
 
 def test_readers_reject_wrong_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        list(tasks(tmp_path / "none.jsonl", Quarantine()))
+        list(data.tasks(tmp_path / "none.jsonl", Quarantine()))
     (tmp_path / "a.csv").write_text("a,b\n")
     with pytest.raises(DataError, match="no readable records"):
-        list(tasks(tmp_path / "a.csv", Quarantine()))
+        list(data.tasks(tmp_path / "a.csv", Quarantine()))
     path = write(tmp_path / "j.jsonl", {"question": "x"})
     with pytest.raises(DataError, match=r"unknown_shape 1[\s\S]*j.jsonl, line 1"):
-        list(unpaired(path, Quarantine()))
+        list(data.unpaired(path, Quarantine()))

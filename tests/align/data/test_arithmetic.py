@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,54 +20,40 @@ def numbers(problem: ArithmeticProblem) -> list[int]:
     return [n.value for n in ast.walk(ast.parse(problem.expression)) if isinstance(n, ast.Constant)]
 
 
-def test_problems_match_python_evaluation() -> None:
+def walk(node: ast.expr, steps: list[str]) -> int:
+    """Append the steps of Python's tree of an expression, evaluated left first; return its value."""
+    if isinstance(node, ast.Constant):
+        return int(node.value)
+    assert isinstance(node, ast.BinOp)
+    a, b = walk(node.left, steps), walk(node.right, steps)
+    sign = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
+    value = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    steps.append(f"{a}{sign}{b}={value}" if b >= 0 else f"{a}{sign}({b})={value}")
+    return value
+
+
+def test_problems_follow_tree_with_minimal_brackets() -> None:
     seen = Counter[int]()
     for problem in Arithmetic(3, EVERY).problems(0, 4000):
         level = LEVELS[problem.level]
         seen[problem.level] += 1
-        assert eval(problem.expression) == problem.answer
-        assert len(problem.steps) == len(level.digits) - 1
-        for step in problem.steps:
-            said, result = step.split("=")
-            assert eval(said) == int(result)
+        tree, steps = ast.parse(problem.expression, mode="eval").body, list[str]()
+        assert walk(tree, steps) == eval(problem.expression) == problem.answer
+        assert tuple(steps) == problem.steps and len(steps) == len(level.digits) - 1
+        assert ast.unparse(tree).replace(" ", "") == problem.expression  # writes only needed brackets
         assert written_solution(problem).splitlines()[-1] == f"#### {problem.answer}"
-        assert int(problem.steps[-1].split("=")[1]) == problem.answer
         assert sorted(len(str(n)) for n in numbers(problem)) == sorted(level.digits)
         assert level.brackets or "(" not in problem.expression
         assert not set(problem.expression) - set("0123456789()" + level.operators)
     assert set(seen) == set(EVERY) and min(seen.values()) > 4000 / len(LEVELS) * 0.75
 
 
-def test_steps_follow_tree_and_brackets_are_minimal() -> None:
-    """Python's tree of the expression, evaluated left first, gives the same steps."""
-
-    def walk(node: ast.expr, steps: list[str]) -> int:
-        if isinstance(node, ast.Constant):
-            return int(node.value)
-        assert isinstance(node, ast.BinOp)
-        a, b = walk(node.left, steps), walk(node.right, steps)
-        sign = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
-        value = {"+": a + b, "-": a - b, "*": a * b}[sign]
-        steps.append(f"{a}{sign}{b}={value}" if b >= 0 else f"{a}{sign}({b})={value}")
-        return value
-
-    for problem in Arithmetic(1, {5: 1, 6: 1, 7: 1, 9: 1}).problems(0, 1000):
-        tree = ast.parse(problem.expression, mode="eval").body
-        steps: list[str] = []
-        walk(tree, steps)
-        assert tuple(steps) == problem.steps
-        assert (
-            ast.unparse(tree).replace(" ", "") == problem.expression
-        )  # `unparse` writes only needed brackets
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**70), st.integers(0, 10**12), st.integers(1, 40), st.booleans())
 def test_problem_depends_on_seed_and_index_only(seed: int, start: int, n: int, held_out: bool) -> None:
     source = Arithmetic(seed, EVERY)
-    together = source.problems(start, n, held_out=held_out)
     alone = [source.problems(start + i, 1, held_out=held_out)[0] for i in range(n)]
-    assert together == alone
+    assert source.problems(start, n, held_out=held_out) == alone
 
 
 def test_problems_differ_by_seed_and_stay_fixed() -> None:
@@ -96,8 +83,7 @@ def test_held_out_problems_never_occur_in_training() -> None:
 
 def test_distinct_problems_and_too_few_problems() -> None:
     source = Arithmetic(0, {0: 1})
-    few = source.distinct(5)
-    assert len({p.expression for p in few}) == 5
+    assert len({p.expression for p in source.distinct(5)}) == 5
     with pytest.raises(DataError, match="distinct problems"):
         source.distinct(82)
     with pytest.raises(DataError, match="no held-out problem"):
@@ -113,10 +99,8 @@ def test_task_pair_and_conversation_agree() -> None:
     assert chat.messages[-1]["content"] == pair.completion == written_solution(problem)
     assert source.task(problem, chat=True).messages == chat.messages[:-1]
     assert plain.task(problem).verifier == "exact"
-    assert (
-        plain.prompt_completion(problem).prompt + plain.prompt_completion(problem).completion
-        == f"{problem.expression}={problem.answer}"
-    )
+    short = plain.prompt_completion(problem)
+    assert short.prompt + short.completion == f"{problem.expression}={problem.answer}"
 
 
 def test_arithmetic_rejects_invalid_arguments() -> None:
@@ -128,11 +112,9 @@ def test_arithmetic_rejects_invalid_arguments() -> None:
 
 
 def test_hash_draws_are_uniform() -> None:
-    import numpy as np
-
-    bits = np.unpackbits(hash_draws(0, np.arange(4096, dtype=np.uint64), 0, 4).view(np.uint8))
-    assert abs(bits.mean() - 0.5) < 0.005
-    assert len(np.unique(hash_draws(0, np.arange(4096, dtype=np.uint64), 0, 4))) == 4 * 4096
+    draws = hash_draws(0, np.arange(4096, dtype=np.uint64), 0, 4)
+    assert abs(np.unpackbits(draws.view(np.uint8)).mean() - 0.5) < 0.005
+    assert len(np.unique(draws)) == 4 * 4096
 
 
 def test_digit_by_digit_solution_is_correct() -> None:
@@ -142,19 +124,14 @@ def test_digit_by_digit_solution_is_correct() -> None:
     for problem in source.problems(0, 2000):
         *steps, last = source.solution(problem).split("\n")
         assert last == f"#### {problem.answer}"
-        for step in steps:
-            if ":" not in step:
-                assert "*" in step
-                continue
+        assert all("*" in step for step in steps if ":" not in step)
+        for step in (step for step in steps if ":" in step):
             asked, rest = step.split(":")
             columns, value = rest.split(";")
             assert eval(asked) == int(value)
-            digits = ""
-            for column in columns.split(","):
-                left, right = column.split("=")
-                assert eval(left) == int(right)
-                digits = f"{int(right) % 10}{digits}"
-                carried += "+1" in left or "-1" in left
-            lead = int(columns.rsplit("=", 1)[1]) // 10
-            assert abs(int(value)) == int(f"{lead or ''}{digits}"), step
+            sides = [column.split("=") for column in columns.split(",")]
+            assert all(eval(left) == int(right) for left, right in sides)
+            carried += sum("+1" in left or "-1" in left for left, _ in sides)
+            last, *lower = [int(right) for _, right in sides][::-1]
+            assert abs(int(value)) == int(f"{last}" + "".join(str(n % 10) for n in lower)), step
     assert carried > 500

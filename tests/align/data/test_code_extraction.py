@@ -9,22 +9,18 @@ import heapq
 import statistics
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from whorl.align.data.code.bug_injection import BUG_KINDS, bug_preferences, inject_bug, split_pairs
-from whorl.align.data.code.functions import (
-    PythonFunction,
-    SourceText,
-    extract_functions,
-    python_files,
-    split_of,
-)
+from whorl.align.data.code.functions import PythonFunction, extract_functions, python_files, split_of
 from whorl.align.data.code.tasks import CodeTask, compile_tasks, doctest_tasks, filter_solvable
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify.task import Verdict, VerifiableTask
 
+Sources = list[tuple[str, str]]  # name and text of each file
 MODULE = '''\
 import math
 from math import sqrt as root, floor
@@ -73,20 +69,21 @@ left
 
 
 @pytest.fixture(scope="module")
-def real() -> list[SourceText]:
-    return [
-        (m.__name__ + ".py", Path(m.__file__).read_text()) for m in (statistics, textwrap, heapq, difflib)
-    ]
+def real() -> Sources:
+    modules = (statistics, textwrap, heapq, difflib)
+    return [(m.__name__ + ".py", Path(m.__file__).read_text()) for m in modules]
 
 
 @pytest.fixture(scope="module")
-def found(real: list[SourceText]) -> list[PythonFunction]:
+def found(real: Sources) -> list[PythonFunction]:
     return extract_functions([*real, ("made.py", MODULE)])
 
 
-def run_examples(
-    tasks: list[VerifiableTask] | tuple[VerifiableTask, ...], completions: list[str]
-) -> list[Verdict]:
+def named(found: list[PythonFunction], name: str) -> PythonFunction:
+    return next(f for f in found if f.name == name)
+
+
+def run_examples(tasks: Sequence[VerifiableTask], completions: list[str]) -> list[Verdict]:
     """Run trusted code in this process and return verdicts."""
     verdicts = []
     for task, completion in zip(tasks, completions, strict=True):
@@ -103,11 +100,10 @@ def run_examples(
 
 
 def test_extract_functions_split_is_lossless(found: list[PythonFunction]) -> None:
-    wide = next(f for f in found if f.name == "wide")
+    wide, opened = named(found, "wide"), named(found, "open")
     assert wide.header.startswith("@staticmethod\ndef wide(a, b=2):\n") and wide.header.endswith('    """\n')
     assert wide.body.startswith("    # a comment") and wide.body.endswith('\n\n    return "no"\n')
     assert wide.header + wide.body in MODULE and wide.is_top
-    opened = next(f for f in found if f.name == "open")
     assert opened.header.startswith("def open(self, how):\n    ") and not opened.is_top
     assert textwrap.indent(opened.header + opened.body, "    ") in MODULE
     assert "nothing" not in {f.name for f in found}
@@ -121,27 +117,22 @@ def test_extract_functions_split_is_lossless(found: list[PythonFunction]) -> Non
 
 def test_extract_functions_skips_dedented_string() -> None:
     skipped = Counter[str]()
-    inside = "class A:\n" + textwrap.indent(
-        MODULE[MODULE.index("def skewed") :], "    ", lambda line: line != "left\n"
-    )
+    method = MODULE[MODULE.index("def skewed") :]
+    inside = "class A:\n" + textwrap.indent(method, "    ", lambda line: line != "left\n")
     assert extract_functions([("a.py", inside)], skipped=skipped) == [] and skipped == {"not_indented": 1}
 
 
 def test_extract_functions_skips_copies() -> None:
-    copy = (
-        MODULE.replace("# a comment of two words", "# else")
-        .replace("a, b=2", "a,  b=2")
-        .replace("Open the", "Opens a")
-    )
+    copy = MODULE.replace("# a comment of two words", "# else")
+    copy = copy.replace("a, b=2", "a,  b=2").replace("Open the", "Opens a")
     skipped = Counter[str]()
     both = extract_functions([("one.py", MODULE), ("two.py", copy)], skipped=skipped)
     assert len(both) == len(extract_functions([("one.py", MODULE)])) and skipped["copy"] == len(both)
 
 
-def test_extract_functions_order_depends_on_seed(real: list[SourceText]) -> None:
-    one, again = extract_functions(real, seed=1), extract_functions(real[::-1], seed=1)
-    other = extract_functions(real, seed=2)
-    assert one == again
+def test_extract_functions_order_depends_on_seed(real: Sources) -> None:
+    one, other = extract_functions(real, seed=1), extract_functions(real, seed=2)
+    assert one == extract_functions(real[::-1], seed=1)
     assert [f.id for f in one] != [f.id for f in other] and {f.name for f in one} == {f.name for f in other}
 
 
@@ -154,11 +145,11 @@ def test_split_of_is_stable() -> None:
 
 
 def test_function_as_pair_and_conversation(found: list[PythonFunction]) -> None:
-    wide = next(f for f in found if f.name == "wide")
-    assert wide.prompt_completion().prompt + wide.prompt_completion().completion == wide.header + wide.body
-    asked, said = wide.conversation().messages
+    wide = named(found, "wide")
+    pair, (asked, said) = wide.prompt_completion(), wide.conversation().messages
+    assert pair.prompt + pair.completion == wide.header + wide.body
     assert wide.header in asked["content"] and ast.parse(said["content"])
-    assert wide.prompt_completion().source == "made.py" and wide.prompt_completion().id == "made.py:9:wide"
+    assert pair.source == "made.py" and pair.id == "made.py:9:wide"
 
 
 def test_doctest_tasks_include_needed_context() -> None:
@@ -173,45 +164,31 @@ def test_doctest_tasks_include_needed_context() -> None:
     assert not run_examples([mined.task], ["    return 3\n"])[0].passed
 
 
-def test_doctest_tasks_are_solved_by_own_bodies(real: list[SourceText]) -> None:
-    skipped = Counter[str]()
-    mined = doctest_tasks(real, skipped=skipped)
+def test_doctest_tasks_are_solved_by_own_bodies(real: Sources) -> None:
+    mined = doctest_tasks(real)
     kept, lost = filter_solvable(mined, run_examples)
-    assert len(kept) >= 10 and len(kept) + lost.total() == len(mined)
-    assert len(kept) >= 0.8 * len(mined)
-    emptied, why = filter_solvable(
-        [CodeTask(m.task, "    return None\n", m.file) for m in kept], run_examples
-    )
+    assert len(kept) >= max(10, 0.8 * len(mined)) and len(kept) + lost.total() == len(mined)
+    wrong = [CodeTask(m.task, "    return None\n", m.file) for m in kept]
+    emptied, why = filter_solvable(wrong, run_examples)
     assert not emptied and why["failed"]
-    given = [Verdict(1.0, True, "passed")] * len(kept)
-    assert filter_solvable(kept, lambda tasks, completions: given) == (
-        [],
-        {"passes without an answer": len(kept)},
-    )
+    given, n = [Verdict(1.0, True, "passed")] * len(kept), len(kept)
+    assert filter_solvable(kept, lambda tasks, completions: given) == ([], {"passes without an answer": n})
     assert [m.task.id for m in doctest_tasks(real[::-1])] == [m.task.id for m in mined]
 
 
-ALONE = '''\
-from .x import y
-def f(a):
-    """Give y of a, whatever it is.
-
-    >>> f(1)
-    2
-    """
-    return y(a)
-'''
-
-
 def test_doctest_tasks_count_skipped_functions() -> None:
-    huge = ALONE.replace("from .x import y", "y = [" + "1, " * 2000 + "]").replace("f(", "g(")
-    bad = ALONE.replace("from .x import y", "y = abs").replace(">>> f(1)", ">>>f(1)").replace("f(a", "h(a")
+    alone = (
+        'from .x import y\ndef f(a):\n    """Give y of a, whatever it is.\n\n    >>> f(1)\n    2\n    """\n'
+    )
+    alone += "    return y(a)\n"
+    huge = alone.replace("from .x import y", "y = [" + "1, " * 2000 + "]").replace("f(", "g(")
+    bad = alone.replace("from .x import y", "y = abs").replace(">>> f(1)", ">>>f(1)").replace("f(a", "h(a")
     skipped = Counter[str]()
-    assert doctest_tasks([("a.py", ALONE), ("b.py", huge), ("c.py", bad)], skipped=skipped) == []
+    assert doctest_tasks([("a.py", alone), ("b.py", huge), ("c.py", bad)], skipped=skipped) == []
     assert (skipped["needs_too_much"], skipped["no_examples"]) == (2, 1)
 
 
-def test_compile_tasks_are_file_starts(real: list[SourceText]) -> None:
+def test_compile_tasks_are_file_starts(real: Sources) -> None:
     texts = {**dict(real), "made.py": MODULE}
     mined = compile_tasks(texts.items(), prompt_bytes=4000)
     assert mined and max(Counter(m.file for m in mined).values()) <= 2
@@ -236,21 +213,11 @@ def test_inject_bug_changes_one_place(found: list[PythonFunction], kind: str) ->
                 ast.parse(changed)
         else:
             assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(whole))
-            here, there = (
-                Counter(type(n).__name__ for n in ast.walk(ast.parse(s))) for s in (whole, changed)
-            )
-            if kind in ("variable", "constant"):
-                assert here == there
-            if kind == "return":
-                assert here["Return"] == there["Return"] + 1
-        edits = [
-            o
-            for o in difflib.SequenceMatcher(None, function.body, body, False).get_opcodes()
-            if o[0] != "equal"
-        ]
+            here, there = (Counter(map(type, ast.walk(ast.parse(s)))) for s in (whole, changed))
+            assert kind not in ("variable", "constant") or here == there
+            assert kind != "return" or here[ast.Return] == there[ast.Return] + 1
         lines = [a != b for a, b in zip(function.body.split("\n"), body.split("\n"), strict=True)]
-        assert edits and sum(lines) == 1
-        assert inject_bug(function, kind) == body
+        assert sum(lines) == 1 and inject_bug(function, kind) == body
 
 
 def test_inject_bug_after_non_ascii_text() -> None:
@@ -265,8 +232,7 @@ def test_bug_preferences_count_kinds(found: list[PythonFunction]) -> None:
     assert len(pairs) == sum(counts[k] for k in BUG_KINDS) and set(counts) >= set(BUG_KINDS)
     assert len({p.id for p in pairs}) == len(pairs)
     assert all(p.chosen != p.rejected and p.source == p.id.split(":")[0] for p in pairs)
-    both = split_pairs(pairs)
-    assert [j.label for j in both] == [True, False] * len(pairs)
+    assert [j.label for j in split_pairs(pairs)] == [True, False] * len(pairs)
     with pytest.raises(ConfigError, match="operator"):
         bug_preferences(found, kinds=["operators"])
 

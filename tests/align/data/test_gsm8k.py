@@ -27,19 +27,12 @@ def test_problem_as_task_conversation_and_pair(tmp_path: Path) -> None:
     assert (problem.question, problem.answer, problem.steps) == ("How many?", "1000", 2)
     assert problem.solution == "He had 40*30 = 1200 apples.\nHe kept 1200-200=1000.\n#### 1,000"
     task = problem.task()
-    assert (task.verifier, task.answer, task.difficulty, task.id) == (
-        "numeric",
-        "1000",
-        2.0,
-        "gsm8k:some.jsonl:1",
-    )
+    assert (task.verifier, task.answer, task.difficulty) == ("numeric", "1000", 2.0)
+    assert task.id == "gsm8k:some.jsonl:1"
     assert task.messages == problem.conversation().messages[:1]
-    assert problem.task(chat=False).prompt == problem.prompt_completion().prompt
-    assert (
-        problem.prompt_completion().completion
-        == problem.conversation().messages[1]["content"]
-        == problem.solution
-    )
+    pair = problem.prompt_completion()
+    assert problem.task(chat=False).prompt == pair.prompt
+    assert pair.completion == problem.conversation().messages[1]["content"] == problem.solution
     (kept,) = gsm8k(path, Quarantine(), calculator=True)
     assert kept.solution == ANSWER
 
@@ -55,17 +48,9 @@ def test_final_number_formats(tmp_path: Path, final: str, answer: str) -> None:
 
 def test_invalid_lines_are_quarantined(tmp_path: Path) -> None:
     good = {"question": "q", "answer": "a\n#### 1"}
-    path = write(
-        tmp_path / "x.jsonl",
-        good,
-        {"question": "q", "answer": "72"},
-        {"question": "q", "answer": "#### many"},
-        {"question": 3, "answer": "#### 1"},
-        {"question": " ", "answer": "#### 1"},
-        {"question": "q"},
-        [],
-        {**good, "answer": "#### 2"},
-    )
+    no_answers = [{**good, "answer": "72"}, {**good, "answer": "#### many"}]
+    bad_fields = [{**good, "question": 3}, {**good, "question": " "}, {"question": "q"}]
+    path = write(tmp_path / "x.jsonl", good, *no_answers, *bad_fields, [], {**good, "answer": "#### 2"})
     quarantine = Quarantine()
     assert [p.answer for p in gsm8k(path, quarantine)] == ["1", "2"]
     assert quarantine.summary() == {"accepted": 2, "no_answer": 2, "bad_field": 2, "empty": 1, "bad_json": 1}

@@ -7,37 +7,31 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.support.align.distillation import config_of, learn, mean_divergence, model_of, some_texts
+from tests.support.align.distillation import learn, mean_divergence, model_of, some_texts
+from tests.support.tiny import decoder_config, transformer_config
 
 from whorl.align.config import StudentConfig
 from whorl.align.distillation.student import make_student, scale_width, select_layers, uniform_layers
-from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError
-from whorl.models import DecoderConfig, TransformerConfig, make_model
+from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
 from whorl.models.transformer_config import AttentionConfig, MLAConfig, MoEConfig
 from whorl.tracking.seeds import generator
 
 
 def mixed(**options: Any) -> TransformerConfig:
     head = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
-    usual: dict[str, Any] = {
-        "vocab_size": 264, "d_model": 32, "n_layers": 6, "mlp_hidden": 64,
-        "mixers": {"local": AttentionConfig(**head, window=4), "global": AttentionConfig(**head)},
-        "pattern": ("local", "local", "global"),
-    }  # fmt: skip
-    return TransformerConfig(**{**usual, **options})
+    mixers = {"local": AttentionConfig(**head, window=4), "global": AttentionConfig(**head)}
+    usual = {"n_layers": 6, "mixers": mixers, "pattern": ("local", "local", "global")}
+    return transformer_config(**{**usual, **options})
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "want"),
-    [(8, 1, [0]), (8, 2, [0, 7]), (8, 8, list(range(8))), (9, 3, [0, 4, 8]), (4, 3, [0, 2, 3])],
-)
-def test_uniform_layers_examples(n: int, k: int, want: list[int]) -> None:
-    assert uniform_layers(n, k) == want
+def block_size(model: LanguageModel) -> int:
+    return sum(p.numel() for p in model.blocks.parameters())
 
 
 def test_uniform_layers_are_distinct_and_keep_ends() -> None:
+    assert (uniform_layers(8, 1), uniform_layers(9, 3), uniform_layers(4, 3)) == ([0], [0, 4, 8], [0, 2, 3])
     for n in range(2, 40):
         for k in range(2, n + 1):
             found = uniform_layers(n, k)
@@ -65,9 +59,8 @@ def test_select_layers_keeps_mixer_names() -> None:
     student = select_layers(teacher, 3)  # layers 0, 2, 5: 2.5 rounds to 2
     assert student.config.layer_names() == ["local", "global", "global"]
     assert student.config.experts.dense_layers == (0, 2)
-    assert torch.equal(
-        student.state_dict()["blocks.1.mixer.q.weight"], teacher.state_dict()["blocks.2.mixer.q.weight"]
-    )
+    new, old = student.state_dict(), teacher.state_dict()
+    assert torch.equal(new["blocks.1.mixer.q.weight"], old["blocks.2.mixer.q.weight"])
     only = select_layers(make_model(mixed(), generator(0, "test")), 1)
     assert set(only.config.mixers) == {"local"}
 
@@ -80,55 +73,40 @@ def test_select_layers_rejects_shared_kv() -> None:
 
 
 def test_scale_width_half_is_quarter_size() -> None:
-    config = DecoderConfig(
-        vocab_size=264, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, mlp_hidden=384
-    )
+    config = decoder_config(d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, mlp_hidden=384)
     half = scale_width(config, 0.5)
     assert isinstance(half, DecoderConfig)
     assert (half.d_model, half.mlp_hidden, half.n_heads, half.n_kv_heads) == (64, 192, 2, 1)
-    sizes = [sum(p.numel() for p in make_model(c, generator(0)).blocks.parameters()) for c in (half, config)]
-    assert sizes[0] / sizes[1] == pytest.approx(0.25, abs=0.01)
+    small, large = (block_size(make_model(c, generator(0))) for c in (half, config))
+    assert small / large == pytest.approx(0.25, abs=0.01)
     thin = scale_width(mixed(), 0.5)
-    assert thin.d_model == 16 and thin.mixers["local"] == AttentionConfig(
-        n_heads=2, n_kv_heads=1, head_dim=8, window=4
-    )
+    want = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=8, window=4)
+    assert thin.d_model == 16 and thin.mixers["local"] == want
+    latent = MLAConfig(n_heads=2, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)
     with pytest.raises(ConfigError, match=r"'x' .latent."):
-        scale_width(
-            mixed(mixers={"x": MLAConfig(n_heads=2, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)}, pattern=()),
-            0.5,
-        )
+        scale_width(mixed(mixers={"x": latent}, pattern=()), 0.5)
 
 
 def test_narrow_student_is_drawn_by_generator() -> None:
-    teacher = model_of(0, width=32, layers=2)
-    a, b = (
-        make_student(teacher, StudentConfig(width_multiplier=0.5, n_layers=1), generator=generator(1))
-        for _ in range(2)
-    )
+    teacher, shape = model_of(0, width=32, layers=2), StudentConfig(width_multiplier=0.5, n_layers=1)
+    a, b = (make_student(teacher, shape, generator=generator(1)) for _ in range(2))
     assert torch.equal(a.embedding, b.embedding) and len(a.blocks) == 1 and a.config.d_model == 16
 
 
 @pytest.mark.parametrize(
-    "student",
+    "changes",
     [
-        {"width_multiplier": 0.5},
-        {"n_layers": 2},
-        {"n_heads": 1, "mlp_hidden": 32},
+        {"width_multiplier": 0.5}, {"n_layers": 2}, {"n_heads": 1, "mlp_hidden": 32},
         {"n_layers": 2, "mlp_hidden": 24},
     ],
-)
-def test_every_kind_of_student_learns(student: dict[str, Any]) -> None:
-    teacher, texts = model_of(0, width=32, layers=3), some_texts(16)
+)  # fmt: skip
+def test_every_kind_of_student_learns(changes: dict[str, Any]) -> None:
+    teacher, texts, shape = model_of(0, width=32, layers=3), some_texts(16), StudentConfig(**changes)
     rows = [torch.from_numpy(text.ids)[None, :-1] for text in texts]
-    made = make_student(
-        teacher, StudentConfig(**student), generator=generator(1, "student"), calibration_ids=rows
-    )
-    assert sum(p.numel() for p in made.blocks.parameters()) < sum(
-        p.numel() for p in teacher.blocks.parameters()
-    )
-    network = PolicyModel(made)
+    made = make_student(teacher, shape, generator=generator(1, "student"), calibration_ids=rows)
+    assert block_size(made) < block_size(teacher)
     before = mean_divergence(made, teacher, texts, "forward")
-    learn(network, LiveTeacher(teacher), texts, config_of(epochs=12.0, lr_scale=0.5))
+    learn(PolicyModel(made), teacher, texts, epochs=12.0)
     assert mean_divergence(made, teacher, texts, "forward") < 0.7 * before
     assert not any(p.requires_grad for p in teacher.parameters())
 

@@ -2,89 +2,75 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from tests.support.align.byte_model import VOCAB, decoder, network, scribe, sums
+from tests.support.align.byte_model import BANNED, decoder, network, scribe, sums
+from tests.support.tiny import make_decoder
 
 from whorl.align.config import LoRAConfig, StageConfig
 from whorl.align.model.batch import pack, pad
-from whorl.align.model.example import concat
+from whorl.align.model.example import TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
-from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
-from whorl.align.stage.trainer import make_learner
+from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.align.stage.task import make_learner
 from whorl.errors import ConfigError
 from whorl.models import Decoder
 from whorl.models.lora import merge_lora
+from whorl.objectives.next_token import Loss
+
+
+def sample(
+    model: Decoder, n: int, *, temperature: float = 1.0, max_length: int = 64, max_tokens: int = 12
+) -> tuple[list[TokenizedExample], dict[str, Any]]:
+    """Return completions of `n` prompts, and the stream of the log-probabilities with which they were sampled."""
+    writer = scribe()
+    prompts = [writer.prompt(f"{i}+{i}=") for i in range(n)]
+    found = sample_completions(
+        rollout_engine(model, writer, sequences=4, max_length=max_length), prompts, policy_sampling(temperature),
+        max_tokens=max_tokens, stop_ids=writer.stop_ids, seed=3,
+    )  # fmt: skip
+    both = list(zip(prompts, found, strict=True))
+    log_probs = [np.array([0.0] * len(p) + one.log_probs, np.float32) for p, one in both]
+    return [concat(prompt, one.ids) for prompt, one in both], {"sampled_log_prob": log_probs}
+
+
+def log_prob_difference(net: PolicyModel, part: dict[str, torch.Tensor]) -> float:
+    mask, scored = part["loss_mask"], net.score(part)["log_prob"]
+    assert not scored[~mask].any()
+    return float((scored - part["sampled_log_prob"])[mask].abs().max())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_engine_log_probs_match_trainer(temperature: float) -> None:
-    net, writer = network(temperature=temperature), scribe()
-    engine = rollout_engine(net.model, writer, sequences=4, max_length=64)
-    prompts = [writer.prompt(f"{n}+{n}=") for n in range(10)]
-    found = sample_completions(
-        engine, prompts, policy_sampling(temperature), max_tokens=12, stop_ids=writer.stop_ids, seed=3
-    )
-    texts = [concat(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
-    streams = [
-        np.array([0.0] * len(p) + one.log_probs, np.float32) for p, one in zip(prompts, found, strict=True)
-    ]
-    for part in (
-        pad(texts, 0, {"sampled_log_prob": streams}),
-        pack(texts, 40, 0, {"sampled_log_prob": streams}),
-    ):
-        scored = net.score(part)["log_prob"]
-        torch.testing.assert_close(
-            scored[part["loss_mask"]], part["sampled_log_prob"][part["loss_mask"]], rtol=0, atol=1e-4
-        )
-        assert not scored[~part["loss_mask"]].any()
+    net = network(temperature=temperature)
+    texts, streams = sample(net.model, 10, temperature=temperature)
+    for part in (pad(texts, 0, streams), pack(texts, 40, 0, streams)):
+        assert log_prob_difference(net, part) < 1e-4
 
 
 def test_context_hint_matches_engine_context() -> None:
     """A decoder trained on short rows uses other rotary tables for long contexts."""
-    plain = decoder()
-    model = Decoder(plain.config.model_copy(update={"trained_length": 16}), torch.Generator())
-    model.load_state_dict(plain.state_dict())
-    writer = scribe()
-    prompts = [writer.prompt(f"{n}") for n in range(6)]
-    for room in (12, 48):
+    model = make_decoder(trained_length=16)
+    net = PolicyModel(model, banned_ids=BANNED)
+    for room, other in ((12, 48), (48, 12)):
         model.context_hint = room
-        engine = rollout_engine(model, writer, sequences=4, max_length=room)
-        found = sample_completions(
-            engine, prompts, policy_sampling(1.0), max_tokens=9, stop_ids=writer.stop_ids, seed=3
-        )
-        texts = [concat(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
-        sampled_log_prob = [
-            np.array([0.0] * len(p) + one.log_probs, np.float32)
-            for p, one in zip(prompts, found, strict=True)
-        ]
-        net = PolicyModel(model, banned_ids=banned_ids(writer, VOCAB, len(writer.tokenizer.token_bytes)))
-        for part in (
-            pad(texts, 0, {"sampled_log_prob": sampled_log_prob}),
-            pack(texts, 24, 0, {"sampled_log_prob": sampled_log_prob}),
-        ):
-            mask = part["loss_mask"]
-            torch.testing.assert_close(
-                net.score(part)["log_prob"][mask], part["sampled_log_prob"][mask], rtol=0, atol=1e-4
-            )
-        model.context_hint = 12 if room == 48 else 48
-        assert (net.score(part)["log_prob"][mask] - part["sampled_log_prob"][mask]).abs().max() > 1e-3
+        texts, streams = sample(model, 6, max_length=room, max_tokens=9)
+        parts = [pad(texts, 0, streams), pack(texts, 24, 0, streams)]
+        assert all(log_prob_difference(net, part) < 1e-4 for part in parts)
+        model.context_hint = other
+        assert log_prob_difference(net, parts[1]) > 1e-3
 
 
 def test_banned_ids_are_never_sampled() -> None:
-    net, writer = network(), scribe()
-    part = pad(sums(3), 0)
-    alone = PolicyModel(net.model)
-    assert (net.score(part)["log_prob"] >= alone.score(part)["log_prob"]).all()
-    assert not torch.equal(net.score(part)["log_prob"], alone.score(part)["log_prob"])
-    out = banned_ids(writer, VOCAB, len(writer.tokenizer.token_bytes))
-    assert writer.tokenizer.pad_id in out and writer.tokenizer.eos_id not in out
-    found = sample_completions(
-        rollout_engine(net.model, writer, sequences=8, max_length=64), [writer.prompt("1")] * 8,
-        policy_sampling(5.0), max_tokens=30, stop_ids=writer.stop_ids, seed=0,
-    )  # fmt: skip
-    assert not {i for one in found for i in one.ids} & set(out)
+    net, writer, part = network(), scribe(), pad(sums(3), 0)
+    log_prob, alone = (one.score(part)["log_prob"] for one in (net, PolicyModel(net.model)))
+    assert (log_prob >= alone).all() and not torch.equal(log_prob, alone)
+    assert writer.tokenizer.pad_id in BANNED and writer.tokenizer.eos_id not in BANNED
+    texts, _ = sample(net.model, 8, temperature=5.0, max_tokens=30)
+    assert not {i for text in texts for i in text.ids[text.loss_mask].tolist()} & set(BANNED)
 
 
 def test_adapter_trains_alone_and_merges() -> None:
@@ -93,9 +79,7 @@ def test_adapter_trains_alone_and_merges() -> None:
     part = pad(sums(8), 0)
     config = StageConfig(lr_scale=1.0, optimizer="adamw")
 
-    def objective(part: dict[str, torch.Tensor]):  # type: ignore[no-untyped-def]
-        from whorl.objectives.next_token import Loss
-
+    def objective(part: dict[str, torch.Tensor]) -> Loss:
         output = net.log_probs(part)
         return Loss(-output.log_prob.sum(), torch.tensor(float(len(output.log_prob))))
 
@@ -106,17 +90,14 @@ def test_adapter_trains_alone_and_merges() -> None:
         learner.updates[0].step(1.0)
     for name, p in net.model.named_parameters():
         assert torch.equal(p, before[name])
-    after = objective(part).total.item()
-    assert after < start
+    assert objective(part).total.item() < start
     assert all(p.abs().sum() > 0 for p in net.factors.values())
     merged = decoder()
     merge_lora(merged, net.adapter())
     for name, p in merged.named_parameters():
         torch.testing.assert_close(net.merged_weights()[name], p)
-    published = frozen_reference(decoder(), net, net.merged_weights().items())
-    torch.testing.assert_close(
-        published.score(part)["log_prob"], net.score(part)["log_prob"], rtol=1e-4, atol=1e-4
-    )
+    published = frozen_reference(decoder(), net, net.merged_weights().items()).score(part)
+    torch.testing.assert_close(published["log_prob"], net.score(part)["log_prob"], rtol=1e-4, atol=1e-4)
 
 
 def test_critic_values_every_position() -> None:
@@ -141,9 +122,8 @@ def test_every_parameter_has_optimizer() -> None:
 def test_sampling_rejects_greedy_and_long_prompts() -> None:
     with pytest.raises(ConfigError, match="above 0"):
         policy_sampling(0.0)
-    writer = scribe()
-    engine = rollout_engine(decoder(), writer, sequences=1, max_length=16)
+    engine = rollout_engine(decoder(), scribe(), sequences=1, max_length=16)
     with pytest.raises(ConfigError, match="prompt 1"):
         sample_completions(
-            engine, [[1], [1] * 20], policy_sampling(1.0), max_tokens=2, stop_ids=writer.stop_ids, seed=0
+            engine, [[1], [1] * 20], policy_sampling(1.0), max_tokens=2, stop_ids=frozenset(), seed=0
         )

@@ -1,9 +1,11 @@
-"""Policy optimization end to end: learning, bitwise resume, worker processes, metrics."""
+"""Policy optimization end to end: learning, bitwise resume, worker processes, replicas, metrics."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,78 +15,77 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tests.support.align.byte_model import network, scribe
-from tests.support.align.rl_policies import SMALL, Killed, tasks, train
-from tests.support.align.stage_inputs import same_weights
+from tests.support.align.kill_at_step import (
+    History,
+    check_replicas,
+    check_resume,
+    kill_replicas_at,
+    same_weights,
+)
+from tests.support.align.rl_policies import SMALL, tasks, train
 
 from whorl.align.config import AsyncRolloutConfig, KLConfig, LoRAConfig, PolicyLossOverrides, RLConfig
+from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.advantages import resolve_method
-from whorl.align.rl.rollout import filter_by_length
+from whorl.align.rl.experience import Experience
+from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
+from whorl.align.rl.rollout import RolloutWorker, filter_by_length
 from whorl.align.rl.train import train_policy
 from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import VerifiableTask
+from whorl.parallel.process_group import ProcessGroup, ReplicaError
+from whorl.train.resilience.oom_advice import OutOfMemoryError
 
 pytestmark = pytest.mark.usefixtures("one_runner")
+LORA = LoRAConfig(rank=2)
+
+
+def changed(**changes: Any) -> RLConfig:
+    return SMALL.model_copy(update=changes)
+
+
+def workers(**changes: Any) -> AsyncRolloutConfig:
+    return AsyncRolloutConfig(workers=1, **changes)
+
+
+LEARN = {"prompts_per_step": 6, "group_size": 8, "max_completion_tokens": 2, "lr_scale": 1.0, "steps": 6}
+LEARNING = changed(**LEARN, curriculum="variance")
+LOCKSTEP: dict[str, Any] = {"max_policy_lag": 0, "importance": "none"}
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"])
 def test_every_algorithm_learns_reward(algorithm: str, folder: Path) -> None:
     """The reward is for a completion that starts with a digit, which is rare at first."""
-    config = SMALL.model_copy(
-        update={
-            "algorithm": algorithm, "steps": 40, "lr_scale": 1.0, "prompts_per_step": 8, "group_size": 8,
-            "max_completion_tokens": 2,
-            "schedule": SMALL.schedule.model_copy(update={"kind": "constant", "decay_ratio": 0.5}),
-        }
-    )  # fmt: skip
+    schedule = SMALL.schedule.model_copy(update={"kind": "constant", "decay_ratio": 0.5})
+    config = changed(**{**LEARN, "steps": 40, "prompts_per_step": 8}, algorithm=algorithm, schedule=schedule)
     before = dict(network().named_parameters())
     net, history, _ = train(folder, config)
     assert np.mean([t["accuracy"] for t in history[:5]]) < 0.3
     assert np.mean([t["accuracy"] for t in history[-5:]]) > 0.7
     assert max(t["logprob_diff_max"] for t in history) < 1e-4
-    changed = {n for n, p in net.named_parameters() if n not in before or not torch.equal(p, before[n])}
-    assert {n for n in before if "memory" not in n} <= changed
+    learnt = dict(net.named_parameters())
+    assert not any(torch.equal(learnt[n], p) for n, p in before.items() if "memory" not in n)
 
 
-@pytest.mark.parametrize(
+VARIANTS = pytest.mark.parametrize(
     "change",
     [
         {},
         {"algorithm": "ppo", "update_epochs": 2, "minibatches": 2},
-        {"lora": LoRAConfig(rank=2)},
-        {"kl": KLConfig(coef=0.1, target_kl=0.01), "curriculum": "variance", "dynamic_sampling_rounds": 1},
+        {"algorithm": "dapo", "dynamic_sampling_rounds": 2, "curriculum": "variance"},
+        {"algorithm": "rloo", "kl": KLConfig(coef=0.1, target_kl=0.01), "lora": LORA},
     ],
 )
+
+
+@VARIANTS
 def test_resume_gives_same_bits(change: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    config = SMALL.model_copy(update=change)
-    whole, _, _ = train(folder, config)
-    with pytest.raises(Killed):
-        train(folder, config, checkpoint_dir=tmp_path, kill=3)
-    again, history, _ = train(folder, config, checkpoint_dir=tmp_path)
-    assert len(history) < config.steps
-    assert same_weights(whole, again)
+    check_resume(partial(train, folder, changed(**change)), tmp_path, kill=3)
 
 
-LEARNING = SMALL.model_copy(
-    update={
-        "prompts_per_step": 6,
-        "group_size": 8,
-        "max_completion_tokens": 2,
-        "lr_scale": 1.0,
-        "steps": 6,
-        "curriculum": "variance",
-    }
-)
-
-
-def test_lockstep_worker_process_matches_serial(folder: Path) -> None:
-    """A worker whose rollouts may not be older than the weights equals serial sampling, bit for bit."""
-    serial, history, _ = train(folder, LEARNING)
-    assert sum(t["grad_norm"] > 0 for t in history) >= 3
-    ahead = AsyncRolloutConfig(workers=1, max_policy_lag=0, importance="none")
-    other, _, seen = train(folder, LEARNING.model_copy(update={"async_rollout": ahead}))
-    for step, experience in enumerate(seen):
-        assert set(experience.batch["version"][experience.batch["loss_mask"]].tolist()) == {step}
-    assert same_weights(serial, other)
+def versions(experience: Experience) -> torch.Tensor:
+    """Return the policy version of each sampled token."""
+    return experience.batch["version"][experience.batch["loss_mask"]]
 
 
 @pytest.mark.xdist_group("ray")
@@ -97,7 +98,7 @@ def test_ray_worker_matches_serial(folder: Path, monkeypatch: pytest.MonkeyPatch
         runtime_env={"env_vars": {"PYTHONPATH": paths, "WHORL_NATIVE": "0"}},
     )  # fmt: skip
     try:
-        ahead = AsyncRolloutConfig(workers=1, backend="ray", max_policy_lag=0, importance="none")
+        ahead = workers(backend="ray", **LOCKSTEP)
         other, _, _ = train(folder, LEARNING.model_copy(update={"async_rollout": ahead}))
     finally:
         ray.shutdown()
@@ -106,12 +107,11 @@ def test_ray_worker_matches_serial(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_async_workers_report_policy_lag(folder: Path) -> None:
-    ahead = AsyncRolloutConfig(workers=1, prefetch=2, max_policy_lag=2, importance="truncate")
-    _, history, seen = train(folder, SMALL.model_copy(update={"async_rollout": ahead, "steps": 8}))
+    ahead = workers(prefetch=2, max_policy_lag=2, importance="truncate")
+    _, history, seen = train(folder, changed(async_rollout=ahead, steps=8))
     assert max(t["policy_lag/max"] for t in history) <= 2
     for step, experience in enumerate(seen):
-        versions = experience.batch["version"][experience.batch["loss_mask"]]
-        assert (versions <= step).all() and (versions >= step - 3).all()
+        assert step - 3 <= versions(experience).min() and versions(experience).max() <= step
     assert all("importance/effective_sample_size" in t for t in history)
 
 
@@ -127,36 +127,27 @@ def test_equal_rewards_change_nothing(folder: Path) -> None:
         ("grpo", {"loss": {"scale_rewards": "none", "aggregation": "constant"}}, "dr_grpo"),
         ("grpo", {"loss": {"ratio": "sequence"}, "clip": (3e-4, 4e-4)}, "gspo"),
         ("reinforce", {"loss": {"baseline": "leave_one_out"}}, "rloo"),
-        (
-            "ppo",
-            {"loss": {"baseline": "group", "scale_rewards": "unbiased", "aggregation": "sequence"}},
-            "grpo",
-        ),
-        (
-            "gspo",
-            {"loss": {"ratio": "none", "aggregation": "token", "baseline": "batch", "scale_rewards": "none"}},
-            "reinforce",
-        ),
+        ("ppo", {"loss": {"baseline": "group", "scale_rewards": "unbiased", "aggregation": "sequence"}}, "grpo"),
+        ("gspo", {"loss": {"ratio": "none", "aggregation": "token", "baseline": "batch", "scale_rewards": "none"}},
+         "reinforce"),
     ],
-)
+)  # fmt: skip
 def test_overrides_turn_algorithm_into_another(
     algorithm: str, changes: dict[str, Any], becomes: str, folder: Path
 ) -> None:
     given = {**SMALL.model_dump(exclude_unset=True), "update_epochs": 2, "steps": 2}
-    net, _, _ = train(folder, RLConfig.model_validate({**given, **changes, "algorithm": algorithm}))
-    assert same_weights(net, train(folder, RLConfig.model_validate({**given, "algorithm": becomes}))[0])
-    assert not same_weights(net, train(folder, RLConfig.model_validate({**given, "algorithm": algorithm}))[0])
+    runs = ({**changes, "algorithm": algorithm}, {"algorithm": becomes}, {"algorithm": algorithm})
+    net, same, plain = (train(folder, RLConfig.model_validate({**given, **run}))[0] for run in runs)
+    assert same_weights(net, same) and not same_weights(net, plain)
 
 
 def test_dual_clip_override_is_applied() -> None:
-    assert (
-        resolve_method(SMALL.model_copy(update={"loss": PolicyLossOverrides(dual_clip=3.0)})).dual_clip == 3.0
-    )
+    assert resolve_method(changed(loss=PolicyLossOverrides(dual_clip=3.0))).dual_clip == 3.0
 
 
-@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
+@pytest.mark.parametrize("lora", [None, LORA])
 def test_entropy_bonus_raises_entropy(lora: LoRAConfig | None, folder: Path) -> None:
-    config = SMALL.model_copy(update={"loss": PolicyLossOverrides(entropy_coef=0.1), "lora": lora})
+    config = changed(loss=PolicyLossOverrides(entropy_coef=0.1), lora=lora)
     _, history, _ = train(folder, config, verifier="exact")  # rewards without a signal
     assert history[-1]["entropy"] > history[0]["entropy"]
 
@@ -167,83 +158,74 @@ def test_verifier_error_is_counted(folder: Path) -> None:
     assert all(t["verifier_errors"] > 0 and np.isfinite(t["policy_loss"]) for t in history)
 
 
-def kill_worker() -> None:
-    workers = [p for p in psutil.Process().children() if "slots.producers" in " ".join(p.cmdline())]
-    assert len(workers) == 1
-    workers[0].kill()
+def kill_worker_at(step: int) -> Callable[[int], None]:
+    def kill(done: int) -> None:
+        if done == step:
+            (worker,) = (p for p in psutil.Process().children() if "slots.producers" in " ".join(p.cmdline()))
+            worker.kill()
+
+    return kill
 
 
 def test_killed_worker_is_restarted(folder: Path) -> None:
     """Killed while sampling ahead, inside a completion or between two."""
     messages = list[str]()
-    _, history, seen = train(
-        folder, SMALL.model_copy(update={"async_rollout": AsyncRolloutConfig(workers=1), "steps": 6}), log=messages.append,
-        at=lambda step: kill_worker() if step == 2 else None,
-    )  # fmt: skip
+    config = changed(async_rollout=workers(), steps=6)
+    _, history, seen = train(folder, config, log=messages.append, at=kill_worker_at(2))
     assert len(history) == 6 and sum(t["worker_restarts"] for t in history) == 1 and len(messages) == 1
     assert "(RolloutWorker, process" in messages[0] and "SIGKILL" in messages[0]
     assert all(np.isfinite(t["policy_loss"]) for t in history)
     for step, experience in enumerate(seen):
-        versions = experience.batch["version"][experience.batch["loss_mask"]]
-        assert (versions <= step).all() and (versions >= 0).all()
+        assert versions(experience).min() >= 0 and versions(experience).max() <= step
 
 
-def test_killed_lockstep_worker_keeps_bits(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed during verification; the next worker draws tasks from the learner's curriculum."""
+def test_killed_lockstep_worker_keeps_bits(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Rollouts that may not be older than the weights equal serial sampling, bit for bit, also after a kill.
+
+    Killed during verification; the next worker draws tasks from the learner's curriculum.
+    """
     monkeypatch.setenv("WHORL_TEST_STRIKES", str(tmp_path))
-    config, verifier = (
-        LEARNING.model_copy(update={"prompts_per_step": 4}),
-        "custom:tests.support.align.killing_verifier:verify",
-    )
-    serial, history, _ = train(folder, config, verifier=verifier)
+    run = partial(train, folder, verifier="custom:tests.support.align.killing_verifier:verify")
+    config = LEARNING.model_copy(update={"prompts_per_step": 4})
+    serial, history, _ = run(config)
     assert sum(t["grad_norm"] > 0 for t in history) >= 3
-    ahead = AsyncRolloutConfig(workers=1, max_policy_lag=0, importance="none")
-    other, history, _ = train(
-        folder, config.model_copy(update={"async_rollout": ahead}), verifier=verifier,
-        at=lambda step: (tmp_path / "armed").touch() if step == 3 else None,
-    )  # fmt: skip
+    ahead = config.model_copy(update={"async_rollout": workers(**LOCKSTEP)})
+    other, history, seen = run(ahead, at=lambda step: (tmp_path / "armed").touch() if step == 3 else None)
+    assert all(versions(experience).eq(step).all() for step, experience in enumerate(seen))
     assert [t["worker_restarts"] for t in history] == [0, 0, 0, 1, 0, 0]
     assert same_weights(serial, other)
-    _, alive = psutil.wait_procs(
-        [psutil.Process(n) for n in [int((tmp_path / "struck").read_text())] if psutil.pid_exists(n)],
-        timeout=30,
-    )
+    struck = int((tmp_path / "struck").read_text())
+    _, alive = psutil.wait_procs([psutil.Process(struck)] if psutil.pid_exists(struck) else [], timeout=30)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]  # its children ended too
 
 
 def test_worker_without_restarts_ends_run_and_resumes(folder: Path, tmp_path: Path) -> None:
-    config = SMALL.model_copy(
-        update={"async_rollout": AsyncRolloutConfig(workers=1), "steps": 9, "max_worker_restarts": 0}
-    )
+    def run(restarts: int, **rest: Any) -> Any:
+        config = changed(async_rollout=workers(), steps=9, max_worker_restarts=restarts)
+        return train(folder, config, checkpoint_dir=tmp_path, **rest)
+
     with pytest.raises(ProducerError, match="SIGKILL"):
-        train(folder, config, checkpoint_dir=tmp_path, at=lambda step: kill_worker() if step == 4 else None)
-    _, history, _ = train(
-        folder, config.model_copy(update={"max_worker_restarts": 1}), checkpoint_dir=tmp_path
-    )
-    assert 0 < len(history) < 9
+        run(0, at=kill_worker_at(4))
+    assert 0 < len(run(1)[1]) < 9
 
 
 def test_invalid_settings_are_rejected(folder: Path) -> None:
     worker: Any = None
     with pytest.raises(ConfigError, match="no reference"):
-        train_policy(network(), worker, SMALL.model_copy(update={"kl": KLConfig(coef=0.1)}))
+        train_policy(network(), worker, changed(kl=KLConfig(coef=0.1)))
     with pytest.raises(ConfigError, match="needs a critic"):
-        train_policy(network(), worker, SMALL.model_copy(update={"algorithm": "ppo"}))
+        train_policy(network(), worker, changed(algorithm="ppo"))
     with pytest.raises(ConfigError, match="does not use a critic"):
         train_policy(network(critic=True), worker, SMALL)
     given = SMALL.model_dump(exclude_unset=True)
-    for wrong, messages in (
-        (
-            {"group_size": 1, "algorithm": "ppo", "loss": {"baseline": "group"}},
-            "group compares the completions",
-        ),
+    alone = {"group_size": 1, "algorithm": "ppo", "loss": {"baseline": "group"}}
+    for wrong, message in (
+        (alone, "group compares the completions"),
         ({"algorithm": "rloo", "clip": (0.2, 0.2)}, "clip is set, but rloo has no ratio"),
         ({"loss": {"ratio": "none", "dual_clip": 3}}, "loss.dual_clip is set"),
         ({"async_rollout": {"importance": "trace", "importance_level": "mean"}}, "a trace needs level token"),
     ):
-        with pytest.raises(ValidationError, match=messages):
+        with pytest.raises(ValidationError, match=message):
             RLConfig.model_validate(given | wrong)
     assert RLConfig.model_validate(given | {"group_size": 1, "loss": {"baseline": "none"}}).group_size == 1
 
@@ -253,3 +235,62 @@ def test_filter_by_length_counts_rejected_tasks() -> None:
     found, left = filter_by_length(scribe(), [*tasks(3), long], 24, 5)
     assert [task.id for task in found] == ["0", "1", "2"]
     assert left == {"prompt longer than 19 ids": 1}
+
+
+@VARIANTS
+def test_replicas_match_single_process(change: dict[str, Any], folder: Path) -> None:
+    threads, seen = torch.get_num_threads(), list[list[Experience]]()
+
+    def run(n: int) -> tuple[PolicyModel, History]:
+        net, history, experiences = train(folder, changed(prompts_per_step=4, replicas=n, **change))
+        seen.append(experiences)
+        return net, history
+
+    assert all(t["logprob_diff_max"] < 1e-4 for t in check_replicas(run))
+    assert torch.get_num_threads() == threads  # restored
+    for a, b in zip(*seen, strict=True):
+        assert torch.equal(a.batch["targets"], b.batch["targets"]) and torch.equal(a.reward, b.reward)
+        for name in ("resampled_groups", "failed_verifications"):
+            assert getattr(a, name) == getattr(b, name)
+
+
+def test_killed_replica_ends_run_and_resume_works(folder: Path, tmp_path: Path) -> None:
+    run = partial(train, folder, changed(prompts_per_step=4, replicas=2))
+    check_resume(run, tmp_path, OutOfMemoryError, "SIGKILL", at=kill_replicas_at(2))
+
+
+def test_uneven_shards_stop_at_same_time(folder: Path) -> None:
+    change = {"replicas": 3, "steps": 10**6, "max_train_seconds": 0.5, "dynamic_sampling_rounds": 1}
+    _, history, _ = train(folder, changed(prompts_per_step=4, **change))
+    assert 1 <= len(history) < 10**5
+
+
+def test_replica_error_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"tokenizer_path": Path("/nowhere")}
+    monkeypatch.setattr(RolloutWorker, "__getstate__", lambda self: {**vars(self), **wrong})
+    with pytest.raises(ReplicaError, match=r"replica 1 failed:(.|\n)*nowhere"):
+        train(folder, changed(prompts_per_step=4, replicas=2))
+
+
+def test_choose_rl_replicas_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, ahead = network(), SMALL.async_rollout.model_copy(update={"workers": 1})
+
+    def choose(uses_reward_model: bool = False, **changes: Any) -> int:
+        config = changed(**{"steps": 10**9, **changes})
+        return choose_rl_replicas(config, net, 24, uses_reward_model=uses_reward_model)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert choose(steps=SMALL.steps) == 1  # a stage of milliseconds
+    assert choose() == SMALL.prompts_per_step and choose(replicas=2) == 2
+    assert choose(uses_reward_model=True) == choose(async_rollout=ahead) == 1
+    assert choose(prompts_per_step=12) == 6  # two rounds, as with eight
+    with pytest.raises(ValueError, match="use one of them"):
+        RLConfig(replicas=2, async_rollout=ahead)
+
+
+def test_shards_are_contiguous_and_cover_all() -> None:
+    for n in range(10):
+        for size in (1, 2, 3, 7):
+            shares = [ReplicaGroup(ProcessGroup(rank, size)).shard(n) for rank in range(size)]
+            assert [i for share in shares for i in share] == list(range(n))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1

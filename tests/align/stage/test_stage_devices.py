@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.support.align.byte_model import network, tokenizer
+from tests.support.align.byte_model import decoder, tokenizer
 from tests.support.align.fake_device import DEVICE, FakeDevice, MixedDevices, is_fake
 from tests.support.align.stage_inputs import MOE
 from tests.support.align.stage_runs import STAGES, Killed, StageRun, ahead, begin, weights
@@ -63,11 +65,8 @@ def test_fake_device_rejects_mixed_devices(pretended: None) -> None:
     x = torch.zeros(2, 4, device=DEVICE)
     y = layer(x).sum()
     y.backward()
-    made = (
-        x, y, layer.weight.grad, torch.arange(3, device=x.device), torch.zeros_like(x), x[torch.tensor([0])],
-        x[:, 1],
-    )  # fmt: skip
-    assert all(t is not None and t.device == DEVICE for t in made)
+    made = [torch.arange(3, device=x.device), torch.zeros_like(x), x[torch.tensor([0])], x[:, 1]]
+    assert all(t is not None and t.device == DEVICE for t in (x, y, layer.weight.grad, *made))
     assert float(y.detach()) == float(y.detach().cpu()) and (x + torch.tensor(1.0)).device == DEVICE
     assert x.cpu().device.type == "cpu" and x.cpu().numpy().shape == (2, 4)
     for wrong in (
@@ -102,17 +101,25 @@ def test_stage_keeps_tensors_on_device(stage: str, folder: Path, monkeypatch: py
     assert relative_distance(found, wanted) <= within
 
 
-@pytest.mark.parametrize("stage", ["sft", "kto", "ppo", "distil-on-policy"])
-def test_stage_resumes_on_device_and_cpu(stage: str, folder: Path, tmp_path: Path, pretended: None) -> None:
-    """Weights, optimizer state and precomputed values return to the device; the CPU can resume too."""
-    first = StageRun(folder, HERE)
+RESUMED = ("sft", "kto", "ppo", "distil-on-policy")
+
+
+def check_resume(stage: str, folder: Path, scratch: Path, device: str, within: dict[str, float]) -> None:
+    """Kill a run on `device` and resume it on others. within: the largest distance of the weights on each."""
+    first = StageRun(folder, device)
     whole = weights(STAGES[stage](first))
     with pytest.raises(Killed):
-        STAGES[stage](StageRun(folder, HERE, tmp_path, kill=3))
-    for device, within in ((HERE, 0.0), ("cpu", 1e-3)):
-        again = StageRun(folder, device, tmp_path)
-        assert relative_distance(weights(STAGES[stage](again)), whole) <= within
+        STAGES[stage](StageRun(folder, device, scratch / "killed", kill=3))
+    for other, limit in within.items():
+        again = StageRun(folder, other, shutil.copytree(scratch / "killed", scratch / other))
+        assert relative_distance(weights(STAGES[stage](again)), whole) <= limit
         assert len(again.history) < len(first.history)
+
+
+@pytest.mark.parametrize("stage", RESUMED)
+def test_stage_resumes_on_device_and_cpu(stage: str, folder: Path, tmp_path: Path, pretended: None) -> None:
+    """Weights, optimizer state and precomputed values return to the device; the CPU can resume too."""
+    check_resume(stage, folder, tmp_path, HERE, {HERE: 0.0, "cpu": 1e-3})
 
 
 def test_stage_with_experts_stays_on_device(tmp_path: Path, pretended: None) -> None:
@@ -122,10 +129,21 @@ def test_stage_with_experts_stays_on_device(tmp_path: Path, pretended: None) -> 
         assert all(map(is_fake, STAGES[stage](StageRun(tmp_path / "mixture", HERE)).parameters()))
 
 
-def test_async_worker_gets_device_weights(folder: Path, pretended: None) -> None:
-    run = StageRun(folder, HERE)
-    ahead(run)
+def check_async_worker(run: StageRun, device: str = "auto") -> None:
+    ahead(run, device)
     assert all(metrics["logprob_diff_max"] < 1e-4 for metrics in run.history[:-1])
+
+
+def test_async_worker_gets_device_weights(folder: Path, pretended: None) -> None:
+    check_async_worker(StageRun(folder, HERE))
+
+
+def assigned(folder: Path, patch: pytest.MonkeyPatch, gpus: int, learner: str, ahead: Any) -> list[str]:
+    """Return the devices of the rollout workers on a machine with `gpus` GPUs."""
+    patch.setattr(torch.cuda, "device_count", lambda: gpus)
+    worker = RolloutWorker(decoder().config, "float32", folder, [], 4, 4, 24, 1.0, Curriculum([0.0]))
+    devices = assign_devices(worker, AsyncRolloutConfig.model_validate(ahead), torch.device(learner))
+    return [one.device for one in devices]
 
 
 @pytest.mark.parametrize(
@@ -140,68 +158,30 @@ def test_async_worker_gets_device_weights(folder: Path, pretended: None) -> None
         ("cuda:0", 1, {"workers": 2, "device": "cuda"}, ["cuda:0", "cuda:0"]),
         ("cpu", 2, {"workers": 3, "device": "cuda"}, ["cuda:0", "cuda:1", "cuda:0"]),
         ("cuda:0", 4, {"workers": 2, "backend": "ray"}, ["cpu", "cpu"]),
-        (
-            "cuda:0",
-            1,
-            {"workers": 2, "backend": "ray", "device": "cuda"},
-            ["cuda", "cuda"],
-        ),  # each actor sees only its own GPU
+        # Each Ray actor sees only its own GPU.
+        ("cuda:0", 1, {"workers": 2, "backend": "ray", "device": "cuda"}, ["cuda", "cuda"]),
     ],
 )
 def test_assign_devices_by_setting(
-    learner: str,
-    gpus: int,
-    ahead: dict[str, object],
-    wanted: list[str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    learner: str, gpus: int, ahead: Any, wanted: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    config = AsyncRolloutConfig.model_validate(ahead)
-    assert [one.device for one in assign_devices(worker(folder), config, torch.device(learner))] == wanted
+    assert assigned(folder, monkeypatch, gpus, learner, ahead) == wanted
 
 
 def test_assign_devices_rejects_missing_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"async_rollout\.device is cuda"):
-        assign_devices(worker(folder), AsyncRolloutConfig(workers=1, device="cuda"), torch.device("cpu"))
-
-
-def worker(folder: Path) -> RolloutWorker:
-    return RolloutWorker(network().model.config, "float32", folder, [], 4, 4, 24, 1.0, Curriculum([0.0]))
+        assigned(folder, monkeypatch, 0, "cpu", {"workers": 1, "device": "cuda"})
 
 
 RECIPE = """
 name = "away"
-[steps.init_model]
-d_model = 32
-n_layers = 2
-n_heads = 2
-mlp_hidden = 32
-[steps.sums]
-uses = "tasks"
-source = "arithmetic"
-max_train = 24
-max_test = 4
-levels = {0 = 1.0}
-columns = false
-[steps.taught]
-uses = "sft"
-parents = ["init_model", "sums"]
-seq_len = 64
-batch_size = 4
-[steps.likes]
-uses = "preferences"
-source = "files"
-path = "likes.jsonl"
-test_fraction = 0.25
-[steps.reward_model]
-parents = ["taught", "likes"]
-seq_len = 32
-[steps.preference]
-parents = ["taught", "likes"]
-seq_len = 32
-lora = {rank = 2, merge = false}
+[steps]
+init_model = {d_model = 32, n_layers = 2, n_heads = 2, mlp_hidden = 32}
+sums = {uses = "tasks", source = "arithmetic", max_train = 24, max_test = 4, levels = {0 = 1.0}, columns = false}
+taught = {uses = "sft", parents = ["init_model", "sums"], seq_len = 64, batch_size = 4}
+likes = {uses = "preferences", source = "files", path = "likes.jsonl", test_fraction = 0.25}
+reward_model = {parents = ["taught", "likes"], seq_len = 32}
+preference = {parents = ["taught", "likes"], seq_len = 32, lora = {rank = 2, merge = false}}
 [steps.rl]
 parents = ["preference", "sums", "reward_model"]
 algorithm = "grpo"
@@ -221,18 +201,16 @@ batch_size = 6
 """
 
 
-def test_recipe_runs_on_other_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
-) -> None:
+@pytest.mark.usefixtures("pretended")
+def test_recipe_runs_on_other_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe steps: metrics before and after, a reward model, a merged adapter."""
     found = replace(probe(dtype="float32"), device=HERE)
     monkeypatch.setattr("whorl.machine.device_probe.probe", lambda: found)
     monkeypatch.chdir(tmp_path)
     pairs = [json.dumps({"prompt": f"{i}?", "chosen": "yes", "rejected": "nay"}) for i in range(24)]
     Path("likes.jsonl").write_text("\n".join(pairs) + "\n")
-    made = run_recipe(
-        parse_recipe(RECIPE, "away.toml"), Store(tmp_path / "store"), Progress.silent()
-    ).artifacts
+    recipe, store = parse_recipe(RECIPE, "away.toml"), Store(tmp_path / "store")
+    made = run_recipe(recipe, store, Progress.silent()).artifacts
     assert {"reward_model_score", "accuracy"} <= set(made["rl"].summary["eval"]["after"])
     assert made["distil"].summary["eval"]["after"]["tasks"] == 4
 
@@ -246,29 +224,18 @@ def test_gpu_matches_cpu(stage: str, folder: Path) -> None:
     plain, run = StageRun(folder, "cpu"), StageRun(folder, "cuda")
     wanted, learnt = weights(STAGES[stage](plain)), STAGES[stage](run)
     assert all(p.is_cuda for p in learnt.parameters())
-    assert_metrics_close(
-        run.history, plain.history, 2e-2, "loss", "nll", "kl", "grad_norm", "reward", "rewards/margin"
-    )
+    names = ("loss", "nll", "kl", "grad_norm", "reward", "rewards/margin")
+    assert_metrics_close(run.history, plain.history, 2e-2, *names)
     assert relative_distance(weights(learnt), wanted) < 1e-2
     assert all(metrics["logprob_diff_max"] < 1e-4 for metrics in run.history if "logprob_diff_max" in metrics)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(s, marks=GPU) for s in ("sft", "kto", "ppo", "distil-on-policy")]
-)
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=GPU) for stage in RESUMED])
 def test_gpu_resumes_after_kill(stage: str, folder: Path, tmp_path: Path) -> None:
     """Not bit for bit, since atomic additions on a GPU have no order."""
-    first = StageRun(folder, "cuda")
-    whole = weights(STAGES[stage](first))
-    with pytest.raises(Killed):
-        STAGES[stage](StageRun(folder, "cuda", tmp_path, kill=3))
-    again = StageRun(folder, "cuda", tmp_path)
-    assert relative_distance(weights(STAGES[stage](again)), whole) < 1e-2
-    assert len(again.history) < len(first.history)
+    check_resume(stage, folder, tmp_path, "cuda", {"cuda": 1e-2})
 
 
 @pytest.mark.parametrize("device", [pytest.param(device, marks=GPU) for device in ("auto", "cpu", "cuda")])
 def test_async_worker_with_gpu_learner(device: str, folder: Path) -> None:
-    run = StageRun(folder, "cuda")
-    ahead(run, device)
-    assert all(metrics["logprob_diff_max"] < 1e-4 for metrics in run.history[:-1])
+    check_async_worker(StageRun(folder, "cuda"), device)

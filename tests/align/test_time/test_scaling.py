@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,43 +21,31 @@ from whorl.evals.verify import Verdict, VerifiableTask, verify_all
 EOS = 257
 
 
-def bytes_of(ids: Sequence[int]) -> bytes:
-    return bytes(i for i in ids if i < 256)
-
-
 class Script:
     """Replaces `sample_completions`: the completion is a function of the prompt, and the requests are recorded."""
 
     def __init__(self, says: dict[bytes, str]) -> None:
         self.says, self.asked = says, []
 
-    def __call__(
-        self, engine: object, prompts: Sequence[Sequence[int]], sampling: object, **rest: object
-    ) -> list[Completion]:
+    def __call__(self, engine: Any, prompts: Any, *_: Any, **rest: Any) -> list[Completion]:
         found = []
         for ids in prompts:
-            self.asked.append((bytes_of(ids).decode(), rest["max_tokens"]))
-            text = next(v for k, v in reversed(self.says.items()) if bytes_of(ids).endswith(k))
-            completion_ids = [*text.encode(), EOS][: rest["max_tokens"]]  # type: ignore[misc]
-            found.append(
-                Completion(
-                    completion_ids,
-                    [-0.5] * len(completion_ids),
-                    [0] * len(completion_ids),
-                    completion_ids[-1] == EOS,
-                )
-            )
-        rest["on_finished"](len(prompts))  # type: ignore[operator]
+            prompt = bytes(i for i in ids if i < 256)
+            self.asked.append((prompt.decode(), rest["max_tokens"]))
+            text = next(v for k, v in reversed(self.says.items()) if prompt.endswith(k))
+            completion_ids = [*text.encode(), EOS][: rest["max_tokens"]]
+            n = len(completion_ids)
+            found.append(Completion(completion_ids, [-0.5] * n, [0] * n, completion_ids[-1] == EOS))
+        rest["on_finished"](len(prompts))
         return found
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, says: dict[bytes, str], task: VerifiableTask, **settings: object
+    monkeypatch: pytest.MonkeyPatch, says: dict[bytes, str], task: VerifiableTask, **settings: Any
 ) -> tuple[ScalingResult, list[tuple[str, int]]]:
-    script = Script(says)
+    script, engine = Script(says), SimpleNamespace(max_positions=200)
     monkeypatch.setattr(scaling, "sample_completions", script)
-    config = ScalingConfig(n_samples=1, max_completion_tokens=40, max_answer_tokens=4, **settings)  # type: ignore[arg-type]
-    engine = SimpleNamespace(max_positions=200)
+    config = ScalingConfig(n_samples=1, max_completion_tokens=40, max_answer_tokens=4, **settings)
     return measure_scaling(engine, scribe(), [task], config, verify_all), script.asked  # type: ignore[arg-type]
 
 
@@ -68,9 +57,8 @@ def test_budget_cuts_thinking_and_adds_marker(monkeypatch: pytest.MonkeyPatch) -
     got, requests = run(monkeypatch, THINKS, TASK, thinking_budgets=(6, 9, 8, 12), max_continuations=0)
     assert [p.compute for p in got.curves["stopped"]] == [6, 8, 9, 12]
     assert [p.accuracy for p in got.curves["stopped"]] == [0, 0, 1, 1]
-    assert [text for text, _ in requests[1:4]] == [
-        "2+3+4\n2+3=5\n#### ", "2+3+4\n2+3=5\n5+\n#### ", "2+3+4\n2+3=5\n5+4\n#### ",
-    ]  # fmt: skip
+    cut = [f"2+3+4\n2+3=5\n{thought}#### " for thought in ("", "5+\n", "5+4\n")]
+    assert [text for text, _ in requests[1:4]] == cut
     assert {limit for _, limit in requests[1:]} == {4}
     # Cost: the cut and the answer with its end; at 12 the sample itself, which is not sampled again.
     assert [p.tokens for p in got.curves["stopped"]] == [6 + 2, 8 + 2, 9 + 2, 19]
@@ -97,13 +85,9 @@ def test_split_thinking_inside_token() -> None:
     words = SimpleNamespace(token_bytes=[b"ab", b"c\n#", b"### ", b"7", b"<eos>"])
     writer = SimpleNamespace(tokenizer=words, stop_ids=frozenset({4}))
     walker = scaling._BudgetForcing(None, writer, ScalingConfig(), None, None, lambda _: None)  # type: ignore[arg-type]
-    path = walker.split_thinking([0, 1, 2, 3, 4])
-    assert (path.thinking, path.answer_ids) == ([0], [1, 2, 3, 4])
-    assert (walker.split_thinking([0, 0, 4]).thinking, walker.split_thinking([0, 0, 4]).answer_ids) == (
-        [0, 0],
-        [4],
-    )
-    assert (walker.split_thinking([0, 0]).thinking, walker.split_thinking([0, 0]).answer_ids) == ([0, 0], [])
+    for ids, thinking in (([0, 1, 2, 3, 4], 1), ([0, 0, 4], 2), ([0, 0], 2)):
+        path = walker.split_thinking(ids)
+        assert (path.thinking, path.answer_ids) == (ids[:thinking], ids[thinking:])
 
 
 def test_vote_key_normalizes_numbers() -> None:
@@ -118,22 +102,19 @@ def test_failed_verifications_count_at_each_budget(monkeypatch: pytest.MonkeyPat
     got, _ = run(monkeypatch, THINKS, fails, thinking_budgets=(6, 9), max_continuations=0)
     assert got.n_failed == 1 + 2 * 2  # the sample, and both budgets of both curves
     assert got.first_failure.startswith("raised: DataError")
-    raises = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="9")
-    assert (
-        run(monkeypatch, THINKS, raises)[0].n_failed,
-        run(monkeypatch, THINKS, raises)[0].first_failure,
-    ) == (0, "")
+    good, _ = run(monkeypatch, THINKS, TASK)
+    assert (good.n_failed, good.first_failure) == (0, "")
 
 
 @pytest.fixture(scope="module")
 def drawn() -> ScalingResult:
     """A real engine, and a verifier that accepts even lengths."""
-    tasks = [VerifiableTask(f"t{k}", prompt=chr(97 + k), verifier="custom", answer="") for k in range(6)]
+    tasks = [VerifiableTask(f"t{k}", prompt=chr(97 + k), verifier="custom") for k in range(6)]
     engine = rollout_engine(decoder(), scribe(), sequences=16, max_length=64)
     finished: list[int] = []
     config = ScalingConfig(
-        n_samples=4, max_completion_tokens=12, thinking_budgets=(0, 4, 12), max_answer_tokens=3, answer_marker="Q",
-        seed=3,
+        n_samples=4, max_completion_tokens=12, thinking_budgets=(0, 4, 12), max_answer_tokens=3,
+        answer_marker="Q", seed=3,
     )  # fmt: skip
 
     def judge(some: Sequence[VerifiableTask], texts: Sequence[str]) -> list[Verdict]:
@@ -144,13 +125,7 @@ def drawn() -> ScalingResult:
 
     def once() -> ScalingResult:
         return measure_scaling(
-            engine,
-            scribe(),
-            tasks,
-            config,
-            judge,
-            scorers={"short": short},
-            on_finished=finished.append,  # type: ignore[arg-type]
+            engine, scribe(), tasks, config, judge, scorers={"short": short}, on_finished=finished.append
         )
 
     first = once()
@@ -159,19 +134,9 @@ def drawn() -> ScalingResult:
 
 
 def test_curves_share_one_set_of_samples(drawn: ScalingResult) -> None:
-    assert set(drawn.curves) == {
-        "stopped",
-        "continued",
-        "majority_at_k",
-        "pass_at_k",
-        "max_log_prob",
-        "short",
-    }
-    first = {
-        name: drawn.curves[name][0].accuracy
-        for name in ("majority_at_k", "pass_at_k", "max_log_prob", "short")
-    }
-    assert len({round(a, 9) for a in first.values()}) == 1  # one sample offers no choice
+    chosen = {"majority_at_k", "pass_at_k", "max_log_prob", "short"}
+    assert set(drawn.curves) == {"stopped", "continued"} | chosen
+    assert len({round(drawn.curves[name][0].accuracy, 9) for name in chosen}) == 1  # one sample: no choice
     ranges = [p for points in drawn.curves.values() for p in points]
     assert all(0 <= p.low <= p.accuracy <= p.high <= 1 and p.high - p.low > 0.05 for p in ranges)
     assert [p.compute for p in drawn.curves["pass_at_k"]] == [1, 2, 4]
@@ -179,19 +144,17 @@ def test_curves_share_one_set_of_samples(drawn: ScalingResult) -> None:
     assert any_ == sorted(any_) and any_[-1] >= drawn.curves["short"][-1].accuracy
     tokens = [p.tokens for p in drawn.curves["majority_at_k"]]
     np.testing.assert_allclose(tokens, [tokens[0], 2 * tokens[0], 4 * tokens[0]])
-    best = drawn.best()
-    assert best[0] != "pass_at_k" and best[1].accuracy == max(
-        p.accuracy for n, ps in drawn.curves.items() if n != "pass_at_k" for p in ps
-    )
+    name, best = drawn.best()
+    reachable = [p.accuracy for n, points in drawn.curves.items() if n != "pass_at_k" for p in points]
+    assert name != "pass_at_k" and best.accuracy == max(reachable)
 
 
 def test_measure_scaling_rejects_invalid_arguments() -> None:
     engine = rollout_engine(decoder(), scribe(), sequences=4, max_length=48)
     with pytest.raises(DataError, match="no tasks"):
         measure_scaling(engine, scribe(), [], ScalingConfig(), verify_all)
+    config = ScalingConfig(max_completion_tokens=40, max_answer_tokens=4)
     with pytest.raises(ConfigError, match=r"(?s)task 't' has a prompt of 7 ids.*expected: a context of"):
-        measure_scaling(
-            engine, scribe(), [TASK], ScalingConfig(max_completion_tokens=40, max_answer_tokens=4), verify_all
-        )
+        measure_scaling(engine, scribe(), [TASK], config, verify_all)
     with pytest.raises(ValidationError, match="0 to max_completion_tokens = 8"):
         ScalingConfig(max_completion_tokens=8, thinking_budgets=(4, 9))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from whorl.engine.request import Request
 from whorl.engine.sequence import Sequence
 from whorl.errors import ConfigError
 
+History = list[tuple[list[int], bool]]  # texts, and whether an earlier one is released before
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 
 
@@ -20,6 +23,12 @@ def sequence(ids: list[int], number: int = 0) -> Sequence:
     made = Sequence(Request(id=str(number), ids=tuple(ids)), number, list(ids), 0)
     made.slot = number % 8
     return made
+
+
+def manager(*groups: tuple[int | None, int], budget: int = 8) -> KVCacheManager:
+    """A cache for 8 sequences of 24 positions; each group has a window and a number of pages of 2 positions."""
+    made = [KVCacheGroup(window, BlockPool(n_pages, 2)) for window, n_pages in groups]
+    return KVCacheManager(made, 8, 24, max_num_batched_tokens=budget)
 
 
 def fill(cache: KVCacheManager, current: Sequence) -> bool:
@@ -36,15 +45,8 @@ def fill(cache: KVCacheManager, current: Sequence) -> bool:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=30), st.sampled_from([None, 3, 6]))
-def test_cache_manager_never_loses_or_overwrites_pages(
-    history: list[tuple[list[int], bool]], window: int | None
-) -> None:
-    cache = KVCacheManager(
-        [KVCacheGroup(None, BlockPool(12, 2)), KVCacheGroup(window, BlockPool(12, 2))],
-        8,
-        24,
-        max_num_batched_tokens=8,
-    )
+def test_pages_are_never_lost_or_overwritten(history: History, window: int | None) -> None:
+    cache = manager((None, 12), (window, 12))
     live: list[Sequence] = []
     contents: dict[tuple[int, int], list[int]] = {}  # text last written to each page of a group
     for number, (ids, leaves) in enumerate(history):
@@ -52,20 +54,18 @@ def test_cache_manager_never_loses_or_overwrites_pages(
             cache.release(live.pop(len(ids) % len(live)))
         current = sequence(ids, number)
         if len(live) < 8:
-            current.slot = next(slot for slot in range(8) if slot not in {h.slot for h in live})
+            current.slot = min(set(range(8)) - {h.slot for h in live})
             if fill(cache, current):
                 live.append(current)
                 assert current.n_computed == len(ids)
-                for group, pages in enumerate(current.pages):
-                    for at, page in enumerate(pages):
-                        if page == EVICTED:
-                            continue
-                        before = ids[: (at + 1) * 2]
-                        full = len(before) == (at + 1) * 2
-                        if (group, page) in contents and sum(page in h.pages[group] for h in live) > 1:
-                            # A shared page has the same prefix.
-                            assert full and contents[group, page] == before
-                        contents[group, page] = before
+                places = [(g, at) for g, pages in enumerate(current.pages) for at in range(len(pages))]
+                for group, at in places:
+                    page = current.pages[group][at]
+                    before = ids[: (at + 1) * 2]
+                    if page != EVICTED and sum(page in h.pages[group] for h in live) > 1:
+                        # A shared page has the same prefix.
+                        assert len(before) == (at + 1) * 2 and contents[group, page] == before
+                    contents[group, page] = before
         cache.check_integrity(live)
     for current in live:
         cache.release(current)
@@ -75,25 +75,15 @@ def test_cache_manager_never_loses_or_overwrites_pages(
 
 @given(TEXTS, TEXTS)
 def test_acquire_prefix_returns_whole_pages_below_prompt(first: list[int], second: list[int]) -> None:
-    cache = KVCacheManager([KVCacheGroup(None, BlockPool(40, 2))], 8, 24, max_num_batched_tokens=8)
-    current, two = sequence(first, 0), sequence(second, 1)
+    cache, current = manager((None, 40)), sequence(first)
     fill(cache, current)
     cache.release(current)
-    found = cache.acquire_prefix(two)
-    common = 0
-    while common < min(len(first), len(second)) and first[common] == second[common]:
-        common += 1
-    assert found == min(common, len(second) - 1) // 2 * 2
+    common = sum(itertools.accumulate((a == b for a, b in zip(first, second, strict=False)), min))
+    assert cache.acquire_prefix(sequence(second, 1)) == min(common, len(second) - 1) // 2 * 2
 
 
 def test_windowed_group_needs_only_pages_in_window() -> None:
-    cache = KVCacheManager(
-        [KVCacheGroup(None, BlockPool(20, 2)), KVCacheGroup(4, BlockPool(4, 2))],
-        8,
-        24,
-        max_num_batched_tokens=4,
-    )
-    ids = list(range(12))
+    cache, ids = manager((None, 20), (4, 4), budget=4), list(range(12))
     current = sequence(ids)
     cache.acquire_prefix(current)
     cache.bind(current)
@@ -111,10 +101,9 @@ def test_windowed_group_needs_only_pages_in_window() -> None:
 
 
 def test_eviction_is_lru_and_last_page_of_prefix_first() -> None:
-    cache = KVCacheManager([KVCacheGroup(None, BlockPool(6, 2))], 8, 24, max_num_batched_tokens=8)
+    cache = manager((None, 6))
     old, new = sequence([1] * 6, 0), sequence([2] * 6, 1)
-    for current in (old, new):
-        assert fill(cache, current)
+    assert fill(cache, old) and fill(cache, new)
     cache.release(old)
     cache.release(new)
     pool = cache.groups[0].pool
@@ -126,21 +115,16 @@ def test_eviction_is_lru_and_last_page_of_prefix_first() -> None:
 
 
 def test_check_integrity_detects_wrong_accounting() -> None:
-    cache = KVCacheManager([KVCacheGroup(None, BlockPool(6, 2))], 8, 24, max_num_batched_tokens=8)
-    current = sequence([1, 2, 3], 0)
+    cache, current = manager((None, 6)), sequence([1, 2, 3])
     fill(cache, current)
     cache.check_integrity([current])
-    for damage in (
-        lambda p: p.ref_counts.__setitem__(0, 3),
-        lambda p: p._free.pop(),
-        lambda p: p._free.append(current.pages[0][0]),
-    ):
-        pool = cache.groups[0].pool
-        saved = list(pool.ref_counts), list(pool._free)
-        damage(pool)
+    pool = cache.groups[0].pool
+    counts, free = list(pool.ref_counts), list(pool._free)
+    for damaged in (([3, *counts[1:]], free), (counts, free[:-1]), (counts, [*free, current.pages[0][0]])):
+        pool.ref_counts, pool._free = damaged
         with pytest.raises(RuntimeError, match="page accounting is wrong"):
             cache.check_integrity([current])
-        pool.ref_counts, pool._free = saved
+    pool.ref_counts, pool._free = counts, free
     with pytest.raises(RuntimeError, match="references, and 0 page lists"):
         cache.check_integrity([])
     with pytest.raises(ConfigError, match="page_size is 0"):

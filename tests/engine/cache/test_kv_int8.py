@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.engine.parity import decoder, drain
+from tests.support.engine.parity import config, decoder, drain, expected, request
 from tests.support.models.transformer_shapes import made
 
 from whorl.engine.cache.kv_int8 import attend, attend_reference, bytes_per_token, dequantize_kv, quantize_kv
-from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.engine.request import Request
-from whorl.engine.sampling_params import SamplingParams
 from whorl.models import Decoder, LanguageModel
 from whorl.models.transformer_config import AttentionConfig
 from whorl.nn.attention import causal
@@ -33,9 +32,8 @@ def test_quantize_kv_scales_each_position_and_head(seed: int, power: float) -> N
     bound = kv.abs().amax(-1, keepdim=True) / 127 * 0.5001
     assert ((dequantize_kv(quantized) - kv).abs() <= bound).all()
     one = quantize_kv(kv[1, 2, 3])
-    assert torch.equal(one.codes, quantized.codes[1, 2, 3]) and torch.equal(
-        one.scale, quantized.scale[1, 2, 3]
-    )
+    assert torch.equal(one.codes, quantized.codes[1, 2, 3])
+    assert torch.equal(one.scale, quantized.scale[1, 2, 3])
     assert not dequantize_kv(quantize_kv(torch.zeros(1, 4))).any()
 
 
@@ -59,62 +57,44 @@ def test_bytes_per_token_matches_tensors() -> None:
 
 
 HEADS_INT8 = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=16, smear=True, qk_norm=True, window=9)
+G = torch.Generator().manual_seed(4)
+PROMPTS = [torch.randint(48, (n,), generator=G).tolist() for n in (23, 30, 7, 17)]
 
 
 def small_decoder() -> Decoder:
     return decoder(vocab_size=48, head_dim=16, mlp_hidden=64)
 
 
-def prompt_log_probs(
-    model: LanguageModel, prompts: list[tuple[int, ...]], **fields: object
-) -> list[torch.Tensor]:
-    config = EngineConfig(max_num_seqs=3, max_model_len=64, block_size=4, max_num_batched_tokens=11, **fields)
-    engine = Engine(model, config)
-    for number, ids in enumerate(prompts):
-        sampling = SamplingParams(temperature=0)
-        engine.add(Request(id=str(number), ids=ids, sampling=sampling, max_tokens=6, prompt_log_probs=True))
-    found = drain(engine)
-    scores = ([d.prompt_log_probs for d in found[str(n)] if d.prompt_log_probs] for n in range(len(prompts)))
+def prompt_log_probs(model: LanguageModel, **fields: object) -> list[torch.Tensor]:
+    engine = Engine(model, config(max_num_seqs=3, max_num_batched_tokens=11, **fields))
+    names = [str(n) for n in range(len(PROMPTS))]
+    found = drain(engine, [request(*one, prompt_log_probs=True) for one in zip(names, PROMPTS, strict=True)])
+    scores = ([d.prompt_log_probs for d in found[name] if d.prompt_log_probs] for name in names)
     return [torch.tensor(log_probs) for (log_probs,) in scores]
 
 
-def prompts() -> list[tuple[int, ...]]:
-    g = torch.Generator().manual_seed(4)
-    return [tuple(torch.randint(48, (n,), generator=g).tolist()) for n in (23, 30, 7, 17)]
-
-
 def test_int8_engine_matches_forward_with_quantized_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, texts = small_decoder(), prompts()
-    found = prompt_log_probs(model, texts, kv_cache_dtype="int8")
-    plain = prompt_log_probs(model, texts)
-    own = causal.causal_attention
-    monkeypatch.setattr(
-        causal,
-        "causal_attention",
-        lambda q, k, v, s=None: own(q, dequantize_kv(quantize_kv(k)), dequantize_kv(quantize_kv(v)), s),
-    )
-    for ids, int8_scores, without in zip(texts, found, plain, strict=True):
-        row = torch.tensor([ids])
-        with torch.no_grad():
-            log_probs = model.logits(model(row)).log_softmax(-1)
-        want = log_probs[0, :-1].gather(1, row[0, 1:, None])[:, 0]
-        assert torch.allclose(int8_scores, want, atol=1e-4)
+    model, own = small_decoder(), causal.causal_attention
+    found, plain = prompt_log_probs(model, kv_cache_dtype="int8"), prompt_log_probs(model)
+
+    def rounded_attention(q: Any, k: Any, v: Any, *more: Any) -> torch.Tensor:
+        return own(q, dequantize_kv(quantize_kv(k)), dequantize_kv(quantize_kv(v)), *more)
+
+    monkeypatch.setattr(causal, "causal_attention", rounded_attention)
+    for ids, int8_scores, without in zip(PROMPTS, found, plain, strict=True):
+        assert torch.allclose(int8_scores, expected(model, ids, 1), atol=1e-4)
         assert 1e-4 < (int8_scores - without).abs().max() < 0.2
 
 
 def test_int8_cache_supports_windows_and_smeared_keys() -> None:
-    model, texts = made(vocab_size=48, n_layers=2, mixers={"a": HEADS_INT8}).eval(), prompts()
-    for int8_scores, plain in zip(
-        prompt_log_probs(model, texts, kv_cache_dtype="int8"), prompt_log_probs(model, texts), strict=True
-    ):
-        assert 0 < (int8_scores - plain).abs().max() < 0.2
+    model = made(vocab_size=48, n_layers=2, mixers={"a": HEADS_INT8}).eval()
+    found, plain = prompt_log_probs(model, kv_cache_dtype="int8"), prompt_log_probs(model)
+    assert all(0 < (a - b).abs().max() < 0.2 for a, b in zip(found, plain, strict=True))
 
 
 def test_int8_cache_has_expected_size() -> None:
-    model = small_decoder()
-    sizes = {kind: Engine(model, EngineConfig(kv_cache_dtype=kind)).runner for kind in ("model", "int8")}
-    quantized = {
-        kind: sum(t.nbytes for layer in runner.layers for t in layer.tensors[:2] + layer.tensors[3:])
-        for kind, runner in sizes.items()
-    }
-    assert quantized["int8"] == quantized["model"] * (16 + 4) / (4 * 16)
+    sizes = {}
+    for kind in ("model", "int8"):
+        layers = Engine(small_decoder(), config(kv_cache_dtype=kind)).runner.layers
+        sizes[kind] = sum(t.nbytes for layer in layers for t in layer.tensors[:2] + layer.tensors[3:])
+    assert sizes["int8"] == sizes["model"] * (16 + 4) / (4 * 16)

@@ -9,27 +9,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.engine.parity import FAMILIES, GREEDY, check, decoder, run
+from tests.support.engine import parity
+from tests.support.engine.parity import FAMILIES, assert_same, check, config, decoder, run_one
 
-from whorl.engine.config import EngineConfig
 from whorl.engine.disaggregation.kv_transfer import KVBlock, export_pages, import_pages, model_fingerprint
 from whorl.engine.engine import Engine
-from whorl.engine.request import Request
 from whorl.errors import ConfigError, DataError
+from whorl.slots.ring import anonymous_memory
 
-CONFIG = EngineConfig(
-    block_size=4, max_num_seqs=4, max_model_len=60, kv_cache_tokens=240, max_num_batched_tokens=16
-)
 IDS = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-def request(name: str, n: int = 30, **more: Any) -> Request:
-    return Request(id=name, ids=tuple(IDS[:n]), **{"sampling": GREEDY, "max_tokens": 9, **more})
+WRITE = parity.request("write", IDS, max_tokens=9)
 
 
-def prefilled(model: Any = None, config: EngineConfig = CONFIG) -> Engine:
-    engine = Engine(model or decoder(), config)
-    run(engine, [request("read", max_tokens=1)])
+def make_engine(family: str = "decoder", **changes: Any) -> Engine:
+    return Engine(FAMILIES[family](), config(**{"kv_cache_tokens": 240, **changes}))
+
+
+def prefilled(**changes: Any) -> Engine:
+    engine = make_engine(**changes)
+    run_one(engine, parity.request("read", IDS, max_tokens=1))
     return engine
 
 
@@ -37,49 +37,30 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0  # noqa: PTH112, PTH208
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_imported_pages_give_same_tokens(family: str) -> None:
-    sender = Engine(FAMILIES[family](), CONFIG)
-    if sender.runner.has_recurrent_layers:
+@pytest.mark.parametrize(("family", "dtype"), [*((f, "model") for f in FAMILIES), ("decoder", "int8")])
+def test_imported_pages_give_same_tokens(family: str, dtype: str) -> None:
+    setup: dict[str, Any] = {"family": family, "kv_cache_dtype": dtype}
+    if make_engine(**setup).runner.has_recurrent_layers:
         with pytest.raises(ConfigError, match="recurrent"):
-            export_pages(sender, IDS)
+            export_pages(make_engine(**setup), IDS)
         return
-    run(sender, [request("read", max_tokens=1)])
-    receiver = Engine(FAMILIES[family](), CONFIG)
-    # So that page numbers differ.
-    run(receiver, [Request(id="other", ids=(7,) * 11, sampling=GREEDY, max_tokens=3)])
+    sender, receiver = prefilled(**setup), make_engine(**setup)
+    run_one(receiver, parity.request("other", (7,) * 11))  # so that page numbers differ
     with export_pages(sender, IDS) as block:
         assert block.n_positions == 28
         assert import_pages(receiver, block) == 28
     sender.check_integrity()
     receiver.check_integrity()
-    receiver.add(request("write"))
-    tokens, cached = [], 0
-    while receiver.busy:
-        for delta in receiver.step():
-            tokens += delta.tokens
-            cached = max(cached, delta.cached_tokens)
-        receiver.check_integrity()
-    assert cached == 28, "decoding begins with a full hit"
-    check(FAMILIES[family](), [request("write")], {"write": tokens})
-    alone = run(Engine(FAMILIES[family](), CONFIG), [request("write")])["write"]
-    assert [t.id for t in tokens] == [t.id for t in alone]
-    for a, b in zip(tokens, alone, strict=True):
-        assert abs(a.log_prob - b.log_prob) < 1e-4 and abs(a.raw_log_prob - b.raw_log_prob) < 1e-4
-
-
-def test_int8_pages_transfer_with_scales() -> None:
-    config = CONFIG.model_copy(update={"kv_cache_dtype": "int8"})
-    receiver = Engine(decoder(), config)
-    with export_pages(prefilled(config=config), IDS) as block:
-        assert import_pages(receiver, block) == 28
-    got, alone = (run(e, [request("write")])["write"] for e in (receiver, Engine(decoder(), config)))
-    assert [t.id for t in got] == [t.id for t in alone]
-    assert all(abs(a.log_prob - b.log_prob) < 1e-4 for a, b in zip(got, alone, strict=True))
+    deltas = parity.drain(receiver, [WRITE])["write"]
+    assert deltas[0].cached_tokens == 28  # decoding begins with a full hit
+    tokens = parity.tokens_of(deltas)
+    assert_same(tokens, run_one(make_engine(**setup), WRITE))
+    if dtype == "model":
+        check(FAMILIES[family](), [WRITE], {"write": tokens})
 
 
 def test_import_pages_in_slices() -> None:
-    receiver = Engine(decoder(), CONFIG)
+    receiver = make_engine()
     with export_pages(prefilled(), IDS) as block:
         found = [import_pages(receiver, block, max_pages=3) for _ in range(4)]
         assert found == [12, 24, 28, 28]
@@ -87,8 +68,8 @@ def test_import_pages_in_slices() -> None:
 
 
 def test_import_pages_into_full_cache_keeps_running_pages() -> None:
-    receiver = Engine(decoder(), CONFIG.model_copy(update={"kv_cache_tokens": 60}))
-    receiver.add(Request(id="runs", ids=(7,) * 40, sampling=GREEDY, max_tokens=9))
+    receiver = make_engine(max_model_len=60, kv_cache_tokens=60)
+    receiver.add(parity.request("runs", (7,) * 40, max_tokens=9))
     while not any(d.tokens for d in receiver.step()):
         pass
     pages_before = list(receiver.sequences()[0].pages[0])
@@ -99,46 +80,46 @@ def test_import_pages_into_full_cache_keeps_running_pages() -> None:
     receiver.check_integrity()
     assert receiver.abort("runs")
     receiver.step()
-    got = run(receiver, [request("write")])["write"]
-    check(decoder(), [request("write")], {"write": got})
+    check(decoder(), [WRITE], {"write": run_one(receiver, WRITE)})
 
 
 def test_export_of_uncached_prefix_is_empty_block() -> None:
     with export_pages(prefilled(), [1, 2, 3]) as block:
-        assert block.n_positions == 0 and import_pages(Engine(decoder(), CONFIG), block) == 0
+        assert block.n_positions == 0 and import_pages(make_engine(), block) == 0
 
 
 def test_import_rejects_other_weights_dtypes_and_sizes() -> None:
+    nudged, updated = make_engine(), make_engine()
+    with torch.no_grad():
+        next(nudged.model.parameters())[-1, -1] += 1e-3  # a single weight
+    add_one(updated, version=3)
+    receivers = [
+        (make_engine(block_size=8), "pages of 4 positions"),
+        (Engine(decoder(n_layers=1), config()), "fingerprint"),
+        (make_engine(kv_cache_dtype="int8"), "same kv_cache_dtype"),
+        (updated, "version 0"),
+        (nudged, "fingerprint"),
+    ]
     with export_pages(prefilled(), IDS) as block:
-        for receiver, message in [
-            (Engine(decoder(), CONFIG.model_copy(update={"block_size": 8})), "pages of 4 positions"),
-            (Engine(decoder(n_layers=1), CONFIG), "fingerprint"),
-            (Engine(decoder(), CONFIG.model_copy(update={"kv_cache_dtype": "int8"})), "same kv_cache_dtype"),
-        ]:
+        for receiver, message in receivers:
             with pytest.raises(DataError, match=message):
                 import_pages(receiver, block)
             assert receiver.cache.groups[0].pool.n_cached == 0
-        receiver = Engine(decoder(), CONFIG)
-        name, weight = next(iter(receiver.model.named_parameters()))
-        receiver.update_weights({name: weight.detach() + 1}, version=3)
-        with pytest.raises(DataError, match="version 0"):
-            import_pages(receiver, block)
-        receiver = Engine(decoder(), CONFIG)
-        with torch.no_grad():
-            weight = next(receiver.model.parameters())
-            weight[-1, -1] += 1e-3  # a single weight
-        with pytest.raises(DataError, match="fingerprint"):
-            import_pages(receiver, block)
     with pytest.raises(ConfigError, match="enable_prefix_caching"):
-        export_pages(Engine(decoder(), CONFIG.model_copy(update={"enable_prefix_caching": False})), IDS)
+        export_pages(make_engine(enable_prefix_caching=False), IDS)
+
+
+def add_one(engine: Engine, version: int) -> None:
+    """Update one tensor of the weights."""
+    name, weight = next(iter(engine.model.named_parameters()))
+    engine.update_weights({name: weight.detach() + 1}, version=version)
 
 
 def test_model_fingerprint_changes_with_version() -> None:
-    engine = Engine(decoder(), CONFIG)
+    engine = make_engine()
     first = model_fingerprint(engine)
-    assert model_fingerprint(engine) == first == model_fingerprint(Engine(decoder(), CONFIG))
-    name, weight = next(iter(engine.model.named_parameters()))
-    engine.update_weights({name: weight.detach() + 1}, version=1)
+    assert model_fingerprint(engine) == first == model_fingerprint(make_engine())
+    add_one(engine, version=1)
     assert model_fingerprint(engine) != first
 
 
@@ -161,22 +142,20 @@ def test_kv_block_rejects_any_damage(data: st.DataObject) -> None:
         block = KVBlock(memory_of(bytes(content)), verify_checksum=at_once)
         while not block.verify(1000):
             pass
-    assert descriptors() == before, "a block that is refused is closed"
+    assert descriptors() == before  # a rejected block is closed
 
 
 SENDER = prefilled()
 
 
 def memory_of(content: bytes) -> int:
-    from whorl.slots.ring import anonymous_memory
-
     fd = anonymous_memory(len(content))
     os.write(fd, content)
     return fd
 
 
 def test_transfer_leaks_no_descriptors_or_pages() -> None:
-    receiver, before = Engine(decoder(), CONFIG), descriptors()
+    receiver, before = make_engine(), descriptors()
     for _ in range(20):
         with export_pages(SENDER, IDS) as block:
             import_pages(receiver, block)

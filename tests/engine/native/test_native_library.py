@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from whorl.errors import ConfigError
 from whorl.nn.mlp import activate
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
+LIBRARY: Any = build.library()
 
 
 def _rounded(t: torch.Tensor, kind: str, group: int, weight: bool) -> torch.Tensor:
@@ -40,9 +42,7 @@ def _rounded(t: torch.Tensor, kind: str, group: int, weight: bool) -> torch.Tens
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize(("n", "k", "group"), [(1, 8, 8), (63, 70, 8), (200, 333, 32), (130, 256, 256)])
 def test_product_matches_rounded_weights(kind: str, n: int, k: int, group: int) -> None:
-    library = build.library()
-    assert library is not None
-    check_products(library, kind, n, k, group)
+    check_products(LIBRARY, kind, n, k, group)
 
 
 def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) -> None:
@@ -66,8 +66,7 @@ def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) 
 @pytest.mark.parametrize("size", [2, 3, 64])
 def test_activations_match_torch(size: int) -> None:
     """Each activation function over its whole range of inputs."""
-    library = build.library()
-    assert library is not None
+    library = LIBRARY
     x = torch.cat([torch.linspace(-30, 30, 997), torch.tensor([0.0, -100.0, 100.0])])[:, None]
     for name, number in layout.ACTIVATIONS.items():
         gated = name in ("swiglu", "geglu")
@@ -83,9 +82,7 @@ def test_activations_match_torch(size: int) -> None:
 
 
 def test_structure_sizes_match_library() -> None:
-    library = build.library()
-    assert library is not None
-    layout.check_sizes(library)
+    layout.check_sizes(LIBRARY)
 
 
 RACE = """
@@ -101,10 +98,8 @@ print(build.load_library(Path(sys.argv[1])).whorl_features())
 def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The library for any CPU of this family, without newer instructions; compiled by two processes at once."""
     folder = tmp_path_factory.mktemp("portable")
-    started = [
-        subprocess.Popen([sys.executable, "-c", RACE, str(folder)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    command = [sys.executable, "-c", RACE, str(folder)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     answers = [p.communicate(timeout=240)[0] for p in started]
     assert answers == ["0\n", "0\n"]
     (file,) = folder.glob("*.so")

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from tests.support.engine.native import BOUNDS, SHAPES, Texts, llama
-from tests.support.engine.parity import check, decoder, prompt_requests, run
-from tests.support.models.transformer_shapes import KINDS, made
+from tests.support.engine.parity import FAMILIES, check, config, prompt_requests, run
 
 from whorl.engine.cache.pages import InputBatch
-from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep, build, unsupported_reason
@@ -21,19 +19,14 @@ from whorl.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
 
-NATIVE = {
-    **{kind: (lambda kind=kind: made(**KINDS[kind]).eval()) for kind in KINDS},
-    "decoder": decoder,
-    "decoder without memory": lambda: decoder(ngram_orders=(), smear_keys=False, tie_embeddings=True),
-}
-NATIVE = {name: make for name, make in NATIVE.items() if unsupported_reason(make()) is None}
+REASONS = {name: unsupported_reason(make()) for name, make in FAMILIES.items()}
+NATIVE = {name: FAMILIES[name] for name, reason in REASONS.items() if reason is None}
 
 
 @pytest.mark.parametrize("family", NATIVE)
 def test_native_step_matches_forward(family: str) -> None:
     model = NATIVE[family]()
-    texts = Texts(model, 4, [1, 2, 7, 23, 41])
-    assert texts.compare(NativeStep(model, 4, threads=2), most=12) < 1e-4
+    assert Texts(model, 4, [1, 2, 7, 23, 41]).compare(NativeStep(model, 4, threads=2), most=12) < 1e-4
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -75,34 +68,15 @@ def test_native_step_bf16_error_is_within_torch_bf16_error() -> None:
 
 def test_native_step_is_batch_invariant() -> None:
     model = llama()
-    for kind in ("float32", "bfloat16", "int8", "int4"):
+    for kind in BOUNDS:
         step = NativeStep(model, 16, weight_dtype=kind, threads=2)
         found = []
         for lengths in ([37], [37, 1, 50, 9, 9, 9, 9, 9]):
             texts = Texts(model, 16, lengths)
             texts.ids[0] = np.arange(37) % 211
-            n = len(lengths)
-            batch = InputBatch(
-                ids=torch.from_numpy(np.concatenate(texts.ids)),
-                positions=torch.cat([torch.arange(k) for k in lengths]),
-                starts=[0, *np.cumsum(lengths).tolist()],
-                lengths=lengths,
-                slots=list(range(n)),
-                pages=[texts.pages],
-                logit_indices=torch.arange(sum(lengths)),
-                n_single=0,
-            )
+            batch = texts.batch_of(list(range(len(lengths))), [slice(0, n) for n in lengths])
             found.append(step.run(batch, texts.runner.layers, texts.runner.group_of)[:37])
         assert torch.equal(*found)
-
-
-def test_refresh_packs_new_weights() -> None:
-    model, other = llama(), llama(seed=1)
-    step = NativeStep(model, 16)
-    model.load_state_dict(other.state_dict())
-    assert Texts(model, 16, [20]).compare(step) > 0.1
-    step.refresh()
-    assert Texts(model, 16, [20]).compare(step) < 1e-4
 
 
 def test_native_hidden_states_and_logits() -> None:
@@ -125,21 +99,18 @@ def test_native_step_rejects_bad_input_before_writing() -> None:
     with pytest.raises(ConfigError, match="vocabulary"):
         step.run(batch, layers, groups)
     batch.ids[0] = 0
-    batch.pages[0] = np.full_like(batch.pages[0], 99)
-    with pytest.raises(ConfigError, match="page table"):
-        step.run(batch, layers, groups)
-    batch.pages[0] = batch.pages[0][:, :0]
-    with pytest.raises(ConfigError, match="page table"):
-        step.run(batch, layers, groups)
+    for bad_pages in (np.full_like(batch.pages[0], 99), batch.pages[0][:, :0]):
+        batch.pages[0] = bad_pages
+        with pytest.raises(ConfigError, match="page table"):
+            step.run(batch, layers, groups)
     assert bool(layers[0].tensors[0].isnan().all())
 
 
 def test_unsupported_models_have_a_reason() -> None:
-    reasons = {name: unsupported_reason(made(**KINDS[name])) for name in KINDS if name not in NATIVE}
-    assert reasons["alibi"] == "attention with alibi" and reasons["post"] and reasons["latent"]
-    assert all(reasons.values())
+    assert REASONS["alibi"] == "attention with alibi" and REASONS["post"] and REASONS["latent"]
+    assert all(REASONS[name] != "" for name in FAMILIES)
     with pytest.raises(ConfigError, match="mixture"):
-        NativeStep(made(**KINDS["experts"]), 16)
+        NativeStep(FAMILIES["experts"](), 16)
     with pytest.raises(ConfigError, match="weight_group_size is 12"):
         NativeStep(llama(), 16, weight_dtype="int4", weight_group_size=12)
     with pytest.raises(ConfigError, match="bfloat16"):
@@ -148,20 +119,11 @@ def test_unsupported_models_have_a_reason() -> None:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("family", NATIVE)
-def test_engine_with_native_step_matches_forward(
-    family: str, preemption: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_engine_matches_forward(family: str, preemption: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHORL_NATIVE", "1")
-    model = NATIVE[family]()
-    config = EngineConfig(
-        block_size=4,
-        max_num_seqs=6,
-        max_model_len=60,
-        kv_cache_tokens=60,
-        max_num_batched_tokens=7,
-        preemption=preemption,
-    )
-    engine = Engine(model, config)
+    model, sizes = NATIVE[family](), {"max_num_seqs": 6, "max_model_len": 60, "kv_cache_tokens": 60}
+    tight = config(**sizes, max_num_batched_tokens=7, preemption=preemption)
+    engine = Engine(model, tight)
     assert isinstance(engine.runner, NativeRunner) and engine.runner.use_native
     requests = prompt_requests(20, temperature=0)
     check(model, requests, run(engine, requests))
@@ -171,7 +133,7 @@ def test_engine_with_native_step_matches_forward(
     again = [r.model_copy(update={"id": f"again {r.id}"}) for r in requests]
     check(model, again, run(engine, again))
     monkeypatch.setenv("WHORL_NATIVE", "0")
-    assert type(Engine(model, config).runner) is ModelRunner
+    assert type(Engine(model, tight).runner) is ModelRunner
 
 
 def test_autotune_selects_fastest() -> None:
@@ -184,15 +146,12 @@ def test_autotune_selects_fastest() -> None:
 
 
 def test_hooks_fall_back_to_torch_on_same_pages() -> None:
-    model = llama()
+    model, ids, pages = llama(), torch.arange(9), [np.arange(4, dtype=np.int32)[None]]
     runner = NativeRunner(model, {None: 4}, 16, 2, 64)
-    ids = torch.arange(9)
 
     def step(a: int, b: int) -> torch.Tensor:
-        pages = [np.arange(4, dtype=np.int32)[None]]
-        return runner.run(
-            InputBatch(ids[a:b], torch.arange(a, b), [0, b - a], [b], [0], pages, torch.arange(b - a), 0)
-        )
+        here, rows = torch.arange(a, b), torch.arange(b - a)
+        return runner.run(InputBatch(ids[a:b], here, [0, b - a], [b], [0], pages, rows, 0))
 
     first = step(0, 4)
     hook = model.blocks[0].mlp.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -20,36 +21,27 @@ from whorl.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 from whorl.errors import ConfigError, DataError
 
 # Single bytes, tokens that cross grammar symbols, a duplicate token, two control ids and a row without bytes
-WORDS = [
-    b'{"',
-    b'":',
-    b'": ',
-    b'", "',
-    b'"}',
-    b"true",
-    b"null}",
-    b"  ",
-    b"12",
-    b"-1",
-    b'a"',
-    b'{"a":t',
-    "é".encode(),
-]
-TOKENS = [*(bytes([n]) for n in range(256)), *WORDS, b"a", b"ab", b"", b""]
+WORDS = [b'{"', b'":', b'": ', b'", "', b'"}', b"true", b"null}", b"  ", b"12", b"-1", b'a"', b'{"a":t']
+TOKENS = [*(bytes([n]) for n in range(256)), *WORDS, "é".encode(), b"a", b"ab", b"", b""]
 ENDS, SIZE = (len(TOKENS) - 2, len(TOKENS) - 1), len(TOKENS) + 1
 COMPILER = GrammarCompiler(TOKENS, ENDS, SIZE)
+VOCABULARY = SortedVocabulary(TOKENS, SIZE)
+
+
+def compiled(**grammar: str) -> GrammarMatcher:
+    return COMPILER.compile(Grammar(**grammar))
 
 
 def allowed(matcher: LogitConstraint) -> set[int]:
     mask = matcher.mask()
     assert mask is not None
     if mask.dtype != np.bool_:
-        mask = np.unpackbits(mask.view(np.uint8), count=SIZE, bitorder="little")
+        mask = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(mask).tolist())
 
 
 def write(matcher: LogitConstraint, seed: int, limit: int = 300) -> bytes | None:
-    """Sample random logits under the matcher's masks; None if there is no end within `most` tokens."""
+    """Sample random logits under the matcher's masks; None if there is no end within `limit` tokens."""
     sampler, g, out = Sampler(SIZE), torch.Generator().manual_seed(seed), b""
     for n_drawn in range(limit):
         logits = 2 * torch.randn(1, SIZE, generator=g)
@@ -66,78 +58,62 @@ def write(matcher: LogitConstraint, seed: int, limit: int = 300) -> bytes | None
     return None
 
 
-LEAVES = st.sampled_from(
-    [
-        {"type": "boolean"},
-        {"type": "null"},
-        {"type": "integer", "minimum": -3, "maximum": 120},
-        {"type": "number"},
-        {"enum": ["red", 'a "quoted" one', 7, None]},
-        {"const": "été"},
-        {"type": "string", "maxLength": 4},
-        {"type": "string", "pattern": "^[ab]{1,3}$"},
-    ]
-)
-SCHEMAS = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        inner.map(lambda item: {"type": "array", "items": item, "maxItems": 3}),
-        st.lists(inner, min_size=2, max_size=2).map(lambda both: {"anyOf": both}),
-        st.dictionaries(st.sampled_from(["a", "ab", 'k"y', "ö"]), inner, max_size=3).map(
-            lambda fields: {
-                "type": "object",
-                "properties": fields,
-                "required": sorted(fields)[:1],
-                "additionalProperties": False,
-            }
-        ),
-    ),
-    max_leaves=5,
-)
+LEAVES: list[dict[str, Any]] = [
+    *({"type": kind} for kind in ("boolean", "null", "number")),
+    {"type": "integer", "minimum": -3, "maximum": 120},
+    {"enum": ["red", 'a "quoted" one', 7, None]},
+    {"const": "été"},
+    {"type": "string", "maxLength": 4},
+    {"type": "string", "pattern": "^[ab]{1,3}$"},
+]
+
+
+def object_schema(fields: dict[str, Any]) -> dict[str, Any]:
+    closed = {"type": "object", "additionalProperties": False}
+    return {**closed, "properties": fields, "required": sorted(fields)[:1]}
+
+
+def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Schemas of arrays, alternatives and objects of `inner` schemas."""
+    arrays = inner.map(lambda item: {"type": "array", "items": item, "maxItems": 3})
+    alternatives = st.lists(inner, min_size=2, max_size=2).map(lambda both: {"anyOf": both})
+    names = st.sampled_from(["a", "ab", 'k"y', "ö"])
+    return arrays | alternatives | st.dictionaries(names, inner, max_size=3).map(object_schema)
+
+
+SCHEMAS = st.recursive(st.sampled_from(LEAVES), nested, max_leaves=5)
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
 def test_json_schema_outputs_are_valid(schema: dict[str, Any], seed: int) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    found = write(COMPILER.compile(Grammar(json_schema=json.dumps(schema))), seed)
+    found = write(compiled(json_schema=json.dumps(schema)), seed)
     if found is not None:
         jsonschema.validate(json.loads(found), schema)
 
 
-REGEXES = [
-    "[0-9]{2,5}",
-    "(foo|foobar|fob)+x?",
-    "é+(true|12)*",
-    r'\{"a":(true|false)\}',
-    "a{1,40}b?",
-    "(ab|a)*c",
-    r"[0-9]+\.[0-9]{2}",
-]
+REGEXES = ["[0-9]{2,5}", "(foo|foobar|fob)+x?", "é+(true|12)*", "a{1,40}b?", "(ab|a)*c"]
+REGEXES += [r'\{"a":(true|false)\}', r"[0-9]+\.[0-9]{2}"]
 
 
 @given(regex=st.sampled_from(REGEXES), seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
 def test_regex_outputs_match(regex: str, seed: int) -> None:
-    found = write(COMPILER.compile(Grammar(regex=regex)), seed)
+    found = write(compiled(regex=regex), seed)
     assert found is None or re.fullmatch(regex, found.decode())
 
 
 def test_lark_outputs_match() -> None:
-    nested = Grammar(lark='start: "(" start ")" | "x"')
-    found = [write(COMPILER.compile(nested), seed) for seed in range(10)]
-    assert {b"x", b"(x)"} <= set(found)
-    assert all(
-        re.fullmatch(rb"\(*x\)*", f) and f.count(b"(") == f.count(b")") for f in found if f is not None
-    )
+    found = {write(compiled(lark='start: "(" start ")" | "x"'), seed) for seed in range(10)}
+    assert {b"x", b"(x)"} <= found
+    assert found <= {None, *(b"(" * n + b"x" + b")" * n for n in range(300))}
 
 
 def can_match(regex: str, text: bytes) -> bool:
     """Whether some suffix makes `text` a match; tries every suffix of up to four letters."""
-    letters, ends = [b"a", b"b", b"c"], [b""]
-    for _ in range(4):
-        ends += [e + x for e in ends[-(3 ** len(ends[-1])) :] for x in letters]
-    return any(re.fullmatch(regex.encode(), text + e) for e in ends)
+    ends = ["".join(letters) for n in range(5) for letters in itertools.product("abc", repeat=n)]
+    return any(re.fullmatch(regex.encode(), text + end.encode()) for end in ends)
 
 
 @pytest.mark.parametrize("regex", ["(ab|a)*c", "abc", "ab{2}|ac", "aab?(ca){1,2}", "a*"])
@@ -147,9 +123,7 @@ def test_mask_allows_exactly_valid_continuations(regex: str) -> None:
     for _ in range(6):
         matcher, text = compiler.compile(Grammar(regex=regex)), b""
         for _ in range(6):
-            mask = matcher.mask()
-            bits = mask if mask.dtype == np.bool_ else np.unpackbits(mask.view(np.uint8), bitorder="little")
-            found = set(np.flatnonzero(bits).tolist())
+            found = allowed(matcher)
             want = {n for n, word in enumerate(words[:-1]) if can_match(regex, text + word)}
             if re.fullmatch(regex.encode(), text):
                 want.add(len(words) - 1)
@@ -162,15 +136,12 @@ def test_mask_allows_exactly_valid_continuations(regex: str) -> None:
 
 
 def matchers() -> list[LogitConstraint]:
-    vocabulary = SortedVocabulary(TOKENS, SIZE)
-    schema = Grammar(
-        json_schema='{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'
-    )
+    schema = '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'
     return [
-        COMPILER.compile(schema),
-        COMPILER.compile(Grammar(regex="(a|ab|12)*x")),
-        ForcedPrefix(vocabulary, b"abab12  x"),
-        Sequenced(ForcedPrefix(vocabulary, b"a1", exact=True), COMPILER.compile(Grammar(regex="[0-9]{1,3}"))),
+        compiled(json_schema=schema),
+        compiled(regex="(a|ab|12)*x"),
+        ForcedPrefix(VOCABULARY, b"abab12  x"),
+        Sequenced(ForcedPrefix(VOCABULARY, b"a1", exact=True), compiled(regex="[0-9]{1,3}")),
     ]
 
 
@@ -204,11 +175,10 @@ def test_rollback_and_copy_match_fresh_matcher(which: int, seed: int, steps: lis
             assert allowed(matcher) == allowed(fresh)
 
 
-@given(
-    text=st.lists(st.sampled_from([b"a", b"b", b"1", b"2", b"\xff", b"\xc3", b"\xa9"]), max_size=6).map(
-        b"".join
-    )
-)
+BYTES = st.sampled_from([b"a", b"b", b"1", b"2", b"\xff", b"\xc3", b"\xa9"])
+
+
+@given(text=st.lists(BYTES, max_size=6).map(b"".join))
 def test_sorted_vocabulary_matches_linear_search(text: bytes) -> None:
     words = [*TOKENS, b"\xff\xff", b"a\xff", b"a\xff\xff1", b"ab12"]
     v = SortedVocabulary(words, len(words) + 3)
@@ -220,59 +190,42 @@ def test_sorted_vocabulary_matches_linear_search(text: bytes) -> None:
     assert b"".join(words[n] for n in v.encode_greedy(text)) == text
 
 
-@given(
-    seed=st.integers(0, 1000),
-    text=st.sampled_from([b"ab12", b'{"a": ', "aé".encode(), b"a"]),
-    exact=st.booleans(),
-)
+@given(st.integers(0, 1000), st.sampled_from([b"ab12", b'{"a": ', "aé".encode(), b"a"]), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_forced_prefix_starts_output_in_any_tokens(seed: int, text: bytes, exact: bool) -> None:
-    matcher, g, out = (
-        ForcedPrefix(SortedVocabulary(TOKENS, SIZE), text, exact),
-        np.random.default_rng(seed),
-        b"",
-    )
-    while (mask := matcher.mask()) is not None:
-        assert not matcher.can_end and set(np.flatnonzero(mask).tolist()) == {
-            n for n, w in enumerate(TOKENS)
-            if w and (text[len(out) :].startswith(w) or (not exact and w.startswith(text[len(out) :])))
-        }  # fmt: skip
-        number = int(g.choice(np.flatnonzero(mask)))
+    matcher, g, out = ForcedPrefix(VOCABULARY, text, exact), np.random.default_rng(seed), b""
+    while matcher.mask() is not None:
+        rest = text[len(out) :]
+        want = {n for n, w in enumerate(TOKENS) if w and rest.startswith(w)}
+        want |= {n for n, w in enumerate(TOKENS) if w.startswith(rest) and not exact}
+        assert not matcher.can_end and allowed(matcher) == want
+        number = int(g.choice(sorted(want)))
         matcher.advance(number)
         out += TOKENS[number]
     assert out.startswith(text) and (out == text or not exact) and matcher.can_end and not matcher.ended
 
 
-def test_sequenced_runs_prefix_then_grammar() -> None:
-    then = Sequenced(
-        ForcedPrefix(SortedVocabulary(TOKENS, SIZE), b'x: {"', exact=True),
-        COMPILER.compile(Grammar(regex="[0-9]{1,3}")),
-    )
-    found = write(then, 3)
-    assert found is not None and re.fullmatch(rb'x: \{"[0-9]{1,3}', found)
-
-
 @pytest.mark.parametrize(
-    ("grammar", "message"),
+    ("kind", "grammar", "message"),
     [
-        (Grammar(regex="a("), "regular expression cannot be compiled.*unclosed group"),
-        (Grammar(regex="(?=a)b"), "look-around"),
-        (Grammar(regex=r"[^\x00-\U0010ffff]"), "allows no output"),
-        (Grammar(lark="start: foo"), 'Lark grammar cannot be compiled.*unknown name: "foo"'),
-        (Grammar(json_schema="{nope"), "not valid JSON.*line 1 column 2"),
-        (Grammar(json_schema="[]"), r"the JSON schema is '\[\]'"),
-        (Grammar(json_schema='{"type": "strin"}'), "Invalid type: strin"),
-        (Grammar(json_schema='{"not": {}}'), "Unimplemented keys"),
-        (Grammar(json_schema='{"$ref": "http://x.y/z"}'), "http://x.y/z"),
+        ("regex", "a(", "regular expression cannot be compiled.*unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"[^\x00-\U0010ffff]", "allows no output"),
+        ("lark", "start: foo", 'Lark grammar cannot be compiled.*unknown name: "foo"'),
+        ("json_schema", "{nope", "not valid JSON.*line 1 column 2"),
+        ("json_schema", "[]", r"the JSON schema is '\[\]'"),
+        ("json_schema", '{"type": "strin"}', "Invalid type: strin"),
+        ("json_schema", '{"not": {}}', "Unimplemented keys"),
+        ("json_schema", '{"$ref": "http://x.y/z"}', "http://x.y/z"),
     ],
 )
-def test_compile_rejects_invalid_grammars(grammar: Grammar, message: str) -> None:
+def test_compile_rejects_invalid_grammars(kind: str, grammar: str, message: str) -> None:
     with pytest.raises(ConfigError, match="(?s)" + message):
-        COMPILER.compile(grammar)
+        compiled(**{kind: grammar})
 
 
 def test_advance_rejects_disallowed_id_without_change() -> None:
-    matcher = COMPILER.compile(Grammar(regex="[0-9]+"))
+    matcher = compiled(regex="[0-9]+")
     for wrong in (TOKENS.index(b"a"), ENDS[0], SIZE - 1):
         with pytest.raises(DataError, match=f"id {wrong}"):
             matcher.advance(wrong)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from bench.engine.support.static_batching import StaticBatchEngine
-from tests.support.engine.parity import decoder
+from tests.support.engine.parity import config, decoder, request
+from tests.support.tiny import make_transformer
 
-from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 VOCAB = 61
 
 
-def model(**fields: object) -> Transformer:
-    heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
-    config = TransformerConfig(
-        vocab_size=VOCAB, d_model=32, n_layers=2, mixers={"full": heads}, mlp_hidden=64, tie_embeddings=True
-    )
-    network = Transformer(config, torch.Generator().manual_seed(0)).eval()
+def model() -> Transformer:
+    network = make_transformer(vocab_size=VOCAB, tie_embeddings=True).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in network.parameters():
@@ -36,20 +32,14 @@ def model(**fields: object) -> Transformer:
 
 def requests(n: int, sampling: SamplingParams, stop: bool = False) -> list[Request]:
     draw = random.Random(2)
-    return [
-        Request(
-            id=f"r{k}", ids=tuple(draw.randrange(VOCAB) for _ in range(draw.randint(1, 12))), sampling=sampling,
-            max_tokens=draw.randint(1, 9), stop_ids=frozenset(range(30)) if stop else frozenset(),
-        )
-        for k in range(n)
-    ]  # fmt: skip
+    texts = [draw.choices(range(VOCAB), k=draw.randint(1, 12)) for _ in range(n)]
+    fields: dict[str, Any] = {"sampling": sampling, "stop_ids": frozenset(range(30 if stop else 0))}
+    return [request(f"r{k}", ids, max_tokens=draw.randint(1, 9), **fields) for k, ids in enumerate(texts)]
 
 
-def outputs(
-    batcher: Engine | StaticBatchEngine, requests_to_run: list[Request]
-) -> dict[str, tuple[list[int], str | None]]:
-    for request in requests_to_run:
-        batcher.add(request)
+def outputs(batcher: Any, requests_to_run: list[Request]) -> dict[str, tuple[list[int], str | None]]:
+    for one in requests_to_run:
+        batcher.add(one)
     if isinstance(batcher, StaticBatchEngine):
         batcher.close()
     out: dict[str, tuple[list[int], str | None]] = {r.id: ([], None) for r in requests_to_run}
@@ -62,15 +52,10 @@ def outputs(
 
 
 @pytest.mark.parametrize("stop", [False, True])
-@pytest.mark.parametrize(
-    "sampling",
-    [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(seed=5, top_k=9)],
-)
-def test_static_batching_matches_engine(sampling: SamplingParams, stop: bool) -> None:
-    requests_to_run, network = requests(11, sampling, stop), model()
-    expected = outputs(
-        Engine(network, EngineConfig(max_num_seqs=4, max_model_len=64, block_size=4)), requests_to_run
-    )
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.7}, {"seed": 5, "top_k": 9}])
+def test_static_batching_matches_engine(sampling: dict[str, Any], stop: bool) -> None:
+    requests_to_run, network = requests(11, SamplingParams(**sampling), stop), model()
+    expected = outputs(Engine(network, config(max_num_batched_tokens=512)), requests_to_run)
     for size in (1, 4, 20):
         assert outputs(StaticBatchEngine(network, size), requests_to_run) == expected
 
@@ -89,7 +74,6 @@ def test_static_batch_waits_until_full_or_timeout() -> None:
     assert static.step() == []
     assert [d.request_id for d in dynamic.step()] == ["r0"]
     static.add(second)
-    dynamic.add(second)
     static.add(third)
     assert [d.request_id for d in static.step()] == ["r0", "r1"]
     seen: set[str] = set()
@@ -101,10 +85,9 @@ def test_static_batch_waits_until_full_or_timeout() -> None:
 
 
 def test_static_batching_counts_wasted_positions() -> None:
-    network = model()
-    batcher = StaticBatchEngine(network, 2)
-    batcher.add(Request(id="long", ids=(1, 2, 3, 4), max_tokens=5))
-    batcher.add(Request(id="short", ids=(1, 2), max_tokens=1))
+    batcher = StaticBatchEngine(model(), 2)
+    batcher.add(request("long", (1, 2, 3, 4), max_tokens=5))
+    batcher.add(request("short", (1, 2), max_tokens=1))
     while batcher.busy:
         batcher.step()
     # A padded prefill of 2 x 4, then four steps of two rows.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.support.slots.processes import has_exited, wait_until
 
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify import (
@@ -24,6 +29,7 @@ from whorl.evals.verify import (
 from whorl.evals.verify.text_verifiers import extract_answer, last_number
 from whorl.sandbox import ResourceLimits, Sandbox
 
+ROOT = Path(__file__).parents[3]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement needs Linux")
 
 
@@ -49,32 +55,27 @@ def text_task(verifier: str, answer: str = "") -> VerifiableTask:
         ("3/4", "3/4"), ("-1/2", "-1/2"), ("1 / 3", "1/3"), (r"\frac{3}{4}", "3/4"), (".5", "1/2"), ("0.50", "1/2"),
         ("1e3", "1000"), ("2.5E-1", "1/4"), ("7e", "7"), ("x2", None), ("none", None), ("", None), ("1/0", None),
         ("3 eggs and 4 hens", "4"), ("is 42, isn't it", "42"), ("(7)", "7"), ("= -7", "-7"), ("1.5.", "1.5"),
-        ("costs -$5", "-5"), ("9" * 300, "9" * 300), ("9" * 100_000, None), ("v1.2.3", None),
+        ("costs -$5", "-5"), ("9" * 300, "9" * 300),
     ],
 )  # fmt: skip
 def test_last_number(text: str, number: str | None) -> None:
-    if text in ("9" * 100_000, "v1.2.3"):
-        last_number(text)  # only has to return
-    else:
-        assert last_number(text) == (None if number is None else Fraction(number))
+    assert last_number(text) == (None if number is None else Fraction(number))
 
 
-@given(
-    value=st.fractions(),
-    before=st.sampled_from(["", "so ", "7 and ", "= "]),
-    after=st.sampled_from(["", ".", " m", "!"]),
-)
+@given(st.fractions(), st.sampled_from(["", "so ", "7 and ", "= "]), st.sampled_from(["", ".", " m", "!"]))
 def test_last_number_reads_fractions(value: Fraction, before: str, after: str) -> None:
     assert last_number(f"{before}{value}{after}") == value
 
 
-@given(value=st.integers(-(10**15), 10**15), places=st.integers(0, 6))
-def test_last_number_reads_thousands_and_decimals(value: int, places: int) -> None:
+@given(st.integers(-(10**15), 10**15))
+def test_last_number_reads_thousands_and_decimals(value: int) -> None:
     assert last_number(f"about {value:,}") == value
     assert last_number(f"{value / 8:,.3f}") == Fraction(f"{value / 8:.3f}")
 
 
-@given(text=st.text())
+@given(st.text())
+@example("9" * 100_000)
+@example("v1.2.3")
 def test_last_number_accepts_any_text(text: str) -> None:
     number = last_number(text)
     assert number is None or isinstance(number, Fraction)
@@ -88,6 +89,10 @@ def test_extract_answer_tag_mark_or_all() -> None:
 
 GSM = "He has 3 * 4 = 12 eggs.\n#### 1,200"
 TAGS = "<think><answer>"
+BAD_TAGS = ["", "<answer>5</answer>", "<answer>5</answer><think>a</think>"]
+BAD_TAGS += ["<think><answer>5</answer></think>"]
+BAD_TAGS += ["<think>a</think>" + end for end in ("<answer></answer>", "<answer> </answer>")]
+BAD_TAGS += ["x<think>a</think><answer>5</answer>", "<think>a</think><answer>5</answer><answer>6</answer>"]
 
 
 @pytest.mark.parametrize(
@@ -106,14 +111,7 @@ TAGS = "<think><answer>"
         ("format", r"\d+", "42 or so", "another form"),
         ("format", "(", "x", "raised: DataError"),
         ("format", TAGS, " <think>a\nb</think>\n<answer>5</answer> ", "passed"),
-        ("format", TAGS, "<answer>5</answer>", "another form"),
-        ("format", TAGS, "<think>a</think><answer></answer>", "another form"),
-        ("format", TAGS, "<think>a</think><answer> </answer>", "another form"),
-        ("format", TAGS, "", "another form"),
-        ("format", TAGS, "x<think>a</think><answer>5</answer>", "another form"),
-        ("format", TAGS, "<think>a</think><answer>5</answer><answer>6</answer>", "another form"),
-        ("format", TAGS, "<answer>5</answer><think>a</think>", "another form"),
-        ("format", TAGS, "<think><answer>5</answer></think>", "another form"),
+        *(("format", TAGS, completion, "another form") for completion in BAD_TAGS),
     ],
 )
 def test_text_verifier(verifier: str, answer: str, completion: str, reason: str) -> None:
@@ -155,6 +153,18 @@ def test_doctest_verifier(sandbox: Sandbox) -> None:
     assert one(code_task("doctest", ">>> add(2, 2)\n4\n"), "    return 4\n", sandbox).passed
 
 
+CHEATS = [
+    "    pass\nimport doctest\ndoctest.OutputChecker.check_output = lambda *a: True\n",
+    "    pass\nimport doctest\ndoctest.DocTestRunner.run = doctest.testmod = lambda *a, **k: None\n",
+    "    pass\nimport sys\nsys.displayhook = lambda x: print(3)\n",
+    "    pass\nimport os\nos._exit(0)\n",
+    "    import os; os._exit(0)\n",
+    "    class Any:\n        def __eq__(self, other): return True\n    return Any()\n",
+    "    raise SystemExit(0)\n",
+    "    pass\nadd.__doc__ = None\n",
+]
+
+
 @linux
 def test_doctest_ignores_examples_of_completion(sandbox: Sandbox) -> None:
     task = code_task("doctest", prompt="def f(x):\n")
@@ -165,19 +175,7 @@ def test_doctest_ignores_examples_of_completion(sandbox: Sandbox) -> None:
 
 
 @linux
-@pytest.mark.parametrize(
-    "cheat",
-    [
-        "    pass\nimport doctest\ndoctest.OutputChecker.check_output = lambda *a: True\n",
-        "    pass\nimport doctest\ndoctest.DocTestRunner.run = doctest.testmod = lambda *a, **k: None\n",
-        "    pass\nimport sys\nsys.displayhook = lambda x: print(3)\n",
-        "    pass\nimport os\nos._exit(0)\n",
-        "    import os; os._exit(0)\n",
-        "    class Any:\n        def __eq__(self, other): return True\n    return Any()\n",
-        "    raise SystemExit(0)\n",
-        "    pass\nadd.__doc__ = None\n",
-    ],
-)
+@pytest.mark.parametrize("cheat", CHEATS)
 def test_doctest_rejects_cheat(sandbox: Sandbox, cheat: str) -> None:
     assert not one(code_task("doctest"), cheat, sandbox).passed
 
@@ -204,9 +202,8 @@ def test_errors_do_not_stop_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPa
     tasks = [text_task("explodes"), text_task("nan"), code_task("doctest"), text_task("numeric", "?")]
     tasks += [code_task("unittest", "assert add(1, 1) == 2"), text_task("exact", "a")]
     with Sandbox(ResourceLimits(wall_seconds=2), workers=2) as quick:
-        verdicts = verify_all(
-            tasks, ["", "", "    while True: pass\n", "1", "    return a + b\n", "a"], quick
-        )
+        completions = ["", "", "    while True: pass\n", "1", "    return a + b\n", "a"]
+        verdicts = verify_all(tasks, completions, quick)
     assert [v.passed for v in verdicts] == [False, False, False, False, True, True]
     kinds = ["raised", "raised", "time", "raised", "passed", "passed"]
     assert [v.reason.split(":")[0] for v in verdicts] == kinds
@@ -239,35 +236,41 @@ def test_verify_all_rejects_bad_calls() -> None:
 
 
 def test_custom_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[3]), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     monkeypatch.setattr(custom_verifier.verify_custom, "__defaults__", (0.5, 60.0))
-    module = "custom:tests.support.evals.verify_functions"
-    chat = VerifiableTask(
-        "m", messages=({"role": "user", "content": "a?"},), verifier=f"{module}:same", answer="a"
-    )
-    names = ["length", "partial", "raises", "hangs", "exits", "not_a_number", "missing", "length"]
-    tasks = [
-        chat,
-        *(text_task(f"{module}:{name}") for name in names),
-        text_task("custom:no_such_module:f"),
-    ]
+    module, messages = "custom:tests.support.evals.verify_functions", ({"role": "user", "content": "a?"},)
+    chat = VerifiableTask("m", messages=messages, verifier=f"{module}:same", answer="a")
+    outcomes = {"length": "passed", "partial": "nearly", "raises": "raised", "not_a_number": "raised"}
+    outcomes |= {"hangs": "timeout", "exits": "timeout", "missing": "raised"}
+    names = [*outcomes, "length"]
+    tasks = [chat, *(text_task(f"{module}:{name}") for name in names), text_task("custom:no_such_module:f")]
     verdicts = verify_all(tasks, ["a", *["0123456789"] * len(names), ""])
-    assert [v.reward for v in verdicts] == [1.0, 1.0, 0.25, 0, 0, 0, 0, 0, 1.0, 0]
-    kinds = [
-        "passed",
-        "passed",
-        "nearly",
-        "raised",
-        "timeout",
-        "timeout",
-        "raised",
-        "raised",
-        "passed",
-        "raised",
-    ]
+    kinds = ["passed", *(outcomes[name] for name in names), "raised"]
     assert [v.reason.split(":")[0] for v in verdicts] == kinds
+    assert [v.reward for v in verdicts] == [{"passed": 1.0, "nearly": 0.25}.get(kind, 0) for kind in kinds]
     assert [v.failed for v in verdicts] == [kind in ("raised", "timeout") for kind in kinds]
     weighed = text_task(f"0.5 {module}:length + 0.5 exact", "x")
     assert verify_all([weighed], ["0123456789"])[0].reward == 0.5
     hidden = verify_all([text_task(f"exact + {module}:raises", "x")], ["y"])[0]
     assert hidden.failed and hidden.reason == "raised: ValueError: no"  # the error takes precedence
+
+
+@linux
+def test_hanging_verifier_dies_with_killed_worker(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = f"""
+from whorl.evals.verify import VerifiableTask, verify_all
+verifier = "custom:tests.support.evals.verify_functions:writes_pid_and_hangs"
+verify_all([VerifiableTask("a", "?", verifier=verifier, answer={str(pid_file)!r})], ["x"])
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as worker:
+        try:
+            wait_until(lambda: pid_file.is_file() and pid_file.read_text().endswith("\n"))
+        finally:
+            worker.kill()
+    hanging = int(pid_file.read_text())
+    try:
+        wait_until(lambda: has_exited(hanging))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(hanging, signal.SIGKILL)

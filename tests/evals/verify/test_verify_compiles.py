@@ -9,13 +9,23 @@ from whorl.evals.verify import VerifiableTask, verify_all
 FUNCTION = 'def f(x):\n    """Doc."""\n'
 
 
+WITHOUT_EFFECT = ["x.y", "x == 1, 2", '"""More."""', "pass", "...", "return", "if x:\n        pass"]
+WITHOUT_EFFECT += [
+    "raise NotImplementedError('later')",
+    "global y\n    y",
+    "pass\nprint(1)",
+    "# later\n    x",
+]
+WITH_EFFECT = ["return x", "print(x)", "return None", "x.y = 1", "yield", "await_ = x", "raise ValueError"]
+WITH_EFFECT += ["del x[0]", "with x:\n        return 1", "for y in x:\n        y.z()"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "completion", "passed"),
     [
         (FUNCTION, "", False),
         (FUNCTION, "# later\n", False),
         (FUNCTION, "y = 1\n", False),
-        (FUNCTION, "    return x\n", True),
         (FUNCTION, "    return x\ny = 1\n", True),
         (FUNCTION, "    return (\n", False),
         (FUNCTION, "    return " + "(" * 10_000, False),
@@ -29,26 +39,8 @@ FUNCTION = 'def f(x):\n    """Doc."""\n'
         ("def f(x):\n", "", False),
         # One statement with an effect is enough.
         (FUNCTION, f"    return {'x + ' * 900}x\n", True),  # deep
-        (FUNCTION, "    # a comment\n    x\n", False),
-        (FUNCTION, "    x.y\n", False),
-        (FUNCTION, "    x == 1, 2\n", False),
-        (FUNCTION, '    """More."""\n', False),
-        (FUNCTION, "    pass\n", False),
-        (FUNCTION, "    ...\n", False),
-        (FUNCTION, "    return\n", False),
-        (FUNCTION, "    if x:\n        pass\n", False),
-        (FUNCTION, "    raise NotImplementedError('later')\n", False),
-        (FUNCTION, "    global y\n    y\n", False),
-        (FUNCTION, "    pass\nprint(1)\n", False),
-        (FUNCTION, "    print(x)\n", True),
-        (FUNCTION, "    return None\n", True),
-        (FUNCTION, "    x.y = 1\n", True),
-        (FUNCTION, "    yield\n", True),
-        (FUNCTION, "    await_ = x\n", True),
-        (FUNCTION, "    raise ValueError\n", True),
-        (FUNCTION, "    del x[0]\n", True),
-        (FUNCTION, "    with x:\n        return 1\n", True),
-        (FUNCTION, "    for y in x:\n        y.z()\n", True),
+        *((FUNCTION, f"    {body}\n", False) for body in WITHOUT_EFFECT),
+        *((FUNCTION, f"    {body}\n", True) for body in WITH_EFFECT),
         ("def f(x):\n", '    """Doc."""\n', False),
         ("def f(x):\n", "    x\n", False),
         ("def f(x): ", "return x\n", True),
@@ -69,15 +61,11 @@ def test_compiles_requires_effect_in_last_definition(prompt: str, completion: st
     assert passed or verdict.reason.startswith(("syntax", "empty"))
 
 
-@pytest.mark.parametrize(
-    ("answer", "passed"),
-    [
-        ("", False),
-        ("Yes", False),
-        ("```python\npass\n```", False),
-        ("Here:\n```python\nx = 1\n```\nDone (I hope.", True),
-    ],
-)
+CHATS = [("", False), ("Yes", False), ("```python\npass\n```", False)]
+CHATS += [("Here:\n```python\nx = 1\n```\nDone (I hope.", True)]
+
+
+@pytest.mark.parametrize(("answer", "passed"), CHATS)
 def test_compiles_requires_effect_in_chat_answer(answer: str, passed: bool) -> None:
     task = VerifiableTask(id="a", messages=({"role": "user", "content": "Write it."},), verifier="compiles")
     assert verify_all([task], [answer], None)[0].passed is passed

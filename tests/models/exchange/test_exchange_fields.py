@@ -8,31 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.models.exchange_cases import CASES, LLAMA3, SHAPE, YARN, logits, small, transformers
+from tests.support.models.exchange_cases import LLAMA3, PUBLISHED, SHAPE, YARN, hf_config, logits, small
 
 from whorl.errors import ConfigError
 from whorl.models.exchange import export_model, find_family, import_model, read_config
 from whorl.models.exchange.family import config_differences
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import AttentionConfig, MoEConfig, Rope, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, MoEConfig, Rope
+
+transformers = pytest.importorskip("transformers")
 
 
-def test_read_config_supports_older_fields(tmp_path: Path) -> None:
+def test_read_config_supports_older_fields() -> None:
     base = {k: v for k, v in SHAPE.items() if v is not None} | {"rms_norm_eps": 1e-5, "hidden_act": "silu"}
-    old = base | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": dict(LLAMA3)}
-    old["rope_scaling"].pop("rope_theta")
+    scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    old = base | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling}
     new = base | {"model_type": "llama", "rope_parameters": dict(LLAMA3)}
     assert read_config(old, "old") == read_config(new, "new")
-    hf_old = transformers.Gemma3TextConfig(
-        rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"rope_type": "linear", "factor": 8.0}
-    )
-    gemma = base | {
-        "model_type": "gemma3_text",
-        "rope_theta": 5e5,
-        "rope_local_base_freq": 2e4,
-        "sliding_window_pattern": 2,
-    }
-    gemma |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    rope = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": linear}
+    hf_old = transformers.Gemma3TextConfig(**{**rope, "rope_scaling": dict(linear)})
+    gemma = base | rope | {"model_type": "gemma3_text", "sliding_window_pattern": 2}
     near, far = read_config(gemma, "gemma").layer_mixers()
     assert isinstance(near, AttentionConfig) and isinstance(far, AttentionConfig) and near.rope and far.rope
     assert near.rope.base == hf_old.rope_parameters["sliding_attention"]["rope_theta"]
@@ -43,104 +39,36 @@ def test_read_config_supports_older_fields(tmp_path: Path) -> None:
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 7}
 
 
-@pytest.mark.parametrize(
-    ("stem", "fields"),
-    [
-        ("Qwen2Config", {**SLIDING, "max_window_layers": 3}),
-        ("Qwen3Config", {**SLIDING, "max_window_layers": 3, "head_dim": 16}),
-        ("Qwen2MoeConfig", {**SLIDING, "max_window_layers": 4}),
-        ("Gemma2Config", {"num_hidden_layers": 7}),
-        ("Gemma3TextConfig", {"num_hidden_layers": 7}),
-        ("Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window_pattern": 2}),
-    ],
-)
-def test_read_config_infers_sliding_layers(stem: str, fields: dict[str, Any], tmp_path: Path) -> None:
+WITH_WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen2Config", {**SLIDING, "max_window_layers": 3}),
+    ("Qwen3Config", {**SLIDING, "max_window_layers": 3, "head_dim": 16}),
+    ("Qwen2MoeConfig", {**SLIDING, "max_window_layers": 4}),
+    ("Gemma2Config", {"num_hidden_layers": 7}),
+    ("Gemma3TextConfig", {"num_hidden_layers": 7}),
+    ("Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window_pattern": 2}),
+]
+
+
+@pytest.mark.parametrize(("stem", "fields"), WITH_WINDOWS)
+def test_read_config_infers_sliding_layers(stem: str, fields: dict[str, Any]) -> None:
     given = {k: v for k, v in {**SHAPE, **fields}.items() if v is not None}
-    getattr(transformers, stem)(**given).save_pretrained(tmp_path)
-    data = json.loads((tmp_path / "config.json").read_text())
+    data = json.loads(getattr(transformers, stem)(**given).to_json_string())
     listed = read_config(data, "config.json")
     assert {getattr(m, "window", 0) is None for m in listed.layer_mixers()} == {True, False}
     assert read_config({k: v for k, v in data.items() if k != "layer_types"}, "config.json") == listed
 
 
-def published(
-    vocab: int, width: int, hidden: int, layers: int, heads: int, kv: int, **others: Any
-) -> dict[str, Any]:
-    return {
-        "vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "hidden_act": "silu", "rms_norm_eps": 1e-6, **others,
-    }  # fmt: skip
-
-
-GEMMA = {
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "cache_implementation": "hybrid",
-    "query_pre_attn_scalar": 256,
-}
-QWEN = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "rope_theta": 1e6}
-# Published config.json files: (fields, total parameters, active parameters in billions).
-PUBLISHED: dict[str, tuple[dict[str, Any], int, float]] = {
-    "GPT-2": (
-        {"model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
-         "vocab_size": 50257, "task_specific_params": {"text-generation": {"do_sample": True}}},
-        124_439_808, 0.124,
-    ),
-    "Llama 3.1 8B": (
-        published(128256, 4096, 14336, 32, 32, 8, model_type="llama", rope_theta=5e5, eos_token_id=[128001, 128008],
-                  rope_scaling={"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                "original_max_position_embeddings": 8192, "rope_type": "llama3"}),
-        8_030_261_248, 8.03,
-    ),
-    "Mistral 7B": (published(32000, 4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096), 7_241_732_096, 7.24),
-    "Mixtral 8x7B": (
-        published(32000, 4096, 14336, 32, 32, 8, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2,
-                  router_aux_loss_coef=0.02, sliding_window=None),
-        46_702_792_704, 12.9,
-    ),
-    "Qwen2.5 0.5B": (
-        published(151936, 896, 4864, 24, 14, 2, model_type="qwen2", tie_word_embeddings=True, use_mrope=False, **QWEN),
-        494_032_768, 0.494,
-    ),
-    "Qwen3 0.6B": (
-        published(151936, 1024, 3072, 28, 16, 8, model_type="qwen3", head_dim=128, tie_word_embeddings=True, **QWEN),
-        596_049_920, 0.596,
-    ),
-    "Qwen1.5 MoE A2.7B": (
-        published(151936, 2048, 5632, 24, 16, 16, model_type="qwen2_moe", num_experts=60, num_experts_per_tok=4,
-                  moe_intermediate_size=1408, shared_expert_intermediate_size=5632, **QWEN),
-        14_315_784_192, 2.69,
-    ),
-    "Gemma 2 2B": (
-        published(256000, 2304, 9216, 26, 8, 4, model_type="gemma2", sliding_window=4096, **GEMMA), 2_614_341_888, 2.61,
-    ),
-    "Gemma 3 1B": (
-        published(262144, 1152, 6912, 26, 4, 1, model_type="gemma3_text", sliding_window=512, sliding_window_pattern=6,
-                  rope_theta=1_000_000, rope_local_base_freq=10_000, rope_scaling=None, **GEMMA),
-        999_885_952, 1.0,
-    ),
-    "DeepSeek-V3": (
-        published(129280, 7168, 18432, 61, 128, 128, model_type="deepseek_v3", moe_intermediate_size=2048, ep_size=1,
-                  n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4,
-                  first_k_dense_replace=3, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid",
-                  routed_scaling_factor=2.5, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-                  v_head_dim=128, num_nextn_predict_layers=1,
-                  rope_scaling={"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                                "original_max_position_embeddings": 4096, "type": "yarn"}),
-        671_026_404_352, 37.55,
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_read_config_of_published_models_counts_params(name: str) -> None:
-    fields, total, active = PUBLISHED[name]
+    published = PUBLISHED[name]
     with torch.device("meta"):
-        counted = Transformer(read_config(fields, name)).params()
-    assert counted["total"] == total
-    assert counted["active"] / 1e9 == pytest.approx(active, rel=0.005)
+        counted = Transformer(read_config(published["config"], name)).params()
+    assert counted["total"] == published["total"]
+    assert counted["active"] / 1e9 == pytest.approx(published["active"], rel=0.005)
 
 
+ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
+PARTIAL = {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "lama"}, "'model_type' is 'lama'"),
     ("llama", {"model_type": "gemma3"}, "'model_type' is 'gemma3'"),
@@ -169,10 +97,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "'factor' is 0"),
     ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}}, r"'high_freq_factor' is 0.5\n.*low_freq_factor"),
     ("llama", {"rope_parameters": {**YARN, "beta_slow": 40}}, r"'beta_fast' is missing\n.*above beta_slow"),
-    *(
-        (case, {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}}, "'partial_rotary_factor' is 0.5")
-        for case in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
-    ),
+    *((case, PARTIAL, "'partial_rotary_factor' is 0.5") for case in ROTARY),
     ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is 0.5"),
     ("gemma3", {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0"),
@@ -195,15 +120,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("case", "change", "message"), WRONG)
-def test_read_config_names_unsupported_field(
-    case: str, change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    stem, fields = CASES[case]
-    config_name = "Gemma3TextConfig" if stem == "Gemma3" else f"{stem}Config"
-    getattr(transformers, config_name)(**{**({} if stem == "GPT2" else SHAPE), **fields}).save_pretrained(
-        tmp_path
-    )
-    data = json.loads((tmp_path / "config.json").read_text())
+def test_read_config_names_unsupported_field(case: str, change: dict[str, Any], message: str) -> None:
+    data = json.loads(hf_config(case).to_json_string())
     read_config(data, "config.json")
     with pytest.raises(ConfigError, match=message) as raised:
         read_config(data | change, "config.json")
@@ -214,9 +132,8 @@ def test_read_config_ignores_fields_on_request() -> None:
     data = {**SHAPE, "model_type": "llama", "zeal": 0.5}
     with pytest.raises(ConfigError, match=r"'zeal' is 0\.5[^$]*pass ignore=\('zeal',\), or --ignore zeal"):
         read_config(data, "config.json")
-    assert read_config(data, "config.json", ignore=("zeal",)) == read_config(
-        data | {"zeal": None}, "config.json"
-    )
+    want = read_config(data | {"zeal": None}, "config.json")
+    assert read_config(data, "config.json", ignore=("zeal",)) == want
 
 
 def test_unused_mlp_width_is_no_config_difference(tmp_path: Path) -> None:
@@ -238,12 +155,8 @@ def test_full_rotary_dim_is_no_config_difference() -> None:
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 def test_default_scaling_bounds_are_no_difference(kind: str, tmp_path: Path) -> None:
-    heads = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
-    scaling = {"kind": kind, "factor": 4.0, "original_length": 16}
-    shape = {"vocab_size": 20, "d_model": 32, "n_layers": 1, "mlp_hidden": 32, "max_length": 64,
-             "mixers": {"m": {**heads, "rope": {"scaling": scaling}}}}  # fmt: skip
-    model = Transformer(TransformerConfig.model_validate(shape), torch.Generator().manual_seed(0))
+    rope = {"scaling": {"kind": kind, "factor": 4.0, "original_length": 16}}
+    heads = AttentionConfig.model_validate({"n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "rope": rope})
+    model = small(mixers={"m": heads}, max_length=64)
     export_model(model, tmp_path / "out", find_family(model.config))
-    ids = torch.arange(20)[None]
-    back = import_model(tmp_path / "out")
-    torch.testing.assert_close(back.logits(back(ids)), model.logits(model(ids)))
+    torch.testing.assert_close(logits(import_model(tmp_path / "out")), logits(model))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -11,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from tests.support.models.gguf_files import field, gguf, llama_cpp
+from tests.support.tiny import transformer_config
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Core
 
 from whorl.errors import CheckpointError, ConfigError
+from whorl.models import Transformer
 from whorl.models.exchange.gguf.file import export_gguf
 from whorl.models.exchange.gguf.vocabulary import FALLBACK_PRE, SPLITS, WHORL_PATTERN, read_vocabulary
-from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import AttentionConfig, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig
 from whorl.tokens.pretokens import PATTERN
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -34,27 +39,23 @@ TEXTS = [
 
 def byte_level(splits: tuple[str, ...], folder: Path) -> Any:
     """Train a byte-level tokenizer of the `tokenizers` library with these splits, and save it in `folder`."""
-    library = pytest.importorskip("tokenizers")
-    steps: list[Any] = [
-        library.pre_tokenizers.Digits(individual_digits=True)
-        if s == "digits"
-        else library.pre_tokenizers.Split(library.Regex(s), "isolated")
-        for s in splits
-        if s != "GPT-2"
-    ]
-    steps.append(library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="GPT-2" in splits))
-    tokenizer = library.Tokenizer(library.models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(steps)
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=900, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-        special_tokens=["<|start|>", "<|end|>"],
-    )  # fmt: skip
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    patterns = [s for s in splits if s != "GPT-2"]
+    steps = [digits if s == "digits" else pre_tokenizers.Split(Regex(s), "isolated") for s in patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="GPT-2" in splits)
+    tokenizer = Core(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
+    settings = {"initial_alphabet": last.alphabet(), "special_tokens": ["<|start|>", "<|end|>"]}
+    trainer = trainers.BpeTrainer(vocab_size=900, show_progress=False, **settings)
     tokenizer.train_from_iterator([SOURCE, *TEXTS[2:4]], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        '{"eos_token": "<|end|>", "bos_token": {"content": "<|start|>"}}'
-    )
+    ends = {"eos_token": "<|end|>", "bos_token": {"content": "<|start|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
     return tokenizer
+
+
+def ids_of(engine: Any, text: str, special: bool = False, add_bos: bool = False) -> list[int]:
+    return engine.tokenize(text.encode(), add_bos=add_bos, special=special)
 
 
 def write_vocabulary(folder: Path, vocab_size: int, file: Path) -> Path:
@@ -82,21 +83,17 @@ def test_byte_level_ids_match_llama_cpp(splits: tuple[str, ...], tmp_path: Path)
     assert field(file, "tokenizer.ggml.tokens")[-1] == "[PAD999]"
     engine = llama_cpp(file, vocab_only=True)
     for text in TEXTS:
-        found_ids = engine.tokenize(text.encode(), add_bos=False, special=False)
-        assert found_ids == tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids_of(engine, text) == tokenizer.encode(text, add_special_tokens=False).ids
     engine.close()
 
 
 def sentencepiece_like(folder: Path, **changes: Any) -> Any:
     """Train and save a tokenizer like Llama 2's: blanks as U+2581, byte fallback, all merges."""
-    library = pytest.importorskip("tokenizers")
-    tokenizer = library.Tokenizer(library.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    steps = [library.normalizers.Prepend("\u2581"), library.normalizers.Replace(" ", "\u2581")]
-    tokenizer.normalizer = library.normalizers.Sequence(steps)
-    special = ["<unk>", "<s>", "</s>"]
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=900, special_tokens=[*special, *(f"<0x{b:02X}>" for b in range(256))], show_progress=False,
-    )  # fmt: skip
+    tokenizer = Core(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    special, pieces = ["<unk>", "<s>", "</s>"], [f"<0x{b:02X}>" for b in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=[*special, *pieces], show_progress=False)
     tokenizer.train_from_iterator(SOURCE.splitlines(keepends=True), trainer)
     data = json.loads(tokenizer.to_str())
     vocabulary, merges = data["model"]["vocab"], data["model"]["merges"]
@@ -116,7 +113,7 @@ def sentencepiece_like(folder: Path, **changes: Any) -> Any:
     data["model"] |= changes
     (folder / "tokenizer.json").write_text(json.dumps(data))
     (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [2]}')
-    return library.Tokenizer.from_str(json.dumps(data))
+    return Core.from_str(json.dumps(data))
 
 
 def test_sentencepiece_ids_match_llama_cpp(tmp_path: Path) -> None:
@@ -128,8 +125,7 @@ def test_sentencepiece_ids_match_llama_cpp(tmp_path: Path) -> None:
     assert field(file, "tokenizer.ggml.add_space_prefix") is True
     engine = llama_cpp(file, vocab_only=True)
     for text in filter(None, TEXTS):
-        found_ids = engine.tokenize(text.encode(), add_bos=True, special=False)
-        assert found_ids == tokenizer.encode(text).ids
+        assert ids_of(engine, text, add_bos=True) == tokenizer.encode(text).ids
     engine.close()
 
 
@@ -156,9 +152,7 @@ def whorl_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer
     return tokenizer, folder
 
 
-def test_whorl_vocabulary_warns_and_keeps_merge_order(
-    whorl_tokenizer: tuple[Tokenizer, Path], tmp_path: Path
-) -> None:
+def test_whorl_vocabulary_warns_and_keeps_merge_order(whorl_tokenizer: tuple[Tokenizer, Path]) -> None:
     tokenizer, folder = whorl_tokenizer
     assert WHORL_PATTERN == PATTERN  # models cannot import tokens
     with pytest.warns(UserWarning, match="2 tokens in 100"):
@@ -185,52 +179,41 @@ def test_whorl_ids_nearly_match_llama_cpp(whorl_tokenizer: tuple[Tokenizer, Path
         return set(np.cumsum([len(tokenizer.token_bytes[i]) for i in ids]).tolist())
 
     for text in TEXTS:
-        found_ids = engine.tokenize(text.encode(), add_bos=False, special=False)
-        assert tokenizer.decode(found_ids) == text.encode()
-    same = (
-        tokenizer.encode(HELD_OUT).tolist(),
-        engine.tokenize(HELD_OUT.encode(), add_bos=False, special=False),
-    )
-    kept, wanted = boundaries(same[1]), boundaries(same[0])
-    assert len(kept & wanted) > 0.97 * len(wanted) and len(same[1]) < 1.01 * len(same[0])
-    injected = engine.tokenize(b"a<|eos|>b", add_bos=False, special=False)
+        assert tokenizer.decode(ids_of(engine, text)) == text.encode()
+    want, found = tokenizer.encode(HELD_OUT).tolist(), ids_of(engine, HELD_OUT)
+    kept, wanted = boundaries(found), boundaries(want)
+    assert len(kept & wanted) > 0.97 * len(wanted) and len(found) < 1.01 * len(want)
+    injected = ids_of(engine, "a<|eos|>b")
     assert injected == tokenizer.encode("a<|eos|>b").tolist() and tokenizer.eos_id not in injected
-    assert engine.tokenize(b"a<|sep|>b", add_bos=True, special=True) == [
-        tokenizer.bos_id, *tokenizer.encode("a<|sep|>b", allow_special=True).tolist(),
-    ]  # fmt: skip
+    document = [tokenizer.bos_id, *tokenizer.encode("a<|sep|>b", allow_special=True).tolist()]
+    assert ids_of(engine, "a<|sep|>b", special=True, add_bos=True) == document
     assert (engine.token_bos(), engine.token_eos()) == (tokenizer.bos_id, tokenizer.eos_id)
     engine.close()
 
 
 def test_llama_cpp_continues_like_whorl(whorl_tokenizer: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     tokenizer, folder = whorl_tokenizer
-    config = TransformerConfig(
-        vocab_size=tokenizer.vocab_size, d_model=32, n_layers=2, max_length=64, mlp_hidden=48,
-        mixers={"full": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, qk_norm=True)},
-    )  # fmt: skip
+    heads = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, qk_norm=True)
+    config = transformer_config(vocab_size=tokenizer.vocab_size, mixers={"full": heads})
     model, file = Transformer(config, torch.Generator().manual_seed(0)), tmp_path / "m.gguf"
     for p in model.parameters():  # large, so that the best id is far from the second
         p.data *= 1.0 if p.dim() == 1 else 10.0
     with pytest.warns(UserWarning, match="2 tokens in 100"):
         export_gguf(model, file, source=folder)
     engine = llama_cpp(file, n_ctx=64, type_k=0, type_v=0, flash_attn=False)
-    prompt = engine.tokenize(b"def main(", add_bos=True)
+    prompt = ids_of(engine, "def main(", add_bos=True)
     assert prompt == [tokenizer.bos_id, *tokenizer.encode("def main(").tolist()]
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(12):
             ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
-    found_ids = [
-        token for token, _ in zip(engine.generate(prompt, temp=0.0, top_k=1), range(12), strict=False)
-    ]
+    found_ids = list(itertools.islice(engine.generate(prompt, temp=0.0, top_k=1), 12))
     assert found_ids == ids[len(prompt) :] and len(set(found_ids)) > 3
     engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*2 tokens in 100")
-def test_vocabulary_rejects_unsupported_tokenizers(
-    whorl_tokenizer: tuple[Tokenizer, Path], tmp_path: Path
-) -> None:
+def test_vocabulary_rejects_unsupported_tokenizers(whorl_tokenizer: Any, tmp_path: Path) -> None:
     tokenizer, folder = whorl_tokenizer
     with pytest.raises(CheckpointError, match="below 600"):
         read_vocabulary(folder, 600)
@@ -239,8 +222,7 @@ def test_vocabulary_rejects_unsupported_tokenizers(
     data = json.loads((folder / "tokenizer.json").read_text())
 
     def rejects(path: list[Any], value: Any, message: str) -> None:
-        changed = json.loads(json.dumps(data))
-        at = changed
+        changed = at = copy.deepcopy(data)
         for key in path[:-1]:
             at = at[key]
         at[path[-1]] = value

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tests.support.nn.checks import gen, randn
+from torch.testing import assert_close
 
 from whorl.nn.attention.mla import MultiHeadLatentAttention
-from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.positions.rotary import Rotary
 
 
@@ -24,34 +24,27 @@ def make_layer(rotary: Rotary | str | None = "own", **kwargs: Any) -> MultiHeadL
     return made
 
 
-def mla_by_loop(made: MultiHeadLatentAttention, x: torch.Tensor) -> torch.Tensor:
-    """Return one row [T, D] by the paper's equations, a head and a query at a time."""
+def mla_by_definition(made: MultiHeadLatentAttention, x: torch.Tensor) -> torch.Tensor:
+    """Return one row [T, D] by the paper's equations."""
 
     def norm(h: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
 
-    def rotate(h: torch.Tensor, at: int) -> torch.Tensor:
-        """Pairs (i, i + half) as complex numbers."""
-        half = h.shape[-1] // 2
-        angle = at * 100.0 ** (-torch.arange(half) * 2 / h.shape[-1])
-        z = torch.complex(h[:half], h[half:]) * torch.polar(torch.ones(half), angle)
-        return torch.cat([z.real, z.imag])
+    def rotate(h: torch.Tensor) -> torch.Tensor:
+        """Rotate pairs (i, i + 2) of h [T, heads, 4] as complex numbers."""
+        angle = torch.arange(len(h))[:, None, None] * 100.0 ** (-torch.arange(2) / 2)
+        z = torch.complex(h[..., :2], h[..., 2:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([z.real, z.imag], -1)
 
-    assert made.q_a is not None and made.q_a_norm is not None and made.q_b is not None
-    q = norm(x @ made.q_a.weight.t(), made.q_a_norm.weight) @ made.q_b.weight.t()
+    q = (norm(x @ made.q_a.weight.t(), made.q_a_norm.weight) @ made.q_b.weight.t()).view(-1, 3, 12)
     c, r = (x @ made.kv_a.weight.t()).split([20, 4], -1)
     kv = (norm(c, made.kv_a_norm.weight) @ made.kv_b.weight.t()).view(-1, 3, 14)
-    q, length = q.view(-1, 3, 12), len(x)
-    rows = []
-    for i in range(length):
-        heads = []
-        for h in range(3):
-            query = torch.cat([q[i, h, :8], rotate(q[i, h, 8:], i)])
-            keys = [torch.cat([kv[j, h, :8], rotate(r[j], j)]) for j in range(i + 1)]
-            p = (torch.stack(keys) @ query / 12**0.5).softmax(0)
-            heads.append(p @ kv[: i + 1, h, 8:])
-        rows.append(made.out.weight @ torch.cat(heads))
-    return torch.stack(rows)
+    query = torch.cat([q[..., :8], rotate(q[..., 8:])], -1)
+    key = torch.cat([kv[..., :8], rotate(r[:, None]).expand(-1, 3, -1)], -1)
+    scores = torch.einsum("ihd,jhd->hij", query, key) / 12**0.5
+    later = torch.ones(scores.shape[1:]).triu(1).bool()
+    p = scores.masked_fill(later, -torch.inf).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", p, kv[..., 8:]).flatten(1) @ made.out.weight.t()
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
@@ -59,8 +52,8 @@ def test_mla_forms_match_equations(form: str) -> None:
     made = make_layer()
     made.form = form  # type: ignore[assignment]
     x = randn(2, 9, 24, seed=3)
-    want = torch.stack([mla_by_loop(made, row) for row in x])
-    torch.testing.assert_close(made(x), want, atol=1e-5, rtol=1e-4)
+    want = torch.stack([mla_by_definition(made, row) for row in x])
+    assert_close(made(x), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -84,20 +77,19 @@ def test_mla_matches_transformers_with_gradients(interleaved: bool, q_rank: int 
     renamed = {f"{names[n.split('.')[0]]}.weight": p for n, p in made.state_dict().items()}
     theirs.load_state_dict(renamed)  # strict: all names are mapped
 
-    x = torch.randn(2, 9, 24, generator=gen(3), requires_grad=True)
+    x = randn(2, 9, 24, seed=3, grad=True)
     tables = peer.DeepseekV3RotaryEmbedding(config)(x, torch.arange(9)[None])
     hidden = torch.full((9, 9), float("-inf")).triu(1)[None, None]
     want = theirs(x, tables, hidden)[0]
     for form in ("expanded", "absorbed"):
         made.form = form  # type: ignore[assignment]
-        torch.testing.assert_close(made(x), want, atol=1e-5, rtol=1e-4)
+        assert_close(made(x), want, atol=1e-5, rtol=1e-4)
 
-    upstream = torch.randn(want.shape, generator=gen(4))
+    upstream = randn(*want.shape, seed=4)
     ours = torch.autograd.grad(made(x), [x, *made.parameters()], upstream)
     of_peer = dict(theirs.named_parameters())
     order = [of_peer[f"{names[n.split('.')[0]]}.weight"] for n, _ in made.named_parameters()]
-    for a, b in zip(ours, torch.autograd.grad(want, [x, *order], upstream), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+    assert_close(ours, torch.autograd.grad(want, [x, *order], upstream), atol=1e-4, rtol=1e-3)
 
 
 def test_mla_auto_selects_the_cheaper_form() -> None:
@@ -106,12 +98,3 @@ def test_mla_auto_selects_the_cheaper_form() -> None:
     # Over the past only, the costs are equal at kv_rank (nope + v) / (2 kv_rank - nope - v) = 171 queries.
     assert not made._expanded_is_cheaper(160, 1_000_000) and made._expanded_is_cheaper(180, 1_000_000)
     assert made._expanded_is_cheaper(4096, 0)
-
-
-def test_mla_state_is_a_fifth_of_multi_head_attention() -> None:
-    made = MultiHeadLatentAttention(128, 8, kv_rank=40, nope_dim=16, rope_dim=8, v_dim=16, rotary=None)
-    peer = MultiHeadAttention(128, 8)
-    for dtype in (torch.float32, torch.bfloat16):
-        ours, theirs = (m.new_state(2, 64, dtype=dtype).n_bytes for m in (made, peer))
-        assert ours == 2 * 64 * 48 * dtype.itemsize
-        assert theirs >= 5 * ours

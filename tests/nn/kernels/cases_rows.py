@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.nn.checks import gen, randn
 from torch import Tensor
+from torch.testing import assert_close
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.backends import attend
@@ -34,34 +36,32 @@ def assert_agree(ours: Any, theirs: Any, *inputs: Tensor, atol: float = 2e-6) ->
     for function in (ours, theirs):
         leaves = [t.detach().clone().requires_grad_() for t in inputs]
         y = function(*leaves)
-        upstream = torch.randn(y.shape, generator=gen(9)).to(y.dtype)
+        upstream = randn(*y.shape, seed=9).to(y.dtype)
         found.append([y, *torch.autograd.grad(y, leaves, upstream)])
-    for a, b in zip(*found, strict=True):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, atol=atol, rtol=atol * 10)
+    assert_close(*found, atol=atol, rtol=atol * 10)
 
 
 @pytest.mark.parametrize("dtype", ATOL)
 @pytest.mark.parametrize("shape", [(5, 1), (3, 2, 16), (4, 53)])
 def test_softmax_matches_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.randn(*shape, generator=gen()).mul(4).to(dtype)
+    x = randn(*shape).mul(4).to(dtype)
     assert_agree(lambda x: softmax(x, max_block=16), softmax_reference, x, atol=ATOL[dtype])
 
 
 @given(width=st.integers(1, 60), shift=st.floats(-300, 300), seed=st.integers(0, 99))
 @settings(max_examples=8, deadline=None)
 def test_softmax_sums_to_1_and_is_shift_invariant(width: int, shift: float, seed: int) -> None:
-    x = torch.randn(2, width, generator=gen(seed)) * 10
+    x = randn(2, width, seed=seed) * 10
     p = softmax(x, max_block=16)
-    torch.testing.assert_close(p.sum(-1), torch.ones(2))
-    torch.testing.assert_close(softmax(x + shift, max_block=16), p, atol=1e-4, rtol=1e-3)
+    assert_close(p.sum(-1), torch.ones(2))
+    assert_close(softmax(x + shift, max_block=16), p, atol=1e-4, rtol=1e-3)
 
 
 def test_softmax_handles_infinities() -> None:
     x = randn(3, 40)
     x[0, :20] = float("-inf")  # a first block of -inf only
     x[1, 5] = float("-inf")
-    torch.testing.assert_close(softmax(x, max_block=16), x.softmax(-1))
+    assert_close(softmax(x, max_block=16), x.softmax(-1))
     assert softmax(torch.full((1, 40), float("-inf")), max_block=16).isnan().all()
 
 
@@ -75,13 +75,10 @@ def test_rms_norm_kernel_matches_reference(kind: str, dtype: torch.dtype) -> Non
     shape = GAINS[kind]
     atol = max(ATOL[dtype], 2e-5)
     if shape is None:
-        assert_agree(lambda x: norms.rms_norm(x), lambda x: rms_norm_reference(x), x, atol=atol)
+        assert_agree(norms.rms_norm, rms_norm_reference, x, atol=atol)
         return
-    gain = torch.randn(*shape, generator=gen(1))
-    ours = norms.rms_norm
-    assert_agree(
-        lambda x, g: ours(x, g, 1e-3, 2), lambda x, g: rms_norm_reference(x, g, 1e-3), x, gain, atol=atol
-    )
+    ours, theirs = partial(norms.rms_norm, eps=1e-3, programs=2), partial(rms_norm_reference, eps=1e-3)
+    assert_agree(ours, theirs, x, randn(*shape, seed=1), atol=atol)
 
 
 @given(
@@ -89,17 +86,10 @@ def test_rms_norm_kernel_matches_reference(kind: str, dtype: torch.dtype) -> Non
 )
 @settings(max_examples=8, deadline=None)
 def test_rms_norm_kernel_matches_for_any_size(rows: int, width: int, programs: int, seed: int) -> None:
-    x, gain = torch.randn(rows, width, generator=gen(seed)), torch.randn(width, generator=gen(seed + 1))
-    assert_agree(
-        lambda x, g: norms.rms_norm(x, g, 1e-5, programs),
-        lambda x, g: rms_norm_reference(x, g, 1e-5),
-        x,
-        gain,
-        atol=3e-5,
-    )
-    torch.testing.assert_close(
-        norms.rms_norm(x * 7, gain, 0.0), norms.rms_norm(x, gain, 0.0), atol=1e-4, rtol=1e-4
-    )
+    x, gain = randn(rows, width, seed=seed), randn(width, seed=seed + 1)
+    ours, theirs = partial(norms.rms_norm, eps=1e-5, programs=programs), partial(rms_norm_reference, eps=1e-5)
+    assert_agree(ours, theirs, x, gain, atol=3e-5)
+    assert_close(norms.rms_norm(x * 7, gain, 0.0), norms.rms_norm(x, gain, 0.0), atol=1e-4, rtol=1e-4)
     leaf = x.requires_grad_()  # invariance to scale makes the gradient orthogonal to x
     (d_x,) = torch.autograd.grad(norms.rms_norm(leaf, gain, 0.0).sum(), leaf)
     assert float((d_x * x).sum(-1).detach().abs().max()) < 1e-3 * width
@@ -107,9 +97,7 @@ def test_rms_norm_kernel_matches_for_any_size(rows: int, width: int, programs: i
 
 def test_rms_norm_supports_gains_and_widths() -> None:
     x = torch.zeros(2, 3, 8)
-    assert (
-        norms.supports(x, None) and norms.supports(x, torch.ones(8)) and norms.supports(x, torch.ones(3, 1))
-    )
+    assert all(norms.supports(x, gain) for gain in (None, torch.ones(8), torch.ones(3, 1)))
     assert not norms.supports(x, torch.ones(2, 1, 8)) and not norms.supports(x[:0], None)
     assert not norms.supports(torch.zeros(1, norms.MAX_WIDTH + 1), None)
 
@@ -122,28 +110,25 @@ def select_kernel_step(*_: Any) -> Any:
 @pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (1e-2, None), (1e-2, 1.5), (0.0, 30.0)])
 def test_cross_entropy_matches_next_token(z_loss: float, softcap: float | None, dtype: torch.dtype) -> None:
     hidden = randn(40, 24).to(dtype).requires_grad_()
-    head = torch.randn(101, 24, generator=gen(1), requires_grad=True)
+    head = randn(101, 24, seed=1, grad=True)
     targets, mask = torch.randint(0, 101, (40,), generator=gen(2)), torch.rand(40, generator=gen(3)) > 0.3
     found = []
-    for f, more in (
-        (next_token, {"select_step": select_kernel_step}),
-        (next_token, {}),
-        (next_token_reference, {}),
-    ):
-        loss = f(hidden, head, targets, mask, z_loss, softcap, **more)
+    triton = partial(next_token, select_step=select_kernel_step)
+    for f in (triton, next_token, next_token_reference):
+        loss = f(hidden, head, targets, mask, z_loss, softcap)
         gradients = torch.autograd.grad(loss.total * 0.5, (hidden, head))
         found.append([loss.total, loss.metrics["nll"], *gradients])
+    ours, plain, reference = found
     exact = dtype == torch.float32
-    for ours, plain, reference in zip(*found, strict=True):
-        torch.testing.assert_close(ours, plain, atol=1e-5 if exact else 2e-2, rtol=1e-4 if exact else 2e-2)
-        if exact:
-            torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-4)
+    assert_close(ours, plain, atol=1e-5 if exact else 2e-2, rtol=1e-4 if exact else 2e-2)
+    if exact:
+        assert_close(ours, reference, atol=1e-5, rtol=1e-4)
 
 
 @given(n=st.integers(1, 6), vocab=st.integers(1, 80), seed=st.integers(0, 99))
 @settings(max_examples=8, deadline=None)
 def test_cross_entropy_gradient_rows_sum_to_0(n: int, vocab: int, seed: int) -> None:
-    logits = torch.randn(n, vocab, generator=gen(seed)) * 5
+    logits = randn(n, vocab, seed=seed) * 5
     targets = torch.randint(0, vocab, (n,), generator=gen(seed))
     keep = torch.ones(n)
     keep[0] = 0.0
@@ -151,7 +136,7 @@ def test_cross_entropy_gradient_rows_sum_to_0(n: int, vocab: int, seed: int) -> 
     total, nll, d = cross_entropy_(logits, targets, keep, max_block=16)
     assert d is logits and float(total) == float(nll) >= 0.0
     assert not d[0].any()
-    torch.testing.assert_close(d.sum(-1), torch.zeros(n), atol=1e-5, rtol=0)
+    assert_close(d.sum(-1), torch.zeros(n), atol=1e-5, rtol=0)
 
 
 def test_cross_entropy_of_strided_chunk_and_bad_target() -> None:
@@ -159,8 +144,8 @@ def test_cross_entropy_of_strided_chunk_and_bad_target() -> None:
     before, targets, keep = whole.clone(), torch.tensor([0, 39, 7, 7]), torch.ones(4)
     total, _, d = cross_entropy_(whole[:, :40], targets, keep, max_block=16)
     want_total, _, want = logits_step(before[:, :40], targets, keep)
-    torch.testing.assert_close(total, want_total)
-    torch.testing.assert_close(d, want, atol=1e-6, rtol=1e-4)
+    assert_close(total, want_total)
+    assert_close(d, want, atol=1e-6, rtol=1e-4)
     assert torch.equal(whole[:, 40:], before[:, 40:])
     assert cross_entropy_(before, torch.tensor([0, 50, 1, 1]), keep)[0].isnan()
     assert cross_entropy_(before[:0], targets[:0], keep[:0])[0] == 0
@@ -176,22 +161,21 @@ def test_rotary_kernel_matches_reference(layout: Any, dim: int, positions_per_ro
     cos, sin = rotary_tables(places, 16, layout=layout, rotary_dim=dim)
     x = randn(3, 13, 5, 16)
     assert turns.supports(x, cos, sin)
-    assert_agree(
-        lambda x: turns.rotary(x, cos, sin, layout), lambda x: apply_rotary_reference(x, cos, sin, layout), x
-    )
+    tables = {"cos": cos, "sin": sin, "layout": layout}
+    ours, theirs = (partial(f, **tables) for f in (turns.rotary, apply_rotary_reference))
+    assert_agree(ours, theirs, x)
     # A slice of a wider projection has non-contiguous rows. A rotation keeps lengths.
     wide = randn(3, 13, 9, 16, seed=1)[:, :, 2:7]
-    y = turns.rotary(wide, cos, sin, layout)
-    torch.testing.assert_close(y, apply_rotary_reference(wide, cos, sin, layout), atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(y.norm(dim=-1), wide.norm(dim=-1))
+    y = ours(wide)
+    assert_close(y, theirs(wide), atol=2e-6, rtol=1e-5)
+    assert_close(y.norm(dim=-1), wide.norm(dim=-1))
 
 
 def test_rotary_kernel_in_bf16_and_supported_shapes() -> None:
     cos, sin = rotary_tables(torch.arange(9), 16, dtype=torch.bfloat16)
     x = randn(2, 9, 3, 16).bfloat16()
-    assert_agree(
-        lambda x: turns.rotary(x, cos, sin), lambda x: apply_rotary_reference(x, cos, sin), x, atol=2e-2
-    )
+    ours, theirs = (partial(f, cos=cos, sin=sin) for f in (turns.rotary, apply_rotary_reference))
+    assert_agree(ours, theirs, x, atol=2e-2)
     assert not turns.supports(x[0], cos, sin) and not turns.supports(x[:, :8], cos, sin)
 
 
@@ -202,9 +186,7 @@ def test_dispatch_measures_and_runs_the_faster_kernel(monkeypatch: pytest.Monkey
     def use_kernel(kind: Any, x: Any, kernel: Any, plain: Any) -> bool:
         hash(kind)
         measured.append(kind[0])
-        return choice.is_correct_and_faster(
-            str(kind), kernel, plain, lambda work: 1.0 if work is kernel else 2.0
-        )
+        return choice.is_correct_and_faster(str(kind), kernel, plain, lambda work: 2.0 - (work is kernel))
 
     def never(*_: Any) -> Tensor:
         raise AssertionError("the reference was called")
@@ -212,32 +194,30 @@ def test_dispatch_measures_and_runs_the_faster_kernel(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dispatch, "use_kernel", use_kernel)
     monkeypatch.setattr(choice, "ROUNDS", 1)
     x, gain = randn(1, 20, 4, 16), randn(4, 1, seed=1)
-    calls = 0
+    calls = []
 
     def once(reference: Any) -> Any:
-        """Count the calls: one in the comparison, none after it."""
+        """Record the calls: one in the comparison, none after it."""
 
         def plain(*args: Any) -> Tensor:
-            nonlocal calls
-            calls += 1
+            calls.append(reference)
             return reference(*args)
 
         return plain
 
     y = dispatch.rms_norm(x, gain, 1e-6, once(rms_norm_reference))
-    torch.testing.assert_close(y, rms_norm_reference(x, gain))
+    assert_close(y, rms_norm_reference(x, gain))
     cos, sin = rotary_tables(torch.arange(20), 16)
     y = dispatch.rotary(x, cos, sin, "half", once(apply_rotary_reference))
-    torch.testing.assert_close(y, apply_rotary_reference(x, cos, sin))
+    assert_close(y, apply_rotary_reference(x, cos, sin))
     q = x.transpose(1, 2)
     y = dispatch.attention(q, q, q, Mask(), 0.25, once(lambda q, k, v: attend(q, k, v, Mask())))
-    torch.testing.assert_close(y, attend(q, q, q, Mask()))
-    assert calls == 3 and measured == ["rms_norm", "rotary", "attention"]
+    assert_close(y, attend(q, q, q, Mask()))
+    assert len(calls) == 3 and measured == ["rms_norm", "rotary", "attention"]
     on_gpu = SimpleNamespace(is_cuda=True, shape=(12, 8), device="cpu", dtype=torch.float32)
     for cap in (None, 5.0):
         assert dispatch.logits_step(on_gpu, torch.zeros(77, 8), cap, logits_step) is cross_entropy_
     assert dispatch.logits_step(torch.zeros(3, 8), torch.zeros(77, 8), None, never) is never  # on a CPU
-    assert (
-        dispatch.rms_norm(x[:0], None, 1e-6, rms_norm_reference).shape == x[:0].shape
-    )  # unsupported, so not measured
+    unsupported = dispatch.rms_norm(x[:0], None, 1e-6, rms_norm_reference)  # not measured
+    assert unsupported.shape == x[:0].shape
     assert measured[3:] == ["cross_entropy"] * 2

@@ -17,19 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}
 OPTIONS = ("num_warps", "num_stages")
 
 
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return "*" + TYPES[value.dtype]
+        return "*" + TYPES[str(value.dtype).removeprefix("torch.")]
     if isinstance(value, float):
         return "fp32"
     # As in a launch: an argument of 1 is a compile-time constant.
@@ -48,11 +42,10 @@ def compiled_for(capability: int, shared: dict[str, int]) -> Iterator[None]:
         signature = {name: "constexpr" if name in fixed else _type(values[name]) for name in kernel.arg_names}
         constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
         # Marked as divisible by 16, as in launches, which enables vector loads.
-        even = {
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(kernel.arg_names)
-            if signature[name][0] == "*" or (signature[name] == "i32" and values[name] % 16 == 0)
-        }
+        numbered = enumerate(kernel.arg_names)
+        pointers = {name for name, kind in signature.items() if kind[0] == "*"}
+        multiples = {name for name, kind in signature.items() if kind == "i32" and values[name] % 16 == 0}
+        even = {(i,): [["tt.divisibility", 16]] for i, name in numbered if name in pointers | multiples}
         source = ASTSource(kernel, signature, constants, even)
         found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         name = kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__

@@ -24,16 +24,15 @@ from whorl.nn.attention import Mask, attend
 from whorl.nn.kernels import autotune as choice
 
 CASES = Path(__file__).parent
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"
-)
+BENCHMARK = str(Path(__file__).parents[3] / "bench" / "nn" / "gpu_kernels.py")
+has_triton = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not has_triton, reason="Triton is not installed (pip install triton)")
 
 
 def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTEST_", "WHORL_KERNELS"))}
-    return subprocess.run(
-        [sys.executable, *arguments], env=kept | variables, capture_output=True, text=True, timeout=500
-    )
+    options = {"env": kept | variables, "capture_output": True, "text": True, "timeout": 500}
+    return subprocess.run([sys.executable, *arguments], **options)
 
 
 @needs_triton
@@ -54,9 +53,7 @@ def test_kernels_compile_and_fit_shared_memory(capability: str, tmp_path: Path) 
 
 @needs_triton
 def test_kernel_benchmark_check_passes() -> None:
-    done = run_python(
-        str(Path(__file__).parents[3] / "bench" / "nn" / "gpu_kernels.py"), "--check", TRITON_INTERPRET="1"
-    )
+    done = run_python(BENCHMARK, "--check", TRITON_INTERPRET="1")
     assert done.returncode == 0 and done.stdout.count("agrees") == 8, done.stdout + done.stderr
 
 
@@ -67,19 +64,18 @@ def test_import_loads_neither_triton_nor_dynamo() -> None:
 
 def test_missing_triton_raises_with_install_hint(tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise ImportError('none here')")
-    script = (
-        "import torch\n"
-        "from whorl.errors import ConfigError\n"
-        "from whorl.nn.kernels import attention, cross_entropy, rotary\n"
-        "from whorl.nn.kernels.rms_norm import rms_norm\n"
-        "from whorl.nn.kernels.softmax import softmax\n"
-        "for f in (softmax, rms_norm):\n"
-        "    try: f(torch.zeros(2, 3))\n"
-        "    except ConfigError as error: assert 'pip install triton' in str(error)\n"
-        "    else: raise AssertionError(f)\n"
-    )
-    paths = [str(tmp_path), *sys.path]
-    done = run_python("-c", script, PYTHONPATH=os.pathsep.join(p for p in paths if p))
+    script = """
+import torch
+from whorl.errors import ConfigError
+from whorl.nn.kernels import attention, cross_entropy, rotary
+from whorl.nn.kernels.rms_norm import rms_norm
+from whorl.nn.kernels.softmax import softmax
+for f in (softmax, rms_norm):
+    try: f(torch.zeros(2, 3))
+    except ConfigError as error: assert 'pip install triton' in str(error)
+    else: raise AssertionError(f)
+"""
+    done = run_python("-c", script, PYTHONPATH=os.pathsep.join(p for p in [str(tmp_path), *sys.path] if p))
     assert done.returncode == 0, done.stderr
 
 
@@ -119,12 +115,7 @@ def test_use_kernel_selects_by_mode_and_measurement(monkeypatch: pytest.MonkeyPa
         return choice.use_kernel(kind, x, list, list)
 
     monkeypatch.delenv(choice.ENV_VAR, raising=False)
-    assert [selected("fast"), selected("slow"), selected("fast"), selected("slow")] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    assert [selected(kind) for kind in ("fast", "slow") * 2] == [True, False] * 2
     assert len(measured) == 2  # each kind is measured once
     assert sorted(choice.kernel_choices().values()) == ["torch", "triton"]
     with torch.no_grad():  # the choice of training is kept; no new measurement
@@ -154,9 +145,10 @@ def test_kernel_must_be_correct_and_faster() -> None:
     right, nearly, wrong = [torch.ones(3)], [torch.ones(3) * 1.001], [torch.ones(3) * 1.1]
 
     def wins(kernel: Callable[[], list[Tensor]], ours: float, theirs: float) -> bool:
-        return choice.is_correct_and_faster(
-            "a sum", kernel, lambda: right, lambda work: ours if work is kernel else theirs
-        )
+        def time(work: Any) -> float:
+            return ours if work is kernel else theirs
+
+        return choice.is_correct_and_faster("a sum", kernel, lambda: right, time)
 
     assert wins(lambda: nearly, 1.0, 1.2)
     assert not wins(lambda: nearly, 1.0, 1.02)  # too small a speedup
@@ -176,5 +168,5 @@ def test_kernel_must_be_correct_and_faster() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernel_benchmark_check_passes_on_a_gpu() -> None:
     """The benchmark compares kernels and references at real sizes."""
-    done = run_python(str(Path(__file__).parents[3] / "bench" / "nn" / "gpu_kernels.py"), "--check")
+    done = run_python(BENCHMARK, "--check")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

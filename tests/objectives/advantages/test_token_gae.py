@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,13 +23,11 @@ def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return reward, value, sequence
 
 
-def gae_by_loops(
-    reward: list[float], value: list[float], beyond: float, discount: float, decay: float
-) -> list[float]:
+def gae_by_loops(reward: Tensor, value: Tensor, discount: float, decay: float) -> list[float]:
+    """Return advantages of one sequence. value: one longer than reward."""
     out, following = [0.0] * len(reward), 0.0
     for t in reversed(range(len(reward))):
-        after = value[t + 1] if t + 1 < len(reward) else beyond
-        following = reward[t] + discount * after - value[t] + discount * decay * following
+        following = float(reward[t] + discount * value[t + 1] - value[t]) + discount * decay * following
         out[t] = following
     return out
 
@@ -36,24 +36,14 @@ def gae_by_loops(
 @pytest.mark.parametrize(("discount", "decay"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0)])
 def test_token_gae_treats_sequences_separately(bootstrapped: bool, discount: float, decay: float) -> None:
     reward, value, sequence = drawn()
-    beyond = torch.tensor([0.3, 9.0, 0.0, -1.0], dtype=torch.float64) if bootstrapped else None
-    advantage, target = token_gae(
-        reward, value, sequence, discount=discount, lambda_=decay, bootstrap_value=beyond
-    )
+    beyond = torch.tensor([0.3, 9.0, 0.0, -1.0], dtype=torch.float64) * bootstrapped
+    how: dict[str, Any] = {"bootstrap_value": beyond} if bootstrapped else {}
+    advantage, target = token_gae(reward, value, sequence, discount=discount, lambda_=decay, **how)
     for s in range(4):
         here = sequence == s
-        wanted = gae_by_loops(
-            reward[here].tolist(), value[here].tolist(), 0.0 if beyond is None else float(beyond[s]), discount,
-            decay,
-        )  # fmt: skip
+        wanted = gae_by_loops(reward[here], torch.cat([value[here], beyond[s : s + 1]]), discount, decay)
         assert advantage[here].tolist() == pytest.approx(wanted)
     torch.testing.assert_close(target, advantage + value)
-
-
-def test_token_gae_spreads_final_reward_without_critic() -> None:
-    reward = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0])
-    advantage, _ = token_gae(reward, torch.zeros(5), torch.tensor([0, 0, 0, 2, 2]), lambda_=1.0)
-    assert advantage.tolist() == [1, 1, 1, -1, -1]
 
 
 def test_token_gae_of_empty_batch() -> None:

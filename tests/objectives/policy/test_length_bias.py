@@ -25,12 +25,8 @@ def push(algorithm: str, advantage: float) -> float:
     for length in range(1, LONGEST):
         log_prob = torch.cat([go_on.expand(length - 1), end[None]])
         chance = log_prob.detach().sum().exp()
-        tokens = CompletionTokens(
-            log_prob,
-            sequence=torch.zeros(length, dtype=torch.int64),
-            behaviour_log_prob=log_prob.detach(),
-            advantage=torch.full((length,), advantage, dtype=torch.float64),
-        )
+        sequence, earned = torch.zeros(length, dtype=torch.int64), torch.full((length,), advantage).double()
+        tokens = CompletionTokens(log_prob, log_prob.detach(), earned, sequence)
         loss = policy_loss(tokens, method)
         total = total + chance * loss.total / loss.count
     (gradient,) = torch.autograd.grad(total, logit)

@@ -7,16 +7,14 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from tests.support.cli import kill_when, run_whorl
+from tests.support.cli import kill_when, output_of
+from tests.support.recipes.align_steps import run_text
 
 from whorl.errors import ConfigError
-from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store
-from whorl.tracking.progress import Progress
 
 RECIPE = """
 name = "poles"
-about = "two seeds of a small agent"
 [steps.ppo]
 uses = "agents"
 algorithm = "ppo"
@@ -31,15 +29,12 @@ settings = { hidden = [16], n_epochs = 2 }
 
 def test_killed_run_ends_with_same_weights(tmp_path: Path) -> None:
     (tmp_path / "poles.toml").write_text(RECIPE)
-    whole = run_recipe(
-        parse_recipe(RECIPE, "poles.toml"), Store(tmp_path / "whole"), Progress.silent()
-    ).artifacts["ppo"]
+    whole = run_text(RECIPE, store=tmp_path / "whole")["ppo"]
     command = ("run", "poles.toml", "--store", "killed")
     for seed in (0, 1):
         assert kill_when(tmp_path / "killed" / "scratch", f"*/seed-{seed}/step-*", *command, cwd=tmp_path)
-    done = run_whorl(*command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "resumed after" in done.stdout and "finished earlier" in done.stdout
+    printed = output_of(*command, cwd=tmp_path)
+    assert "continues at step" in printed and "finished earlier" in printed
     again = Store(tmp_path / "killed").open("poles/ppo")
     for name in ("seed-0.safetensors", "seed-1.safetensors"):
         assert again.file(name).read_bytes() == whole.file(name).read_bytes()
@@ -49,8 +44,7 @@ def test_killed_run_ends_with_same_weights(tmp_path: Path) -> None:
 
 
 def test_curve_page_shows_all_records(tmp_path: Path) -> None:
-    recipe = parse_recipe(RECIPE.replace("seeds = 2", "seeds = 1"), "poles.toml")
-    artifact = run_recipe(recipe, Store(tmp_path), Progress.silent()).artifacts["ppo"]
+    artifact = run_text(RECIPE, "ppo.seeds=1", store=tmp_path)["ppo"]
     page = unescape(artifact.file("curve.html").read_text())
     drawn = json.loads(page.split('data-chart="', 1)[1].split('"><svg', 1)[0])["series"]
     assert "PPO on CartPole-v1" in page and [curve["name"] for curve in drawn] == ["seed 0"]
@@ -59,17 +53,15 @@ def test_curve_page_shows_all_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("setting", "message"),
     [
-        ('algorithm = "sarsa"', "unknown algorithm 'sarsa'"),
-        ("settings = { speed = 3 }", "unknown agent setting 'speed'"),
-        ("settings = { learning_rate = -1 }", "learning_rate: "),
-        ('environment = "Nothing-v0"', "unknown environment 'Nothing-v0'"),
+        ("ppo.algorithm=sarsa", "unknown algorithm 'sarsa'"),
+        ("ppo.settings={ speed = 3 }", "unknown agent setting 'speed'"),
+        ("ppo.settings={ learning_rate = -1 }", "learning_rate: "),
+        ("ppo.environment=Nothing-v0", "unknown environment 'Nothing-v0'"),
     ],
 )
-def test_invalid_settings_leave_no_artifact(change: str, message: str, tmp_path: Path) -> None:
-    field = change.split(" = ")[0]
-    lines = [change if line.startswith(field + " =") else line for line in RECIPE.splitlines()]
+def test_invalid_settings_leave_no_artifact(setting: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_recipe(parse_recipe("\n".join(lines), "poles.toml"), Store(tmp_path), Progress.silent())
+        run_text(RECIPE, setting, store=tmp_path)
     assert not list((tmp_path / "artifacts").iterdir()) and not list((tmp_path / "staging").iterdir())

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.recipes.align_steps import (
-    ARITHMETIC,
-    CORPUS,
-    INIT_MODEL,
-    run_text,
-    write_code,
-)
+from tests.support.notes import TRAINING_RECIPE, write_notes
+from tests.support.recipes.align_recipes import ARITHMETIC, INIT_MODEL
+from tests.support.recipes.align_steps import run_text
 
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError
@@ -42,17 +39,12 @@ dtype = "float32"
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the input files; `store` in it is shared by all tests."""
-    path = tmp_path_factory.mktemp("students")
-    write_code(path / "code")
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+@pytest.fixture(scope="module", autouse=True)
+def _in_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Work in a folder with a corpus; `store` in it is shared by all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(write_notes(tmp_path_factory.mktemp("students")))
+        yield
 
 
 @pytest.mark.parametrize(
@@ -64,8 +56,8 @@ def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("distil.student.n_layers=1", "distil.completions_from=teacher", "distil.max_completion_tokens=24"),
     ],
 )
-def test_distil_trains_every_kind_of_student(folder: Path, sets: tuple[str, ...]) -> None:
-    found = run_text(DISTIL, folder / "store", *sets)["distil"]
+def test_distil_trains_every_kind_of_student(sets: tuple[str, ...]) -> None:
+    found = run_text(DISTIL, *sets)["distil"]
     sizes = found.summary["sizes"]
     assert sizes["student"] < sizes["teacher"] and found.summary["params"]["total"] == sizes["student"]
     assert found.summary["texts"] + sum(found.summary["left_out"].values()) == 40
@@ -81,32 +73,24 @@ def test_distil_trains_every_kind_of_student(folder: Path, sets: tuple[str, ...]
     load_example_tokenizer(found.path)
 
 
-def test_distil_with_given_student_and_errors(folder: Path) -> None:
+def test_distil_with_given_student_and_errors() -> None:
     text = DISTIL.replace('["teacher", "sums"]', '["teacher", "other", "sums"]')
-    text += (
-        INIT_MODEL.split("\n", 2)[2]
-        .replace("[steps.init_model]", '[steps.other]\nuses = "init_model"')
-        .replace("32", "16")
-    )
-    found = run_text(text, folder / "store")
+    other = 'steps.other = { uses = "init_model", d_model = 16, n_layers = 2, n_heads = 2, mlp_hidden = 16 }'
+    text = other + text
+    found = run_text(text)
     assert found["distil"].summary["sizes"]["student"] == found["other"].summary["params"]["total"]
-    with pytest.raises(ConfigError, match="distil has two students"):
-        run_text(text, folder / "store", "distil.student.n_layers=1")
-    with pytest.raises(ConfigError, match="distil has no student"):
-        run_text(DISTIL, folder / "store")
-    with pytest.raises(ConfigError, match="distil has no training texts"):
-        run_text(
-            DISTIL.replace('["teacher", "sums"]', '["teacher"]'),
-            folder / "store",
-            "distil.student.n_layers=1",
-        )
-    with pytest.raises(ConfigError, match=r"cached teacher logits cover given texts only"):
-        run_text(DISTIL, folder / "store", "distil.teacher_top_k=4", "distil.on_policy_fraction=0.5")
+    alone = DISTIL.replace('["teacher", "sums"]', '["teacher"]')
+    for recipe, sets, message in (
+        (text, ["distil.student.n_layers=1"], "distil has two students"),
+        (DISTIL, [], "distil has no student"),
+        (alone, ["distil.student.n_layers=1"], "distil has no training texts"),
+        (DISTIL, ["distil.teacher_top_k=4", "distil.on_policy_fraction=0.5"], "cover given texts only"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run_text(recipe, *sets)
 
 
-def test_cached_teacher_logits_are_reused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_teacher_logits_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ("distil.student.n_layers=1", "distil.teacher_top_k=4")
 
     def interrupt(*args: Any, **options: Any) -> Any:
@@ -114,47 +98,28 @@ def test_cached_teacher_logits_are_reused(
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("whorl.align.distillation.train.train_student", interrupt)
-        run_text(DISTIL, tmp_path, *sets)
+        run_text(DISTIL, *sets, store=tmp_path)
     monkeypatch.setattr("whorl.align.distillation.teacher.cache_teacher_logits", interrupt)
-    assert run_text(DISTIL, tmp_path, *sets)["distil"].summary["texts"] == 40
+    assert run_text(DISTIL, *sets, store=tmp_path)["distil"].summary["texts"] == 40
     with pytest.raises(KeyboardInterrupt):  # without the cache the teacher runs
-        run_text(DISTIL, folder / "store", *sets)
+        run_text(DISTIL, *sets)
 
 
-def test_distil_on_pretraining_documents(folder: Path) -> None:
-    text = """
-name = "stages"
-[steps.plan]
-parents = ["ingest", "curate"]
-steps = 3
-d_model = 64
-n_layers = 2
-seq_len = 32
-batch_size = 2
-ngram_buckets = 16
-replicas = 1
-compile = false
-[steps.tokenizer]
-parents = ["ingest", "curate"]
-vocab_size = 300
-[steps.tokens]
-parents = ["ingest", "curate", "tokenizer"]
-[steps.pretrain]
-parents = ["plan", "tokens", "tokenizer"]
+def test_distil_on_pretraining_documents() -> None:
+    text = f"""{TRAINING_RECIPE.replace("steps = 20", "steps = 3")}
 [steps.distil]
 parents = ["pretrain", "tokens"]
-student = {n_layers = 1}
+student.n_layers = 1
 seq_len = 32
 max_examples = 20
 dtype = "float32"
 """
-    found = run_text(text + CORPUS, folder / "store")["distil"]
+    found = run_text(text)["distil"]
     assert found.summary["texts"] == 20 and "eval" not in found.summary
     bits = found.summary["bits_per_byte"]
     assert bits["after"] > 0 and "then" in found.summary["headline"]
     with pytest.raises(ConfigError, match="pretraining documents have no prompts"):
-        run_text(text + CORPUS, folder / "store", "distil.on_policy_fraction=0.5")
-    other = text.replace('["pretrain", "tokens"]', '["init_model", "tokens"]') + CORPUS
-    other += INIT_MODEL.split("\n", 2)[2]
+        run_text(text, "distil.on_policy_fraction=0.5")
+    text = text.replace('["pretrain", "tokens"]', '["init_model", "tokens"]')
     with pytest.raises(ConfigError, match=r"init_model has a vocabulary of .* ids and .*tokens one of"):
-        run_text(other, folder / "store")
+        run_text(text.replace('name = "tiny"', INIT_MODEL))

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
-from tests.support.recipes.align_steps import (
-    ARITHMETIC,
-    CORPUS,
-    INIT_MODEL,
-    PREFERENCES,
-    run_text,
-    write_code,
-    write_jsonl,
-    write_preferences,
-)
+from tests.support.recipes.align_recipes import ARITHMETIC, CORPUS, INIT_MODEL, PREFERENCES
+from tests.support.recipes.align_steps import run_text, write_code, write_jsonl
 
-from whorl.align.data.dataset_files import (
-    read_conversations,
-    read_preferences,
-    read_unpaired,
-    split_by_prompt,
-    write_dataset,
-)
+from whorl.align.data import dataset_files
+from whorl.align.data.curriculum import Curriculum
+from whorl.align.data.dataset_files import read_preferences, split_by_prompt, write_dataset
 from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
 from whorl.align.preference.reward_model import load_reward_verifier
+from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify.task import VerifiableTask
@@ -39,69 +29,42 @@ from whorl.recipes import load_recipe
 from whorl.recipes.stage_report import stage_summary
 from whorl.report.data import StageSection
 from whorl.report.stages import stage_charts
-from whorl.store import Artifact
+from whorl.train.checkpoint.manager import CheckpointManager
 
-PREFERENCE = f"""{INIT_MODEL}{PREFERENCES}
-[steps.preference]
-parents = ["init_model", "likes"]
-seq_len = 16
-batch_size = 12
-epochs = 4
-lr_scale = 0.3
-dtype = "float32"
-"""
-REWARD_MODEL = f"""{INIT_MODEL}{PREFERENCES}
-[steps.reward_model]
-parents = ["init_model", "likes"]
-seq_len = 16
-batch_size = 12
-epochs = 6
-lr_scale = 0.5
-dtype = "float32"
-"""
+SETTINGS = 'parents = ["init_model", "likes"]\nseq_len = 16\nbatch_size = 12\ndtype = "float32"\n'
+PREFERENCE = f"{INIT_MODEL}{PREFERENCES}[steps.preference]\n{SETTINGS}epochs = 4\nlr_scale = 0.3\n"
+REWARD_MODEL = f"{INIT_MODEL}{PREFERENCES}[steps.reward_model]\n{SETTINGS}epochs = 6\nlr_scale = 0.5\n"
+
+
+def pairs(prompts: Iterable[str]) -> list[dict[str, str]]:
+    """Pairs in which `yes` is preferred to `nay`, which has the same length."""
+    return [{"prompt": prompt, "chosen": "yes", "rejected": "nay"} for prompt in prompts]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the input files; `store` in it is shared by all tests."""
-    path = tmp_path_factory.mktemp("stages")
-    write_preferences(path / "likes.jsonl")
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-
-
-def weights(artifact: Artifact) -> dict[str, np.ndarray]:
-    return {
-        name: tensor.numpy()
-        for file in sorted(artifact.path.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+def _in_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Work in a folder with the input files; `store` in it is shared by all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("stages"))
+        write_jsonl("likes.jsonl", pairs(f"{i}?" for i in range(48)))
+        yield
 
 
 def test_datasets_round_trip(tmp_path: Path) -> None:
     messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b\u2028c"})
-    conversations = [Conversation(messages, "x", "1"), Conversation(messages)]
-    preferences = [
-        Preference("p ", "p q", "p r"),
-        Preference(messages[:1], messages[1:], ({**messages[1], "content": "d"},)),
-    ]
-    unpaired = [
-        UnpairedPreference("p", "q", False, "s", "2"),
-        UnpairedPreference(messages[:1], messages[1:], True),
-    ]
+    first, second = messages[:1], messages[1:]
+    worse = ({**messages[1], "content": "d"},)
     for name, items in (
-        ("conversations", conversations),
-        ("preferences", preferences),
-        ("unpaired", unpaired),
+        ("conversations", [Conversation(messages, "x", "1"), Conversation(messages)]),
+        ("preferences", [Preference("p ", "p q", "p r"), Preference(first, second, worse)]),
+        (
+            "unpaired",
+            [UnpairedPreference("p", "q", False, "s", "2"), UnpairedPreference(first, second, True)],
+        ),
     ):
         assert write_dataset(tmp_path, name, "train", items) == 2
-    assert read_conversations(tmp_path, "train") == conversations
-    assert read_preferences(tmp_path, "train") == preferences
-    assert read_unpaired(tmp_path, "train") == unpaired
+        assert getattr(dataset_files, f"read_{name}")(tmp_path, "train") == items
+    read_unpaired = dataset_files.read_unpaired
     assert write_dataset(tmp_path, "unpaired", "test", []) == 0 and read_unpaired(tmp_path, "test") == []
     (tmp_path / "unpaired.train.jsonl").write_text('{"prompt": "p"}\n')
     with pytest.raises(DataError, match=r"unpaired\.train\.jsonl, line 1"):
@@ -120,16 +83,16 @@ def test_split_by_prompt_is_disjoint_and_seeded() -> None:
     assert prompts["test"] != {pair.prompt for pair in split_by_prompt(pairs, 0.2, seed=2)["test"]}
 
 
-def test_preferences_from_python_code(folder: Path) -> None:
+def test_preferences_from_python_code() -> None:
     """Train and test functions come from different files; each rejected body has one bug."""
-    write_code(folder / "code")
+    write_code(Path("code"))
     text = f"""name = "stages"{CORPUS}
 [steps.preferences]
 parents = ["ingest", "curate"]
 bug_kinds = ["operator", "return"]
 max_test = 4
 """
-    found = run_text(text, folder / "store")["preferences"]
+    found = run_text(text)["preferences"]
     train, test = (read_preferences(found.path, split) for split in ("train", "test"))
     assert found.kind == "preferences" and len(train) > 20 and len(test) == 4
     assert found.summary["counts"] == {"train": len(train), "test": 4}
@@ -138,29 +101,28 @@ max_test = 4
     assert all(p.chosen != p.rejected and p.id.endswith(("operator", "return")) for p in train)
 
 
-def test_preferences_file_quarantines_bad_records(folder: Path, tmp_path: Path) -> None:
+def test_preferences_file_quarantines_bad_records() -> None:
     good = [{"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(9)]
     bad = ["{", {"prompt": "x", "chosen": "a", "rejected": "a"}, {"text": "no"}]
-    write_jsonl(folder / "some.jsonl", [*good, *bad])
-    recipe = PREFERENCES.replace("likes.jsonl", "some.jsonl")
-    found = run_text(f'name = "x"\n{recipe}', folder / "store")["likes"]
+    write_jsonl("some.jsonl", [*good, *bad])
+    recipe = 'name = "x"\n' + PREFERENCES.replace("likes.jsonl", "some.jsonl")
+    found = run_text(recipe)["likes"]
     assert found.summary["counts"] == {"train": 7, "test": 2}
     assert found.summary["quarantine"] == {"accepted": 9, "bad_json": 1, "identical": 1, "unknown_shape": 1}
     assert "3 records in quarantine" in found.summary["headline"]
-    quarantined = [json.loads(line) for line in (found.path / "quarantine.jsonl").read_text().splitlines()]
-    assert [(record["line"], record["reason"]) for record in quarantined] == [
-        (10, "bad_json"), (11, "identical"), (12, "unknown_shape"),
-    ]  # fmt: skip
-    write_jsonl(folder / "some.jsonl", [*good, {"prompt": "new", "chosen": "a", "rejected": "b"}])
-    assert run_text(f'name = "x"\n{recipe}', folder / "store")["likes"].address != found.address
-    write_jsonl(folder / "some.jsonl", bad)
+    quarantined = map(json.loads, (found.path / "quarantine.jsonl").read_text().splitlines())
+    reasons = [(record["line"], record["reason"]) for record in quarantined]
+    assert reasons == [(10, "bad_json"), (11, "identical"), (12, "unknown_shape")]
+    write_jsonl("some.jsonl", [*good, {"prompt": "new", "chosen": "a", "rejected": "b"}])
+    assert run_text(recipe)["likes"].address != found.address
+    write_jsonl("some.jsonl", bad)
     with pytest.raises(DataError, match=r"some\.jsonl has no usable record"):
-        run_text(f'name = "x"\n{recipe}', folder / "store")
+        run_text(recipe)
 
 
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto"])
-def test_preference_raises_implicit_accuracy(folder: Path, objective: str) -> None:
-    found = run_text(PREFERENCE, folder / "store", f"preference.objective={objective}")["preference"]
+def test_preference_raises_implicit_accuracy(objective: str) -> None:
+    found = run_text(PREFERENCE, f"preference.objective={objective}")["preference"]
     before, after = (found.summary["held_out"][when] for when in ("before", "after"))
     assert found.kind == "model" and found.summary["items"] == {"train": 36, "test": 12}
     assert after["rewards/margin"] > before["rewards/margin"] and after["implicit_accuracy"] == 1.0
@@ -173,66 +135,45 @@ def test_preference_raises_implicit_accuracy(folder: Path, objective: str) -> No
     assert title == "preference: loss" and note.startswith(f"Loss of {objective.upper()} per ")
 
 
-def test_unpaired_completions_need_kto(folder: Path) -> None:
-    write_jsonl(
-        folder / "unpaired.jsonl",
-        [
-            {"prompt": f"{i // 2}?", "completion": "yes" if i % 2 else "nay", "label": i % 2 == 1}
-            for i in range(48)
-        ],
-    )
-    text = PREFERENCE.replace("likes.jsonl", "unpaired.jsonl").replace(
-        "test_fraction", 'shape = "unpaired"\ntest_fraction'
-    )
+def test_unpaired_completions_need_kto() -> None:
+    answers = ({"completion": "nay", "label": False}, {"completion": "yes", "label": True})
+    write_jsonl("unpaired.jsonl", [{"prompt": f"{i}?", **answer} for i in range(24) for answer in answers])
+    text = PREFERENCE.replace('likes.jsonl"', 'unpaired.jsonl", shape = "unpaired"')
     with pytest.raises(DataError, match="single completions with a label, but preference needs pairs"):
-        run_text(text, folder / "store")
-    found = run_text(text, folder / "store", "preference.objective=kto")["preference"]
-    assert (
-        found.summary["held_out"]["after"]["rewards/margin"] > 0
-        and "36 completions" in found.summary["headline"]
-    )
+        run_text(text)
+    found = run_text(text, "preference.objective=kto")["preference"]
+    assert found.summary["held_out"]["after"]["rewards/margin"] > 0
+    assert "36 completions" in found.summary["headline"]
 
 
-def test_preference_refuses_only_too_long_pairs(folder: Path) -> None:
+def test_preference_refuses_only_too_long_pairs() -> None:
+    write_jsonl("long.jsonl", pairs(f"{i:07}?" for i in range(48)))
     with pytest.raises(DataError, match=r"no example is left to train; 36 rejected: longer than 8 ids"):
-        write_jsonl(
-            folder / "long.jsonl",
-            [{"prompt": f"{i:07}?", "chosen": "yes", "rejected": "nay"} for i in range(48)],
-        )
-        run_text(PREFERENCE.replace("likes.jsonl", "long.jsonl"), folder / "store", "preference.seq_len=8")
+        run_text(PREFERENCE.replace("likes.jsonl", "long.jsonl"), "preference.seq_len=8")
 
 
-def test_killed_stage_resumes_to_same_bits(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from whorl.train.checkpoint.manager import CheckpointManager
-
+def test_killed_stage_resumes_to_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class KillAtStep5(CheckpointManager):
-        def due(self) -> bool:
-            super().due()
-            return True
-
-        def save(self, *args: object, **options: object) -> float:
-            stall = super().save(*args, **options)  # type: ignore[arg-type]
+        def save(self, step: int, *given: Any, **options: Any) -> float:
+            stall = super().save(step, *given, **options)
             self.finish()
-            if args[0] == 5:
+            if step == 5:
                 raise KeyboardInterrupt
             return stall
 
-    whole = run_text(PREFERENCE, folder / "store")["preference"]
+    whole = run_text(PREFERENCE)["preference"]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("whorl.align.stage.trainer.CheckpointManager", KillAtStep5)
-        run_text(PREFERENCE, tmp_path)
+        patched.setattr("whorl.train.trainer.CheckpointManager", KillAtStep5)
+        run_text(PREFERENCE, "preference.checkpoint_seconds=1e-9", store=tmp_path)
     log: list[str] = []
     monkeypatch.setattr("whorl.tracking.progress.Progress.log", lambda self, text: log.append(text))
-    again = run_text(PREFERENCE, tmp_path, "preference.checkpoint_seconds=3")["preference"]
+    again = run_text(PREFERENCE, "preference.checkpoint_seconds=3", store=tmp_path)["preference"]
     assert any("at step 5 of 12" in text for text in log)
-    kept, expected = weights(again), weights(whole)
-    assert all(np.array_equal(kept[name], expected[name]) for name in expected)
+    assert (again.path / "model.safetensors").read_bytes() == (whole.path / "model.safetensors").read_bytes()
 
 
-def test_reward_model_reports_and_scores_rl(folder: Path) -> None:
-    text = f"""{REWARD_MODEL}{ARITHMETIC}
+def test_reward_model_reports_and_scores_rl() -> None:
+    text = f"""{ARITHMETIC}{REWARD_MODEL}
 [steps.rl]
 parents = ["init_model", "sums", "reward_model"]
 steps = 2
@@ -242,12 +183,11 @@ max_completion_tokens = 6
 max_seq_len = 64
 dtype = "float32"
 """
-    found = run_text(text, folder / "store")
+    found = run_text(text)
     reward, rl = found["reward_model"], found["rl"]
     figures = json.loads((reward.path / "report.json").read_text())
-    assert (
-        reward.kind == "reward_model" and figures["accuracy"] == reward.summary["held_out"]["accuracy"] == 1.0
-    )
+    assert reward.kind == "reward_model"
+    assert figures["accuracy"] == reward.summary["held_out"]["accuracy"] == 1.0
     assert {"calibration_error", "reliability", "length"} <= figures.keys()
     assert "accuracy 100.0%" in reward.summary["headline"] and "nan" not in reward.summary["headline"]
     task = VerifiableTask("t", prompt="7?")
@@ -259,81 +199,61 @@ dtype = "float32"
     assert all(0 < r < 1 for r in rewards)  # rewards of the reward model; the verifier gives 0
 
 
-def test_rollout_worker_pickles_reward_model_path(folder: Path) -> None:
-    from whorl.align.data.curriculum import Curriculum
-    from whorl.align.rl.rollout import RolloutWorker
-
-    found = run_text(REWARD_MODEL, folder / "store")
-    model = load_model(found["init_model"].path)
-    worker = RolloutWorker(
-        model.config, "float32", found["init_model"].path, [VerifiableTask("t", prompt="7?", verifier="unittest")],
-        2, 4, 16, 1.0,
-        Curriculum([0.0]), reward_model=found["reward_model"].path,
-    )  # fmt: skip
+def test_rollout_worker_pickles_reward_model_path() -> None:
+    found = run_text(REWARD_MODEL)
+    model, reward_model = found["init_model"].path, found["reward_model"].path
+    task = VerifiableTask("t", prompt="7?", verifier="unittest")
+    shape, given = load_model(model).config, {"reward_model": reward_model}
+    worker = RolloutWorker(shape, "float32", model, [task], 2, 4, 16, 1.0, Curriculum([0.0]), **given)
     worker.setup()
     assert worker._sandbox is None  # a reward model needs no sandbox
     data = pickle.dumps(worker)
-    assert len(data) < 10_000 and pickle.loads(data).reward_model == found["reward_model"].path
+    assert len(data) < 10_000 and pickle.loads(data).reward_model == reward_model
 
 
-def test_sft_trains_on_conversations_from_parquet(folder: Path) -> None:
+def test_sft_trains_on_conversations_from_parquet() -> None:
     """Also with a LoRA adapter, which is merged into the stored weights."""
-    conversations = [
-        [{"role": "user", "content": f"Say {w}."}, {"role": "assistant", "content": w}]
-        for w in ("red", "blue", "green", "white") * 6
-    ]
-    pq.write_table(pa.table({"messages": [*conversations, []]}), folder / "talks.parquet")
+    colours = ("red", "blue", "green", "white") * 6
+    talks = [[("user", f"Say {word}."), ("assistant", word)] for word in colours]
+    messages = [[{"role": role, "content": content} for role, content in talk] for talk in talks]
+    pq.write_table(pa.table({"messages": [*messages, []]}), "talks.parquet")
+    settings = "seq_len = 64\nbatch_size = 2\nepochs = 30\n"
     text = f"""{INIT_MODEL}
-[steps.talks]
-uses = "tasks"
-source = "files"
-path = "talks.parquet"
+steps.talks = {{ uses = "tasks", source = "files", path = "talks.parquet" }}
 [steps.sft]
 parents = ["init_model", "talks"]
-seq_len = 64
-batch_size = 2
-epochs = 30
 lr_scale = 1.0
 dtype = "float32"
-"""
-    found = run_text(text, folder / "store")
+{settings}"""
+    found = run_text(text)
     assert found["talks"].summary["quarantine"] == {"accepted": 24, "empty": 1}
     assert found["talks"].summary["counts"] == {"train": 18, "test": 6}
     sft = found["sft"]
     assert sft.summary["texts"] == 18 and sft.summary["final"]["nll"] < 0.7
-    adapted = run_text(
-        text, folder / "store", "sft.lora.rank=4", 'sft.lora.target_modules=["attention.out"]'
-    )["sft"]
-    before, full, low = (weights(a) for a in (found["init_model"], sft, adapted))
-    moved = {name for name in before if not np.array_equal(before[name], low[name])}
+    adapted = run_text(text, "sft.lora.rank=4", 'sft.lora.target_modules=["attention.out"]')["sft"]
+    made = (found["init_model"], sft, adapted)
+    before, full, low = (load_file(artifact.file("model.safetensors")) for artifact in made)
+    moved = {name for name in before if not before[name].equal(low[name])}
     assert len(moved) == 2 and all("attention.out" in name for name in moved)
-    assert any(not np.array_equal(before[name], full[name]) for name in before.keys() - moved)
+    assert any(not before[name].equal(full[name]) for name in before.keys() - moved)
     with pytest.raises(ConfigError, match=r"sft\.lora\.rank cannot be 'many'"):
-        run_text(text, folder / "store", "sft.lora.rank=many")
+        run_text(text, "sft.lora.rank=many")
     with pytest.raises(DataError, match="has texts to learn from, but no tasks"):
-        run_text(
-            text.replace("[steps.sft]", '[steps.sft]\nuses = "rl"\nmax_completion_tokens = 8').replace(
-                "seq_len = 64\nbatch_size = 2\nepochs = 30\n", ""
-            ),
-            folder / "store",
-        )
+        run_text(text.replace(settings, 'uses = "rl"\nmax_completion_tokens = 8\n'))
 
 
-def test_sft_needs_solutions(folder: Path) -> None:
-    write_jsonl(
-        folder / "own.jsonl",
-        [{"prompt": f"{i}+1=", "verifier": "numeric", "answer": i + 1} for i in range(8)],
-    )
-    own = '\n[steps.own]\nuses = "tasks"\nsource = "files"\npath = "own.jsonl"\nshape = "tasks"\n'
+def test_sft_needs_solutions() -> None:
+    tasks = [{"prompt": f"{i}+1=", "verifier": "numeric", "answer": i + 1} for i in range(8)]
+    write_jsonl("own.jsonl", tasks)
+    own = 'steps.own = { uses = "tasks", source = "files", path = "own.jsonl", shape = "tasks" }\n'
     learn = '[steps.sft]\nparents = ["init_model", "own"]\nseq_len = 32\n'
     with pytest.raises(DataError, match="has tasks but no solutions"):
-        run_text(INIT_MODEL + own + learn, folder / "store")
+        run_text(INIT_MODEL + own + learn)
     with pytest.raises(ConfigError, match=r'path and source = "files"'):
-        run_text(INIT_MODEL + own.replace('path = "own.jsonl"\n', ""), folder / "store")
-    write_jsonl(folder / "pairs.jsonl", [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)])
-    pairs = own.replace("own.jsonl", "pairs.jsonl").replace('"tasks"\n', '"pairs"\n', 2)
-    pairs = pairs.replace('uses = "pairs"', 'uses = "tasks"')
-    assert run_text(INIT_MODEL + pairs + learn, folder / "store")["sft"].summary["texts"] == 7
+        run_text(INIT_MODEL + own.replace('path = "own.jsonl", ', ""))
+    write_jsonl("pairs.jsonl", [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)])
+    given = own.replace("own.jsonl", "pairs.jsonl").replace('shape = "tasks"', 'shape = "pairs"')
+    assert run_text(INIT_MODEL + given + learn)["sft"].summary["texts"] == 7
 
 
 def test_align_code_chains_all_stages() -> None:

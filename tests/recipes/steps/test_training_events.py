@@ -27,25 +27,11 @@ BACK = {
 }
 
 
-class FakeArtifact(dict[str, Any]):
-    """Replaces the artifact of the model."""
-
-    step = "pretrain"
-    summary: dict[str, Any] = {"tokens_per_second": 1.0}  # noqa: RUF012
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def file(self, name: str) -> Path:
-        return self.folder / name
-
-
 def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", tensorboard=True)
     task = SimpleNamespace(update=lambda **_: None)
-    ctx = SimpleNamespace(
-        run=run, name="pretrain", progress=Progress.silent(), machine=SimpleNamespace(flops={"float32": 1.0})
-    )
+    machine = SimpleNamespace(flops={"float32": 1.0})
+    ctx = SimpleNamespace(run=run, name="pretrain", progress=Progress.silent(), machine=machine)
     observer = PretrainObserver(ctx, SimpleNamespace(steps=9, dtype="float32"), 1.0, None, task)  # type: ignore[arg-type]
     for step in (1, 2, 5, 9):
         observer.on_step(step, {"nll": 5.0 - step / 10, "tokens_per_second": 9.0, "flops_per_second": 0.5})
@@ -55,25 +41,21 @@ def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
     observer.close()
     curve = list(run.read_metrics("pretrain"))
     (tmp_path / "curve.json").write_text(json.dumps(curve, allow_nan=False))
-    training = _training({"model": FakeArtifact(tmp_path)})  # type: ignore[dict-item]
+    model: Any = SimpleNamespace(step="pretrain", summary={"tokens_per_second": 1.0}, file=tmp_path.joinpath)
+    training = _training({"model": model})
     assert [p["step"] for p in training["points"]] == [1, 2, 5, 9]
-    assert [(e["step"], e["kind"], e["n_documents"]) for e in training["events"]] == [
-        (3, "nonfinite", 22), (4, "rollback", 0)
-    ]  # fmt: skip
-    page = to_html(ReportData.model_validate({"training": training}))
+    events = [(e["step"], e["kind"], e["n_documents"]) for e in training["events"]]
+    assert events == [(3, "nonfinite", 22), (4, "rollback", 0)]
+    page = to_html(ReportData(training=training))
     assert "the loss is nan &lt;b&gt;" in page and "weights restored" in page
     assert "a/&lt;i&gt;.txt (id-12)" in page and "and 21 more" in page
-    without_events = {**training, "events": []}
-    assert "Events</h3>" in page and "Events</h3>" not in to_html(
-        ReportData.model_validate({"training": without_events})
-    )
+    without_events = to_html(ReportData(training={**training, "events": []}))
+    assert "Events</h3>" in page and "Events</h3>" not in without_events
 
 
 def test_page_shows_first_events_of_many(tmp_path: Path) -> None:
     event = {"kind": "spike", "message": "the loss is 9", "action": "skipped"}
-    training = {
-        "points": [{"step": n, "loss": 3.0} for n in range(1, 9)],
-        "events": [{"step": n, **event} for n in range(70)],
-    }
-    page = to_html(ReportData.model_validate({"training": training}))
+    points = [{"step": n, "loss": 3.0} for n in range(1, 9)]
+    events = [{"step": n, **event} for n in range(70)]
+    page = to_html(ReportData(training={"points": points, "events": events}))
     assert page.count("the loss is 9") == 50 and "And 20 later ones" in page

@@ -5,36 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.serve.browser_pages import expect
+from tests.support.serve.browser_pages import answered, chat, expect, expect_texts, last, send
 from tests.support.serve.fake_server import Fake, Piece
 
 pytestmark = pytest.mark.browser
 EVIL = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"
+BRANCHES = ".message.model .branches"
 
 
-def send(page: Any, text: str) -> None:
-    page.fill("#message", text)
-    page.click(".send")
+def press(page: Any, name: str, within: str = "body") -> None:
+    page.locator(within).get_by_role("button", name=name).click()
 
 
-def answered(page: Any) -> None:
-    """Wait until no generation runs."""
-    page.wait_for_selector("body:not(.busy)")
+def contents(fake: Fake) -> list[str]:
+    """The messages of the latest request."""
+    return [message["content"] for message in fake.bodies()[-1]["messages"]]
 
 
-def chat(page: Any, fake: Fake, text: str, *tokens: Any) -> None:
-    """Send a message and wait for the response made of `tokens`."""
-    fake.set_output(*tokens)
-    send(page, text)
-    answered(page)
-
-
-def last(page: Any) -> Any:
-    return page.locator(".message.model .text").last
-
-
-def test_response_is_shown_token_by_token(visit: Any, fake: Fake) -> None:
-    page = visit()
+def test_response_is_shown_token_by_token(page: Any, fake: Fake) -> None:
     fake.set_output("One", " two", " three", hold=True)
     send(page, "Count!")
     fake.release()
@@ -45,50 +33,42 @@ def test_response_is_shown_token_by_token(visit: Any, fake: Fake) -> None:
     fake.release()
     answered(page)
     expect(last(page)).to_have_text("One two three")
-    stats = page.locator(".stats").first
-    expect(stats).to_contain_text("3 tokens")
-    expect(stats).to_contain_text("tokens/s")
-    expect(stats).to_contain_text("prompt 12 tokens (8 cached)")
+    for text in ("3 tokens", "tokens/s", "prompt 12 tokens (8 cached)"):
+        expect(page.locator(".stats").first).to_contain_text(text)
     path, body, headers = fake.requests[0]
-    assert path == "/v1/chat/completions"
-    assert body == {
-        "model": "small", "messages": [{"role": "user", "content": "Count!"}], "stream": True,
-        "stream_options": {"include_usage": True}, "temperature": 0.8, "top_p": 0.95, "max_tokens": 256,
-        "logprobs": True, "top_logprobs": 5,
-    }  # fmt: skip
-    assert "authorization" not in headers
+    assert path == "/v1/chat/completions" and "authorization" not in headers
+    sent = {"model": "small", "messages": [{"role": "user", "content": "Count!"}], "max_tokens": 256}
+    sent |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.8, "top_p": 0.95}
+    assert body == sent | {"logprobs": True, "top_logprobs": 5}
 
 
 @pytest.mark.parametrize("by", ["button", "Escape"])
-def test_stop_closes_the_connection_and_keeps_the_text(visit: Any, fake: Fake, by: str) -> None:
-    page = visit()
+def test_stop_closes_the_connection_and_keeps_the_text(page: Any, fake: Fake, by: str) -> None:
     fake.set_output("One", " two", " three", hold=True)
     send(page, "Count!")
     fake.release(2)
     expect(last(page)).to_have_text("One two")
     if by == "button":
-        page.get_by_role("button", name="Stop").click()
+        press(page, "Stop")
     else:
         page.keyboard.press("Escape")
     assert fake.gone.wait(240)
     answered(page)
     expect(last(page)).to_have_text("One two")
-    expect(page.locator(".stats").first).to_contain_text("stopped · 2 tokens")
-    expect(page.locator("#announcements")).to_contain_text("Stopped.")
+    expect_texts(page, {".stats": "stopped · 2 tokens", "#announcements": "Stopped."})
     # The next message continues the conversation.
     chat(page, fake, "Go on", "three")
-    assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["Count!", "One two", "Go on"]
+    assert contents(fake) == ["Count!", "One two", "Go on"]
 
 
-def test_edit_and_regenerate_keep_every_branch(visit: Any, fake: Fake) -> None:
-    page = visit()
+def test_edit_and_regenerate_keep_every_branch(page: Any, fake: Fake) -> None:
     chat(page, fake, "A?", "first")
     fake.set_output("second")
-    page.get_by_role("button", name="Regenerate").click()
+    press(page, "Regenerate")
     answered(page)
-    expect(page.locator(".message.model .branches")).to_contain_text("2 / 2")
+    expect(page.locator(BRANCHES)).to_contain_text("2 / 2")
     expect(last(page)).to_have_text("second")
-    page.get_by_role("button", name="Previous version").click()
+    press(page, "Previous version")
     expect(last(page)).to_have_text("first")
     # An edited message starts a branch with a new response.
     fake.set_output("third")
@@ -97,20 +77,17 @@ def test_edit_and_regenerate_keep_every_branch(visit: Any, fake: Fake) -> None:
     page.locator("form.editor button[type=submit]").click()
     answered(page)
     assert fake.bodies()[-1]["messages"] == [{"role": "user", "content": "B?"}]
-    expect(page.locator(".message.user .text")).to_have_text("B?")
-    expect(last(page)).to_have_text("third")
-    expect(page.locator(".message.model .branches")).to_have_text("")
-    page.locator(".message.user").get_by_role("button", name="Previous version").click()
-    expect(page.locator(".message.user .text")).to_have_text("A?")
-    expect(last(page)).to_have_text("first")
-    expect(page.locator(".message.model .branches")).to_contain_text("1 / 2")
+    expect(page.locator(".message .text")).to_have_text(["B?", "third"])
+    expect(page.locator(BRANCHES)).to_have_text("")
+    press(page, "Previous version", within=".message.user")
+    expect(page.locator(".message .text")).to_have_text(["A?", "first"])
+    expect(page.locator(BRANCHES)).to_contain_text("1 / 2")
     # The request contains the shown path.
     chat(page, fake, "C?", "fourth")
-    assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["A?", "first", "C?"]
+    assert contents(fake) == ["A?", "first", "C?"]
 
 
-def test_response_can_be_edited(visit: Any, fake: Fake) -> None:
-    page = visit()
+def test_response_can_be_edited(page: Any, fake: Fake) -> None:
     chat(page, fake, "A?", "No.")
     page.locator(".message.model .edit").click()
     page.get_by_label("Edit the response").fill("Yes.")
@@ -118,16 +95,15 @@ def test_response_can_be_edited(visit: Any, fake: Fake) -> None:
     expect(last(page)).to_have_text("Yes.")
     assert len(fake.requests) == 1
     chat(page, fake, "B?", "Fine.")
-    assert [m["content"] for m in fake.bodies()[-1]["messages"]] == ["A?", "Yes.", "B?"]
+    assert contents(fake) == ["A?", "Yes.", "B?"]
 
 
-def test_conversation_survives_reload_and_can_be_cleared(visit: Any, fake: Fake) -> None:
-    page = visit()
+def test_conversation_survives_reload_and_can_be_cleared(page: Any, fake: Fake) -> None:
     chat(page, fake, "A?", "first")
     page.reload()
     answered(page)
     expect(page.locator(".message .text")).to_have_text(["A?", "first"])
-    page.get_by_role("button", name="New").click()
+    press(page, "New")
     expect(page.locator(".message")).to_have_count(0)
     page.reload()
     answered(page)
@@ -138,70 +114,60 @@ def test_model_output_is_never_markup(visit: Any, fake: Fake) -> None:
     fake.models = [{"id": EVIL}]
     page = visit()
     title = page.title()
-    token = Piece(EVIL.encode(), -0.5, ((EVIL.encode(), -0.5),))
-    chat(page, fake, EVIL, "Look: ", token)
+    chat(page, fake, EVIL, "Look: ", Piece(EVIL.encode(), -0.5, ((EVIL.encode(), -0.5),)))
     expect(last(page)).to_have_text("Look: " + EVIL)
     page.locator(".t").nth(1).hover()
     expect(page.locator("#tooltip")).to_contain_text("<img·src=x")
     fake.fail = (500, {"error": {"message": EVIL}}, {})
     page.expected = ("status of 500",)
-    page.get_by_role("button", name="Regenerate").click()
+    press(page, "Regenerate")
     expect(page.locator(".message.model .error")).to_contain_text(EVIL)
     assert page.title() == title
     assert page.locator("main img, main script, #tooltip img").count() == 0
 
 
-ERRORS = {
-    "failed": (
-        500,
-        {"error": {"message": "no page left"}},
-        {},
-        "The server failed (500). Message: no page left",
-    ),
-    "busy": (429, {"error": {"message": "slow down"}}, {"Retry-After": "7"}, "retry in 7 s"),
-    "refused": (400, {"error": {"message": "min_p is 3", "param": "min_p"}}, {}, "min_p is 3"),
-    "proxy": (502, {}, {}, "The server failed (502)."),
-}
-
-
-@pytest.mark.parametrize("kind", ERRORS)
-def test_error_message_is_shown_and_retry_works(visit: Any, fake: Fake, kind: str) -> None:
-    status, body, headers, words = ERRORS[kind]
-    page = visit()
+@pytest.mark.parametrize(
+    ("status", "error", "headers", "words"),
+    [
+        (500, {"message": "no page left"}, {}, "The server failed (500). Message: no page left"),
+        (429, {"message": "slow down"}, {"Retry-After": "7"}, "retry in 7 s"),
+        (400, {"message": "min_p is 3", "param": "min_p"}, {}, "min_p is 3"),
+        (502, None, {}, "The server failed (502)."),
+    ],
+)
+def test_error_message_is_shown_and_retry_works(
+    page: Any, fake: Fake, status: int, error: Any, headers: dict[str, str], words: str
+) -> None:
     page.expected = (f"status of {status}",)
-    fake.fail = (status, body, headers)
+    fake.fail = (status, {"error": error} if error else {}, headers)
     send(page, "A?")
-    error = page.locator(".message.model .error")
-    expect(error).to_contain_text(words)
+    expect(page.locator(".message.model .error")).to_contain_text(words)
     fake.set_output("fine")
-    error.get_by_role("button", name="Try again").click()
+    press(page, "Try again", within=".message.model .error")
     answered(page)
     expect(page.locator(".message .text")).to_have_text(["A?", "fine"])
-    expect(page.locator(".message.model .branches")).to_have_text("")  # the empty failed response was removed
+    expect(page.locator(BRANCHES)).to_have_text("")  # the empty failed response was removed
     assert fake.bodies()[-1]["messages"] == [{"role": "user", "content": "A?"}]
 
 
-@pytest.mark.parametrize("how", ["connection", "event"])
-def test_broken_stream_keeps_partial_text(visit: Any, fake: Fake, how: str) -> None:
-    page = visit()
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("break_after", "before the response was complete"),
+        ("error_after", "The server aborted the response: out of pages"),
+    ],
+)
+def test_broken_stream_keeps_partial_text(page: Any, fake: Fake, how: str, words: str) -> None:
     fake.set_output("One", " two", " three")
-    if how == "connection":
-        fake.break_after = 2
-    else:
-        fake.error_after = 2
+    setattr(fake, how, 2)
     send(page, "Count!")
-    error = page.locator(".message.model .error")
-    expect(error).to_contain_text(
-        "before the response was complete"
-        if how == "connection"
-        else "The server aborted the response: out of pages"
-    )
+    expect(page.locator(".message.model .error")).to_contain_text(words)
     expect(last(page)).to_have_text("One two")
     fake.set_output("whole")
-    error.get_by_role("button", name="Try again").click()
+    press(page, "Try again", within=".message.model .error")
     answered(page)
     expect(last(page)).to_have_text("whole")
-    expect(page.locator(".message.model .branches")).to_contain_text("2 / 2")
+    expect(page.locator(BRANCHES)).to_contain_text("2 / 2")
 
 
 def test_api_key_is_requested_and_kept_in_session_storage(visit: Any, fake: Fake) -> None:
@@ -209,7 +175,7 @@ def test_api_key_is_requested_and_kept_in_session_storage(visit: Any, fake: Fake
     page = visit()
     page.expected = ("status of 401",)
     expect(page.locator("#error")).to_contain_text("requires an API key")
-    page.locator("#error").get_by_role("button", name="Settings").click()
+    press(page, "Settings", within="#error")
     expect(page.locator("#key")).to_be_focused()
     page.keyboard.type("wh-1")
     page.keyboard.press("Tab")
@@ -231,38 +197,27 @@ def test_unreachable_server_is_reported_and_retried(visit: Any, fake: Fake) -> N
     expect(page.locator("#error")).to_be_hidden()
 
 
-def test_settings_are_stored_validated_and_sent(visit: Any, fake: Fake) -> None:
-    page = visit()
+def test_settings_are_stored_validated_and_sent(page: Any, fake: Fake) -> None:
     page.click("#open")
-    for name, value in {
-        "temperature": "",
-        "top_p": "0.5",
-        "top_k": "40",
-        "min_p": "0.1",
-        "seed": "7",
-    }.items():
-        page.fill(f"#{name}", value)
-    page.fill("#max_tokens", "9")
-    page.fill("#stop", "END\n\\n\\n\n\\\\n")
-    page.fill("#system", "Be brief.")
+    numbers = {"top_p": 0.5, "top_k": 40, "min_p": 0.1, "seed": 7, "max_tokens": 9}
+    texts = {"temperature": "", "stop": "END\n\\n\\n\n\\\\n", "system": "Be brief."}
+    for name, value in (numbers | texts).items():
+        page.fill(f"#{name}", str(value))
     page.uncheck("#probabilities")
     page.reload()
     answered(page)
     chat(page, fake, "A?", "ok")
     body = fake.bodies()[-1]
     assert body.pop("messages")[0] == {"role": "system", "content": "Be brief."}
-    assert {k: v for k, v in body.items() if k not in ("model", "stream", "stream_options")} == {
-        "top_p": 0.5, "top_k": 40, "min_p": 0.1, "seed": 7, "max_tokens": 9, "stop": ["END", "\n\n", "\\n"],
-    }  # fmt: skip
+    sent = {k: v for k, v in body.items() if k not in ("model", "stream", "stream_options")}
+    assert sent == {**numbers, "stop": ["END", "\n\n", "\\n"]}
     # An invalid value is reported at its field, and no request is sent.
     page.click("#open")
     page.fill("#top_k", "-1")
-    page.fill("#message", "B?")
-    page.click(".send")
+    send(page, "B?")
     expect(page.locator("#top_k")).to_be_focused()
-    expect(page.locator("#top_k-error")).to_have_text(
-        "Enter an integer of at least 0, or leave the field empty."
-    )
+    message = "Enter an integer of at least 0, or leave the field empty."
+    expect(page.locator("#top_k-error")).to_have_text(message)
     expect(page.locator("#message")).to_have_value("B?")
     assert len(fake.requests) == 1
     page.click(".reset")

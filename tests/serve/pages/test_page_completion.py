@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.serve.browser_pages import PHONE, expect
+from tests.support.serve.browser_pages import PHONE, answered, expect, send
 from tests.support.serve.fake_server import Fake, Piece
 
 pytestmark = pytest.mark.browser
@@ -28,13 +28,11 @@ def complete(page: Any, fake: Fake, *tokens: Any, button: str = "Continue") -> N
 def layers_agree(page: Any) -> None:
     """The overlay has the same text and the same layout as the text field."""
     assert page.locator(".overlay").evaluate("e => e.textContent") == page.locator("#text").input_value()
-    names = [
-        "font", "padding", "lineHeight", "letterSpacing", "tabSize", "whiteSpace", "overflowWrap", "width",
-    ]  # fmt: skip
+    names = ["font", "padding", "lineHeight", "letterSpacing"]
+    names += ["tabSize", "whiteSpace", "overflowWrap", "width"]
     styles = f"e => {names}.map((name) => getComputedStyle(e)[name])"
     assert page.locator(".overlay").evaluate(styles) == page.locator("#text").evaluate(styles)
-    heights = "() => [document.querySelector('.overlay').scrollHeight, document.querySelector('#text').scrollHeight]"
-    under, field = page.evaluate(heights)
+    under, field = page.evaluate("['.overlay', '#text'].map((s) => document.querySelector(s).scrollHeight)")
     assert abs(under - field) <= 1
 
 
@@ -47,7 +45,7 @@ def test_base_model_opens_in_complete_mode(page: Any, fake: Fake) -> None:
     fake.release(2)
     expect(page.locator("#text")).to_have_value("def one():\n    return 1")
     fake.release()
-    page.wait_for_selector("body:not(.busy)")
+    answered(page)
     expect(page.locator("#text")).to_have_value("def one():\n    return 1\n")
     path, body, _ = fake.requests[0]
     assert path == "/v1/completions" and body["prompt"] == "def one():\n" and body["logprobs"] == 5
@@ -115,7 +113,7 @@ def test_completion_stop_and_error(page: Any, fake: Fake) -> None:
     expect(page.locator("#text")).to_have_value("x = 1")
     page.keyboard.press("Escape")
     assert fake.gone.wait(240)
-    page.wait_for_selector("body:not(.busy)")
+    answered(page)
     expect(page.locator(".bar .stats")).to_contain_text("stopped · 1 token")
     fake.fail = (503, {"error": {"message": "draining"}}, {})
     page.click(".submit")
@@ -130,11 +128,8 @@ def test_completion_stop_and_error(page: Any, fake: Fake) -> None:
 
 
 def test_model_and_mode_are_stored(visit: Any, fake: Fake) -> None:
-    fake.models = [
-        {"id": "chat-model", "whorl": {"chat": True}},
-        {"id": "code", "chat": "transcript"},
-        {"id": "vectors", "capabilities": ["embedding"]},
-    ]
+    fake.models = [{"id": "chat-model", "whorl": {"chat": True}}, {"id": "code", "chat": "transcript"}]
+    fake.models += [{"id": "vectors", "capabilities": ["embedding"]}]
     page = visit()
     assert page.locator("#model option").all_text_contents() == ["chat-model", "code"]
     expect(page.get_by_role("radio", name="Chat")).to_be_checked()
@@ -158,14 +153,13 @@ def test_chat_page_fits_a_phone(visit: Any, fake: Fake, scheme: str) -> None:
             assert pane.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
 
     fake.set_output("word" * 60, "\n", " and" * 200, hold=True)
-    page.fill("#message", "x" * 300)
-    page.click(".send")
+    send(page, "x" * 300)
     fake.release(2)
     writing = page.locator(".message.writing .text")
     expect(writing).to_contain_text("word")
     assert writing.evaluate("e => getComputedStyle(e, '::after').animationName") == "none"
     fake.release()
-    page.wait_for_selector("body:not(.busy)")
+    answered(page)
     page.check("#tint")
     fits()
     page.click("#open")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from itertools import pairwise
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.serve.fake_server import fake_server
 
 pytestmark = pytest.mark.browser
 
@@ -35,8 +35,6 @@ WRITTEN = """async ([moves, finish]) => {
 
 @pytest.fixture(scope="module")
 def page(browser: Any) -> Any:
-    from tests.support.serve.fake_server import fake_server
-
     with fake_server() as fake:
         page = browser.new_context().new_page()
         page.goto(fake.url + "/static/tree.js")  # any URL of the server
@@ -46,17 +44,12 @@ def page(browser: Any) -> Any:
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
 def test_events_are_independent_of_chunk_boundaries(page: Any, ending: str) -> None:
-    lines = [
-        ": hello", "data: one", "", "event: x", "data:  two é€😀", "data: three", "", "", "id: 4", "data:", "",
-        "data: cut off",
-    ]  # fmt: skip
-    raw = ending.join(lines).encode()
+    text = ": hello|data: one||event: x|data:  two é€😀|data: three|||id: 4|data:||data: cut off"
+    raw = text.replace("|", ending).encode()
     expected = ["one", " two é€😀\nthree", ""]
     cuts = [[raw[:i], raw[i:]] for i in range(len(raw))] + [[bytes([b]) for b in raw]]
-    found = page.evaluate(
-        f"async (all) => Promise.all(all.map({EVENTS}))",
-        [[list(chunk) for chunk in chunks] for chunks in cuts],
-    )
+    chunks = [[list(chunk) for chunk in cut] for cut in cuts]
+    found = page.evaluate(f"async (all) => Promise.all(all.map({EVENTS}))", chunks)
     assert found == [expected] * len(cuts)
 
 
@@ -107,11 +100,8 @@ def test_token_text_shows_text_that_differs_from_tokens(page: Any) -> None:
 
 def test_stream_parses_both_logprob_formats(page: Any) -> None:
     """Chat's logprobs carry bytes; completions write bytes that are no text as \\x, and their alternatives as a mapping."""
-    logprobs = {
-        "tokens": ["bytes:\\xe2\\x82", "<b>"],
-        "token_logprobs": [-1, None],
-        "top_logprobs": [{"a": -2, "bytes:\\xff": -1}, None],
-    }
+    logprobs = {"tokens": ["bytes:\\xe2\\x82", "<b>"], "token_logprobs": [-1, None]}
+    logprobs["top_logprobs"] = [{"a": -2, "bytes:\\xff": -1}, None]
     completion = {"choices": [{"text": "", "finish_reason": "stop", "logprobs": logprobs}]}
     script = """async (part) => {
       const { stream } = await import('/static/client.js');
@@ -122,10 +112,8 @@ def test_stream_parses_both_logprob_formats(page: Any) -> None:
           return tokens.map((t) => [[...t.bytes], t.logprob, t.alternatives.map((o) => [[...o.bytes], o.logprob])]);
       } finally { window.fetch = kept; }
     }"""
-    assert page.evaluate(script, completion) == [
-        [[0xE2, 0x82], -1, [[[0xFF], -1], [[97], -2]]],
-        [list(b"<b>"), None, []],
-    ]
+    first, second = [[0xE2, 0x82], -1, [[[0xFF], -1], [[97], -2]]], [list(b"<b>"), None, []]
+    assert page.evaluate(script, completion) == [first, second]
 
 
 def test_message_tree_packs_and_rejects_invalid_data(page: Any) -> None:
@@ -171,11 +159,7 @@ def test_parse_state_accepts_missing_fields(page: Any) -> None:
       const steps = states.map((s) => parseState(s).batches.length);
       return [steps, pageMap([1, [0, 3], [-1, 2], [2, 1]]), pageMap([[0, 1e12]], 5)];
     }"""
-    states = [
-        None,
-        {},
-        {"batches": None, "pages": None},
-        {"batches": [{}], "sequences": [{"id": 3}], "latencies": {}},
-    ]
-    found = page.evaluate(script, json.loads(json.dumps(states)))
+    states = [None, {}, {"batches": None, "pages": None}]
+    states += [{"batches": [{}], "sequences": [{"id": 3}], "latencies": {}}]
+    found = page.evaluate(script, states)
     assert found == [[0, 0, 0, 1], [1, 0, 0, 0, -1, -1, 2], [0] * 5]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.serve.browser_pages import PHONE, expect
+from tests.support.serve.browser_pages import PHONE, answered, chat, expect, last, send
 from tests.support.serve.fake_server import Fake, Piece
 
 pytestmark = pytest.mark.browser
@@ -17,32 +17,21 @@ ANSWER = (
 )
 
 
-def ask(page: Any) -> None:
-    page.fill("#message", "Count!")
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("body:not(.busy) .message.model")
-
-
-def test_hover_shows_token_and_alternatives(visit: Any, fake: Fake) -> None:
-    page = visit()
-    fake.set_output(*ANSWER)
-    ask(page)
+def test_hover_shows_token_and_alternatives(page: Any, fake: Fake) -> None:
+    chat(page, fake, "Count!", *ANSWER)
     tip = page.locator("#tooltip")
     expect(tip).to_be_hidden()
     page.locator(".t").nth(1).hover()
     expect(tip).to_be_visible()
-    assert tip.inner_text().replace("\u00a0", " ").replace("\t", " ").split("\n") == [
-        "·two 30.0 %", "·two 30.0 %", "·three 20.0 %", "⏎ 4.98 %",
-    ]  # fmt: skip
-    expect(page.locator("#tooltip tr.chosen")).to_have_text("·two30.0\u00a0%")
+    lines = tip.inner_text().replace("\u00a0", " ").replace("\t", " ").split("\n")
+    assert lines == ["·two 30.0 %", "·two 30.0 %", "·three 20.0 %", "⏎ 4.98 %"]
+    expect(tip.locator("tr.chosen")).to_have_text("·two30.0\u00a0%")
     page.locator("h1").hover()
     expect(tip).to_be_hidden()
 
 
-def test_probability_colors_can_be_switched_on(visit: Any, fake: Fake) -> None:
-    page = visit()
-    fake.set_output(*ANSWER)
-    ask(page)
+def test_probability_colors_can_be_switched_on(page: Any, fake: Fake) -> None:
+    chat(page, fake, "Count!", *ANSWER)
     background = "e => getComputedStyle(e).backgroundColor"
     token = page.locator(".t").nth(3)
     plain = token.evaluate(background)
@@ -54,8 +43,7 @@ def test_probability_colors_can_be_switched_on(visit: Any, fake: Fake) -> None:
     expect(page.get_by_label("Color by probability")).to_be_checked()
 
 
-def test_page_is_usable_by_keyboard(visit: Any, fake: Fake) -> None:
-    page = visit()
+def test_page_is_usable_by_keyboard(page: Any, fake: Fake) -> None:
     keys, focused = page.keyboard, page.locator(":focus")
     expect(page.locator("#message")).to_be_focused()  # after loading
     keys.type("Count!")
@@ -81,8 +69,8 @@ def test_page_is_usable_by_keyboard(visit: Any, fake: Fake) -> None:
     keys.press("Tab")
     fake.set_output("Uno")
     keys.press("Enter")  # Regenerate
-    expect(page.locator(".message.model .text")).to_have_text("Uno")
-    page.wait_for_selector("body:not(.busy)")
+    expect(last(page)).to_have_text("Uno")
+    answered(page)
     page.locator("#mode-chat, input[value=chat]").first.focus()
     keys.press("ArrowRight")
     expect(page.locator("#text")).to_be_visible()
@@ -97,8 +85,7 @@ def test_page_is_usable_by_keyboard(visit: Any, fake: Fake) -> None:
 
 def test_tap_shows_the_token_tooltip(visit: Any, fake: Fake) -> None:
     page = visit(**PHONE)
-    fake.set_output(*ANSWER)
-    ask(page)
+    chat(page, fake, "Count!", *ANSWER)
     page.locator(".t").nth(1).tap()
     tip = page.locator("#tooltip")
     expect(tip).to_contain_text("·three")
@@ -113,13 +100,12 @@ def test_character_split_between_tokens_is_one_span(visit: Any, fake: Fake, mode
     """The euro sign is split into tokens of 1 and 2 bytes; the last byte of an emoji is missing."""
     fake.models = [{"id": "small", "whorl": {"chat": mode == "chat"}}]
     page = visit()
-    fake.set_output(
-        Piece(b"a "), Piece(b"\xe2", -0.7, text=""), Piece(b"\x82\xac", -0.1, text="€"), Piece("é!".encode()),
-        Piece(b"\xf0\x9f", text="\ufffd"),
-    )  # fmt: skip
+    euro = Piece(b"\xe2", -0.7, text=""), Piece(b"\x82\xac", -0.1, text="€")
+    pieces = "a ", *euro, "é!", Piece(b"\xf0\x9f", text="\ufffd")
     if mode == "chat":
-        ask(page)
+        chat(page, fake, "Count!", *pieces)
     else:
+        fake.set_output(*pieces)
         page.fill("#text", "x")
         page.click(".submit")
         page.wait_for_selector(".regenerate:not(:disabled)")
@@ -136,30 +122,25 @@ def test_character_split_between_tokens_is_one_span(visit: Any, fake: Fake, mode
     expect(tip.locator("tr").last).to_have_text("\\x82\\xac90.5\u00a0%")
 
 
-def test_text_wins_over_tokens_at_a_stop_string(visit: Any, fake: Fake) -> None:
+def test_text_wins_over_tokens_at_a_stop_string(page: Any, fake: Fake) -> None:
     """Tokens arrive at once, their text only when it cannot be part of the stop string."""
-    page = visit()
-    fake.set_output(
-        Piece(b"One"), Piece(b" E", text=""), Piece(b"N", text=""), Piece(b"ergy", text=" ENergy"),
-        Piece(b" done E", text=" done "), Piece(b"ND more", text=""), hold=True,
-    )  # fmt: skip
-    page.fill("#message", "Count!")
-    page.click(".send")
-    answer = page.locator(".message.model .text")
+    first = "One", Piece(b" E", text=""), Piece(b"N", text="")
+    rest = Piece(b"ergy", text=" ENergy"), Piece(b" done E", text=" done "), Piece(b"ND more", text="")
+    fake.set_output(*first, *rest, hold=True)
+    send(page, "Count!")
+    answer = last(page)
     fake.release(3)
     expect(answer).to_have_text("One")
     fake.release(3)
-    page.wait_for_selector("body:not(.busy)")
+    answered(page)
     assert answer.evaluate("e => e.textContent") == "One ENergy done "
     assert answer.locator(".t").all_inner_texts() == ["One", " E", "N", "ergy", " done "]
 
 
-def test_text_without_probabilities_has_no_spans(visit: Any, fake: Fake) -> None:
-    page = visit()
+def test_text_without_probabilities_has_no_spans(page: Any, fake: Fake) -> None:
     page.click("#open")
     page.uncheck("#probabilities")
-    fake.set_output("One", " two")
-    ask(page)
-    expect(page.locator(".message.model .text")).to_have_text("One two")
+    chat(page, fake, "Count!", "One", " two")
+    expect(last(page)).to_have_text("One two")
     expect(page.locator(".t")).to_have_count(0)
     expect(page.locator(".stats").first).to_contain_text("2 tokens")

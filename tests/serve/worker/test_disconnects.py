@@ -8,19 +8,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
-from tests.support.serve.live_server import Running, make_state, make_tiny_engine, make_tokenizer, running
+from tests.support.router.harness import async_test
+from tests.support.serve.live_server import Running, make_state, make_tiny_engine, running
 
 from whorl.engine.request import Delta, Request, Token
 from whorl.serve.api.sse import EventStream
@@ -46,7 +49,7 @@ class Gate:
 
 @pytest.fixture
 def gated() -> Iterator[tuple[Running, Gate]]:
-    engine = make_tiny_engine(make_tokenizer())
+    engine = make_tiny_engine()
     gate = Gate(engine)
     with running(make_state(engine)) as server:
         yield server, gate
@@ -55,11 +58,8 @@ def gated() -> Iterator[tuple[Running, Gate]]:
 
 @contextmanager
 def open_stream(url: str, **changes: Any) -> Iterator[Iterator[str]]:
-    """Lines of a streamed completion, after the first one. The lines hold a reference that keeps the connection open."""
-    with (
-        httpx.Client(timeout=60) as client,
-        client.stream("POST", f"{url}/v1/completions", json=STREAM | changes) as answer,
-    ):
+    """Lines of a streamed completion, after the first one. They hold a reference that keeps the connection open."""
+    with httpx.stream("POST", f"{url}/v1/completions", json=STREAM | changes, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         yield lines
@@ -73,8 +73,14 @@ def raw_request(version: str, **changes: Any) -> bytes:
 
 
 def drained(server: Running) -> None:
-    assert server.loop is not None
-    asyncio.run_coroutine_threadsafe(server.api.worker.wait_drained(), server.loop).result(60)
+    server.wait(server.api.worker.wait_drained())
+
+
+def finish_reason(lines: Iterable[str]) -> str:
+    """The finish reason of a complete stream."""
+    *_, event, end = filter(None, lines)
+    assert end == "data: [DONE]"
+    return str(json.loads(event.removeprefix("data: "))["choices"][0]["finish_reason"])
 
 
 def test_disconnect_in_stream_aborts_and_frees_pages(gated: tuple[Running, Gate]) -> None:
@@ -96,9 +102,7 @@ def test_disconnect_before_full_response_aborts(gated: tuple[Running, Gate]) -> 
     with socket.create_connection(("127.0.0.1", server.port)) as s:
         s.sendall(raw_request("1.1", stream=False))
         gate.let(2)
-        while not server.in_loop(
-            lambda: any(st.first_token_time for st in server.api.worker.streams.values())
-        ):
+        while not server.in_loop(lambda: server.api.worker.running):
             pass
     gate.let(1)
     drained(server)
@@ -107,8 +111,7 @@ def test_disconnect_before_full_response_aborts(gated: tuple[Running, Gate]) -> 
 
 
 def test_slow_reader_does_not_block_others() -> None:
-    api = make_state()
-    with running(api) as server:
+    with running(make_state()) as server:
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -124,44 +127,38 @@ def test_slow_reader_does_not_block_others() -> None:
             got += part
         slow.close()
     assert len(got) > 100_000 and got.endswith(b"data: [DONE]\n\n")
-    events = [
-        json.loads(e[6:])
-        for e in got.decode().split("\r\n\r\n", 1)[1].split("\n\n")
-        if e.startswith("data: {")
-    ]
+    events = [json.loads(e) for e in re.findall("^data: ({.*)$", got.decode(), re.M)]
     tokens = sum(len(c["logprobs"]["tokens"]) for e in events for c in e["choices"])
     assert tokens == 8 * 200
     assert len(events) < 1000  # unread deltas were merged
 
 
-def test_event_stream_drops_stalled_reader() -> None:
+@async_test
+async def test_event_stream_drops_stalled_reader() -> None:
     closed: list[bool] = []
 
-    async def main() -> None:
-        async def events() -> Any:
-            yield b"data: 1\n\n"
-            yield b"data: 2\n\n"
+    async def events() -> Any:
+        yield b"data: 1\n\n"
+        yield b"data: 2\n\n"
 
-        async def receive() -> Any:
-            await asyncio.Event().wait()
+    async def receive() -> Any:
+        await asyncio.Event().wait()
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()  # full buffers
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()  # full buffers
 
-        await EventStream(events(), lambda: closed.append(True), stall_seconds=0.01)({}, receive, send)
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+    await EventStream(events(), lambda: closed.append(True), stall_seconds=0.01)({}, receive, send)
     assert closed == [True]
 
 
+ROOT = Path(__file__).parents[3]
 CHILD = """
 import sys
-sys.path.insert(0, {root!r})
-from tests.support.serve.live_server import make_state, make_tiny_engine, make_tokenizer
+from tests.support.serve.live_server import make_state, make_tiny_engine
 from whorl.serve.server import bind_socket, run_server
 
-engine = make_tiny_engine(make_tokenizer())
+engine = make_tiny_engine()
 real, n = engine.step, 0
 
 def step():
@@ -177,16 +174,10 @@ run_server(api, bind_socket(api.config), lambda url: print(url, flush=True))
 """
 
 
-def child() -> subprocess.Popen[str]:
-    code = CHILD.format(root=str(Path(__file__).parents[3]))
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
 def test_sigterm_drains_running_and_rejects_new_requests() -> None:
-    process = child()
+    pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CHILD]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, cwd=ROOT)
     assert process.stdout is not None and process.stdin is not None
     url = process.stdout.readline().strip()
     try:
@@ -200,24 +191,20 @@ def test_sigterm_drains_running_and_rejects_new_requests() -> None:
             assert int(late.headers["retry-after"]) == 60
             process.stdin.write("go\n")
             process.stdin.flush()
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+            assert finish_reason(lines) == "length"
         assert process.wait(60) == 0
     finally:
         process.kill()
 
 
 def test_drain_timeout_truncates_sequences() -> None:
-    engine = make_tiny_engine(make_tokenizer())
+    engine = make_tiny_engine()
     gate = Gate(engine)
     server = Running(make_state(engine, drain_seconds=0))
     gate.let(2)
     with open_stream(server.url) as lines:
         server.in_loop(server.server.drain)
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert finish_reason(lines) == "length"
     gate.let(10_000)
     server.thread.join(60)
     assert not server.thread.is_alive() and engine.stats.finished == {"abort": 1}
@@ -238,56 +225,28 @@ def test_connections_set_tcp_nodelay(gated: tuple[Running, Gate]) -> None:
         assert server.in_loop(delays) == [1]
 
 
-class Broken:
-    """An engine that fails at its second step."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.steps = 0
-        self.aborted: list[str] = []
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.requests)
-
-    def add(self, request: Request) -> None:
-        self.requests.append(request)
-
-    def abort(self, request_id: str) -> bool:
-        self.aborted.append(request_id)
-        return True
-
-    def step(self) -> list[Delta]:
-        self.steps += 1
-        if self.steps == 2:
-            raise ArithmeticError("a bug")
-        return [Delta(r.id, (Token(65, -1.0, -1.0),), b"A") for r in self.requests]
-
-
-def test_worker_fails_all_streams_when_the_engine_fails() -> None:
-    async def main() -> None:
-        worker = EngineWorker(Broken())
-        worker.start()
-        streams = [worker.submit(Request(id=str(i), ids=(1,))) for i in range(3)]
-        for stream in streams:
-            await stream.admitted()
-            with pytest.raises(RuntimeError, match="engine failed"):
-                while True:
-                    await stream.next()
-        assert isinstance(worker.error, ArithmeticError) and not worker.streams
-        late = worker.submit(Request(id="late", ids=(1,)))
+@async_test
+async def test_worker_fails_all_streams_when_the_engine_fails() -> None:
+    engine = make_tiny_engine()
+    deltas = [Delta(str(i), (Token(65, -1.0, -1.0),), b"A") for i in range(3)]
+    engine.step = Mock(side_effect=[deltas, ArithmeticError("a bug")])  # type: ignore[method-assign]
+    worker = EngineWorker(engine)
+    worker.start()
+    for stream in [worker.submit(Request(id=str(i), ids=(1,))) for i in range(3)]:
+        await stream.admitted()
         with pytest.raises(RuntimeError, match="engine failed"):
-            await late.admitted()
-        with pytest.raises(RuntimeError):
-            await worker.call(lambda engine: engine.steps)
-        await worker.stop()
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+            while True:
+                await stream.next()
+    assert isinstance(worker.error, ArithmeticError) and not worker.streams
+    with pytest.raises(RuntimeError, match="engine failed"):
+        await worker.submit(Request(id="late", ids=(1,))).admitted()
+    with pytest.raises(RuntimeError):
+        await worker.call(lambda engine: engine.busy)
+    await worker.stop()
 
 
 def test_server_reports_failed_engine() -> None:
-    engine = make_tiny_engine(make_tokenizer())
-    with running(make_state(engine)) as server:
+    with running(make_state()) as server:
         server.ask(lambda e: setattr(e, "step", lambda: 1 / 0))
         answer = server.post("/v1/completions", json=STREAM | {"stream": False})
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
@@ -298,21 +257,18 @@ def test_server_reports_failed_engine() -> None:
         assert server.get("/v1/engine/state").json()["status"] == "failed"
 
 
-def test_stream_merges_unread_deltas() -> None:
-    async def main() -> None:
-        engine = make_tiny_engine(make_tokenizer())
-        worker = EngineWorker(engine)
-        worker.start()
-        stream = worker.submit(Request(id="a", ids=(1, 2, 3), max_tokens=50))
-        await worker.wait_drained()
-        whole = await stream.next()
-        assert len(whole.tokens) == 50 and whole.finish_reason == "length"
-        stream.close()
-        left = worker.submit(Request(id="b", ids=(1, 2, 3), max_tokens=50))
-        left.close()
-        left.close()
-        await worker.wait_drained()
-        await worker.call(lambda e: e.check_integrity())
-        await worker.stop()
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+@async_test
+async def test_stream_merges_unread_deltas() -> None:
+    worker = EngineWorker(make_tiny_engine())
+    worker.start()
+    stream = worker.submit(Request(id="a", ids=(1, 2, 3), max_tokens=50))
+    await worker.wait_drained()
+    whole = await stream.next()
+    assert len(whole.tokens) == 50 and whole.finish_reason == "length"
+    stream.close()
+    left = worker.submit(Request(id="b", ids=(1, 2, 3), max_tokens=50))
+    left.close()
+    left.close()
+    await worker.wait_drained()
+    await worker.call(lambda e: e.check_integrity())
+    await worker.stop()

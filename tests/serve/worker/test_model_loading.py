@@ -22,14 +22,10 @@ from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
 from whorl.serve.server import bind_socket
-from whorl.serve.worker.model_loading import (
-    ModelLocation,
-    engine_config,
-    load_embedder,
-    load_generation_model,
-)
+from whorl.serve.worker import model_loading
+from whorl.serve.worker.model_loading import ModelLocation
 
-SIZES = EngineConfig(max_num_seqs=4, block_size=16)
+MACHINE = dataclasses.replace(probe(), device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +37,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def machine() -> Any:
-    return dataclasses.replace(probe(), device="cpu", dtype="float32")
+def load(folder: Path, max_model_len: int = 64, **settings: Any) -> tuple[Any, Any]:
+    """The served model of a folder and its engine."""
+    place, sizes = ModelLocation(str(folder), None), EngineConfig(max_num_seqs=4, block_size=16)
+    settings["max_model_len"] = max_model_len
+    (served,), engine = model_loading.load_generation_model(place, MACHINE, sizes, **settings)
+    return served, engine
 
 
-def test_model_folder_is_served_under_its_names(folder: Path, machine: Any) -> None:
+def test_model_folder_is_served_under_its_names(folder: Path) -> None:
     place = ModelLocation(str(folder), None)
     assert place.kind == "model" and place.names == ["small", str(folder)]
     assert ModelLocation(str(folder), None, "other").names[0] == "other"
-    (served,), engine = load_generation_model(place, machine, SIZES, max_model_len=100, cache_bytes=1 << 20)
+    served, engine = load(folder, max_model_len=100, cache_bytes=1 << 20)
     assert served.max_model_len == 100 and not served.chat_template.is_trained
     with running(AppState(ServeConfig(port=0), [served], engine)) as server:
         for model in ("small", str(folder)):
-            asked = {"model": model, "prompt": "def ", "max_tokens": 3}
-            answer = server.post("/v1/completions", json=asked)
+            answer = server.post("/v1/completions", json={"model": model, "prompt": "def ", "max_tokens": 3})
             assert answer.status_code == 200 and answer.json()["model"] == "small"
         assert server.get(f"/v1/models/{folder}").status_code == 200
         state = server.get("/v1/engine/state").json()
@@ -63,42 +61,40 @@ def test_model_folder_is_served_under_its_names(folder: Path, machine: Any) -> N
         assert len(state["batches"]) == engine.stats.steps and len(state["latencies"]["ttft"]) == 2
 
 
-def test_load_generation_model_sizes_the_kv_cache(folder: Path, machine: Any) -> None:
-    place = ModelLocation(str(folder), None)
-    _, engine = load_generation_model(place, machine, SIZES, max_model_len=64, cache_bytes=1 << 30)
+def test_load_generation_model_sizes_the_kv_cache(folder: Path) -> None:
+    _, engine = load(folder, cache_bytes=1 << 30)
     assert engine.cache.groups[0].pool.n_pages == 4 * 64 // 16  # 4 sequences of 64 positions
     each = engine.model.kv_bytes_per_token()
-    (served,), engine = load_generation_model(place, machine, SIZES, max_model_len=64, cache_bytes=48 * each)
+    served, engine = load(folder, cache_bytes=48 * each)
     assert engine.cache.groups[0].pool.n_pages == 3 and served.max_model_len == 48
     with pytest.raises(ConfigError, match="15 positions"):
-        load_generation_model(place, machine, SIZES, max_model_len=64, cache_bytes=15 * each)
+        load(folder, cache_bytes=15 * each)
     for wrong in ("=x", "a=", "a", "small=x"):
         with pytest.raises(ConfigError, match="--adapter"):
-            load_generation_model(place, machine, SIZES, max_model_len=64, adapters=[wrong])
+            load(folder, adapters=[wrong])
     with pytest.raises(ConfigError, match="--weight-dtype is 'int3'"):
-        engine_config({"weight_dtype": "int3"})
+        model_loading.engine_config({"weight_dtype": "int3"})
 
 
-def test_embedder_only_server_rejects_generation(tmp_path: Path, machine: Any) -> None:
+def test_embedder_only_server_rejects_generation(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(())
     config = EncoderConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64)
     embedder = Embedder(Encoder(config), tokenizer)
     embedder.save(tmp_path)
     place = ModelLocation.__new__(ModelLocation)
     place.folder, place.kind, place.names = tmp_path, "embedder", ["vectors"]
-    served = load_embedder(place, machine)
+    served = model_loading.load_embedder(place, MACHINE)
     with running(AppState(ServeConfig(port=0), [served], None)) as server:
+
+        def post(path: str, **fields: Any) -> Any:
+            return server.post(f"/v1/{path}", json={"model": "vectors", **fields})
+
         texts = ["return a + b", "class Stack"]
-        asked = {"model": "vectors", "input": texts}
-        told = server.post("/v1/embeddings", json=asked).json()
-        found = np.array([one["embedding"] for one in told["data"]])
+        found = np.array([one["embedding"] for one in post("embeddings", input=texts).json()["data"]])
         assert np.allclose(found, embedder.embed(texts), atol=1e-6)
-        for path, body in (
-            ("completions", {"prompt": "x"}),
-            ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-            ("responses", {"input": "x"}),
-        ):
-            answer = server.post(f"/v1/{path}", json={"model": "vectors", **body})
+        messages = [{"role": "user", "content": "x"}]
+        completion, response = post("completions", prompt="x"), post("responses", input="x")
+        for answer in (completion, response, post("chat/completions", messages=messages)):
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
         for path in ("health", "metrics", "v1/engine/state", "v1/models"):
             assert server.get(f"/{path}").status_code == 200
@@ -107,8 +103,7 @@ def test_embedder_only_server_rejects_generation(tmp_path: Path, machine: Any) -
 def test_serve_rejects_bad_model_host_and_port(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(StoreError):
         ModelLocation("nothing", str(tmp_path))
-    runner = CliRunner()
-    far = runner.invoke(build_app(), ["serve", str(folder), "--host", "0.0.0.0"])
+    far = CliRunner().invoke(build_app(), ["serve", str(folder), "--host", "0.0.0.0"])
     assert far.exit_code == 2 and "reachable from other machines" in far.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

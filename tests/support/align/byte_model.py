@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from tests.support.tiny import BYTE_VOCAB, make_byte_tokenizer, make_decoder
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import banned_ids
-from whorl.models import Decoder, DecoderConfig
+from whorl.models import Decoder, LanguageModel
 from whorl.tokens.tokenizer import Tokenizer
 
-VOCAB = 264
+VOCAB = BYTE_VOCAB
+BANNED = banned_ids(ExampleTokenizer(make_byte_tokenizer()), VOCAB, len(make_byte_tokenizer().token_bytes))
 
 
 def tokenizer(folder: Path | None = None) -> Tokenizer:
     """Return the tokenizer of 256 bytes and the special tokens; saved into `folder`."""
-    made = Tokenizer([bytes([i]) for i in range(256)])
+    made = make_byte_tokenizer()
     if folder is not None:
         made.save(folder)
     return made
@@ -29,24 +34,12 @@ def scribe() -> ExampleTokenizer:
 
 def decoder(d_model: int = 32, n_layers: int = 2, seed: int = 0) -> Decoder:
     """Return a decoder with random weights, including zero-initialized ones."""
-    config = DecoderConfig(
-        vocab_size=VOCAB, d_model=d_model, n_layers=n_layers, mlp_hidden=2 * d_model,
-        n_heads=2, n_kv_heads=1, head_dim=16, ngram_buckets=64,
-    )  # fmt: skip
-    draw = torch.Generator().manual_seed(seed)
-    model = Decoder(config, draw)
-    with torch.no_grad():
-        for p in model.parameters():
-            if not p.any():
-                p.normal_(0.0, 0.3 * p.shape[-1] ** -0.5, generator=draw)
-    return model
+    return make_decoder(seed, d_model=d_model, n_layers=n_layers, mlp_hidden=2 * d_model)
 
 
-def network(**options: object) -> PolicyModel:
+def network(**options: Any) -> PolicyModel:
     """Return a policy of that decoder."""
-    made = scribe()
-    out = banned_ids(made, VOCAB, len(made.tokenizer.token_bytes))
-    return PolicyModel(decoder(), banned_ids=out, **options)  # type: ignore[arg-type]
+    return PolicyModel(decoder(), banned_ids=BANNED, **options)
 
 
 def sums(n: int, seed: int = 0) -> list[TokenizedExample]:
@@ -55,3 +48,12 @@ def sums(n: int, seed: int = 0) -> list[TokenizedExample]:
     pairs = torch.randint(0, 50, (n, 2), generator=draw).tolist()
     writer = scribe()
     return [writer.prompt_completion(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+
+
+def target_log_probs(
+    model: LanguageModel, text: TokenizedExample, temperature: float = 1.0, banned: Sequence[int] = ()
+) -> Tensor:
+    """Return all log-probabilities at the targets of a text, [targets, vocabulary]."""
+    logits = model.logits(model(torch.from_numpy(text.ids)[None, :-1]))[0] / temperature
+    logits[:, list(banned)] = -torch.inf
+    return logits.log_softmax(-1)[torch.from_numpy(text.loss_mask[1:])]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.support.align.byte_model import BANNED, VOCAB, scribe, target_log_probs
+from tests.support.align.kill_at_step import History, record
 from whorl.align.config import DistilConfig
+from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.distillation.train import train_student
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import banned_ids
 from whorl.models import DecoderConfig, LanguageModel, make_model
 from whorl.objectives.distil import divergence
-from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 
-TOKENIZER = Tokenizer([bytes([i]) for i in range(256)])
-SCRIBE = ExampleTokenizer(TOKENIZER)
-VOCAB = 264
+SCRIBE = scribe()
+TOKENIZER = SCRIBE.tokenizer
+PAD = TOKENIZER.pad_id
 
 
 def model_of(seed: int, width: int = 16, layers: int = 1) -> LanguageModel:
@@ -38,7 +40,7 @@ def model_of(seed: int, width: int = 16, layers: int = 1) -> LanguageModel:
 
 
 def network_of(seed: int = 1) -> PolicyModel:
-    return PolicyModel(model_of(seed), banned_ids=banned_ids(SCRIBE, VOCAB, len(TOKENIZER.token_bytes)))
+    return PolicyModel(model_of(seed), banned_ids=BANNED)
 
 
 def some_texts(n: int = 24) -> list[TokenizedExample]:
@@ -48,33 +50,31 @@ def some_texts(n: int = 24) -> list[TokenizedExample]:
 
 
 def config_of(**options: Any) -> DistilConfig:
-    usual: dict[str, Any] = {
-        "lr_scale": 0.5, "epochs": 2.0, "batch_size": 8, "seq_len": 24, "max_completion_tokens": 8, "dtype": "float32",
-    }  # fmt: skip
-    return DistilConfig(**{**usual, **options})
+    usual = {"lr_scale": 0.5, "epochs": 2.0, "batch_size": 8, "seq_len": 24, "max_completion_tokens": 8}
+    return DistilConfig.model_validate({**usual, "dtype": "float32", **options})
 
 
 def learn(
-    network: PolicyModel, teacher: Any, texts: list[TokenizedExample], config: DistilConfig, **options: Any
-) -> list[Any]:
-    history: list[Any] = []
+    network: PolicyModel, teacher: Any, texts: list[TokenizedExample], *,
+    kill: int = 0, checkpoint_dir: Path | None = None, log: Any = lambda text: None, **config: Any,
+) -> History:  # fmt: skip
+    """Train a student with `config_of(**config)`; return the metrics of each step.
+
+    teacher: a model stands for its `LiveTeacher`. kill: as in `record`.
+    """
+    history, callback = record(kill)
+    live = LiveTeacher(teacher) if isinstance(teacher, torch.nn.Module) else teacher
     train_student(
-        network, teacher, texts, config, example_tokenizer=SCRIBE, pad_id=TOKENIZER.pad_id,
-        callback=lambda step, metrics: history.append(metrics), **options,
+        network, live, texts, config_of(**config), example_tokenizer=SCRIBE, pad_id=PAD,
+        callback=callback, checkpoint_dir=checkpoint_dir, log=log,
     )  # fmt: skip
     return history
 
 
+@torch.no_grad()
 def mean_divergence(
     student: LanguageModel, teacher: LanguageModel, texts: list[TokenizedExample], kind: Any
 ) -> float:
     """Return the mean divergence by its definition, text by text."""
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for text in texts:
-            ids = torch.from_numpy(text.ids)[None, :-1]
-            p, q = (m.logits(m(ids)).log_softmax(-1)[0] for m in (teacher, student))
-            kept = torch.from_numpy(text.loss_mask[1:])
-            total += float(divergence(p[kept], q[kept], kind).sum())
-            count += int(kept.sum())
-    return total / count
+    each = [divergence(target_log_probs(teacher, t), target_log_probs(student, t), kind) for t in texts]
+    return float(torch.cat(each).mean())

@@ -69,15 +69,13 @@ class _Operations(TorchDispatchMode):
                 checked = [t for t in tree_leaves(args[2:]) if isinstance(t, Tensor)]
             unmarked = [list(t.shape) for t in checked if t.dim() and not is_fake(t)]
             if unmarked:
-                raise MixedDevices(
-                    f"{name}: {unmarked} on the CPU, but {[list(t.shape) for t in marked]} on {DEVICE}"
-                )
+                there = [list(t.shape) for t in marked]
+                raise MixedDevices(f"{name}: {unmarked} on the CPU, but {there} on {DEVICE}")
         out = func(*args, **kwargs)
-        if marked:
-            old = {_storage(t)._cdata for t in given}
-            for t in tree_leaves(out):
-                if isinstance(t, Tensor) and _storage(t)._cdata not in old:
-                    _mark(t)
+        old = {_storage(t)._cdata for t in given}
+        for t in tree_leaves(out) if marked else ():
+            if isinstance(t, Tensor) and _storage(t)._cdata not in old:
+                _mark(t)
         return out
 
 
@@ -104,9 +102,7 @@ class FakeDevice(TorchFunctionMode):
         if func is Tensor.cpu:
             return _to(args[0], "cpu")
         if func in (Tensor.numpy, Tensor.__array__) and is_fake(args[0]):
-            raise TypeError(
-                f"a tensor {list(args[0].shape)} on {DEVICE} has no numbers for NumPy: move it first"
-            )
+            raise TypeError(f"a tensor on {DEVICE} has no numbers for NumPy: move it first")
         if func is Tensor.backward:  # backward functions written in Python run under this mode too
             rest = {n: kwargs.get(n) for n in ("retain_graph", "inputs")}
             TorchFunctionMode.__enter__(self)
@@ -121,9 +117,7 @@ class FakeDevice(TorchFunctionMode):
         return _mark(made.clone() if func is torch.as_tensor else made)
 
 
-def _to(
-    t: Tensor, *given: Any, copy: bool = False, device: Any = None, dtype: Any = None, **_: Any
-) -> Tensor:
+def _to(t: Tensor, *given: Any, copy: bool = False, device: Any = None, dtype: Any = None, **_: Any) -> Any:
     for one in given:
         if isinstance(one, Tensor):
             device, dtype = DEVICE if is_fake(one) else "cpu", one.dtype

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.align.byte_model import decoder, network
-from tests.support.align.kill_at_step import Killed
+from tests.support.align.kill_at_step import record
 from whorl.align.config import RLConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.model.policy_model import frozen_reference
@@ -22,9 +22,7 @@ SMALL = RLConfig(
 
 
 def tasks(n: int = 12, verifier: str = "format([0-9].*)") -> list[VerifiableTask]:
-    return [
-        VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier=verifier, answer=str(i + 1)) for i in range(n)
-    ]
+    return [VerifiableTask(str(i), prompt=f"{i}+1=", verifier=verifier, answer=str(i + 1)) for i in range(n)]
 
 
 def train(
@@ -32,27 +30,24 @@ def train(
     config: RLConfig = SMALL,
     *,
     kill: int = 0,
-    at: Any = lambda step: None,
+    at: Any = None,
     verifier: str = "format([0-9].*)",
     **rest: Any,
 ):  # type: ignore[no-untyped-def]
+    """Train on 12 tasks; return the policy, the metrics and the experience of each step. kill: as in `record`."""
     net = network(temperature=config.temperature, lora=config.lora, critic=config.uses_critic)
-    history: list[dict[str, float]] = []
     seen: list[Experience] = []
+    history, callback = record(kill, at)
     given = tasks(verifier=verifier)
     worker = RolloutWorker(
         net.model.config, "float32", folder, given, config.group_size, config.max_completion_tokens, config.max_seq_len,
         config.temperature, Curriculum([0.0] * len(given), rule=config.curriculum), config.resolved_sampling_rounds,
-        config.async_rollout.update_in_flight,
-        threads=1 if config.async_rollout.workers else None,
+        config.async_rollout.update_in_flight, threads=1 if config.async_rollout.workers else None,
     )  # fmt: skip
 
     def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
-        history.append(metrics)
         seen.append(experience)
-        at(step)
-        if step == kill:
-            raise Killed
+        callback(step, metrics)
 
     reference = frozen_reference(decoder(), net) if config.kl.coef else None
     train_policy(net, worker, config, reference=reference, callback=observe, **rest)

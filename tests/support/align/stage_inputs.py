@@ -2,67 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tests.support.align.byte_model import network, scribe, sums, tokenizer
-from tests.support.align.kill_at_step import Killed
+from tests.support.align.kill_at_step import History, record
+from tests.support.tiny import make_document, transformer_config
 from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference.pairs import PreferencePair
 from whorl.align.stage.sft import fine_tune
-from whorl.models.transformer_config import AttentionConfig, MoEConfig, TransformerConfig
+from whorl.models.transformer_config import MoEConfig
 from whorl.tokens.shards import write_shards
 
+PAD = tokenizer().pad_id
 SFT = SFTConfig(
     lr_scale=0.5, epochs=8, seq_len=48, batch_size=4, checkpoint_seconds=1e-9, micro_batch_tokens=96
 )
 PREFERENCE: dict[str, Any] = {"seq_len": 32, "lr_scale": 0.1, "optimizer": "adamw"}
-MOE = TransformerConfig(
-    vocab_size=264, d_model=32, n_layers=2, mlp_hidden=32, max_length=64,
-    mixers={"full": AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)},
-    experts=MoEConfig(n_experts=4, top_k=2, hidden=16, bias_balance=True),
-)  # fmt: skip
-
-
-class StoredDocument(NamedTuple):
-    id: str
-    source: str
-    path: str
-    offset: int
-    text: str
+MOE = transformer_config(mlp_hidden=32, experts=MoEConfig(n_experts=4, top_k=2, hidden=16, bias_balance=True))
 
 
 def write_replay_tokens(folder: Path) -> Path:
     """Write the token set of 40 short documents into `folder`."""
-    documents = [StoredDocument(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
-    write_shards(documents, tokenizer(), folder, "train")  # type: ignore[arg-type]
+    write_shards([make_document(f"x = {n}\n" * 20, n) for n in range(40)], tokenizer(), folder, "train")
     return folder
 
 
-def train_sft(
-    config: SFTConfig,
-    net: PolicyModel | None = None,
-    *,
-    kill: int = 0,
-    at: Callable[[int], None] = lambda step: None,
-    **rest: Any,
-) -> tuple[PolicyModel, list[dict[str, float]]]:
-    """Fine-tune on 60 sums; return the network and the metrics of each step. kill: step that raises `Killed`."""
-    net, history = net or network(lora=config.lora), []
-
-    def callback(step: int, metrics: dict[str, float]) -> None:
-        history.append(metrics)
-        at(step)
-        if step == kill:
-            raise Killed
-
-    fine_tune(net, sums(60), config, pad_id=tokenizer().pad_id, callback=callback, **rest)
+def train_stage(
+    train: Any, net: Any, texts: Any, config: Any, *, kill: int = 0, at: Any = None, **rest: Any
+) -> tuple[Any, History]:
+    """Run a stage; return its network and the metrics of each step. `kill` and `at` as in `record`."""
+    history, callback = record(kill, at)
+    train(net, texts, config, pad_id=PAD, callback=callback, **rest)
     return net, history
+
+
+def train_sft(config: SFTConfig, net: PolicyModel | None = None, **rest: Any) -> tuple[PolicyModel, History]:
+    """Fine-tune on 60 sums. `rest` as in `train_stage`."""
+    return train_stage(fine_tune, net or network(lora=config.lora), sums(60), config, **rest)
 
 
 def preference_config(objective: str = "dpo", **change: Any) -> PreferenceConfig:
@@ -84,9 +66,8 @@ def letter_pairs(n: int = 12, seed: int = 0) -> list[PreferencePair]:
     for _ in range(n):
         letters = "".join(draw.choice(list("abcdef"), draw.integers(1, 6)))
         good = letters[0] * int(draw.integers(1, 5))
-        found.append(
-            make_pair(letters + ">", good, "".join(draw.choice(list("uvwxyz"), draw.integers(1, 9))))
-        )
+        bad = "".join(draw.choice(list("uvwxyz"), draw.integers(1, 9)))
+        found.append(make_pair(letters + ">", good, bad))
     return found
 
 
@@ -104,6 +85,13 @@ def density_pairs(n: int, seed: int = 0) -> list[PreferencePair]:
     return found
 
 
+def assert_gradients_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Compare gradients up to the rounding of sums, relative to the largest one of each parameter."""
+    for name, g in found.items():
+        tolerance = 1e-5 * float(wanted[name].abs().max()) + 1e-6
+        torch.testing.assert_close(g, wanted[name], rtol=1e-3, atol=tolerance)
+
+
 def perturbed(net: PolicyModel, seed: int = 5, by: float = 0.03) -> PolicyModel:
     """Perturb the trained weights, so that policy and reference differ."""
     draw = torch.Generator().manual_seed(seed)
@@ -117,8 +105,3 @@ def perturbed(net: PolicyModel, seed: int = 5, by: float = 0.03) -> PolicyModel:
 def other_reference() -> PolicyModel:
     """Return a reference with lower log-probabilities, so that KTO's z is above 0."""
     return perturbed(network(), 7, 0.1)
-
-
-def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    """Return whether all parameters have equal bits."""
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,8 @@ class Texts:
         self.done = [0] * len(lengths)
         per_row = -(-max(lengths) // page_size) + 1
         n_pages = per_row * len(lengths) + 3
-        self.runner = ModelRunner(
-            model, dict.fromkeys((None, *_windows(model)), n_pages), page_size, len(lengths), 512
-        )
+        pools = dict.fromkeys((None, *_windows(model)), n_pages)
+        self.runner = ModelRunner(model, pools, page_size, len(lengths), 512)
         for layer in self.runner.layers:
             assert isinstance(layer, KVPages)
             for t in layer.tensors:
@@ -75,38 +75,38 @@ class Texts:
         sizes = {r: int(self.rng.integers(1, min(most, len(self.ids[r]) - self.done[r]) + 1)) for r in rows}
         rows.sort(key=lambda r: sizes[r] > 1)
         spans = [slice(self.done[r], self.done[r] + sizes[r]) for r in rows]
-        ids = np.concatenate([self.ids[r][s] for r, s in zip(rows, spans, strict=True)])
-        starts = [0, *np.cumsum([sizes[r] for r in rows]).tolist()]
-        reach = self.runner.ngram_context
-        padded = [np.concatenate([np.full(reach, -1), self.ids[r]]) for r in rows]
-        before = [
-            p[i : i + reach] for p, s in zip(padded, spans, strict=True) for i in range(s.start, s.stop)
-        ]
         for r, s in zip(rows, spans, strict=True):
             self.done[r] = s.stop
-        batch = InputBatch(
+        return self.batch_of(rows, spans), rows, spans
+
+    def batch_of(self, rows: list[int], spans: list[slice]) -> InputBatch:
+        """One span of positions of each row."""
+        sizes = [s.stop - s.start for s in spans]
+        ids = np.concatenate([self.ids[r][s] for r, s in zip(rows, spans, strict=True)])
+        reach = self.runner.ngram_context
+        padded = [np.concatenate([np.full(reach, -1), self.ids[r]]) for r in rows]
+        places = [(p, i) for p, s in zip(padded, spans, strict=True) for i in range(s.start, s.stop)]
+        before = [p[i : i + reach] for p, i in places]
+        return InputBatch(
             ids=torch.from_numpy(ids),
             positions=torch.cat([torch.arange(s.start, s.stop) for s in spans]),
-            starts=starts,
+            starts=[0, *np.cumsum(sizes).tolist()],
             lengths=[s.stop for s in spans],
             slots=rows,
             pages=[self.pages[rows] for _ in self.runner.windows],
             logit_indices=torch.arange(len(ids)),
-            n_single=sum(n == 1 for n in sizes.values()),
+            n_single=sum(1 for _ in itertools.takewhile(lambda n: n == 1, sizes)),
             previous_ids=torch.from_numpy(np.array(before)) if reach else None,
         )
-        return batch, rows, spans
 
     def compare(self, step: NativeStep, most: int = 40, rounds: int = 40) -> float:
         """Run all sequences to their end; returns the largest log-probability error against the model's forward."""
         with torch.inference_mode():
-            want = [
-                self.model.logits(self.model(torch.from_numpy(ids)[None])[0]).log_softmax(-1)
-                for ids in self.ids
-            ]
+            hidden = [self.model(torch.from_numpy(ids)[None])[0] for ids in self.ids]
+            want = [self.model.logits(h).log_softmax(-1) for h in hidden]
         worst = 0.0
         for _ in range(rounds):
-            if all(d == len(ids) for d, ids in zip(self.done, self.ids, strict=True)):
+            if self.done == [len(ids) for ids in self.ids]:
                 break
             batch, rows, spans = self.batch(most)
             got = step.run(batch, self.runner.layers, self.runner.group_of).log_softmax(-1)
@@ -119,8 +119,5 @@ class Texts:
 def _windows(model: LanguageModel) -> list[int]:
     if not isinstance(model, Transformer):
         return []
-    return [
-        m.window
-        for m in model.config.layer_mixers()
-        if isinstance(m, AttentionConfig) and m.window is not None
-    ]
+    mixers = [m for m in model.config.layer_mixers() if isinstance(m, AttentionConfig)]
+    return [m.window for m in mixers if m.window is not None]

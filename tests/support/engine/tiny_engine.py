@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tests.support.engine.parity import decoder
-from whorl.engine.config import EngineConfig
+from tests.support.engine.parity import config, decoder
 from whorl.engine.engine import Engine
 
 
 def make(role: str) -> Engine:
-    return Engine(
-        decoder(),
-        EngineConfig(
-            block_size=8, max_num_seqs=8, max_model_len=4096, kv_cache_tokens=16384, max_num_batched_tokens=64
-        ),
-    )
+    sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return Engine(decoder(), config(**sizes, max_model_len=4096, kv_cache_tokens=16384))
 
 
 def other_weights(role: str) -> Engine:

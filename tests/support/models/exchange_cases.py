@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,11 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-EVERY_THIRD = {"sliding_window_pattern": 3}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+GEMMA = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, **FACTORS}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.7}
 LATENT = {
     "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
     "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
@@ -46,31 +43,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
-    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}),
-    "gemma3": (
-        "Gemma3",
-        {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24, "num_hidden_layers": 4, **EVERY_THIRD},
-    ),
+    "gemma2": ("Gemma2", GEMMA),
+    "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 3}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "deepseek": ("DeepseekV3", {**EXPERTS, **LATENT}),
-    "deepseek-yarn": (
-        "DeepseekV3",
-        {**EXPERTS, **LATENT, "q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
-    ),
+    "deepseek-yarn": ("DeepseekV3", {**EXPERTS, **LATENT, "q_lora_rank": None, "rope_parameters": {**YARN, **MSCALE}}),
 }  # fmt: skip
+
+
+def hf_config(case: str) -> Any:
+    stem, fields = CASES[case]
+    name = "Gemma3TextConfig" if stem == "Gemma3" else f"{stem}Config"
+    base = {"vocab_size": 96} if stem == "GPT2" else SHAPE
+    return getattr(transformers, name)(**{**base, **fields})
 
 
 def hf_model(case: str) -> Any:
     """Return a tiny Hugging Face model with random weights, norms included, so that swapped ones are noticed."""
-    stem, fields = CASES[case]
-    config_name = "Gemma3TextConfig" if stem == "Gemma3" else f"{stem}Config"
-    base = {"vocab_size": 96} if stem == "GPT2" else SHAPE
-    config = getattr(transformers, config_name)(**{**base, **fields})
+    stem = CASES[case][0]
     cls = getattr(transformers, "GPT2LMHeadModel" if stem == "GPT2" else f"{stem}ForCausalLM")
     torch.manual_seed(0)
-    model = cls(config).eval()
+    model = cls(hf_config(case)).eval()
     for p in model.parameters():
         p.data = torch.randn_like(p) * 0.2 + (p.data if p.dim() == 1 else 0)
     for name, buffer in model.named_buffers():
@@ -85,7 +80,14 @@ def save_hf_model(case: str, folder: Path, **options: Any) -> Any:
     return model
 
 
+# Published config.json files, with the numbers of all parameters and of the active ones in billions.
+PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())["text"]
 IDS = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def hf_outputs(model: Any) -> torch.Tensor:
+    return model(IDS).logits.float()
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 10, "eos_token_id": END, "pad_token_id": 7, "bos_token_id": 3,
 }  # fmt: skip
 IMAGE: dict[str, Any] = {key: value for key, value in VIT.items() if key != "num_labels"}
+GELU = {"hidden_act": "gelu", "layer_norm_eps": 1e-2}
 CLIP: dict[str, Any] = {"text_config": TEXT, "vision_config": IMAGE, "projection_dim": 12}
 # name -> (Hugging Face class, its configuration class, fields)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -35,25 +37,23 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit-grey": ("ViTForImageClassification", "ViTConfig", {**VIT, "num_channels": 1, "image_size": [16, 16]}),
     "vit-headless": ("ViTModel", "ViTConfig", VIT),
     "clip": ("CLIPModel", "CLIPConfig", CLIP),
-    "clip-gelu": (
-        "CLIPModel",
-        "CLIPConfig",
-        {**CLIP, "text_config": {**TEXT, "hidden_act": "gelu", "layer_norm_eps": 1e-3},
-         "vision_config": {**IMAGE, "hidden_act": "gelu", "layer_norm_eps": 1e-2}},
-    ),
+    "clip-gelu": ("CLIPModel", "CLIPConfig", {**CLIP, "text_config": TEXT | GELU, "vision_config": IMAGE | GELU}),
     "clip-old": ("CLIPModel", "CLIPConfig", {**CLIP, "text_config": {**TEXT, "eos_token_id": 2}}),
 }  # fmt: skip
 
 
+def hf_config(case: str) -> Any:
+    cls, config, fields = CASES[case]
+    return getattr(transformers, config)(**fields, architectures=[cls])
+
+
 def hf_model(case: str, seed: int = 0) -> Any:
     """Return a tiny Hugging Face model with random weights, norms included, so that swapped ones are noticed."""
-    cls, config, fields = CASES[case]
     torch.manual_seed(seed)
-    model = getattr(transformers, cls)(getattr(transformers, config)(**fields)).eval()
+    model = getattr(transformers, CASES[case][0])(hf_config(case)).eval()
     for number, p in enumerate(model.parameters()):
-        p.data = torch.randn(p.shape, generator=gen(100 * seed + number)) * 0.2 + (
-            p.data if p.dim() < 2 else 0
-        )
+        noise = torch.randn(p.shape, generator=gen(100 * seed + number)) * 0.2
+        p.data = noise + (p.data if p.dim() < 2 else 0)
     return model
 
 
@@ -69,6 +69,8 @@ def images(model: Any, size: int = 16) -> torch.Tensor:
     return torch.randn(3, channels, size, size, generator=gen(1))
 
 
+# Published config.json files, with the number of parameters.
+PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())["vision"]
 # The first END of a row is pooled. Padding may follow it; some tokenizers pad with END itself.
 IDS = torch.tensor([[3, 5, 88, 17, END, 7, 7], [3, 60, END, END, END, END, END], [3, 4, 5, 6, 8, 9, END]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]]).bool()

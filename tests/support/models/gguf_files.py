@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 gguf = pytest.importorskip("gguf")
+# Fields that llama.cpp's converter writes for some models; they detect changes without llama.cpp.
+FIELDS: dict[str, Any] = json.loads(Path(__file__).with_name("gguf_fields.json").read_text())
 
 
 def llama_cpp(file: Path, **options: Any) -> Any:

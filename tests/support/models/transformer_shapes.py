@@ -21,40 +21,34 @@ from whorl.models.transformer_config import (
 )
 
 HEADS = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8)
-LOCAL = HEADS.model_copy(update={"window": 3, "rope": Rope(base=500.0)})
-LATENT = MLAConfig(
-    n_heads=4, kv_rank=16, q_rank=12, nope_dim=8, rope_dim=4, v_dim=8, rope=Rope(layout="interleaved")
-)
-ROUTED = MoEConfig(n_experts=4, top_k=2, hidden=24, shared_hidden=16, shared_gate=True, dense_layers=(0,))
-GROUPED = MoEConfig(
-    n_experts=4, top_k=2, hidden=24, scoring="sigmoid", scale=2.5, bias_balance=True, groups=(2, 1)
-)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "linear": {"n_heads": 4},
-    "pointwise": {"n_heads": 4},
-    "mamba": {"d_state": 4},
-}
+
+
+def heads(**changes: Any) -> AttentionConfig:
+    return HEADS.model_copy(update=changes)
+
+
+INTERLEAVED = Rope(layout="interleaved")
+LOCAL = heads(window=3, rope=Rope(base=500.0))
+LATENT = MLAConfig(n_heads=4, kv_rank=16, q_rank=12, nope_dim=8, rope_dim=4, v_dim=8, rope=INTERLEAVED)
+EXPERTS: dict[str, Any] = {"n_experts": 4, "top_k": 2, "hidden": 24}
+ROUTED = MoEConfig(**EXPERTS, shared_hidden=16, shared_gate=True, dense_layers=(0,))
+GROUPED = MoEConfig(**EXPERTS, scoring="sigmoid", scale=2.5, bias_balance=True, groups=(2, 1))
+OPTIONS: dict[str, Any] = {"linear": {"n_heads": 4}, "pointwise": {"n_heads": 4}, "mamba": {"d_state": 4}}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gpt": {
         "norm": "layer", "mlp": "gelu_tanh", "mlp_bias": True, "learned_positions": True, "tie_embeddings": True,
-        "mixers": {"full": HEADS.model_copy(update={"rope": None, "bias": True, "out_bias": True})},
+        "mixers": {"full": heads(rope=None, bias=True, out_bias=True)},
     },
     "gemma": {
-        "mixers": {"local": LOCAL.model_copy(update={"qk_norm": True}), "full": HEADS.model_copy(update={"qk_norm": True})},
-        "pattern": ("local", "local", "full"), "sandwich": True, "norm_offset": 1.0, "embedding_scale": 5.6, "mlp": "geglu",
+        "mixers": {"local": LOCAL.model_copy(update={"qk_norm": True}), "full": heads(qk_norm=True)}, "mlp": "geglu",
+        "pattern": ("local", "local", "full"), "sandwich": True, "norm_offset": 1.0, "embedding_scale": 5.6,
     },
-    "capped": {"mixers": {"full": HEADS.model_copy(update={"softcap": 4.0, "sink": True})}, "logit_softcap": 3.0},
-    "alibi": {"mixers": {"full": HEADS.model_copy(update={"rope": None, "alibi": True})}, "parallel": True},
-    "sparse": {
-        "mixers": {
-            "far": HEADS.model_copy(update={"stride": 3, "smear": True}), "near": HEADS.model_copy(update={"block": 4}),
-        },
-    },
+    "capped": {"mixers": {"full": heads(softcap=4.0, sink=True)}, "logit_softcap": 3.0},
+    "alibi": {"mixers": {"full": heads(rope=None, alibi=True)}, "parallel": True},
+    "sparse": {"mixers": {"far": heads(stride=3, smear=True), "near": heads(block=4)}},
     "post": {"post_norm": True, "norm": "layer", "mlp": "gelu"},
-    "shared keys": {
-        "mixers": {"full": HEADS.model_copy(update={"smear": True, "qk_norm": True, "window": 6})}, "kv_sharing_factor": 2,
-    },
+    "shared keys": {"mixers": {"full": heads(smear=True, qk_norm=True, window=6)}, "kv_sharing_factor": 2},
     "experts": {"experts": ROUTED},
     "latent": {"mixers": {"latent": LATENT}, "experts": GROUPED, "parallel": True},
     "mixed": {"mixers": {"fast": CustomMixer(kind="linear", options={"n_heads": 4}), "full": HEADS}},

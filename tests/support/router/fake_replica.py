@@ -17,10 +17,13 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import uvicorn
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 
 def event(text: str) -> bytes:
@@ -41,16 +44,11 @@ class FakeReplica:
         if scope["path"] == "/health":
             await self.answer(send, self.health_status, self.health)
             return
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        told = json.loads(body) if body else {}
-        prompt = told.get("prompt") or (told.get("messages") or [{"content": ""}])[-1]["content"]
+        body = await Request(scope, receive).body()
+        fields = json.loads(body) if body else {}
+        prompt = fields.get("prompt") or (fields.get("messages") or [{"content": ""}])[-1]["content"]
         self.prompts.append(prompt)
-        self.headers.append({k.decode(): v.decode() for k, v in scope["headers"]})
+        self.headers.append(dict(Headers(scope=scope)))
         verb, _, number = str(prompt).split(" ")[-1].partition(":")
         if verb == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -62,10 +60,8 @@ class FakeReplica:
         elif verb in ("count", "hold"):
             await self.stream(receive, send, int(number or 1), verb == "hold")
         else:
-            query = scope["query_string"].decode()
-            await self.answer(
-                send, 200, {"name": self.name, "path": scope["path"], "query": query, "prompt": prompt}
-            )
+            echo = {"name": self.name, "path": scope["path"], "prompt": prompt}
+            await self.answer(send, 200, echo | {"query": scope["query_string"].decode()})
 
     async def stream(self, receive: Any, send: Any, n: int, hold: bool) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -86,24 +82,19 @@ class FakeReplica:
             await send({"type": "http.response.body", "body": event("half")[20:], "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    async def answer(self, send: Any, status: int, told: Any) -> None:
-        data = json.dumps(told).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": data})
+    async def answer(self, send: Any, status: int, content: Any) -> None:
+        await JSONResponse(content, status)({"type": "http"}, None, send)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
 async def running(app: Any) -> AsyncIterator[str]:
     """Serve `app` on a free port in this event loop; yields its URL."""
-    listening = socket.socket(
-        socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio disables Nagle's algorithm only with an explicit protocol
+    # asyncio disables Nagle's algorithm only with an explicit protocol.
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="auto")
     server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
+    server.capture_signals = nullcontext  # type: ignore[method-assign]
     task = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not server.started and not task.done():
         await asyncio.sleep(0.001)
@@ -113,12 +104,6 @@ async def running(app: Any) -> AsyncIterator[str]:
         server.should_exit = True
         await task
         listening.close()
-
-
-class _no_signals:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2 as httpx
 
 from tests.support.router.fake_replica import FakeReplica, running
-from whorl.router.breaker import CircuitBreaker
 from whorl.router.router import ReplicaRouter, make_router
 
 LONG = "a prompt that is long enough to fill more than a block of the index " * 8
@@ -20,44 +19,46 @@ LONG = "a prompt that is long enough to fill more than a block of the index " * 
 
 @dataclass
 class World:
-    """A router over scripted replicas in one event loop. `look` runs a health check."""
+    """A router over scripted replicas in one event loop."""
 
     router: ReplicaRouter
     fakes: list[FakeReplica]
     client: httpx.AsyncClient
-    look: Callable[[], Awaitable[None]]
 
-    async def ask(self, prompt: str, **more: Any) -> httpx.Response:
-        return await self.client.post("/v1/completions", json={"prompt": prompt, **more})
+    async def ask(self, prompt: str) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": prompt})
+
+    def stream(self, prompt: str) -> AbstractAsyncContextManager[httpx.Response]:
+        return self.client.stream("POST", "/v1/completions", json={"prompt": prompt})
 
     def metric(self, text: str) -> float:
         lines = self.router.metrics.exposition(self.router.pool).decode().splitlines()
         return sum(float(x.split()[-1]) for x in lines if x.startswith(text))
 
+    async def check_health(self) -> None:
+        async with httpx.AsyncClient() as client:
+            await self.router.pool.check_health(client)
+
 
 @asynccontextmanager
-async def world(
-    n: int = 2,
-    *,
-    extra: dict[str, str] | None = None,
-    breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
-    **settings: Any,
-) -> AsyncIterator[World]:
+async def world(n: int = 2, *, extra: dict[str, str] | None = None, **settings: Any) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         fakes = [FakeReplica(f"r{i}/") for i in range(n)]
         urls = {f"r{i}": await stack.enter_async_context(running(f)) for i, f in enumerate(fakes)}
         router = make_router({**urls, **(extra or {})}, health_check_interval=3600.0, **settings)
-        for replica in router.pool.replicas.values():
-            replica.breaker = breaker()
         url = await stack.enter_async_context(running(router.app))
-        timeout = httpx.Timeout(20.0)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=timeout))
-        own = await stack.enter_async_context(httpx.AsyncClient())
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20.0))
+        yield World(router, fakes, client)
 
-        async def look() -> None:
-            await router.pool.check_health(own)
 
-        yield World(router, fakes, client, look)
+def status_and_code(answer: httpx.Response) -> tuple[int, str]:
+    """The status and the code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def rest(parts: AsyncIterator[bytes]) -> bytes:
+    """The remaining bytes of a stream."""
+    return b"".join([part async for part in parts])
 
 
 @asynccontextmanager

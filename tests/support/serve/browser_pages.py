@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.serve.fake_server import Fake, fake_server
+from tests.support.serve.fake_server import Fake, Piece, fake_server
 
 try:
     from playwright.sync_api import expect
 except ImportError:  # `browser` then skips
     expect = None  # type: ignore[assignment]
 
-CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
 PATIENCE = 240_000  # ms, reached only by failures; a busy machine may stall for a while
 
@@ -28,8 +28,7 @@ def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     expect.set_options(timeout=PATIENCE)
     arguments = ["--disable-background-networking", "--disable-dev-shm-usage"]
-    if os.geteuid() == 0:
-        arguments.append("--no-sandbox")  # Chromium refuses its sandbox to root
+    arguments += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium refuses its sandbox to root
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield browser
@@ -40,6 +39,40 @@ def browser() -> Iterator[Any]:
 def fake() -> Iterator[Fake]:
     with fake_server() as fake:
         yield fake
+
+
+@pytest.fixture
+def page(visit: Any) -> Any:
+    """The page in chat mode, over the server `fake`."""
+    return visit()
+
+
+def answered(page: Any) -> None:
+    """Wait until no generation runs."""
+    page.wait_for_selector("body:not(.busy)")
+
+
+def send(page: Any, text: str) -> None:
+    page.fill("#message", text)
+    page.click(".send")
+
+
+def chat(page: Any, fake: Fake, text: str, *tokens: Piece | str) -> None:
+    """Send a message and wait for the response made of `tokens`."""
+    fake.set_output(*tokens)
+    send(page, text)
+    answered(page)
+
+
+def last(page: Any) -> Any:
+    """The text of the last response."""
+    return page.locator(".message.model .text").last
+
+
+def expect_texts(page: Any, expected: dict[str, str]) -> None:
+    """Expect that the elements of these selectors contain these texts."""
+    for selector, text in expected.items():
+        expect(page.locator(selector).first).to_contain_text(text)
 
 
 @pytest.fixture
@@ -65,8 +98,6 @@ def visit(browser: Any, fake: Fake) -> Iterator[Callable[..., Any]]:
 
     yield open_page
     for page in pages:
-        said = [text for text in page.said if not any(word in text for word in page.expected)]
-        elsewhere = [url for url in page.asked if not url.startswith((fake.url, "data:"))]
         page.context.close()
-        assert said == []
-        assert elsewhere == []
+        assert [text for text in page.said if not any(word in text for word in page.expected)] == []
+        assert [url for url in page.asked if not url.startswith((fake.url, "data:"))] == []

@@ -22,6 +22,7 @@ import whorl
 PAGES = Path(whorl.__file__).parent / "serve" / "pages"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
 LIMIT = 300.0  # s: limit for a held token, so that a failed test ends
+Failure = tuple[int, dict[str, Any], dict[str, str]]  # status, body, headers
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,7 @@ class Fake:
     pieces: list[Piece] = field(default_factory=list)
     finish: str = "stop"
     held: bool = False
-    fail: tuple[int, dict[str, Any], dict[str, str]] | None = (
-        None  # status, body, headers of the next responses
-    )
+    fail: Failure | None = None  # the next responses
     break_after: int | None = None  # tokens after which the connection ends
     error_after: int | None = None  # tokens after which the stream sends an error
     key: str | None = None
@@ -59,11 +58,10 @@ class Fake:
     turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def set_output(self, *pieces: Piece | str | bytes, finish: str = "stop", hold: bool = False) -> None:
-        self.pieces = [
-            p if isinstance(p, Piece) else Piece(p.encode() if isinstance(p, str) else p) for p in pieces
-        ]
-        self.finish, self.held, self.fail = finish, hold, None
-        self.break_after = self.error_after = None
+        raw = [p.encode() if isinstance(p, str) else p for p in pieces]
+        self.pieces = [p if isinstance(p, Piece) else Piece(p) for p in raw]
+        self.finish, self.held = finish, hold
+        self.fail = self.break_after = self.error_after = None
         self.gone.clear()
         self.turns = threading.Semaphore(0)
 
@@ -99,23 +97,16 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             path = self.path.split("?")[0]
-            if path.startswith("/v1/"):
-                if not self._allowed():
-                    return
-                if path == "/v1/models":
-                    self._json(200, {"object": "list", "data": fake.models})
-                elif path == "/v1/engine/state":
-                    fake.polls += 1
-                    if fake.fail:
-                        self._json(*fake.fail)
-                    else:
-                        self._json(200, fake.state)
-                else:
-                    self._json(404, {})
-                return
             name = {"/": "chat.html", "/engine": "engine.html"}.get(path, path.removeprefix("/static/"))
             file = PAGES / name
-            if "/" in name or not file.is_file():
+            if path.startswith("/v1/") and not self._allowed():
+                return
+            if path == "/v1/models":
+                self._json(200, {"object": "list", "data": fake.models})
+            elif path == "/v1/engine/state":
+                fake.polls += 1
+                self._json(*(fake.fail or (200, fake.state, {})))
+            elif "/" in name or not file.is_file():
                 self._json(404, {})
             else:
                 self._send(200, file.read_bytes(), TYPES[file.suffix])
@@ -132,12 +123,10 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
-            chat = self.path.endswith("chat/completions")
             try:
-                for part in self._parts(chat, body):
+                for part in self._parts(self.path.endswith("chat/completions"), body):
                     data = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
                     self.wfile.write(f"data: {data}\n\n".encode())
-                    self.wfile.flush()
             except OSError:
                 fake.gone.set()
 
@@ -162,17 +151,12 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
 
         def _wait(self) -> None:
             """Wait until a token is released or the client disconnects."""
-            turns = fake.turns
+            turns, connection = fake.turns, self.connection
             for _ in range(int(LIMIT / 0.01)):
                 if turns.acquire(timeout=0.01):
                     return
-                if select.select([self.connection], [], [], 0)[0]:
-                    try:
-                        gone = not self.connection.recv(1, socket.MSG_PEEK)
-                    except OSError:
-                        gone = True
-                    if gone:
-                        raise ConnectionResetError
+                if select.select([connection], [], [], 0)[0] and not connection.recv(1, socket.MSG_PEEK):
+                    raise ConnectionResetError
             raise TimeoutError("this token was never released")
 
     return Handler
@@ -194,18 +178,14 @@ def _choice(piece: Piece, chat: bool, logprobs: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "finish_reason": None}
     if chat:
         choice["delta"] = {"content": piece.shown()}
-        entry = _entry(piece.bytes, piece.logprob) | {
-            "top_logprobs": [_entry(*o) for o in piece.alternatives]
-        }
+        entry = _entry(piece.bytes, piece.logprob)
+        entry["top_logprobs"] = [_entry(*alternative) for alternative in piece.alternatives]
         choice["logprobs"] = {"content": [entry]}
     else:
         choice["text"] = piece.shown()
-        choice["logprobs"] = {
-            "tokens": [_escaped(piece.bytes)],
-            "token_logprobs": [piece.logprob],
-            "top_logprobs": [{_escaped(token): logprob for token, logprob in piece.alternatives}],
-            "text_offset": [0],
-        }
+        top = {_escaped(token): logprob for token, logprob in piece.alternatives}
+        choice["logprobs"] = {"tokens": [_escaped(piece.bytes)], "token_logprobs": [piece.logprob]}
+        choice["logprobs"] |= {"top_logprobs": [top], "text_offset": [0]}
     if not logprobs:
         choice["logprobs"] = None
     return choice

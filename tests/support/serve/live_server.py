@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,6 @@ from whorl.serve.api.app import create_app
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
 from whorl.serve.server import DrainingServer, bind_socket
-from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.model_loading import make_engine, served_model
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ MARKS = ("<|im_start|>", "<|im_end|>")
 TEXT = "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, item):\n        self.items.append(item)\n"
 
 
+@functools.cache
 def make_tokenizer(specials: tuple[str, ...] = MARKS) -> Tokenizer:
     return Tokenizer.train([TEXT * 20], 300, special_tokens=specials)
 
@@ -45,18 +46,17 @@ def make_tiny_decoder(tokenizer: Tokenizer) -> Decoder:
     return model.eval()
 
 
-def make_tiny_engine(tokenizer: Tokenizer, **sizes: Any) -> Engine:
+def make_tiny_engine(tokenizer: Tokenizer | None = None) -> Engine:
+    tokenizer = tokenizer or make_tokenizer()
     model = make_tiny_decoder(tokenizer)
-    config = EngineConfig(
-        **{"max_model_len": 1024, "kv_cache_tokens": 4096, "block_size": 16, "max_num_seqs": 8} | sizes
-    )
+    config = EngineConfig(max_model_len=1024, kv_cache_tokens=4096, block_size=16, max_num_seqs=8)
     return make_engine(model, tokenizer, ChatTemplate(tokenizer), config)
 
 
-def make_state(engine: Any = None, specials: tuple[str, ...] = MARKS, **settings: Any) -> AppState:
-    tokenizer = make_tokenizer(specials)
-    engine = engine if engine is not None else make_tiny_engine(tokenizer)
-    model: ServedModel = served_model(["tiny", "random/tiny"], tokenizer, ChatTemplate(tokenizer), engine)
+def make_state(engine: Any = None, **settings: Any) -> AppState:
+    tokenizer = make_tokenizer()
+    engine = engine or make_tiny_engine(tokenizer)
+    model = served_model(["tiny", "random/tiny"], tokenizer, ChatTemplate(tokenizer), engine)
     return AppState(ServeConfig(port=0, **settings), [model], engine)
 
 
@@ -100,10 +100,14 @@ class Running:
     def client(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
 
+    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the server's event loop and return its result."""
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
     def ask(self, function: Any) -> Any:
         """Run `function(engine)` between two steps."""
-        assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(self.api.worker.call(function), self.loop).result(30)
+        return self.wait(self.api.worker.call(function))
 
     def in_loop(self, function: Any) -> Any:
         """Run `function()` in the server's event loop."""
@@ -111,8 +115,7 @@ class Running:
         async def call() -> Any:
             return function()
 
-        assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
+        return self.wait(call())
 
 
 @contextmanager

@@ -5,16 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from typing import Any
 
 from whorl.store import Artifact, Store
+from whorl.store.build import Build
 
 
-def make(
-    store: Store, name: str = "a/one", text: str = "hello", parents: dict[str, Artifact] | None = None
-) -> Artifact:
-    with store.build(
-        kind="note", name=name, parents=parents or {}, config={"text": text}, version=1
-    ) as build:
+def note(
+    store: Store, name: str = "a/one", text: str = "hello", parents: Any = None, **options: Any
+) -> Build:
+    """A build whose address depends on `text` and `parents`."""
+    inputs = {"kind": "note", "parents": parents or {}, "config": {"text": text}, "version": 1}
+    return store.build(name=name, **inputs, **options)
+
+
+def make(store: Store, name: str = "a/one", text: str = "hello", parents: Any = None) -> Artifact:
+    with note(store, name, text, parents) as build:
         if build.existing is None:
             (build.path / "note.txt").write_text(text)
             (build.path / "deep").mkdir()
@@ -25,6 +32,5 @@ def make(
 
 
 def child(code: str, *args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])

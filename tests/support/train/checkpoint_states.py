@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from whorl.train.checkpoint.format import save
 from whorl.train.checkpoint.manager import CheckpointManager
 
 
@@ -27,6 +28,11 @@ def state(step: int = 1) -> dict[str, Tensor]:
     }
 
 
+def save_steps(folder: Path, *steps: int) -> None:
+    for step in steps:
+        save(folder, step, state(step), {})
+
+
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
@@ -35,10 +41,7 @@ def main() -> None:
     folder, megabytes = Path(sys.argv[1]), int(sys.argv[2])
     if "graceful" in sys.argv:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    state = {
-        "weights/a": torch.zeros(megabytes << 18),
-        "state/a/mean": torch.zeros(1000, dtype=torch.float64),
-    }
+    state = {"weights/a": torch.zeros(megabytes << 18), "state/a/mean": torch.zeros(1000).double()}
     with CheckpointManager(folder, {"job": "keeping"}, seconds=0.0) as keeper:
         found = keeper.resume()
         step = 0 if found is None else found.step

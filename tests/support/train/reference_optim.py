@@ -16,37 +16,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+BETAS, EPS = (0.8, 0.95), 1e-8  # of AdamW
+
 
 def adamw(
-    weight: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    gradient: Tensor,
-    step: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float = 0.0,
-    eps_hat: bool = True,
+    w: Tensor, mean: Tensor, square: Tensor, grad: Tensor, step: int, lr: float, decay: float, eps_hat: bool
 ) -> None:
-    """Apply one step in place.
-
-    All tensors have one shape; step: 1, 2, ...; eps_hat: add eps to the uncorrected sqrt(v).
-    """
-    first, second = betas
-    mean.copy_(first * mean + (1 - first) * gradient)
-    square.copy_(second * square + (1 - second) * gradient**2)
+    """Apply step 1, 2, ... in place; eps_hat: add eps to the uncorrected sqrt(v)."""
+    first, second = BETAS
+    mean.copy_(first * mean + (1 - first) * grad)
+    square.copy_(second * square + (1 - second) * grad**2)
     correction1, correction2 = 1 - first**step, 1 - second**step
-    eps = eps / correction2**0.5 if eps_hat else eps
-    weight.copy_(
-        (1 - lr * weight_decay) * weight - lr * (mean / correction1) / ((square / correction2).sqrt() + eps)
-    )
+    eps = EPS / correction2**0.5 if eps_hat else EPS
+    way = (mean / correction1) / ((square / correction2).sqrt() + eps)
+    w.copy_((1 - lr * decay) * w - lr * way)
 
 
-def muon(
-    weight: Tensor, mean: Tensor, gradient: Tensor, *, lr: float, momentum: float, weight_decay: float = 0.0
-) -> None:
+def muon(weight: Tensor, mean: Tensor, gradient: Tensor, lr: float, momentum: float, decay: float) -> None:
     """Apply one step to a matrix [rows, columns] in place, with an exact singular value decomposition.
 
     Polar Express approximates it (singular values of 0.7 to 1.3 instead of 1).
@@ -54,4 +40,4 @@ def muon(
     mean.copy_(momentum * mean + (1 - momentum) * gradient)
     u, _, vt = torch.linalg.svd(momentum * mean + (1 - momentum) * gradient, full_matrices=False)
     rows, columns = weight.shape
-    weight.copy_((1 - lr * weight_decay) * weight - lr * max(1.0, rows / columns) ** 0.5 * (u @ vt))
+    weight.copy_((1 - lr * decay) * weight - lr * max(1.0, rows / columns) ** 0.5 * (u @ vt))

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from tests.support.train.checkpoint_states import state
-from tests.support.train.tiny import Notes, job
+from tests.support.train.pretraining import assert_equal, train
+from tests.support.train.tiny import job
 
 from whorl.errors import CheckpointError
 from whorl.train.checkpoint.format import load_latest
 from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.lm.pretrain import pretrain
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,6 +29,12 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
+
+
+def wait_for(folder: Path, pattern: str) -> None:
+    deadline = time.monotonic() + 20
+    while not [*folder.glob(pattern)] and time.monotonic() < deadline:
+        time.sleep(0.0001)
 
 
 def whole(folder: Path) -> int:
@@ -46,18 +51,13 @@ def whole(folder: Path) -> int:
 def test_kill_at_any_moment_leaves_valid_checkpoint(tmp_path: Path, how: str) -> None:
     rng, reached = random.Random(how), 0
     for _ in range(2):
-        process = start(tmp_path)
-        deadline = time.monotonic() + 20
-        before = reached
-        while not (tmp_path / f"step-{before + 2:08d}").exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        process, before = start(tmp_path), reached
+        wait_for(tmp_path, f"step-{before + 2:08d}")
         time.sleep(rng.uniform(0, 0.1))
         if how == "terminate the group":  # during a write
-            while not list(tmp_path.glob("writing-*/state.safetensors")) and time.monotonic() < deadline:
-                pass
-        (os.kill if how == "kill" else os.killpg)(
-            process.pid, signal.SIGTERM if how.startswith("term") else signal.SIGKILL
-        )
+            wait_for(tmp_path, "writing-*/state.safetensors")
+        number = signal.SIGTERM if how.startswith("term") else signal.SIGKILL
+        (os.kill if how == "kill" else os.killpg)(process.pid, number)
         assert process.wait(timeout=20) < 0
         reached = whole(tmp_path)
         assert reached >= before + 2
@@ -66,9 +66,7 @@ def test_kill_at_any_moment_leaves_valid_checkpoint(tmp_path: Path, how: str) ->
 
 def test_sigterm_lets_writer_finish(tmp_path: Path) -> None:
     process = start(tmp_path, "graceful")
-    deadline = time.monotonic() + 20
-    while not list(tmp_path.glob("writing-*/state.safetensors")) and time.monotonic() < deadline:
-        pass
+    wait_for(tmp_path, "writing-*/state.safetensors")
     os.killpg(process.pid, signal.SIGTERM)  # the writer receives it too and ignores it
     assert process.wait(timeout=20) == 0
     assert whole(tmp_path) >= 1 and not list(tmp_path.glob("writing-*"))
@@ -126,7 +124,7 @@ FULL = """
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no such limit here")
 def test_disk_full_stops_run_and_resume_is_exact(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, steps=40, replicas=2)
-    undisturbed = pretrain(wanted, tmp_path / "a", Notes())
+    undisturbed = train(wanted, tmp_path / "a")
     (tmp_path / "full.py").write_text(textwrap.dedent(FULL))
     command = [sys.executable, str(tmp_path / "full.py"), str(ROOT), str(tokens), str(tmp_path / "b")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -135,7 +133,5 @@ def test_disk_full_stops_run_and_resume_is_exact(tokens: Path, tmp_path: Path) -
     found = load_latest(tmp_path / "b")
     assert found is not None and 4 <= found.step <= 5
     messages: list[str] = []
-    again = pretrain(wanted, tmp_path / "b", Notes(), log=messages.append)
+    assert_equal(undisturbed, train(wanted, tmp_path / "b", log=messages.append))
     assert f"continues at step {found.step} of 40" in messages[0]
-    theirs = dict(undisturbed.named_parameters())
-    assert all(torch.equal(p, theirs[n]) for n, p in again.named_parameters())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from tests.support.train.checkpoint_states import same, state
-from tests.support.train.tiny import Notes, job
+from tests.support.train.pretraining import train, train_notes
+from tests.support.train.tiny import job
 
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import NewerFormatError, load_latest
 from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
 from whorl.train.checkpoint.remote import CheckpointConfig, RemoteStore
 from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
-from whorl.train.lm.pretrain import allocate_shared, pretrain
+from whorl.train.learner.ema import allocate_ema
+from whorl.train.lm.pretrain import allocate_shared, build_model
+from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
 
 
 @pytest.mark.parametrize("thread", [False, True])
@@ -31,29 +35,27 @@ def test_save_takes_snapshot_of_the_moment(tmp_path: Path, thread: bool) -> None
     with CheckpointManager(tmp_path, {"of": 1}, seconds=0.0, thread=thread, stats=stats) as manager:
         for step in range(1, 9):
             tensors["weights/a"].fill_(step)
-            blocked = manager.save(step, tensors, {"step": step})
-            assert blocked >= 0
+            assert manager.save(step, tensors, {"step": step}) >= 0
             tensors["weights/a"].fill_(-1)
     with CheckpointManager(tmp_path, {"of": 1}) as manager:
         found = manager.resume()
     assert found is not None and found.step == 8 == found.metadata["step"]
     assert bool((found.tensors["weights/a"] == 8).all()) and found.tensors.keys() == tensors.keys()
-    assert (
-        stats.written == 8
-        and stats.last_bytes > 8 << 20
-        and stats.stall_seconds >= stats.max_stall_seconds > 0
-    )
+    assert stats.written == 8 and stats.last_bytes > 8 << 20
+    assert stats.stall_seconds >= stats.max_stall_seconds > 0
     assert manager.stats.resumes == 1 and manager.stats.written == 7  # as of the last save
 
 
-def test_due_defers_while_writing_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    really = writer.write_checkpoint
-
-    def slowly(*words: Any, **more: Any) -> Path:
+def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*words: Any, **more: Any) -> Any:
         time.sleep(0.5)
-        return really(*words, **more)
+        return function(*words, **more)
 
-    monkeypatch.setattr(writer, "write_checkpoint", slowly)
+    return call
+
+
+def test_due_defers_while_writing_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "write_checkpoint", delayed(writer.write_checkpoint))
     messages: list[str] = []
     with CheckpointManager(tmp_path, {}, seconds=0.1, thread=True, log=messages.append) as manager:
         assert manager.save(1, state()) < 0.4
@@ -96,10 +98,8 @@ def test_kill_costs_at_most_one_interval(
 ) -> None:
     """Simulated: intervals of 8 s, steps of 0.1 s, writes of up to half an interval."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(
-        "whorl.train.checkpoint.manager.time",
-        SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now),
-    )
+    simulated = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now)
+    monkeypatch.setattr("whorl.train.checkpoint.manager.time", simulated)
     manager = CheckpointManager(tmp_path, {}, seconds=8.0)
     disk = Disk(clock, write)
     manager.writer = disk  # type: ignore[assignment]
@@ -129,56 +129,60 @@ def test_resume_restores_global_rng_states(tmp_path: Path) -> None:
     assert draw() == first
 
 
-def remote_config(url: str, **more: Any) -> CheckpointConfig:
-    return CheckpointConfig(remote_url=url, remote_interval=0.0, **more)
+def remote_config(folder: Path, **more: Any) -> CheckpointConfig:
+    """Upload every checkpoint into `folder`."""
+    return CheckpointConfig(**{"remote_url": f"file://{folder}", "remote_interval": 0.0, **more})
+
+
+def resumed_step(folder: Path, config: CheckpointConfig, log: Any = print, of: int = 1) -> int | None:
+    """The step from which a job resumes in `folder`; its tensors must be those of the step."""
+    with CheckpointManager(folder, {"of": of}, config=config, log=log) as manager:
+        found = manager.resume()
+    assert found is None or same(found.tensors, state(found.step))
+    return None if found is None else found.step
 
 
 def run(
-    folder: Path, config: CheckpointConfig, steps: range, messages: list[str] | None = None, **more: Any
+    folder: Path, config: CheckpointConfig, steps: range, log: Any = print, **more: Any
 ) -> CheckpointManager:
     """Save these steps and wait for each upload."""
-    say = messages.append if messages is not None else lambda _: None
-    with CheckpointManager(folder, {"of": 1}, seconds=0.0, config=config, log=say, **more) as manager:
-        for step in steps:
+    with CheckpointManager(folder, {"of": 1}, seconds=0.0, config=config, log=log, **more) as manager:
+        for number, step in enumerate(steps, start=1):
             manager.save(step, state(step))
             manager.finish()
             deadline = time.monotonic() + 20
-            want = step - steps[0] + 1
-            while manager.stats.remote_written + manager.stats.remote_failed < want:
+            while manager.stats.remote_written + manager.stats.remote_failed < number:
                 assert time.monotonic() < deadline
                 manager._poll_writer(0.05)
     return manager
 
 
+def remote_steps(remote: RemoteStore) -> list[int]:
+    return [found.step for found in remote.list_checkpoints()[0]]
+
+
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_remote_checkpoint_used_on_new_machine(tmp_path: Path, scheme: str) -> None:
     url = f"file://{tmp_path}/far" if scheme == "file" else f"memory://{tmp_path.name}"
-    config = remote_config(url, remote_keep=2)
-    manager = run(
-        tmp_path / "near", config, range(1, 5), thread=scheme == "memory"
-    )  # a memory file system is local to its process
+    config = remote_config(tmp_path, remote_url=url, remote_keep=2)
+    # a memory file system is local to its process
+    manager = run(tmp_path / "near", config, range(1, 5), thread=scheme == "memory")
     assert manager.stats.remote_written == 4 and not manager.stats.remote_failed
-    remote = RemoteStore(url, manager.job_id)
+    remote = RemoteStore(config.remote_url, manager.job_id)
     whole, begun = remote.list_checkpoints()
     assert [f.step for f in whole] == [4, 3] and not begun
-    with CheckpointManager(tmp_path / "other machine", {"of": 1}, config=config) as other:
-        found = other.resume()
-        assert found is not None and found.step == 4 and same(found.tensors, state(4))
+    assert resumed_step(tmp_path / "other machine", config) == 4
     # damaged: the previous one is used; without an index: ignored; newer local checkpoints win
     remote.fs.pipe_file(f"{remote.root}/{whole[0].name}/state.safetensors", b"x")
     remote.fs.makedirs(f"{remote.root}/step-00000009.1.aa")
     remote.fs.pipe_file(f"{remote.root}/step-00000009.1.aa/state.safetensors", b"x")
     messages: list[str] = []
-    with CheckpointManager(tmp_path / "third", {"of": 1}, config=config, log=messages.append) as third:
-        found = third.resume()
-    assert found is not None and found.step == 3 and "rejected step-00000004" in messages[0]
-    with CheckpointManager(tmp_path / "near", {"of": 1}, config=config) as near:
-        found = near.resume()
-        assert found is not None and found.step == 4
+    assert resumed_step(tmp_path / "third", config, messages.append) == 3
+    assert "rejected step-00000004" in messages[0]
+    assert resumed_step(tmp_path / "near", config) == 4
     remote.prune(config)
     assert not remote.list_checkpoints()[1]  # started in 1970 and never finished
-    with CheckpointManager(tmp_path / "another job", {"of": 2}, config=config) as another:
-        assert another.resume() is None  # jobs may share a URL
+    assert resumed_step(tmp_path / "another job", config, of=2) is None  # jobs may share a URL
 
 
 def test_remote_prune_by_age(tmp_path: Path) -> None:
@@ -188,38 +192,34 @@ def test_remote_prune_by_age(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "state.json").write_text("{}")
     remote.prune(CheckpointConfig(remote_url="x", remote_keep=2, remote_keep_hours=1.0))
-    assert [f.step for f in remote.list_checkpoints()[0]] == [3]  # too old, but the newest
+    assert remote_steps(remote) == [3]  # too old, but the newest
 
 
 def test_remote_not_writable_is_logged_and_retried(tmp_path: Path) -> None:
     (tmp_path / "far").write_text("a file, not a folder")
-    messages: list[str] = []
-    manager = run(tmp_path / "near", remote_config(f"file://{tmp_path}/far"), range(1, 4), messages)
-    stats = manager.stats
+    config, messages = remote_config(tmp_path / "far"), list[str]()
+    stats = run(tmp_path / "near", config, range(1, 4), messages.append).stats
     assert stats.written == 3 and stats.remote_failed == 3 and stats.remote_error
     assert sum("is not writable" in text and "training continues" in text for text in messages) == 1
     assert "0 in remote storage (3 failed, the last: " in stats.summary()
     (tmp_path / "far").unlink()
     messages.clear()
-    with CheckpointManager(
-        tmp_path / "near", {"of": 1}, seconds=0.0, config=manager.config, log=messages.append
-    ) as again:
+    log = messages.append
+    with CheckpointManager(tmp_path / "near", {"of": 1}, seconds=0.0, config=config, log=log) as again:
         assert again.resume() is not None and again.stats.remote_failed >= 2
         again.save(4, state(4))
         again.finish()
         again._poll_writer(10.0)
     assert again.stats.remote_written == 1 and not again.stats.remote_error
-    assert (
-        any("is writable again" in text for text in messages)
-        and "and succeeded later" in again.stats.summary()
-    )
+    assert any("is writable again" in text for text in messages)
+    assert "and succeeded later" in again.stats.summary()
 
 
 @pytest.mark.parametrize("url", ["nosuch://far", "file:///proc/nowhere"])
 def test_remote_unreachable_does_not_stop_training(tokens: Path, tmp_path: Path, url: str) -> None:
-    stats, messages, notes = CheckpointStats(), list[str](), Notes()
-    pretrain(job(tokens), tmp_path / "s", notes, checkpoint_seconds=0.0, checkpoint_config=remote_config(url),
-             checkpoint_stats=stats, log=messages.append)  # fmt: skip
+    config, stats = remote_config(tmp_path, remote_url=url), CheckpointStats()
+    saved = {"checkpoint_seconds": 0.0, "checkpoint_config": config, "checkpoint_stats": stats}
+    notes = train_notes(job(tokens), tmp_path / "s", **saved)
     assert notes.checkpoints == list(range(1, 13)) and stats.written == 12
     assert stats.remote_failed and stats.remote_error
     assert stats.summary() and "failed" in stats.summary()
@@ -228,32 +228,27 @@ def test_remote_unreachable_does_not_stop_training(tokens: Path, tmp_path: Path,
 def test_metrics_after_resume_cover_all_steps(tokens: Path, tmp_path: Path) -> None:
     """The first report after a resume covers the steps before the kill too."""
     wanted = job(tokens, steps=1500, batch_size=1)  # reports every third step
-    whole, parts = Notes(), Notes()
-    pretrain(wanted, tmp_path / "a", whole, stop_after=12)
-    pretrain(wanted, tmp_path / "b", parts, stop_after=8, checkpoint_seconds=0.0)
-    parts.steps = parts.steps[:2]  # steps 3 and 6; a stop reports immediately
+    whole = train_notes(wanted, tmp_path / "a", stop_after=12).steps
+    train(wanted, tmp_path / "b", stop_after=8, checkpoint_seconds=0.0)
     shutil.rmtree(tmp_path / "b" / "step-00000008")  # as if killed after step 7
-    pretrain(wanted, tmp_path / "b", parts, stop_after=12)
+    rest = train_notes(wanted, tmp_path / "b", stop_after=12).steps
     names = ("loss", "nll", "grad_norm")
-    assert [[s[n] for n in names] for s in parts.steps[2:]] == [
-        [s[n] for n in names] for s in whole.steps[2:]
-    ]
+    assert [[m[n] for n in names] for m in rest] == [[m[n] for n in names] for m in whole[2:]]
 
 
 def test_bytes_per_parameter_sums_and_explains(tokens: Path) -> None:
-    from whorl.train.lm.pretrain import build_model
-
     wanted = job(tokens, ema=0.9)
     model = build_model(wanted)
-    tensors = allocate_shared(model, wanted).tensors()
+    shared = allocate_shared(model, wanted)
+    allocate_ema(shared, 1)
+    tensors = shared.tensors()
     count = model.params()["total"]
     parts = {p["part"]: p for p in bytes_per_parameter(tensors, count)}
     assert parts["weights"]["per_parameter"] == pytest.approx(4.0) == parts["averages"]["per_parameter"]
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     assert sum(p["bytes"] for p in parts.values()) == total
-    assert parts["state/momentum"]["bytes"] == sum(
-        t.numel() * 4 for n, t in tensors.items() if n.endswith("/momentum")
-    )
+    momentum = sum(t.numel() * 4 for n, t in tensors.items() if n.endswith("/momentum"))
+    assert parts["state/momentum"]["bytes"] == momentum
     text = format_line(list(parts.values()))
     assert text.startswith(f"{total / count:.1f} bytes per parameter: ") and "master weights" in text
 
@@ -280,63 +275,45 @@ def test_damaged_checkpoint_does_not_displace_new_ones(tmp_path: Path, damaged: 
 
 
 def test_failed_download_falls_back_to_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = remote_config(f"file://{tmp_path}/far")
+    config, really, messages = remote_config(tmp_path / "far"), LocalFileSystem.get_file, list[str]()
     run(tmp_path / "near", config, range(1, 4))
-    really, messages = RemoteStore.download, list[str]()
 
-    def fetch(self: RemoteStore, each: Any, folder: Path) -> Path:
-        if each.step > 1:
-            monkeypatch.setattr(
-                self.fs, "get_file", lambda *_: (_ for _ in ()).throw(OSError("the line is dead"))
-            )
-        else:
-            monkeypatch.undo()
-        return really(self, each, folder)
+    def get_file(self: LocalFileSystem, source: str, *more: Any) -> None:
+        if "step-00000001" not in source:
+            raise OSError("the line is dead")
+        really(self, source, *more)
 
-    monkeypatch.setattr(RemoteStore, "download", fetch)
-    with CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=config, log=messages.append) as manager:
-        found = manager.resume()
-    assert found is not None and found.step == 1 and sum("the line is dead" in text for text in messages) == 2
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+    assert resumed_step(tmp_path / "elsewhere", config, messages.append) == 1
+    assert sum("the line is dead" in text for text in messages) == 2
 
 
 def test_remote_newer_format_raises_and_is_kept(tmp_path: Path) -> None:
     """As for local ones: skipping it would train its steps again, and retention would remove it."""
-    config = remote_config(f"file://{tmp_path}/far")
-    manager = run(tmp_path / "near", config, range(1, 3))
-    remote = RemoteStore(f"file://{tmp_path}/far", manager.job_id)
+    config = remote_config(tmp_path / "far")
+    remote = RemoteStore(config.remote_url, run(tmp_path / "near", config, range(1, 3)).job_id)
     newest_one = remote.list_checkpoints()[0][0]
-    index = {"body": {"format": 99, "step": 2}}
-    remote.fs.pipe_file(f"{remote.root}/{newest_one.name}/state.json", json.dumps(index).encode())
+    index = b'{"body": {"format": 99, "step": 2}}'
+    remote.fs.pipe_file(f"{remote.root}/{newest_one.name}/state.json", index)
+    words = r"checkpoint format 99(.|\n)*use the version that wrote it"
     for _ in range(2):  # the second time a local copy exists
-        with (
-            pytest.raises(NewerFormatError, match="checkpoint format 99") as raised,
-            CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=config) as manager,
-        ):
-            manager.resume()
-        assert "use the version that wrote it" in str(raised.value)
-    assert [f.step for f in remote.list_checkpoints()[0]] == [2, 1]
+        with pytest.raises(NewerFormatError, match=words):
+            resumed_step(tmp_path / "elsewhere", config)
+    assert remote_steps(remote) == [2, 1]
 
 
 def test_last_save_is_uploaded_after_earlier_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    really = RemoteStore.upload
-
-    def slowly(self: RemoteStore, *words: Any) -> str:
-        time.sleep(0.5)
-        return really(self, *words)
-
-    monkeypatch.setattr(RemoteStore, "upload", slowly)
-    config = remote_config(f"file://{tmp_path}/far")
+    monkeypatch.setattr(RemoteStore, "upload", delayed(RemoteStore.upload))
+    config = remote_config(tmp_path / "far")
     with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=config, thread=True) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2), upload=True)
         assert not manager.needs_upload(2) and manager.needs_upload(3)
-    assert [f.step for f in RemoteStore(f"file://{tmp_path}/far", manager.job_id).list_checkpoints()[0]][
-        :1
-    ] == [2]
+    assert remote_steps(RemoteStore(config.remote_url, manager.job_id))[0] == 2
 
 
 def test_last_upload_time_survives_resume(tmp_path: Path) -> None:
-    config = CheckpointConfig(remote_url=f"file://{tmp_path}/far", remote_interval=1000.0)
+    config = remote_config(tmp_path / "far", remote_interval=1000.0)
     with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=config) as manager:
         manager.stats.last_remote_time -= 600
         manager.save(1, state(1))
@@ -349,10 +326,9 @@ def test_last_upload_time_survives_resume(tmp_path: Path) -> None:
 
 def test_remote_resume_makes_local_snapshot(tmp_path: Path) -> None:
     """The snapshot is on the other machine: the restored state replaces it."""
-    from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
-
+    record = {"spike_guard": {"snapshot_step": 40, "bad_steps": [], "diverged_steps": 0}}
+    troubled = {"spike_guard": {**record["spike_guard"], "bad_steps": ["spike"]}}
     with CheckpointManager(tmp_path, {}, seconds=0.0) as manager:
-        record = {"spike_guard": {"snapshot_step": 40, "bad_steps": [], "diverged_steps": 0}}
         here = ensure_local_snapshot(manager, record, 50, state(5))
         assert here["spike_guard"]["snapshot_step"] == 50 and record["spike_guard"]["snapshot_step"] == 40
         manager.finish()
@@ -360,5 +336,4 @@ def test_remote_resume_makes_local_snapshot(tmp_path: Path) -> None:
         tensors = state(0)
         RollbackStore(manager).restore(50, tensors)
         assert same(tensors, state(5))
-        troubled = {"spike_guard": {"snapshot_step": 40, "bad_steps": ["spike"], "diverged_steps": 0}}
         assert ensure_local_snapshot(manager, troubled, 70, state(7))["spike_guard"]["snapshot_step"] is None

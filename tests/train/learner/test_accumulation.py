@@ -7,12 +7,11 @@ the loads of the previous step (`train/metrics/moe_balance.py`), so it is a mean
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.support.train.model_shapes import EXPERTS, HEADS, shape
-from tests.support.train.pretraining import assert_close, train, weights
+from tests.support.train.model_shapes import EXPERTS, HEADS, disturbed, shape
+from tests.support.train.pretraining import assert_close, train
 from tests.support.train.tiny import job
 
 from whorl.models import make_model
@@ -24,32 +23,20 @@ from whorl.train.metrics.moe_balance import MoEBalancer
 
 @pytest.mark.parametrize("balance", [0.0, 0.01])
 def test_moe_step_independent_of_batch_split(balance: float, tokens: Path, tmp_path: Path) -> None:
-    wanted = job(
-        tokens,
-        model=shape(HEADS, experts=EXPERTS),
-        steps=3,
-        routing={"aux_loss_coef": balance, "z_loss_coef": 0.01},
-    )
-    ways: list[dict[str, Any]] = [
-        {},
-        {"micro_batch_size": 4},
-        {"micro_batch_size": 1},
-        {"replicas": 2},
-        {"replicas": 2, "micro_batch_size": 1},
-    ]
-    ends = [train(wanted.model_copy(update=way), tmp_path / str(number)) for number, way in enumerate(ways)]
-    for end in ends[1:]:
-        assert_close(weights(ends[0]), weights(end))
-        for name, bias in ends[0].state_dict().items():  # moved by the load of the whole step
+    routing = {"aux_loss_coef": balance, "z_loss_coef": 0.01}
+    wanted = job(tokens, model=shape(HEADS, experts=EXPERTS), steps=3, routing=routing)
+    whole = train(wanted, tmp_path / "whole")
+    for replicas, rows in ((1, 4), (1, 1), (2, None), (2, 1)):
+        way = {"replicas": replicas, "micro_batch_size": rows}
+        end = train(wanted.model_copy(update=way), tmp_path / f"{replicas} {rows}")
+        assert_close(whole, end)
+        for name, bias in whole.state_dict().items():  # moved by the load of the whole step
             if name.endswith("balance_bias"):
                 assert torch.equal(bias, end.state_dict()[name])
 
 
 def test_moe_losses_of_parts_sum_to_whole() -> None:
-    model = make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    model = disturbed(make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0)), 0.3)
     routing = RoutingConfig(aux_loss_coef=0.5, z_loss_coef=0.01)
     moe = MoEBalancer(model, routing, ProcessGroup(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]])
     loss = LMObjective(model, moe, z_loss=1e-3, compile=False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job
+from tests.support.train.pretraining import train_notes
+from tests.support.train.tiny import job
 from torch import nn
 
 from whorl.models import Decoder, DecoderConfig, TransformerConfig, make_model
@@ -24,7 +24,6 @@ from whorl.train.config import OptimConfig
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.update import ParamOptim, Update, all_adamw
 from whorl.train.lm.objective import param_optims
-from whorl.train.lm.pretrain import pretrain
 from whorl.train.optim.decay_mask import decayed_parameters
 
 # Written by hand from parameter names, independent of the layer types that the code uses.
@@ -51,38 +50,28 @@ MIXERS: dict[str, dict[str, Any]] = {
     "pointwise": {"kind": "pointwise", "options": {"n_heads": 2}},
     **{kind: {"kind": kind} for kind in ("rnn", "lstm", "gru", "mamba")},
 }  # fmt: skip
-EXPERTS = {
-    "n_experts": 4,
-    "top_k": 2,
-    "hidden": 16,
-    "shared_hidden": 16,
-    "shared_gate": True,
-    "bias_balance": True,
-}
+EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 16, "shared_hidden": 16}
+EXPERTS |= {"shared_gate": True, "bias_balance": True}
+SMALL = {"d_model": 32, "n_layers": 1, "mlp_hidden": 64}
+IMAGE = {"image_size": 16, "patch": 4, "channels": 1, **SMALL}
 
 
 def transformer(mixer: str = "heads", **more: Any) -> nn.Module:
-    base = {"vocab_size": 50, "d_model": 32, "n_layers": 1, "mlp_hidden": 64, "mixers": {"m": MIXERS[mixer]}}
+    base = {"vocab_size": 50, **SMALL, "mixers": {"m": MIXERS[mixer]}}
     return make_model(TransformerConfig.model_validate({**base, **more}))
 
 
 def decoder() -> Decoder:
-    return Decoder(
-        DecoderConfig(
-            vocab_size=50, d_model=32, n_layers=1, **HEADS, mlp="swiglu", mlp_hidden=64, ngram_buckets=16
-        )
-    )
+    return Decoder(DecoderConfig(vocab_size=50, **SMALL, **HEADS, mlp="swiglu", ngram_buckets=16))
 
 
 def encoder(classes: int | None = 3) -> Encoder:
-    shape = {"vocab_size": 50, "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden": 64, "max_length": 24}
+    shape = {"vocab_size": 50, **SMALL, "n_heads": 2, "max_length": 24}
     return Encoder(EncoderConfig.model_validate({**shape, **({"n_classes": classes} if classes else {})}))
 
 
 def vit(classes: int = 8) -> ViT:
-    return ViT(
-        image_size=16, patch=4, channels=1, classes=classes, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64
-    )
+    return ViT(**IMAGE, classes=classes, n_heads=2)
 
 
 NETWORKS: dict[str, Any] = {
@@ -95,9 +84,7 @@ NETWORKS: dict[str, Any] = {
     "captioner": lambda: Captioner(decoder(), vit(0)),
     "further heads": lambda: MultiTokenPrediction(32, 3, 2),
     "ViT": vit,
-    "Mixer": lambda: MLPMixer(
-        image_size=16, patch=4, channels=1, classes=8, d_model=32, n_layers=1, token_hidden=16, mlp_hidden=64
-    ),
+    "Mixer": lambda: MLPMixer(**IMAGE, classes=8, token_hidden=16),
     "ResNet": lambda: ResNet(1, 8, widths=(8, 16), depths=(1, 1)),
 }
 
@@ -109,8 +96,7 @@ def test_decayed_parameters_match_handwritten_names(name: str) -> None:
     expected = {n for n in names if MATRIX.search(n) and not n.endswith(TAPS)}
     assert decayed_parameters(network) == expected
     assert {n for n, t in all_adamw(network, 0.1).items() if t.decay_scale} == expected
-    for n, p in network.named_parameters():
-        assert p.ndim >= 2 or n not in expected
+    assert all(network.get_parameter(n).ndim >= 2 for n in expected)
 
 
 def still(networks: nn.Module, found: dict[str, ParamOptim]) -> dict[str, float]:
@@ -143,26 +129,21 @@ def test_param_optim_without_decay_scale_keeps_weight() -> None:
     assert left == pytest.approx({"a.weight": 0.95, "a.bias": 1.0, "b.weight": 1.0, "b.bias": 1.0}, abs=1e-6)
 
 
-def curve(wanted: Any) -> list[dict[str, float]]:
-    notes = Notes()
-    with tempfile.TemporaryDirectory() as scratch:
-        pretrain(wanted, Path(scratch), notes)
-    return notes.steps
-
-
-def test_adamw_for_matrices_learns(tokens: Path) -> None:
+def test_adamw_for_matrices_learns(tokens: Path, tmp_path: Path) -> None:
     optim = OptimConfig(optimizer="adamw", lr_adamw=0.004, mup_base_width=16, weight_decay=0.01)
-    seen = curve(job(tokens, optim=optim, steps=30))
+    seen = train_notes(job(tokens, optim=optim, steps=30), tmp_path).steps
     assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
     # The tiny decoder has width 32, twice the base: the logged rate is the effective one.
     assert max(s["learning_rate"] for s in seen) == pytest.approx(0.002)
     assert "muon" not in {t.optimizer for t in param_optims(decoder(), optim).values()}
 
 
-def test_fused_adamw_trains_equally(tokens: Path) -> None:
-    plain, fused = (curve(job(tokens, optim=OptimConfig(fused=f))) for f in (None, True))
-    for a, b in zip(plain, fused, strict=True):
-        assert b["nll"] == pytest.approx(a["nll"], rel=1e-4)
+def test_fused_adamw_trains_equally(tokens: Path, tmp_path: Path) -> None:
+    plain, fused = (
+        [m["nll"] for m in train_notes(job(tokens, optim=OptimConfig(fused=f)), tmp_path / str(f)).steps]
+        for f in (None, True)
+    )
+    assert fused == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", [{"optimizer": "soap"}, {"mup_base_width": 0}, {"lr_adamw": 0.0}])

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.train.model_shapes import EXPERTS, HEADS, shape
-from tests.support.train.pretraining import train, weights
+from tests.support.train.model_shapes import EXPERTS, HEADS, disturbed, shape
+from tests.support.train.pretraining import assert_equal, assert_resume_is_exact, train, weights
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.engine import SamplingParams, generate
-from whorl.models import Transformer, load_model, save_model
+from whorl.models import Transformer, load_model, make_model, save_model
+from whorl.parallel.process_group import ProcessGroup
 from whorl.train.checkpoint.format import load_latest
+from whorl.train.config import RoutingConfig
+from whorl.train.lm.objective import LMObjective
+from whorl.train.metrics.moe_balance import MoEBalancer
 
 MIXERS: dict[str, dict[str, Any]] = {
     "heads": HEADS,
@@ -47,77 +51,54 @@ def test_mixer_learns_saves_and_samples(kind: str, tokens: Path, tmp_path: Path)
     again = load_model(tmp_path / "model").eval()
     assert isinstance(again, Transformer) and again.config == config
     prompt, greedy = [5, 97, 97, 98], SamplingParams(temperature=0.0)
-    written = [
+    cached, plain = (
         [t.id for t in generate(again, prompt, greedy, torch.Generator(), max_tokens=20, use_cache=kept)]
         for kept in (True, False)
-    ]
-    assert written[0] == written[1]
-    letters = bytes(i for i in written[0] if i < 256)
+    )
+    assert cached == plain
+    letters = bytes(i for i in cached if i < 256)
     assert letters[:1] == b"b" and set(letters) <= set(b"abcd"), letters  # completes the pair
 
 
 def test_moe_balance_equal_on_replicas_and_after_resume(tokens: Path, tmp_path: Path) -> None:
-    config = shape(HEADS, experts=EXPERTS)
-    wanted = job(tokens, model=config, steps=10, routing={"bias_update_rate": 0.01})
-    notes = Notes()
-    undisturbed = train(wanted, tmp_path / "a", notes)
-    biases = {n: b for n, b in undisturbed.state_dict().items() if n.endswith("balance_bias")}
-    assert len(biases) == 2 and all(b.abs().max() > 0.01 for b in biases.values())
+    notes, mixture = Notes(), shape(HEADS, experts=EXPERTS)
+    wanted = job(tokens, model=mixture, steps=10, routing={"bias_update_rate": 0.01})
+    undisturbed = assert_resume_is_exact(wanted, tmp_path, 4, notes)
+    biases = [b for n, b in undisturbed.state_dict().items() if n.endswith("balance_bias")]
+    assert len(biases) == 2 and all(b.abs().max() > 0.01 for b in biases)
     last = notes.steps[-1]
-    assert (
-        last["moe/0/dropped_fraction"] == 0
-        and 0 <= last["moe/1/gini"] < 0.75
-        and last["moe/aux_loss"] >= 0.99
-    )
+    assert last["moe/0/dropped_fraction"] == 0 and 0 <= last["moe/1/gini"] < 0.75
+    assert last["moe/aux_loss"] >= 0.99
     assert sum(last[f"moe/0/load_fraction/{e}"] for e in range(4)) == pytest.approx(1)
-    train(wanted, tmp_path / "b", stop_after=4, checkpoint_seconds=0.0)
-    found = load_latest(tmp_path / "b")
+    found = load_latest(tmp_path / "resumed")
     assert found is not None and "buffers/blocks.0.mlp.router.balance_bias" in found.tensors
-    continued = train(wanted, tmp_path / "b")
-    assert all(torch.equal(t, continued.state_dict()[n]) for n, t in undisturbed.state_dict().items())
 
 
 def test_moe_dropout_is_seeded_by_step(tokens: Path, tmp_path: Path) -> None:
-    config = shape(HEADS, experts={**EXPERTS, "expert_dropout": 0.3, "token_dropout": 0.2})
-    wanted, notes = job(tokens, model=config, steps=8, evaluations=4), Notes()
-    undisturbed = weights(train(wanted, tmp_path / "a", notes))
-    again = Notes()
+    dropping = shape(HEADS, experts={**EXPERTS, "expert_dropout": 0.3, "token_dropout": 0.2})
+    wanted, notes, again = job(tokens, model=dropping, steps=8, evaluations=4), Notes(), Notes()
+    undisturbed = train(wanted, tmp_path / "a", notes)
     train(wanted, tmp_path / "b", again, stop_after=4, checkpoint_seconds=0.0)
-    continued = weights(train(wanted, tmp_path / "b", again))
-    assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
+    assert_equal(undisturbed, train(wanted, tmp_path / "b", again))
     assert notes.evaluations == again.evaluations  # validation drops nothing
-    without = shape(HEADS, experts=EXPERTS)
-    other = weights(train(wanted.model_copy(update={"model": without}), tmp_path / "c"))
-    assert not all(torch.equal(undisturbed[n], other[n]) for n in undisturbed)
+    without = wanted.model_copy(update={"model": shape(HEADS, experts=EXPERTS)})
+    other = weights(train(without, tmp_path / "c"))
+    assert any(not torch.equal(p, other[n]) for n, p in undisturbed.named_parameters())
 
 
-def test_lm_objective_separates_packed_documents(tokens: Path) -> None:
-    """The loss of a packed row with segments equals the sum over its documents, for every mixer."""
-    from whorl.models import make_model
-    from whorl.parallel.process_group import ProcessGroup
-    from whorl.train.config import RoutingConfig
-    from whorl.train.lm.objective import LMObjective
-    from whorl.train.metrics.moe_balance import MoEBalancer
-
+@pytest.mark.parametrize("kind", MIXERS)
+def test_lm_objective_separates_packed_documents(kind: str) -> None:
+    """The loss of a packed row with segments equals the sum over its documents."""
     ids = torch.randint(0, 256, (1, 13), generator=torch.Generator().manual_seed(0))
-    parts = [ids[:, :7], ids[:, 6:]]  # 6 targets each
-    for kind, mixer in MIXERS.items():
-        model = make_model(shape(mixer), torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-        loss = LMObjective(
-            model, MoEBalancer(model, RoutingConfig(), ProcessGroup()), z_loss=0.0, compile=False
-        )
-        alone = [
-            loss({"tokens": p[:, :-1], "targets": p[:, 1:], "loss_mask": torch.ones(1, 6, dtype=torch.bool)})
-            for p in parts
-        ]
-        packed = {
-            "tokens": torch.cat([p[:, :-1] for p in parts], dim=1),
-            "targets": torch.cat([p[:, 1:] for p in parts], dim=1),
-            "loss_mask": torch.ones(1, 12, dtype=torch.bool),
-            "segment_ids": torch.tensor([[1] * 6 + [2] * 6]),
-            "positions": torch.tensor([[*range(6), *range(6)]]),
-        }
-        assert loss(packed).total.item() == pytest.approx(sum(x.total.item() for x in alone), rel=1e-4), kind
+    model = disturbed(make_model(shape(MIXERS[kind]), torch.Generator().manual_seed(0)), 0.1)
+    moe = MoEBalancer(model, RoutingConfig(), ProcessGroup())
+    loss = LMObjective(model, moe, z_loss=0.0, compile=False)
+    alone = []
+    for part in (ids[:, :7], ids[:, 6:]):  # 6 targets each
+        mask = torch.ones(1, 6, dtype=torch.bool)
+        alone.append({"tokens": part[:, :-1], "targets": part[:, 1:], "loss_mask": mask})
+    packed = {name: torch.cat([part[name] for part in alone], dim=1) for name in alone[0]}
+    packed["segment_ids"] = torch.tensor([[1] * 6 + [2] * 6])
+    packed["positions"] = torch.tensor([[*range(6), *range(6)]])
+    apart = sum(loss(part).total.item() for part in alone)
+    assert loss(packed).total.item() == pytest.approx(apart, rel=1e-4)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.support.train.model_shapes import EXPERTS, HEADS, shape
-from tests.support.train.poisoned_tokens import poisoned
-from tests.support.train.pretraining import raw_text
+from tests.support.train.pretraining import assert_equal, raw_text, train, weights
+from tests.support.train.spike_guards import poisoned
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.errors import CheckpointError, ConfigError
@@ -28,18 +28,7 @@ from whorl.train.config import ScheduleConfig
 from whorl.train.job import Job
 from whorl.train.lm import decay_branches as branches
 from whorl.train.lm import pretrain as module
-from whorl.train.lm.pretrain import pretrain
 from whorl.train.optim.lr_schedule import lr_scale
-
-
-def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object) -> dict[str, torch.Tensor]:
-    model = pretrain(wanted, scratch, notes or Notes(), **more)  # type: ignore[arg-type]
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: p.detach().clone() for name, p in found.items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_branch_equals_run_planned_for_its_budget(tokens: Path, tmp_path: Path) -> None:
@@ -47,13 +36,12 @@ def test_branch_equals_run_planned_for_its_budget(tokens: Path, tmp_path: Path) 
     whole = job(tokens, steps=37, schedule={"warmup_ratio": 0.07, "decay_ratio": 0.4}, ema=0.9)
     points = {share: branches.branch_step(whole, share) for share in (0.3, 0.7)}
     assert points == {0.3: 7, 0.7: 16}  # of 11 and 26 steps with decay ratio 0.4
+    saved, folder = {"branch_points": points.values(), "checkpoint_seconds": 0.0}, tmp_path / "whole"
     for stop in (7, 12, 37):  # at the first point, between the points, at the end
-        end = train(
-            whole, tmp_path / "whole", stop_after=stop, branch_points=points.values(), checkpoint_seconds=0.0
-        )
-    assert same(end, train(whole, tmp_path / "without"))  # saving branch states changes nothing
-    assert branches.export_branches(tmp_path / "whole", tmp_path / "model", points) == [0.3, 0.7]
-    shutil.rmtree(tmp_path / "whole")
+        end = train(whole, folder, stop_after=stop, **saved)
+    assert_equal(end, train(whole, tmp_path / "without"))  # saving branch states changes nothing
+    assert branches.export_branches(folder, tmp_path / "model", points) == [0.3, 0.7]
+    shutil.rmtree(folder)
     for share, at in points.items():
         budget = branches.branch_job(whole, share)
         start, scratch = branches.branch_state_folder(tmp_path / "model", share), tmp_path / str(share)
@@ -61,24 +49,27 @@ def test_branch_equals_run_planned_for_its_budget(tokens: Path, tmp_path: Path) 
             notes = Notes()
             end = train(budget, scratch, notes, branch_start=start, stop_after=stop, checkpoint_seconds=0.0)
         assert len(notes.steps) == budget.steps - at - 2
-        assert same(end, train(budget, tmp_path / f"planned {share}"))
+        assert_equal(end, train(budget, tmp_path / f"planned {share}"))
 
 
 @pytest.mark.parametrize("name", ["raw text", "experts", "two replicas"])
 def test_branch_resumes_stream_experts_and_replicas(name: str, tokens: Path, tmp_path: Path) -> None:
-    more: dict[str, object] = (
-        {"replicas": 2} if name == "two replicas" else {"model": shape(HEADS, experts=EXPERTS, n_layers=1)}
-    )
-    if name == "raw text":
-        more = {"stream": raw_text(tokens, tmp_path / "raw")}
-    whole = job(tokens, steps=14, **more)
+    changes: dict[str, dict[str, object]] = {
+        "raw text": {"stream": raw_text(tokens, tmp_path / "raw")},
+        "experts": {"model": shape(HEADS, experts=EXPERTS, n_layers=1)},
+        "two replicas": {"replicas": 2},
+    }
+    whole = job(tokens, steps=14, **changes[name])
     assert branches.branch_step(whole, 0.5) == 4
-    train(whole, tmp_path / "whole", branch_points=[4], stop_after=6)
-    budget, start = (
-        branches.branch_job(whole, 0.5),
-        branches.branch_folder(tmp_path / "whole", 4) / "step-00000004",
-    )
-    assert same(train(budget, tmp_path / "branch", branch_start=start), train(budget, tmp_path / "planned"))
+    start = stable_state(whole, tmp_path / "whole", 4, stop_after=6)
+    budget = branches.branch_job(whole, 0.5)
+    assert_equal(train(budget, tmp_path / "branch", branch_start=start), train(budget, tmp_path / "planned"))
+
+
+def stable_state(whole: Job, scratch: Path, step: int, **more: object) -> Path:
+    """The folder of the state at `step` after training the stable run."""
+    train(whole, scratch, branch_points=[step], **more)
+    return branches.branch_folder(scratch, step) / f"step-{step:08d}"
 
 
 @given(st.integers(8, 4000), st.floats(0.01, 0.99), st.floats(0.05, 0.95), st.floats(0, 0.3))
@@ -105,28 +96,26 @@ def test_branch_step_is_end_of_plateau(steps: int, share: float, decay: float, w
 
 def test_branch_from_other_job_raises(tokens: Path, tmp_path: Path) -> None:
     whole = job(tokens, steps=12)
-    train(whole, tmp_path / "whole", branch_points=[3])
-    start = branches.branch_folder(tmp_path / "whole", 3) / "step-00000003"
-    other = branches.branch_job(job(make_tokens(tmp_path / "other", seed=1), steps=12), 0.5)
-    with pytest.raises(CheckpointError, match="of another job: data differs"):
-        train(other, tmp_path / "a", branch_start=start)
-    with pytest.raises(CheckpointError, match="of another job: seed differs"):
-        train(branches.branch_job(job(tokens, steps=12, seed=1), 0.5), tmp_path / "b", branch_start=start)
+    start = stable_state(whole, tmp_path / "whole", 3)
+
+    def refused(of: Job, words: str) -> None:
+        with pytest.raises(CheckpointError, match=words):
+            train(branches.branch_job(of, 0.5), tmp_path / words, branch_start=start)
+
+    refused(job(make_tokens(tmp_path / "other", seed=1), steps=12), "of another job: data differs")
+    refused(job(tokens, steps=12, seed=1), "of another job: seed differs")
     damaged = start / "state.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="differs from the recorded hash"):
-        train(branches.branch_job(whole, 0.5), tmp_path / "c", branch_start=start)
+    refused(whole, "differs from the recorded hash")
 
 
 def test_branch_rolls_back_to_its_start(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = {"patience": 2, "max_rollbacks": 1, "max_skipped": 1.0, "snapshot_every": 2}
-    whole = poisoned(
-        tokens, tmp_path / "whole", steps=12, spike_guard=watch
-    )  # NaN for the letter x, which is in no text
-    train(whole, tmp_path / "whole", branch_points=[3], stop_after=4)
-    start = branches.branch_folder(tmp_path / "whole", 3) / "step-00000003"
+    # NaN for the letter x, which is in no text
+    whole = poisoned(tokens, tmp_path / "whole", steps=12, spike_guard=watch)
+    start = stable_state(whole, tmp_path / "whole", 3, stop_after=4)
     plain = module._micro_batches
 
     def spoilt(record: Any, of: Job) -> Any:
@@ -135,30 +124,26 @@ def test_branch_rolls_back_to_its_start(
         return parts
 
     monkeypatch.setattr(module, "_micro_batches", spoilt)
-    notes = Notes()
-    back = train(
-        branches.branch_job(whole, 0.5), tmp_path / "branch", notes, branch_start=start, stop_after=5
-    )
+    notes, budget = Notes(), branches.branch_job(whole, 0.5)
+    back = train(budget, tmp_path / "branch", notes, branch_start=start, stop_after=5)
     assert "rolled back to step 3" in notes.events[-1]["action"]
     kept = load(start).tensors
-    assert all(torch.equal(w.nan_to_num(7), kept[f"weights/{n}"].nan_to_num(7)) for n, w in back.items())
+    for name, w in weights(back).items():
+        torch.testing.assert_close(w, kept[f"weights/{name}"], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["decay_branches=[0.5, 1.0]"], "decay_branches: 1 is not a fraction of the run: between 0 and 1"),
-        (["decay_branches=[0.5, 0.5]"], r"decay_branches: \[0.5, 0.5\] contains a duplicate"),
-        (["decay_branches=[0.03, 0.5]"], r"decay_branches: 0.03 would decay within the warm-up: above 0.04"),
-        (
-            ["decay_branches=[0.5]", "schedule.kind=cosine"],
-            "a plateau, which a schedule with kind = 'cosine' does not",
-        ),
+        ("decay_branches=[0.5,1.0]", "decay_branches: 1 is not a fraction of the run: between 0 and 1"),
+        ("decay_branches=[0.5,0.5]", r"decay_branches: \[0.5, 0.5\] contains a duplicate"),
+        ("decay_branches=[0.03,0.5]", r"decay_branches: 0.03 would decay within the warm-up: above 0.04"),
+        ("decay_branches=[0.5] schedule.kind=cosine", "plateau, which a schedule with kind = 'cosine' does"),
     ],
 )
-def test_check_fractions_invalid_raises(sets: list[str], words: str) -> None:
+def test_check_fractions_invalid_raises(sets: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        load_recipe("quickstart", sets=[f"pretrain.{s}" for s in sets])
+        load_recipe("quickstart", sets=[f"pretrain.{s}" for s in sets.split()])
 
 
 def test_branch_without_plateau_or_state_raises(tmp_path: Path) -> None:
@@ -167,9 +152,8 @@ def test_branch_without_plateau_or_state_raises(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             branches.branch_step(job(Path("none"), steps=steps, schedule=schedule), share)
     (tmp_path / "stable" / "0.25").mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match=r"(?s)no stable state for the fraction 0.3.*0.25.*decay_branches = \[0.3\]"
-    ):
+    words = r"(?s)no stable state for the fraction 0.3.*0.25.*decay_branches = \[0.3\]"
+    with pytest.raises(ConfigError, match=words):
         branches.branch_state_folder(tmp_path, 0.3)
     messages: list[str] = []
     assert branches.export_branches(tmp_path / "scratch", tmp_path / "out", {0.5: 7}, messages.append) == []
@@ -215,12 +199,12 @@ def test_decay_branch_step_makes_model_artifact(tmp_path: Path, monkeypatch: pyt
     stable, half = made["pretrain"], made["half"]
     assert stable.summary["branches"] == [0.5] and half.kind == "model"
     assert (half.summary["steps"], half.summary["branched_at"], half.summary["steps_trained"]) == (12, 7, 5)
-    curve = json.loads(half.file("curve.json").read_text())
-    assert [r["step"] for r in curve if "nll" in r] == [*range(1, 13)]
-    whole = json.loads(stable.file("curve.json").read_text())
-    assert [r["nll"] for r in curve if "nll" in r][:7] == [r["nll"] for r in whole if "nll" in r][:7]
-    ours, theirs = load_model(half.path), load_model(stable.path)
-    assert not torch.equal(ours.embedding, theirs.embedding)
+    curve, whole = (
+        [(r["step"], r["nll"]) for r in json.loads(each.file("curve.json").read_text()) if "nll" in r]
+        for each in (half, stable)
+    )
+    assert [step for step, _ in curve] == [*range(1, 13)] and curve[:7] == whole[:7]
+    assert not torch.equal(load_model(half.path).embedding, load_model(stable.path).embedding)
     assert made["pretrain"].address in str(half.parents)
     other = parse_recipe(RECIPE, "budgets.toml", sets=[*sets, "half.fraction=0.25"])
     with pytest.raises(ConfigError, match=r"no stable state for the fraction 0.25"):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from tests.support.train.pretraining import assert_close, raw_text, train, weights
+from tests.support.train.pretraining import assert_close, assert_equal, raw_text, train, train_notes
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.errors import BudgetError, CheckpointError
@@ -24,42 +26,36 @@ ROOT = Path(__file__).parents[3]
 
 def test_pretrain_equal_for_micro_batches_and_replicas(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, steps=4)
-    whole = weights(train(wanted, tmp_path / "1x8"))
-    assert_close(whole, weights(train(wanted.model_copy(update={"micro_batch_size": 4}), tmp_path / "2x4")))
-    assert_close(whole, weights(train(wanted.model_copy(update={"micro_batch_size": 1}), tmp_path / "8x1")))
-    assert_close(whole, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
+    whole = train(wanted, tmp_path / "1x8")
+    for change in ({"micro_batch_size": 4}, {"micro_batch_size": 1}, {"replicas": 2}):
+        assert_close(whole, train(wanted.model_copy(update=change), tmp_path / str(change)))
 
 
 def test_pretrain_serial_loader_equals_process(tokens: Path, tmp_path: Path) -> None:
-    serial = weights(train(job(tokens), tmp_path / "a"))
-    process = weights(train(job(tokens, serial_loader=False), tmp_path / "b"))
-    assert all(torch.equal(serial[n], process[n]) for n in serial)
+    process = train(job(tokens, serial_loader=False), tmp_path / "b")
+    assert_equal(train(job(tokens), tmp_path / "a"), process)
 
 
 def test_pretrain_resume_is_bit_exact(tokens: Path, tmp_path: Path) -> None:
-    undisturbed = weights(train(job(tokens), tmp_path / "a"))
-    notes = Notes()
-    train(job(tokens), tmp_path / "b", notes, stop_after=5, checkpoint_seconds=0.0)
+    undisturbed, messages = train(job(tokens), tmp_path / "a"), list[str]()
+    notes = train_notes(job(tokens), tmp_path / "b", stop_after=5, checkpoint_seconds=0.0)
     assert notes.checkpoints[-1] == 5
-    messages: list[str] = []
-    continued = weights(train(job(tokens), tmp_path / "b", log=messages.append))
+    assert_equal(undisturbed, train(job(tokens), tmp_path / "b", log=messages.append))
     assert any("continues at step 5 of 12" in line for line in messages)
-    assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
 
 
 def test_pretrain_raw_text_learns_and_resumes_exactly(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, stream=raw_text(tokens, tmp_path), steps=30)
     notes = Notes()
-    undisturbed = weights(train(wanted, tmp_path / "a", notes))
+    undisturbed = train(wanted, tmp_path / "a", notes)
     assert notes.evaluations[-1]["held_out_nll"] < notes.evaluations[0]["held_out_nll"]
     other = wanted.model_copy(update={"serial_loader": False})  # tokenized by a process
     assert wanted.stream is not None
-    for stop, replicas in ((11, 1), (17, 1)):
-        change = {"stream": wanted.stream.model_copy(update={"workers": stop % 3}), "replicas": replicas}
+    for stop in (11, 17):
+        change = {"stream": wanted.stream.model_copy(update={"workers": stop % 3})}
         train(other.model_copy(update=change), tmp_path / "b", stop_after=stop, checkpoint_seconds=0.0)
-    again = weights(train(wanted, tmp_path / "b"))
-    assert all(torch.equal(undisturbed[n], again[n]) for n in again)
-    assert_close(undisturbed, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
+    assert_equal(undisturbed, train(wanted, tmp_path / "b"))
+    assert_close(undisturbed, train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two"))
 
 
 def test_pretrain_changed_raw_text_raises(tokens: Path, tmp_path: Path) -> None:
@@ -70,18 +66,16 @@ def test_pretrain_changed_raw_text_raises(tokens: Path, tmp_path: Path) -> None:
         train(wanted, tmp_path / "a")
 
 
-def test_pretrain_checkpoint_of_other_job_raises(tokens: Path, tmp_path: Path) -> None:
-    train(job(tokens), tmp_path, stop_after=2, checkpoint_seconds=0.0)
-    with pytest.raises(CheckpointError, match="another job"):
-        train(job(tokens, seed=1), tmp_path)
-
-
 def test_pretrain_checkpoint_accepts_copied_token_set_only(tokens: Path, tmp_path: Path) -> None:
     train(job(tokens), tmp_path / "scratch", stop_after=2, checkpoint_seconds=0.0)
     copied = shutil.copytree(tokens, tmp_path / "copied")
     train(job(copied), tmp_path / "scratch", stop_after=3, checkpoint_seconds=0.0)
-    with pytest.raises(CheckpointError, match="data differs"):
-        train(job(make_tokens(tmp_path / "other", seed=1)), tmp_path / "scratch")
+    other = make_tokens(tmp_path / "other", seed=1)
+    refused = {"another job": job(tokens, seed=1), "data differs": job(other)}
+    refused["deterministic differs"] = job(tokens, deterministic=True)
+    for words, wanted in refused.items():
+        with pytest.raises(CheckpointError, match=words):
+            train(wanted, tmp_path / "scratch")
 
 
 SCRIPT = """
@@ -102,11 +96,9 @@ def test_pretrain_killed_leaves_no_processes(tokens: Path, tmp_path: Path) -> No
     run = subprocess.Popen([sys.executable, str(script), str(ROOT), str(tokens), str(tmp_path / "scratch")])
     parent = psutil.Process(run.pid)
     deadline = time.monotonic() + 60
-    while (
-        len(parent.children(recursive=True)) < 3 and time.monotonic() < deadline
-    ):  # a replica and two loaders
+    while len(parent.children(recursive=True)) < 3 and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(1.0)
+    time.sleep(1.0)  # until the replica and the two loaders work
     family = parent.children(recursive=True)
     assert len(family) >= 3
     run.kill()
@@ -120,21 +112,15 @@ def _fail(world: ProcessGroup) -> None:
 
 
 def _die(world: ProcessGroup) -> None:
-    import os
-
     os._exit(9)
 
 
 @pytest.mark.parametrize(
     ("work", "words"), [(_fail, "the replica's own words"), (_die, "died without an error message")]
 )
-def test_replica_failure_raises(work: object, words: str) -> None:
-    world = spawn_replicas(2, work)  # type: ignore[arg-type]
-    try:
-        with pytest.raises(ReplicaError, match=words):
-            world.all_gather_scalars(1.0)
-    finally:
-        world.close()
+def test_replica_failure_raises(work: Callable[[ProcessGroup], None], words: str) -> None:
+    with closing(spawn_replicas(2, work)) as world, pytest.raises(ReplicaError, match=words):
+        world.all_gather_scalars(1.0)
 
 
 def test_pretrain_invalid_batch_size_raises(tokens: Path, tmp_path: Path) -> None:
@@ -148,8 +134,7 @@ def test_pretrain_invalid_batch_size_raises(tokens: Path, tmp_path: Path) -> Non
 def test_pretrain_reaches_entropy_of_the_data(tmp_path: Path, seed: int) -> None:
     """Letters come in pairs: the first is one of 8, the second is certain. Entropy: ln(8) / 2 per letter."""
     tokens = make_tokens(tmp_path / "tokens", documents=300, seed=seed)
-    notes = Notes()
-    train(job(tokens, steps=150, seed=seed, seq_len=64), tmp_path / "s", notes)
+    notes = train_notes(job(tokens, steps=150, seed=seed, seq_len=64), tmp_path / "s")
     entropy = math.log(8) / 2
     reached = notes.evaluations[-1]["held_out_nll"]
     assert entropy - 0.06 < reached < entropy + 0.12, reached

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job
+from tests.support.train.pretraining import train_notes
+from tests.support.train.tiny import job
 from torch import Tensor, nn
 
 from whorl.objectives.next_token import Loss
@@ -16,7 +17,6 @@ from whorl.tracking.seeds import generator
 from whorl.train.job import Job
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
-from whorl.train.lm.pretrain import pretrain
 from whorl.train.metrics import layer_stats as figures
 from whorl.train.metrics.noise_scale import NoiseScale, unbiased_estimates
 
@@ -122,10 +122,9 @@ def test_noise_scale_matches_linear_regression(cut: list[int]) -> None:
     assert spread < 0.2 and trace / square == pytest.approx(n + 1 + s**2 * n / d, rel=spread)
 
 
-def noise_of(wanted: Job, scratch: Path, **more: object) -> dict[str, float]:
-    notes = Notes()
-    pretrain(wanted, scratch, notes, **more)  # type: ignore[arg-type]
-    return {n: v for n, v in notes.steps[-1].items() if n.startswith("noise_scale/")}
+def noise_of(wanted: Job, scratch: Path) -> dict[str, float]:
+    last = train_notes(wanted, scratch).steps[-1]
+    return {n: v for n, v in last.items() if n.startswith("noise_scale/")}
 
 
 def test_noise_scale_equal_for_micro_batches_and_replicas(
@@ -133,10 +132,8 @@ def test_noise_scale_equal_for_micro_batches_and_replicas(
 ) -> None:
     monkeypatch.setattr(figures, "MIN_INTERVAL", 2)
     parts = noise_of(job(tokens, steps=2, micro_batch_size=4), tmp_path / "parts")
-    replicas = noise_of(job(tokens, steps=2, replicas=2), tmp_path / "replicas")
     assert parts["noise_scale/tr_sigma"] > 0 and parts["noise_scale/sequences"] > 0
-    for name in parts:
-        assert replicas[name] == pytest.approx(parts[name], rel=1e-3), name
+    assert noise_of(job(tokens, steps=2, replicas=2), tmp_path / "replicas") == pytest.approx(parts, rel=1e-3)
     ratio = parts["noise_scale/tokens"] / parts["noise_scale/sequences"]
     assert 30 <= ratio <= 32  # tokens per row with a target
     assert noise_of(job(tokens, steps=2), tmp_path / "one") == {}
@@ -146,13 +143,10 @@ def test_noise_scale_is_ratio_of_averages() -> None:
     noise = NoiseScale()
     assert noise.finalize(1, 10, 3.0, 0.2, 2) == {} and noise.finalize(2, 10, math.nan, 0.2, 2) == {}
     first = noise.finalize(2, 10, 8.0, 0.5, 2)  # trace 3, square 0.2
-    assert first["noise_scale/tokens"] == pytest.approx(15) and first[
-        "noise_scale/sequences"
-    ] == pytest.approx(3)
+    assert [first[f"noise_scale/{n}"] for n in ("tokens", "sequences")] == pytest.approx([15, 3])
     second = noise.finalize(2, 10, 8.0, 0.2, 2)  # trace 6, square -0.4
-    assert second["noise_scale/grad_sq"] == pytest.approx(-0.4) and set(second) == {
-        "noise_scale/tr_sigma", "noise_scale/grad_sq"
-    }  # fmt: skip
+    assert second["noise_scale/grad_sq"] == pytest.approx(-0.4)
+    assert set(second) == {"noise_scale/tr_sigma", "noise_scale/grad_sq"}
     third = noise.finalize(2, 10, 13.0, 1.2, 2)  # trace 1, square 1.1
     trace, square = 0.9 * (0.9 * 0.3 + 0.6) + 0.1, 0.9 * (0.9 * 0.02 - 0.04) + 0.11
     assert third["noise_scale/tokens"] == pytest.approx(trace / square)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.train.tiny import Notes, job
+from tests.support.train.pretraining import train_notes
+from tests.support.train.tiny import job
 
 from whorl.errors import ConfigError
 from whorl.recipes.recipe import load_recipe
 from whorl.train.config import ScheduleConfig
-from whorl.train.lm.pretrain import pretrain
 from whorl.train.optim.lr_schedule import check_warmup, lr_scale, warmup_stable_decay, warmup_steps
 
 KINDS = ("wsd", "cosine", "linear", "constant")
@@ -44,9 +44,8 @@ def test_lr_scale_rises_then_falls_to_minimum(c: ScheduleConfig, total: int) -> 
     assert top <= max(0.0, math.ceil(warm))  # the peak is at the end of the warm-up
     end = [*factors[top:], lr_scale(total, total, c)]
     assert end == sorted(end, reverse=True)
-    assert end[-1] == pytest.approx(
-        min(1.0, (total + 1) / max(1.0, warm)) if c.kind == "constant" else c.min_lr_ratio
-    )
+    constant = min(1.0, (total + 1) / max(1.0, warm))
+    assert end[-1] == pytest.approx(constant if c.kind == "constant" else c.min_lr_ratio)
     # Continuous: no step exceeds the steepest slope. A cosine's is pi / 2 times a line's.
     falling = max(1.0, c.decay_ratio * total if c.kind == "wsd" else total - warm)
     slope = max(1 / max(1.0, warm), math.pi / 2 / falling)
@@ -79,29 +78,20 @@ def test_lr_scale_kinds_match_their_formulas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings_", "words"),
+    ("sets", "words"),
     [
-        (["warmup_ratio=0.7"], r"warmup_ratio \(0.7\) \+ decay_ratio \(0.5\) is above 1: together at most 1"),
-        (
-            ["kind=cosine", "decay_ratio=0.3"],
-            r"decay_ratio \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from the end",
-        ),
-        (
-            ["kind=constant", "min_lr_ratio=0.1"],
-            r"min_lr_ratio \(0.1\) belongs to a schedule that falls; 'constant' does not",
-        ),
-        (
-            ["warmup_ratio=0.1", "warmup_steps=10"],
-            r"both warmup_ratio \(0.1\) and warmup_steps \(10\) are set: give one",
-        ),
-        (["kind=cosin"], r"pretrain.schedule.kind cannot be 'cosin'.*'cosine'"),
-        (["min_lr_ratio=-1"], r"pretrain.schedule.min_lr_ratio cannot be '-1'.*greater than or equal to 0"),
-        (["rise=1"], "no setting 'rise'"),
+        ("warmup_ratio=0.7", r"warmup_ratio \(0.7\) \+ decay_ratio \(0.5\) is above 1: together at most 1"),
+        ("kind=cosine decay_ratio=0.3", r"decay_ratio \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from"),
+        ("kind=constant min_lr_ratio=0.1", r"min_lr_ratio \(0.1\) belongs to a schedule that falls"),
+        ("warmup_ratio=0.1 warmup_steps=10", r"both warmup_ratio \(0.1\) and warmup_steps \(10\) are set"),
+        ("kind=cosin", r"pretrain.schedule.kind cannot be 'cosin'.*'cosine'"),
+        ("min_lr_ratio=-1", r"pretrain.schedule.min_lr_ratio cannot be '-1'.*greater than or equal to 0"),
+        ("rise=1", "no setting 'rise'"),
     ],
 )
-def test_schedule_config_invalid_raises(settings_: list[str], words: str) -> None:
+def test_schedule_config_invalid_raises(sets: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){words}"):
-        load_recipe("quickstart", sets=[f"pretrain.schedule.{s}" for s in settings_])
+        load_recipe("quickstart", sets=[f"pretrain.schedule.{s}" for s in sets.split()])
 
 
 def test_check_warmup_rejects_warmup_steps_too_long() -> None:
@@ -114,12 +104,10 @@ def test_check_warmup_rejects_warmup_steps_too_long() -> None:
 def test_pretrain_logs_scheduled_learning_rates(tokens: Path, tmp_path: Path) -> None:
     for kind in KINDS:
         wanted = job(tokens, steps=6, schedule={"kind": kind, "warmup_ratio": 0.4})
-        notes = Notes()
-        pretrain(wanted, tmp_path / kind, notes)
-        rates = [m["learning_rate"] for m in notes.steps]
+        rates = [m["learning_rate"] for m in train_notes(wanted, tmp_path / kind).steps]
         assert rates == [pytest.approx(0.02 * lr_scale(n, 6, wanted.schedule)) for n in range(6)]
     with pytest.raises(ConfigError, match="warmup_steps is 9"):
-        pretrain(job(tokens, steps=6, schedule={"warmup_steps": 9}), tmp_path / "no", Notes())
+        train_notes(job(tokens, steps=6, schedule={"warmup_steps": 9}), tmp_path / "no")
 
 
 def test_train_config_imports_no_torch() -> None:

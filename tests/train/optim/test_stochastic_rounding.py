@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tests.support.train.model_shapes import EXPERTS, HEADS, shape
-from tests.support.train.pretraining import train, weights
+from tests.support.train.pretraining import assert_resume_is_exact, train, weights
 from tests.support.train.tiny import Notes, job
 
 from whorl.errors import ConfigError
@@ -68,9 +68,7 @@ def test_rounding_is_seeded_by_seed_step_and_name() -> None:
 
     same = drawn(0, "a", 7)
     assert torch.equal(same, drawn(0, "a", 7))
-    assert all(
-        not torch.equal(same, other) for other in (drawn(1, "a", 7), drawn(0, "b", 7), drawn(0, "a", 8))
-    )
+    assert not any(torch.equal(same, drawn(*other)) for other in ((1, "a", 7), (0, "b", 7), (0, "a", 8)))
     wide = torch.zeros(64)
     Rounding("stochastic", 0).write(wide, value, "a", 7)
     assert torch.equal(wide, value)  # fp32 weights are not rounded
@@ -81,23 +79,18 @@ def test_bf16_weights_apply_to_block_matrices_only(tokens: Path) -> None:
     model = build_model(wanted)
     shared = allocate_shared(model, wanted)
     narrow = {n for n, t in shared.weights.items() if t.dtype == torch.bfloat16}
-    assert narrow == {
-        n for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1
-    }
+    matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and min(p.shape) > 1}
+    assert narrow == {n for n in matrices if n.startswith("blocks.")}
     others = [*shared.gradients.values(), *shared.state.values()]
     assert narrow and all(t.dtype == torch.float32 for t in others)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bf16_weights_resume_is_exact_and_model_saves(tokens: Path, tmp_path: Path, dtype: str) -> None:
-    wanted, notes = job(tokens, steps=30, bf16_weights="stochastic", dtype=dtype), Notes()
-    model = train(wanted, tmp_path / "a", notes)
-    undisturbed = weights(model)
-    train(wanted, tmp_path / "b", stop_after=13, checkpoint_seconds=0.0)
-    again = weights(train(wanted, tmp_path / "b"))
-    assert all(torch.equal(undisturbed[n], again[n]) for n in undisturbed)
+    wanted = job(tokens, steps=30, bf16_weights="stochastic", dtype=dtype)
+    model = assert_resume_is_exact(wanted, tmp_path, stop=13)
     other = weights(train(wanted.model_copy(update={"bf16_weights": "nearest"}), tmp_path / "n"))
-    assert any(not torch.equal(undisturbed[n], other[n]) for n in other)
+    assert any(not torch.equal(p, other[n]) for n, p in model.named_parameters())
     save_model(model, tmp_path / "model")
     ids = torch.arange(16)[None]
     with torch.no_grad():
@@ -107,22 +100,18 @@ def test_bf16_weights_resume_is_exact_and_model_saves(tokens: Path, tmp_path: Pa
 def test_bf16_weights_replicas_match_up_to_rounding(tokens: Path, tmp_path: Path) -> None:
     """Gradients of bf16 weights are bf16, so two half batches sum to other last digits than the whole."""
     wanted = job(tokens, steps=4, bf16_weights="stochastic")
-    one = weights(train(wanted, tmp_path / "one"))
-    two = weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two"))
-    for name, weight in one.items():
+    two = train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")
+    for name, weight in train(wanted, tmp_path / "one").named_parameters():
         if weight.dtype == torch.bfloat16:
-            apart = (weight.float() - two[name].float()).norm() / weight.float().norm()
+            apart = (weight.float() - two.get_parameter(name).float()).norm() / weight.float().norm()
             assert apart < 0.06, name
 
 
 def test_bf16_weights_ema_is_fp32(tokens: Path, tmp_path: Path) -> None:
     """The saved model of a run with EMA is the average."""
     wanted = job(tokens, steps=30, bf16_weights="stochastic", ema=0.9)
-    model = train(wanted, tmp_path / "a")
-    train(wanted, tmp_path / "b", stop_after=13, checkpoint_seconds=0.0)
-    again = weights(train(wanted, tmp_path / "b"))
-    for name, weight in weights(model).items():
-        assert weight.dtype == torch.float32 and torch.equal(weight, again[name])
+    model = assert_resume_is_exact(wanted, tmp_path, stop=13)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_bf16_weights_train_experts(tokens: Path, tmp_path: Path) -> None:

@@ -9,32 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.train.tiny import Notes, job
+from tests.support.train.model_shapes import HEADS, shape
+from tests.support.train.pretraining import assert_equal, train
+from tests.support.train.tiny import job
 from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from whorl.models import TransformerConfig
-from whorl.train.lm.pretrain import build_model, pretrain
+from whorl.objectives.next_token import next_token
+from whorl.train.lm import objective as language
+from whorl.train.lm.pretrain import build_model
+from whorl.train.profiling import trace
 from whorl.train.profiling.inductor import classify_kernel, part_of_traces
 from whorl.train.profiling.profiler import Profile, mfu_by_class, profile
-from whorl.train.profiling.trace import (
-    ATTENTION,
-    COPIES,
-    FRAMEWORK,
-    LOOKUPS,
-    MATMULS,
-    POINTWISE,
-    RANGE,
-    REDUCTIONS,
-    STEP,
-    WAITING,
-    KernelInfo,
-    classify_op,
-    estimate_cost,
-    read_trace,
-)
+from whorl.train.profiling.trace import ATTENTION, COPIES, MATMULS, POINTWISE, RANGE, REDUCTIONS, STEP
 
 
 @pytest.fixture(scope="module")
@@ -47,61 +36,57 @@ def event(name: str, ts: float, dur: float, tid: int = 1, cat: str = "cpu_op", *
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "tid": tid, "cat": cat, "args": args}
 
 
+def marked(name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+    """The event of a named range."""
+    return event(RANGE + name, ts, dur, cat="user_annotation", **args)
+
+
+BACKWARD = "autograd::engine::evaluate_function: "
+
+
 def test_read_trace_by_part_and_class() -> None:
-    shapes = {"Input Dims": [[4, 8], [8, 2]], "Input type": ["float", "float"]}
-    mm = event("aten::mm", 110, 40)
-    mm["args"] = shapes
-    linear = event("aten::linear", 105, 50, Sequence_number=7)
+    shapes = {"Input_Dims": [[4, 8], [8, 2]], "Input_type": ["float", "float"]}
     events = [
-        event(RANGE + STEP, 100, 900, cat="user_annotation"),
-        event(RANGE + "MLP, experts", 102, 60, cat="user_annotation"),
-        linear,
-        mm,
+        marked(STEP, 100, 900),
+        marked("MLP, experts", 102, 60),
+        event("aten::linear", 105, 50, Sequence_number=7),
+        event("aten::mm", 110, 40, **shapes),
         event("aten::add", 170, 10, Sequence_number=8),  # in no part
-        event("autograd::engine::evaluate_function: MmBackward0", 300, 100, Sequence_number=7),
+        event(BACKWARD + "MmBackward0", 300, 100, Sequence_number=7),
         event("aten::mul", 310, 30),
-        event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 450, 10),
-        event(RANGE + "all-gather", 500, 50, cat="user_annotation"),
-        event(RANGE + "attention | fused:1", 600, 20, cat="user_annotation"),
+        event(BACKWARD + "torch::autograd::AccumulateGrad", 450, 10),
+        marked("all-gather", 500, 50),
+        marked("attention | fused:1", 600, 20),
         event("aten::mm", 2000, 500),  # in no step
     ]
-    known = {RANGE + "attention | fused:1": KernelInfo("attention", REDUCTIONS, 64.0, 16.0)}
-    found = read_trace(events, known)
+    known = {RANGE + "attention | fused:1": trace.KernelInfo("attention", REDUCTIONS, 64.0, 16.0)}
+    found = trace.read_trace(events, known)
     assert found.steps == 1 and found.seconds == pytest.approx(900e-6)
     assert sum(found.parts.values()) == pytest.approx(900e-6)  # every microsecond once
     assert sum(cost.seconds for cost in found.classes.values()) == pytest.approx(900e-6)
-    assert found.parts["MLP, experts", False] == pytest.approx(60e-6)
-    assert found.parts["MLP, experts", True] == pytest.approx(100e-6)
-    assert found.parts["gradient accumulation", False] == pytest.approx(10e-6)
-    assert found.parts["attention", False] == pytest.approx(20e-6)
-    assert found.classes[MATMULS].seconds == pytest.approx(40e-6)
+    parts = {("MLP, experts", False): 60e-6, ("MLP, experts", True): 100e-6, ("attention", False): 20e-6}
+    parts |= {("gradient accumulation", False): 10e-6}
+    assert {part: found.parts[part] for part in parts} == pytest.approx(parts)
+    seconds = {MATMULS: 40e-6, POINTWISE: 40e-6, trace.WAITING: 50e-6}
+    assert {kind: found.classes[kind].seconds for kind in seconds} == pytest.approx(seconds)
     assert found.classes[MATMULS].flops == 2 * 4 * 8 * 2
     assert found.classes[MATMULS].bytes == 4 * (32 + 16 + 8)
-    assert found.classes[POINTWISE].seconds == pytest.approx(40e-6)
     assert found.classes[REDUCTIONS].bytes == 64.0
-    assert found.classes[WAITING].seconds == pytest.approx(50e-6)
 
 
 def test_read_trace_assigns_gpu_kernels_to_launching_op() -> None:
     """A synthetic trace in CUDA's format; no GPU recorded it."""
     events = [
-        event(RANGE + STEP, 0, 100, cat="user_annotation", External_id=1),
-        event(RANGE + "attention", 1, 30, cat="user_annotation", External_id=2),
+        marked(STEP, 0, 100, External_id=1),
+        marked("attention", 1, 30, External_id=2),
         event("aten::linear", 2, 20, External_id=3, Sequence_number=1),
         event("aten::mm", 3, 10, External_id=4),
         event("gemm", 40, 25, tid=7, cat="kernel", External_id=4),
-        event(
-            "autograd::engine::evaluate_function: MmBackward0",
-            50,
-            20,
-            tid=2,
-            External_id=5,
-            Sequence_number=1,
-        ),
+        event(BACKWARD + "MmBackward0", 50, 20, tid=2, External_id=5, Sequence_number=1),
         event("aten::mm", 51, 10, tid=2, External_id=6),
         event("gemm", 70, 28, tid=7, cat="kernel", External_id=6),
     ]
-    found = read_trace(events)
+    found = trace.read_trace(events)
     assert found.on_device
     assert found.parts["attention", False] == pytest.approx(25e-6)
     assert found.parts["attention", True] == pytest.approx(28e-6)
@@ -113,58 +98,50 @@ def test_classify_op_known_operators() -> None:
         ("aten::mm", "attention", MATMULS), ("aten::bmm", "attention", ATTENTION), ("aten::bmm", "optimizer", MATMULS),
         ("aten::_softmax", "attention", ATTENTION), ("aten::_softmax", "head, loss", REDUCTIONS),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "other", ATTENTION), ("aten::copy_", "other", COPIES),
-        ("aten::index_select", "embed", LOOKUPS), ("aten::mul", "other", POINTWISE), ("aten::view", "other", None),
+        ("aten::index_select", "embed", trace.LOOKUPS), ("aten::mul", "other", POINTWISE), ("aten::view", "other", None),
         ("torch::autograd::AccumulateGrad", "other", None), ("Optimizer", "other", None),
     ):  # fmt: skip
-        assert classify_op(name, part) == kind, name
-    assert classify_op("aten::square", "other", is_leaf=False) is None  # the operators it calls are counted
+        assert trace.classify_op(name, part) == kind, name
+    assert (
+        trace.classify_op("aten::square", "other", is_leaf=False) is None
+    )  # the operators it calls are counted
 
 
 @pytest.mark.parametrize(
-    ("work", "kind"),
+    "work",
     [
-        (lambda a, b: a @ b, MATMULS),
-        (lambda a, b: torch.addmm(b[0], a, b), MATMULS),
-        (lambda a, b: torch.bmm(a.view(4, 8, -1), b.expand(4, -1, -1)), MATMULS),
-        (lambda a, b: torch.nn.functional.linear(a, b.t()), MATMULS),
-        (lambda a, b: torch.baddbmm(torch.zeros(4, 8, 48), a.view(4, 8, -1), b.expand(4, -1, -1)), MATMULS),
+        lambda a, b: a @ b,
+        lambda a, b: torch.addmm(b[0], a, b),
+        lambda a, b: torch.bmm(a.view(4, 8, -1), b.expand(4, -1, -1)),
+        lambda a, b: torch.nn.functional.linear(a, b.t()),
+        lambda a, b: torch.baddbmm(torch.zeros(4, 8, 48), a.view(4, 8, -1), b.expand(4, -1, -1)),
     ],
 )
-def test_read_trace_flops_match_torch_counter(work: Any, kind: str) -> None:
+def test_read_trace_flops_match_torch_counter(work: Any, tmp_path: Path) -> None:
     a, b = torch.randn(32, 64), torch.randn(64, 48)
     with FlopCounterMode(display=False) as counter:
         work(a, b)
-    with (
-        torch_profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
-        record_function(RANGE + STEP),
-    ):
+    recorder = torch_profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    with recorder, record_function(RANGE + STEP):
         work(a, b)
-    found = read_trace(_events(profiler))
-    assert found.classes[kind].flops == counter.get_total_flops()
-    assert found.classes[kind].bytes >= 4 * (a.numel() + b.numel())
-
-
-def _events(profiler: Any) -> list[dict[str, Any]]:
-    import tempfile
-
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profiler.export_chrome_trace(file.name)
-        events: list[dict[str, Any]] = json.loads(Path(file.name).read_text())["traceEvents"]
-        return events
+    recorder.export_chrome_trace(str(tmp_path / "t.json"))
+    found = trace.read_trace(json.loads((tmp_path / "t.json").read_text())["traceEvents"])
+    assert found.classes[MATMULS].flops == counter.get_total_flops()
+    assert found.classes[MATMULS].bytes >= 4 * (a.numel() + b.numel())
 
 
 def test_estimate_cost_bytes_of_other_ops() -> None:
-    f = "float"
-    assert estimate_cost("aten::add", [[8, 4], [8, 4], []], [f, f, "Scalar"]) == (32, 3 * 128)
-    assert estimate_cost("aten::copy_", [[8], [8], []], [f, "c10::BFloat16", ""]) == (0, 8 * 4 + 8 * 2)
-    assert estimate_cost("aten::_foreach_copy_", [[[8], [4]], [[8], [4]]], ["TensorList", "TensorList"]) == (
-        12,
-        96,
-    )
-    assert estimate_cost("aten::embedding", [[1000, 16], [3]], [f, "long int"]) == (0, 3 * (8 + 2 * 16 * 4))
-    assert estimate_cost("aten::gather", [[64, 1000], [], [64, 1]], [f, "Scalar", "long int"]) == (0, 64 * 16)
-    assert estimate_cost("aten::index", [[64, 16], []], [f, ""]) == (0, 64 * (8 + 2 * 16 * 4))
-    assert estimate_cost("aten::add", [], []) == (0, 0)
+    f, tables = "float", ["TensorList", "TensorList"]
+    for name, shapes, types, cost in (
+        ("add", [[8, 4], [8, 4], []], [f, f, "Scalar"], (32, 3 * 128)),
+        ("copy_", [[8], [8], []], [f, "c10::BFloat16", ""], (0, 8 * 4 + 8 * 2)),
+        ("_foreach_copy_", [[[8], [4]], [[8], [4]]], tables, (12, 96)),
+        ("embedding", [[1000, 16], [3]], [f, "long int"], (0, 3 * (8 + 2 * 16 * 4))),
+        ("gather", [[64, 1000], [], [64, 1]], [f, "Scalar", "long int"], (0, 64 * 16)),
+        ("index", [[64, 16], []], [f, ""], (0, 64 * (8 + 2 * 16 * 4))),
+        ("add", [], [], (0, 0)),
+    ):
+        assert trace.estimate_cost(f"aten::{name}", shapes, types) == cost, name
 
 
 def test_profile_parts_sum_to_step_time(eager: Profile) -> None:
@@ -176,8 +153,7 @@ def test_profile_parts_sum_to_step_time(eager: Profile) -> None:
         assert eager.parts[part]["forward"] > 0, part
     for part in ("embed", "attention", "MLP, experts", "norms, residuals"):
         assert eager.parts[part]["backward"] > 0, part
-    other = sum(eager.parts["other"].values())
-    assert other < 0.2 * total
+    assert sum(eager.parts["other"].values()) < 0.2 * total
     assert not eager.compiled and eager.step_seconds > 0
 
 
@@ -188,9 +164,8 @@ def test_profile_flops_match_model(tokens: Path, eager: Profile) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.logits(model(ids))
     found = eager.classes[MATMULS].flops + eager.classes[ATTENTION].flops
-    muon = (
-        found - 3 * counter.get_total_flops()
-    )  # forward and backward are three forwards; the rest is orthogonalization
+    # forward and backward are three forwards; the rest is orthogonalization
+    muon = found - 3 * counter.get_total_flops()
     assert 0 < muon < found / 2
     assert 0 < mfu_by_class(eager)[MATMULS] < 2
     assert 0 < eager.mfu < 1
@@ -214,13 +189,7 @@ def test_profile_two_replicas(tokens: Path, tmp_path: Path) -> None:
 
 
 def test_profile_experts_and_packed_rows(tokens: Path, tmp_path: Path) -> None:
-    model = TransformerConfig.model_validate(
-        {
-            "vocab_size": 300, "d_model": 32, "n_layers": 2, "mlp_hidden": 64, "max_length": 64,
-            "mixers": {"attention": {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}},
-            "experts": {"n_experts": 4, "top_k": 2, "hidden": 32},
-        }
-    )  # fmt: skip
+    model = shape(HEADS, experts={"n_experts": 4, "top_k": 2, "hidden": 32}, max_length=64)
     found = profile(job(tokens, model=model, compile=True), tmp_path / "t.json.gz", steps=2)
     assert not found.compiled  # experts are never compiled
     assert found.parts["MLP, experts"]["forward"] > 0 and found.parts["MLP, experts"]["backward"] > 0
@@ -242,16 +211,15 @@ def test_profile_compiled_kernels(tokens: Path, tmp_path: Path) -> None:
 
 
 def test_part_of_traces_uses_source_files() -> None:
-    def trace(*files: str) -> str:
+    def stack(*files: str) -> str:
         return "\n".join(f'  File "/x/src/whorl/{file}", line 1, in f' for file in files)
 
-    attention = trace("train/lm/objective.py", "models/decoder.py", "nn/attention/causal.py", "nn/linear.py")
-    mlp = trace("models/decoder.py", "nn/mlp.py", "nn/linear.py")
-    assert (
-        part_of_traces([attention]) == "attention" and part_of_traces([mlp, mlp, attention]) == "MLP, experts"
-    )
-    assert part_of_traces([trace("models/decoder.py", "nn/norm.py")]) == "norms, residuals"
-    assert part_of_traces([trace("train/lm/objective.py", "objectives/next_token.py")]) == "head, loss"
+    attention = stack("train/lm/objective.py", "models/decoder.py", "nn/attention/causal.py", "nn/linear.py")
+    mlp = stack("models/decoder.py", "nn/mlp.py", "nn/linear.py")
+    assert part_of_traces([attention]) == "attention"
+    assert part_of_traces([mlp, mlp, attention]) == "MLP, experts"
+    assert part_of_traces([stack("models/decoder.py", "nn/norm.py")]) == "norms, residuals"
+    assert part_of_traces([stack("train/lm/objective.py", "objectives/next_token.py")]) == "head, loss"
     assert part_of_traces([]) == "other"
     assert classify_kernel("extern_kernels.bmm", "attention") == ATTENTION
     assert classify_kernel("extern_kernels.mm", "attention") == MATMULS
@@ -261,18 +229,9 @@ def test_part_of_traces_uses_source_files() -> None:
 
 
 def test_profile_leaves_no_hooks_or_changed_weights(tokens: Path, tmp_path: Path) -> None:
-    before = _weights(tokens, tmp_path / "a")
+    before = train(job(tokens, steps=3), tmp_path / "a")
     hooks = nn.modules.module._global_forward_hooks
-    profile(job(tokens), tmp_path / "t.json.gz", steps=1)
+    found = profile(job(tokens), tmp_path / "t.json.gz", steps=1)
     assert hooks is nn.modules.module._global_forward_hooks and not hooks
-    from whorl.objectives.next_token import next_token
-    from whorl.train.lm import objective as language
-
-    assert vars(language)["next_token"] is next_token
-    after = _weights(tokens, tmp_path / "b")
-    assert all(torch.equal(p, after[name]) for name, p in before.items())
-    assert FRAMEWORK in profile(job(tokens), tmp_path / "u.json.gz", steps=1).classes
-
-
-def _weights(tokens: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    return dict(pretrain(job(tokens, steps=3), scratch, Notes()).named_parameters())
+    assert vars(language)["next_token"] is next_token and trace.FRAMEWORK in found.classes
+    assert_equal(before, train(job(tokens, steps=3), tmp_path / "b"))

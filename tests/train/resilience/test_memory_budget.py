@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-import torch
 from tests.support.train.model_shapes import EXPERTS, HEADS, shape
-from tests.support.train.pretraining import train, weights
+from tests.support.train.pretraining import assert_equal, train
 from tests.support.train.tiny import job
 
 from whorl.errors import BudgetError
@@ -15,8 +15,8 @@ from whorl.models.activation_checkpointing import measure_activation_memory
 from whorl.train.job import Job, identity
 from whorl.train.lm.pretrain import build_model
 from whorl.train.resilience.memory_budget import (
-    apply_activation_checkpointing,
     blocks_to_checkpoint,
+    job_activation_checkpointing,
     resolve_micro_batch_size,
 )
 from whorl.train.resilience.oom_advice import suggest
@@ -25,11 +25,12 @@ MIXTURE = shape(HEADS, experts={**EXPERTS, "token_dropout": 0.2})
 
 
 def least(wanted: Job) -> int:
-    return (
-        measure_activation_memory(build_model(wanted), wanted.seq_len)
-        .at_rows(resolve_micro_batch_size(wanted))
-        .min_peak
-    )
+    seen = measure_activation_memory(build_model(wanted), wanted.seq_len)
+    return seen.at_rows(resolve_micro_batch_size(wanted)).min_peak
+
+
+def within(wanted: Job, budget: str, **change: object) -> Job:
+    return wanted.model_copy(update={"activation_budget": budget, **change})
 
 
 CHANGES: dict[str, dict[str, object]] = {
@@ -44,10 +45,9 @@ CHANGES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_activation_budget_gives_same_weights(tokens: Path, tmp_path: Path, change: str) -> None:
     free = job(tokens, steps=6, **CHANGES[change])
-    tight = free.model_copy(update={"activation_budget": f"{least(free)}B"})
+    tight = within(free, f"{least(free)}B")
     assert build_model(tight).checkpointed_blocks > 0 == build_model(free).checkpointed_blocks
-    a, b = weights(train(free, tmp_path / "free")), weights(train(tight, tmp_path / "tight"))
-    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert_equal(train(free, tmp_path / "free"), train(tight, tmp_path / "tight"))
 
 
 def test_activation_budget_is_not_part_of_identity(tokens: Path) -> None:
@@ -59,27 +59,25 @@ def test_activation_budget_larger_recomputes_less(tokens: Path) -> None:
     seen = measure_activation_memory(build_model(wanted), wanted.seq_len)
     low, high = seen.at_rows(8).min_peak, seen.at_rows(8).peak(0)
     counts = [blocks_to_checkpoint(seen, budget, 8) for budget in range(low, high + 1, (high - low) // 20)]
-    assert (
-        counts == sorted(counts, reverse=True) and counts[0] > 0 and blocks_to_checkpoint(seen, high, 8) == 0
-    )
-    half = wanted.model_copy(update={"replicas": 2, "activation_budget": f"{2 * seen.at_rows(4).min_peak}B"})
-    assert apply_activation_checkpointing(build_model(wanted), half).checkpointed_blocks > 0
+    assert counts == sorted(counts, reverse=True) and counts[0] > 0
+    assert blocks_to_checkpoint(seen, high, 8) == 0
+    half = within(wanted, f"{2 * seen.at_rows(4).min_peak}B", replicas=2)
+    assert job_activation_checkpointing(build_model(wanted), half).checkpointed_blocks > 0
 
 
 def test_activation_budget_too_small_names_remedies(tokens: Path) -> None:
     wanted = job(tokens)
-    need = least(wanted)
+    half = f"{least(wanted) // 2}B"
+    with pytest.raises(BudgetError, match=r"pretrain\.activation_budget is") as raised:
+        build_model(within(wanted, half))
+    remedies = (
+        r"--set pretrain\.activation_budget=([^;]+); --set pretrain\.micro_batch_size=(\d+) \(now 8 rows"
+    )
+    budget, rows = re.findall(remedies, str(raised.value))[0]
+    assert build_model(within(wanted, budget)).checkpointed_blocks > 0, "what is typed suffices"
+    build_model(within(wanted, half, micro_batch_size=int(rows)))
     with pytest.raises(BudgetError) as raised:
-        build_model(wanted.model_copy(update={"activation_budget": f"{need // 2}B"}))
-    words = str(raised.value)
-    assert "pretrain.activation_budget" in words and "(now 8 rows per forward" in words
-    messages = words.split("--set pretrain.activation_budget=")[1].split("MB")[0]
-    met = build_model(wanted.model_copy(update={"activation_budget": f"{messages}MB"}))
-    assert met.checkpointed_blocks > 0, "what is typed suffices"
-    rows = int(words.split("--set pretrain.micro_batch_size=")[1].split(" ")[0])
-    build_model(wanted.model_copy(update={"activation_budget": f"{need // 2}B", "micro_batch_size": rows}))
-    with pytest.raises(BudgetError) as raised:
-        build_model(wanted.model_copy(update={"activation_budget": "10B"}))
+        build_model(within(wanted, "10B"))
     assert "micro_batch_size" not in str(raised.value), "one row needs more"
 
 

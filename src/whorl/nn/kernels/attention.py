@@ -31,6 +31,7 @@ from torch import Tensor
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.mask import Mask
+from whorl.nn.eager import eager_only
 from whorl.nn.kernels.attention_backward import launch_backward
 from whorl.nn.kernels.autotune import next_power_of_2
 from whorl.nn.kernels.mask_bounds import allowed, keys_of, make_mask_bounds
@@ -216,7 +217,7 @@ def empty_bthd(like: Tensor, features: int) -> Tensor:
     return torch.empty(batch, length, heads, features, dtype=like.dtype, device=like.device).transpose(1, 2)
 
 
-@torch.compiler.disable  # a graph cannot contain a launch, so an explicit request inside a compiled region breaks the graph
+@eager_only  # a graph cannot contain a launch, so an explicit request inside a compiled region breaks the graph
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, blocks: tuple[int, int] | None = None
 ) -> Tensor:

@@ -4,14 +4,12 @@ Checked are docstrings, comments and message strings of Python; comments and tex
 and descriptions of recipes; Markdown. A message string is a literal with a space that is an argument of `raise`, of a call
 that prints, logs or warns, or of `help=`. Inline code, code blocks, links, quotations and other literals are left out.
 
-`words_allowed.json` holds the number of hits that are still accepted in each file. `test_words.py` fails when a number
-grows, and when a file has no hits left but is still listed. The script imports no module of the package.
+The script imports no module of the package and no installed one.
 
-    python tests/house/words.py                          # files with more hits than accepted; exit code 1 if there are any
-    python tests/house/words.py --list src/whorl/train   # every hit in these files or folders, with its line
-    python tests/house/words.py --total                  # hits by rule, and the files with the most
-    python tests/house/words.py --rules                  # the rules, each with what to write instead
-    python tests/house/words.py --write                  # rewrite words_allowed.json with today's numbers
+    python tools/lint/words.py                          # every finding with its line; exit code 1 if there are any
+    python tools/lint/words.py --list src/whorl/train   # the findings in these files or folders
+    python tools/lint/words.py --total                  # the findings by rule, and the files with the most
+    python tools/lint/words.py --rules                  # the rules, each with what to write instead
 """
 
 from __future__ import annotations
@@ -19,87 +17,27 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import re
 import sys
 import tokenize
+import tomllib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from itertools import accumulate
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ALLOWED = Path(__file__).with_name("words_allowed.json")
 FOLDERS = ("src", "bench", "docs", "studies", "tools")
 SUFFIXES = (".py", ".md", ".toml", ".js", ".html", ".css", ".cpp", ".h")
 SENTENCE_WORDS, LINE_LENGTH = 35, 140
 LONG_SENTENCE, LONG_LINE = "long sentence", "long line"
 
-# Rule -> (regular expression, what to write instead). Matched without case, on prose whose inline code is blanked.
-BANNED = {
-    # Programs do not talk.
-    "tell": (r"tells?|told|telling", "passed, reported, logged, distinguishes"),
-    "say": (r"says?|said|saying", "states, returns, reports, unless stated otherwise"),
-    "ask": (r"asks?|asked|asking", "requests, calls, requested"),
-    "know": (r"knows?|knew", "has, supports, is independent of"),
-    "hear": (r"hears?|heard|hearing", "receives, is notified of"),
-    "speak": (r"speaks?|spoken|speaking|spoke", "uses, implements, generates"),
-    "think": (r"thinks?|believes?|believed|opinions?", "estimates, predicts"),
-    "want": (r"(?<!\bwho )(?<!\busers )(?<!\buser )(?<!\byou )(?:wants?|wanted|wish(?:es|ed)?)",
-             "requires, requested, desired"),
-    "promise": (r"promised?|promises", "SLO, guarantee, guarantees"),
-    "remember": (r"remembers?|remembered|forgets|forgot|forgotten", "stores, keeps, drops"),
-    "guess": (r"guess|guesses|guessed|c[ao]mes? true", "draft token, estimate, accepted"),
-    "teach": (r"taught|teaches|lessons?", "trained on, training data"),
-    "learnt": (r"(?:un)?learnt", "trained, learned"),
-    "judged": (r"judged|judges", "scored, checked, evaluates"),
-    "look": (r"(?:look|looks|looked|looking) (?:at|after|twice)|a look", "reads, checks, inspects, evaluation"),
-    # Pronouns that hide the noun.
-    "nobody": (r"nobody|somebody|everybody|whoever|whomever|whom", "name the caller, the user or the component"),
-    "theirs": (r"theirs|hers|(?:of|is|are|than|as) (?:mine|ours|yours)", "name the owner"),
-    "whatever": (r"whatever|wherever", "any, regardless of, everywhere"),
-    "who": (r"(?:those|all|one|ones|anyone|of|knows|see) who|who (?:is|are|gets|goes|weighs|sees|uses|samples|scores|trains"
-            r"|reads|writes|waits|else|comes|chooses|learns|acts|answers|calls)(?<!users who are)", "name the component"),
-    "those whose": (r"(?:those|ones?|that|all|things?) whose", "name the noun: requests whose"),
-    "of its own": (r"of (?:its|their|one's|his|our) own|of (?:an|no) own", "separate, own, individual"),
-    # Noun clauses in place of a noun.
-    "is what": (r"(?:is|are|was|were) what", "is the + noun"),
-    "what there is": (r"what there is|what is there|there is none|so there is", "the existing, the available; none exists"),
-    "as they are": (r"as (?:they|it) (?:is|are|was|were)(?= ?(?:[.,;:)]|$))", "unchanged"),
-    # Invented and archaic words.
-    "anew": (r"anew|afresh", "again, recomputed"),
-    "alike": (r"alike", "equal, the same on all, identical"),
-    "beside": (r"besides?", "next to, with, in addition to, compared with"),
-    "aside": (r"aside|to one side", "to a temporary file, in quarantine, separately"),
-    "apart": (r"(?:keep|keeps|kept|tell|tells|told|take|taken|hold|held|are|is|parts) (?:\w+ )?apart",
-              "separate, distinguish"),
-    "stand": (r"(?:stand|stands|stood|standing)(?! for\b|alone)", "is, is in, is listed in, stays"),
-    "go on": (r"(?:go|goes|going|went|gone) (?:on|by|over|without|its own|up to|for)", "continues, uses, is identified by"),
-    "for nothing": (r"for nothing|comes free", "without cost"),
-    "by itself": (r"by (?:itself|themselves)", "automatically, separately"),
-    "nothing of": (r"nothing (?:of|but|here)|of which nothing", "no + noun, only"),
-    "of before": (r"(?:of|from) before|the (?:one|ones|step|state) before", "previous, earlier"),
-    "on its way": (r"on (?:its|their|the) way", "in transit, during"),
-    "at hand": (r"(?:at|in) hand|hands (?:on|out)|handed (?:on|out)", "available, held, passes"),
-    "be it": (r"be it|be they|come what may", "whether it is"),
-    "lend": (r"lends?|lent|borrows?", "shares, provides"),
-    # Private vocabulary.
-    "house": (r"houses?|of the house", "project, Whorl, built-in"),
-    "floor": (r"floors(?! division)|floor (?:below|above|of the)|(?:one|same|lower|upper) floor", "layer"),
-    "ground": (r"the ground(?! truth)|from the ground up", "lowest layer"),
-    "books": (r"(?:the |their |its |a )?books", "block tables, counters, bookkeeping"),
-    "stranger": (r"strangers?|witness(?:es)?|scribes?|vigil|keepers?|the pulse|tolls?|seats?",
-                 "the term of the renamed module"),
-    "the fall": (r"(?:the|a|mark of the) fall", "loss drop, induction onset"),
-    "on a string": (r"on a string", "controlled by the test"),
-}  # fmt: skip
-# Rules that hold at the start of a sentence; a question is exempt.
-OPENINGS = {
-    "What ...": (r"what(?! (?:if|about)\b)", "start with the noun: 'The state', 'Returns the ...'"),
-    "Who ...": (r"whose|who", "start with the noun"),
-}
-BANNED_ANY = re.compile("|".join(f"(?P<r{i}>{p})" for i, (p, _) in enumerate(BANNED.values())), re.IGNORECASE)
+RULES = tomllib.loads(Path(__file__).with_name("word_rules.toml").read_text("utf-8"))
+BANNED, OPENINGS = RULES["banned"], RULES["openings"]
+BANNED_ANY = re.compile(rf"\b(?:{'|'.join(pattern for pattern, _ in BANNED.values())})", re.IGNORECASE)
 EACH = {rule: re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE) for rule, (pattern, _) in BANNED.items()}
 OPEN = {rule: re.compile(rf"(?:{pattern})\b", re.IGNORECASE) for rule, (pattern, _) in OPENINGS.items()}
 
@@ -127,14 +65,12 @@ class Paragraph:
     sentences: bool = True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Text -> paragraphs
-
 CODE = re.compile(r"(`+)(.+?)\1|\"[^\"]{1,160}\"", re.DOTALL)  # inline code, quotation
 LINK = re.compile(r"\]\([^)\s]*\)|https?://\S+")
 ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]) ")
 ENTRY = re.compile(r"\s*[\w*][\w.*, \[\]]{0,40}: ")
 HEADER = re.compile(r"\s*[A-Z][A-Za-z ]{0,30}:\s*$")
+FOR_TOOLS = re.compile(r"\s*(?:noqa|type:|fmt:|pragma|pylint|ruff)")
 COLUMNS = re.compile(r"\S(?: {3,}|\t)\S|  -> |\|.*\|")
 
 
@@ -153,12 +89,10 @@ def paragraphs(lines: Iterable[tuple[int, str]]) -> Iterator[Paragraph]:
     for number, text in lines:
         stripped = text.strip()
         depth = len(text) - len(text.lstrip())
-        columns = bool(COLUMNS.search(text.strip()))
+        columns = bool(COLUMNS.search(stripped))
         entry = bool(ITEM.match(text) or ENTRY.match(text) or HEADER.match(text))
-        continued = (
-            not entry and not columns and current.sentences and (depth == indent or len(current.lines) == 1)
-        )
-        if current.lines and not (stripped and continued):
+        aligned = current.sentences and (depth == indent or len(current.lines) == 1)
+        if current.lines and not (stripped and aligned and not entry and not columns):
             yield current
             current = Paragraph()
         if stripped:
@@ -171,11 +105,12 @@ def paragraphs(lines: Iterable[tuple[int, str]]) -> Iterator[Paragraph]:
 
 def python_prose(text: str) -> Iterator[Paragraph]:
     """Docstrings, comments and message strings of a Python file."""
-    tree = ast.parse(text)
-    source = text.splitlines()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from docstring(node, source)
+            if literal := ast.get_docstring(node, clean=False):
+                start = node.body[0]
+                lines = f"{' ' * start.col_offset}{literal}".split("\n")
+                yield from paragraphs(enumerate(lines, start.lineno))
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield from messages((*node.exc.args, *(k.value for k in node.exc.keywords)))
         elif isinstance(node, ast.Call):
@@ -184,56 +119,37 @@ def python_prose(text: str) -> Iterator[Paragraph]:
                 yield from messages(node.args)
             if not name[:1].isupper() or name in ("Option", "Argument", "Field", "ArgumentParser"):
                 yield from messages(k.value for k in node.keywords if k.arg in MESSAGE_KEYWORDS)
-    yield from comments(text)
+    yield from joined(comments(text))
 
 
-def docstring(node: ast.AST, source: Sequence[str]) -> Iterator[Paragraph]:
-    """Paragraphs of the docstring of a module, class or function."""
-    body = getattr(node, "body", [])
-    if not body or not isinstance(body[0], ast.Expr) or not isinstance(body[0].value, ast.Constant):
-        return
-    literal = body[0].value
-    if not isinstance(literal.value, str):
-        return
-    first, last = literal.lineno, literal.end_lineno or literal.lineno
-    lines = [(n, source[n - 1]) for n in range(first, last + 1)]
-    margin = " " * literal.col_offset
-    lines[0] = (first, margin + re.sub(r'^[rRuU]?("""|\'\'\'|"|\')', "", lines[0][1].lstrip()))
-    lines[-1] = (last, re.sub(r'("""|\'\'\'|"|\')\s*$', "", lines[-1][1]))
-    yield from paragraphs(lines)
-
-
-def messages(nodes: Iterable[ast.expr]) -> Iterator[Paragraph]:
-    """String literals with a space among `nodes`; a replacement field of an f-string becomes an underscore."""
+def messages(nodes: Iterable[ast.AST]) -> Iterator[Paragraph]:
+    """String literals with a space, outside nested calls; a field of an f-string becomes an underscore."""
     for node in nodes:
-        pending: list[ast.AST] = [node]
-        while pending:
-            at = pending.pop()
-            text = ""
-            if isinstance(at, ast.JoinedStr):
-                parts = [str(p.value) if isinstance(p, ast.Constant) else "_" for p in at.values]
-                text = "".join(parts)
-            elif isinstance(at, ast.Constant):
-                text = at.value if isinstance(at.value, str) else ""
-            elif not isinstance(at, ast.Call | ast.Lambda):
-                pending.extend(ast.iter_child_nodes(at))
-            if " " in text.strip():
-                number = getattr(at, "lineno", 1)
-                yield Paragraph([(number, line) for line in text.splitlines() if line.strip()])
+        text = ""
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(p.value) if isinstance(p, ast.Constant) else "_" for p in node.values)
+        elif isinstance(node, ast.Constant):
+            text = node.value if isinstance(node.value, str) else ""
+        elif not isinstance(node, ast.Call | ast.Lambda):
+            yield from messages(ast.iter_child_nodes(node))
+        if " " in text.strip():
+            yield Paragraph([(node.lineno, line) for line in text.splitlines() if line.strip()])
 
 
-def comments(text: str) -> Iterator[Paragraph]:
-    """Comments of a Python file; comments on consecutive lines in the same column are one text."""
+def comments(text: str) -> Iterator[tuple[int, int, str]]:
+    """Comments of a Python file as (line, column, text), without those for tools."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        body = token.string.lstrip("#:")
+        if token.type == tokenize.COMMENT and not FOR_TOOLS.match(body):
+            yield *token.start, body
+
+
+def joined(found: Iterable[tuple[int, int, str]]) -> Iterator[Paragraph]:
+    """Paragraphs of comments (line, column, text); those on consecutive lines in the same column are one text."""
     block: list[tuple[int, str]] = []
     last = (-1, -1)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        row, column = token.start
-        body = token.string.lstrip("#:")
-        if re.match(r"\s*(?:noqa|type:|fmt:|pragma|pylint|ruff)", body):
-            continue
-        if (row - 1, column) != last and block:
+    for row, column, body in found:
+        if (row - 1, column) != last:
             yield from paragraphs(block)
             block = []
         block.append((row, body))
@@ -276,24 +192,20 @@ SCRIPT = re.compile(
 
 def script_prose(text: str, suffix: str) -> Iterator[Paragraph]:
     """Comments of JavaScript, C++ or CSS; of JavaScript also the string literals of three words or more."""
-    block: list[tuple[int, str]] = []
+    line_comments = []
     for match in SCRIPT.finditer(text):
-        number = text.count("\n", 0, match.start()) + 1
+        number, found = text.count("\n", 0, match.start()) + 1, match.group()
         if match.lastgroup == "line" and suffix != ".css":
-            if block and block[-1][0] != number - 1:
-                yield from paragraphs(block)
-                block = []
-            block.append((number, match.group()[2:]))
+            line_comments.append((number, 0, found[2:]))
         elif match.lastgroup == "block":
-            body = match.group()[2:-2].split("\n")
-            yield from paragraphs((number + i, re.sub(r"^\s*\*+ ?", "", line)) for i, line in enumerate(body))
+            lines = (re.sub(r"^\s*\*+ ?", "", line) for line in found[2:-2].split("\n"))
+            yield from paragraphs(enumerate(lines, number))
         elif match.lastgroup == "text" and suffix == ".js":
-            body_text = re.sub(r"\$\{[^}]*\}", "_", match.group()[1:-1])
-            if len(re.findall(r"[A-Za-z]{2,} ", body_text + " ")) > 2 and not body_text.startswith(
-                ("<", "M ", "--")
-            ):
-                yield Paragraph([(number, body_text)])
-    yield from paragraphs(block)
+            literal = re.sub(r"\$\{[^}]*\}", "_", found[1:-1])
+            is_prose = len(re.findall(r"[A-Za-z]{2,} ", literal + " ")) > 2
+            if is_prose and not literal.startswith(("<", "M ", "--")):
+                yield Paragraph([(number, literal)])
+    yield from joined(line_comments)
 
 
 class Page(HTMLParser):
@@ -315,8 +227,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if not self.skipped:
-            first = self.getpos()[0]
-            self.found += paragraphs((first + i, line) for i, line in enumerate(data.split("\n")))
+            self.found += paragraphs(enumerate(data.split("\n"), self.getpos()[0]))
 
 
 def recipe_prose(text: str) -> Iterator[Paragraph]:
@@ -350,9 +261,6 @@ def prose(path: str, text: str) -> Iterator[Paragraph]:
         yield from script_prose(text, suffix)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Paragraphs -> hits
-
 SENTENCE = re.compile(r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*]*[A-Z0-9`_])")
 ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|al|eq|eqs|fig|sec|no|approx|resp|incl)\.$", re.IGNORECASE)
 
@@ -371,13 +279,10 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
 def check(paragraph: Paragraph) -> Iterator[Hit]:
     """Banned words in a paragraph, and the length and opening of its sentences."""
     text = " ".join(line for _, line in paragraph.lines)
-    starts = [0]
-    for _, line in paragraph.lines:
-        starts.append(starts[-1] + len(line) + 1)
+    ends = list(accumulate(len(line) + 1 for _, line in paragraph.lines))
 
     def line_of(offset: int) -> int:
-        at = next(i for i, start in enumerate(starts[1:]) if offset < start)
-        return paragraph.lines[at][0]
+        return paragraph.lines[bisect_right(ends, offset)][0]
 
     plain = LINK.sub(blank, CODE.sub(blank, text))
     if BANNED_ANY.search(plain):
@@ -404,12 +309,8 @@ def long_lines(text: str) -> Iterator[Hit]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith(("```", "~~~")):
             fence = not fence
-        if (
-            not fence
-            and len(line) > LINE_LENGTH
-            and not re.match(r"\s*\||    ", line)
-            and not LINK.search(line)
-        ):
+        exempt = fence or re.match(r"\s*\||    ", line) or LINK.search(line)
+        if len(line) > LINE_LENGTH and not exempt:
             yield Hit(number, LONG_LINE, f"{len(line)} characters")
 
 
@@ -419,10 +320,6 @@ def hits(path: str, text: str) -> list[Hit]:
     if path.endswith(".md"):
         found += long_lines(text)
     return sorted(found, key=lambda hit: (hit.line, hit.rule, hit.text))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files and the list of accepted numbers
 
 
 def files(root: Path, places: Sequence[str] = ()) -> Iterator[str]:
@@ -450,35 +347,10 @@ def count(root: Path = ROOT, places: Sequence[str] = ()) -> dict[str, list[Hit]]
     return {path: one for path, one in found.items() if one}
 
 
-def read_allowed(path: Path = ALLOWED) -> dict[str, int]:
-    """Accepted number of findings by file."""
-    allowed: dict[str, int] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    return allowed
-
-
-def compare(found: dict[str, list[Hit]], allowed: dict[str, int]) -> list[str]:
-    """Messages for each file with more findings than accepted, and for each listed file that has none."""
-    errors = [
-        f"{path}: {len(one)} findings, {allowed.get(path, 0)} accepted; `python tests/house/words.py --list {path}`"
-        for path, one in found.items()
-        if len(one) > allowed.get(path, 0)
-    ]
-    errors += [
-        f"{path}: listed without findings; `python tests/house/words.py --write`"
-        for path in allowed
-        if path not in found
-    ]
-    return errors
-
-
-def write(found: dict[str, list[Hit]], allowed: dict[str, int]) -> None:
-    """Store today's numbers, and print those that grew."""
-    numbers = {path: len(one) for path, one in sorted(found.items())}
-    ALLOWED.write_text(json.dumps(numbers, indent=0, ensure_ascii=False) + "\n", "utf-8")
-    for path, number in numbers.items():
-        if allowed and number > allowed.get(path, 0):
-            print(f"grew: {path} {allowed.get(path, 0)} -> {number}")
-    print(f"{sum(numbers.values())} findings in {len(numbers)} files (were {sum(allowed.values())})")
+def listing(found: dict[str, list[Hit]]) -> list[str]:
+    """One line for each finding, and the numbers of findings and files."""
+    shown = [f"{path}:{hit.line}: {hit.rule}: {hit.text}" for path, one in found.items() for hit in one]
+    return [*shown, f"{len(shown)} findings in {len(found)} files"]
 
 
 def total(found: dict[str, list[Hit]]) -> None:
@@ -493,38 +365,22 @@ def total(found: dict[str, list[Hit]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--list", nargs="+", metavar="PATH", help="print every finding in these files or folders"
+        "--list", nargs="+", default=[], metavar="PATH", help="check only these files or folders"
     )
     parser.add_argument("--total", action="store_true", help="print the findings by rule and by file")
     parser.add_argument("--rules", action="store_true", help="print the rules")
-    parser.add_argument(
-        "--write", action="store_true", help="rewrite words_allowed.json with today's numbers"
-    )
     given = parser.parse_args()
     if given.rules:
         for rule, (pattern, instead) in {**BANNED, **OPENINGS}.items():
             print(f"{rule:<14} {instead}\n{'':<14} {pattern}")
         return 0
-    if given.list:
-        places = [
-            str(Path(p).resolve().relative_to(ROOT)) if Path(p).exists() else p for p in map(str, given.list)
-        ]
-        found = count(places=places)
-        for path, one in found.items():
-            print(*(f"{path}:{hit.line}: {hit.rule}: {hit.text}" for hit in one), sep="\n")
-        number = sum(len(one) for one in found.values())
-        print(f"{number} findings in {len(found)} files")
-        return int(number > 0)
-    found, allowed = count(), read_allowed()
-    if given.write:
-        write(found, allowed)
-        return 0
+    places = [str(Path(p).resolve().relative_to(ROOT)) if Path(p).exists() else p for p in given.list]
+    found = count(places=places)
     if given.total:
         total(found)
         return 0
-    if errors := compare(found, allowed):
-        print(*errors, sep="\n")
-    return int(bool(errors))
+    print(*listing(found), sep="\n")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

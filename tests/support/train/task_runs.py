@@ -1,0 +1,168 @@
+"""Every task of the trainer as one call of a few steps, for the tests that all tasks share.
+
+python -m tests.support.train.task_runs TASK FOLDER SCRATCH STEP      train, and SIGKILL this process at STEP
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.align import distillation
+from tests.support.align.byte_model import decoder, network, sums, tokenizer
+from tests.support.align.rl_policies import SMALL, tasks
+from tests.support.align.stage_inputs import PAD, SFT, letter_pairs, preference_config, reward_config
+from tests.support.train import tiny
+from whorl.agents.config import make_config
+from whorl.agents.train import train as train_agent
+from whorl.align.data.curriculum import Curriculum
+from whorl.align.distillation.teacher import LiveTeacher
+from whorl.align.distillation.train import train_student
+from whorl.align.preference.dpo import train_preferences
+from whorl.align.preference.reward_model import RewardModel, train_reward_model
+from whorl.align.rl.rollout import RolloutWorker
+from whorl.align.rl.train import train_policy
+from whorl.align.stage.sft import fine_tune
+from whorl.embedding.train import EmbedJob, train_embedder
+from whorl.models.encoder import EncoderConfig
+from whorl.train.lm.pretrain import pretrain
+
+OFTEN = 1e-9  # seconds between checkpoints
+STEPS = 16  # of every task; the weights are copied for rollbacks after every second one
+
+
+@dataclass
+class Run:
+    """Inputs of a task. at: called with the number of each finished step, and may raise."""
+
+    folder: Path
+    scratch: Path | None = None
+    at: Callable[[int], None] = lambda step: None
+    log: Callable[[str], None] = lambda text: None
+    heartbeat_dir: Path | None = None
+    replicas: int | None = 1
+
+    def observe(self, step: int, *_: Any) -> None:
+        self.at(step)
+
+    @property
+    def stage(self) -> dict[str, Any]:
+        """Arguments of the functions of `align`."""
+        return {
+            "callback": self.observe, "checkpoint_dir": self.scratch, "log": self.log,
+            "heartbeat_dir": self.heartbeat_dir,
+        }  # fmt: skip
+
+    @property
+    def often(self) -> dict[str, Any]:
+        """Arguments of the functions outside of `align`."""
+        return {
+            "scratch": self.scratch, "checkpoint_seconds": OFTEN, "log": self.log, "heartbeat_dir": self.heartbeat_dir,
+        }  # fmt: skip
+
+
+def write_inputs(folder: Path) -> Path:
+    """Write the token set and the tokenizers that the tasks read."""
+    tiny.make_tokens(folder / "tokens")
+    (folder / "policy").mkdir()
+    tokenizer(folder / "policy")
+    return folder
+
+
+def _pretrain(run: Run) -> torch.nn.Module:
+    notes = tiny.Notes()
+    notes.on_step = run.observe  # type: ignore[method-assign]
+    job = tiny.job(run.folder / "tokens", steps=STEPS, replicas=run.replicas, batch_size=12)
+    return pretrain(
+        job, run.scratch or run.folder / f"pretrain-{time.monotonic_ns()}", notes,
+        checkpoint_seconds=OFTEN, log=run.log, folder=run.heartbeat_dir,
+    )  # fmt: skip
+
+
+def _sft(run: Run) -> torch.nn.Module:
+    config = SFT.model_copy(update={"epochs": STEPS / 4, "packing": False, "replicas": run.replicas})
+    return fine_tune(network(), sums(16), config, pad_id=PAD, **run.stage)
+
+
+def _preference(run: Run) -> torch.nn.Module:
+    config = preference_config(epochs=STEPS / 3, replicas=run.replicas, checkpoint_seconds=OFTEN)
+    return train_preferences(network(), letter_pairs(), config, pad_id=PAD, **run.stage)
+
+
+def _reward_model(run: Run) -> torch.nn.Module:
+    config = reward_config(batch_size=4, epochs=STEPS / 3, replicas=run.replicas, checkpoint_seconds=OFTEN)
+    return train_reward_model(RewardModel(decoder()), letter_pairs(), config, pad_id=PAD, **run.stage)
+
+
+def _rl(run: Run) -> torch.nn.Module:
+    config = SMALL.model_copy(update={"steps": STEPS, "replicas": run.replicas})
+    net, given = network(), tasks()
+    worker = RolloutWorker(
+        net.model.config, "float32", run.folder / "policy", given, config.group_size, config.max_completion_tokens,
+        config.max_seq_len, config.temperature, Curriculum([0.0] * len(given)),
+    )  # fmt: skip
+    return train_policy(net, worker, config, **run.stage)
+
+
+def _distil(run: Run) -> torch.nn.Module:
+    config = distillation.config_of(
+        batch_size=8, epochs=STEPS / 3, on_policy_fraction=0.5, sync_every=1, checkpoint_seconds=OFTEN
+    )
+    teacher = LiveTeacher(distillation.model_of(2))
+    return train_student(
+        distillation.network_of(), teacher, distillation.some_texts(), config,
+        example_tokenizer=distillation.SCRIBE, pad_id=distillation.PAD, **run.stage,
+    )  # fmt: skip
+
+
+def _embedder(run: Run) -> torch.nn.Module:
+    shape = {"d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden": 32, "max_length": 12}
+    encoder = EncoderConfig.model_validate({**shape, "vocab_size": 300})
+    job = EmbedJob(tokens=str(run.folder / "tokens"), encoder=encoder, min_span=4, batch_size=24, steps=STEPS)
+    return train_embedder(job, run.observe, **run.often)
+
+
+def _agent(run: Run) -> torch.nn.Module:
+    config = make_config("a2c", "CartPole-v1", steps=STEPS * 64, n_steps=8, n_envs=8)
+    done = [0]
+
+    def observe(*_: Any) -> None:
+        done[0] += 1
+        run.at(done[0])
+
+    return train_agent(config, observe, **run.often)
+
+
+TASKS: dict[str, Callable[[Run], torch.nn.Module]] = {
+    "pretrain": _pretrain,
+    "sft": _sft,
+    "preference": _preference,
+    "reward_model": _reward_model,
+    "rl": _rl,
+    "distil": _distil,
+    "embedder": _embedder,
+    "agent": _agent,
+}
+
+
+def _kill_at(scratch: Path, step: int) -> Callable[[int], None]:
+    def at(done: int) -> None:
+        time.sleep(0.1)  # the writer finishes
+        if done >= step and any(scratch.glob("step-*")):  # a checkpoint is complete
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return at
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    name, folder, scratch, step = sys.argv[1:]
+    TASKS[name](Run(Path(folder), Path(scratch), at=_kill_at(Path(scratch), int(step))))
