@@ -27,7 +27,8 @@ from bench._run import claim, parse, smoke
 
 from whorl.agents.config import make_config
 from whorl.agents.networks import ActorCritic
-from whorl.agents.train import StopTraining, TrainingProgress, evaluate, train
+from whorl.agents.train import TrainingProgress, evaluate, train
+from whorl.train.learner.loop import StopTraining
 
 BAR, EVALUATE_EVERY, MAX_STEPS = 475.0, 1024, 100_000
 

@@ -78,7 +78,9 @@ def main() -> None:
     (update,) = learner.updates
     part = random_batch(job, job.batch_size)
     ids = torch.randint(0, 1024, (4, job.seq_len + 1), generator=generator(0, "bench"))
-    stats = LayerStats(model, job, learner, ProcessGroup(), ids)
+    stats = LayerStats(
+        learner, steps=job.steps, batch_rows=8, muon_every=job.optim.muon_every, model=model, ids=ids[:, :-1]
+    )
     # A run of 5,000 steps measures once in 50 steps, a longer one less often.
     stats.every = sized(10, 3) if quick else 50
     done = 0

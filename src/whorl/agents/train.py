@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -32,11 +32,12 @@ from whorl.objectives.advantages.estimators import Trajectory, gae, v_trace
 from whorl.objectives.next_token import Loss
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import derive, generator
-from whorl.train.checkpoint.format import restore
-from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import StopTraining, Stopwatch, train_loop
+from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.learner.learner import Learner, SharedState
+from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
+from whorl.train.metrics.layer_stats import LayerStats
+from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
 
 MIN_CLIP_FRACTION = 0.05  # of the initial clip
 RETURN_WINDOW = 100  # number of episodes in the training return
@@ -85,6 +86,8 @@ def train(
     scratch: Path | None = None,
     checkpoint_seconds: float = 30.0,
     log: Callable[[str], None] = lambda text: None,
+    heartbeat_dir: Path | None = None,
+    checkpoint_config: CheckpointConfig | None = None,
 ) -> ActorCritic:
     """Train an agent to its last step, from the newest checkpoint if there is one, and return its networks.
 
@@ -95,100 +98,129 @@ def train(
         observe: called after every rollout; may raise `StopTraining`.
         scratch: folder for checkpoints; None writes none.
         checkpoint_seconds: time between checkpoints.
+        checkpoint_config: retention and remote storage.
+        heartbeat_dir: where the heartbeat and stack traces of a stall are written; None for neither.
 
     Raises:
         ConfigError: the environment does not exist or is unsupported.
         ProducerError: an actor failed.
         CheckpointError: the checkpoint in `scratch` has other settings.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # networks this small are slower on more threads
-    try:
-        return _train(config, observe, scratch, checkpoint_seconds, log)
-    finally:
-        torch.set_num_threads(threads)
+    task = AgentTask(config)
+    options = RunOptions(
+        scratch=scratch,
+        checkpoint_seconds=checkpoint_seconds,
+        checkpoint_config=checkpoint_config,
+        threads=1,  # networks this small are slower on more threads
+        heartbeat_dir=heartbeat_dir,
+    )
+    Trainer(task, options, _Observer(task, observe), log=log).fit()
+    return task.networks
 
 
-def _train(
-    config: AgentConfig,
-    observe: Callable[[TrainingProgress, ActorCritic], None],
-    scratch: Path | None,
-    checkpoint_seconds: float,
-    log: Callable[[str], None],
-) -> ActorCritic:
-    networks = build_networks(config)
-    n_actors = max(1, config.actors)
-    episode_returns, progress = EpisodeReturns(n_actors, config.n_envs), TrainingProgress()
-    first, rounds = 0, 0
-    checkpoints = None
-    if scratch is not None:
-        identity = config.model_dump(mode="json")
-        checkpoints = CheckpointManager(scratch, identity, seconds=checkpoint_seconds, log=log)
-    checkpoint = checkpoints.resume() if checkpoints is not None else None
-    if checkpoint is not None:
-        first, rounds = checkpoint.step, checkpoint.metadata["rounds"]
-        progress = TrainingProgress.from_state(checkpoint.metadata)
-        log(f"resumed after {progress.steps:,} of {config.steps:,} steps")
-    learner = _make_learner(config, networks, rounds)
-    actors = [
-        Actor(config.environment, config.n_envs, config.hidden, derive(config.seed, "environment", number, first))
-        for number in range(n_actors)
-    ]  # fmt: skip
-    local_actors = actors if not config.actors else []  # actors in this process: their state can be saved
-    for actor in local_actors:
-        actor.setup()
-    if checkpoint is not None:
-        learner_state = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("actor/")}
-        restore({**learner.shared.tensors(), "returns": episode_returns.partial_returns}, learner_state)
-        for actor in local_actors:
-            # Cloned, because actors keep the tensors.
-            state = {n: t.clone() for n, t in checkpoint.tensors.items() if n.startswith("actor/")}
-            actor.load_state_dict({n.removeprefix("actor/"): t for n, t in state.items()})
-    board = Board.from_tensors(learner.weights)
-    board.publish(learner.weights, first)
-    start_time = time.perf_counter() - progress.seconds
-    with checkpoints or nullcontext(), _make_reader(config, actors, board, first) as rollouts:
+class _Observer(TrainCallback):
+    def __init__(self, task: AgentTask, observe: Callable[[TrainingProgress, ActorCritic], None]) -> None:
+        self.task, self.observe = task, observe
 
-        def with_progress() -> Iterator[Slot[Any]]:
-            for slot in rollouts:
-                progress.returns.extend(episode_returns.add(slot))
-                progress.steps += slot.length
-                yield slot
-
-        def on_step_end(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-            progress.seconds = time.perf_counter() - start_time
-            times = {f"time/{name}": seconds for name, seconds in clock.pop_seconds().items()}
-            progress.metrics = {**metrics, **times, **rollouts.pop_stats().metrics()}
-            if checkpoints is not None and step < config.n_rollouts and checkpoints.due():
-                tensors = {**learner.shared.tensors(), "returns": episode_returns.partial_returns}
-                for actor in local_actors:
-                    tensors |= {f"actor/{n}": t for n, t in actor.state_dict().items()}
-                checkpoints.save(step, tensors, {"rounds": learner.rounds, **progress.state_dict()})
-            observe(progress, networks)
-
-        with suppress(StopTraining):
-            train_loop(
-                learner,
-                with_progress(),
-                partial(rollout_minibatches, config, networks),
-                first=first,
-                last=config.n_rollouts,
-                lr_scale=partial(remaining_fraction, config),
-                sync_weights=lambda step: board.publish(learner.weights, step),
-                on_step_end=on_step_end,
-            )
-    return networks
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.task.progress.metrics = metrics
+        self.observe(self.task.progress, self.task.networks)
 
 
-def _make_learner(config: AgentConfig, networks: ActorCritic, rounds: int) -> Learner:
+class AgentTask(Task[Slot[Any]]):
+    """Actor-critic training: a record is a rollout."""
+
+    interruptible = ()  # acting changes the environments, and a step is short
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "replicas": "networks this small gain nothing from replicas; set actors",
+        "ema": "actors act with the trained weights",
+    }
+    networks: ActorCritic
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config, self.steps, self.networks = config, config.n_rollouts, build_networks(config)
+        self.n_actors = max(1, config.actors)
+        self.returns, self.progress = EpisodeReturns(self.n_actors, config.n_envs), TrainingProgress()
+        self.actor_state: dict[str, Tensor] = {}
+        self.local_actors: list[Actor] = []  # actors in this process: their state can be saved
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self.config.model_dump(mode="json")
+
+    def allocate(self, replicas: int) -> SharedState:
+        param_optims = make_update(self.config, self.networks).param_optims
+        return SharedState.allocate(self.networks, param_optims, contiguous=True)
+
+    def make_learner(self, trainer: Trainer[Slot[Any]]) -> Learner:
+        config, first = self.config, trainer.steps_done
+        update = replace(make_update(config, self.networks), accept_step=trainer.accept_step)
+        learner = Learner(self.networks, [update], trainer.shared, steps_done=trainer.rounds_done)
+        self.actors = [
+            Actor(config.environment, config.n_envs, config.hidden, derive(config.seed, "environment", number, first))
+            for number in range(self.n_actors)
+        ]  # fmt: skip
+        self.local_actors = self.actors if not config.actors else []
+        for actor in self.local_actors:
+            actor.setup()
+            if self.actor_state:
+                actor.load_state_dict(self.actor_state)
+        self.learner, self.board = learner, Board.from_tensors(learner.weights)
+        self.sync_weights(first)
+        self.started = time.perf_counter() - self.progress.seconds
+        return learner
+
+    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
+        rows = self.config.n_steps * self.config.n_envs
+        return LayerStats(learner, steps=self.steps, batch_rows=rows, steps_done=steps_done)
+
+    @contextmanager
+    def batches(self, first: int) -> Iterator[Iterator[Slot[Any]]]:
+        with _make_reader(self.config, self.actors, self.board, first) as self.rollouts:
+            yield self._counted()
+
+    def _counted(self) -> Iterator[Slot[Any]]:
+        for slot in self.rollouts:
+            self.progress.returns.extend(self.returns.add(slot))
+            self.progress.steps += slot.length
+            yield slot
+
+    def minibatches(self, record: Slot[Any]) -> Iterator[list[MicroBatch]]:
+        return rollout_minibatches(self.config, self.networks, record)
+
+    def lr_scale(self, step: int) -> float:
+        return remaining_fraction(self.config, step)
+
+    def sync_weights(self, steps_done: int) -> None:
+        self.board.publish(self.learner.weights, steps_done)
+
+    def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
+        self.progress.seconds = time.perf_counter() - self.started
+        found = super().report(steps_done, metrics, clock) or {}
+        return {**found, **self.rollouts.pop_stats().metrics()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        actors = {f"actor/{n}": t for actor in self.local_actors for n, t in actor.state_dict().items()}
+        return {"returns": self.returns.partial_returns, **actors}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.progress.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.progress = TrainingProgress.from_state(state)
+        self.returns.partial_returns.copy_(tensors.pop("returns"))
+        self.actor_state = {name.removeprefix("actor/"): t for name, t in tensors.items()}
+
+
+def make_update(config: AgentConfig, networks: ActorCritic) -> Update:
+    """Return the only update of an agent's learner: AdamW, with a separate rate for the value network."""
     param_optims = {
         **all_adamw(networks, config.learning_rate),
         **all_adamw(networks, config.value_learning_rate or config.learning_rate, "value."),
     }
-    update = Update(
+    return Update(
         partial(actor_critic_loss, config, networks), param_optims, clip_norm=config.clip_norm, eps=1e-5
     )
-    return Learner(networks, [update], steps_done=rounds)
 
 
 def _make_reader(config: AgentConfig, actors: list[Actor], board: Board, first: int) -> FIFOReader[Any]:

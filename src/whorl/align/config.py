@@ -10,7 +10,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.train.config import OptimConfig, ScheduleConfig
+from whorl.machine.memory import MemoryText
+from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.config import FiniteGuardConfig, OptimConfig, ScheduleConfig
 
 Algorithm = Literal["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"]
 PreferenceObjective = Literal["dpo", "ipo", "kto", "simpo", "orpo"]
@@ -51,7 +53,21 @@ class StageConfig(BaseModel):
         default=None, description="compute dtype; default: the fastest on this machine"
     )
     seed: int = 0
+    activation_budget: MemoryText | None = Field(
+        default=None,
+        description="memory for activations, 2GB or 25%; blocks beyond it are recomputed in the backward; default: no limit",
+    )
+    spike_guard: FiniteGuardConfig = Field(
+        default=FiniteGuardConfig(),
+        description="skips non-finite batches; with a threshold also batches whose loss or gradient norm is far off",
+    )
+    ema: float = Field(
+        default=0.0, ge=0, lt=1, description="decay per step of averaged weights, which are saved; 0 for none"
+    )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    checkpoints: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="how many are kept, and a remote copy"
+    )
 
     def optim(self) -> OptimConfig:
         """Return the optimizer settings of this stage."""

@@ -21,10 +21,12 @@ same batches and ends with the same bits. The contrastive loss depends on the ba
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,13 +42,15 @@ from whorl.objectives.next_token import Loss
 from whorl.tokens.shards import TokenSet, TokenSplit
 from whorl.tokens.tokenizer import Ids
 from whorl.tracking.seeds import generator, numpy_rng
-from whorl.train.checkpoint.format import restore
-from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.config import FiniteGuardConfig
+from whorl.train.learner.learner import Learner, SharedState
+from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch, OptimizerName, ParamOptim, Update
+from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.optim.decay_mask import decayed_parameters
 from whorl.train.optim.lr_schedule import warmup_stable_decay
+from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
 
 BUCKET_SIZE = 32  # spans encoded together
 
@@ -78,6 +82,8 @@ class EmbedJob(BaseModel):
     decay_ratio: float = Field(default=0.5, gt=0, le=1)
     held_out: int = Field(default=512, ge=2, description="maximum number of held-out documents for recall")
     evaluations: int = Field(default=10, ge=1, description="recall evaluations during the run")
+    spike_guard: FiniteGuardConfig = FiniteGuardConfig()
+    ema: float = Field(default=0.0, ge=0, lt=1, description="decay per step of averaged weights; 0 for none")
     threads: int = Field(default=1, ge=1)
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -196,6 +202,8 @@ def train_embedder(
     scratch: Path | None = None,
     checkpoint_seconds: float = 30.0,
     log: Callable[[str], None] = lambda text: None,
+    heartbeat_dir: Path | None = None,
+    checkpoint_config: CheckpointConfig | None = None,
 ) -> Encoder:
     """Train `job` to its end, from the newest checkpoint in `scratch` if there is one; returns the encoder.
 
@@ -204,76 +212,87 @@ def train_embedder(
             correct (fraction of pairs that were nearest in their batch), grad_norm, pairs_per_second; at evaluations also
             recall_at_1 and recall_at_10.
         scratch: folder for checkpoints; None keeps none.
+        checkpoint_config: retention and remote storage.
+        heartbeat_dir: where the heartbeat and stack traces of a stall are written; None for neither.
 
     Raises:
         DataError: no training split, or fewer long enough documents than a batch needs.
         CheckpointError: the checkpoint in `scratch` is of another job.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(job.threads)
-    try:
-        return _train(job, observe, scratch, checkpoint_seconds, log)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _train(
-    job: EmbedJob,
-    observe: Callable[[int, dict[str, float], Encoder], None],
-    scratch: Path | None,
-    checkpoint_seconds: float,
-    log: Callable[[str], None],
-) -> Encoder:
-    pairs, evaluator = open_pairs(job, log)
-    encoder = build_encoder(job)
-    identity = {
-        **job.model_dump(mode="json", exclude={"tokens", "threads", "device"}),
-        "data": pairs.split.fingerprint,
-    }
-    keeper = (
-        CheckpointManager(scratch, identity, seconds=checkpoint_seconds, log=log)
-        if scratch is not None
-        else None
+    task = EmbedTask(job, log)
+    options = RunOptions(
+        scratch=scratch,
+        checkpoint_seconds=checkpoint_seconds,
+        checkpoint_config=checkpoint_config,
+        threads=job.threads,
+        spike_guard=job.spike_guard,
+        ema=job.ema,
+        heartbeat_dir=heartbeat_dir,
     )
-    found, first = keeper.resume() if keeper is not None else None, 0
-    if found is not None:
-        first = found.step
-    learner = Learner(encoder, [build_update(encoder, job)], dtype=encoder.dtype, steps_done=first)
-    if found is not None:
-        restore(learner.shared.tensors(), found.tensors)
-        log(f"continues at step {first:,} of {job.steps:,}")
-    every = max(1, -(-job.steps // job.evaluations))
+    Trainer(task, options, _Observer(observe, task.networks), log=log).fit()
+    return task.networks
 
-    def records() -> Iterator[MicroBatch]:
-        step = first
-        while True:
-            yield collate(pairs.batch(job.seed, step, job.batch_size), job.device)
-            step += 1
 
-    last = time.perf_counter()
+class _Observer(TrainCallback):
+    def __init__(self, observe: Callable[[int, dict[str, float], Encoder], None], encoder: Encoder) -> None:
+        self.observe, self.encoder = observe, encoder
 
-    def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        metrics = {**metrics, "pairs_per_second": job.batch_size / (now - last)}
-        if evaluator is not None and (done % every == 0 or done == job.steps):
-            metrics |= evaluator(lambda texts: embed_ids(encoder, texts))
-        if keeper is not None and done < job.steps and keeper.due():
-            keeper.save(done, learner.shared.tensors())
-        observe(done, metrics, encoder)
-        last = time.perf_counter()
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.observe(step, metrics, self.encoder)
 
-    with keeper or nullcontext():
-        train_loop(
-            learner,
-            records(),
-            lambda part: [[part]],
-            first=first,
-            last=job.steps,
-            lr_scale=lambda step: warmup_stable_decay(step, job.steps, job.warmup_ratio, job.decay_ratio),
-            on_step_end=after,
+
+class EmbedTask(Task[MicroBatch]):
+    """Contrastive training: a record is a batch of pairs."""
+
+    networks: Encoder
+    unsupported: ClassVar[Mapping[str, str]] = {"replicas": "the loss compares all pairs of a batch"}
+
+    def __init__(self, job: EmbedJob, log: Callable[[str], None] = lambda text: None) -> None:
+        self.job, self.steps, self.dtype = job, job.steps, getattr(torch, job.dtype)
+        self.pairs, self.evaluator = open_pairs(job, log)
+        self.networks = build_encoder(job)
+        self.evaluate_every = max(1, -(-job.steps // job.evaluations))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        settings = self.job.model_dump(mode="json", exclude={"tokens", "threads", "device"})
+        return {**settings, "data": self.pairs.split.fingerprint}
+
+    def allocate(self, replicas: int) -> SharedState:
+        param_optims = build_update(self.networks, self.job).param_optims
+        return SharedState.allocate(self.networks, param_optims, contiguous=True)
+
+    def make_learner(self, trainer: Trainer[MicroBatch]) -> Learner:
+        update = replace(build_update(self.networks, self.job), accept_step=trainer.accept_step)
+        self.reported_at = time.perf_counter()
+        return Learner(
+            self.networks, [update], trainer.shared, dtype=self.dtype, steps_done=trainer.rounds_done
         )
-    return encoder
+
+    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
+        return LayerStats(learner, steps=self.steps, batch_rows=self.job.batch_size, steps_done=steps_done)
+
+    def batches(self, first: int) -> AbstractContextManager[Iterator[MicroBatch]]:
+        job = self.job
+        pairs = (self.pairs.batch(job.seed, step, job.batch_size) for step in count(first))
+        return nullcontext(collate(spans, job.device) for spans in pairs)
+
+    def minibatches(self, record: MicroBatch) -> list[list[MicroBatch]]:
+        return [[record]]
+
+    def lr_scale(self, step: int) -> float:
+        job = self.job
+        return warmup_stable_decay(step, job.steps, job.warmup_ratio, job.decay_ratio)
+
+    def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
+        clock.pop_seconds()
+        seconds = time.perf_counter() - self.reported_at
+        metrics = {**metrics, "pairs_per_second": self.job.batch_size / seconds}
+        is_due = steps_done % self.evaluate_every == 0 or steps_done == self.steps
+        if self.evaluator is not None and is_due:
+            metrics |= self.evaluator(lambda texts: embed_ids(self.networks, texts))
+        self.reported_at = time.perf_counter()
+        return metrics
 
 
 def open_pairs(

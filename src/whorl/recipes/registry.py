@@ -63,6 +63,11 @@ class StepContext:
         self.parents[role].check()
         return self.parents[role].path
 
+    @property
+    def heartbeat_dir(self) -> Path:
+        """Where a training step writes its heartbeat, and stack traces after a stall."""
+        return self.run.dir / "watch" / self.name
+
     @cached_property
     def machine(self) -> Machine:
         """The device properties, measured or from the cache."""

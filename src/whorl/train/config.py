@@ -123,5 +123,17 @@ class SpikeGuardConfig(BaseModel):
         description="fraction of the steps that may be skipped before training stops",
     )
     snapshot_every: int | None = Field(
-        default=None, ge=1, description="steps between snapshots; default: an eighth of the run"
+        default=None,
+        ge=1,
+        description="steps between snapshots; default: an eighth of the run, at least patience",
+    )
+
+
+class FiniteGuardConfig(SpikeGuardConfig):
+    """A spike guard that skips non-finite batches only, unless a threshold is set. Rewards and preferences have outliers."""
+
+    threshold: float = Field(
+        default=0.0,
+        ge=0,
+        description="robust standard deviations above the median at which a batch is skipped; 0: never",
     )

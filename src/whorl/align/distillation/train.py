@@ -20,10 +20,10 @@ the metrics `logprob_diff_max` and `logprob_diff_mean`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,11 +36,11 @@ from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
 from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
-from whorl.align.stage.trainer import (
-    Precomputed,
+from whorl.align.stage.task import (
+    DatasetTask,
+    Log,
     StepCallback,
     dataset_fingerprint,
-    make_moe_balancer,
     micro_batch_rows,
     run_stage,
 )
@@ -48,8 +48,8 @@ from whorl.errors import ConfigError, DataError
 from whorl.objectives.log_probs import token_log_probs
 from whorl.objectives.next_token import Loss
 from whorl.tracking.seeds import derive, numpy_rng
+from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
-from whorl.train.metrics.moe_balance import MoEBalancer
 
 
 def train_student(
@@ -62,7 +62,8 @@ def train_student(
     pad_id: int,
     callback: StepCallback = lambda step, metrics: None,
     checkpoint_dir: Path | None = None,
-    log: Callable[[str], None] = lambda text: None,
+    log: Log = lambda text: None,
+    heartbeat_dir: Path | None = None,
 ) -> PolicyModel:
     """Train `network` on the teacher's distributions and return it; resumes from the newest checkpoint.
 
@@ -73,7 +74,7 @@ def train_student(
         callback: called after each step with kl (the divergence, nats per target), loss_tokens, grad_norm, positions
             (including padding) and time/*. With on-policy texts also on_policy_tokens, completion_length/on_policy,
             truncated_fraction, logprob_diff_max and logprob_diff_mean.
-        checkpoint_dir: folder of checkpoints; None keeps none.
+        checkpoint_dir, heartbeat_dir: folders of checkpoints and of the heartbeat; None for neither.
 
     Raises:
         ConfigError: another vocabulary, or a `CachedTeacher` with on-policy texts or another temperature.
@@ -81,42 +82,80 @@ def train_student(
     """
     check_teacher(network, teacher, config, example_tokenizer)
     batches = _DistillationBatches(network, teacher, examples, config, example_tokenizer, pad_id)
-    moe_balancer = make_moe_balancer(network)
-    objective = _DistillationObjective(network, teacher, config, moe_balancer, batches.banned_mask)
-    identity = {
-        "stage": "distil",
-        "config": config.model_dump(mode="json", exclude={"checkpoint_seconds"}),
-        "texts": dataset_fingerprint(examples),
-        "teacher": teacher.identity(),
+    task = DistillationTask(network, teacher, batches, dataset_fingerprint(examples))
+    run_stage(task, callback, checkpoint_dir, log, heartbeat_dir)
+    return network
+
+
+class DistillationTask(DatasetTask):
+    """Divergence from the teacher, and the comparison of log-probabilities where the student sampled."""
+
+    name = "distil"
+    config: DistilConfig
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "replicas": "the teacher and the student's engine belong to one process"
     }
 
-    def step_batches(first: int, _: Precomputed) -> Iterator[list[MicroBatch]]:
-        for record in batches.batches_from(first):
-            objective.fresh, batches.latest = record.fresh, record
+    def __init__(
+        self, network: PolicyModel, teacher: Teacher, data: _DistillationBatches, fingerprint: str
+    ) -> None:
+        self.teacher, self.data, self.fingerprint = teacher, data, fingerprint
+        self.logprob_diff = LogProbDiff()
+        config = data.config
+        row_length = -(-config.seq_len // 8) * 8  # rows are rounded up to 8 (`pad`)
+        super().__init__(
+            network,
+            config,
+            steps=data.steps,
+            positions=config.batch_size * row_length,
+            rows=data.batch_size,
+            row_length=row_length,
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "stage": self.name,
+            "config": self.settings(),
+            "texts": self.fingerprint,
+            "teacher": self.teacher.identity(),
+        }
+
+    def may_save(self, steps_done: int) -> bool:
+        return steps_done % self.config.sync_every == 0 or not self.data.n_on_policy
+
+    def batches_from(self, first: int) -> Iterator[list[MicroBatch]]:
+        for record in self.data.batches_from(first):
+            self.latest = record
             micro: list[MicroBatch] = list(
-                micro_batches(record.batch, micro_batch_rows(config, record.batch))
+                micro_batches(record.batch, micro_batch_rows(self.config, record.batch))
             )
             record.metrics["positions"] = float(sum(piece["tokens"].numel() for piece in micro))
             yield micro
 
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        moe_balancer.on_step_end()
-        callback(step, {**metrics, **batches.latest.metrics, **objective.logprob_diff.pop_metrics()})
+    def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
+        more = {**self.latest.metrics, **self.logprob_diff.pop_metrics()}
+        return super().report(steps_done, {**metrics, **more}, clock)
 
-    run_stage(
-        network,
-        config,
-        objective,
-        step_batches,
-        identity=identity,
-        steps=batches.steps,
-        positions=config.batch_size * -(-config.seq_len // 8) * 8,  # rows are rounded up to 8 (`pad`)
-        callback=on_step,
-        may_save=lambda step: step % config.sync_every == 0 or not batches.n_on_policy,
-        checkpoint_dir=checkpoint_dir,
-        log=log,
-    )
-    return network.eval()
+    def objective(self, batch: MicroBatch) -> Loss:
+        model = self.network.model
+        hidden = self.network.hidden(batch)[batch["loss_mask"]]
+        if self.latest.fresh:
+            self._compare_log_probs(batch, hidden.detach())
+        return self.teacher.loss(batch, hidden, model.head_weight, model.logit_softcap, self.config)
+
+    @torch.no_grad()
+    def _compare_log_probs(self, batch: MicroBatch, hidden: Tensor) -> None:
+        mask = batch["loss_mask"]
+        sampled = batch["sampled"][mask] > 0
+        if not sampled.any():
+            return
+        log_prob, _ = token_log_probs(
+            hidden[sampled], self.network.model.head_weight, batch["targets"][mask][sampled],
+            temperature=self.network.temperature, softcap=self.network.model.logit_softcap,
+            banned_mask=self.data.banned_mask,
+        )  # fmt: skip
+        self.logprob_diff.update(log_prob - batch["behaviour_log_prob"][mask][sampled])
 
 
 def check_teacher(
@@ -163,46 +202,6 @@ class _StepBatch:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class _DistillationObjective:
-    """Divergence of a micro-batch, and the comparison of log-probabilities."""
-
-    def __init__(
-        self,
-        network: PolicyModel,
-        teacher: Teacher,
-        config: DistilConfig,
-        moe_balancer: MoEBalancer,
-        banned_mask: Tensor,
-    ) -> None:
-        self.network, self.teacher, self.config = network, teacher, config
-        self.moe_balancer, self.banned_mask = moe_balancer, banned_mask
-        self.fresh, self.logprob_diff = False, LogProbDiff()
-
-    def __call__(self, part: MicroBatch) -> Loss:
-        model, mask = self.network.model, part["loss_mask"]
-        segments = part.get("segment_ids")
-        records: list[Any] | None = [] if self.moe_balancer else None
-        positions = None if segments is None else part["positions"]
-        hidden = model(part["tokens"], positions, segments, routings=records)[mask]
-        if self.fresh:
-            self._compare_log_probs(part, hidden.detach())
-        loss = self.teacher.loss(part, hidden, model.head_weight, model.logit_softcap, self.config)
-        return loss if records is None else self.moe_balancer.add_aux_losses(loss, records, mask)
-
-    @torch.no_grad()
-    def _compare_log_probs(self, batch: MicroBatch, hidden: Tensor) -> None:
-        mask = batch["loss_mask"]
-        sampled = batch["sampled"][mask] > 0
-        if not sampled.any():
-            return
-        log_prob, _ = token_log_probs(
-            hidden[sampled], self.network.model.head_weight, batch["targets"][mask][sampled],
-            temperature=self.network.temperature, softcap=self.network.model.logit_softcap,
-            banned_mask=self.banned_mask,
-        )  # fmt: skip
-        self.logprob_diff.update(log_prob - batch["behaviour_log_prob"][mask][sampled])
-
-
 class _DistillationBatches:
     """Data of each step, by step number; every epoch has its own order. The first texts of a step are on-policy."""
 
@@ -239,7 +238,6 @@ class _DistillationBatches:
         banned_mask = torch.zeros(vocab, dtype=torch.bool)
         banned_mask[banned] = True
         self.banned_mask = banned_mask.to(network.device)
-        self.latest = _StepBatch({}, False)
         if self.n_on_policy:
             self.engine = rollout_engine(
                 network.eval_copy(), example_tokenizer, sequences=64, max_length=config.seq_len + 1

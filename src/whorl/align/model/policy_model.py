@@ -76,6 +76,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model, self.temperature, self.lora = model, temperature, lora
         self.banned_mask: Tensor | None = None
+        self.routings: list[Any] | None = None  # filled by forward passes where experts are balanced
         if banned_ids:
             banned = torch.zeros(model.config.vocab_size, dtype=torch.bool)
             banned[sorted(banned_ids)] = True
@@ -125,7 +126,7 @@ class PolicyModel(nn.Module):
         """Return [B, T, d_model] hidden states of a batch."""
         segments = batch.get("segment_ids")
         positions = None if segments is None else batch["positions"]
-        found: Tensor = self.model(batch["tokens"], positions, segments)
+        found: Tensor = self.model(batch["tokens"], positions, segments, routings=self.routings)
         return found
 
     def target_hidden_states(self, batch: MicroBatch) -> Tensor:
@@ -133,7 +134,7 @@ class PolicyModel(nn.Module):
 
         A shared prompt is computed once.
         """
-        if "segment_ids" not in batch and supports_shared_prefix(self.model):
+        if self.routings is None and "segment_ids" not in batch and supports_shared_prefix(self.model):
             found = find_shared_prefixes(batch)
             if found is not None:
                 return shared_prefix_hidden(self.model, batch, found)

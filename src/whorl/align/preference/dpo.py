@@ -21,9 +21,9 @@ logps/rejected report nats per token, in addition to rewards, margin and accurac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,20 +33,19 @@ from whorl.align.config import PreferenceConfig
 from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference.pairs import PairBatches, PreferencePair, UnpairedExample, sequence_log_probs
-from whorl.align.stage.trainer import (
-    Precomputed,
+from whorl.align.stage.task import (
+    DatasetTask,
+    Log,
     StepCallback,
-    choose_replicas,
     dataset_fingerprint,
     run_stage,
-    train_replica,
 )
 from whorl.errors import DataError
 from whorl.objectives.next_token import Loss
 from whorl.objectives.preference import PairLogProbs, dpo, ipo, kto, kto_kl, orpo, simpo
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng
-from whorl.train.learner.learner import SharedState
+from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
 
 DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
@@ -62,7 +61,8 @@ def train_preferences(
     reference: PolicyModel | None = None,
     callback: StepCallback = lambda step, metrics: None,
     checkpoint_dir: Path | None = None,
-    log: Callable[[str], None] = lambda text: None,
+    log: Log = lambda text: None,
+    heartbeat_dir: Path | None = None,
 ) -> PolicyModel:
     """Train `network` on preferences and return it; resumes from the newest checkpoint.
 
@@ -72,58 +72,58 @@ def train_preferences(
         reference: default, the initial network.
         callback: called after each step with loss, rewards/chosen, rewards/rejected, rewards/margin, rewards/accuracy,
             logps/chosen, logps/rejected, loss_tokens, grad_norm and time/*; KTO adds kl.
-        checkpoint_dir: folder of checkpoints; None keeps none.
+        checkpoint_dir, heartbeat_dir: folders of checkpoints and of the heartbeat; None for neither.
 
     Raises:
         DataError: there are no items, or single completions where pairs are needed.
     """
-    data, world = _PreferenceBatches(items, config, pad_id), ProcessGroup()
-
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        callback(step, normalize_metrics(metrics))
-
+    data = _PreferenceBatches(items, config, pad_id)
+    task = PreferenceTask(network, data, reference)
     run_stage(
-        network,
-        config,
-        preference_objective(config, network),
-        lambda first, kept: data.batches_from(first, network, kept, world),
-        identity=data.identity,
-        steps=data.pair_batches.steps,
-        positions=data.pair_batches.positions,
-        precompute=lambda: data.reference_log_probs(reference or network),
-        callback=on_step,
-        checkpoint_dir=checkpoint_dir,
-        log=log,
-        replicas=choose_replicas(
-            network, config.replicas, positions=data.pair_batches.steps * data.pair_batches.positions,
-            length=config.seq_len, max_replicas=data.pair_batches.batch_size,
-        ),
-        replica=partial(_replica_main, network, data),
-        world=world,
+        task, callback, checkpoint_dir, log, heartbeat_dir,
+        requested_replicas=config.replicas, max_replicas=task.rows,
     )  # fmt: skip
     return network
 
 
-def _replica_main(
-    network: PolicyModel,
-    data: _PreferenceBatches,
-    world: ProcessGroup,
-    first: int,
-    shared: SharedState,
-    kept: Precomputed,
-) -> None:
-    """Run the replicas other than the first."""
-    train_replica(
-        world,
-        network,
-        data.config,
-        preference_objective(data.config, network),
-        data.batches_from(first, network, kept, world),
-        shared,
-        positions=data.pair_batches.positions,
-        first=first,
-        steps=data.pair_batches.steps,
-    )
+class PreferenceTask(DatasetTask):
+    """Preference optimization. The reference scores all texts before the first step."""
+
+    name = "preference"
+    config: PreferenceConfig
+
+    def __init__(
+        self, network: PolicyModel, data: _PreferenceBatches, reference: PolicyModel | None = None
+    ) -> None:
+        batches = data.pair_batches
+        super().__init__(
+            network,
+            data.config,
+            steps=batches.steps,
+            positions=batches.positions,
+            rows=batches.batch_size,
+            row_length=data.config.seq_len,
+        )
+        self.data, self.reference = data, reference
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**self.data.identity, "config": self.settings()}
+
+    def precompute(self) -> dict[str, Tensor]:
+        reference, self.reference = self.reference or self.network, None  # no replica needs it
+        return self.data.reference_log_probs(reference)
+
+    def objective(self, batch: MicroBatch) -> Loss:
+        return preference_loss(self.config, self.network, batch)
+
+    def batches_from(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
+        for step in range(first, self.steps):
+            units = self.data.pair_batches.step_units(step)
+            yield self.data.step_batches(units, self.network, self.precomputed, self.group)
+
+    def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
+        return super().report(steps_done, normalize_metrics(metrics), clock)
 
 
 @torch.no_grad()
@@ -141,9 +141,8 @@ def evaluate_preferences(
         DataError: as `train_preferences`.
     """
     data = _PreferenceBatches(items, config, pad_id)
-    objective = preference_objective(config, network)
     losses = [
-        objective(network.to_device(part))
+        preference_loss(config, network, network.to_device(part))
         for part in data.step_batches(
             list(range(data.pair_batches.n_units)),
             network,
@@ -159,50 +158,44 @@ def evaluate_preferences(
     )
 
 
-def preference_objective(config: PreferenceConfig, network: PolicyModel) -> Callable[[MicroBatch], Loss]:
-    """Return the loss function of a micro-batch; its fields are those of `_PreferenceBatches.step_batches`."""
+def preference_loss(config: PreferenceConfig, network: PolicyModel, batch: MicroBatch) -> Loss:
+    """Return the loss of a micro-batch with the fields of `_PreferenceBatches.step_batches`."""
     name = config.objective
     beta = DEFAULT_BETA[name] if config.beta is None else config.beta
-
-    def objective(batch: MicroBatch) -> Loss:
-        output = network.log_probs(batch)
-        length = batch["length"]
-        log_prob = output.log_prob.new_zeros(len(length)).index_add(
-            0, output.sequence, output.log_prob
-        )  # [S]
-        mean_log_prob = log_prob.detach() / length
-        if name == "kto":
-            desirable = batch["label"]
-            loss = kto(
-                log_prob, batch["reference_log_prob"], desirable, batch["kl"],
-                beta=beta, desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight,
-            )  # fmt: skip
-            logps = {
-                "logps/chosen": mean_log_prob[desirable].sum(),
-                "logps/rejected": mean_log_prob[~desirable].sum(),
-            }
-            return Loss(loss.total, loss.count, {**loss.metrics, **logps})
-        reference = batch.get("reference_log_prob")
-        pairs = PairLogProbs(
-            log_prob[0::2],
-            log_prob[1::2],
-            None if reference is None else reference[0::2],
-            None if reference is None else reference[1::2],
-            length[0::2],
-            length[1::2],
-        )
-        if name == "dpo":
-            loss = dpo(pairs, beta=beta, label_smoothing=config.label_smoothing)
-        elif name == "ipo":
-            loss = ipo(pairs, beta=beta, length_normalized=config.length_normalized)
-        elif name == "simpo":
-            loss = simpo(pairs, beta=beta, gamma=config.gamma)
-        else:
-            loss = orpo(pairs, weight=beta)
-        logps = {"logps/chosen": mean_log_prob[0::2].sum(), "logps/rejected": mean_log_prob[1::2].sum()}
+    output = network.log_probs(batch)
+    length = batch["length"]
+    log_prob = output.log_prob.new_zeros(len(length)).index_add(0, output.sequence, output.log_prob)  # [S]
+    mean_log_prob = log_prob.detach() / length
+    if name == "kto":
+        desirable = batch["label"]
+        loss = kto(
+            log_prob, batch["reference_log_prob"], desirable, batch["kl"],
+            beta=beta, desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight,
+        )  # fmt: skip
+        logps = {
+            "logps/chosen": mean_log_prob[desirable].sum(),
+            "logps/rejected": mean_log_prob[~desirable].sum(),
+        }
         return Loss(loss.total, loss.count, {**loss.metrics, **logps})
-
-    return objective
+    reference = batch.get("reference_log_prob")
+    pairs = PairLogProbs(
+        log_prob[0::2],
+        log_prob[1::2],
+        None if reference is None else reference[0::2],
+        None if reference is None else reference[1::2],
+        length[0::2],
+        length[1::2],
+    )
+    if name == "dpo":
+        loss = dpo(pairs, beta=beta, label_smoothing=config.label_smoothing)
+    elif name == "ipo":
+        loss = ipo(pairs, beta=beta, length_normalized=config.length_normalized)
+    elif name == "simpo":
+        loss = simpo(pairs, beta=beta, gamma=config.gamma)
+    else:
+        loss = orpo(pairs, weight=beta)
+    logps = {"logps/chosen": mean_log_prob[0::2].sum(), "logps/rejected": mean_log_prob[1::2].sum()}
+    return Loss(loss.total, loss.count, {**loss.metrics, **logps})
 
 
 def normalize_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -261,7 +254,6 @@ class _PreferenceBatches:
         self.pair_batches = PairBatches(self.texts, each, config, pad_id, "prefer")
         self.identity = {
             "stage": "prefer",
-            "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"}),
             "texts": dataset_fingerprint(self.texts),
             "good": hashlib.blake2b(self.labels.numpy().tobytes(), digest_size=16).hexdigest(),
         }
@@ -278,15 +270,8 @@ class _PreferenceBatches:
             found["mismatched_log_prob"] = sequence_log_probs(reference, self.mismatched, self.pad_id)
         return found
 
-    def batches_from(
-        self, first: int, network: PolicyModel, kept: Precomputed, world: ProcessGroup
-    ) -> Iterator[list[dict[str, Tensor]]]:
-        """Yield the micro-batches of step `first` and of all later steps."""
-        for number in range(first, self.pair_batches.steps):
-            yield self.step_batches(self.pair_batches.step_units(number), network, kept, world)
-
     def step_batches(
-        self, units: Sequence[int], network: PolicyModel, kept: Precomputed, world: ProcessGroup
+        self, units: Sequence[int], network: PolicyModel, kept: Mapping[str, Tensor], world: ProcessGroup
     ) -> list[dict[str, Tensor]]:
         """Return this replica's micro-batches of some units, with reference_log_prob [S].
 

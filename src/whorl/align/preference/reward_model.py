@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +38,20 @@ from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import SCORE_POSITIONS, PolicyModel
 from whorl.align.preference.pairs import PairBatches, PreferencePair
 from whorl.align.stage.io import COPIED_FILES, load_example_tokenizer
-from whorl.align.stage.trainer import (
-    Precomputed,
+from whorl.align.stage.task import (
+    DatasetTask,
+    Log,
     StepCallback,
-    choose_replicas,
     dataset_fingerprint,
     run_stage,
-    train_replica,
 )
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.objectives.next_token import Loss
 from whorl.objectives.reward import bradley_terry
-from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
-from whorl.train.learner.learner import SharedState
 from whorl.train.learner.update import MicroBatch, ParamOptim
 
 METADATA_FILE, WEIGHTS_FILE = "reward.json", "reward.safetensors"
@@ -135,7 +131,8 @@ def train_reward_model(
     pad_id: int,
     callback: StepCallback = lambda step, metrics: None,
     checkpoint_dir: Path | None = None,
-    log: Callable[[str], None] = lambda text: None,
+    log: Log = lambda text: None,
+    heartbeat_dir: Path | None = None,
 ) -> RewardModel:
     """Train on pairs and return the model; resumes from the newest checkpoint.
 
@@ -143,7 +140,7 @@ def train_reward_model(
         pairs: none longer than `config.seq_len` ids (`tokenize_pairs` ensures it).
         callback: called after each step with loss, rewards/chosen, rewards/rejected, rewards/margin, rewards/accuracy,
             loss_tokens, grad_norm and time/*.
-        checkpoint_dir: folder of checkpoints; None keeps none.
+        checkpoint_dir, heartbeat_dir: folders of checkpoints and of the heartbeat; None for neither.
 
     Raises:
         DataError: there are no pairs.
@@ -154,65 +151,48 @@ def train_reward_model(
         )
     texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
     pair_batches = PairBatches([append_read_token(text) for text in texts], 2, config, pad_id, "reward")
-    world = ProcessGroup()
+    task = RewardTask(model, config, pair_batches, dataset_fingerprint(texts))
     run_stage(
-        model,
-        config,
-        reward_objective(config, model),
-        lambda first, _: _batches(pair_batches, first, world),
-        identity={
-            "stage": "reward",
-            "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"}),
-            "texts": dataset_fingerprint(texts),
-        },
-        steps=pair_batches.steps,
-        positions=pair_batches.positions,
-        callback=callback,
-        checkpoint_dir=checkpoint_dir,
-        log=log,
-        replicas=choose_replicas(
-            model,
-            config.replicas,
-            positions=pair_batches.steps * pair_batches.positions,
-            length=config.seq_len,
-            max_replicas=pair_batches.batch_size,
-        ),
-        replica=partial(_replica_main, model, config, pair_batches),
-        world=world,
-    )
+        task, callback, checkpoint_dir, log, heartbeat_dir,
+        requested_replicas=config.replicas, max_replicas=task.rows,
+    )  # fmt: skip
     return model
 
 
-def _batches(pair_batches: PairBatches, first: int, world: ProcessGroup) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield this replica's micro-batches of step `first` and of all later steps."""
-    for number in range(first, pair_batches.steps):
-        yield list(pair_batches.micro_batches(pair_batches.shard(pair_batches.step_units(number), world), {}))
+class RewardTask(DatasetTask):
+    """Training of a reward model on pairs."""
 
+    name = "reward_model"
+    network: RewardModel
+    config: RewardConfig
 
-def _replica_main(
-    model: RewardModel,
-    config: RewardConfig,
-    units: PairBatches,
-    world: ProcessGroup,
-    first: int,
-    shared: SharedState,
-    _: Precomputed,
-) -> None:
-    """Run the replicas other than the first."""
-    train_replica(
-        world, model, config, reward_objective(config, model), _batches(units, first, world), shared,
-        positions=units.positions, first=first, steps=units.steps,
-    )  # fmt: skip
+    def __init__(
+        self, model: RewardModel, config: RewardConfig, pair_batches: PairBatches, fingerprint: str
+    ) -> None:
+        self.pair_batches, self.fingerprint = pair_batches, fingerprint
+        super().__init__(
+            model,
+            config,
+            steps=pair_batches.steps,
+            positions=pair_batches.positions,
+            rows=pair_batches.batch_size,
+            row_length=config.seq_len,
+        )
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"stage": "reward", "config": self.settings(), "texts": self.fingerprint}
 
-def reward_objective(config: RewardConfig, model: RewardModel) -> Callable[[MicroBatch], Loss]:
-    """Return the loss function of a micro-batch of pairs."""
+    def objective(self, batch: MicroBatch) -> Loss:
+        rewards = self.network.rewards(batch)
+        return bradley_terry(
+            rewards[0::2], rewards[1::2], center_rewards_coef=self.config.center_rewards_coef
+        )
 
-    def objective(part: MicroBatch) -> Loss:
-        rewards = model.rewards(part)
-        return bradley_terry(rewards[0::2], rewards[1::2], center_rewards_coef=config.center_rewards_coef)
-
-    return objective
+    def batches_from(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
+        for step in range(first, self.steps):
+            units = self.pair_batches.shard(self.pair_batches.step_units(step), self.group)
+            yield list(self.pair_batches.micro_batches(units, {}))
 
 
 def score_completions(

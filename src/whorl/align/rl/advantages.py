@@ -1,7 +1,7 @@
 """Advantages of a rollout batch, and the policy objective bound to the network.
 
     compute_advantages(config, experience, state)     [R] rewards -> [R, T] advantages, by the algorithm's baseline
-    policy_objective(config, network, state)          micro-batch -> Loss, by the algorithm's surrogate and aggregation
+    policy_loss_of(config, network, state, part)      Loss of a micro-batch, by the algorithm's surrogate and aggregation
 
 The algorithm is a `PolicyLossConfig` (`objectives/llm_policy.py`), and the configuration may override any argument.
 `RLState` holds what persists between rollout batches in addition to the weights: an adaptive KL coefficient, and the
@@ -14,7 +14,6 @@ rollout batch that the newest weights sampled; an older one has nothing to compa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -189,41 +188,37 @@ def compute_advantages(config: RLConfig, experience: Experience, state: RLState)
     return streams
 
 
-def policy_objective(config: RLConfig, network: PolicyModel, state: RLState) -> Callable[[MicroBatch], Loss]:
-    """Return the loss function of a micro-batch of rows with their streams."""
+def policy_loss_of(config: RLConfig, network: PolicyModel, state: RLState, part: MicroBatch) -> Loss:
+    """Return the loss of a micro-batch of rows with their streams."""
     method = resolve_method(config)
-
-    def objective(part: MicroBatch) -> Loss:
-        bonus = method.entropy_coef > 0
-        # With an adapter the head is frozen, and the gradient without entropy is cheaper.
-        output = network.log_probs(part, entropy=bonus or network.lora is None)
-        state.observe_micro_batch(part, output.log_prob)
-        mask = part["loss_mask"]
-        n = len(mask)  # one completion per row
-        rows = torch.arange(n, device=mask.device)[:, None].expand_as(mask)[mask]
-        streams = {
-            name: part[name][mask]
-            for name in (
-                "behaviour_log_prob",
-                "advantage",
-                "proximal_log_prob",
-                "reference_log_prob",
-                "weight",
-            )
-            if name in part
-        }
-        entropy = output.entropy if bonus or output.entropy is None else output.entropy.detach()
-        tokens = CompletionTokens(output.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
-        loss_config = replace(method, kl_coef=state.kl_coef)
-        loss = policy_loss(tokens, loss_config)
-        if output.value is None:
-            return loss
-        critic_loss = value_loss(
-            output.value, part["old_value"][mask], part["value_target"][mask], rows,
-            aggregation=loss_config.aggregation, constant=loss_config.constant, n_sequences=n,
-        )  # fmt: skip
-        return Loss(
-            loss.total + VALUE_COEF * critic_loss.total, loss.count, {**loss.metrics, **critic_loss.metrics}
+    bonus = method.entropy_coef > 0
+    # With an adapter the head is frozen, and the gradient without entropy is cheaper.
+    output = network.log_probs(part, entropy=bonus or network.lora is None)
+    state.observe_micro_batch(part, output.log_prob)
+    mask = part["loss_mask"]
+    n = len(mask)  # one completion per row
+    rows = torch.arange(n, device=mask.device)[:, None].expand_as(mask)[mask]
+    streams = {
+        name: part[name][mask]
+        for name in (
+            "behaviour_log_prob",
+            "advantage",
+            "proximal_log_prob",
+            "reference_log_prob",
+            "weight",
         )
-
-    return objective
+        if name in part
+    }
+    entropy = output.entropy if bonus or output.entropy is None else output.entropy.detach()
+    tokens = CompletionTokens(output.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
+    loss_config = replace(method, kl_coef=state.kl_coef)
+    loss = policy_loss(tokens, loss_config)
+    if output.value is None:
+        return loss
+    critic_loss = value_loss(
+        output.value, part["old_value"][mask], part["value_target"][mask], rows,
+        aggregation=loss_config.aggregation, constant=loss_config.constant, n_sequences=n,
+    )  # fmt: skip
+    return Loss(
+        loss.total + VALUE_COEF * critic_loss.total, loss.count, {**loss.metrics, **critic_loss.metrics}
+    )

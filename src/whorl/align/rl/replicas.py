@@ -24,7 +24,7 @@ from torch import Tensor
 
 from whorl.align.config import RLConfig
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.stage.trainer import choose_replicas
+from whorl.align.stage.task import choose_replicas
 from whorl.parallel.process_group import ProcessGroup
 
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from torch import Tensor
 from whorl.align.config import RLConfig
 from whorl.align.model.batch import micro_batches, sort_by_group
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.rl.advantages import RLState, check_method, compute_advantages, policy_objective
+from whorl.align.rl.advantages import RLState, check_method, compute_advantages, policy_loss_of
 from whorl.align.rl.experience import Experience, read_rollouts, rollout_metrics
 from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
 from whorl.align.rl.rollout import (
@@ -43,16 +42,14 @@ from whorl.align.rl.rollout import (
     rollout_spec,
     shared_rollout_buffers,
 )
-from whorl.align.stage.trainer import make_learner, make_shared_state, micro_batch_rows
-from whorl.parallel.process_group import ProcessGroup, spawn_replicas
+from whorl.align.stage.task import Log, StageTask, StepFunction, micro_batch_rows, run_options
+from whorl.objectives.next_token import Loss
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import generator
-from whorl.train.checkpoint.format import restore
-from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.learner.learner import SharedState
-from whorl.train.learner.loop import StopTraining, Stopwatch, train_loop
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.loop import StopTraining, Stopwatch
 from whorl.train.learner.update import MicroBatch
-from whorl.train.optim.lr_schedule import lr_scale
+from whorl.train.trainer import Trainer
 
 RolloutCallback = Callable[[int, dict[str, float], Experience], None]
 
@@ -65,7 +62,8 @@ def train_policy(
     reference: PolicyModel | None = None,
     callback: RolloutCallback = lambda step, metrics, experience: None,
     checkpoint_dir: Path | None = None,
-    log: Callable[[str], None] = lambda text: None,
+    log: Log = lambda text: None,
+    heartbeat_dir: Path | None = None,
 ) -> PolicyModel:
     """Train `network` on rollouts of `worker` and return it; resumes from the newest checkpoint.
 
@@ -74,7 +72,7 @@ def train_policy(
         reference: of the KL; needed if `config.kl.coef` is above 0.
         callback: called after each rollout batch with metrics and experience; may raise `StopTraining`. Replicas wait
             for it for at most ten minutes.
-        checkpoint_dir: folder of checkpoints; None keeps none.
+        checkpoint_dir, heartbeat_dir: folders of checkpoints and of the heartbeat; None for neither.
 
     Raises:
         ConfigError: a KL without a reference, or PPO without a critic.
@@ -84,183 +82,139 @@ def train_policy(
     A long stage on several cores starts replicas (`rl/replicas.py`), so a calling script needs `if __name__ ==
     "__main__":`.
     """
-    check_method(config, network, reference)
-    identity = {
-        "stage": "rl",
-        "config": config.model_dump(
-            mode="json",
-            exclude={"checkpoint_seconds", "max_train_seconds", "max_worker_restarts", "replicas"},
-        ),
-        "tasks": len(worker.tasks),
-    }
-    checkpoints = (
-        CheckpointManager(checkpoint_dir, identity, seconds=config.checkpoint_seconds, log=log)
-        if checkpoint_dir is not None
-        else None
-    )
-    checkpoint = checkpoints.resume() if checkpoints is not None else None
-    first, updates, seconds = 0, 0, 0.0
-    state = RLState(config)
-    if checkpoint is not None:
-        first, updates, seconds = (
-            checkpoint.step,
-            checkpoint.metadata["rounds"],
-            checkpoint.metadata["seconds"],
-        )
-        worker.curriculum.load_state_dict(checkpoint.metadata["curriculum"])
-        state.load_state_dict(checkpoint.metadata["signals"])
-        log(f"continues at step {first:,} of {config.steps:,}")
-    positions, threads = (
-        config.prompts_per_step * config.group_size * worker.max_seq_len,
-        torch.get_num_threads(),
-    )
+    task = PolicyTask(network, worker, config, reference)
     replicas = choose_rl_replicas(
         config, network, worker.max_seq_len, uses_reward_model=worker.reward_model is not None
     )
-    shared = make_shared_state(network, config, positions=positions, replicas=replicas)
-    if checkpoint is not None:
-        restore(shared.tensors(), checkpoint.tensors)
-    start = ResumePoint(first, updates, seconds, state)
-    replica_group = ReplicaGroup()
+    task.share_buffers(replicas)
+    task.apply_activation_budget(replicas)
+    options = run_options(config, checkpoint_dir, replicas, heartbeat_dir)
     if replicas > 1:
-        replica_group = ReplicaGroup(
-            buffers=shared_rollout_buffers(config.prompts_per_step * config.group_size, worker.max_seq_len)
-        )
-        threads_each = max(1, threads // replicas)
-        log(
-            f"{replicas} replicas sample and train, {threads_each} {'thread' if threads_each == 1 else 'threads'} each"
-        )
-        replica_args = (
-            replica_group.buffers,
-            threads_each,
+        threads = f"{options.threads} {'thread' if options.threads == 1 else 'threads'} each"
+        log(f"{replicas} replicas sample and train, {threads}")
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        callback(step, metrics, task.experience)
+        if config.max_train_seconds is not None and metrics["time/total"] > config.max_train_seconds:
+            log(f"ends after {step:,} of {config.steps:,} steps: max_train_seconds is reached")
+            raise StopTraining  # the other ranks end when their pipes close
+
+    Trainer(task, options, StepFunction(on_step), log=log).fit()
+    return network
+
+
+class PolicyTask(StageTask[Slot[Rollouts]]):
+    """Policy optimization: a record is a rollout batch, sampled with the weights on the board."""
+
+    name = "rl"
+    config: RLConfig
+
+    def __init__(
+        self,
+        network: PolicyModel,
+        worker: RolloutWorker,
+        config: RLConfig,
+        reference: PolicyModel | None = None,
+    ) -> None:
+        check_method(config, network, reference)
+        rows = config.prompts_per_step * config.group_size
+        super().__init__(
             network,
-            worker,
             config,
-            reference,
-            shared,
-            start,
+            steps=config.steps,
+            positions=rows * worker.max_seq_len,
+            rows=rows,
+            row_length=worker.max_seq_len,
         )
-        replica_group.process_group = spawn_replicas(replicas, _replica_main, *replica_args)
-        torch.set_num_threads(threads_each)
-    try:
-        _train_replica(
-            replica_group, network, worker, config, reference, shared, start, callback, checkpoints, log
+        self.worker, self.reference, self.state = worker, reference, RLState(config)
+        self.buffers: dict[str, Tensor] = {}
+        self.seconds = 0.0  # of training before this start
+        if (
+            config.update_epochs * config.minibatches > 1
+        ):  # after the first update a backward cannot be repeated
+            self.interruptible = ("data",)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"stage": self.name, "config": self.settings(), "tasks": len(self.worker.tasks)}
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        return {n: v for n, v in settings.items() if n not in ("max_train_seconds", "max_worker_restarts")}
+
+    def share_buffers(self, replicas: int) -> None:
+        """Allocate the memory in which replicas gather their rows."""
+        if replicas > 1:
+            self.buffers = shared_rollout_buffers(self.rows, self.worker.max_seq_len)
+
+    def make_learner(self, trainer: Trainer[Slot[Rollouts]]) -> Learner:
+        self.replicas = ReplicaGroup(trainer.group, self.buffers)
+        self.worker.join_group(self.replicas)
+        learner = super().make_learner(trainer)
+        self.board = Board.from_tensors(self.network.merged_weights())
+        self.sync_weights(trainer.steps_done)
+        return learner
+
+    def close(self) -> None:
+        self.worker.close()
+        self.worker.join_group(ReplicaGroup())
+
+    def objective(self, batch: MicroBatch) -> Loss:
+        return policy_loss_of(self.config, self.network, self.state, batch)
+
+    def batches(self, first: int) -> AbstractContextManager[Iterator[Slot[Rollouts]]]:
+        self.reader = _rollout_reader(
+            self.config, self.worker, self.network, self.board, first, self.trainer.log
         )
-    finally:
-        worker.close()
-        worker.join_group(ReplicaGroup())
-        replica_group.process_group.close()
-        torch.set_num_threads(threads)
-    return network.eval()
+        self.started = time.monotonic() - self.seconds
+        return self.reader
 
-
-@dataclass
-class ResumePoint:
-    """Where a run starts or resumes: steps and updates done, seconds used, and further state."""
-
-    step: int
-    updates: int
-    seconds: float
-    state: RLState
-
-
-def _replica_main(
-    process_group: ProcessGroup, buffers: dict[str, Tensor], threads: int, *replica_args: Any
-) -> None:
-    """Run the replicas other than the first."""
-    torch.set_num_threads(threads)
-    worker: RolloutWorker = replica_args[1]
-    try:
-        _train_replica(ReplicaGroup(process_group, buffers), *replica_args)
-    finally:
-        worker.close()
-
-
-def _train_replica(
-    replicas: ReplicaGroup,
-    network: PolicyModel,
-    worker: RolloutWorker,
-    config: RLConfig,
-    reference: PolicyModel | None,
-    shared: SharedState,
-    start: ResumePoint,
-    callback: RolloutCallback = lambda step, metrics, experience: None,
-    checkpoints: CheckpointManager | None = None,
-    log: Callable[[str], None] = lambda text: None,
-) -> None:
-    """Run one replica's part of `train_policy`; a single replica runs all of it."""
-    worker.join_group(replicas)
-    first, state, rows = start.step, start.state, config.prompts_per_step * config.group_size
-    learner = make_learner(
-        network,
-        policy_objective(config, network, state),
-        config,
-        positions=rows * worker.max_seq_len,
-        steps_done=start.updates,
-        shared=shared,
-        world=replicas.process_group,
-    )
-    # In lockstep the worker updates this curriculum. Asynchronous workers have copies, and this one covers the rollouts that
-    # were read. A checkpoint keeps it, and a restarted worker starts from it. Compared with the lost copy it lacks
-    # the replaced groups and the rollouts in flight.
-    curriculum = worker.curriculum
-    board = Board.from_tensors(network.merged_weights())
-    board.publish(network.merged_weights(), first)
-    reader = _rollout_reader(config, worker, network, board, first, log)
-    started, latest = time.monotonic() - start.seconds, list[Experience]()
-
-    def minibatches(slot: Slot[Rollouts]) -> Iterator[list[MicroBatch]]:
-        experience = read_rollouts(slot)
-        latest[:] = [experience]
+    def minibatches(self, record: Slot[Rollouts]) -> Iterator[list[MicroBatch]]:
+        config, experience = self.config, read_rollouts(record)
+        self.experience = experience
+        # In lockstep the worker updates this curriculum. Asynchronous workers have copies, and this one covers the
+        # rollouts that were read. A checkpoint keeps it, and a restarted worker starts from it. Compared with the lost
+        # copy it lacks the replaced groups and the rollouts in flight.
         if config.async_rollout.workers:
             tried = experience.task.view(-1, config.group_size)[:, 0].tolist()
             for task, passed in zip(
                 tried, experience.reward.view(-1, config.group_size).mean(1).clamp(0, 1).tolist(), strict=True
             ):
-                curriculum.update(task, passed, config.group_size)
+                self.worker.curriculum.update(task, passed, config.group_size)
         return rollout_minibatches(
-            config, network, reference, state, experience, slot.sequence, board.version, replicas
+            config,
+            self.network,
+            self.reference,
+            self.state,
+            experience,
+            record.sequence,
+            self.board.version,
+            self.replicas,
         )
 
-    def on_step_end(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        seconds = {f"time/{name}": s for name, s in clock.pop_seconds().items()}
-        state_metrics = state.pop_metrics(replicas.process_group)  # each replica compared its own rows
-        step_metrics = {
-            **rollout_metrics(latest[0], config.group_size),
-            **metrics,
-            **state_metrics,
-            **seconds,
+    def sync_weights(self, steps_done: int) -> None:
+        self.board.publish(self.network.merged_weights(), steps_done)
+
+    def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
+        rollouts = rollout_metrics(self.experience, self.config.group_size)
+        state = self.state.pop_metrics(self.replicas.process_group)  # each replica compared its own rows
+        found = super().report(steps_done, {**rollouts, **metrics, **state}, clock) or {}
+        stats = self.reader.pop_stats().metrics()
+        found |= stats if self.config.async_rollout.workers else {}
+        self.seconds = time.monotonic() - self.started
+        return {**found, "time/total": self.seconds}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "curriculum": self.worker.curriculum.state_dict(),
+            "signals": self.state.state_dict(),
         }
-        reader_metrics = reader.pop_stats().metrics()
-        step_metrics |= reader_metrics if config.async_rollout.workers else {}
-        step_metrics["time/total"] = time.monotonic() - started
-        if checkpoints is not None and step < config.steps and checkpoints.due():
-            metadata = {
-                "rounds": learner.rounds,
-                "seconds": step_metrics["time/total"],
-                "curriculum": curriculum.state_dict(),
-                "signals": state.state_dict(),
-            }
-            checkpoints.save(step, learner.shared.tensors(), metadata)
-        callback(step, step_metrics, latest[0])
-        if replicas.process_group.rank or config.max_train_seconds is None:
-            return  # rank 0 decides on time; the other ranks end when their pipes close
-        if step_metrics["time/total"] > config.max_train_seconds:
-            log(f"ends after {step:,} of {config.steps:,} steps: max_train_seconds is reached")
-            raise StopTraining
 
-    network.train()
-    with checkpoints or nullcontext(), reader as records, suppress(StopTraining):
-        train_loop(
-            learner,
-            records,
-            minibatches,
-            first=first,
-            last=config.steps,
-            lr_scale=lambda step: lr_scale(step, config.steps, config.schedule),
-            sync_weights=lambda step: board.publish(network.merged_weights(), step),
-            on_step_end=on_step_end,
-        )
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.seconds = state["seconds"]
+        self.worker.curriculum.load_state_dict(state["curriculum"])
+        self.state.load_state_dict(state["signals"])
 
 
 def _rollout_reader(

@@ -10,7 +10,7 @@ the batch. Rows are packed, with a document mask between texts. A step equals on
 With `replay_fraction`, a share of each step's rows comes from pretraining data. It reduces forgetting. A large share
 mixes instructions into late pretraining.
 
-A long stage on several cores starts replicas, each with its rows of every step (`stage/trainer.py`). The steps agree
+A long stage on several cores starts replicas, each with its rows of every step (`stage/task.py`). The steps agree
 up to the rounding of sums. A script that calls this needs `if __name__ == "__main__":`.
 
 Batches depend only on the configuration and the step number, so a resumed run ends with the same bits.
@@ -19,8 +19,7 @@ Batches depend only on the configuration and the step number, so a resumed run e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +31,23 @@ from whorl.align.config import SFTConfig
 from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
 from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.stage.trainer import (
-    Precomputed,
+from whorl.align.stage.task import (
+    DatasetTask,
+    Log,
     StepCallback,
-    choose_replicas,
     dataset_fingerprint,
-    make_moe_balancer,
     micro_batch_rows,
     run_stage,
-    train_replica,
 )
 from whorl.errors import ConfigError, DataError
-from whorl.parallel.process_group import ProcessGroup
+from whorl.objectives.next_token import Loss
 from whorl.tokens.loader import open_batches
 from whorl.tracking.seeds import numpy_rng
-from whorl.train.learner.learner import SharedState
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.objective import LMObjective
-from whorl.train.metrics.moe_balance import MoEBalancer
+from whorl.train.trainer import Trainer
 
 
 def fine_tune(
@@ -61,7 +59,8 @@ def fine_tune(
     replay_data: Path | None = None,
     callback: StepCallback = lambda step, metrics: None,
     checkpoint_dir: Path | None = None,
-    log: Callable[[str], None] = lambda text: None,
+    log: Log = lambda text: None,
+    heartbeat_dir: Path | None = None,
 ) -> PolicyModel:
     """Train `network` on `examples` and return it; resumes from the newest checkpoint.
 
@@ -70,6 +69,7 @@ def fine_tune(
         replay_data: token set of pretraining, needed if `config.replay_fraction` is above 0.
         callback: called after each step with nll (nats per trained token), loss_tokens, grad_norm, epoch and time/*.
         checkpoint_dir: folder of checkpoints; None keeps none.
+        heartbeat_dir: where the heartbeat and stack traces of a stall are written; None for neither.
 
     Raises:
         DataError: there are no examples, or replay is requested without a token set.
@@ -83,70 +83,29 @@ def fine_tune(
             f"replay_fraction is {config.replay_fraction:g}, and there is no pretraining token set",
             expected="the token set as a parent", do="add it, or set replay_fraction to 0",
         )  # fmt: skip
-    batches = _SFTBatches(examples, config, pad_id, replay_data)
-    settings = config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"})
-    identity = {"stage": "sft", "config": settings, "texts": dataset_fingerprint(examples)}
-    world = ProcessGroup()
-    moe_balancer, objective = _sft_objective(network, world)
-
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        moe_balancer.on_step_end()
-        callback(step, {**metrics, "epoch": step / batches.steps * config.epochs})
-
-    replicas = choose_replicas(
-        network,
-        config.replicas,
-        positions=batches.steps * batches.positions,
-        length=config.seq_len,
-        max_replicas=batches.n_own,
-    )
+    task = SFTTask(network, examples, config, pad_id, replay_data)
     run_stage(
-        network,
-        config,
-        objective,
-        lambda first, _: batches.micro_batches(first, world),
-        identity=identity,
-        steps=batches.steps,
-        positions=batches.positions,
-        callback=on_step,
-        checkpoint_dir=checkpoint_dir,
-        log=log,
-        replicas=replicas,
-        replica=partial(_replica_main, network, batches),
-        world=world,
-    )
-    return network.eval()
-
-
-def _sft_objective(network: PolicyModel, world: ProcessGroup) -> tuple[MoEBalancer, LMObjective]:
-    """Return the objective, and the load balancer of its experts."""
-    moe_balancer = make_moe_balancer(network, world)
-    return moe_balancer, LMObjective(network.model, moe_balancer, z_loss=0.0, compile=False)
-
-
-def _replica_main(
-    network: PolicyModel,
-    batches: _SFTBatches,
-    world: ProcessGroup,
-    first: int,
-    shared: SharedState,
-    _: Precomputed,
-) -> None:
-    """Run the replicas other than the first."""
-    moe_balancer, objective = _sft_objective(network, world)
-    train_replica(
-        world, network, batches.config, objective, batches.micro_batches(first, world), shared,
-        positions=batches.positions, first=first, steps=batches.steps, on_step_end=lambda *_: moe_balancer.on_step_end(),
+        task, callback, checkpoint_dir, log, heartbeat_dir,
+        requested_replicas=config.replicas, max_replicas=task.n_own,
     )  # fmt: skip
+    return network
 
 
-class _SFTBatches:
+class SFTTask(DatasetTask):
     """Rows of each step, by step number; every epoch has its own order."""
 
+    name = "sft"
+    config: SFTConfig
+
     def __init__(
-        self, texts: Sequence[TokenizedExample], config: SFTConfig, pad_id: int, replay: Path | None
+        self,
+        network: PolicyModel,
+        texts: Sequence[TokenizedExample],
+        config: SFTConfig,
+        pad_id: int,
+        replay: Path | None,
     ) -> None:
-        self.config, self.replay_data = config, replay
+        self.replay_data, self.fingerprint = replay, dataset_fingerprint(texts)
         self.batch: dict[str, Tensor] = (
             pack(texts, config.seq_len, pad_id) if config.packing else pad(texts, pad_id)
         )
@@ -162,26 +121,47 @@ class _SFTBatches:
                 max(1, round(config.batch_size * config.replay_fraction)), config.batch_size - 1
             )
         self.n_own = min(config.batch_size - self.n_replay, self.n_rows)
-        self.steps = max(1, math.ceil(config.epochs * self.n_rows / self.n_own))
         width = self.batch["tokens"].shape[1]
-        self.positions = self.n_own * width + self.n_replay * config.seq_len  # of a step, at most
+        super().__init__(
+            network,
+            config,
+            steps=max(1, math.ceil(config.epochs * self.n_rows / self.n_own)),
+            positions=self.n_own * width + self.n_replay * config.seq_len,
+            rows=self.n_own + self.n_replay,
+            row_length=width,
+        )
+        self.uniform_loss = math.log(network.model.config.vocab_size)
 
-    def micro_batches(self, first: int, world: ProcessGroup) -> Iterator[list[MicroBatch]]:
-        """Yield the micro-batches of steps `first` and later: of each batch every `world.size`-th row."""
-        for rows in self.batches_from(first):
-            own_rows = [
-                {name: t[world.rank :: world.size] for name, t in part.items()} if world.size > 1 else part
-                for part in rows
-            ]
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"stage": self.name, "config": self.settings(), "texts": self.fingerprint}
+
+    def make_learner(self, trainer: Trainer[Sequence[MicroBatch]]) -> Learner:
+        self.lm_objective = LMObjective(self.network.model, trainer.moe, z_loss=0.0, compile=False)
+        return super().make_learner(trainer)
+
+    def objective(self, batch: MicroBatch) -> Loss:
+        return self.lm_objective(batch)
+
+    _balanced_objective = objective  # which balances the experts itself
+
+    def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
+        epoch = steps_done / self.steps * self.config.epochs
+        return super().report(steps_done, {**metrics, "epoch": epoch}, clock)
+
+    def batches_from(self, first: int) -> Iterator[list[MicroBatch]]:
+        size, rank = self.group.size, self.group.rank
+        for parts in self.rows_from(first):
+            own = [{name: t[rank::size] for name, t in part.items()} if size > 1 else part for part in parts]
             yield [
-                p
-                for part in own_rows
+                piece
+                for part in own
                 if len(part["tokens"])
-                for p in micro_batches(part, micro_batch_rows(self.config, part))
+                for piece in micro_batches(part, micro_batch_rows(self.config, part))
             ]
 
-    def batches_from(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
-        """Yield the batches from step `first` on: one part, or two with that of pretraining."""
+    def rows_from(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
+        """Yield the rows of step `first` and of all later steps: one part, or two with that of pretraining."""
         replay: Any = None
         if self.n_replay and self.replay_data is not None:
             replay = iter(

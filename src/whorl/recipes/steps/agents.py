@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
+from whorl.train.checkpoint.remote import CheckpointConfig
 
 if TYPE_CHECKING:
     from whorl.agents.config import AgentConfig
@@ -39,6 +40,9 @@ class AgentsConfig(BaseModel):
     seeds: int = Field(default=5, ge=1, description="independent runs")
     episodes: int = Field(default=20, ge=1, description="evaluation episodes per seed")
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    checkpoints: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="how many are kept, and a remote copy"
+    )
     settings: dict[str, Any] = Field(default={}, description="overrides of the algorithm's preset")
 
     def agent(self, seed: int) -> AgentConfig:
@@ -63,7 +67,7 @@ def _with_preset(config: AgentsConfig) -> AgentsConfig:
     return config.model_copy(update={"settings": settings, "steps": preset["steps"]})
 
 
-@step("agents", config=AgentsConfig, complete_config=_with_preset)
+@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("checkpoints",))
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
@@ -129,6 +133,8 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
             scratch=Path(ctx.scratch) / f"seed-{seed}",
             checkpoint_seconds=config.checkpoint_seconds,
             log=ctx.progress.log,
+            heartbeat_dir=ctx.heartbeat_dir,
+            checkpoint_config=config.checkpoints,
         )
     curve = observer.close()
     returns = evaluate(networks, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31))

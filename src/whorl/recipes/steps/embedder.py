@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.recipes.registry import StepContext, step
+from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.config import FiniteGuardConfig
 
 if TYPE_CHECKING:
     from whorl.embedding.train import EmbedJob
@@ -60,7 +62,16 @@ class EmbedderConfig(BaseModel):
     threads: int | None = Field(
         default=None, ge=1, description="default: the fastest number for matrix products"
     )
+    spike_guard: FiniteGuardConfig = Field(
+        default=FiniteGuardConfig(), description="skips non-finite batches; with a threshold also outliers"
+    )
+    ema: float = Field(
+        default=0.0, ge=0, lt=1, description="decay per step of averaged weights, which are saved; 0 for none"
+    )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    checkpoints: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="how many are kept, and a remote copy"
+    )
 
     @model_validator(mode="after")
     def _validate(self) -> EmbedderConfig:
@@ -71,7 +82,13 @@ class EmbedderConfig(BaseModel):
         return self
 
 
-@step("embedder", config=EmbedderConfig, parents={"tokens": "tokens", "tokenizer": "tokenizer"}, version=2)
+@step(
+    "embedder",
+    config=EmbedderConfig,
+    parents={"tokens": "tokens", "tokenizer": "tokenizer"},
+    version=2,
+    not_hashed=("checkpoints",),
+)
 def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     """Train an embedder by contrasting two spans of one document with those of others."""
     from whorl.embedding.embedder import Embedder
@@ -93,6 +110,8 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
             observer,
             scratch=Path(ctx.scratch),
             checkpoint_seconds=config.checkpoint_seconds,
+            heartbeat_dir=ctx.heartbeat_dir,
+            checkpoint_config=config.checkpoints,
             log=ctx.progress.log,
         )
     observer.close()
@@ -150,7 +169,16 @@ def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
         mlp_hidden=config.mlp_hidden,
         max_length=config.max_length,
     )
-    shapes = {"d_model", "n_layers", "n_heads", "mlp_hidden", "max_length", "checkpoint_seconds", "threads"}
+    shapes = {
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "mlp_hidden",
+        "max_length",
+        "checkpoint_seconds",
+        "checkpoints",
+        "threads",
+    }
     return EmbedJob(
         tokens=str(folder),
         encoder=shape,

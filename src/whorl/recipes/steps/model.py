@@ -195,7 +195,7 @@ def train_and_save(
             log=ctx.progress.log,
             branch_points=branch_steps,
             branch_start=start,
-            folder=ctx.run.dir / "watch" / ctx.name,
+            folder=ctx.heartbeat_dir,
         )
     observer.close()
     save_model(model, ctx.out)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class SharedState:
     row_gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     ema: dict[str, Tensor] = field(default_factory=dict)
+    PREFIXES: ClassVar[tuple[str, ...]] = ("weights/", "buffers/", "state/", "averages/")  # of `tensors`
 
     @classmethod
     def allocate(
@@ -62,10 +63,9 @@ class SharedState:
 
         Args:
             max_rows: upper bound on lookups in one table per replica and step.
-            contiguous: place all AdamW parameters in one flat buffer, so that an update is a few operations. For one
-            replica. bf16_matrices: store Muon's matrices in bf16 (`stochastic_rounding.py`).
+            contiguous: place all AdamW parameters in one flat buffer (one replica): an update is a few operations.
+            bf16_matrices: store Muon's matrices in bf16 (`stochastic_rounding.py`).
         """
-
         device = next(networks.parameters()).device
 
         def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -92,7 +92,12 @@ def train_loop(
 
 
 def _mean(step_metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Means over a record's steps, weighted by `loss_tokens`; `loss_tokens` is the sum."""
+    """Means over a record's steps, weighted by `loss_tokens`; `loss_tokens` is the sum.
+
+    Steps that were skipped are left out, unless all were.
+    """
+    applied = [metrics for metrics in step_metrics if "skipped" not in metrics]
+    step_metrics = applied or step_metrics
     if len(step_metrics) == 1:
         return step_metrics[0]
     total = max(1.0, sum(f["loss_tokens"] for f in step_metrics))

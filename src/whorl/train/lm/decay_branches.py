@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from whorl.errors import ConfigError, one_of
 from whorl.train.checkpoint.manager import BRANCH_FOLDER, branch_folder
@@ -34,8 +35,7 @@ from whorl.train.config import ScheduleConfig
 from whorl.train.optim.lr_schedule import lr_scale, warmup_steps
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from whorl.train.checkpoint.format import Checkpoint
     from whorl.train.checkpoint.manager import CheckpointManager
     from whorl.train.job import Job
 
@@ -145,18 +145,12 @@ def branch_state_folder(model: Path, fraction: float) -> Path:
     return model / BRANCH_FOLDER / str(fraction)
 
 
-def resume_from_branch(
-    checkpointer: CheckpointManager, folder: Path, tensors: Mapping[str, Tensor]
-) -> tuple[int, dict[str, Any]]:
-    """Restore the state in `folder` into `tensors`; return the number of steps done and the metadata.
+def load_branch(checkpoints: CheckpointManager, folder: Path) -> Checkpoint:
+    """Return the state in `folder`, from which a branch continues as if it were its checkpoint.
 
     Raises:
         CheckpointError: damaged, or of a job that differs in more than its budget.
     """
-    from whorl.train.checkpoint.format import restore
-    from whorl.train.resilience.rollback import ensure_local_snapshot
-
-    found = checkpointer.load_branch(folder, MAY_DIFFER)
-    restore(tensors, found.tensors)
-    record = ensure_local_snapshot(checkpointer, found.metadata, found.step, dict(tensors), overwrite=True)
-    return found.step, {**record, "meter": None}
+    found = checkpoints.load_branch(folder, MAY_DIFFER)
+    state = {**found.metadata.get("task", {}), "meter": None}
+    return replace(found, metadata={**found.metadata, "task": state, "is_branch": True})

@@ -1,17 +1,16 @@
-"""Pretraining: the training loop over batches of text, with periodic validation.
+"""Pretraining as a task of the trainer: next-token prediction on batches of text, with periodic validation.
 
-The weights depend only on `Job` and the step number: data order, learning rates, seed. No clock and no measured speed
-enters. So a run that was killed and resumed ends with the same bits as an undisturbed run. Time decides only when a
-checkpoint is taken. Rank 0 copies it from shared memory while the other replicas compute the next gradients: weights
-change only after a barrier.
+The weights depend only on `Job` and the step number, so a resumed run ends with the same bits (`train/trainer.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,36 +18,36 @@ from torch import Tensor
 from whorl.errors import BudgetError
 from whorl.models import LanguageModel, make_model
 from whorl.nn.float8 import use_float8
-from whorl.parallel.process_group import ProcessGroup, spawn_replicas
-from whorl.slots import FIFOReader, Slot
+from whorl.parallel.process_group import ProcessGroup
+from whorl.slots import Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive, generator
-from whorl.train.checkpoint.format import restore
+from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
 from whorl.train.checkpoint.remote import CheckpointConfig
 from whorl.train.determinism import deterministic
 from whorl.train.job import Job, identity, stream_config
-from whorl.train.learner.ema import EMA, allocate_ema
 from whorl.train.learner.learner import Learner, SharedState
-from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.learner.update import AcceptStep, MicroBatch, Update, accept_if_finite
-from whorl.train.lm.decay_branches import resume_from_branch
+from whorl.train.lm.decay_branches import load_branch
 from whorl.train.lm.objective import LMObjective, param_optims
 from whorl.train.lm.precision import activation_dtype, make_rounding, muon_dtype
 from whorl.train.metrics.layer_stats import LayerStats
-from whorl.train.metrics.meter import TrainCallback
+from whorl.train.metrics.meter import Meter
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.metrics.validation import Validator
 from whorl.train.optim import mup
 from whorl.train.optim.lr_schedule import check_warmup as check_schedule
 from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
-from whorl.train.resilience.memory_budget import apply_activation_checkpointing
-from whorl.train.resilience.monitor import RunMonitor
-from whorl.train.resilience.oom_advice import with_oom_advice
-from whorl.train.resilience.rollback import ensure_local_snapshot
+from whorl.train.resilience.memory_budget import job_activation_checkpointing
+from whorl.train.resilience.oom_advice import OutOfMemoryError, suggest
+from whorl.train.resilience.provenance import documents_in_batch
+from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
 
+Batch = Slot[TokenBatch] | dict[str, Tensor]
 UNPACKED_FIELDS = (
     "tokens",
     "targets",
@@ -69,10 +68,9 @@ def build_model(job: Job) -> LanguageModel:
         mup.scale_head_init(model, job.optim)
         if job.dtype == "float8":
             use_float8(model)
-        return apply_activation_checkpointing(model, job)
+        return job_activation_checkpointing(model, job)
 
 
-@with_oom_advice
 def pretrain(
     job: Job,
     scratch: Path,
@@ -91,23 +89,13 @@ def pretrain(
 
     Args:
         scratch: folder for checkpoints.
-        callback: receives metrics, evaluations, checkpoints and events.
-        checkpoint_seconds: time between checkpoints.
-        checkpoint_config: retention and remote storage.
-        checkpoint_stats: updated with counts and stall times.
-        stop_after: return after this many steps in total (planner timing, tests).
-        branch_points: steps after which the state is saved in `scratch` for a decay branch (`decay_branches.py`).
-        branch_start: such a state, used if there is no checkpoint yet.
-        folder: where the heartbeat and, after a stall, stack traces are written; None for neither.
+        branch_start: state of a stable run, used if there is no checkpoint yet (`decay_branches.py`).
+        folder: of the heartbeat. The other arguments are those of `RunOptions` and `Trainer`.
 
     Raises:
         BudgetError: fewer rows than one batch, or activations above their budget.
         ConfigError: the warm-up does not fit into the steps.
-        ReplicaError, ProducerError: a helper process failed.
-        DivergedError: training diverged and could not recover.
-        OutOfMemoryError: with the settings to reduce.
-        PreemptedError: SIGTERM.
-        DiskFullError, CheckpointError: a checkpoint could not be written; the previous one is intact.
+        All errors of `Trainer.fit`.
     """
     if job.batch_size % job.replicas:
         raise BudgetError(
@@ -115,152 +103,135 @@ def pretrain(
             expected="a multiple of the number of replicas",
         )
     check_schedule(job.steps, job.schedule)
-    model = build_model(job)
-    shared = allocate_shared(model, job)
-    with CheckpointManager(
-        scratch,
-        identity(job),
-        seconds=checkpoint_seconds,
-        log=log,
-        config=checkpoint_config,
-        stats=checkpoint_stats,
-    ) as checkpointer:
-        found, first, record = checkpointer.resume(), 0, dict[str, Any]()
-        if found is not None:
-            first, record = found.step, found.metadata
-            restore(shared.tensors(), found.tensors)
-            record = ensure_local_snapshot(checkpointer, record, first, shared.tensors())
-            log(f"continues at step {first:,} of {job.steps:,}")
-        elif branch_start is not None:
-            first, record = resume_from_branch(checkpointer, branch_start, shared.tensors())
-        checkpointer.prepare(shared.tensors(), model.params()["total"])
-        last = job.steps if stop_after is None else min(stop_after, job.steps)
-        world = spawn_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
-        try:
-            monitor = RunMonitor(
-                job,
-                world,
-                shared,
-                first,
-                record,
-                callback,
-                checkpointer,
-                branch_points=branch_points,
-                folder=folder,
-                log=log,
-            )
-            _train(world, job, model, shared, first, last, monitor, callback, checkpointer)
-        finally:
-            world.close()
-    EMA(shared, job.ema, ProcessGroup()).bind(model, use_ema=last == job.steps)
-    return model
-
-
-def _replica(
-    process_group: ProcessGroup,
-    job: Job,
-    shared: SharedState,
-    first: int,
-    last: int,
-    metadata: dict[str, Any],
-    folder: Path | None,
-) -> None:
-    monitor = RunMonitor(job, process_group, shared, first, metadata, folder=folder)
-    _train(process_group, job, build_model(job), shared, first, last, monitor, None, None)
-
-
-def _train(
-    process_group: ProcessGroup,
-    job: Job,
-    model: LanguageModel,
-    shared: SharedState,
-    first: int,
-    last: int,
-    monitor: RunMonitor,
-    callback: TrainCallback | None,
-    checkpointer: CheckpointManager | None,
-) -> None:
-    """The part that every replica runs."""
-    if job.device == "cpu":
-        torch.set_num_threads(job.threads)
-    moe = MoEBalancer(model, job.routing, process_group, monitor.expert_loads)
-    learner = build_learner(
-        model,
-        job,
-        shared,
-        process_group,
-        moe,
-        steps_done=first,
-        accept_step=monitor.accept_step,
-        loss_scaler=monitor.loss_scaler,
+    task = PretrainTask(job, branch_start)
+    options = RunOptions(
+        scratch=scratch,
+        checkpoint_seconds=checkpoint_seconds,
+        checkpoint_config=checkpoint_config,
+        checkpoint_stats=checkpoint_stats,
+        replicas=job.replicas,
+        threads=job.threads if job.device == "cpu" else None,
+        spike_guard=job.spike_guard,
+        ema=job.ema,
+        routing=job.routing,
+        deterministic=job.deterministic,
+        branch_points=branch_points,
+        heartbeat_dir=folder,
     )
-    monitor.moe = moe
-    validator = Validator(job, process_group)
-    layer_stats = LayerStats(model, job, learner, process_group, validator.fixed_ids(), steps_done=first)
-    every = max(1, math.ceil(job.steps / job.evaluations))
-    ema, meter = EMA(shared, job.ema, process_group), monitor.meter
+    Trainer(task, options, callback, log=log).fit(stop_after=stop_after)
+    return task.networks
 
-    def lr_factor(step: int) -> float:
-        return schedule_factor(step, job.steps, job.schedule)
 
-    def validate(done: int) -> None:
-        model.eval()
-        with ema.average_parameters(model):
-            with monitor.preemption.during("validation"):
-                figures = validator(model, process_group)
-            monitor.validation_pending = False
-            if callback is not None:
-                callback.on_evaluation(done, figures, model)
-        model.train()
+class PretrainTask(Task[Batch]):
+    """The task of a job.
 
-    def on_step_end(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        skipped = "skipped" in metrics
-        moe.discard_step() if skipped else moe.on_step_end()
-        ema.on_step_end(done)
-        if monitor.on_step_end(done, records, skipped=skipped):
-            layer_stats.reset()
-        layer_stats.on_step_end(done)
-        meter.add(metrics, clock.pop_seconds())
-        report = done % max(1, job.steps // 500) == 0 or done == last
-        if callback is not None and report and meter.tokens:
-            averages, rates = meter.pop_metrics(), layer_stats.learning_rates(lr_factor(done - 1))
-            speed = {"flops_per_second": averages["tokens_per_second"] * layer_stats.flops_per_token}
-            callback.on_step(
-                done, {**averages, **speed, **rates, **moe.pop_metrics(), **layer_stats.pop_metrics()}
-            )
-        if done % every == 0 or done == job.steps:
-            validate(done)
-        if checkpointer is not None and callback is not None and (done == job.steps or checkpointer.due()):
-            callback.on_checkpoint(done, monitor.save())
+    branch_start: as in `pretrain`.
+    """
 
-    def minibatches(record: Any) -> list[list[MicroBatch]]:
-        if moe.stochastic:  # seeded by step number, so that a resumed run draws the same numbers
-            torch.manual_seed(derive(job.seed, "dropout", learner.rounds, process_group.rank))
-        return [_micro_batches(record, job)]
+    def __init__(self, job: Job, branch_start: Path | None = None) -> None:
+        self.job, self.branch_start = job, branch_start
+        self.steps, self.dtype = job.steps, activation_dtype(job.dtype)
+        self.uniform_loss = math.log(job.model.vocab_size)
+        self.evaluate_every = max(1, math.ceil(job.steps / job.evaluations))
+        self.meter = Meter()
+        self.stream_state: dict[str, Any] | None = None  # position of the next batch in raw text
 
-    with (
-        monitor,
-        deterministic(job.deterministic),
-        _batches(job, process_group, first, monitor.stream_state) as records,
-    ):
-        if monitor.validation_pending:
-            validate(first)
-        train_loop(
-            learner,
-            records,
-            minibatches,
-            first=first,
-            last=last,
-            lr_scale=lr_factor,
-            on_step_end=on_step_end,
-            stopwatch=monitor.preemption,
+    @cached_property
+    def networks(self) -> LanguageModel:  # type: ignore[override]  # made on first use, on every rank
+        return build_model(self.job)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "networks"}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity(self.job)
+
+    def find_checkpoint(self, checkpoints: CheckpointManager) -> Checkpoint | None:
+        found = checkpoints.resume()
+        return load_branch(checkpoints, self.branch_start) if found is None and self.branch_start else found
+
+    def allocate(self, replicas: int) -> SharedState:
+        return allocate_shared(self.networks, self.job)
+
+    def make_learner(self, trainer: Trainer[Batch]) -> Learner:
+        job, self.trainer = self.job, trainer
+        self.learner = build_learner(
+            self.networks,
+            job,
+            trainer.shared,
+            trainer.group,
+            trainer.moe,
+            steps_done=trainer.steps_done,
+            accept_step=trainer.accept_step,
+            loss_scaler=trainer.loss_scaler,
         )
+        self.validator = Validator(job, trainer.group)
+        self.flops_per_token = self.networks.flops_per_token(job.seq_len)
+        return self.learner
+
+    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
+        job = self.job
+        return LayerStats(
+            learner, steps=job.steps, batch_rows=job.batch_size, muon_every=job.optim.muon_every,
+            model=self.networks, ids=self.validator.fixed_ids()[:, : job.seq_len], steps_done=steps_done,
+        )  # fmt: skip
+
+    def batches(self, first: int) -> AbstractContextManager[Iterator[Batch]]:
+        self.records: Any = _batches(self.job, self.trainer.group, first, self.stream_state)
+        return cast("AbstractContextManager[Iterator[Batch]]", self.records)
+
+    def minibatches(self, record: Batch) -> list[list[MicroBatch]]:
+        if self.trainer.moe.stochastic:  # seeded by step number, so that a resumed run draws the same numbers
+            torch.manual_seed(derive(self.job.seed, "dropout", self.learner.rounds, self.trainer.group.rank))
+        return [_micro_batches(record, self.job)]
+
+    def lr_scale(self, step: int) -> float:
+        return schedule_factor(step, self.job.steps, self.job.schedule)
+
+    def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
+        self.meter.add(metrics, clock.pop_seconds())
+        is_due = steps_done % max(1, self.steps // 500) == 0 or steps_done == self.trainer.last
+        if not (is_due and self.meter.tokens):
+            return None
+        averages = self.meter.pop_metrics()
+        rates = learning_rates(self.networks, self.job, self.lr_scale(steps_done - 1))
+        return {**averages, "flops_per_second": averages["tokens_per_second"] * self.flops_per_token, **rates}
+
+    def evaluate_at(self, steps_done: int) -> bool:
+        return steps_done % self.evaluate_every == 0 or steps_done == self.steps
+
+    def evaluate(self) -> dict[str, float]:
+        return self.validator(self.networks, self.trainer.group)
+
+    def state_dict(self) -> dict[str, Any]:
+        stream = {"stream": self.records.state} if isinstance(self.records, StreamBatches) else {}
+        return {"meter": self.meter.state_dict(), **stream}
+
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.meter, self.stream_state = Meter(state.get("meter")), state.get("stream")
+
+    def documents(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
+        return documents_in_batch(self.job, step, state.get("stream"))
+
+    def out_of_memory(self, error: Exception) -> OutOfMemoryError:
+        return suggest(error, self.job)
 
 
-def _batches(
-    job: Job, process_group: ProcessGroup, first: int, stream_state: dict[str, Any] | None
-) -> FIFOReader[TokenBatch] | StreamBatches:
-    """This replica's share of the batches from number `first` on."""
+def learning_rates(model: LanguageModel, job: Job, lr_scale: float) -> dict[str, float]:
+    """Return the learning rates at `lr_scale` of their peaks: matrices without a suffix, the others by group."""
+    optim = job.optim
+    matrices = (
+        optim.lr_muon if optim.optimizer == "muon" else optim.lr_adamw * mup.inverse_width_mult(model, optim)
+    )
+    rates = {"": matrices, "/embedding": optim.lr_embedding, "/scalars": optim.lr_scalar}
+    if any(name.startswith("memory.") for name, _ in model.named_parameters()):
+        rates["/ngram"] = optim.lr_ngram
+    return {f"learning_rate{name}": lr_scale * rate for name, rate in rates.items()}
+
+
+def _batches(job: Job, process_group: ProcessGroup, first: int, stream_state: dict[str, Any] | None) -> Any:
+    """This replica's share of the batches from number `first` on: an iterator and a context."""
     stream = job.stream
     if stream is None:
         return open_batches(
@@ -288,12 +259,9 @@ def _batches(
 def allocate_shared(model: LanguageModel, job: Job) -> SharedState:
     """Allocate the memory that all replicas of `job` share."""
     rows = job.batch_size // job.replicas * job.seq_len
-    shared = SharedState.allocate(
+    return SharedState.allocate(
         model, param_optims(model, job.optim), job.replicas, rows, bf16_matrices=bool(job.bf16_weights)
     )
-    if job.ema:
-        allocate_ema(shared, job.replicas)
-    return shared
 
 
 def build_learner(

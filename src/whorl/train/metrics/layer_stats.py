@@ -25,19 +25,14 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from whorl.models import LanguageModel
-from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.learner import Learner
 from whorl.train.metrics.noise_scale import NoiseScale
-from whorl.train.optim.mup import inverse_width_mult
-
-if TYPE_CHECKING:
-    from whorl.train.job import Job
 
 MIN_INTERVAL = 50  # minimum steps between two measurements
 MAX_MEASUREMENTS = 100  # per run
@@ -47,7 +42,7 @@ OUTLIER_THRESHOLD = 6.0
 
 def layer_group(name: str) -> str:
     """Return the layer group of a parameter name."""
-    first, *rest = name.split(".")
+    first, *rest = name.removeprefix("model.").split(".")
     if first != "blocks" or len(rest) < 2:
         return first
     return f"blocks.{rest[0]}.{'norms' if 'norm' in rest[1] or rest[1].endswith('_after') else rest[1]}"
@@ -57,29 +52,33 @@ class LayerStats:
     """Measures one replica's learner; a `GradHook` of its update.
 
     Args:
-        ids: [n, T + 1] of this replica; only the first row is used.
+        steps: of the whole run.
+        batch_rows: rows of a step, over all replicas.
+        muon_every: steps between updates of a matrix.
+        model: whose blocks' activations are measured; None measures none.
+        ids: [n, T] of this replica; only the first row is used.
         steps_done: as the learner's.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
-        job: Job,
         learner: Learner,
-        process_group: ProcessGroup,
-        ids: Tensor,
         *,
+        steps: int,
+        batch_rows: int,
+        muon_every: int = 1,
+        model: LanguageModel | None = None,
+        ids: Tensor | None = None,
         steps_done: int = 0,
     ) -> None:
         (update,) = learner.updates
-        self.model, self.optim, self.process_group, self.steps = model, job.optim, process_group, job.steps
-        self.batch_rows = job.batch_size
+        self.model, self.process_group, self.steps = model, learner.process_group, steps
+        self.batch_rows = batch_rows
         self.noise_scale, self._whole = NoiseScale(), math.nan
-        self.flops_per_token = model.flops_per_token(job.seq_len)
-        self.sample_row = ids[:1, : min(job.seq_len, MAX_TOKENS)]
-        self.muon_every = job.optim.muon_every
-        between = max(1, job.steps // 500)  # report interval: measurements coincide with reports
-        wanted = max(MIN_INTERVAL, self.muon_every, math.ceil(job.steps / MAX_MEASUREMENTS))
+        self.sample_row = None if ids is None else ids[:1, :MAX_TOKENS]
+        self.muon_every = muon_every
+        between = max(1, steps // 500)  # report interval: measurements coincide with reports
+        wanted = max(MIN_INTERVAL, self.muon_every, math.ceil(steps / MAX_MEASUREMENTS))
         self.every = between * math.ceil(wanted / between)
         self.layer_groups = sorted({layer_group(n) for n in update.named})
         self.weights = {n: p.data for n, p in update.named.items() if n in update.local_shard}
@@ -143,15 +142,6 @@ class LayerStats:
         self._seconds, self._since = 0.0, now
         return {**found, "stats_overhead": share} if found else {}
 
-    def learning_rates(self, lr_scale: float) -> dict[str, float]:
-        """Return the learning rates at `lr_scale` of their peaks: matrices without a suffix, the others by group."""
-        o = self.optim
-        matrices = o.lr_muon if o.optimizer == "muon" else o.lr_adamw * inverse_width_mult(self.model, o)
-        rates = {"": matrices, "/embedding": o.lr_embedding, "/scalars": o.lr_scalar}
-        if self.tables:
-            rates["/ngram"] = o.lr_ngram
-        return {f"learning_rate{name}": lr_scale * rate for name, rate in rates.items()}
-
     def _snapshot_weights(self) -> None:
         if self._measured_at(self.steps_done + self.muon_every):
             self._before[self.steps_done + self.muon_every] = {n: w.clone() for n, w in self.weights.items()}
@@ -212,6 +202,8 @@ class LayerStats:
 
         Measured over this replica's row.
         """
+        if self.model is None or self.sample_row is None:
+            return []
         found = [[0.0] * 5 for _ in self.model.blocks]
         if not len(self.sample_row):
             return found

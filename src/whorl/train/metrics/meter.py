@@ -1,19 +1,8 @@
-"""Callbacks of a training run, and metrics averaged between two reports."""
+"""Metrics averaged between two reports."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from whorl.models import LanguageModel
-
-
-class TrainCallback(Protocol):
-    """Receives the results of rank 0 during training. All calls happen between updates."""
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
-    def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None: ...
-    def on_checkpoint(self, step: int, seconds: float) -> None: ...
-    def on_event(self, step: int, event: dict[str, Any]) -> None: ...
+from typing import Any
 
 
 class Meter:

@@ -59,19 +59,21 @@ class MoEBalancer:
     def __bool__(self) -> bool:
         return bool(self.layers)
 
-    def add_aux_losses(self, loss: Loss, routings: list[Routing], mask: Tensor) -> Loss:
+    def add_aux_losses(
+        self, loss: Loss, routings: list[Routing], mask: Tensor, scale: Tensor | float = 1.0
+    ) -> Loss:
         """Return `loss` of a micro-batch plus its auxiliary losses, summed over the same tokens.
 
-        mask: of the targets, any shape. Adds the metrics `moe/aux_loss` (1 = balanced) and `moe/z_loss`, means over the
-            layers.
+        mask: of the targets, any shape. scale: of the sums, where `loss` is no sum over tokens. Adds the
+        metrics `moe/aux_loss` (1 = balanced) and `moe/z_loss`, means over the layers.
         """
         balance, z = loss.total.new_zeros(()), loss.total.new_zeros(())
         for n, record in enumerate(routings):
             self.requested[n] += record.requested.double().cpu()
             self.assigned[n] += record.counts.double().cpu()
             loads = self.previous_load[n].to(record.scores.device)
-            balance = balance + load_balance(record.scores, loads, mask.flatten()).total
-            z = z + router_z(record.logits, mask.flatten()).total
+            balance = balance + load_balance(record.scores, loads, mask.flatten()).total * scale
+            z = z + router_z(record.logits, mask.flatten()).total * scale
         total = loss.total + self.config.aux_loss_coef * balance + self.config.z_loss_coef * z
         layers = len(self.layers)
         metrics = {"moe/aux_loss": balance.detach() / layers, "moe/z_loss": z.detach() / layers}

@@ -18,7 +18,7 @@ from whorl.train.job import Job
 from whorl.train.learner.learner import SharedState
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
-from whorl.train.resilience.oom_advice import with_oom_advice
+from whorl.train.resilience.oom_advice import is_out_of_memory, suggest
 
 WARMUP_STEPS = 3
 
@@ -31,9 +31,21 @@ class StepTiming:
     step_seconds: float
 
 
-@with_oom_advice
 def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
-    """Time steps of `job` for about `seconds` after the first few."""
+    """Time steps of `job` for about `seconds` after the first few.
+
+    Raises:
+        OutOfMemoryError: with the settings to reduce.
+    """
+    try:
+        return _time_steps(job, seconds)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise suggest(error, job) from error
+
+
+def _time_steps(job: Job, seconds: float) -> StepTiming:
     began = time.perf_counter()
     shared = allocate_shared(build_model(job), job)
     world = spawn_replicas(job.replicas, _replica, job, shared, seconds)

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO
 
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.run import write_json
 
 STALL_SECONDS = 120.0
@@ -47,6 +48,19 @@ def register_stack_dump(folder: Path, rank: int) -> IO[str] | None:
     file = stacks_file(folder, rank, os.getpid()).open("a")
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
     return file
+
+
+def open_heartbeat(
+    folder: Path | None, steps: int, group: ProcessGroup, phase: Callable[[], str], log: Callable[[str], None]
+) -> Heartbeat | None:
+    """Return the heartbeat of rank 0. Other ranks only dump their stacks on request. Nothing without a folder."""
+    if folder is not None and group.rank:
+        register_stack_dump(folder, group.rank)
+    return (
+        None
+        if folder is None or group.rank
+        else Heartbeat(folder, steps, replicas=group.children, phase=phase, log=log)
+    )
 
 
 class Heartbeat:
@@ -105,12 +119,14 @@ class Heartbeat:
             if not path.stat().st_size:
                 path.unlink(missing_ok=True)
 
-    def beat(self, step: int) -> None:
-        """Record that step number `step` is done."""
+    def beat(self, step: int) -> list[str]:
+        """Record that step number `step` is done; return the messages about stalls since the last call."""
         now = time.monotonic()
         if step > self.step > 0:
             self.step_seconds.append((now - self._step_at) / (step - self.step))
         self.step, self._step_at, self._last = step, now, now
+        messages, self.stall_messages = self.stall_messages, []
+        return messages
 
     def stall_limit(self) -> float:
         """Seconds without progress after which the run counts as stalled."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whorl.errors import BudgetError
-from whorl.machine.memory import Memory, device_memory
+from whorl.machine.memory import Memory, MemoryText, device_memory
 from whorl.models.activation_checkpointing import (
     LinearActivationMemory,
     measure_activation_memory,
@@ -37,27 +37,56 @@ def resolve_micro_batch_size(job: Job) -> int:
     return max(1, min(job.micro_batch_size or rows, rows))
 
 
-def apply_activation_checkpointing(model: LanguageModel, job: Job) -> LanguageModel:
-    """Set the number of recomputed blocks of `model` so that a forward pass of `job` stays within its budget; return it.
+def job_activation_checkpointing(model: LanguageModel, job: Job) -> LanguageModel:
+    """Apply the activation budget of a pretraining job (`apply_activation_checkpointing`); return the model."""
+    # fp8 products need multiples of 16 rows.
+    length = -(-job.seq_len // 16) * 16 if job.dtype == "float8" else job.seq_len
+    return apply_activation_checkpointing(
+        model, job.activation_budget, length=length, rows=resolve_micro_batch_size(job), replicas=job.replicas
+    )
+
+
+def apply_activation_checkpointing(
+    model: LanguageModel,
+    budget: MemoryText | None,
+    *,
+    length: int,
+    rows: int,
+    replicas: int,
+    step: str = "pretrain",
+    rows_setting: tuple[str, int] = ("micro_batch_size", 1),
+) -> LanguageModel:
+    """Set the number of recomputed blocks of `model` so that its forward passes stay within a budget; return it.
+
+    Args:
+        budget: of all replicas together; None recomputes nothing.
+        length, rows: of a forward pass with gradients.
+        step, rows_setting: for the error: names of the step and of its setting, with the value of one row.
 
     Raises:
-        BudgetError: the budget is too small; the message has the minimum and a micro-batch size that fits.
+        BudgetError: the budget is too small; the message has the minimum and a setting that fits.
     """
-    if job.activation_budget is not None:
-        # fp8 products need multiples of 16 rows.
-        length = -(-job.seq_len // 16) * 16 if job.dtype == "float8" else job.seq_len
-        budget_bytes = Memory.parse(job.activation_budget).resolve(device_memory(job.device)) // job.replicas
+    if budget is not None:
+        available = Memory.parse(budget).resolve(device_memory(str(model.embedding.device)))
         model.checkpointed_blocks = blocks_to_checkpoint(
             measure_activation_memory(model, length),
-            budget_bytes,
-            resolve_micro_batch_size(job),
-            job.replicas,
+            available // replicas,
+            rows,
+            replicas,
+            step=step,
+            rows_setting=rows_setting,
         )
     return model
 
 
 def blocks_to_checkpoint(
-    measured: LinearActivationMemory, budget_bytes: int, rows: int, replicas: int = 1
+    measured: LinearActivationMemory,
+    budget_bytes: int,
+    rows: int,
+    replicas: int = 1,
+    *,
+    step: str = "pretrain",
+    rows_setting: tuple[str, int] = ("micro_batch_size", 1),
 ) -> int:
     """Return the number of blocks, counted from the first, to recompute in forward passes of `rows` rows.
 
@@ -65,6 +94,7 @@ def blocks_to_checkpoint(
         measured: result of `measure_activation_memory`.
         budget_bytes: per replica.
         replicas: for the error message, which states the total.
+        step, rows_setting: as for `apply_activation_checkpointing`.
 
     Raises:
         BudgetError: as for `apply_activation_checkpointing`.
@@ -73,13 +103,14 @@ def blocks_to_checkpoint(
     if activations.min_peak <= budget_bytes:
         return min_checkpointed_blocks(activations, budget_bytes)
     fewer = [n for n in range(1, rows) if measured.at_rows(n).min_peak <= budget_bytes]
-    remedies = [f"--set pretrain.activation_budget={megabytes(activations.min_peak * replicas)}MB"]
+    remedies = [f"--set {step}.activation_budget={megabytes(activations.min_peak * replicas)}MB"]
     if fewer:
         remedies.append(
-            f"--set pretrain.micro_batch_size={fewer[-1]} (now {rows} rows per forward; the same steps up to rounding)"
+            f"--set {step}.{rows_setting[0]}={fewer[-1] * rows_setting[1]} (now {rows} rows per forward; the same steps "
+            "up to rounding)"
         )
     raise BudgetError(
-        f"pretrain.activation_budget is {megabytes(budget_bytes * replicas, up=False)} MB"
+        f"{step}.activation_budget is {megabytes(budget_bytes * replicas, up=False)} MB"
         + (f" for {replicas} replicas" if replicas > 1 else "")
         + f", but {rows} rows per forward need more, even if all blocks are recomputed",
         expected=f"at least {megabytes(activations.min_peak * replicas)} MB; no block is recomputed from "

@@ -7,9 +7,7 @@ remedy is nearly always one of four settings.
 from __future__ import annotations
 
 import errno
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from whorl.errors import WhorlError
 from whorl.machine.memory import Memory
@@ -18,9 +16,6 @@ from whorl.train.resilience.memory_budget import resolve_micro_batch_size
 
 if TYPE_CHECKING:
     from whorl.train.job import Job
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # Message fragments of torch's allocators on CPU and CUDA, of C++ and of the kernel.
 OOM_PATTERNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc",
@@ -50,21 +45,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign.lower() in text for sign in (*OOM_PATTERNS, *SHM_PATTERNS))
 
 
+def describe(error: BaseException, device: str) -> tuple[str, list[str]]:
+    """Return (what happened, remedies outside of the settings)."""
+    text = str(error)
+    if isinstance(error, ReplicaError) and error.killed:
+        return f"{error.what.splitlines()[0]}; if the machine's memory is full, the kernel does this", []
+    first = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+    if any(sign in text.lower() for sign in SHM_PATTERNS):
+        what = "/dev/shm is too small for the replicas' shared memory"
+        return f"{what}: {first}", ["enlarge /dev/shm (docker run --shm-size=8g)"]
+    return f"{'the device has no memory left' if device != 'cpu' else 'memory ran out'}: {first}", []
+
+
 def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
     """Return an error that lists the settings of `job` to reduce."""
     micro = resolve_micro_batch_size(job)
     logits = micro * job.seq_len * job.model.vocab_size * 4
-    text = str(error)
-    first = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
-    remedies = []
-    if isinstance(error, ReplicaError) and error.killed:
-        what = f"{error.what.splitlines()[0]}; if the machine's memory is full, the kernel does this"
-        first = ""
-    elif any(sign in text.lower() for sign in SHM_PATTERNS):
-        what = "/dev/shm is too small for the replicas' shared memory"
-        remedies.append("enlarge /dev/shm (docker run --shm-size=8g)")
-    else:
-        what = "the device has no memory left" if job.device != "cpu" else "memory ran out"
+    what, remedies = describe(error, job.device)
     if micro > 1:
         remedies.append(
             f"--set pretrain.micro_batch_size={micro // 2} (now {micro} rows per forward; the same steps up to rounding)"
@@ -86,7 +83,7 @@ def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
             f"--set plan.replicas={job.replicas // 2} (now {job.replicas}, each with separate activations)"
         )
     return OutOfMemoryError(
-        what + (f": {first}" if first else ""),
+        what,
         expected=(
             f"memory for {micro} rows of {job.seq_len} tokens at a time in each of {job.replicas} replicas "
             f"(logits alone: {logits / 1e6:,.0f} MB)"
@@ -95,22 +92,3 @@ def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
         + "; ".join(remedies)
         + ". A change of any setting but activation_budget restarts the run",
     )
-
-
-def with_oom_advice(work: Callable[Concatenate[Job, P], T]) -> Callable[Concatenate[Job, P], T]:
-    """Wrap `work` so that out-of-memory errors carry advice.
-
-    Raises:
-        OutOfMemoryError: memory ran out.
-    """
-
-    @functools.wraps(work)
-    def call(job: Job, /, *args: P.args, **options: P.kwargs) -> T:
-        try:
-            return work(job, *args, **options)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise suggest(error, job) from error
-
-    return call

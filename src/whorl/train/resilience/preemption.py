@@ -22,6 +22,7 @@ from typing import Any
 from whorl.errors import WhorlError
 from whorl.train.learner.loop import Stopwatch
 
+INTERRUPTIBLE = frozenset({"data", "backward", "validation"})
 SIGTERM_EXIT_CODE = 128 + 15  # exit code that a shell reports for a program ended by SIGTERM
 
 
@@ -38,10 +39,9 @@ class Preempted(BaseException):
 class PreemptionHandler(Stopwatch):
     """A stopwatch that handles SIGTERM while entered. The phase it times decides whether the signal may interrupt."""
 
-    INTERRUPTIBLE = frozenset({"data", "backward", "validation"})
-
     def __init__(self, *, listen: bool = True) -> None:
         super().__init__()
+        self.interruptible = INTERRUPTIBLE
         self.requested, self.phase = False, "start"
         self._breakable = False
         self._listen = listen and threading.current_thread() is threading.main_thread()
@@ -64,7 +64,7 @@ class PreemptionHandler(Stopwatch):
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase; SIGTERM may interrupt it if it is in `INTERRUPTIBLE`.
+        """Time a phase; SIGTERM may interrupt it if it is in `interruptible`.
 
         Raises:
             Preempted: SIGTERM.
@@ -76,7 +76,7 @@ class PreemptionHandler(Stopwatch):
     def during(self, name: str) -> Iterator[None]:
         """Like a call, without timing."""
         self.phase = name
-        if name not in self.INTERRUPTIBLE:
+        if name not in self.interruptible:
             yield
             return
         try:

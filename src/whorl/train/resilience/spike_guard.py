@@ -47,7 +47,7 @@ class SpikeGuard:
     """The `accept_step` of a language model.
 
     Args:
-        uniform_loss: loss of the uniform distribution, ln(vocabulary), in nats.
+        uniform_loss: loss of the uniform distribution, ln(vocabulary), in nats; None: no loss counts as diverged.
         steps: of the whole run.
         first: number of the first step.
         state: `state` of the guard to continue.
@@ -57,7 +57,7 @@ class SpikeGuard:
         self,
         config: SpikeGuardConfig,
         *,
-        uniform_loss: float,
+        uniform_loss: float | None,
         steps: int,
         first: int = 0,
         state: Mapping[str, Any] | None = None,
@@ -73,7 +73,7 @@ class SpikeGuard:
         self.baseline_loss = saved.get("baseline_loss", uniform_loss)
         self.rollbacks, self.snapshot_step = int(saved.get("rollbacks", 0)), saved.get("snapshot_step")
         self.events: list[dict[str, Any]] = list(saved.get("events", ()))
-        self.last_event: dict[str, Any] | None = None  # of the last step
+        self._new_events: list[dict[str, Any]] = []
 
     @property
     def state(self) -> dict[str, Any]:
@@ -96,23 +96,22 @@ class SpikeGuard:
         """Return whether to apply the step with these metrics (loss, nll, loss_tokens, grad_norm); called once per step."""
         self.step += 1
         nll = metrics.get("nll", metrics["loss"])
-        if self.step == 1 and math.isfinite(nll):
+        if self.step == 1 and math.isfinite(nll) and self.baseline_loss is not None:
             self.baseline_loss = max(self.baseline_loss, nll)  # some networks start above it
         if "overflow" in metrics:  # the loss scale was too large (`loss_scaler.py`): not a bad step
-            self.last_event = None
             return False
         kind, message = self._diagnose(metrics)
         loss, norm = metrics["loss"], metrics["grad_norm"]
         if kind in ("", "spike"):  # a level that stays is not a spike forever
             self.losses.append(loss)
             self.norms.append(norm)
-        if nll > DIVERGED_ABOVE * self.baseline_loss or (
-            self.diverged_steps and not nll < RECOVERED_BELOW * self.baseline_loss
+        baseline = self.baseline_loss
+        if baseline is not None and (
+            nll > DIVERGED_ABOVE * baseline or (self.diverged_steps and not nll < RECOVERED_BELOW * baseline)
         ):
             self.diverged_steps += 1
         else:
             self.diverged_steps = 0
-        self.last_event = None
         if not kind:
             self.bad_steps = []
             return True
@@ -212,9 +211,15 @@ class SpikeGuard:
     def _record_event(
         self, kind: str, message: str, action: str, loss: float | None, norm: float | None
     ) -> None:
-        self.last_event = {
+        event = {
             "step": self.step, "kind": kind, "message": message, "action": action,
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
         }  # fmt: skip
-        self.events.append(self.last_event)
+        self.events.append(event)
+        self._new_events.append(event)
+
+    def pop_events(self) -> list[dict[str, Any]]:
+        """Return the events since the last call."""
+        events, self._new_events = self._new_events, []
+        return events

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from whorl.tokens.shards import TokenSet
 
 STAGE_PARENTS = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
-NOT_HASHED = ("checkpoint_seconds", "replicas")
+NOT_HASHED = ("activation_budget", "checkpoint_seconds", "checkpoints", "replicas")
 HELD_OUT_BYTES = 60_000  # of the pretraining test split, for bits per byte before and after a stage
 
 

@@ -132,7 +132,7 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
 
         train_student(
             network, teacher, texts, config, example_tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), callback=on_step,
-            checkpoint_dir=ctx.scratch, log=ctx.progress.log,
+            checkpoint_dir=ctx.scratch, heartbeat_dir=ctx.heartbeat_dir, log=ctx.progress.log,
         )  # fmt: skip
     measured["after"] = evaluate(network)
     bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
@@ -286,7 +286,7 @@ def _make_teacher(
         cache_teacher_logits,
         tokenizer_fingerprint,
     )
-    from whorl.align.stage.trainer import dataset_fingerprint
+    from whorl.align.stage.task import dataset_fingerprint
 
     fingerprint = tokenizer_fingerprint(tokenizer.tokenizer)
     if not config.teacher_top_k:

@@ -97,6 +97,7 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
             pad_id=pad,
             callback=on_step,
             checkpoint_dir=ctx.scratch,
+            heartbeat_dir=ctx.heartbeat_dir,
             log=ctx.progress.log,
         )
     found.append(evaluate())
@@ -141,7 +142,8 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
             )
 
         train_reward_model(
-            model, train, config, pad_id=pad_id_of(tokenizer), callback=on_step, checkpoint_dir=ctx.scratch,
+            model, train, config, pad_id=pad_id_of(tokenizer), callback=on_step,
+            checkpoint_dir=ctx.scratch, heartbeat_dir=ctx.heartbeat_dir,
             log=ctx.progress.log,
         )  # fmt: skip
     found = evaluate_reward_model(model, test)

@@ -100,7 +100,8 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
                 ctx.progress.log(f"    step {step}: {note}\n{table}")
 
         train_policy(
-            network, worker, config, reference=reference, callback=on_step, checkpoint_dir=ctx.scratch,
+            network, worker, config, reference=reference, callback=on_step,
+            checkpoint_dir=ctx.scratch, heartbeat_dir=ctx.heartbeat_dir,
             log=ctx.progress.log,
         )  # fmt: skip
     measured.append(evaluate("after"))

@@ -79,7 +79,7 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
 
         fine_tune(
             network, examples, config, pad_id=pad_id_of(tokenizer), replay_data=replay, callback=on_step,
-            checkpoint_dir=ctx.scratch, log=ctx.progress.log,
+            checkpoint_dir=ctx.scratch, heartbeat_dir=ctx.heartbeat_dir, log=ctx.progress.log,
         )  # fmt: skip
     measured["after"] = evaluate()
     after = held_out_bits_per_byte(ctx, network.model, tokenizer)
