@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from whorl.models import Decoder
     from whorl.models.transformer import Transformer
     from whorl.store import Store
     from whorl.tokens.tokenizer import Tokenizer
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """Restore torch's number of threads, which commands set: it decides the last bits of later tests."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

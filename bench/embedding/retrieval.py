@@ -38,8 +38,10 @@ import torch
 from bench._run import claim, parse, sized, smoke
 from bench.plan._tiny_store import small_sources
 
+from whorl.embedding.config import EmbedJob
 from whorl.embedding.embedder import embed_ids
-from whorl.embedding.train import EmbedJob, SpanPairs, build_encoder, recall, train_embedder
+from whorl.embedding.span_pairs import SpanPairs, recall
+from whorl.embedding.train import build_encoder, train_embedder
 from whorl.models.encoder import EncoderConfig
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store

@@ -15,18 +15,11 @@ from pydantic import ValidationError
 from tests.support.models.initialization import add_noise, generator
 from tests.support.tiny import make_document
 
+from whorl.embedding.config import EmbedJob
 from whorl.embedding.embedder import embed_ids
-from whorl.embedding.train import (
-    EmbedJob,
-    SpanPairs,
-    build_encoder,
-    build_update,
-    collate,
-    encode_in_buckets,
-    open_pairs,
-    recall,
-    train_embedder,
-)
+from whorl.embedding.objective import build_update, collate, encode_in_buckets
+from whorl.embedding.span_pairs import SpanPairs, open_pairs, recall
+from whorl.embedding.train import build_encoder, train_embedder
 from whorl.errors import CheckpointError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.objectives.contrastive import info_nce

@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError, StoreError
 from whorl.machine.budget import BudgetText
+from whorl.machine.device_probe import Measurement, choose
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, step_kinds
 from whorl.recipes.recipe import Recipe, load_recipe, ready_recipes
 from whorl.store import Store
@@ -52,6 +56,7 @@ def write_sentence(ctx: StepContext, config: Sentence) -> None:
     (ctx.out / "text").write_text(ctx.parents["subject"].file("text").read_text() + "!")
 
 
+SPEED = Measurement({"float32": {"1": [1e9]}, "bfloat16": {"1": [1e9]}}, 1e9)
 ROLES = {"subject": "word", "object?": "word"}
 KINDS = {
     "noun": StepKind("noun", "word", Word, {}, 1, "Writes a word.", write_word, None),
@@ -220,6 +225,22 @@ def test_run_writes_log_and_records(store: Store) -> None:
     run(GOOD, store)
     assert "[3/3] eats: looked up" in (outcome.run.dir / "log.txt").read_text()
     assert (outcome.run.dir / "environment.json").exists() and (outcome.run.dir / "steps.json").exists()
+
+
+def test_step_leaves_the_number_of_threads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would decide the last bits of the next step, and of the caller's own work."""
+    before, used = torch.get_num_threads(), []
+
+    def apply(ctx: StepContext, config: Sentence) -> None:
+        choose(SPEED, threads=before + 1).apply()
+        used.append(torch.get_num_threads())
+        write_sentence(ctx, config)
+
+    monkeypatch.setitem(KINDS, "verb", replace(KINDS["verb"], function=apply))
+    for failure in (True, False):
+        with pytest.raises(DataError) if failure else nullcontext():
+            run(GOOD, store, f"eats.fail={str(failure).lower()}")
+        assert used.pop() == before + 1 and torch.get_num_threads() == before
 
 
 def test_unwritable_store_is_refused_before_work(tmp_path: Path) -> None:

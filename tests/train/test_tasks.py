@@ -16,19 +16,27 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.align.kill_at_step import same_weights, save_each_step
+from tests.support.align.kill_at_step import same_weights
+from tests.support.train import tiny
 from tests.support.train.task_runs import STEPS, TASKS, Run, write_inputs
 
 from whorl.errors import ConfigError
 from whorl.objectives.next_token import Loss
 from whorl.train.checkpoint.format import load_latest
 from whorl.train.learner.learner import UpdateState
+from whorl.train.lm.pretrain import pretrain
 from whorl.train.resilience.preemption import PreemptedError
 from whorl.train.task import RunOptions, Task
 from whorl.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 REPLICATED = ("pretrain", "sft", "preference", "reward_model", "rl")
+
+
+@pytest.fixture(autouse=True)
+def one_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which runner samples is measured, and runners differ in last bits (`engine/native/runner.py`)."""
+    monkeypatch.setenv("WHORL_NATIVE", "0")
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +67,8 @@ def test_kill_9_and_resume_equals_undisturbed(
     name: str, folder: Path, tmp_path: Path, undisturbed: Callable[[str], torch.nn.Module]
 ) -> None:
     step = random.randint(4, STEPS - 2)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.train.task_runs",
-        name,
-        str(folder),
-        str(tmp_path),
-        str(step),
-    ]
+    module = "tests.support.train.task_runs"
+    command = [sys.executable, "-m", module, name, str(folder), str(tmp_path), str(step)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -99,21 +100,42 @@ def test_callback_that_raises_leaves_a_checkpoint(name: str, folder: Path, tmp_p
     assert found is not None and found.step == 2
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_nonfinite_batch_is_skipped_and_reported(
-    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the loss of the third update NaN."""
     accumulate = UpdateState.accumulate
 
     def poisoned(self: Any, loss: Loss) -> None:
         bad = self.adamw.steps == 2
         accumulate(self, Loss(loss.total * math.nan, loss.count, loss.metrics) if bad else loss)
 
-    messages: list[str] = []
     monkeypatch.setattr(UpdateState, "accumulate", poisoned)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_nonfinite_batch_is_skipped_and_reported(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    poison(monkeypatch)
     trained = TASKS[name](Run(folder, tmp_path, log=messages.append))
     assert all(p.isfinite().all() for p in trained.parameters())
     assert [text for text in messages if "nan" in text and "skipped (1 so far)" in text], messages
+
+
+def test_event_callback_that_raises_leaves_a_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event comes in the middle of a step. The error is raised when the step is complete, and can be resumed."""
+    poison(monkeypatch)
+    notes, job = tiny.Notes(), tiny.job(folder / "tokens", steps=STEPS, batch_size=12)
+    expected = pretrain(job, tmp_path / "whole", notes)
+    (event,) = notes.events
+    notes.on_event = lambda step, event: fail()  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="the callback is broken"):
+        pretrain(job, tmp_path / "cut", notes)
+    found = load_latest(tmp_path / "cut")
+    assert found is not None and found.step == event["step"]
+    assert same_weights(expected, pretrain(job, tmp_path / "cut", tiny.Notes()))
 
 
 @pytest.mark.parametrize("name", REPLICATED)
@@ -133,11 +155,3 @@ class Refusing(Task[Any]):
 def test_option_without_sense_is_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*{why}"):
         Trainer(Refusing(), RunOptions(**options)).fit()
-
-
-def test_saves_each_step_when_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed run resumes from the last step whose checkpoint is complete, not from an older one."""
-    monkeypatch.setattr("whorl.train.trainer.CheckpointManager", save_each_step)
-    with pytest.raises(ValueError, match="broken"):
-        TASKS["sft"](Run(folder, tmp_path, raise_at(4, fail)))
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]

@@ -3,10 +3,10 @@
     vector(text) = normalize(mean over windows w of encoder.embed(ids[w]))             [d], fp32
     cosine(a, b) = vector(a) . vector(b)
 
-A text is its ids without bos and eos, as the spans in `embedding/train.py`. A text longer than the encoder's `max_length` is
-split into the fewest windows, of equal length up to one token, so that no short tail counts as much as a full window. The
-unit vectors of the windows are averaged and normalized again. A long text is thus represented by most of its content; to
-find passages, embed passages.
+A text is its ids without bos and eos, as the spans in `embedding/span_pairs.py`. A text longer than the encoder's
+`max_length` is split into the fewest windows, of equal length up to one token, so that no short tail counts as much as a
+full window. The unit vectors of the windows are averaged and normalized again. A long text is thus represented by most of
+its content; to find passages, embed passages.
 
 The subtle point is batch invariance. Windows are sorted by length before batching, to reduce padding, and the encoder masks
 padding. A text has the same vector alone and in any batch, up to the rounding of sums (tested).

@@ -94,13 +94,29 @@ class Machine:
         return self.flops[self.dtype]
 
     def apply(self) -> None:
-        """Set torch's number of threads in this process."""
+        """Set torch's number of threads in this process, until `restore_threads`."""
+        global _threads_before
         import torch
 
+        if _threads_before is None:
+            _threads_before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+_threads_before: int | None = None  # torch's number of threads when `Machine.apply` first changed it
+
+
+def restore_threads() -> None:
+    """Undo `Machine.apply`: the number of threads decides the last bits of what runs next in this process."""
+    global _threads_before
+    if _threads_before is not None:
+        import torch
+
+        torch.set_num_threads(_threads_before)
+        _threads_before = None
 
 
 def cpu_model() -> str:

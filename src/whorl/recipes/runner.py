@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import WhorlError
+from whorl.machine.device_probe import restore_threads
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
 from whorl.store import Artifact, Store
@@ -129,5 +130,7 @@ def _run_step(
         verb = "stopped" if error.exit_code > 128 else "failed"  # stopped by a signal
         progress.log(f"{label}: {verb}; finished steps are kept")
         raise
+    finally:
+        restore_threads()
     assert build.artifact is not None
     return build.artifact, "looked up" if build.existing is not None else "made"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from whorl.errors import ConfigError
 from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
 from whorl.train.checkpoint.remote import CheckpointConfig
@@ -68,6 +69,26 @@ class RunOptions:
     deterministic: bool = False
     branch_points: Collection[int] = ()
     heartbeat_dir: Path | None = None
+
+    def check(self, unsupported: Mapping[str, str]) -> None:
+        """Refuse options that a task does not support, with its reason.
+
+        Raises:
+            ConfigError: one of them differs from its default.
+        """
+        usual = RunOptions()
+        for name, why in unsupported.items():
+            if getattr(self, name) != getattr(usual, name):
+                raise ConfigError(f"{name} is {getattr(self, name)}: {why}", do="remove it")
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Steps done, the last step of this call, and the metadata of the checkpoint (empty without one)."""
+
+    first: int
+    last: int
+    metadata: Mapping[str, Any]
 
 
 class TrainCallback(Protocol):

@@ -16,14 +16,13 @@ See `resilience/` for the spike guard, rollbacks, preemption and the heartbeat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
 from typing import Any, Generic, NoReturn
 
 import torch
 
-from whorl.errors import ConfigError, WhorlError
+from whorl.errors import WhorlError
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.train.checkpoint.format import restore
 from whorl.train.checkpoint.manager import CheckpointManager, branch_folder
@@ -34,22 +33,17 @@ from whorl.train.learner.loop import StopTraining, Stopwatch, train_loop
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.resilience.heartbeat import open_heartbeat
-from whorl.train.resilience.preemption import Preempted, PreemptedError, PreemptionHandler
-from whorl.train.resilience.provenance import list_documents
+from whorl.train.resilience.preemption import (
+    Preempted,
+    PreemptedError,
+    PreemptionHandler,
+    preempted_error,
+)
 from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
-from whorl.train.resilience.spike_guard import SpikeGuard
-from whorl.train.task import R, RunOptions, Task, TrainCallback
+from whorl.train.resilience.spike_guard import SpikeGuard, event_line
+from whorl.train.task import R, ResumePoint, RunOptions, Task, TrainCallback
 
 __all__ = ["R", "RunOptions", "Task", "TrainCallback", "Trainer"]
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Steps done, the last step of this call, and the metadata of the checkpoint (empty without one)."""
-
-    first: int
-    last: int
-    metadata: Mapping[str, Any]
 
 
 class Trainer(Generic[R]):
@@ -92,7 +86,7 @@ class Trainer(Generic[R]):
             OutOfMemoryError: with the settings to reduce.
             PreemptedError: SIGTERM; a checkpoint is written.
         """
-        self._check_options()
+        self.options.check(self.task.unsupported)
         threads = torch.get_num_threads()
         try:
             self._fit(stop_after)
@@ -127,15 +121,6 @@ class Trainer(Generic[R]):
                 self.group.close()
         self.ema.bind(task.networks, use_ema=self.steps_done == task.steps or self.stopped)
         task.networks.eval()
-
-    def _check_options(self) -> None:
-        usual = RunOptions()
-        for field in fields(RunOptions):
-            why = self.task.unsupported.get(field.name)
-            if why is not None and getattr(self.options, field.name) != getattr(usual, field.name):
-                raise ConfigError(
-                    f"{field.name} is {getattr(self.options, field.name)}: {why}", do="remove it"
-                )
 
     def _resume(self, last: int) -> tuple[SharedState, ResumePoint]:
         """Allocate the state, restored from the newest checkpoint if there is one."""
@@ -176,8 +161,7 @@ class Trainer(Generic[R]):
         self.steps_done = self.last_saved_step = start.first
         self.stopped, self.callback_error = False, None
         self.task_state: dict[str, Any] = metadata.get("task", {})
-        # SIGTERM interrupted the evaluation
-        self.validation_pending = bool(metadata.get("validation_pending"))
+        self.validation_pending = bool(metadata.get("validation_pending"))  # SIGTERM interrupted it
         self.moe = MoEBalancer(task.networks, options.routing, self.group, metadata.get("expert_loads"))
         self.loss_scaler = LossScaler(metadata.get("loss_scaler")) if task.dtype == torch.float16 else None
         self.rounds_done = int(metadata.get("rounds", start.first))
@@ -236,7 +220,7 @@ class Trainer(Generic[R]):
         self.task_state = task.state_dict()
         if (
             self.callback_error is not None
-        ):  # raised by `on_event`, before the state of this step was complete
+        ):  # of `on_event`, raised before the state of this step was complete
             self._save_and_raise(self.callback_error)
         if report is not None and not skipped:
             layers = self.layer_stats.pop_metrics() if self.layer_stats is not None else {}
@@ -369,42 +353,33 @@ class Trainer(Generic[R]):
                 interrupted = True
             except WhorlError as error:
                 if self.stopwatch.requested:  # a helper process received the signal during a step
-                    raise self._preempted_error() from error
+                    raise self._preempted() from error
                 raise
             if interrupted or self.stopwatch.requested:
                 if interrupted and self.stopwatch.phase == "validation":
                     self.validation_pending = True
                 self._save_and_wait(upload=True)  # the interrupted phase had changed no state
-                raise self._preempted_error()
+                raise self._preempted()
 
     def _hold_preemption(self) -> None:
         """Let SIGTERM interrupt only what can be repeated from a checkpoint of the last step."""
         may_save = self.task.may_save(self.steps_done)
         self.stopwatch.interruptible = frozenset(self.task.interruptible if may_save else ())
 
-    def _preempted_error(self) -> PreemptedError:
-        done, saved = self.steps_done, self.last_saved_step
-        state = (
-            f"a checkpoint of step {done:,} is written"
-            if saved == done
-            else f"the last checkpoint is of step {saved:,}"
-        )
-        return PreemptedError(
-            f"stopped by SIGTERM after step {done:,} of {self.task.steps:,}; {state}",
-            do="run the same command again to resume",
-        )
+    def _preempted(self) -> PreemptedError:
+        return preempted_error(self.steps_done, self.task.steps, self.last_saved_step)
 
     def _report(self, done: int, event: dict[str, Any]) -> None:
         """Send an event to the log and the callback, those of the guard with the documents of the step's batch.
 
-        `task_state` is still that of the step before, where the batch begins.
+        `task_state` is still that of the previous step, where the batch begins.
         """
         event["step"] = done
         if self.group.rank:
             return
         if event["kind"] not in ("rollback", "stall"):
             event = {**event, **self.task.documents(done - 1, self.task_state)}
-        self.log(f"step {done:,}: {event['message']}: {event['action']}{list_documents(event)}")
+        self.log(event_line(done, event))
         if self.callback is not None:
             try:
                 self.callback.on_event(done, event)

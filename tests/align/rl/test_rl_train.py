@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -33,8 +34,11 @@ from whorl.align.rl.rollout import RolloutWorker, filter_by_length
 from whorl.align.rl.train import train_policy
 from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import VerifiableTask
+from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, ReplicaError
+from whorl.train.learner.learner import UpdateState
 from whorl.train.resilience.oom_advice import OutOfMemoryError
+from whorl.train.resilience.preemption import PreemptedError
 
 pytestmark = pytest.mark.usefixtures("one_runner")
 LORA = LoRAConfig(rank=2)
@@ -81,6 +85,29 @@ VARIANTS = pytest.mark.parametrize(
 @VARIANTS
 def test_resume_gives_same_bits(change: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     check_resume(partial(train, folder, changed(**change)), tmp_path, kill=3)
+
+
+def test_sigterm_between_updates_of_a_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four updates use a record. A signal in the second one waits for the others, since a half-used record is no state."""
+    config = changed(algorithm="ppo", update_epochs=2, minibatches=2)
+    whole, *_ = train(folder, config)
+    accumulate = UpdateState.accumulate
+
+    def signalled(self: Any, loss: Loss) -> None:
+        if self.adamw.steps == 5:
+            signal.raise_signal(signal.SIGTERM)
+        accumulate(self, loss)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(PreemptedError, match="a checkpoint of step 2 is written"),
+    ):
+        patch.setattr(UpdateState, "accumulate", signalled)
+        train(folder, config, checkpoint_dir=tmp_path)
+    again, *_ = train(folder, config, checkpoint_dir=tmp_path)
+    assert same_weights(whole, again)
 
 
 def versions(experience: Experience) -> torch.Tensor:

@@ -31,7 +31,8 @@ from whorl.align.preference.reward_model import RewardModel, train_reward_model
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
-from whorl.embedding.train import EmbedJob, train_embedder
+from whorl.embedding.config import EmbedJob
+from whorl.embedding.train import train_embedder
 from whorl.models.encoder import EncoderConfig
 from whorl.train.lm.pretrain import pretrain
 

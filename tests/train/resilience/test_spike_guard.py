@@ -19,6 +19,7 @@ from tests.support.train.pretraining import assert_equal, raw_text, train, train
 from tests.support.train.spike_guards import make_guard, poisoned, step_metrics
 from tests.support.train.tiny import Notes, job, make_tokens
 
+from whorl.align.config import StageConfig
 from whorl.corpus.documents import document_id
 from whorl.errors import DataError
 from whorl.tokens.loader import open_batches
@@ -28,6 +29,7 @@ from whorl.train.job import Job
 from whorl.train.learner.update import DivergedError
 from whorl.train.lm import pretrain as module
 from whorl.train.resilience.provenance import documents_in_batch
+from whorl.train.resilience.spike_guard import SpikeGuard
 
 BAD = 17  # only this document contains the letter x
 BAD_ID = document_id("test", f"{BAD}.txt", 0)
@@ -46,6 +48,14 @@ def test_spike_guard_rejects_spikes_not_ripples() -> None:
     assert [e["step"] for e in guard.events] == [42, 43] and guard.skipped == 2
     off = [*map(ripple, range(40)), step_metrics(1e9, 1e9)]
     assert all(make_guard(threshold=0.0).accept_step(f) for f in off)
+
+
+def test_stage_guard_keeps_outliers_unless_a_threshold_is_set() -> None:
+    """Another setting of the guard does not turn the skipping of outliers on."""
+    config = StageConfig.model_validate({"spike_guard": {"window": 64, "patience": 4}}).spike_guard
+    guard = SpikeGuard(config, uniform_loss=None, steps=1000)
+    assert all(guard.accept_step(f) for f in [*map(ripple, range(80)), step_metrics(1e9, 1e9)])
+    assert not guard.accept_step(step_metrics(math.nan))
 
 
 def test_spike_guard_detects_divergence() -> None:

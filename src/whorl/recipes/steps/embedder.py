@@ -17,7 +17,7 @@ from whorl.train.checkpoint.remote import CheckpointConfig
 from whorl.train.config import FiniteGuardConfig
 
 if TYPE_CHECKING:
-    from whorl.embedding.train import EmbedJob
+    from whorl.embedding.config import EmbedJob
     from whorl.models.encoder import Encoder
     from whorl.tracking.progress import ProgressTask
     from whorl.tracking.run import MetricsLog
@@ -92,7 +92,8 @@ class EmbedderConfig(BaseModel):
 def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     """Train an embedder by contrasting two spans of one document with those of others."""
     from whorl.embedding.embedder import Embedder
-    from whorl.embedding.train import open_pairs, train_embedder
+    from whorl.embedding.span_pairs import open_pairs
+    from whorl.embedding.train import train_embedder
     from whorl.report.charts import Series
     from whorl.report.curve import write_curve_page
     from whorl.tokens.tokenizer import Tokenizer
@@ -156,7 +157,7 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
 
 
 def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
-    from whorl.embedding.train import EmbedJob
+    from whorl.embedding.config import EmbedJob
     from whorl.models.encoder import EncoderConfig
     from whorl.tokens.shards import TokenSet
 

@@ -4,9 +4,9 @@
 loop calls `due()` after each step, which also reports errors of the writer:
 
 - *A checkpoint is due while the previous one is being written.* It is deferred and counted (`deferred`); training
-continues. Only the last checkpoint, one for a signal, or an interval of 0 waits. - *The disk is full.* `DiskFullError`
-is raised between two steps; the previous checkpoint is intact. - *Remote storage fails.* Logged once, counted, retried
-at the next interval, and reported.
+  continues. Only the last checkpoint, one for a signal, or an interval of 0 waits.
+- *The disk is full.* `DiskFullError` is raised between two steps; the previous checkpoint is intact.
+- *Remote storage fails.* Logged once, counted, retried at the next interval, and reported.
 
 A kill costs at most one interval: a copy is taken early by the duration of the last write, so that the new checkpoint
 is *complete* within the interval after the previous one was *taken*.

@@ -4,10 +4,11 @@ A checkpoint is a consistent snapshot, so the weights may not change during the 
 as long and use the copy (CheckFreq, Mohan et al., FAST 2021: snapshot and persist). The copy is fast because of:
 
 - *One flat buffer with the file's layout.* The buffer holds exactly the bytes of the file, header included. The writer
-gathers nothing and passes whole pages to the kernel. - *Preallocation.* The first access to a page costs a fault and
-zeroing, two to six times the copy. The buffer is touched once, when training starts, and uses huge pages. - *Several
-threads.* One core cannot saturate memory bandwidth. Threads copy pieces of 4 MB with `memmove`, outside the GIL. From a
-few MB on, `memmove` bypasses the caches; `Tensor.copy_` would first read each line that it overwrites.
+  gathers nothing and passes whole pages to the kernel.
+- *Preallocation.* The first access to a page costs a fault and zeroing, two to six times the copy. The buffer is touched
+  once, when training starts, and uses huge pages.
+- *Several threads.* One core cannot saturate memory bandwidth. Threads copy pieces of 4 MB with `memmove`, outside the
+  GIL. From a few MB on, `memmove` bypasses the caches; `Tensor.copy_` would first read each line that it overwrites.
 
 The buffer is an anonymous file in memory (memfd), so a writer process maps the same pages. On systems without memfd it
 is private memory, and the writer is a thread.

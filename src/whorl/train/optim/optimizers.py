@@ -1,11 +1,12 @@
 """The three optimizers; each stores its state by parameter name.
 
 - `Muon` for the matrices of the blocks (Jordan et al. 2024, "Muon: An optimizer for hidden layers"): momentum, then the
-nearest orthogonal matrix, so every direction of the update has equal size. The iteration is Polar Express (Amsel et al.
-2025, arXiv:2505.16932), which has the optimal quintic for each round. Matrices of equal shape are batched. - `AdamW`
-(Loshchilov & Hutter 2019, arXiv:1711.05101) for embeddings, head, gains and scalars. - `SparseAdagrad` for n-gram
-tables: updates only the rows of the batch, each with its step size (Duchi et al. 2011, one accumulator per row as in
-recommendation models). Dense Adam would move hundreds of megabytes per step to change a few thousand rows.
+  nearest orthogonal matrix, so every direction of the update has equal size. The iteration is Polar Express (Amsel et al.
+  2025, arXiv:2505.16932), which has the optimal quintic for each round. Matrices of equal shape are batched.
+- `AdamW` (Loshchilov & Hutter 2019, arXiv:1711.05101) for embeddings, head, gains and scalars.
+- `SparseAdagrad` for n-gram tables: updates only the rows of the batch, each with its step size (Duchi et al. 2011, one
+  accumulator per row as in recommendation models). Dense Adam would move hundreds of megabytes per step to change a few
+  thousand rows.
 
 All take gradients of the *mean* loss and update weights in place. `state` holds tensors by "name/moment", the names in
 a checkpoint.

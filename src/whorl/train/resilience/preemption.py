@@ -32,6 +32,19 @@ class PreemptedError(WhorlError):
     exit_code = SIGTERM_EXIT_CODE
 
 
+def preempted_error(done: int, steps: int, saved: int) -> PreemptedError:
+    """Return the error of a run that stopped after step `done` of `steps`; its last checkpoint is of step `saved`."""
+    state = (
+        f"a checkpoint of step {done:,} is written"
+        if saved == done
+        else f"the last checkpoint is of step {saved:,}"
+    )
+    return PreemptedError(
+        f"stopped by SIGTERM after step {done:,} of {steps:,}; {state}",
+        do="run the same command again to resume",
+    )
+
+
 class Preempted(BaseException):
     """Raised by the signal handler to interrupt a phase. A BaseException, so `except Exception` does not catch it."""
 

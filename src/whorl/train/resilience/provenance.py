@@ -38,14 +38,6 @@ def documents_in_batch(job: Job, batch_index: int, stream_state: dict[str, Any] 
     return {"documents": found[:MAX_DOCUMENTS], "n_documents": len(found)}
 
 
-def list_documents(event: dict[str, Any]) -> str:
-    """Return the end of a log line with the documents of an event; empty without any."""
-    listed = event.get("documents", [])
-    names = [f"{d['path']} ({d['id']})" if d.get("id") else d["path"] for d in listed]
-    more = event.get("n_documents", 0) - len(names)
-    return f"; in the batch: {', '.join(names)}" + (f" and {more} more" if more > 0 else "") if names else ""
-
-
 def _from_tokens(job: Job, batch_index: int) -> list[dict[str, Any]]:
     producer = TokenProducer(Path(job.tokens), "train", job.seq_len, job.batch_size, job.seed)
     table = producer.stream.documents

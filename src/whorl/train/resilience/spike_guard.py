@@ -223,3 +223,12 @@ class SpikeGuard:
         """Return the events since the last call."""
         events, self._new_events = self._new_events, []
         return events
+
+
+def event_line(step: int, event: Mapping[str, Any]) -> str:
+    """Return the log line of an event, with the documents of its batch."""
+    listed = event.get("documents", [])
+    names = [f"{d['path']} ({d['id']})" if d.get("id") else d["path"] for d in listed]
+    more = event.get("n_documents", 0) - len(names)
+    batch = f"; in the batch: {', '.join(names)}" + (f" and {more} more" if more > 0 else "") if names else ""
+    return f"step {step:,}: {event['message']}: {event['action']}{batch}"
