@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -94,23 +95,17 @@ def lines(folder: Path) -> list[str]:
 def victims(trainer: int) -> dict[str, int]:
     """Process ids of the trainer's children by role."""
     found = {}
-    for child in psutil.Process(trainer).children():
-        try:
-            command = " ".join(child.cmdline())
-        except psutil.Error:
-            continue
-        if "whorl.train.checkpoint.writer_process" in command:
-            found["writer"] = child.pid
-        elif "spawn_main" in command and any("spawn_main" in " ".join(c.cmdline()) for c in child.children()):
-            found["replica"] = child.pid  # a replica has a child, the loader
+    for child in psutil.Process(trainer).children(recursive=True):
+        with suppress(psutil.Error):
+            found[child.name().split()[0]] = child.pid  # "checkpoints", "replica 1"
     return found
 
 
 def strike(process: subprocess.Popen[bytes], rng: random.Random) -> str:
     """Kill a random process; returns its role."""
-    victim = rng.choice(["trainer", "group", "group", "writer", "replica"])
+    victim = rng.choice(["trainer", "group", "group", "checkpoints", "replica"])
     try:
-        found = victims(process.pid) if victim in ("writer", "replica") else {}
+        found = victims(process.pid) if victim in ("checkpoints", "replica") else {}
     except psutil.Error:
         found = {}
     if victim in found:

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
+from tests.support.children import children
 
 from whorl.agents import Environment
 from whorl.agents import train as training
@@ -188,17 +188,11 @@ def test_resume_rejects_other_settings(tmp_path: Path) -> None:
         train(config.model_copy(update={"learning_rate": 0.5}), scratch=tmp_path)
 
 
-def _actors() -> list[psutil.Process]:
-    """Running producer processes of this process."""
-    running = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in running if "whorl.slots.producers" in " ".join(p.cmdline())]
-
-
 def test_killed_actor_raises_and_leaves_no_process() -> None:
     def kill(progress: TrainingProgress, networks: ActorCritic) -> None:
         if progress.steps == 2 * 128:
-            _actors()[-1].kill()
+            children("producer")[-1].kill()
 
     with pytest.raises(ProducerError, match="SIGKILL"):
         train(make_config("impala", "CartPole-v1", steps=200_000, hidden=(16,)), kill)
-    assert not _actors()
+    assert not children("producer")

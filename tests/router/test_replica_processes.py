@@ -109,7 +109,7 @@ async def test_crashing_request_is_tried_on_two_replicas() -> None:
 @async_test
 async def test_supervisor_raises_when_replica_never_starts() -> None:
     exits, sleeps = [sys.executable, "-c", "exit(3)"], [sys.executable, "-c", "import time; time.sleep(60)"]
-    with pytest.raises(ConfigError, match="exited with code 3"):
+    with pytest.raises(ConfigError, match="ended with exit code 3"):
         await ReplicaSupervisor(exits, 2).__aenter__()
     hung = ReplicaSupervisor(sleeps, 1, start_timeout=0.3)
     with pytest.raises(ConfigError, match="before it answered"):

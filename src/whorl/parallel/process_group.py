@@ -19,15 +19,16 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch.multiprocessing
+import torch.multiprocessing  # registers how shared tensors are pickled
 
 from whorl.errors import WhorlError
 from whorl.machine.device_probe import keep_freed_memory
+from whorl.machine.process import Channel, Child, describe_exit
 
 SHUTDOWN_TIMEOUT = 15.0  # a replica notices the end at its next barrier
 REPLICA_TIMEOUT = 600.0  # a first step includes compilation; no live replica takes longer
@@ -49,7 +50,7 @@ class ProcessGroup:
     rank: int = 0
     size: int = 1
     pipes: list[Connection | None] = field(default_factory=list)
-    children: list[BaseProcess] = field(default_factory=list)
+    children: list[Child] = field(default_factory=list)
 
     def all_gather_scalars(self, *values: float) -> list[tuple[float, ...]]:
         """Send `values`, wait for all ranks, and return each rank's values in rank order.
@@ -96,13 +97,8 @@ class ProcessGroup:
 
     def _dead_replica_error(self, rank: int) -> ReplicaError:
         """Return an error for a dead peer, with its exit code if this process started it."""
-        code = None
-        if self.children:
-            self.children[rank - 1].join(timeout=2)
-            code = self.children[rank - 1].exitcode
-        how = "killed, or out of memory"
-        if code is not None:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        code = self.children[rank - 1].wait(2) if self.children else None
+        how = "killed, or out of memory" if code is None else describe_exit(code)
         dead = ReplicaError(
             f"training replica {rank} died without an error message ({how})",
             do="run the same command again: it resumes from the last checkpoint",
@@ -121,29 +117,30 @@ class ProcessGroup:
                 link.close()
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         for child in self.children:
-            child.join(timeout=max(0.0, deadline - time.monotonic()))
-            if child.is_alive():
-                child.kill()
-                child.join()
+            child.close(max(0.0, deadline - time.monotonic()))
 
 
 def spawn_replicas(size: int, target: Callable[..., None], *args: Any) -> ProcessGroup:
     """Start ranks 1 .. size-1, each calling target(process_group, *args); return the caller's group (rank 0).
 
-    Arguments are pickled. Tensors among them must be in shared memory (`share_memory_`) and are not copied.
+    Arguments are pickled. Tensors among them are moved to shared memory and not copied.
     """
+    if size == 1:
+        return ProcessGroup()
     keep_freed_memory()
-    context = torch.multiprocessing.get_context("spawn")
     links: list[list[Connection | None]] = [[None] * size for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
-            links[low][high], links[high][low] = context.Pipe()
-    children: list[BaseProcess] = []
+            links[low][high], links[high][low] = Pipe()
+    module = target.__module__
+    children = []
     for rank in range(1, size):
-        child = context.Process(
-            target=_replica_main, args=(rank, size, links[rank], target, args), daemon=True
-        )
-        child.start()
+        # A scheduler may signal all processes of a job. Rank 0 handles it; the others end when their pipes close.
+        child = Child(
+            "whorl.parallel.process_group:run_replica", rank, size, links[rank], target, args,
+            name=f"replica {rank}", preload=(__name__, *([module] if module.startswith("whorl.") else [])),
+            ignore=(signal.SIGINT, signal.SIGTERM), share_tensors=True,
+        )  # fmt: skip
         children.append(child)
     for rank in range(1, size):  # only the child keeps its ends open: its death closes them
         for link in links[rank]:
@@ -152,27 +149,25 @@ def spawn_replicas(size: int, target: Callable[..., None], *args: Any) -> Proces
     return ProcessGroup(0, size, links[0], children)
 
 
-def _replica_main(
+def run_replica(
+    _: Channel,
     rank: int,
     size: int,
     pipes: list[Connection | None],
     target: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    # A scheduler may signal all processes of a job. Rank 0 handles it; the others end when their pipes close.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Main function of a rank other than 0."""
     world = ProcessGroup(rank, size, pipes)
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
         target(world, *args)
-    except (ReplicaError, KeyboardInterrupt):
+    except ReplicaError:
         pass  # another replica's failure, reported there
     except Exception:
         message = b"e" + traceback.format_exc().encode()
         for link in pipes:
             if link is not None:
-                try:
+                with suppress(OSError):  # that peer has exited
                     link.send_bytes(message)
-                except OSError:
-                    continue  # that peer has exited

@@ -12,9 +12,7 @@ if there are enough: servers that share cores wait for each other at the end of 
 - A process that is not healthy within `start_timeout` is killed and counts as one that exited.
 - On SIGTERM (uvicorn then ends the lifespan) the router first finishes its requests. Then the replicas get SIGTERM, and
   SIGKILL after `grace` seconds.
-- If this process is killed, the kernel sends SIGTERM to the replicas (PR_SET_PDEATHSIG on Linux), so no orphan keeps its
-  memory. A short script sets it in the child before the server starts (`_CHILD_SCRIPT`), because Python code between fork
-  and exec is unsafe in a process with threads.
+- If this process is killed, the kernel sends SIGTERM to the replicas (`start_command`), so no orphan keeps its memory.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
@@ -38,6 +35,7 @@ from typing import Any
 import httpx2 as httpx
 
 from whorl.errors import ConfigError
+from whorl.machine.process import describe_exit, start_command
 from whorl.router.replica_pool import ReplicaPool
 from whorl.router.router import ReplicaRouter, serve_router
 from whorl.router.routing_policy import RoutingPolicy
@@ -45,20 +43,6 @@ from whorl.router.routing_policy import RoutingPolicy
 LOG = logging.getLogger("whorl.router")
 MIN_BACKOFF, MAX_BACKOFF, STABLE_SECONDS = 0.5, 30.0, 60.0
 _POLL_SECONDS = 0.05  # interval of the /health checks of a starting replica
-
-# argv: the parent's process id, cores ("0,1", or "" for any), the command. Both settings survive the exec.
-_CHILD_SCRIPT = """
-import os, signal, sys
-parent, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # 1: PR_SET_PDEATHSIG
-    if cores:
-        os.sched_setaffinity(0, {int(c) for c in cores.split(",")})
-if os.getppid() != parent:  # the parent died before prctl took effect
-    sys.exit(1)
-os.execvp(command[0], command)
-"""
 
 
 def split_cores(n: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
@@ -203,13 +187,8 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
                 self.pool.add(process.name, process.url)
             else:
                 self.pool.on_restart(process.name, process.url)
-        cores = ",".join(map(str, process.cores))
         threads = {"OMP_NUM_THREADS": str(len(process.cores))} if process.cores else {}
-        process.popen = subprocess.Popen(
-            [sys.executable, "-c", _CHILD_SCRIPT, str(os.getpid()), cores, *self._command(process)],
-            env={**self._env, **threads},
-            stdin=subprocess.DEVNULL,
-        )
+        process.popen = start_command(self._command(process), process.cores, {**self._env, **threads})
 
     async def _wait_for_health(self, process: ReplicaProcess) -> bool:
         deadline = time.monotonic() + self.start_timeout
@@ -264,7 +243,7 @@ def _exit_description(popen: subprocess.Popen[bytes] | None) -> str:
     code = popen.poll() if popen is not None else None
     if code is None:
         return "did not become healthy"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return describe_exit(code)
 
 
 def make_replicated_router(

@@ -5,41 +5,36 @@ the length in use. Its output may depend on `slot.sequence` (the record's number
 seed, the producer's number and the sequence number), and on the weights (`weights.load_into(module)`; None without a
 board). So without weights, `SerialProducer` (fills on demand) and `ProducerProcess` (fills ahead) give the same bits.
 
-The process is a new interpreter. A fork would copy locks held by torch's threads; `multiprocessing` would import the
-main script again. It gets the ring's file descriptor, a socket and the pickled producer. Then only integers travel:
+The process (`machine/process.py`) gets the ring's file descriptor and the pickled producer. Then only integers travel:
 (slot, sequence) there, the slot number back. It runs on one thread at nice +5, since the learner must not wait.
 
-Every failure raises a `ProducerError` in the parent: an exception (with its traceback), a killed process (its socket
-closes), a hang (`timeout`). A producer whose parent dies exits.
+Every failure raises a `ProducerError` in the parent: an exception (with its traceback), a killed process (its channel
+closes), a hang (`timeout`).
 
 A killed producer may be restarted (`restarts`); one that raised is not. Its unreported slots are reclaimed and
 requested again under the same numbers, so no record is lost or repeated. This is correct if a record depends only on
 its number, the weights and the pickled producer. It is wrong for stateful producers such as environments, hence the
-default of 0. A dead producer blocks no other process: ring and board have no locks. A pidfd detects its death even if a
-forked child holds the socket; such children are in its session and are killed first.
+default of 0. A dead producer blocks no other process: ring and board have no locks. Its sentinel shows its death even if
+a process that it forked holds the channel; such processes are in its session and are killed first.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
 import struct
-import subprocess
-import sys
-import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import numpy as np
 
 from whorl.errors import ProducerError
+from whorl.machine.process import Channel, Child, Descriptor, describe_exit
 from whorl.slots.board import Board, BoardReader
 from whorl.slots.ring import Slot, SlotRing, SlotState
 from whorl.slots.spec import WriteError
@@ -139,35 +134,27 @@ class ProducerProcess:
         self._start()
 
     def _start(self) -> None:
-        ring, board = self.ring, self._board
-        weights = (board.layout, board.fd) if board else None
-        work = pickle.dumps(
-            (ring.spec, len(ring), ring.poison, ring.fd, self._producer, self._seed, self.number, weights)
-        )
-        self._connection, child_end = Pipe()
-        with child_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, str(child_end.fileno()), str(os.getpid())],
-                pass_fds=(child_end.fileno(), ring.fd, *([board.fd] if board else [])),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **dict.fromkeys(_THREAD_COUNTS, "1")},
-                start_new_session=True,  # its children can be killed with it
-            )
-        self._signs = [self._connection]  # readable on a record, or on its death
-        with suppress(AttributeError, OSError):  # Linux only; elsewhere the socket signals its death
-            self._signs.append(Connection(os.pidfd_open(self.pid), writable=False))
-        self._send(pickle.dumps((sys.path, work)))
+        ring, board, module = self.ring, self._board, type(self._producer).__module__
+        self._child = Child(
+            "whorl.slots.producers:serve_records",
+            (ring.spec, len(ring), ring.poison, Descriptor(ring.fd)), pickle.dumps(self._producer), self._seed, self.number,
+            (board.layout, Descriptor(board.fd)) if board else None,
+            name=f"producer {self.number}",
+            preload=(__name__, *([module] if module.startswith("whorl.") else [])),
+            nice=_NICE, policy="SCHED_BATCH",
+            ignore=(signal.SIGINT, signal.SIGTERM),  # for the parent, which then closes the channel
+            new_session=True,
+        )  # fmt: skip
 
     @staticmethod
     def first_ready(producers: Sequence[ProducerProcess], timeout: float) -> list[ProducerProcess]:
         """Return producers with a finished record (or that died), after at most `timeout` seconds."""
-        by_sign = {sign: p for p in producers for sign in p._signs}
-        ready = wait(list(by_sign), timeout)
-        return list(dict.fromkeys(by_sign[sign] for sign in ready if isinstance(sign, Connection)))
+        by_sign = {sign: p for p in producers for sign in (p._child.channel, p._child.sentinel)}
+        return list(dict.fromkeys(by_sign[sign] for sign in wait(list(by_sign), timeout)))
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def request(self, slot: int, sequence: int) -> None:
         """Request record `sequence` in a free slot. If the producer is dead, `receive` raises."""
@@ -183,17 +170,17 @@ class ProducerProcess:
             ProducerError: the producer raised (with its traceback), died, or hung.
         """
         try:
-            ready = wait(self._signs, self.timeout)
+            ready = wait([self._child.channel, self._child.sentinel], self.timeout)
             if not ready:
-                self._kill()
+                self._child.kill()
                 raise ProducerError(
                     f"producer {self.number} ({self.name}) wrote no record for {self.timeout:g} s and was ended"
                     f"{self._unfinished_slot()}",
                     do="find out where it waits, or increase its timeout",
                 )
-            if self._connection not in ready and not self._connection.poll(0):
-                raise EOFError  # it died, and a child that it forked holds the socket
-            answer = self._connection.recv_bytes()
+            if self._child.channel not in ready and not self._child.channel.poll(0):
+                raise EOFError  # it died, and a child that it forked holds the channel
+            answer = self._child.channel.recv_bytes()
         except (EOFError, ConnectionError):
             self._restart()
             return None
@@ -209,17 +196,11 @@ class ProducerProcess:
 
     def close(self) -> None:
         """End the process; return when it has exited."""
-        for sign in self._signs:
-            sign.close()
-        try:
-            self._process.wait(1.0)  # its next read sees the closed socket
-        except subprocess.TimeoutExpired:
-            self._kill()
-            self._process.wait()
+        self._child.close(1.0)  # its next read sees the closed channel
 
     def _send(self, message: bytes) -> None:
         with suppress(ConnectionError):  # it is dead; its earlier messages are still to be read
-            self._connection.send_bytes(message)
+            self._child.channel.send_bytes(message)
 
     def _restart(self) -> None:
         """Restart a killed producer and repeat its unreported requests.
@@ -227,13 +208,13 @@ class ProducerProcess:
         Raises:
             ProducerError: it exited without a signal, or the limit of restarts is reached.
         """
-        death = self._death_error()
+        code = self._child.kill()
+        death = self._death_error(code)
         self._deaths += 1
-        if self._process.returncode >= 0 or self._deaths > self.restarts:
+        if code >= 0 or self._deaths > self.restarts:
             raise death from None
         self.log(f"{death.what}; restarted ({self._deaths} of at most {self.restarts} in a row)")
-        for sign in self._signs:
-            sign.close()
+        self._child.channel.close()
         for index, _ in self._asked:
             self.ring.reclaim(self.ring.slots[index])
         try:
@@ -245,29 +226,17 @@ class ProducerProcess:
         for asked in self._asked:
             self._send(_REQUEST.pack(*asked))
 
-    def _kill(self) -> None:
-        """Kill the process, if alive, and its children."""
-        if self._process.returncode is None:  # not yet waited for, so the pid is still valid
-            with suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
-
     def _unfinished_slot(self) -> str:
         """Describe the slot that it left partly written, if any."""
         own_slots = (s for s in self.ring.slots if s.state == SlotState.WRITING and s.producer == self.number)
         slot = next(own_slots, None)
         return "" if slot is None else f" in slot {slot.index}, record {slot.sequence}"
 
-    def _death_error(self) -> ProducerError:
-        self._kill()
-        code = self._process.wait()
-        how = (
-            f"was killed by signal {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+    def _death_error(self, code: int) -> ProducerError:
         again = f", after {self._deaths} restarts without a record" if self._deaths else ""
         return ProducerError(
-            f"producer {self.number} ({self.name}, process {self.pid}) {how}{self._unfinished_slot()}{again}",
+            f"producer {self.number} ({self.name}, process {self.pid}) {describe_exit(code)}"
+            f"{self._unfinished_slot()}{again}",
             expected="a producer that runs as long as its reader",
             do=_RECOVERY_HINT,
         )
@@ -322,41 +291,28 @@ class SlotFiller:
 _RECOVERY_HINT = (
     "unless it was killed on purpose, check whether the machine ran out of memory; the same command resumes"
 )
-_CHILD = "from whorl.slots.producers import _child; _child()"
-_THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def _child() -> None:
-    """Entry point of a producer process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # signals are for the parent, which then closes the socket
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
-    if hasattr(os, "SCHED_BATCH"):  # a wake-up does not preempt the learner
-        with suppress(OSError):  # forbidden in some containers; it is only slower then
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    parent = int(sys.argv[2])
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
-    connection = Connection(int(sys.argv[1]))
+def serve_records(
+    channel: Channel,
+    ring: tuple[Any, ...],
+    producer: bytes,
+    seed: int,
+    number: int,
+    weights: tuple[Any, int] | None,
+) -> None:
+    """Main function of a producer process."""
+    spec, n_slots, poison, fd = ring
     try:
-        path, work = pickle.loads(connection.recv_bytes())
-        sys.path[:] = path
-        spec, n_slots, poison, fd, producer, seed, number, weights = pickle.loads(work)
-        ring: SlotRing[Any] = SlotRing(spec, n_slots, poison=poison, fd=fd)
         board = Board(weights[0], fd=weights[1]) if weights else None
-        working = SlotFiller(ring, producer, seed, number, board)
+        slots: SlotRing[Any] = SlotRing(spec, n_slots, poison=poison, fd=fd)
+        filler = SlotFiller(slots, pickle.loads(producer), seed, number, board)
         while True:
-            slot, sequence = _REQUEST.unpack(connection.recv_bytes())
-            working.fill(slot, sequence)
-            connection.send_bytes(_DONE.pack(slot))
+            slot, sequence = _REQUEST.unpack(channel.recv_bytes())
+            filler.fill(slot, sequence)
+            channel.send_bytes(_DONE.pack(slot))
     except (EOFError, ConnectionError):
-        os._exit(0)  # the parent closed its end or died
+        raise  # the parent closed its end or died
     except BaseException:
-        connection.send_bytes(_DONE.pack(_FAILED) + traceback.format_exc().encode())
+        channel.send_bytes(_DONE.pack(_FAILED) + traceback.format_exc().encode())
         raise
-
-
-def _exit_with_parent(parent: int) -> None:
-    """End this process when its parent dies, even during a fill."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)

@@ -24,6 +24,7 @@ from tests.support.align.kill_at_step import (
     same_weights,
 )
 from tests.support.align.rl_policies import SMALL, tasks, train
+from tests.support.children import children
 
 from whorl.align.config import AsyncRolloutConfig, KLConfig, LoRAConfig, PolicyLossOverrides, RLConfig
 from whorl.align.model.policy_model import PolicyModel
@@ -188,7 +189,7 @@ def test_verifier_error_is_counted(folder: Path) -> None:
 def kill_worker_at(step: int) -> Callable[[int], None]:
     def kill(done: int) -> None:
         if done == step:
-            (worker,) = (p for p in psutil.Process().children() if "slots.producers" in " ".join(p.cmdline()))
+            (worker,) = children("producer")
             worker.kill()
 
     return kill

@@ -70,7 +70,7 @@ def test_disaggregated_tokens_match_one_engine(engine: DisaggregatedEngine) -> N
 
 
 def test_abort_works_in_prefill_and_decode(engine: DisaggregatedEngine) -> None:
-    prefill = engine._processes["prefill0"].popen
+    prefill = engine._processes["prefill0"].process
     os.kill(prefill.pid, signal.SIGSTOP)
     engine.add(request("reading", tuple(reversed(LONG))))
     assert engine.abort("reading") and not engine.abort("reading")
@@ -97,13 +97,13 @@ def test_dead_prefill_process_is_replaced_without_loss(engine: DisaggregatedEngi
     orphan = request("orphan", ((x + 1) % 50 for x in LONG))
     following = request("following", ((x + 2) % 50 for x in LONG))
     old, engine.make_engine = engine._processes["prefill0"], tiny_engine.other_weights
-    os.kill(old.popen.pid, signal.SIGSTOP)  # it never reads its messages
+    os.kill(old.process.pid, signal.SIGSTOP)  # it never reads its messages
     engine.add(orphan)
     assert engine._in_flight["orphan"].stage == "prefill"
-    os.kill(old.popen.pid, signal.SIGKILL)
+    os.kill(old.process.pid, signal.SIGKILL)
     assert_same(tokens_of(drain(engine)["orphan"]), run_one(tiny_engine.make("both"), orphan))
     assert engine._processes["prefill0"] is not old
-    assert pages_open("self") == pages_open(engine._processes["decode0"].popen.pid) == 0
+    assert pages_open("self") == pages_open(engine._processes["decode0"].process.pid) == 0
     # The replacement process has other weights, so its pages are rejected.
     engine.wait_until_ready()
     engine.make_engine = tiny_engine.make
@@ -113,7 +113,7 @@ def test_dead_prefill_process_is_replaced_without_loss(engine: DisaggregatedEngi
 
 
 def test_dead_decode_process_aborts_and_retries(engine: DisaggregatedEngine) -> None:
-    decoder = engine._processes["decode0"].popen
+    decoder = engine._processes["decode0"].process
     engine.add(request("begun", LONG, max_tokens=3500))
     while not engine.step():
         pass

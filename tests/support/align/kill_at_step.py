@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
+from tests.support.children import children
 from whorl.train.checkpoint.manager import CheckpointManager
 
 # Metrics that differ with the number of micro-batches, or with the clock.
@@ -50,9 +48,8 @@ def kill_replicas_at(step: int) -> Callable[[int], None]:
 
     def observe(done: int) -> None:
         if done == step:
-            for child in psutil.Process().children():
-                if "spawn_main" in " ".join(child.cmdline()):
-                    os.kill(child.pid, signal.SIGKILL)
+            for child in children("replica"):
+                child.kill()
 
     return observe
 

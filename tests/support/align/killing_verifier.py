@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
+
+import psutil
 
 
 def verify(task: object, completion: str) -> float:
@@ -19,6 +20,6 @@ def verify(task: object, completion: str) -> float:
     except FileNotFoundError:
         return float(completion[:1].isdigit())
     (place / "struck").write_text(str(os.getpid()))
-    os.kill(os.getppid(), signal.SIGKILL)
+    next(p for p in psutil.Process().parents() if p.name().startswith("producer")).kill()
     time.sleep(600)
     return 0.0

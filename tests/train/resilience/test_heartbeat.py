@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.children import children
 from tests.support.train.pretraining import train
 from tests.support.train.tiny import Notes, job
 
@@ -143,9 +143,8 @@ def test_replica_killed_raises_with_oom_advice_for_sigkill(
     class Killer(Notes):
         def on_step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 3:
-                (child,) = multiprocessing.active_children()
-                assert child.pid is not None
-                os.kill(child.pid, number)
+                (child,) = children("replica")
+                child.send_signal(number)
 
     with pytest.raises(error, match=message):
         train(job(tokens, replicas=2, steps=400), tmp_path, Killer())

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
-from whorl.engine.disaggregation.channel import Channel
 from whorl.engine.disaggregation.kv_transfer import KVBlock, export_pages, import_pages, model_fingerprint
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import DataError, WhorlError
+from whorl.machine.process import Channel
 
 Role = Literal["prefill", "decode"]
 EngineFactory = Callable[[Role], Engine]
@@ -35,13 +35,13 @@ CHECKSUM_BYTES_PER_STEP = 4 << 20  # bytes checksummed between two steps: about 
 def run_worker(channel: Channel) -> None:
     """Main function of a worker: receives its role, then alternates messages and steps until the other end closes."""
     with suppress(EOFError, BrokenPipeError, ConnectionError):
-        (role, make, threads), _ = channel.receive()
+        (role, make, threads), _ = channel.receive_with_fd()
         import torch
 
         torch.set_num_threads(threads)
         engine = make(role)
         model_fingerprint(engine)  # now, not during the first prompt
-        channel.send(("ready", engine.cache.groups[0].pool.n_pages * engine.cache.page_size))
+        channel.send_with_fd(("ready", engine.cache.groups[0].pool.n_pages * engine.cache.page_size))
         (_PrefillWorker if role == "prefill" else _DecodeWorker)(channel, engine).run()
 
 
@@ -52,7 +52,7 @@ class _WorkerLoop:
     def run(self) -> None:
         while True:
             while self.channel.poll(0 if self.busy else None):
-                message, fd = self.channel.receive()
+                message, fd = self.channel.receive_with_fd()
                 self.handle(message, fd)
             self.step()
 
@@ -64,7 +64,7 @@ class _WorkerLoop:
         try:
             self.engine.add(request)
         except WhorlError as error:
-            self.channel.send(("refused", request.id, error))
+            self.channel.send_with_fd(("refused", request.id, error))
             return False
         return True
 
@@ -98,7 +98,7 @@ class _PrefillWorker(_WorkerLoop):
             request = self.prefilling.pop(delta.request_id, None)
             if request is not None:
                 with export_pages(self.engine, request.ids) as block:
-                    self.channel.send(("read", request.id, delta.cached_tokens), block.fd)
+                    self.channel.send_with_fd(("read", request.id, delta.cached_tokens), block.fd)
 
 
 class _DecodeWorker(_WorkerLoop):
@@ -135,7 +135,7 @@ class _DecodeWorker(_WorkerLoop):
         if self.incoming_blocks:
             self.import_slice(*self.incoming_blocks[0])
         if self.engine.busy and (deltas := self.engine.step()):
-            self.channel.send(("deltas", deltas))
+            self.channel.send_with_fd(("deltas", deltas))
 
     def import_slice(self, request: Request, block: KVBlock) -> None:
         """Import a slice of the block; after the last slice, add the request."""
@@ -156,11 +156,11 @@ class _DecodeWorker(_WorkerLoop):
         self.incoming_blocks.popleft()
         block.close()
         if error is None:
-            self.channel.send(("taken", request.id))
+            self.channel.send_with_fd(("taken", request.id))
             self.add(request)
         else:
             self.reject_block(request, error)
 
     def reject_block(self, request: Request, error: DataError) -> None:
-        self.channel.send(("unusable", request.id, error))
+        self.channel.send_with_fd(("unusable", request.id, error))
         self.add(request)

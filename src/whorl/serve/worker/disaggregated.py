@@ -30,7 +30,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from whorl.engine.disaggregation.channel import WorkerProcess
+from whorl.engine.disaggregation.worker_process import WorkerProcess
 from whorl.engine.disaggregation.workers import EngineFactory, Role
 from whorl.engine.request import Delta, Request
 from whorl.errors import DataError, ProducerError
@@ -121,13 +121,13 @@ class DisaggregatedEngine:
     def step(self, seconds: float = 0.02) -> list[Delta]:
         """Return the deltas that arrived from the processes; wait at most `seconds` for the first."""
         self._dispatch_queued()
-        processes = {p.channel.sock: p for p in self._processes.values()}
+        processes = {p.channel: p for p in self._processes.values()}
         waiting = 0.0 if self._deltas else seconds
-        for sock in select.select(list(processes), [], [], waiting)[0]:
-            process = processes[sock]
+        for channel in select.select(list(processes), [], [], waiting)[0]:
+            process = processes[channel]
             try:
-                while process.channel.poll(0):
-                    self._on_message(process, *process.channel.receive())
+                while channel.poll(0):
+                    self._on_message(process, *channel.receive_with_fd())
             except EOFError:
                 self._on_exit(process)
         self._dispatch_queued()

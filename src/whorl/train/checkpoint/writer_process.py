@@ -7,31 +7,25 @@ retries) holds it for longer. A process has no lock in common and maps the stagi
 Its priority is nice 10: about a tenth of a core when all are busy, a whole core when training waits. The work takes a
 tenth of a core-second per GB, so this suffices. With SCHED_IDLE a busy machine would never finish a checkpoint.
 
-It dies with its parent (parent-death signal where available, else end of the pipe) and leaves a `writing-` folder. It
-ignores SIGTERM and SIGINT, which schedulers send to whole groups: it finishes its request and exits when the parent
-closes the pipe.
+It is a child process (`machine/process.py`): if the parent is killed, it leaves a `writing-` folder. It ignores SIGTERM and
+SIGINT, which schedulers send to whole groups: it finishes its request and exits when the parent closes the channel.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
-import os
-import platform
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import CheckpointError, DiskFullError
+from whorl.machine.process import Channel, Child, Descriptor
 from whorl.train.checkpoint import writer
 
 if TYPE_CHECKING:
@@ -118,24 +112,11 @@ class AsyncWriter:
             self.thread = threading.Thread(target=self._serve, daemon=True, name="checkpoint writer")
             self.thread.start()
             return
-        self.pipe, child_end = Pipe()
-        arguments = [
-            str(child_end.fileno()),
-            str(staging.fd),
-            str(os.getpid()),
-            priority,
-            json.dumps(sys.path),
-        ]
-        code = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv[-1]); "
-            "from whorl.train.checkpoint.writer_process import main; main()"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            pass_fds=(child_end.fileno(), staging.fd),
-            stdin=subprocess.DEVNULL,
-        )
-        child_end.close()
+        self.process = Child(
+            "whorl.train.checkpoint.writer_process:serve_requests", Descriptor(staging.fd), name="checkpoints",
+            preload=(__name__,), nice=NICE if priority == "nice" else 0, policy="SCHED_IDLE" if priority == "idle" else "",
+            ignore=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+        )  # fmt: skip
 
     def _serve(self) -> None:
         worker = WriterWorker(lambda size: self.staging.view(0, size), self._answers.put)
@@ -154,7 +135,8 @@ class AsyncWriter:
             self._requests.put(request)
             return
         try:
-            self.pipe.send_bytes(json.dumps(request).encode())
+            assert self.process is not None
+            self.process.channel.send_bytes(json.dumps(request).encode())
         except OSError as error:
             raise self._writer_died() from error
 
@@ -169,19 +151,19 @@ class AsyncWriter:
                 return self._answers.get(timeout=timeout) if timeout else self._answers.get(timeout is None)
             except queue.Empty:
                 return None
+        assert self.process is not None
         try:
-            if timeout is None or self.pipe.poll(timeout):
-                return dict(json.loads(self.pipe.recv_bytes()))
+            if timeout is None or self.process.channel.poll(timeout):
+                return dict(json.loads(self.process.channel.recv_bytes()))
         except (EOFError, OSError) as error:
             raise self._writer_died() from error
         return None
 
     def _writer_died(self) -> CheckpointError:
         assert self.process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=5)
+        self.process.wait(5)
         return CheckpointError(
-            f"the checkpoint writer process died (status {self.process.returncode})",
+            f"the checkpoint writer died: {self.process.exit_description()}",
             do="run the same command again: it resumes from the last complete checkpoint",
         )
 
@@ -193,31 +175,19 @@ class AsyncWriter:
             return not self.thread.is_alive()
         assert self.process is not None
         with contextlib.suppress(OSError):
-            self.pipe.send_bytes(b"")
-        try:
-            self.process.wait(timeout=timeout)
-            return True
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            return False
+            self.process.channel.send_bytes(b"")
+        finished = self.process.wait(timeout) is not None
+        self.process.close(0)
+        return finished
 
 
-def main() -> None:
-    """Entry point of the process. Arguments: file descriptors of pipe and buffer, parent's pid, priority."""
-    link, area, parent, priority = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    if platform.system() == "Linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-    _lower_priority(priority)
-    connection, lock = Connection(link), threading.Lock()
+def serve_requests(channel: Channel, area: int) -> None:
+    """Main function of the process. area: descriptor of the staging buffer."""
+    lock = threading.Lock()
 
     def notify(answer: dict[str, Any]) -> None:
         with lock, contextlib.suppress(OSError):
-            connection.send_bytes(json.dumps(answer).encode())
+            channel.send_bytes(json.dumps(answer).encode())
 
     mapped: list[mmap.mmap] = []
 
@@ -227,18 +197,6 @@ def main() -> None:
         return memoryview(mapped[0])
 
     worker = WriterWorker(content, notify)
-    try:
-        while request := connection.recv_bytes():
-            worker.handle(json.loads(request))
-    except (EOFError, OSError):
-        os._exit(1)  # the parent died
+    while request := channel.recv_bytes():
+        worker.handle(json.loads(request))
     worker.finish()
-
-
-def _lower_priority(priority: str) -> None:
-    """Lower the priority below training's, where permitted."""
-    with contextlib.suppress(OSError, AttributeError):
-        if priority == "idle":
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        elif priority == "nice":
-            os.nice(NICE)

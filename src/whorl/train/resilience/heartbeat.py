@@ -20,11 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import IO
 
+from whorl.machine.process import Child
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.run import write_json
 
@@ -80,7 +80,7 @@ class Heartbeat:
         folder: Path,
         steps: int,
         *,
-        replicas: Sequence[BaseProcess] = (),
+        replicas: Sequence[Child] = (),
         phase: Callable[[], str] = lambda: "",
         log: Callable[[str], None] = lambda _: None,
         stall_seconds: float = STALL_SECONDS,
@@ -173,9 +173,9 @@ class Heartbeat:
                 faulthandler.dump_traceback(file, all_threads=True)
             for rank, child in enumerate(self.replicas, start=1):
                 ready = stacks_file(self.folder, rank, child.pid).exists()
-                if STACK_SIGNAL is not None and ready and child.pid is not None and child.is_alive():
+                if STACK_SIGNAL is not None and ready and child.poll() is None:
                     os.kill(child.pid, STACK_SIGNAL)
-        dead = [str(rank) for rank, child in enumerate(self.replicas, start=1) if not child.is_alive()]
+        dead = [str(rank) for rank, child in enumerate(self.replicas, start=1) if child.poll() is not None]
         usual = f" (usually {median(list(self.step_seconds)):.2g} s)" if self.step_seconds else ""
         message = (
             f"no progress for {idle_seconds:.0f} s after step {self.step:,}{usual}, in phase {self.phase() or 'unknown'}; "
