@@ -15,6 +15,7 @@ import torch
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, ModelConfig, load_model, make_model, read_config
 from whorl.nn import Linear
+from whorl.nn.meta import meta_device
 
 # Of fp32 weights; larger models do not fit a cache, and fewer layers give the same answer.
 MAX_TIMED_BYTES = 256e6
@@ -36,7 +37,7 @@ def fastest_dtype(config: ModelConfig, machine: Machine, batch_size: int = 1) ->
     """Return the faster compute dtype for decoding `batch_size` sequences of this shape; takes a few milliseconds."""
     if machine.device != "cpu" or machine.torch_dtype == torch.float32:
         return machine.torch_dtype
-    with torch.device("meta"):
+    with meta_device():
         blocks = make_model(config).blocks
     # Expert layers are left out: a token uses few of them, one after another.
     layers = [[tuple(m.weight.shape) for m in block.modules() if isinstance(m, Linear)] for block in blocks]

@@ -24,6 +24,7 @@ from whorl.models.legacy_config import upgrade_quantization
 from whorl.models.quantization.weights import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn import Linear
+from whorl.nn.meta import meta_device
 
 ModelConfig = DecoderConfig | TransformerConfig
 
@@ -87,7 +88,7 @@ def load_model(
         weights = load_file(folder / "model.safetensors", device=device)
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
-    with torch.device("meta"):
+    with meta_device():
         model = make_model(config, dtype=dtype)
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found = {name: tuple(t.shape) for name, t in weights.items()}

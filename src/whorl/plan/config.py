@@ -82,13 +82,13 @@ def _check_buildable(shape: Any) -> None:
     Raises:
         ValueError: a layer rejects its settings.
     """
-    import torch
 
     from whorl.errors import ConfigError
     from whorl.models import make_model
+    from whorl.nn.meta import meta_device
 
     try:
-        with torch.device("meta"):
+        with meta_device():
             make_model(shape)
     except ConfigError as error:
         raise ValueError(

@@ -35,6 +35,7 @@ from whorl.models.language_model import LanguageModel
 from whorl.models.pruning.activation_moments import second_moments
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig
+from whorl.nn.meta import meta_device
 from whorl.nn.mlp import GATED
 
 PruneCriterion = Literal["obs", "activation", "magnitude", "random"]
@@ -117,7 +118,7 @@ def prune(
         for n, shape in enumerate(shapes)
     ]
     config = _config(model, target)
-    with torch.device("meta"):
+    with meta_device():
         small = type(model)(config, dtype=model.dtype)
     if any(name not in small.state_dict() for name, _ in small.named_buffers()):
         small = type(model)(config, dtype=model.dtype)

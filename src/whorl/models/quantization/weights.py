@@ -27,6 +27,7 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.nn.attention import MultiHeadLatentAttention
 from whorl.nn.linear import Linear
 from whorl.nn.mamba import Mamba
+from whorl.nn.meta import meta_device
 from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.quantized_linear import QuantizedLinear, QuantizedNGramEmbedding, WeightFormat
 from whorl.nn.recurrent import Recurrent
@@ -101,7 +102,7 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def head_as_linear(model: LanguageModel) -> Linear:
     """Return the output matrix as a layer."""
-    with torch.device("meta"):
+    with meta_device():
         layer = Linear(*reversed(model.head_weight.shape), std=0.0)
     layer.weight = nn.Parameter(model.head_weight.detach(), requires_grad=False)
     return layer
@@ -152,11 +153,11 @@ def load_quantized(
             f"cannot read a model from {folder}: {error}",
             expected="config.json and model.safetensors as `whorl quantize` writes them",
         ) from error
-    with torch.device("meta"):
+    with meta_device():
         model = make()
     if any(name not in model.state_dict() for name, _ in model.named_buffers()):
         model = make()  # initializes buffers that are not stored
-    with torch.device("meta"):
+    with meta_device():
         _install_quantized_layers(
             model, scheme, [n.removesuffix(".codes") for n in found if n.endswith(".codes")], where
         )

@@ -38,6 +38,7 @@ from whorl.models.exchange.weights import (
 )
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.vit import ViT
+from whorl.nn.meta import meta_device
 
 VISION_FAMILIES: dict[str, VisionFamily[Any, Any]] = {family.model_type: family for family in (VIT, CLIP)}
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
@@ -85,7 +86,7 @@ def import_vision(
     data = read_json(where)
     config = read_vision_config(data, str(where), ignore)
     family = VISION_FAMILIES[data["model_type"]]
-    with torch.device("meta"):
+    with meta_device():
         model: ViT | DualEncoder = family.build(config, dtype)
     shards, rules, own = Shards(folder), family.rules(config), model.state_dict()
     names, shapes = {name: name for name in shards.names()}, expected_shapes(rules, own)

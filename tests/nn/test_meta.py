@@ -1,0 +1,50 @@
+"""Networks without values: the same shapes as drawn ones, and nothing of the compiler is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.tiny import decoder_config, transformer_config
+from tests.support.train.model_shapes import EXPERTS
+
+from whorl.models import make_model, save_model
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.nn.meta import meta_device
+
+LOAD = """
+import sys
+from pathlib import Path
+from whorl.models import load_model
+load_model(Path(sys.argv[1]))
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+ENCODER = EncoderConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, mlp_hidden=32, max_length=12)
+MAKES = {
+    "decoder": lambda: make_model(decoder_config()),
+    "transformer": lambda: make_model(transformer_config()),
+    "experts": lambda: make_model(transformer_config(experts=EXPERTS)),
+    "encoder": lambda: Encoder(ENCODER),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_meta_network_has_shapes_and_types_of_a_drawn_one(name: str) -> None:
+    drawn = MAKES[name]()
+    state = torch.random.get_rng_state()
+    with meta_device():
+        empty = MAKES[name]()
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(t.is_meta for t in empty.parameters())
+    shapes = [{n: (t.shape, t.dtype) for n, t in each.state_dict().items()} for each in (drawn, empty)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", ["tiny_decoder", "tiny_transformer"])
+def test_load_imports_no_compiler(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    save_model(request.getfixturevalue(name), tmp_path)
+    done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
