@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test check bench-smoke .venv clean
+.PHONY: quickstart test check types contracts bench-smoke .venv clean
 
 quickstart: .venv
 	$(BIN)/whorl run quickstart
@@ -22,7 +22,12 @@ bench-smoke: .venv/dev  ## every bench at tiny sizes; SLICE=2/16 runs a part
 check: .venv/dev  ## lint, format, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory -j 2 types contracts
+
+types: .venv/dev
 	$(BIN)/mypy
+
+contracts: .venv/dev
 	$(BIN)/lint-imports
 
 .venv: .venv/package

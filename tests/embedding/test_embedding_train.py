@@ -183,9 +183,8 @@ def test_training_repeats_bit_for_bit(topics: Path) -> None:
     assert same(weights(half), weights(half)) and not same(weights(half), weights(made))
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_training_resumes_bit_for_bit(optimizer: str, topics: Path, tmp_path: Path) -> None:
-    made, lines = job(topics, optimizer=optimizer), list[str]()
+def test_training_resumes_bit_for_bit(topics: Path, tmp_path: Path) -> None:
+    made, lines = job(topics, optimizer="adamw"), list[str]()
     (observe, straight), (crash, _), (observe_rest, rest) = recorder(), recorder((5, 9)), recorder()
     whole = weights(made, observe=observe)
     for _ in range(2):

@@ -15,7 +15,7 @@ import torch
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, ModelConfig, load_model, make_model, read_config
 from whorl.nn import Linear
-from whorl.nn.meta import meta_device
+from whorl.nn.compiler import meta_device
 
 # Of fp32 weights; larger models do not fit a cache, and fewer layers give the same answer.
 MAX_TIMED_BYTES = 256e6

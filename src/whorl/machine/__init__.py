@@ -1,1 +1,1 @@
-"""Measured properties of the machine: memory, cores, GEMM rates, compute budgets."""
+"""Measured properties of the machine (memory, cores, GEMM rates), compute budgets, child processes."""

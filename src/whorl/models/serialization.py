@@ -24,7 +24,7 @@ from whorl.models.legacy_config import upgrade_quantization
 from whorl.models.quantization.weights import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn import Linear
-from whorl.nn.meta import meta_device
+from whorl.nn.compiler import meta_device
 
 ModelConfig = DecoderConfig | TransformerConfig
 

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.short_conv import ShortConvolution, ShortConvState
-from whorl.nn.eager import eager_only
+from whorl.nn.compiler import eager_only
 from whorl.nn.linear import Linear
 from whorl.nn.recurrent import document_starts, upcast
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError, one_of
-from whorl.nn.eager import eager_only
+from whorl.nn.compiler import eager_only
 from whorl.nn.linear import Linear
 
 RecurrentBackend = Literal["auto", "loop", "fused"]

@@ -85,7 +85,7 @@ def _check_buildable(shape: Any) -> None:
 
     from whorl.errors import ConfigError
     from whorl.models import make_model
-    from whorl.nn.meta import meta_device
+    from whorl.nn.compiler import meta_device
 
     try:
         with meta_device():

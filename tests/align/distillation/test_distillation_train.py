@@ -85,7 +85,7 @@ def test_on_policy_texts_follow_prompts() -> None:
     assert all((ids in given) != own for ids, own in whole)
 
 
-@pytest.mark.parametrize(("own", "refresh"), [(0.0, 1), (1.0, 1), (0.5, 2)])
+@pytest.mark.parametrize(("own", "refresh"), [(0.0, 1), (0.5, 2)])
 def test_resume_gives_same_bits(tmp_path: Path, own: float, refresh: int) -> None:
     def train(**rest: Any) -> tuple[PolicyModel, Any]:
         network = network_of()

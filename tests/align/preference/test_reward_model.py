@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.align.byte_model import decoder, scribe, tokenizer
-from tests.support.align.kill_at_step import History, check_replicas, check_resume
+from tests.support.align.kill_at_step import check_resume
 from tests.support.align.stage_inputs import assert_gradients_close, density_pairs, reward_config, train_stage
 from torch import Tensor
 
@@ -178,11 +178,3 @@ def test_report_of_degenerate_pairs() -> None:
     assert np.isnan(correlation(torch.ones(3), torch.arange(3.0)))
     with pytest.raises(DataError, match="no pairs"):
         evaluate_reward_model(RewardModel(decoder()), [])
-
-
-def test_reward_replicas_match_single_process() -> None:
-    def train(n: int) -> tuple[RewardModel, History]:
-        config = reward_config(epochs=2, batch_size=5, replicas=n)
-        return train_stage(train_reward_model, RewardModel(decoder()), density_pairs(12), config)
-
-    check_replicas(train)

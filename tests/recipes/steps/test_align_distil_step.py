@@ -19,13 +19,15 @@ from whorl.recipes.stage_report import stage_summary
 from whorl.report.data import StageSection
 from whorl.report.stages import stage_charts
 
+# One worker, so that the teacher of the shared store is trained once.
+pytestmark = pytest.mark.xdist_group("distil_step")
 DISTIL = f"""{INIT_MODEL}{ARITHMETIC}
 [steps.teacher]
 uses = "sft"
 parents = ["init_model", "sums"]
 seq_len = 64
 batch_size = 4
-epochs = 20
+epochs = 5
 lr_scale = 1.0
 dtype = "float32"
 [steps.distil]

@@ -31,6 +31,7 @@ from whorl.report.data import StageSection
 from whorl.report.stages import stage_charts
 from whorl.train.checkpoint.manager import CheckpointManager
 
+pytestmark = pytest.mark.xdist_group("more_steps")  # one shared store
 SETTINGS = 'parents = ["init_model", "likes"]\nseq_len = 16\nbatch_size = 12\ndtype = "float32"\n'
 PREFERENCE = f"{INIT_MODEL}{PREFERENCES}[steps.preference]\n{SETTINGS}epochs = 4\nlr_scale = 0.3\n"
 REWARD_MODEL = f"{INIT_MODEL}{PREFERENCES}[steps.reward_model]\n{SETTINGS}epochs = 6\nlr_scale = 0.5\n"
@@ -217,7 +218,7 @@ def test_sft_trains_on_conversations_from_parquet() -> None:
     talks = [[("user", f"Say {word}."), ("assistant", word)] for word in colours]
     messages = [[{"role": role, "content": content} for role, content in talk] for talk in talks]
     pq.write_table(pa.table({"messages": [*messages, []]}), "talks.parquet")
-    settings = "seq_len = 64\nbatch_size = 2\nepochs = 30\n"
+    settings = "seq_len = 64\nbatch_size = 3\nepochs = 12\n"
     text = f"""{INIT_MODEL}
 steps.talks = {{ uses = "tasks", source = "files", path = "talks.parquet" }}
 [steps.sft]

@@ -50,7 +50,7 @@ from whorl.models.exchange.weights import (
 from whorl.models.legacy_config import upgrade_transformer
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import TransformerConfig
-from whorl.nn.meta import meta_device
+from whorl.nn.compiler import meta_device
 
 SPECIAL_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

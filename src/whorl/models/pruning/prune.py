@@ -35,7 +35,7 @@ from whorl.models.language_model import LanguageModel
 from whorl.models.pruning.activation_moments import second_moments
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig
-from whorl.nn.meta import meta_device
+from whorl.nn.compiler import meta_device
 from whorl.nn.mlp import GATED
 
 PruneCriterion = Literal["obs", "activation", "magnitude", "random"]

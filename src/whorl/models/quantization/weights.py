@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.nn.attention import MultiHeadLatentAttention
+from whorl.nn.compiler import meta_device
 from whorl.nn.linear import Linear
 from whorl.nn.mamba import Mamba
-from whorl.nn.meta import meta_device
 from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.quantized_linear import QuantizedLinear, QuantizedNGramEmbedding, WeightFormat
 from whorl.nn.recurrent import Recurrent

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.mask import Mask
-from whorl.nn.eager import eager_only
+from whorl.nn.compiler import eager_only
 from whorl.nn.kernels.attention_backward import launch_backward
 from whorl.nn.kernels.autotune import next_power_of_2
 from whorl.nn.kernels.mask_bounds import allowed, keys_of, make_mask_bounds

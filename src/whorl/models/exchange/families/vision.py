@@ -38,7 +38,7 @@ from whorl.models.exchange.weights import (
 )
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.vit import ViT
-from whorl.nn.meta import meta_device
+from whorl.nn.compiler import meta_device
 
 VISION_FAMILIES: dict[str, VisionFamily[Any, Any]] = {family.model_type: family for family in (VIT, CLIP)}
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)

@@ -1,19 +1,21 @@
-"""Networks without values: the same shapes as drawn ones, and nothing of the compiler is imported."""
+"""Functions that are never compiled, networks without values, and processes that do not import the compiler."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.support.tiny import decoder_config, transformer_config
 from tests.support.train.model_shapes import EXPERTS
+from torch import Tensor
 
 from whorl.models import make_model, save_model
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.nn.meta import meta_device
+from whorl.nn.compiler import eager_only, meta_device
 
 LOAD = """
 import sys
@@ -29,6 +31,30 @@ MAKES = {
     "experts": lambda: make_model(transformer_config(experts=EXPERTS)),
     "encoder": lambda: Encoder(ENCODER),
 }
+
+
+@pytest.mark.parametrize("mark", [eager_only, torch.compiler.disable], ids=["ours", "torch"])
+def test_marked_function_breaks_graph_and_is_not_traced(mark: Any) -> None:
+    """Both marks leave x + 1 and - 1 to the compiler, and neither the function nor what it calls."""
+    from torch._dynamo.testing import CompileCounter
+
+    traced: list[bool] = []
+
+    def helper(x: Tensor) -> Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return x * 2
+
+    class Layer:
+        @mark
+        def double(self, x: Tensor) -> Tensor:
+            traced.append(torch.compiler.is_compiling())
+            return helper(x)
+
+    layer, counter = Layer(), CompileCounter()
+    run = torch.compile(lambda x: layer.double(x + 1) - 1, backend=counter)
+    x = torch.arange(4.0)
+    assert torch.equal(run(x), (x + 1) * 2 - 1)
+    assert traced == [False, False] and counter.frame_count == 2
 
 
 @pytest.mark.parametrize("name", MAKES)
