@@ -1,4 +1,4 @@
-"""Run every bench, one after the other, and print one line for each.
+"""Run every bench, one after the other (two at a time with `--smoke`), and print one line for each.
 
     python bench/run_all.py --smoke               all of them, seconds each
     python bench/run_all.py --smoke --slice 2/8   every eighth script, beginning with the second
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -65,13 +66,16 @@ def main() -> None:
     chosen = scripts()[first - 1 :: step]
     if args.only:
         chosen = [p for p in chosen if set(args.only.split(",")) & set(p.relative_to(ROOT).parts)]
-    failed = 0
-    for script in chosen:
+
+    def report(script: Path) -> bool:
         began = time.monotonic()
         outcome, why = run(script, smoke=args.smoke, timeout=args.timeout or (180 if args.smoke else 7200))
-        failed += outcome == "failed"
         name = script.relative_to(ROOT)
         print(f"{outcome:8} {time.monotonic() - began:6.1f} s  {name}{': ' + why if why else ''}", flush=True)
+        return outcome == "failed"
+
+    with ThreadPoolExecutor(2 if args.smoke else 1) as pool:
+        failed = sum(pool.map(report, chosen))
     print(f"{len(chosen) - failed} passed or skipped, {failed} failed")
     sys.exit(bool(failed))
 

@@ -26,7 +26,7 @@ def test_deterministic_runs_are_bitwise_equal(folder: Path) -> None:
     for name, threads in (("a", "1"), ("b", "2")):
         # Separate stores, device measurements and thread counts.
         environment = {"OMP_NUM_THREADS": threads, "XDG_CACHE_HOME": str(folder / f"cache-{name}")}
-        words = (*RUN, "--set", "plan.steps=40", "--deterministic", "--store", name)
+        words = (*RUN, "--set", "plan.steps=24", "--deterministic", "--store", name)
         output_of(*words, cwd=folder, env=os.environ | environment)
         found.append(weights(folder / name, "small/pretrain"))
     assert found[0] == found[1]
@@ -34,7 +34,7 @@ def test_deterministic_runs_are_bitwise_equal(folder: Path) -> None:
 
 
 def test_sigterm_checkpoints_and_run_continues(folder: Path) -> None:
-    words = (*RUN, "--set", "plan.steps=150", "--set", "pretrain.checkpoint_seconds=1000")
+    words = (*RUN, "--set", "plan.steps=70", "--set", "pretrain.checkpoint_seconds=1000")
     process = start_whorl(*words, cwd=folder)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:

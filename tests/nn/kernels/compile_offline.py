@@ -96,4 +96,5 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    for number in sys.argv[1:]:
+        main(int(number))

@@ -22,7 +22,7 @@ from whorl.machine.process import Channel, Child, import_function
 
 CALL_SECONDS = 10.0
 START_SECONDS = 120.0  # including the function's imports
-_idle: list[tuple[tuple[int, list[str]], Child]] = []  # between two batches, with the state of `_origin`
+_idle: list[tuple[tuple[Any, ...], Child]] = []  # between two batches, with the state of `_origin`
 
 
 def verify_custom(
@@ -66,9 +66,9 @@ def verify_custom(
     return verdicts
 
 
-def _origin() -> tuple[int, list[str]]:
-    """Return the parent and the search path of a process; it serves no other."""
-    return os.getpid(), list(sys.path)
+def _origin() -> tuple[Any, ...]:
+    """Return the parent of a process, its search path and its environment; it serves no other."""
+    return os.getpid(), list(sys.path), dict(os.environ)
 
 
 def _take_process() -> Child:
