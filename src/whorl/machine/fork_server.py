@@ -14,6 +14,7 @@ then get SIGKILL from the kernel. Linux only (pidfd); elsewhere `available` is F
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import random
@@ -103,9 +104,20 @@ class _Server:
             )
         self.control, self.owner = Connection(ours.detach()), os.getpid()
 
+    def close(self) -> None:
+        """End the server, at the exit of its owner."""
+        if self.owner == os.getpid():
+            self.owner = 0
+            self.control.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            self._process.kill()
+            self._process.wait()
+
 
 _SERVER = _Server()
 fork = _SERVER.fork
+atexit.register(_SERVER.close)
 
 
 def main(control_fd: int, run_child: Callable[[int], int]) -> None:
