@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from whorl.agents.config import Algorithm as AgentAlgorithm
-from whorl.align.config import Algorithm, Divergence, PreferenceObjective
+from whorl.align.config import PREFERENCE_OBJECTIVES, Algorithm, Divergence
 from whorl.objectives.catalog import CATALOG, ObjectiveInfo
 from whorl.objectives.llm_policy import PRESETS
 
@@ -26,7 +26,7 @@ def test_catalog_imports_without_torch() -> None:
 
 def test_catalog_covers_every_configured_objective() -> None:
     names = {
-        *get_args(Algorithm), *get_args(AgentAlgorithm), *get_args(PreferenceObjective), *get_args(Divergence),
+        *get_args(Algorithm), *get_args(AgentAlgorithm), *PREFERENCE_OBJECTIVES, *get_args(Divergence),
     }  # fmt: skip
     assert names | PRESETS.keys() | {"next_token", "sft", "reward_model", "info_nce"} <= CATALOG.keys()
     assert all(name == info.name and "\n" not in info.formula for name, info in CATALOG.items())

@@ -105,7 +105,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulate = UpdateState.accumulate
 
     def poisoned(self: Any, loss: Loss) -> None:
-        bad = self.adamw.steps == 2
+        bad = self.steps == 2
         accumulate(self, Loss(loss.total * math.nan, loss.count, loss.metrics) if bad else loss)
 
     monkeypatch.setattr(UpdateState, "accumulate", poisoned)

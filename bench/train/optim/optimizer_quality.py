@@ -12,8 +12,8 @@ is widened until the best is not at its end. Then follow three other seeds.
 "equal seconds": the contenders' steps are timed in turns in one process (medians of CPU seconds). Each gets as many
 steps as fit into the time of AdamW's `--steps`; the schedule is scaled with them.
 
-Adafactor and SOAP are defined here. They move into the package when this bench shows that one of them is worth it. Both
-are described below as the difference from Adam. Muon is the built-in one, and updates each matrix in every second step.
+Adafactor is defined here, described as the difference from Adam. The others are the built-in ones; Muon updates each
+matrix in every second step.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from whorl.train.config import OptimConfig
 from whorl.train.lm.objective import param_optims
 from whorl.train.optim.lr_schedule import warmup_stable_decay
 from whorl.train.optim.optimizers import AdamW, Muon, NamedTensors
+from whorl.train.optim.soap import SOAP
 
 LENGTH, ROWS, TUNING_SEED = 128, 8, 100
 BETAS = (0.9, 0.95)
@@ -85,59 +86,6 @@ class Adafactor:
             p.add_(self.mean[name], alpha=-self.rate * factor)
 
 
-class SOAP:
-    """Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, arXiv:2409.11321, algorithm 3).
-
-    L and R are running means of G G^T and G^T G. Adam's second moments are those of the rotated gradient Q_L^T G Q_R; the
-    step is rotated back. Every `every` steps one power iteration with a QR decomposition brings Q_L and Q_R near to the
-    eigenvectors again (algorithm 4). The first gradient that is not zero sets the basis and takes no step.
-    """
-
-    def __init__(self, params: NamedTensors, rate: float, every: int = 10) -> None:
-        self.params, self.rate, self.every, self.steps = params, rate, every, 0
-        self.mean = {n: torch.zeros_like(p) for n, p in params}
-        self.square = {n: torch.zeros_like(p) for n, p in params}
-        self.products = {n: [torch.zeros(k, k) for k in p.shape] for n, p in params}
-        self.bases: dict[str, list[Tensor]] = {}
-        self.begun: dict[str, int] = {}
-
-    def step(self, gradients: dict[str, Tensor], factor: float) -> None:
-        self.steps += 1
-        first, second = BETAS
-        for name, p in self.params:
-            g, products = gradients[name], self.products[name]
-            if name not in self.bases:
-                if not g.any():  # after a matrix that begins at zero
-                    continue
-                self._gather(products, g)
-                self.begun[name] = self.steps
-                self.bases[name] = [torch.linalg.eigh(each).eigenvectors.flip(1) for each in products]
-                continue
-            left, right = self.bases[name]
-            self.mean[name].lerp_(g, 1 - first)
-            rotated = left.mT @ g @ right
-            self.square[name].mul_(second).addcmul_(rotated, rotated, value=1 - second)
-            t = self.steps - self.begun[name]
-            correction = (1 - second**t) ** 0.5 / (1 - first**t)
-            step = (left.mT @ self.mean[name] @ right) / (self.square[name].sqrt() + 1e-12)
-            p.add_(left @ step @ right.mT, alpha=-self.rate * factor * correction)
-            self._gather(products, g)
-            if self.steps % self.every == 0:
-                self._rotate(name)
-
-    def _gather(self, products: list[Tensor], g: Tensor) -> None:
-        for each, new in zip(products, (g @ g.mT, g.mT @ g), strict=True):
-            each.lerp_(new, 1 - BETAS[1])
-
-    def _rotate(self, name: str) -> None:
-        """One power iteration; the second moments follow their directions where the order of these changes."""
-        for axis, product in enumerate(self.products[name]):
-            basis = self.bases[name][axis]
-            order = torch.einsum("ik,ij,jk->k", basis, product, basis).argsort(descending=True)
-            self.square[name] = self.square[name].index_select(axis, order)
-            self.bases[name][axis] = torch.linalg.qr(product @ basis[:, order]).Q
-
-
 def _muon(params: NamedTensors, rate: float) -> Muon:
     names = sorted(params, key=lambda item: item[0])
     return Muon([names[::2], names[1::2]], rate, dtype=probe().torch_dtype)
@@ -147,8 +95,12 @@ def _adamw(params: NamedTensors, rate: float) -> AdamW:
     return AdamW(params, dict.fromkeys((n for n, _ in params), rate), betas=BETAS, eps=1e-10)
 
 
+def _soap(params: NamedTensors, rate: float) -> SOAP:
+    return SOAP(dict(params), dict.fromkeys((n for n, _ in params), rate))
+
+
 MAKERS: dict[str, Callable[[NamedTensors, float], Any]] = {
-    "AdamW": _adamw, "Muon": _muon, "Adafactor": Adafactor, "SOAP": SOAP,
+    "AdamW": _adamw, "Muon": _muon, "Adafactor": Adafactor, "SOAP": _soap,
 }  # fmt: skip
 
 

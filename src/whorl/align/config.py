@@ -6,17 +6,21 @@ on the same parameters. The arguments of each policy-optimization algorithm are 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from whorl.machine.memory import MemoryText
+from whorl.registry import Registry
 from whorl.train.checkpoint.remote import CheckpointConfig
-from whorl.train.config import FiniteGuardConfig, OptimConfig, ScheduleConfig
+from whorl.train.config import FiniteGuardConfig, OptimConfig, OptimizerName, ScheduleConfig
 
 Algorithm = Literal["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"]
-PreferenceObjective = Literal["dpo", "ipo", "kto", "simpo", "orpo"]
-MatrixOptimizer = Literal["muon", "adamw"]
+PREFERENCE_OBJECTIVES = Registry(
+    "preference objective",
+    {name: f"whorl.objectives.preference:{name.upper()}" for name in ("dpo", "ipo", "kto", "simpo", "orpo")},
+)
+PreferenceObjectiveName = Annotated[str, AfterValidator(PREFERENCE_OBJECTIVES.check)]
 Divergence = Literal["forward", "reverse", "jensen"]
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -42,7 +46,7 @@ class StageConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     lr_scale: float = Field(default=0.1, gt=0, description="multiple of pretraining's learning rates")
-    optimizer: MatrixOptimizer = Field(default="muon", description="optimizer of the blocks' matrices")
+    optimizer: OptimizerName = Field(default="muon", description="optimizer of the blocks' matrices")
     lora: LoRAConfig | None = Field(default=None, description="train an adapter instead of the weights")
     micro_batch_tokens: int = Field(
         default=8192, ge=1, description="approximate positions of a forward pass with gradients"
@@ -173,7 +177,9 @@ class PreferenceConfig(PreferenceStageConfig):
     """Preference optimization; formulas in `objectives/preference.py`."""
 
     lr_scale: float = Field(default=0.02, gt=0, description="multiple of pretraining's learning rates")
-    objective: PreferenceObjective = "dpo"
+    objective: PreferenceObjectiveName = Field(
+        default="dpo", description="dpo, ipo, kto, simpo, orpo, or module:attribute of a PreferenceObjective"
+    )
     beta: float | None = Field(
         default=None,
         gt=0,

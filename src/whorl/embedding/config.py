@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.models.encoder import EncoderConfig
-from whorl.train.config import FiniteGuardConfig
+from whorl.train.config import FiniteGuardConfig, OptimizerName
 
 
 class EmbedJob(BaseModel):
@@ -24,7 +24,7 @@ class EmbedJob(BaseModel):
     steps: int = Field(default=2000, ge=1)
     seed: int = 0
     temperature: float = Field(default=0.05, gt=0)
-    optimizer: Literal["muon", "adamw"] = "muon"
+    optimizer: OptimizerName = "muon"
     lr_muon: float = Field(
         default=0.02, gt=0, description="peak learning rate of Muon, for the blocks' matrices"
     )

@@ -11,7 +11,7 @@ from whorl.embedding.span_pairs import Spans
 from whorl.models.encoder import Encoder
 from whorl.objectives.contrastive import info_nce
 from whorl.objectives.next_token import Loss
-from whorl.train.learner.update import MicroBatch, OptimizerName, ParamOptim, Update
+from whorl.train.learner.update import MicroBatch, ParamOptim, Update
 from whorl.train.optim.decay_mask import decayed_parameters
 
 BUCKET_SIZE = 32  # spans encoded together
@@ -27,9 +27,9 @@ def build_update(encoder: Encoder, job: EmbedJob) -> Update:
     treatments, decaying = {}, decayed_parameters(encoder)
     for name, p in encoder.named_parameters():
         matrix = name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1
-        muon = matrix and job.optimizer == "muon"
-        rule: OptimizerName = "muon" if muon else "adamw"
-        treatments[name] = ParamOptim(rule, job.lr_muon if muon else job.lr_adamw, float(name in decaying))
+        rule = job.optimizer if matrix else "adamw"
+        lr = job.lr_muon if rule == "muon" else job.lr_adamw
+        treatments[name] = ParamOptim(rule, lr, float(name in decaying))
     return Update(
         objective, treatments, clip_norm=job.clip_norm, weight_decay=job.weight_decay, betas=(0.9, 0.98)
     )

@@ -23,7 +23,9 @@ Log-probabilities are fp32 sums from `log_probs.py`. All arguments are [P], one 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,6 +84,19 @@ class PairLogProbs:
         return chosen / self.chosen_length.clamp(min=1), rejected / self.rejected_length.clamp(min=1)
 
 
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """A preference objective, by name in a configuration (`align/config.py`).
+
+    pair_loss: (pairs, beta, options) -> Loss; `options` has further settings as attributes. None: KTO, whose items are
+    single completions. beta: the default. needs_reference: `pairs` have the reference's log-probabilities.
+    """
+
+    pair_loss: Callable[[PairLogProbs, float, Any], Loss] | None
+    beta: float = 0.1
+    needs_reference: bool = True
+
+
 def dpo(pairs: PairLogProbs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
     """Return the loss of direct preference optimization. label_smoothing: e above, 0 to below 0.5."""
     if not 0 <= label_smoothing < 0.5:
@@ -89,7 +104,7 @@ def dpo(pairs: PairLogProbs, *, beta: float = 0.1, label_smoothing: float = 0.0)
     chosen, rejected = pairs.log_ratios()
     margin = beta * (chosen - rejected)
     each = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    return _pair_loss(each, beta * chosen, beta * rejected)
+    return pair_loss_of(each, beta * chosen, beta * rejected)
 
 
 def ipo(pairs: PairLogProbs, *, beta: float = 0.1, length_normalized: bool = False) -> Loss:
@@ -101,13 +116,13 @@ def ipo(pairs: PairLogProbs, *, beta: float = 0.1, length_normalized: bool = Fal
     if length_normalized:
         chosen, rejected = pairs.length_normalized(chosen, rejected)
     each = (chosen - rejected - 1 / (2 * beta)).square()
-    return _pair_loss(each, beta * chosen, beta * rejected)
+    return pair_loss_of(each, beta * chosen, beta * rejected)
 
 
 def simpo(pairs: PairLogProbs, *, beta: float = 2.0, gamma: float = 1.0) -> Loss:
     """Return the SimPO loss on mean log-probabilities, without a reference. gamma: the target margin."""
     chosen, rejected = (beta * mean for mean in pairs.length_normalized(pairs.chosen, pairs.rejected))
-    return _pair_loss(-F.logsigmoid(chosen - rejected - gamma), chosen, rejected)
+    return pair_loss_of(-F.logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
 def orpo(pairs: PairLogProbs, *, weight: float = 0.1) -> Loss:
@@ -118,12 +133,21 @@ def orpo(pairs: PairLogProbs, *, weight: float = 0.1) -> Loss:
     chosen, rejected = pairs.length_normalized(pairs.chosen, pairs.rejected)
     odds = _log_odds(chosen) - _log_odds(rejected)
     ratio = -F.logsigmoid(odds)
-    loss = _pair_loss(-chosen + weight * ratio, weight * chosen, weight * rejected)
+    loss = pair_loss_of(-chosen + weight * ratio, weight * chosen, weight * rejected)
     return Loss(
         loss.total,
         loss.count,
         {**loss.metrics, "sft": -chosen.detach().sum(), "log_odds_ratio": odds.detach().sum()},
     )
+
+
+DPO = PreferenceObjective(lambda pairs, beta, o: dpo(pairs, beta=beta, label_smoothing=o.label_smoothing))
+IPO = PreferenceObjective(lambda pairs, beta, o: ipo(pairs, beta=beta, length_normalized=o.length_normalized))
+SIMPO = PreferenceObjective(
+    lambda pairs, beta, o: simpo(pairs, beta=beta, gamma=o.gamma), beta=2.0, needs_reference=False
+)
+ORPO = PreferenceObjective(lambda pairs, beta, _: orpo(pairs, weight=beta), needs_reference=False)
+KTO = PreferenceObjective(None)
 
 
 def kto(
@@ -198,7 +222,7 @@ def _log_odds(log_p: Tensor) -> Tensor:
     return x - one_minus
 
 
-def _pair_loss(each: Tensor, chosen: Tensor, rejected: Tensor) -> Loss:
+def pair_loss_of(each: Tensor, chosen: Tensor, rejected: Tensor) -> Loss:
     """Return the loss summed over pairs. chosen, rejected: [P] implicit rewards."""
     chosen, rejected = chosen.detach(), rejected.detach()
     total = each.sum()

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from whorl.registry import Registry
+
+OPTIMIZERS = (
+    Registry(  # of dense parameters (`optim/optimizer.py`); replicas share the parameters in this order
+        "optimizer",
+        {
+            "muon": "whorl.train.optim.optimizers:Muon",
+            "adamw": "whorl.train.optim.optimizers:AdamW",
+            "soap": "whorl.train.optim.soap:SOAP",
+        },
+    )
+)
+OptimizerName = Annotated[str, AfterValidator(OPTIMIZERS.check)]
 
 
 class OptimConfig(BaseModel):
@@ -12,12 +26,15 @@ class OptimConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    optimizer: Literal["muon", "adamw"] = Field(
-        default="muon", description="optimizer of the blocks' matrices"
+    optimizer: OptimizerName = Field(
+        default="muon",
+        description="optimizer of the blocks' matrices: muon, adamw, soap, or a registered one",
     )
     lr_muon: float = Field(default=0.02, gt=0, description="peak, Muon: matrices of the blocks")
     lr_adamw: float = Field(
-        default=0.003, gt=0, description="peak, AdamW: matrices of the blocks, if optimizer is adamw"
+        default=0.003,
+        gt=0,
+        description="peak, AdamW and others: matrices of the blocks, if optimizer is not muon",
     )
     muon_every: int = Field(
         default=2, ge=1, description="steps between updates of a matrix; the update is larger by this factor"

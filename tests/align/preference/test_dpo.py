@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from tests.support.align import stage_inputs as inputs
 from tests.support.align.byte_model import BANNED, network, scribe, target_log_probs
 from tests.support.align.kill_at_step import History, check_replicas, check_resume
@@ -22,7 +23,7 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference import dpo, pairs
 from whorl.align.preference.dpo import evaluate_preferences, train_preferences
 from whorl.align.preference.pairs import PreferencePair, UnpairedExample, sequence_log_probs
-from whorl.errors import CheckpointError, DataError
+from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.chat import ChatTemplate
 
@@ -171,7 +172,10 @@ def test_resume_gives_same_bits(tmp_path: Path, objective: str) -> None:
         train(network(), letter_pairs(seed=1), settings, checkpoint_dir=tmp_path)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+HINGE = "tests.support.align.hinge_preference:HINGE"  # outside of the package: no file of it knows the name
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES, HINGE])
 def test_every_objective_learns_preferences(objective: str) -> None:
     """The better of two letters depends on the prompt; held-out prompts are completed correctly."""
 
@@ -206,3 +210,14 @@ def test_kto_replicas_match_single_process() -> None:
         return train(network(), letter_pairs(), config, reference=other)
 
     assert all(m["kl"] > 0 for m in check_replicas(run))
+
+
+def test_unknown_objective_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"dpo, ipo, kto, simpo, orpo.*did you mean 'dpo'"):
+        preference_config("dppo")
+    for name, words in (
+        ("nothing.here:X", "cannot be imported"),
+        ("json:loads", "is no preference objective"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train(network(), letter_pairs(), preference_config(name))

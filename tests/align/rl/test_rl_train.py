@@ -97,7 +97,7 @@ def test_sigterm_between_updates_of_a_step(
     accumulate = UpdateState.accumulate
 
     def signalled(self: Any, loss: Loss) -> None:
-        if self.adamw.steps == 5:
+        if self.steps == 5:
             signal.raise_signal(signal.SIGTERM)
         accumulate(self, loss)
 

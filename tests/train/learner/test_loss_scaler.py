@@ -214,6 +214,6 @@ def test_fp16_experts_learn_and_overflow_changes_nothing(
 def test_muon_orthogonalizes_fp16_gradients_in_fp32(tokens: Path) -> None:
     learner = build(job(tokens, dtype="float16"))
     (state,) = learner.updates
-    assert state.muon.dtype == torch.float32 and learner.networks.dtype == torch.float16
+    assert state.optimizers[0].dtype == torch.float32 and learner.networks.dtype == torch.float16
     assert state.update.loss_scaler is not None
     assert {t.optimizer for t in state.update.param_optims.values()} >= {"muon"}

@@ -11,7 +11,7 @@ from whorl.models import Decoder
 from whorl.plan.cost import decoder_config
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import Update
-from whorl.train.learner.zero1 import partition_parameters, update_groups
+from whorl.train.learner.zero1 import partition_parameters
 from whorl.train.lm.objective import param_optims
 from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonalize
 
@@ -115,8 +115,9 @@ def test_partition_is_balanced_for_any_replica_count() -> None:
     model = Decoder(decoder_config(64, 3, 256), torch.Generator().manual_seed(0))
     shapes = {n: p.shape for n, p in model.named_parameters()}
     update = Update(lambda part: None, param_optims(model, OptimConfig()), muon_every=2)  # type: ignore[arg-type, return-value]
-    parts = update_groups(update, shapes)
-    assert parts[0] | parts[1] == set(update.names_for("muon")) and not parts[0] & parts[1]
+    muon = update.names_for("muon")
+    parts = Muon.step_groups(update, {n: shapes[n] for n in muon})
+    assert sorted(parts[0] + parts[1]) == sorted(muon)
     weights = [sum(shapes[n].numel() for n in part) for part in parts]
     assert max(weights) < 1.4 * min(weights)
     for size in (1, 2, 3):

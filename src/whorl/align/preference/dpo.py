@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.align.config import PreferenceConfig
+from whorl.align.config import PREFERENCE_OBJECTIVES, PreferenceConfig
 from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference.pairs import PairBatches, PreferencePair, UnpairedExample, sequence_log_probs
@@ -40,16 +40,13 @@ from whorl.align.stage.task import (
     dataset_fingerprint,
     run_stage,
 )
-from whorl.errors import DataError
+from whorl.errors import ConfigError, DataError
 from whorl.objectives.next_token import Loss
-from whorl.objectives.preference import PairLogProbs, dpo, ipo, kto, kto_kl, orpo, simpo
+from whorl.objectives.preference import PairLogProbs, PreferenceObjective, kto, kto_kl
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
-
-DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
-NEEDS_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 
 
 def train_preferences(
@@ -158,15 +155,29 @@ def evaluate_preferences(
     )
 
 
+def get_objective(config: PreferenceConfig) -> PreferenceObjective:
+    """Return the objective of a configuration.
+
+    Raises:
+        ConfigError: it cannot be imported, or is of another kind.
+    """
+    found = PREFERENCE_OBJECTIVES.get(config.objective)
+    if not isinstance(found, PreferenceObjective):
+        raise ConfigError(
+            f"{config.objective!r} is no preference objective", expected="a PreferenceObjective"
+        )
+    return found
+
+
 def preference_loss(config: PreferenceConfig, network: PolicyModel, batch: MicroBatch) -> Loss:
     """Return the loss of a micro-batch with the fields of `_PreferenceBatches.step_batches`."""
-    name = config.objective
-    beta = DEFAULT_BETA[name] if config.beta is None else config.beta
+    objective = get_objective(config)
+    beta = objective.beta if config.beta is None else config.beta
     output = network.log_probs(batch)
     length = batch["length"]
     log_prob = output.log_prob.new_zeros(len(length)).index_add(0, output.sequence, output.log_prob)  # [S]
     mean_log_prob = log_prob.detach() / length
-    if name == "kto":
+    if objective.pair_loss is None:
         desirable = batch["label"]
         loss = kto(
             log_prob, batch["reference_log_prob"], desirable, batch["kl"],
@@ -186,14 +197,7 @@ def preference_loss(config: PreferenceConfig, network: PolicyModel, batch: Micro
         length[0::2],
         length[1::2],
     )
-    if name == "dpo":
-        loss = dpo(pairs, beta=beta, label_smoothing=config.label_smoothing)
-    elif name == "ipo":
-        loss = ipo(pairs, beta=beta, length_normalized=config.length_normalized)
-    elif name == "simpo":
-        loss = simpo(pairs, beta=beta, gamma=config.gamma)
-    else:
-        loss = orpo(pairs, weight=beta)
+    loss = objective.pair_loss(pairs, beta, config)
     logps = {"logps/chosen": mean_log_prob[0::2].sum(), "logps/rejected": mean_log_prob[1::2].sum()}
     return Loss(loss.total, loss.count, {**loss.metrics, **logps})
 
@@ -263,7 +267,7 @@ class _PreferenceBatches:
 
         Empty without a reference.
         """
-        if self.config.objective not in NEEDS_REFERENCE:
+        if not get_objective(self.config).needs_reference:
             return {}
         found = {"reference_log_prob": sequence_log_probs(reference, self.texts, self.pad_id)}
         if self.mismatched:

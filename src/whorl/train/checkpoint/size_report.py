@@ -15,6 +15,8 @@ MOMENTS = {
     "momentum": "Muon's momentum",
     "mean": "Adam's first moment",
     "square": "Adam's second moment (sparse Adagrad: one number per row)",
+    **dict.fromkeys(("left", "right"), "SOAP's means of gradient products"),
+    **dict.fromkeys(("left_basis", "right_basis"), "SOAP's bases"),
 }
 
 

@@ -26,8 +26,9 @@ from whorl.nn.norm import BatchNorm
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.update import ParamOptim, TargetNetwork, Update, check_updates
-from whorl.train.learner.zero1 import partition_parameters, update_groups
-from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, flatten_views
+from whorl.train.learner.zero1 import partition_parameters
+from whorl.train.optim.optimizer import Optimizer, OptimizerInputs, get_optimizer
+from whorl.train.optim.optimizers import SparseAdagrad, flatten_views
 
 
 @dataclass
@@ -104,8 +105,8 @@ class SharedState:
                 state[f"{name}/square"] = shared(p.shape[0])
             else:
                 gradients[name] = shared(replicas, *p.shape)
-                for moment in ("momentum",) if rule == "muon" else ("mean", "square"):
-                    state[f"{name}/{moment}"] = shared(*p.shape)
+                for moment, size in get_optimizer(rule).state_spec(tuple(p.shape)).items():
+                    state[f"{name}/{moment}"] = shared(*size)
         buffers = {}
         for name, module, _, buffer in stored_buffers(networks):
             if replicas > 1 and isinstance(module, BatchNorm):
@@ -237,38 +238,16 @@ class UpdateState:
         def allocate(name: str, _shape: tuple[int, ...]) -> Tensor:
             return self.shared.state[name]
 
-        decay = {n: t.decay_scale for n, t in update.param_optims.items()}
-
-        def rate(rule: str) -> float:
-            found = {t.lr for t in update.param_optims.values() if t.optimizer == rule}
-            return found.pop() if len(found) == 1 else 0.0
-
-        self.muon = Muon(
-            [
-                [(n, data[n]) for n in data if n in turn and n in self.local_shard]
-                for turn in update_groups(update, shapes)
-            ],
-            rate("muon"),
-            momentum=update.momentum,
-            weight_decay=update.weight_decay,
-            decay_scale=decay,
-            dtype=dtype,
-            allocate=allocate,
-            rounding=update.rounding,
-        )
-        rest = [(n, data[n]) for n in update.names_for("adamw") if n in self.local_shard]
-        rates = {n: update.param_optims[n].lr for n, _ in rest}
-        self.adamw = AdamW(
-            rest,
-            rates,
-            betas=update.betas,
-            eps=update.eps,
-            fused=update.fused,
-            weight_decay=update.weight_decay,
-            decay_scale=decay,
-            allocate=allocate,
-        )
-        self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rate("sparse_adagrad"), allocate=allocate)
+        self.optimizers: list[Optimizer] = []
+        for rule in update.dense_optimizers:
+            own = {n: data[n] for n in update.names_for(rule) if n in self.local_shard}
+            of_all = {n: tuple(shapes[n]) for n in update.names_for(rule)}
+            chosen = {n: update.param_optims[n] for n in own}
+            lr, decay = ({n: getattr(t, field) for n, t in chosen.items()} for field in ("lr", "decay_scale"))
+            inputs = OptimizerInputs(own, of_all, lr, decay, update, dtype, allocate)
+            self.optimizers.append(get_optimizer(rule).make(inputs))
+        rates = [update.param_optims[n].lr for n, _ in self.sparse_tables]
+        self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rates[0] if rates else 0.0, allocate=allocate)
         # The same tensors in every step: the gradients of a single replica, or the sums over all replicas.
         parts = {name: self.shared.gradients[name] for name in self.dense_names}
         one = self.process_group.size == 1
@@ -276,9 +255,15 @@ class UpdateState:
             n: each[0] if one else torch.empty_like(each[0]) for n, each in parts.items()
         }
         self.flat_gradients = flatten_views(list(self.reduced_gradients.values()))
-        self.adamw.steps = self.muon.steps = -(-steps_done // self.every)
+        self._set_steps(-(-steps_done // self.every))
         self.grad_hook: GradHook | None = None
         self._reset()
+
+    def _set_steps(self, steps: int) -> None:
+        """Set the number of batches, which decides Adam's bias correction and Muon's group."""
+        self.steps = steps
+        for optimizer in self.optimizers:
+            optimizer.steps = steps
 
     def _reset(self) -> None:
         """Mark the gradients as empty: the next micro-batch overwrites them."""
@@ -352,16 +337,16 @@ class UpdateState:
             if scaler.check_overflow(metrics["loss"], norm, not nonfinite):
                 metrics["overflow"] = 1.0  # `accept_step` skips the step without an event
         if not self.update.accept_step(metrics):  # equal metrics on every replica, so equal decisions
-            self.muon.steps += 1  # skipped steps count too: the counters follow the batch number
-            self.adamw.steps += 1
+            self._set_steps(self.steps + 1)  # skipped steps count too: the counters follow the batch number
             self._reset()
             return {**metrics, "skipped": 1.0}
         clipped = min(1.0, self.update.clip_norm / max(norm, 1e-30))
         torch._foreach_mul_(dense, clipped / divisor)
         if self.grad_hook is not None:
             self.grad_hook.on_gradients(gradients, clipped)
-        self.muon.step(gradients, lr_scale)
-        self.adamw.step(gradients, lr_scale)
+        for optimizer in self.optimizers:
+            optimizer.step(gradients, lr_scale)
+        self._set_steps(self.steps + 1)
         sizes = [int(each[-1]) for each in all_values]
         for name, table in self.sparse_tables:
             self._step_sparse(name, table, sizes, divisor, lr_scale)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError, WhorlError
 from whorl.objectives.next_token import Loss
+from whorl.train.config import OPTIMIZERS
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.optim.decay_mask import decayed_parameters
+from whorl.train.optim.optimizer import get_optimizer
 from whorl.train.optim.stochastic_rounding import Rounding
 
 AcceptStep = Callable[[Mapping[str, float]], bool]
@@ -52,14 +53,13 @@ def is_finite(metrics: Mapping[str, float]) -> bool:
 
 
 MicroBatch = Mapping[str, Tensor]  # tensors by field name
-OptimizerName = Literal["muon", "adamw", "sparse_adagrad"]
 
 
 @dataclass(frozen=True)
 class ParamOptim:
-    """The optimizer of one parameter: "muon" (matrices), "adamw", or "sparse_adagrad" (lookup tables)."""
+    """The optimizer of one parameter: see `optim/optimizer.py`; "sparse_adagrad" for a lookup table."""
 
-    optimizer: OptimizerName
+    optimizer: str
     lr: float  # peak learning rate
     decay_scale: float = (
         0.0  # times the update's weight_decay; 0 for parameters outside `decay_mask.decayed_parameters`
@@ -100,6 +100,12 @@ class Update:
         """Names of the parameters under one optimizer."""
         return [name for name, t in self.param_optims.items() if t.optimizer == optimizer]
 
+    @property
+    def dense_optimizers(self) -> list[str]:
+        """Names of the optimizers in use, apart from that of lookup tables, in the order of the table."""
+        used = {t.optimizer for t in self.param_optims.values()} - {"sparse_adagrad"}
+        return [*(name for name in OPTIMIZERS if name in used), *sorted(used - set(OPTIMIZERS))]
+
 
 @dataclass(frozen=True)
 class TargetNetwork:
@@ -134,8 +140,9 @@ def check_updates(networks: nn.Module, updates: list[Update], target_networks: l
     for number, update in enumerate(updates):
         if update.every < 1:
             raise ConfigError(f"update {number} runs every {update.every} rounds", expected="at least 1")
-        for rule in ("muon", "sparse_adagrad"):
-            if len({update.param_optims[name].lr for name in update.names_for(rule)}) > 1:
+        for rule in {t.optimizer for t in update.param_optims.values()}:
+            one = rule == "sparse_adagrad" or get_optimizer(rule).single_lr
+            if one and len({update.param_optims[name].lr for name in update.names_for(rule)}) > 1:
                 raise ConfigError(f"update {number} has several learning rates for {rule!r}", expected="one")
         for name in update.param_optims:
             if name not in known:

@@ -22,10 +22,11 @@ from whorl.train.learner.update import MicroBatch, ParamOptim
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.optim.decay_mask import decayed_parameters
 from whorl.train.optim.mup import inverse_width_mult
+from whorl.train.optim.optimizer import get_optimizer
 
 
 def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOptim]:
-    """Return Muon (or AdamW, see `optim.optimizer`) for the blocks' matrices, sparse Adagrad for n-gram tables, else AdamW.
+    """Return `optim.optimizer` (Muon) for the blocks' matrices, sparse Adagrad for n-gram tables, else AdamW.
 
     The blocks' matrices are the weights of linear layers and experts; routers, convolution filters and state-space
     decay rates are not included. Weight decay covers a larger set (`decay_mask.py`). muP scales learning rates by width
@@ -33,8 +34,8 @@ def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOpt
     """
     share, decaying = inverse_width_mult(model, optim), decayed_parameters(model)
 
-    def adamw(name: str, rate: float) -> ParamOptim:
-        return ParamOptim("adamw", rate * share, 1 / share) if name in decaying else ParamOptim("adamw", rate)
+    def scaled(name: str, rate: float, rule: str = "adamw") -> ParamOptim:
+        return ParamOptim(rule, rate * share, 1 / share) if name in decaying else ParamOptim(rule, rate)
 
     matrices = {
         f"{path}.{name}"
@@ -48,13 +49,13 @@ def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOpt
         if name.startswith("memory."):
             found[name] = ParamOptim("sparse_adagrad", optim.lr_ngram)
         elif name in ("embedding", "head", "positions"):
-            found[name] = adamw(name, optim.lr_embedding)
+            found[name] = scaled(name, optim.lr_embedding)
         elif name not in matrices:
-            found[name] = adamw(name, optim.lr_scalar)
-        elif optim.optimizer == "adamw":
-            found[name] = adamw(name, optim.lr_adamw)
+            found[name] = scaled(name, optim.lr_scalar)
+        elif get_optimizer(optim.optimizer).width_scaled:
+            found[name] = scaled(name, optim.lr_adamw, optim.optimizer)
         else:
-            found[name] = ParamOptim("muon", optim.lr_muon, decay_scale=1.0)
+            found[name] = ParamOptim(optim.optimizer, optim.lr_muon, decay_scale=1.0)
     return found
 
 

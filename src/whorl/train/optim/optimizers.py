@@ -1,4 +1,4 @@
-"""The three optimizers; each stores its state by parameter name.
+"""The built-in optimizers; each stores its state by parameter name. `registry.py` has the table of all.
 
 - `Muon` for the matrices of the blocks (Jordan et al. 2024, "Muon: An optimizer for hidden layers"): momentum, then the
   nearest orthogonal matrix, so every direction of the update has equal size. The iteration is Polar Express (Amsel et al.
@@ -15,16 +15,16 @@ a checkpoint.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from whorl.train.optim.optimizer import Allocator, Optimizer, OptimizerInputs, OptimizerSettings, Shape
 from whorl.train.optim.stochastic_rounding import Rounding
 
 NamedTensors = list[tuple[str, Tensor]]
-Allocator = Callable[[str, tuple[int, ...]], Tensor]
 
 # Polar Express with three rounds, for singular values from 1e-2 to 1 (arXiv:2505.16932, algorithm 1, with a 1% margin).
 # Five rounds reach 1e-3 and cost two thirds more; over three seeds the final loss was no lower (LOG.md). Directions
@@ -35,6 +35,19 @@ POLAR_EXPRESS = ((7.9103, -22.0788, 15.8691), (3.6073, -2.6467, 0.5110), (2.6713
 def zeros_like_named(_name: str, shape: tuple[int, ...]) -> Tensor:
     """The default allocator of optimizer state: zeros."""
     return torch.zeros(shape)
+
+
+def greedy_balance(costs: list[tuple[str, float]], parts: int) -> list[set[str]]:
+    """Assign items, largest cost first, to the least loaded part (Graham 1969: at most 4/3 of the optimum).
+
+    Ties are broken by name, so every replica computes the same.
+    """
+    load, names = [0.0] * parts, [set[str]() for _ in range(parts)]
+    for name, cost in sorted(costs, key=lambda item: (-item[1], item[0])):
+        least = load.index(min(load))
+        load[least] += cost
+        names[least].add(name)
+    return names
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -54,7 +67,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x
 
 
-class Muon:
+class Muon(Optimizer):
     """Momentum and orthogonalization for matrices [rows, columns].
 
     Args:
@@ -68,6 +81,38 @@ class Muon:
     Groups save time: momentum averages some twenty gradients, so the direction changes little per step. Orthogonalizing
     every matrix in every step would take a seventh of a small model's training time (LOG.md).
     """
+
+    width_scaled, single_lr = False, True
+
+    @classmethod
+    def state_spec(cls, shape: Shape) -> dict[str, Shape]:
+        return {"momentum": shape}
+
+    @classmethod
+    def cost(cls, shape: Shape) -> float:
+        """Return the FLOPs of the orthogonalization of one matrix."""
+        short, long = sorted(shape)
+        return 2.0 * len(POLAR_EXPRESS) * short * short * (2 * long + short)
+
+    @classmethod
+    def step_groups(cls, settings: OptimizerSettings, shapes: Mapping[str, Shape]) -> list[list[str]]:
+        """Return `muon_every` groups of similar cost, independent of the number of replicas."""
+        costs = [(name, cls.cost(shape)) for name, shape in shapes.items()]
+        return [
+            [name for name in shapes if name in turn] for turn in greedy_balance(costs, settings.muon_every)
+        ]
+
+    @classmethod
+    def make(cls, inputs: OptimizerInputs) -> Muon:
+        settings = inputs.settings
+        groups = [
+            [(name, inputs.params[name]) for name in turn if name in inputs.params]
+            for turn in cls.step_groups(settings, inputs.shapes)
+        ]
+        return cls(
+            groups, next(iter(inputs.lr.values()), 0.0), momentum=settings.momentum, weight_decay=settings.weight_decay,
+            decay_scale=inputs.decay_scale, dtype=inputs.dtype, allocate=inputs.allocate, rounding=settings.rounding,
+        )  # fmt: skip
 
     def __init__(
         self,
@@ -102,7 +147,7 @@ class Muon:
     def state(self) -> dict[str, Tensor]:
         return {f"{name}/momentum": moment for name, moment in self.momentum_buffers.items()}
 
-    def step(self, gradients: dict[str, Tensor], lr_scale: float) -> None:
+    def step(self, gradients: Mapping[str, Tensor], lr_scale: float) -> None:
         """Apply one update; `lr_scale` multiplies the peak learning rate."""
         for name, moment in self.momentum_buffers.items():
             moment.lerp_(gradients[name], 1 - self.momentum)
@@ -136,7 +181,7 @@ class _Group(NamedTuple):
     square: list[Tensor]
 
 
-class AdamW:
+class AdamW(Optimizer):
     """Adam with decoupled weight decay, fp32, bias correction as in Kingma & Ba 2015, algorithm 1.
 
     Most parameters are tiny, so each operation runs over all parameters of one learning rate at once. A test compares
@@ -148,6 +193,19 @@ class AdamW:
         fused: torch's fused kernel, one pass over memory instead of one per operation; the last bits differ. Default:
             on CUDA only (`bench/train/optim/adamw_step.py`).
     """
+
+    @classmethod
+    def state_spec(cls, shape: Shape) -> dict[str, Shape]:
+        return {"mean": shape, "square": shape}
+
+    @classmethod
+    def make(cls, inputs: OptimizerInputs) -> AdamW:
+        settings = inputs.settings
+        return cls(
+            list(inputs.params.items()), dict(inputs.lr), betas=settings.betas, eps=settings.eps,
+            weight_decay=settings.weight_decay, decay_scale=inputs.decay_scale, fused=settings.fused,
+            allocate=inputs.allocate,
+        )  # fmt: skip
 
     def __init__(
         self,
@@ -181,11 +239,11 @@ class AdamW:
             )
             for peak_and_decay, group in named.items()
         ]
-        self._seen: dict[str, Tensor] | None = None
+        self._seen: Mapping[str, Tensor] | None = None
         self._laid: list[list[Tensor]] = []
         self.steps = 0
 
-    def step(self, gradients: dict[str, Tensor], lr_scale: float) -> None:
+    def step(self, gradients: Mapping[str, Tensor], lr_scale: float) -> None:
         """Apply one update; `lr_scale` multiplies each parameter's peak learning rate."""
         self.steps += 1
         first, second = self.betas

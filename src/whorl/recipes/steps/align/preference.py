@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from whorl.align.preference.pairs import PreferencePair, UnpairedExample
 
 PREFERENCE_PARENTS = {"model": "model", "preferences": "preferences"}
-REFERENCE_FREE = ("simpo", "orpo")
 
 
 @step(
@@ -52,7 +51,7 @@ REFERENCE_FREE = ("simpo", "orpo")
 def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     """Train the model to prefer one of two completions."""
     from whorl.align.model.policy_model import frozen_reference
-    from whorl.align.preference.dpo import train_preferences
+    from whorl.align.preference.dpo import get_objective, train_preferences
     from whorl.align.stage.io import (
         load_example_tokenizer,
         load_stage_model,
@@ -67,7 +66,7 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
         load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.seq_len
     )
     reference = network  # unused by reference-free objectives
-    if config.objective not in REFERENCE_FREE:
+    if get_objective(config).needs_reference:
         reference = frozen_reference(load_stage_model(folder, config, machine), network)
     train, test, length_filter = _load_examples(ctx, tokenizer, config)
     pad, started = pad_id_of(tokenizer), time.monotonic()

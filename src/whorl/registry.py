@@ -1,0 +1,62 @@
+"""Named implementations, found by configuration: a table of names, and "module:attribute" for those of users.
+
+    OPTIMIZERS = Registry("optimizer", {"muon": "whorl.train.optim.optimizers:Muon", ...})
+    OPTIMIZERS.get("muon"), OPTIMIZERS.get("my_package.optim:Mine")
+
+Nothing is imported before it is used, so a recipe is checked without torch. A name of the second kind needs no entry:
+every process that reads the configuration imports it, also on other machines.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from whorl.errors import ConfigError, one_of
+
+
+class Registry:
+    """See the top of this file.
+
+    Args:
+        kind: for messages, as "optimizer".
+        entries: name -> "module:attribute".
+    """
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind, self.entries = kind, dict(entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def expected(self, name: str) -> str:
+        """Return the allowed names, and the one closest to `name`."""
+        return f'{one_of(name, list(self.entries))}, or "module:attribute"'
+
+    def check(self, name: str) -> str:
+        """Return `name`, for a field of a configuration (`pydantic.AfterValidator`).
+
+        Raises:
+            ValueError: it is neither an entry nor of the form "module:attribute".
+        """
+        if name not in self.entries and ":" not in name:
+            raise ValueError(self.expected(name))
+        return name
+
+    def get(self, name: str) -> Any:
+        """Return the implementation.
+
+        Raises:
+            ConfigError: it cannot be imported.
+        """
+        module, _, attribute = self.entries.get(name, name).partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"the {self.kind} {name!r} cannot be imported: {error}", expected=self.expected(name)
+            ) from error
