@@ -125,9 +125,9 @@ def spawn_replicas(size: int, target: Callable[..., None], *args: Any) -> Proces
 
     Arguments are pickled. Tensors among them are moved to shared memory and not copied.
     """
+    keep_freed_memory()  # also in a single replica: each step allocates again
     if size == 1:
         return ProcessGroup()
-    keep_freed_memory()
     links: list[list[Connection | None]] = [[None] * size for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
