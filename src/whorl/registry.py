@@ -53,10 +53,21 @@ class Registry:
         Raises:
             ConfigError: it cannot be imported.
         """
-        module, _, attribute = self.entries.get(name, name).partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            return import_attribute(self.entries.get(name, name))
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"the {self.kind} {name!r} cannot be imported: {error}", expected=self.expected(name)
             ) from error
+
+
+def import_attribute(path: str) -> Any:
+    """Return the object at "module:attribute".
+
+    Raises:
+        ValueError, ImportError, AttributeError: it does not exist.
+    """
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        raise ValueError(f"{path!r} does not have the form module:attribute")
+    return getattr(importlib.import_module(module), attribute)

@@ -91,22 +91,21 @@ def test_tensors_files_and_pipes_are_shared(start: Any, preload: tuple[str, ...]
 
     tensors = [torch.zeros(n + 1) for n in range(300)]
     view = tensors[7].view(2, 4)
-    ours, theirs = Pipe()
+    own_end, child_end = Pipe()
     with (tmp_path / "file").open("wb") as file:
         fds = [Descriptor(file.fileno())] * 3
-        child = start("add_one", [*tensors, view], fds, theirs, preload=preload, share_tensors=True)
-        assert child.channel.recv() == "done" and ours.recv() == "done"
+        child = start("add_one", [*tensors, view], fds, child_end, preload=preload, share_tensors=True)
+        assert child.channel.recv() == "done" and own_end.recv() == "done"
     assert all(bool((t == (2 if n == 7 else 1)).all()) for n, t in enumerate(tensors))
     assert (tmp_path / "file").read_bytes() == b"xxx"
 
 
 def test_tensors_are_copied_unless_shared(start: Any) -> None:
-    tensor, (_, theirs) = torch.zeros(3), Pipe()
+    tensor = torch.zeros(3)
     child = start("echo", tensor)
     (copy,) = child.channel.recv()
     copy += 1
     assert not tensor.any() and not tensor.is_shared()
-    theirs.close()
 
 
 @KINDS

@@ -26,7 +26,7 @@ def describe(channel: Channel, read: Any) -> None:
     channel.send({
         "directory": str(Path.cwd()), "variable": os.environ.get("CHILD_TEST"), "nice": os.nice(0),
         "cores": os.sched_getaffinity(0), "path": sys.path[0], "value": read, "session": os.getsid(0) == os.getpid(),
-        "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "argv_torch": "torch" in sys.modules,
+        "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
         "name": Path("/proc/self/comm").read_text().strip(), "torch_threads": _threads(),
     })  # fmt: skip
 

@@ -86,23 +86,23 @@ class _Server:
     def _request(self, channel: int, preload: Collection[str]) -> Forked:
         if self.owner != os.getpid():
             self._start()
-        ours, theirs = socketpair()
-        with theirs:
+        own_end, other_end = socketpair()
+        with other_end:
             self.control.send_bytes(",".join(preload).encode())
             with socket(fileno=os.dup(self.control.fileno())) as sock:
-                reduction.sendfds(sock, [channel, theirs.fileno(), 1, 2])
-        return Forked(Connection(ours.detach()))
+                reduction.sendfds(sock, [channel, other_end.fileno(), 1, 2])
+        return Forked(Connection(own_end.detach()))
 
     def _start(self) -> None:
-        ours, theirs = socketpair()
-        with theirs:
+        own_end, other_end = socketpair()
+        with other_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-c", _BOOTSTRAP, str(other_end.fileno())],
+                pass_fds=(other_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
-        self.control, self.owner = Connection(ours.detach()), os.getpid()
+        self.control, self.owner = Connection(own_end.detach()), os.getpid()
 
     def close(self) -> None:
         """End the server, at the exit of its owner."""

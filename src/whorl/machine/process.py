@@ -18,7 +18,6 @@ ends, so only children of the main thread request it.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import io
 import os
 import pickle
@@ -30,7 +29,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import context, process, reduction
 from multiprocessing.connection import Connection, Pipe, wait
@@ -38,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.machine import fork_server
+from whorl.registry import import_attribute
 
 FDS_PER_MESSAGE = 200  # the kernel's limit is 253
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -286,7 +286,7 @@ def run_child(fd: int) -> int:
         _prepare(setup)
         _ReceivedFd.received = channel.receive_fds(setup["fds"])
         entry, args = _Unpickler(payload, setup["main"]).load()
-        import_function(entry)(channel, *args)
+        import_attribute(entry)(channel, *args)
     except (EOFError, ConnectionError, KeyboardInterrupt):
         return 0
     except SystemExit as end:
@@ -370,19 +370,6 @@ class _Unpickler(pickle.Unpickler):
 
             spawn.import_main_path(self._main)
         return super().find_class(module, name)
-
-
-def import_function(path: str) -> Callable[..., Any]:
-    """Return the function of "module:function".
-
-    Raises:
-        ValueError, ImportError, AttributeError: it does not exist.
-    """
-    module, colon, name = path.partition(":")
-    if not colon:
-        raise ValueError(f"{path!r} does not have the form module:function")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 # argv: the parent's process id, cores ("0,1", or "" for any), the command. Both settings survive the exec.

@@ -18,7 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 from whorl.evals.verify.task import Verdict, VerifiableTask
-from whorl.machine.process import Channel, Child, import_function
+from whorl.machine.process import Channel, Child
+from whorl.registry import import_attribute
 
 CALL_SECONDS = 10.0
 START_SECONDS = 120.0  # including the function's imports
@@ -99,7 +100,7 @@ def serve_calls(channel: Channel) -> None:
         request = channel.recv()
         try:
             if "load" in request:
-                import_function(request["load"])
+                import_attribute(request["load"])
                 verdict = Verdict(1.0, True)
             else:
                 verdict = _run_verifier(request)
@@ -121,7 +122,7 @@ def serve_calls(channel: Channel) -> None:
 
 def _run_verifier(request: dict[str, Any]) -> Verdict:
     task = request["task"]
-    result = import_function(request["path"])(
+    result = import_attribute(request["path"])(
         VerifiableTask(**{**task, "messages": tuple(task["messages"])}), request["completion"]
     )
     if isinstance(result, Verdict):

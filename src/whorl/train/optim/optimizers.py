@@ -1,4 +1,4 @@
-"""The built-in optimizers; each stores its state by parameter name. `registry.py` has the table of all.
+"""The built-in optimizers; each stores its state by parameter name. `train/config.py` has the table of all.
 
 - `Muon` for the matrices of the blocks (Jordan et al. 2024, "Muon: An optimizer for hidden layers"): momentum, then the
   nearest orthogonal matrix, so every direction of the update has equal size. The iteration is Polar Express (Amsel et al.

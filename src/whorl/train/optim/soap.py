@@ -15,6 +15,8 @@ both, at equal steps and at equal seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -82,7 +84,7 @@ class SOAP(Optimizer):
             allocate=inputs.allocate,
         )  # fmt: skip
 
-    def step(self, gradients: dict[str, Tensor], lr_scale: float) -> None:  # type: ignore[override]
+    def step(self, gradients: Mapping[str, Tensor], lr_scale: float) -> None:
         self.steps += 1
         first, second = BETAS
         for name, p in self.params.items():
