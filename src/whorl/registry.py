@@ -57,7 +57,9 @@ class Registry:
             return import_attribute(self.entries.get(name, name))
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"the {self.kind} {name!r} cannot be imported: {error}", expected=self.expected(name)
+                f"the {self.kind} {name!r} cannot be imported: {error}",
+                expected=self.expected(name),
+                do="start in the folder of the module, or put that folder on PYTHONPATH",
             ) from error
 
 

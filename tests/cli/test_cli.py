@@ -39,6 +39,18 @@ def imported_modules(*words: str, cwd: Path | None = None) -> tuple[str, str]:
     return output, modules
 
 
+def test_modules_of_the_working_directory_can_be_named(tmp_path: Path) -> None:
+    """Of the installed command too, whose search path begins with the folder of the script (here: -P)."""
+    (tmp_path / "mine.py").write_text("from whorl.train.optim.soap import SOAP as Mine\n")
+    code = (
+        "import sys; sys.argv = ['whorl', '--version']\nfrom whorl.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "from whorl.train.optim.optimizer import get_optimizer; print(get_optimizer('mine:Mine').__name__)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "SOAP", done.stderr
+
+
 def test_help_is_fast_and_imports_no_torch() -> None:
     seconds = []
     for _ in range(3):

@@ -139,5 +139,6 @@ def _version(
 
 
 def main() -> None:
-    """Run the command `whorl`."""
+    """Run the command `whorl`. Names of the form "module:attribute" may name files of the working directory."""
+    sys.path.append("")
     build_app()()
