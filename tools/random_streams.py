@@ -33,6 +33,8 @@ def calls(tree: ast.AST) -> Iterator[str]:
         name, arguments = _name(node.func), list(node.args)
         if name == "partial" and arguments:
             name, arguments = _name(arguments[0]), arguments[1:]
+        if name == "EpochOrder":  # appends the epoch
+            yield f"numpy_rng({', '.join(map(_shown, arguments))}, _)"
         if name in FUNCTIONS:
             given = [_shown(a) for a in (*arguments, *(k.value for k in node.keywords))]
             yield f"{name}({', '.join(given)})"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from whorl.data.epoch_order import EpochOrder
 from whorl.embedding.config import EmbedJob
 from whorl.embedding.embedder import Vectors
 from whorl.errors import DataError
@@ -37,7 +38,7 @@ class SpanPairs:
         self.split, self.max_span, self.min_span = split, max_span, min_span
         self.documents = np.flatnonzero(split.lengths - 2 >= 2 * min_span)  # lengths count bos and eos
         self.skipped = len(split.lengths) - len(self.documents)
-        self._shuffled, self._order = (-1, -1), self.documents
+        self._order: EpochOrder | None = None
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -70,11 +71,9 @@ class SpanPairs:
         return Spans(first, second, documents)
 
     def _document_at(self, seed: int, place: int) -> int:
-        epoch, within = divmod(place, len(self.documents))
-        if (seed, epoch) != self._shuffled:
-            self._shuffled = seed, epoch
-            self._order = numpy_rng(seed, "documents", epoch).permutation(self.documents)
-        return int(self._order[within])
+        if self._order is None or self._order.seed != seed:
+            self._order = EpochOrder(seed, "documents", n=len(self.documents))
+        return int(self.documents[self._order[place]])
 
 
 class RecallEvaluator:

@@ -20,11 +20,11 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whorl.data.epoch_order import EpochOrder
 from whorl.errors import BudgetError
 from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
 from whorl.tokens.packing import PackedRows, pack
 from whorl.tokens.shards import TokenSet, TokenSplit
-from whorl.tracking import seeds
 
 N_SLOTS = 4  # batches filled ahead
 _PICKLED_FIELDS = ("folder", "split", "seq_len", "batch_size", "seed", "rank", "world_size")
@@ -91,7 +91,13 @@ class TokenProducer:
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the row numbers [batches, batch_size] of an epoch, in reading order."""
-        rng = seeds.numpy_rng(self.seed, "order", epoch)
+        return self._order.epoch(epoch)
+
+    @cached_property
+    def _order(self) -> EpochOrder:
+        return EpochOrder(self.seed, "order", n=self.batches_per_epoch, draw=self._draw_batches)
+
+    def _draw_batches(self, rng: np.random.Generator) -> NDArray[np.int64]:
         single, mixed = (rng.permutation(kind) for kind in self._single_and_mixed_rows)
         n_mixed, n_single = self._batch_counts
         n_filler = max(0, n_mixed * self.batch_size - len(mixed))
@@ -124,9 +130,7 @@ class TokenProducer:
                 do="give more text, or a smaller batch or row length (--set plan.batch_size=..., plan.seq_len=...)",
             )
         epoch, index = divmod(slot.sequence, self.batches_per_epoch)
-        if getattr(self, "_epoch", None) != epoch:
-            self._order, self._epoch = self.order(epoch), epoch
-        batch = self._order[index]
+        batch = self.order(epoch)[index]
         share = self.batch_size // self.world_size
         own_rows = batch[self.rank * share : (self.rank + 1) * share]
         slot.data.single_segment[...] = self.rows.single_segment[batch].all()

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from whorl.corpus.blocks import MAX_DOCUMENT_BYTES, RawFiles, RejectCounter, Source
+from whorl.data.epoch_order import EpochOrder
 from whorl.errors import CheckpointError, ConfigError
 from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
 from whorl.tokens.packing import pack
@@ -137,11 +138,12 @@ class StreamProducer:
 
     def _open_sources(self) -> None:
         c = self.config
+        files = [RawFiles(s.files, s.text_field, c.block_bytes) for s in c.sources]
         self._state = {
             "tokenizer": Tokenizer.load(c.tokenizer),
-            "files": [RawFiles(s.files, s.text_field, c.block_bytes) for s in c.sources],
+            "files": files,
             "mixture": Mixture(c),
-            "order": {},
+            "order": [EpochOrder(c.seed, "blocks", i, n=len(f.blocks)) for i, f in enumerate(files)],
         }
 
     def blocks_in_record(self, sequence: int) -> tuple[int, list[int]]:
@@ -149,15 +151,9 @@ class StreamProducer:
         if not self._state:
             self._open_sources()
         source, nth = self._state["mixture"].source_and_index(sequence)
-        files, blocks = self._state["files"][source], []
-        n_blocks, n_per_record = len(files.blocks), blocks_per_record(files, self.config.shuffle_bytes)
-        for index in range(nth * n_per_record, (nth + 1) * n_per_record):
-            epoch, position = divmod(index, n_blocks)
-            if self._state["order"].get(source, (-1, None))[0] != epoch:
-                rng = seeds.numpy_rng(self.config.seed, "blocks", source, epoch)
-                self._state["order"][source] = (epoch, rng.permutation(n_blocks))
-            blocks.append(int(self._state["order"][source][1][position]))
-        return source, blocks
+        n = blocks_per_record(self._state["files"][source], self.config.shuffle_bytes)
+        order = self._state["order"][source]
+        return source, [order[index] for index in range(nth * n, (nth + 1) * n)]
 
     def files(self, source: int) -> RawFiles:
         """Return the files of a source."""

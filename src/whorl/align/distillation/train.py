@@ -44,10 +44,11 @@ from whorl.align.stage.task import (
     micro_batch_rows,
     run_stage,
 )
+from whorl.data.epoch_order import EpochOrder
 from whorl.errors import ConfigError, DataError
 from whorl.objectives.log_probs import token_log_probs
 from whorl.objectives.next_token import Loss
-from whorl.tracking.seeds import derive, numpy_rng
+from whorl.tracking.seeds import derive
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
 
@@ -215,6 +216,7 @@ class _DistillationBatches:
         pad_id: int,
     ) -> None:
         self.network, self.teacher, self.texts, self.config = network, teacher, texts, config
+        self.order = EpochOrder(config.seed, "distil", "order", n=len(texts))
         self.example_tokenizer, self.pad_id = example_tokenizer, pad_id
         if not texts:
             raise DataError("there are no examples", expected="at least one")
@@ -301,11 +303,4 @@ class _DistillationBatches:
 
     def _step_indices(self, step: int) -> list[int]:
         places = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return [int(self._epoch_order(place // len(self.texts))[place % len(self.texts)]) for place in places]
-
-    def _epoch_order(self, epoch: int) -> Any:
-        if getattr(self, "_epoch", None) != epoch:
-            self._epoch = epoch
-            rng = numpy_rng(self.config.seed, "distil", "order", epoch)
-            self._permutation = rng.permutation(len(self.texts))
-        return self._permutation
+        return [self.order[place] for place in places]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +29,9 @@ from whorl.align.data.formats import Preference, TextOrMessages, UnpairedPrefere
 from whorl.align.model.batch import pack, pad
 from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel
+from whorl.data.epoch_order import EpochOrder
 from whorl.errors import DataError
 from whorl.parallel.process_group import ProcessGroup
-from whorl.tracking.seeds import numpy_rng
 
 MAX_SCORED_EXAMPLES = 4096  # examples laid out at a time when scoring
 
@@ -171,15 +170,11 @@ class PairBatches:
         self.batch_size = min(config.batch_size, self.n_units)
         self.steps = max(1, math.ceil(config.epochs * self.n_units / self.batch_size))
         self.positions = self.batch_size * examples_per_unit * self._row_length(int(self.sizes.max()))
-        self._order_cache: tuple[int, Any] | None = None
+        self.order = EpochOrder(config.seed, self.name, "order", n=self.n_units)
 
     def step_units(self, step: int) -> list[int]:
         """Return the units of a step."""
-        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        return [
-            int(self._epoch_order(int(epoch))[place])
-            for epoch, place in zip(*divmod(places, self.n_units), strict=True)
-        ]
+        return [self.order[place] for place in range(step * self.batch_size, (step + 1) * self.batch_size)]
 
     def shard(self, units: Sequence[int], group: ProcessGroup) -> list[int]:
         """Return this replica's units; each replica gets short and long ones."""
@@ -227,12 +222,6 @@ class PairBatches:
     def _row_length(self, longest: int) -> int:
         """Return the length of a row in positions."""
         return max(self.config.seq_len, longest) if self.config.packing else _round_up_8(longest)
-
-    def _epoch_order(self, epoch: int) -> Any:
-        if self._order_cache is None or self._order_cache[0] != epoch:
-            rng = numpy_rng(self.config.seed, self.name, "order", epoch)
-            self._order_cache = epoch, rng.permutation(self.n_units)
-        return self._order_cache[1]
 
 
 def _round_up_8(n: int) -> int:

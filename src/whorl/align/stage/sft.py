@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,10 +38,10 @@ from whorl.align.stage.task import (
     micro_batch_rows,
     run_stage,
 )
+from whorl.data.epoch_order import EpochOrder
 from whorl.errors import ConfigError, DataError
 from whorl.objectives.next_token import Loss
 from whorl.tokens.loader import open_batches
-from whorl.tracking.seeds import numpy_rng
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
@@ -121,6 +120,7 @@ class SFTTask(DatasetTask):
                 max(1, round(config.batch_size * config.replay_fraction)), config.batch_size - 1
             )
         self.n_own = min(config.batch_size - self.n_replay, self.n_rows)
+        self.order = EpochOrder(config.seed, "sft", "order", n=self.n_rows)
         width = self.batch["tokens"].shape[1]
         super().__init__(
             network,
@@ -171,24 +171,12 @@ class SFTTask(DatasetTask):
                 )
             )  # fmt: skip
         for step in range(first, self.steps):
-            places = np.arange(step * self.n_own, (step + 1) * self.n_own)
-            numbers = [
-                self._epoch_order(epoch)[place]
-                for epoch, place in zip(*divmod(places, self.n_rows), strict=True)
-            ]
+            numbers = [self.order[place] for place in range(step * self.n_own, (step + 1) * self.n_own)]
             rows = {name: t[torch.tensor(numbers)] for name, t in self.batch.items()}
             found = [rows if self.config.packing else sort_by_length(rows)]
             if replay is not None:
                 found.append(_pretraining_batch(next(replay).tensors()))
             yield found
-
-    def _epoch_order(self, epoch: Any) -> Any:
-        if getattr(self, "_epoch", None) != epoch:
-            self._epoch = epoch
-            self._permutation = numpy_rng(self.config.seed, "sft", "order", int(epoch)).permutation(
-                self.n_rows
-            )
-        return self._permutation
 
 
 def _pretraining_batch(views: dict[str, Tensor]) -> dict[str, Tensor]:
