@@ -34,7 +34,8 @@ from bench._run import claim, parse, sized
 from bench.plan._tiny_store import open_store
 
 from whorl.corpus import Corpus
-from whorl.corpus.blocks import RejectCounter, Source
+from whorl.corpus.blocks import Source
+from whorl.data.quarantine import Quarantine
 from whorl.tokens.loader import open_batches
 from whorl.tokens.stream import StreamBatches, StreamConfig, StreamProducer, blocks_per_record
 from whorl.tokens.tokenizer import Tokenizer
@@ -154,7 +155,7 @@ def randomness(config: StreamConfig) -> dict[str, float]:
     files = producer._state["files"][0]
     n, per_record = len(files.blocks), blocks_per_record(files, config.shuffle_bytes)
     blocks = [b for record in range(-(-n // per_record)) for b in producer.blocks_in_record(record)[1]][:n]
-    counts = np.array([sum(1 for _ in files.texts(b, RejectCounter())) for b in range(n)])
+    counts = np.array([sum(1 for _ in files.texts(b, Quarantine())) for b in range(n)])
     begins = np.cumsum(counts) - counts
     order: list[int] = []
     for record in range(-(-n // per_record)):

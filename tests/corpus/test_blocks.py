@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.corpus.blocks import RawFiles, RejectCounter
+from whorl.corpus.blocks import RawFiles
+from whorl.data.quarantine import Quarantine
 from whorl.errors import ConfigError, DataError
 
 
@@ -39,8 +40,8 @@ def write_tar(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def read_all(files: RawFiles) -> tuple[list[str], RejectCounter]:
-    rejects = RejectCounter()
+def read_all(files: RawFiles) -> tuple[list[str], Quarantine]:
+    rejects = Quarantine()
     return [t for b in range(len(files.blocks)) for t in files.texts(b, rejects)], rejects
 
 
@@ -53,7 +54,7 @@ def test_jsonl_lines_are_read_once_at_any_block_size(texts: list[str], size: int
     with tempfile.TemporaryDirectory() as folder:
         path = write_jsonl(Path(folder, "a.jsonl"), texts)
         found, rejects = read_all(RawFiles([path], block_bytes=size))
-    assert found == texts and rejects.count == 0
+    assert found == texts and not len(rejects)
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_tar, write_jsonl])
@@ -63,7 +64,7 @@ def test_blocks_cover_every_format_and_are_order_free(tmp_path: Path, write: Any
     names = [write(tmp_path / f"{part}.{suffix}", texts[part::2]) for part in (0, 1)]
     files = RawFiles(names, block_bytes=900)
     found, rejects = read_all(files)
-    assert sorted(found) == sorted(texts) and rejects.count == 0 and len(files.blocks) >= 4
+    assert sorted(found) == sorted(texts) and not len(rejects) and len(files.blocks) >= 4
     reordered = RawFiles(names[::-1], block_bytes=900)
     assert reordered.fingerprint == files.fingerprint and read_all(reordered)[0] == found
 
@@ -79,7 +80,7 @@ def test_unreadable_records_are_counted_with_reason(tmp_path: Path) -> None:
     bad += [b'{"text": "%s"}' % (b"x" * 3_000_000)]
     path.write_bytes(b"\n".join([good, bad[0], good, *bad[1:], good]))
     found, rejects = read_all(RawFiles([str(path)], block_bytes=64))
-    assert found == ["good"] * 3 and rejects.count == 6 and "a.jsonl" in rejects.first_reason
+    assert found == ["good"] * 3 and len(rejects) == 6 and "a.jsonl" in str(rejects.rejected[0])
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.corpus import IngestConfig, fingerprint, ingest
-from whorl.corpus.documents import REJECT_REASONS, document_id
+from whorl.corpus.documents import document_id
 from whorl.corpus.sources import matches
+from whorl.data.quarantine import REASONS
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.progress import Progress
 
@@ -35,7 +36,7 @@ def run(data: Path, *sources: Path | str, out: str = "out", **options: Any) -> t
     summary = ingest(config, folder, Progress.silent())
     rows = [row for f in sorted(folder.glob("documents-*.parquet")) for row in pq.read_table(f).to_pylist()]
     quarantine = quarantined(folder)
-    assert {q["reason"] for q in quarantine} <= set(REJECT_REASONS)
+    assert {q["reason"] for q in quarantine} <= set(REASONS)
     assert summary["documents"] == len(rows)
     assert sum(c["documents"] for c in summary["quarantine"].values()) == len(quarantine)
     assert summary["funnel"][0]["documents"] == len(rows) + len(quarantine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +13,7 @@ from whorl.tracking.seeds import numpy_rng
 
 @given(st.integers(1, 30), st.integers(0, 3), st.lists(st.integers(0, 100), max_size=8))
 def test_epoch_order_matches_its_streams(n: int, seed: int, places: list[int]) -> None:
-    order = EpochOrder(seed, "some", "order", n=n)
+    order = pickle.loads(pickle.dumps(EpochOrder(seed, "some", "order", n=n)))  # replicas receive it
     for place in places:
         epoch, within = divmod(place, n)
         assert order[place] == numpy_rng(seed, "some", "order", epoch).permutation(n)[within]

@@ -6,7 +6,7 @@ the text. So a takedown request or a loss spike leads back to bytes on disk, and
 depend on other files.
 
 Text is decoded strictly as UTF-8. Line ends and white space are kept, so bits per byte refer to the original bytes. A
-record that does not decode becomes a `RejectedDocument` with one of `REJECT_REASONS`.
+record that does not decode becomes a `RejectedDocument` with one of `whorl.data.quarantine.REASONS`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-REJECT_REASONS = {
-    "binary": "holds NUL bytes, so it is not text",
-    "invalid_utf8": "is not valid UTF-8",
-    "too_large": "is longer than max_document_bytes",
-    "empty": "holds nothing but white space",
-    "bad_json": "a line is not a JSON object",
-    "no_text_field": "has no such text field, or no string in it",
-    "damaged": "compressed or columnar data ends early or does not decode",
-    "unreadable": "the operating system refused to read it",
-    "not_a_file": "is a pipe, socket, device or broken link",
-}
 
 
 @dataclass(frozen=True, slots=True)

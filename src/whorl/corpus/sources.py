@@ -21,11 +21,14 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from whorl.corpus.config import IngestConfig
+from whorl.data.files import compression, format_suffix, open_file
+from whorl.data.formats import format_name
 from whorl.errors import ConfigError, DataError, one_of
 
 # name -> (licence, its glob, description)
@@ -33,7 +36,6 @@ KNOWN_SOURCES = {
     "python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")
 }
 MAX_HASHED_BYTES = 2_000_000_000
-COMPRESSED = (".gz", ".zst")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +44,15 @@ class SourceFile:
 
     source: str
     path: str  # relative to the source's root, "/" between names
-    location: Path
+    location: str  # local path or fsspec URL
     licence: str | None
     size: int | None
     modified_ns: int
 
     @property
-    def compression(self) -> str | None:
-        """ "gzip", "zstd" or None, by suffix."""
-        return {".gz": "gzip", ".zst": "zstd"}.get(self.location.suffix.lower())
-
-    @property
     def suffix(self) -> str:
         """The suffix of the format, without that of the compression: ".jsonl" for "a.jsonl.gz"."""
-        path = self.location.with_suffix("") if self.compression else self.location
-        return path.suffix.lower()
+        return format_suffix(self.location)
 
 
 @functools.cache
@@ -209,9 +205,9 @@ def _stat_file(source: str, path: str, location: Path, licence: str | None) -> S
     try:
         status = location.stat()
     except OSError:
-        return SourceFile(source, path, location, licence, None, 0)
+        return SourceFile(source, path, str(location), licence, None, 0)
     size = status.st_size if stat.S_ISREG(status.st_mode) else None
-    return SourceFile(source, path, location, licence, size, status.st_mtime_ns)
+    return SourceFile(source, path, str(location), licence, size, status.st_mtime_ns)
 
 
 def fingerprint(config: IngestConfig) -> str:
@@ -234,15 +230,16 @@ def fingerprint(config: IngestConfig) -> str:
     return digest.hexdigest()
 
 
-def exceeds_size_limit(file: SourceFile, limit: int) -> bool:
+def exceeds_size_limit(file: SourceFile, limit: int, formats: Mapping[str, str] | None = None) -> bool:
     """Return whether a file is one plain document over the size limit."""
-    holds_records = file.suffix in (".jsonl", ".ndjson", ".parquet")
-    return not holds_records and file.compression is None and (file.size or 0) > limit
+    is_text = format_name(file.location, formats) == "text"
+    return is_text and compression(file.location) is None and (file.size or 0) > limit
 
 
-def _hash(location: Path) -> str:
+def _hash(location: str) -> str:
     try:
-        with location.open("rb") as stream:
+        stream: Any
+        with open_file(location) as stream:
             return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as error:
         return f"unreadable {error.errno}"

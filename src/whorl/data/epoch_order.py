@@ -30,13 +30,14 @@ class EpochOrder:
         draw: Callable[[np.random.Generator], NDArray[np.int64]] | None = None,
     ) -> None:  # fmt: skip
         self.seed, self.stream, self.n = seed, stream, n
-        self._draw = draw or (lambda rng: rng.permutation(n))
+        self._draw = draw
         self._last: tuple[int, NDArray[np.int64]] | None = None
 
     def epoch(self, number: int) -> NDArray[np.int64]:
         """Return an epoch's order, [n] or what `draw` returns."""
         if self._last is None or self._last[0] != number:
-            self._last = number, self._draw(numpy_rng(self.seed, *self.stream, number))
+            rng = numpy_rng(self.seed, *self.stream, number)
+            self._last = number, rng.permutation(self.n) if self._draw is None else self._draw(rng)
         return self._last[1]
 
     def __getitem__(self, place: int) -> int:

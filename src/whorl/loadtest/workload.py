@@ -22,15 +22,17 @@ replacement, which keeps their correlation. Prompts are cut from a pool of ids, 
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from whorl.data.formats import format_name
+from whorl.data.formats.jsonl import parse_object
+from whorl.data.quarantine import BadRecordError
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.seeds import numpy_rng
 
@@ -216,7 +218,7 @@ def read_prompts(path: Path) -> list[tuple[Prompt, int | None]]:
     """
     entries: list[tuple[Prompt, int | None]] = []
     for number, line in _lines(path):
-        if path.suffix not in (".jsonl", ".json"):
+        if format_name(str(path), {".json": "jsonl"}) != "jsonl":
             entries.append((line, None))
             continue
         entry = _parse_object(path, number, line)
@@ -262,7 +264,7 @@ def read_length_pairs(path: Path) -> tuple[tuple[int, int], ...]:
     return tuple(entries)
 
 
-def _prompt(entry: dict[str, Any]) -> Prompt | None:
+def _prompt(entry: Mapping[str, Any]) -> Prompt | None:
     for name in ("prompt", "question"):
         if isinstance(entry.get(name), str) and entry[name]:
             text: str = entry[name]
@@ -292,15 +294,8 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     return [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def _parse_object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise DataError(
-            f"{path}, line {number} is not valid JSON: {error}", expected="one object per line"
-        ) from error
-    if not isinstance(entry, dict):
-        raise DataError(
-            f"{path}, line {number} is not an object: {line[:80]}", expected="one object per line"
-        )
+def _parse_object(path: Path, number: int, line: str) -> Mapping[str, Any]:
+    entry = parse_object(line.encode("utf-8", "replace"))
+    if isinstance(entry, BadRecordError):
+        raise DataError(f"{path}, line {number}: {entry.detail}: {line[:80]}", expected="one object per line")
     return entry

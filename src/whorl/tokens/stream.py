@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whorl.corpus.blocks import MAX_DOCUMENT_BYTES, RawFiles, RejectCounter, Source
+from whorl.corpus.blocks import MAX_DOCUMENT_BYTES, RawFiles, Source
 from whorl.data.epoch_order import EpochOrder
+from whorl.data.quarantine import Quarantine
 from whorl.errors import CheckpointError, ConfigError
 from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
 from whorl.tokens.packing import pack
@@ -165,7 +166,7 @@ class StreamProducer:
     def fill(self, slot: Slot[StreamRecord], weights: Any, rng: np.random.Generator) -> int:
         """Write the rows of record `slot.sequence`; returns their number of targets."""
         source, blocks = self.blocks_in_record(slot.sequence)
-        rejects = RejectCounter()
+        rejects = Quarantine(max_kept=0)
         files, tokenizer = self._state["files"][source], self._state["tokenizer"]
         texts = [text for block in blocks for text in files.texts(block, rejects)]
         # The order depends on the record's number only, not on the worker.
@@ -184,7 +185,7 @@ class StreamProducer:
                                 n_rejected=slot.data.n_rejected)  # fmt: skip
             rows.write(np.concatenate(ids), np.arange(n), row_views, tokenizer.pad_id)
         slot.data.n_rows[...] = n
-        slot.data.n_rejected[...] = rejects.count
+        slot.data.n_rejected[...] = len(rejects)
         return rows.n_targets
 
 

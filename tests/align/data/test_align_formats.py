@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from whorl.align import data
 from whorl.align.data import Conversation, Preference, Quarantine, UnpairedPreference, formats
 from whorl.align.data.formats import to_conversation, to_preference, to_prompt_completion, to_task
-from whorl.align.data.quarantine import REASONS, BadRecordError
 from whorl.align.data.read import records
+from whorl.data.quarantine import REASONS, BadRecordError
 from whorl.errors import DataError
 
 U, A = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}
@@ -99,7 +99,7 @@ def test_other_formats_are_converted() -> None:
         (to_conversation, {"messages": [U, {"role": "judge", "content": "x"}]}, "bad_role", "messages[1].role"),
         (to_conversation, {"messages": [{"role": "user"}, A]}, "bad_field", "messages[0].content"),
         (to_conversation, {"messages": [U, {**A, "content": " \n"}]}, "empty", "messages[1].content"),
-        (to_conversation, {"messages": [{**U, "content": "\ud800"}, A]}, "bad_text", "messages[0].content"),
+        (to_conversation, {"messages": [{**U, "content": "\ud800"}, A]}, "invalid_utf8", "messages[0].content"),
         (to_conversation, {"instruction": "Add.", "output": ""}, "empty", "output"),
         (to_conversation, {"instruction": "Add.", "input": 3, "output": "x"}, "bad_field", "input"),
         (to_prompt_completion, {"prompt": "p"}, "unknown_shape", ""),
@@ -161,7 +161,7 @@ def test_quarantine_stores_file_line_and_field(tmp_path: Path) -> None:
         stream.write(b'\n{"prompt": \n\xff\xfe\n')
     quarantine = Quarantine(tmp_path / "quarantine.jsonl", max_kept=2)
     assert [p.id for p in data.preferences(path, quarantine)] == ["some.jsonl:1", "some.jsonl:5"]
-    counts = {"accepted": 2, "identical": 2, "bad_json": 2, "bad_field": 1, "bad_text": 1}
+    counts = {"accepted": 2, "identical": 2, "bad_json": 2, "bad_field": 1, "invalid_utf8": 1}
     assert quarantine.summary() == counts
     assert len(quarantine) == 6 and len(quarantine.rejected) == 2
     kept = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]

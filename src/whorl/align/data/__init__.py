@@ -4,8 +4,8 @@ read, extracted or generated.
 """
 
 from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
-from whorl.align.data.quarantine import Quarantine, RejectedRecord
 from whorl.align.data.read import conversations, pairs, preferences, tasks, unpaired
+from whorl.data.quarantine import Quarantine, RejectedRecord
 
 __all__ = [
     "Conversation",

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whorl.align.data.quarantine import BadRecordError
+from whorl.data.quarantine import BadRecordError
 from whorl.errors import DataError
 from whorl.evals.verify.task import VerifiableTask
 
@@ -236,7 +236,7 @@ def _encodable(text: str, field: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRecordError("bad_text", field, f"lone surrogate at character {error.start}") from None
+        raise BadRecordError("invalid_utf8", field, f"lone surrogate at character {error.start}") from None
     return text
 
 

@@ -15,11 +15,11 @@ import torch
 
 from whorl.align.config import StageConfig
 from whorl.align.data.formats import PromptCompletion
-from whorl.align.data.quarantine import Quarantine
 from whorl.align.data.read import pairs, tasks
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import banned_ids, rollout_engine, sample_completions
+from whorl.data.quarantine import Quarantine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask

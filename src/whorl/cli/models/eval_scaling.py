@@ -220,8 +220,8 @@ def _first_message(error: Any) -> str:
 def _load_tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int) -> list[VerifiableTask]:
     from whorl.align.data.arithmetic import Arithmetic
     from whorl.align.data.gsm8k import gsm8k
-    from whorl.align.data.quarantine import Quarantine
     from whorl.align.data.read import tasks as read_tasks
+    from whorl.data.quarantine import Quarantine
     from whorl.errors import ConfigError
 
     if name == "arithmetic":

@@ -172,7 +172,7 @@ def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
     """Read the records of files; unusable ones are written to `quarantine.jsonl`."""
     from whorl.align.data import read
     from whorl.align.data.dataset_files import split_by_prompt
-    from whorl.align.data.quarantine import Quarantine
+    from whorl.data.quarantine import Quarantine
 
     quarantine = Quarantine(ctx.out / "quarantine.jsonl")
     reader = getattr(read, config.shape)

@@ -1,12 +1,11 @@
 """Quarantine of bad records: each is stored with its reason; none is dropped silently.
 
-A file of a million conversations has a few broken ones. Stopping at the first would make the file useless. Skipping
-them silently would hide that a whole format was never read. So a bad record is stored with its file, line, reason
-from `REASONS`, faulty field and value, and reasons are counted. The first `max_kept` are held in memory; with a path,
-each is also a line of a JSONL file.
+A file of a million records has a few broken ones. Stopping at the first would make the file useless. Skipping them
+silently would hide that a whole format was never read. So a bad record is stored with its file, its number, a reason
+from `REASONS`, the faulty field and the value, and reasons are counted. The first `max_kept` are held in memory; with a
+path, each is also a line of a JSONL file.
 
-The quarantine of the corpus stores byte positions. Here a record is a line (JSONL) or a row (Parquet, Arrow), counted
-from 1, and the fault is usually one field.
+A corpus stores documents by source and offset (`corpus/documents.py`, `RejectedDocument`), everything else the line.
 """
 
 from __future__ import annotations
@@ -16,18 +15,26 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from whorl.errors import DataError
 
 REASONS = {
-    "bad_json": "a line is not a JSON object",
-    "bad_text": "has lone surrogates, or bytes that are not UTF-8",
-    "too_large": "a line is longer than the limit",
-    "damaged": "compressed or columnar data is truncated or cannot be decoded",
+    # of a file
+    "unreadable": "the operating system refused to read it",
+    "not_a_file": "is a pipe, socket, device or broken link",
+    "damaged": "compressed or columnar data ends early or does not decode",
+    # of a record
+    "bad_json": "is not a JSON object",
+    "binary": "holds NUL bytes, so it is not text",
+    "invalid_utf8": "is not valid UTF-8, or has lone surrogates",
+    "too_large": "is longer than the limit",
+    "empty": "a text or field is empty or white space",
+    "no_text_field": "has no such text field, or no string in it",
+    # of a record of alignment data
     "unknown_shape": "matches no known set of fields",
     "bad_field": "a field has the wrong type",
     "bad_role": "a message has an unknown role",
-    "empty": "a field is empty or white space",
     "no_answer": "no message is from the assistant",
     "no_prompt": "chosen and rejected have no common prefix",
     "identical": "chosen and rejected are equal",
@@ -35,7 +42,7 @@ REASONS = {
 
 
 class BadRecordError(Exception):
-    """A record cannot be used: raised during conversion, caught where records are read.
+    """A record cannot be used: the value of a `Record`, or raised during conversion.
 
     Args:
         reason: one of `REASONS`.
@@ -51,7 +58,7 @@ class BadRecordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """A rejected record. line: of JSONL, or the row of Parquet and Arrow; from 1."""
+    """A rejected record. line: of JSONL, the row of Parquet and Arrow, or the member of tar; from 1."""
 
     file: str
     line: int
@@ -62,6 +69,13 @@ class RejectedRecord:
     def __str__(self) -> str:
         field = f", field {self.field!r}" if self.field else ""
         return f"{self.file}, line {self.line}{field}: {self.detail} ({self.reason})"
+
+
+class Rejected(Protocol):
+    """A record in a quarantine: a dataclass with a reason."""
+
+    @property
+    def reason(self) -> str: ...
 
 
 class Quarantine:
@@ -76,24 +90,28 @@ class Quarantine:
 
     def __init__(self, path: Path | None = None, *, max_kept: int = 1000) -> None:
         self.path, self.max_kept = path, max_kept
-        self.rejected: list[RejectedRecord] = []
+        self.rejected: list[Any] = []
         self.counts: Counter[str] = Counter()
         self.accepted = 0
 
     def add(self, file: Path | str, line: int, error: BadRecordError) -> None:
-        """Reject one record."""
-        record = RejectedRecord(str(file), line, error.reason, error.field, error.detail[:500])
-        self.counts[error.reason] += 1
+        """Reject one record of a file."""
+        self.store(RejectedRecord(str(file), line, error.reason, error.field, error.detail[:500]))
+
+    def store(self, record: Rejected) -> None:
+        """Reject one record, a dataclass."""
+        self.counts[record.reason] += 1
         if len(self.rejected) < self.max_kept:
             self.rejected.append(record)
         if self.path is not None:
+            fields: Any = record
             with self.path.open("a", encoding="ascii") as stream:  # bad records are few: opened for each
-                stream.write(json.dumps(asdict(record)) + "\n")
+                stream.write(json.dumps(asdict(fields)) + "\n")
 
     def __len__(self) -> int:
         return self.counts.total()
 
-    def __iter__(self) -> Iterator[RejectedRecord]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.rejected)
 
     def summary(self) -> dict[str, int]:

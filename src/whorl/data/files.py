@@ -1,0 +1,108 @@
+"""Files by local path or fsspec URL: opened, decompressed, measured, listed.
+
+A local path is opened directly; fsspec is imported for URLs only. Compression is chosen by the suffix .gz or .zst.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from whorl.errors import ConfigError, DataError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+# Protocol -> the extra with its client. Those of fsspec itself (file, memory, zip, ...) need none.
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
+
+
+def is_url(uri: str) -> bool:
+    return "://" in uri
+
+
+def compression(uri: str) -> str | None:
+    """Return "gzip", "zstd" or None, by suffix."""
+    return COMPRESSIONS.get(posixpath.splitext(uri)[1].lower())
+
+
+def format_suffix(uri: str) -> str:
+    """Return the suffix of the format, without that of the compression: ".jsonl" for "a.jsonl.gz"."""
+    stem, suffix = posixpath.splitext(uri)
+    return (posixpath.splitext(stem)[1] if suffix.lower() in COMPRESSIONS else suffix).lower()
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it.
+
+    Raises:
+        ConfigError: the protocol is unknown, or the package of its client is not installed.
+    """
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        protocol = url.split("://")[0]
+        extra = EXTRAS.get(protocol)
+        raise ConfigError(
+            f"{url} cannot be opened: {error}",
+            expected=f"the extra {extra!r}" if extra else "a local path, or a URL that fsspec supports",
+            do=f"pip install 'whorl[{extra}]'"
+            if extra
+            else "check the protocol, or install its fsspec client",
+        ) from error
+    return system, path
+
+
+def open_file(uri: str) -> BinaryIO:
+    """Open a seekable binary stream. Raises OSError, and ConfigError as `filesystem`."""
+    if not is_url(uri):
+        return open(uri, "rb")  # noqa: PTH123 - the caller closes it
+    system, path = filesystem(uri)
+    stream: BinaryIO = system.open(path, "rb")
+    return stream
+
+
+def file_size(uri: str) -> int:
+    """Return the size in bytes. Raises as `open_file`."""
+    if not is_url(uri):
+        return Path(uri).stat().st_size
+    with open_file(uri) as stream:
+        return stream.seek(0, io.SEEK_END)
+
+
+def open_decompressed(uri: str) -> BinaryIO:
+    """Open a stream of the content; it is seekable if the file is not compressed. Damage raises OSError without errno."""
+    if compression(uri) is None or not file_size(uri):
+        return open_file(uri)
+    import pyarrow as pa
+
+    # Unlike the zstd and gzip modules, Arrow's stream bounds its output and reports a truncated end.
+    source = pa.PythonFile(open_file(uri), mode="r") if is_url(uri) else pa.OSFile(uri)
+    raw: Any = pa.CompressedInputStream(source, compression(uri))
+    return io.BufferedReader(raw, 1 << 16)
+
+
+def expand_globs(files: Sequence[str]) -> list[str]:
+    """Return the names with each pattern (`*`, `?`, `[...]`; local or a URL) replaced by its matches, in order.
+
+    Raises:
+        DataError: a pattern has no match.
+    """
+    expanded: list[str] = []
+    for name in files:
+        if not any(c in name for c in "*?["):
+            expanded.append(name)
+            continue
+        if is_url(name):
+            system, path = filesystem(name)
+            matches = [system.unstrip_protocol(match) for match in system.glob(path)]
+        else:
+            matches = glob(str(Path(name).expanduser()), recursive=True)  # noqa: PTH207 - patterns may be absolute
+        if not matches:
+            raise DataError(f"no file matches {name}", do="check the pattern and the current folder")
+        expanded += sorted(matches)
+    return expanded

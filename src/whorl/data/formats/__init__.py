@@ -1,0 +1,42 @@
+"""Formats of record files, found by suffix or by configuration.
+
+    reader = open_format("a.jsonl.gz")          # or FORMATS.get("fortune:Fortune")(...)
+    for record in reader.records("a.jsonl.gz"): ...
+
+A format is a subclass of `Format`. Those of users need no entry: a configuration maps a suffix to "module:attribute".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from whorl.data.files import format_suffix
+from whorl.data.formats.format import LONGEST_RECORD, Block, Format, Record
+from whorl.registry import Registry
+
+FORMATS = Registry(
+    "format",
+    {
+        "text": "whorl.data.formats.text:Text",
+        "jsonl": "whorl.data.formats.jsonl:JSONL",
+        "parquet": "whorl.data.formats.parquet:Parquet",
+        "arrow": "whorl.data.formats.parquet:Arrow",
+        "tar": "whorl.data.formats.tar:Tar",
+    },
+)
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".tar": "tar"}
+
+__all__ = ["FORMATS", "SUFFIXES", "Block", "Format", "Record", "format_name", "open_format"]
+
+
+def format_name(uri: str, formats: Mapping[str, str] | None = None) -> str:
+    """Return the format of a file by its suffix: that of `formats` (suffix -> name), else of `SUFFIXES`, else "text"."""
+    return {**SUFFIXES, **(formats or {})}.get(format_suffix(uri), "text")
+
+
+def open_format(
+    uri: str, formats: Mapping[str, str] | None = None, *, fields: Sequence[str] = (), longest: int = LONGEST_RECORD
+) -> Format:  # fmt: skip
+    """Return the reader of a file. Raises ConfigError: its format cannot be imported."""
+    reader: Format = FORMATS.get(format_name(uri, formats))(fields=fields, longest=longest)
+    return reader
