@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,11 +23,13 @@ from hypothesis import strategies as st
 from whorl.corpus import IngestConfig, fingerprint, ingest
 from whorl.corpus.documents import document_id
 from whorl.corpus.sources import matches
+from whorl.data.formats import Format, Record
 from whorl.data.quarantine import REASONS
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.progress import Progress
 
 Rows = list[dict[str, Any]]
+MODULE: Any = sys.modules[ingest.__module__]  # the name in the package is the function
 
 
 def run(data: Path, *sources: Path | str, out: str = "out", **options: Any) -> tuple[Rows, Rows, Any]:
@@ -214,7 +218,8 @@ def bad_sources(data: Path) -> Path:
         ("{data}/binary", {}, r"none of the 6 files .* binary 6"),
         ("pyhton-stdlib", {}, r"did you mean 'python-stdlib'\?"),
         ("{data}/novel", {}, r"similar: .*novels"),
-        ("s3://bucket/texts", {}, "local files"),
+        ("memory://nowhere/texts", {}, "does not exist"),
+        ("nonsense://texts", {}, "check the protocol"),
         ("{data}/novels", {"licences": {"elsewhere": "MIT"}}, "not among the sources"),
     ],
 )
@@ -236,6 +241,135 @@ def test_non_utf8_file_name_is_escaped(data: Path) -> None:
     write(data, {os.fsdecode(b"caf\xe9.txt"): "text"})
     assert column(run(data)[0], "path") == ["caf\\xe9.txt"]
     assert fingerprint(IngestConfig(sources=[str(data)]))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "BLOCK_BYTES", 5000)
+
+
+def mixed_sources(data: Path) -> IngestConfig:
+    """Files larger and smaller than a block, of every format, with bad records."""
+    records = [lines({"text": f"text {n} " * (n % 40), "license": "MIT"}) for n in range(200)]
+    records[50] = b"{broken\n"
+    write(
+        data, {"a.jsonl": b"".join(records), "b.jsonl.gz": gzip.compress(b"".join(records)), "bad.bin": b"\0"}
+    )
+    write(data, {f"{n}.txt": f"file {n} " * 100 * n for n in range(20)})
+    table = pa.table({"text": [f"row {n} " * 30 for n in range(300)]})
+    pq.write_table(table, data / "c.parquet", row_group_size=20)
+    return IngestConfig(sources=[str(data)])
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_any_number_of_workers_gives_the_same_bytes(data: Path, tmp_path: Path) -> None:
+    config, found = mixed_sources(data), []
+    for workers in (1, 2, 3):
+        out = tmp_path / f"workers{workers}"
+        out.mkdir()
+        found.append((ingest(config, out, Progress.silent(), workers=workers), tree(out)))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][1]) > 5 and found[0][0]["quarantine"]["bad_json"]["documents"] == 2
+    out = tmp_path / "one_block"
+    out.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MODULE, "BLOCK_BYTES", 64_000_000)
+        assert ingest(config, out, Progress.silent()) == found[0][0]
+    rows = [
+        [r for f in sorted(p.glob("doc*")) for r in pq.read_table(f).to_pylist()]
+        for p in (out, out.parent / "workers1")
+    ]
+    assert rows[0] == rows[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text(max_size=30) | st.integers(), min_size=1, max_size=20), st.integers(1, 300))
+def test_block_size_changes_no_document(values: list[Any], block_bytes: int) -> None:
+    found = []
+    for size in (block_bytes, 1 << 20):
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MODULE, "BLOCK_BYTES", size)
+            data = Path("data")
+            base = Path(folder, "in")
+            write(base, {"a.jsonl": lines(*({"text": v} for v in values)), "b.txt": "b" * 99, "c.txt": "end"})
+            rows, quarantine, _ = run(base)
+            found.append([{**r, "source": data, "id": 0} for r in rows + quarantine])
+    assert found[0] == found[1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from whorl.corpus import IngestConfig
+from whorl.corpus import ingest
+from whorl.tracking.progress import Progress
+module = sys.modules[ingest.__module__]
+module.BLOCK_BYTES = 5000
+read, done = module.read_block, []
+def read_block(*args):
+    if len(done) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    done.append(read(*args))
+module.read_block = read_block
+ingest(IngestConfig(sources=[sys.argv[1]]), Path(sys.argv[2]), Progress.silent(), scratch=Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_killed_ingest_continues_with_finished_blocks(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = mixed_sources(data)
+    for name in ("first", "second", "whole", "scratch"):
+        (tmp_path / name).mkdir()
+    expected = ingest(config, tmp_path / "whole", Progress.silent())
+    command = [sys.executable, "-c", KILLED, data, tmp_path / "first", tmp_path / "scratch"]
+    assert subprocess.run(command, timeout=100).returncode == -9
+    read, done = MODULE.read_block, []
+
+    def counted(*args: Any) -> None:
+        done.append(args[2].name)
+        read(*args)
+
+    monkeypatch.setattr(MODULE, "read_block", counted)
+    again = ingest(config, tmp_path / "second", Progress.silent(), scratch=tmp_path / "scratch")
+    assert again == expected and tree(tmp_path / "second") == tree(tmp_path / "whole")
+    assert done[0] == "00004"
+
+
+def test_ingest_reads_urls(data: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/texts/sub/a.md", b"one")
+    memory.pipe("/texts/b.jsonl", lines({"text": "two"}))
+    for source in ("memory://texts", "memory://texts/**"):
+        rows, _, _ = run(data, source)
+        assert [(r["path"], r["text"]) for r in rows] == [("b.jsonl", "two"), ("sub/a.md", "one")]
+        assert rows[0]["source"] == source
+    assert column(run(data, "memory://texts/b.jsonl")[0], "path") == ["b.jsonl"]
+    assert column(run(data, "memory://texts", include=["*.md"])[0], "path") == ["sub/a.md"]
+    config = IngestConfig(sources=["memory://texts"])
+    before = fingerprint(config)
+    assert fingerprint(config) == before
+    memory.pipe("/texts/b.jsonl", lines({"text": "new"}))
+    assert fingerprint(config) != before
+
+
+class Semicolons(Format):
+    def read(self, uri: str, start: int, stop: int | None) -> Iterator[Record]:
+        for n, text in enumerate(Path(uri).read_text().split(";")):
+            yield Record(n + 1, n, len(text), {self.text_field: text}, n + 1)
+
+
+def test_ingest_uses_a_format_from_outside(data: Path) -> None:
+    write(data, {"a.semi": "one;two; "})
+    rows, (bad,), _ = run(data, formats={".semi": f"{__name__}:Semicolons"})
+    assert column(rows, "text") == ["one", "two"] and bad["reason"] == "empty"
+    with pytest.raises(ValueError, match="module:attribute"):
+        IngestConfig(formats={".semi": "semi"})
 
 
 PEAK = """

@@ -10,7 +10,11 @@ parents. Without the fingerprint, an edited source file would not change the add
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from whorl.data.formats import FORMATS
 
 # Folders of tools and caches. A pattern without "/" matches a name at any depth.
 DEFAULT_EXCLUDE = (
@@ -48,7 +52,7 @@ class IngestConfig(BaseModel):
     sources: list[str] = Field(
         default=["python-stdlib"],
         min_length=1,
-        description="known names ('python-stdlib'), folders, files or globs ('notes/**/*.md')",
+        description="known names ('python-stdlib'), folders, files or globs ('notes/**/*.md'), also as fsspec URLs",
     )
     include: list[str] = Field(default=["*"], description="keep only files that match one of these globs")
     exclude: list[str] = Field(
@@ -56,6 +60,10 @@ class IngestConfig(BaseModel):
     )
     text_field: str = Field(
         default="text", min_length=1, description="the text's field in JSONL and Parquet records"
+    )
+    formats: dict[str, Annotated[str, AfterValidator(FORMATS.check)]] = Field(
+        default={},
+        description="suffix -> format: one of whorl.data.formats, or 'module:attribute' of your own",
     )
     max_document_bytes: int = Field(
         default=4_000_000, ge=1, le=64_000_000, description="longer documents are quarantined, unread"

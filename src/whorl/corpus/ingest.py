@@ -8,61 +8,86 @@ Output:
 
 Documents never change after this step. Attributes, selection and splits are in side files that are row-aligned with
 them.
+
+The input is divided into blocks of about `BLOCK_BYTES`: whole files, or ranges of a large one. Blocks depend on the input
+only, and each writes its own document files, so any number of processes gives the same bytes. A finished block has a
+manifest in the scratch folder. A run that was killed continues there: a block whose manifest has the same configuration
+and the same input is not read again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+import shutil
+import signal
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_schema
 from whorl.corpus.readers import read_documents
-from whorl.corpus.sources import SourceFile, fingerprint, list_files
+from whorl.corpus.sources import SourceFile, exceeds_size_limit, fingerprint, list_files
+from whorl.data.formats import open_format
+from whorl.data.quarantine import Quarantine
 from whorl.errors import DataError
+from whorl.machine.process import die_with_parent
 
 if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
+BLOCK_BYTES = 64_000_000
 ROW_GROUP_BYTES = 4_000_000
 ROW_GROUP_ROWS = 4096
 FILE_BYTES = 256_000_000
 
 
-def ingest(config: IngestConfig, out: Path, progress: Progress) -> dict[str, Any]:
+@dataclass(frozen=True)
+class FilePart:
+    """A file, or a range of it in the unit of its format. size: in bytes."""
+
+    file: SourceFile
+    start: int
+    stop: int | None
+    size: int
+
+
+def ingest(
+    config: IngestConfig, out: Path, progress: Progress, *, workers: int = 1, scratch: Path | None = None
+) -> dict[str, Any]:
     """Read all sources into `out` and return counts of all records.
+
+    Args:
+        workers: processes; with more than one, a script must start under `if __name__ == "__main__"`.
+        scratch: folder of finished blocks, from which a killed run continues; by default below `out`.
 
     Returns:
         `files`, `excluded_files`, `documents`, `bytes`, `funnel` (found, read), `quarantine` (reason -> documents,
         bytes), and the same two counts by `sources`, `languages` and `licences`.
 
     Raises:
-        DataError: a source is unknown or empty, no document could be read, or files changed since `config.fingerprint`
-            was computed.
+        DataError: a source is unknown or empty, no document could be read, files changed since `config.fingerprint`
+            was computed, or a worker was killed.
     """
     files, excluded = list_files(config)
+    blocks = plan_blocks(files, config)
+    folder = (out if scratch is None else scratch) / "blocks"
+    folder.mkdir(parents=True, exist_ok=True)
     total = sum(f.size or 0 for f in files)
-    stats = _IngestStats()
-    with (
-        progress.task("Reading", total=total / 1e6, unit="MB") as task,
-        _DocumentWriter(out) as documents,
-        (out / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine,
-    ):
-        for file in files:
-            for record in _read_file(file, config):
-                stats.add(record)
-                if isinstance(record, Document):
-                    documents.write(record)
-                else:
-                    quarantine.write(_quarantine_line(record))
-            task.advance((file.size or 0) / 1e6)
+    with progress.task("Reading", total=total / 1e6, unit="MB") as task:
+        _read_blocks(blocks, config, folder, workers, task.advance)
+    stats = _collect(blocks, config, folder, out)
     if not stats.accepted["documents"]:
         raise DataError(
             f"none of the {len(files)} files in {', '.join(map(repr, config.sources))} has a document: "
             f"{stats.reasons()}",
-            expected="UTF-8 text, Markdown, source code, JSONL(.gz/.zst) or Parquet",
+            expected="UTF-8 text, Markdown, source code, JSONL(.gz/.zst), Parquet or tar",
             do=f"check the first: {stats.first_rejection}",
         )
     if config.fingerprint and config.fingerprint != fingerprint(config):
@@ -72,13 +97,139 @@ def ingest(config: IngestConfig, out: Path, progress: Progress) -> dict[str, Any
     return {"files": len(files), "excluded_files": excluded, **stats.summary()}
 
 
-def _read_file(file: SourceFile, config: IngestConfig) -> Iterator[Document | RejectedDocument]:
-    return read_documents(file, text_field=config.text_field, max_bytes=config.max_document_bytes)
+def plan_blocks(files: Sequence[SourceFile], config: IngestConfig) -> list[list[FilePart]]:
+    """Return the blocks, each a list of consecutive parts with about BLOCK_BYTES, or one larger part."""
+    blocks: list[list[FilePart]] = []
+    room = 0
+    for part in (part for file in files for part in _parts(file, config)):
+        if part.size > room or not blocks:
+            blocks.append([])
+            room = BLOCK_BYTES
+        blocks[-1].append(part)
+        room -= part.size
+    return blocks
 
 
-def _quarantine_line(record: RejectedDocument) -> str:
-    fields = {name: getattr(record, name) for name in RejectedDocument.__slots__}
-    return json.dumps(fields, ensure_ascii=True) + "\n"
+def _parts(file: SourceFile, config: IngestConfig) -> list[FilePart]:
+    size = file.size or 0
+    whole = [FilePart(file, 0, None, size)]
+    if size <= BLOCK_BYTES or exceeds_size_limit(file, config.max_document_bytes, config.formats):
+        return whole
+    try:
+        reader = open_format(file.location, config.formats, fields=[config.text_field])
+        found = [FilePart(file, b.start, b.stop, b.size) for b in reader.blocks(file.location, BLOCK_BYTES)]
+    except (OSError, ValueError, NotImplementedError, tarfile.TarError):
+        return whole  # reading it gives the rejection
+    return found if len(found) > 1 else whole
+
+
+def _read_blocks(
+    blocks: list[list[FilePart]], config: IngestConfig, folder: Path, workers: int,
+    advance: Callable[[float], Any],
+) -> None:  # fmt: skip
+    waiting = []
+    for number, block in enumerate(blocks):
+        if _manifest(block, config, folder / f"{number:05d}") is None:
+            waiting.append((number, block))
+        else:
+            advance(_megabytes(block))
+    if workers <= 1 or len(waiting) <= 1:
+        for number, block in waiting:
+            read_block(block, config, folder / f"{number:05d}", advance)
+        return
+    try:
+        with ProcessPoolExecutor(
+            min(workers, len(waiting)), mp_context=get_context("spawn"),
+            initializer=die_with_parent, initargs=(signal.SIGKILL,),
+        ) as pool:  # fmt: skip
+            futures = {
+                pool.submit(read_block, block, config, folder / f"{number:05d}"): block
+                for number, block in waiting
+            }
+            for future in as_completed(futures):
+                future.result()
+                advance(_megabytes(futures[future]))
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that read a block was killed, perhaps for its memory",
+            do="run again, with fewer workers or a smaller max_document_bytes: finished blocks are kept",
+        ) from error
+
+
+def read_block(
+    block: Sequence[FilePart], config: IngestConfig, folder: Path,
+    advance: Callable[[float], Any] = lambda megabytes: None,
+) -> None:  # fmt: skip
+    """Write a block's documents, its quarantine and, last, its manifest into `folder`, which is emptied before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    stats = _IngestStats()
+    quarantine = Quarantine(folder / "quarantine.jsonl", max_kept=0)
+    with _DocumentWriter(folder) as documents:
+        for part in block:
+            for record in _read_part(part, config):
+                stats.add(record)
+                if isinstance(record, Document):
+                    documents.write(record)
+                else:
+                    quarantine.store(record)
+            advance(part.size / 1e6)
+    manifest = {"key": _key(block, config), "files": documents.n_files, "stats": vars(stats)}
+    unfinished = folder / "manifest.tmp"
+    unfinished.write_text(json.dumps(manifest))
+    unfinished.replace(folder / "manifest.json")
+
+
+def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | RejectedDocument]:
+    return read_documents(
+        part.file, text_field=config.text_field, max_bytes=config.max_document_bytes, formats=config.formats,
+        start=part.start, stop=part.stop,
+    )  # fmt: skip
+
+
+def _manifest(block: Sequence[FilePart], config: IngestConfig, folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a finished block with this input; or None."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return None
+    whole = manifest["key"] == _key(block, config) and all(
+        (folder / _document_file(n)).is_file() for n in range(manifest["files"])
+    )
+    return manifest if whole else None
+
+
+def _key(block: Sequence[FilePart], config: IngestConfig) -> str:
+    inputs = json.dumps([config.model_dump(mode="json"), [asdict(part) for part in block]])
+    return hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()
+
+
+def _collect(
+    blocks: Sequence[Sequence[FilePart]], config: IngestConfig, folder: Path, out: Path
+) -> _IngestStats:
+    """Move the files of all blocks to `out`, in order, and return the sum of their counts."""
+    stats, n_files = _IngestStats(), 0
+    with (out / "quarantine.jsonl").open("wb") as quarantine:
+        for number, block in enumerate(blocks):
+            part = folder / f"{number:05d}"
+            manifest = _manifest(block, config, part)
+            assert manifest is not None
+            stats.merge(manifest["stats"])
+            if (part / "quarantine.jsonl").exists():
+                quarantine.write((part / "quarantine.jsonl").read_bytes())
+            for n in range(manifest["files"]):
+                shutil.move(part / _document_file(n), out / _document_file(n_files))
+                n_files += 1
+    shutil.rmtree(folder)
+    return stats
+
+
+def _document_file(number: int) -> str:
+    return f"documents-{number:05d}.parquet"
+
+
+def _megabytes(block: Sequence[FilePart]) -> float:
+    return sum(part.size for part in block) / 1e6
 
 
 class _IngestStats:
@@ -105,9 +256,17 @@ class _IngestStats:
         self._count("languages", record.language or "unknown", size)
         self._count("licences", record.licence or "unknown", size)
 
-    def _count(self, kind: str, name: str, size: int) -> None:
+    def merge(self, other: Mapping[str, Any]) -> None:
+        """Add the counts of a later block (its `vars`)."""
+        self.accepted = {k: n + other["accepted"][k] for k, n in self.accepted.items()}
+        for kind, names in other["counts_by"].items():
+            for name, counts in names.items():
+                self._count(kind, name, counts["bytes"], counts["documents"])
+        self.first_rejection = self.first_rejection or other["first_rejection"]
+
+    def _count(self, kind: str, name: str, size: int, documents: int = 1) -> None:
         counts = self.counts_by[kind].setdefault(name, {"documents": 0, "bytes": 0})
-        counts["documents"] += 1
+        counts["documents"] += documents
         counts["bytes"] += size
 
     def reasons(self) -> str:
@@ -158,7 +317,7 @@ class _DocumentWriter:
         if not self.rows:
             return
         if self.file is None:
-            name = self.out / f"documents-{self.n_files:05d}.parquet"
+            name = self.out / _document_file(self.n_files)
             # No dictionary encoding: it would hold every text of a row group twice, and texts rarely repeat.
             self.file = pq.ParquetWriter(
                 name, self.schema, compression="zstd", use_dictionary=["source", "licence", "language"]

@@ -28,6 +28,7 @@ LANGUAGES = {
 SPDX_PATTERN = re.compile(rb"SPDX-License-Identifier:\s*([A-Za-z0-9.+\-() ]{2,80})")
 # A JSONL line holds escaped text and other fields; longer lines are not parsed.
 LINE_SLACK = 1 << 20
+BLANK = "nothing but white space"
 LICENCE_FIELDS = ("licence", "license")
 
 
@@ -102,5 +103,5 @@ def _checked_text(value: Mapping[str, object], field: str, max_bytes: int) -> st
     if "\0" in text:
         raise BadRecordError("binary", field, f"NUL at character {text.index(chr(0))}")
     if not text or text.isspace():
-        raise BadRecordError("empty", field, "only white space")
+        raise BadRecordError("empty", field, BLANK)
     return text

@@ -7,6 +7,8 @@ In globs, `*` and `?` match within one name and `**` spans folders. A pattern wi
 name, at any depth. Python 3.11's `PurePath.match` does not support `**`, so globs are translated to regular
 expressions.
 
+A URL is listed by fsspec in the same way.
+
 `fingerprint` hashes this list for the ingest step's address. It reads up to `MAX_HASHED_BYTES` in total, because
 modification times change on a fresh checkout. Above that it uses size and modification time, because hashing a terabyte
 at every lookup would be too slow. A plain file over the document limit is quarantined unread, so only its size counts.
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.corpus.config import IngestConfig
-from whorl.data.files import compression, format_suffix, open_file
+from whorl.data.files import compression, filesystem, format_suffix, is_url, open_file
 from whorl.data.formats import format_name
 from whorl.errors import ConfigError, DataError, one_of
 
@@ -130,13 +132,11 @@ def _resolve_source(source: str) -> tuple[Path, list[str], list[str], str | None
 
 
 def _unknown_source_message(source: str, path: Path) -> str:
-    if "://" in source:
-        return f"unknown source {source!r}: sources are read from local files"
     return f"unknown source {source!r}: neither a known name nor a file, folder or glob ({path.absolute()})"
 
 
 def _expected_sources(source: str) -> str:
-    return f"{one_of(source, list(KNOWN_SOURCES))}; or the path of a folder, file or glob"
+    return f"{one_of(source, list(KNOWN_SOURCES))}; or the path or fsspec URL of a folder, file or glob"
 
 
 def _suggestion(source: str) -> str:
@@ -169,31 +169,69 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
     files: list[SourceFile] = []
     excluded_count = 0
     for source in dict.fromkeys(config.sources):
-        root, globs, never, licence = _resolve_source(source)
-        licence = config.licences.get(source, licence)
-        single = Path(source).expanduser()
-        candidates = list(_walk(root, [*config.exclude, *never])) if globs else [(single.name, single)]
-        count_before = len(files)
-        for path, location in sorted(candidates):
-            selected = not globs or (
-                _in_source(path, globs)
-                and matches(path, config.include)
-                and not matches(path, config.exclude)
+        root, globs, candidates = _candidates(source, config)
+        selected = [
+            file for file in candidates
+            if not globs or (
+                _in_source(file.path, globs)
+                and matches(file.path, config.include)
+                and not matches(file.path, config.exclude)
             )
-            if not selected:
-                excluded_count += 1
-            else:
-                files.append(_stat_file(source, path, location, licence))
-        if len(files) == count_before:
+        ]  # fmt: skip
+        excluded_count += len(candidates) - len(selected)
+        files += sorted(selected, key=lambda file: file.path)
+        if not selected:
             detail = (
                 f"all {len(candidates)} files in it are excluded" if candidates else "the folder is empty"
             )
             raise DataError(
-                f"the source {source!r} has no files: {detail} ({root.absolute()})",
-                expected="at least one text, Markdown, source, JSONL or Parquet file",
+                f"the source {source!r} has no files: {detail} ({root})",
+                expected="at least one text, Markdown, source, JSONL, Parquet or tar file",
                 do="set `sources` to another folder" + (", or widen include/exclude" if candidates else ""),
             )
     return files, excluded_count
+
+
+def _candidates(source: str, config: IngestConfig) -> tuple[str, list[str], list[SourceFile]]:
+    """Return a source's root, its globs (none for a single file), and all files below the root."""
+    if is_url(source):
+        return _url_candidates(source, config.licences.get(source))
+    root, globs, never, licence = _resolve_source(source)
+    licence = config.licences.get(source, licence)
+    single = Path(source).expanduser()
+    found = _walk(root, [*config.exclude, *never]) if globs else [(single.name, single)]
+    files = [_stat_file(source, path, location, licence) for path, location in found]
+    return str(root.absolute()), globs, files
+
+
+def _url_candidates(source: str, licence: str | None) -> tuple[str, list[str], list[SourceFile]]:
+    system, path = filesystem(source)
+    is_glob = any(c in path for c in "*?[")
+    try:
+        if is_glob:
+            found = system.glob(path, detail=True)
+            root = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+        elif system.isdir(path):
+            found, root = system.find(path, detail=True), path.rstrip("/")
+        else:
+            found, root = {path: system.info(path)}, path.rpartition("/")[0]
+    except FileNotFoundError:
+        found, root = {}, path
+    except OSError as error:
+        raise DataError(
+            f"{source} cannot be listed: {error}", do="check the address and the access"
+        ) from error
+    if not found and not system.exists(root):
+        raise DataError(f"{source} does not exist", expected="the URL of a file, folder or glob")
+    files = []
+    for name, info in found.items():
+        if info["type"] == "file":
+            # A version for the fingerprint: remote files have no common modification time.
+            version = int(hashlib.blake2b(str(system.ukey(name)).encode(), digest_size=7).hexdigest(), 16)
+            relative = name.removeprefix(root).lstrip("/")
+            url = system.unstrip_protocol(name)
+            files.append(SourceFile(source, relative, url, licence, info["size"], version))
+    return source, [] if len(found) == 1 and not is_glob and path in found else ["*"], files
 
 
 def _in_source(path: str, globs: Sequence[str]) -> bool:
@@ -213,14 +251,15 @@ def _stat_file(source: str, path: str, location: Path, licence: str | None) -> S
 def fingerprint(config: IngestConfig) -> str:
     """Return a hash that changes with the bytes that `ingest(config)` would read (see the top of this file)."""
     files, _ = list_files(config)
-    read = [f for f in files if f.size is not None and not exceeds_size_limit(f, config.max_document_bytes)]
+    limit = config.max_document_bytes
+    read = [f for f in files if f.size is not None and not exceeds_size_limit(f, limit, config.formats)]
     by_content = sum(f.size or 0 for f in read) <= MAX_HASHED_BYTES
     unread = {id(f) for f in files} - {id(f) for f in read}
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         if id(file) in unread:
             content = f"unread {file.size}"
-        elif by_content:
+        elif by_content and not is_url(file.location):
             content = _hash(file.location)
         else:
             content = f"modified {file.modified_ns}"

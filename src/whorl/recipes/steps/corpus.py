@@ -6,7 +6,9 @@ from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fin
 from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.recipes.registry import StepContext, step
+from whorl.tokens.pretokens import available_cores
 
+MAX_WORKERS = 8  # processes that read blocks
 CORPUS_PARENTS = {"documents": "documents", "selection": "selection"}  # the two parents that form a corpus
 
 
@@ -29,7 +31,9 @@ def with_fingerprint(config: IngestConfig) -> IngestConfig:
 @step("documents", config=IngestConfig, complete_config=with_fingerprint)
 def ingest(ctx: StepContext, config: IngestConfig) -> None:
     """Read the sources into documents; write unreadable records to the quarantine."""
-    found = ingest_sources(config, ctx.out, ctx.progress)
+    found = ingest_sources(
+        config, ctx.out, ctx.progress, workers=min(MAX_WORKERS, available_cores()), scratch=ctx.scratch
+    )
     n_quarantined = sum(reason["documents"] for reason in found["quarantine"].values())
     headline = format_counts(found["documents"], found["bytes"])
     ctx.summary.update(found, headline=f"{headline}; {n_quarantined:,} records in quarantine")
