@@ -306,3 +306,18 @@ def test_text_attributes_of_known_text() -> None:
 )
 def test_generated_attribute_from_head(head: bytes, expected: bool) -> None:
     assert text_attributes(head, len(head))["generated"] is expected
+
+
+def test_near_duplicates_are_kept_or_removed_by_exact_similarity(tmp_path: Path) -> None:
+    texts = random_texts(30)
+    words = texts["0003.txt"].split(" ")
+    near = [*words[: len(words) // 2], "changed", *words[len(words) // 2 :]]
+    texts |= {"0003copy.txt": " ".join(near)}
+    kept = CorpusOf(tmp_path / "keep", texts, validation_bytes=0, test_bytes=0)
+    removed = CorpusOf(tmp_path / "remove", texts, validation_bytes=0, test_bytes=0, near_duplicates="remove")
+    assert not any(kept.reasons().values())
+    assert {p: r for p, r in removed.reasons().items() if r} == {"0003copy.txt": "near_duplicate"}
+    assert removed.summary["dropped"]["near_duplicate"]["documents"] == 1
+    strict = {"near_duplicates": "remove", "near_duplicate_similarity": 1.0}
+    alone = CorpusOf(tmp_path / "strict", texts, validation_bytes=0, test_bytes=0, **strict)
+    assert not any(alone.reasons().values())

@@ -85,3 +85,13 @@ def test_first_occurrence_matches_list_index(rows: list[tuple[int, int]]) -> Non
     first = duplicates.first_occurrence(np.array(rows, np.uint64))
     assert first.tolist() == [rows.index(row) for row in rows]
     assert np.array_equal(duplicates.union_exact_duplicates(first).roots(), first)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.sampled_from([0.3, 0.5, 1.0]))
+def test_removable_equals_pairwise_reference(texts: list[bytes], threshold: float) -> None:
+    kept: list[bytes] = []
+    for text, remove in zip(texts, duplicates.removable(texts, threshold), strict=True):
+        assert remove == any(duplicates.jaccard_similarity(text, other) >= threshold for other in kept)
+        if not remove:
+            kept.append(text)

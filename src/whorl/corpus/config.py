@@ -10,7 +10,7 @@ parents. Without the fingerprint, an edited source file would not change the add
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -87,6 +87,10 @@ class CurateConfig(BaseModel):
         ge=0.3,
         le=1.0,
         description="estimated Jaccard similarity (of five-word shingles) that makes two documents a cluster",
+    )
+    near_duplicates: Literal["keep", "remove"] = Field(
+        default="keep",
+        description="remove: keep one of selected documents whose exact similarity reaches that threshold",
     )
     validation_bytes: int = Field(default=1_000_000, ge=0)
     test_bytes: int = Field(default=1_000_000, ge=0)

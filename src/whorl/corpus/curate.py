@@ -61,6 +61,8 @@ def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress:
         _write_attributes(documents, Path(scratch), out, first, cluster)
     attributes = [out / _attribute_file_name(path) for path in documents]
     reasons = _select(config.query, attributes, n_rows)
+    if config.near_duplicates == "remove":
+        _remove_near_duplicates(documents, cluster, reasons, config.near_duplicate_similarity)
     kept = reasons == ""
     if not kept.any():
         names, counts = np.unique(reasons, return_counts=True)
@@ -212,6 +214,37 @@ def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]
     out = np.full(n_rows, "not_selected", dtype=object)
     out[rows] = result["reason"]
     return out
+
+
+def _remove_near_duplicates(
+    documents: Sequence[Path], cluster: NDArray[np.int64], reasons: NDArray[Any], threshold: float
+) -> None:
+    """Set the reason of verified copies among the selected documents of each cluster; the first stays."""
+    rows = np.flatnonzero(reasons == "")
+    rows = rows[np.bincount(cluster[rows], minlength=len(cluster))[cluster[rows]] > 1]
+    rows = rows[np.argsort(cluster[rows], kind="stable")]
+    texts = _texts_of(documents, set(rows.tolist()))
+    for group in np.split(rows, np.flatnonzero(np.diff(cluster[rows])) + 1):
+        remove = duplicates.removable([texts[int(row)][:MAX_SIGNATURE_BYTES] for row in group], threshold)
+        reasons[group[remove]] = "near_duplicate"
+
+
+def _texts_of(documents: Sequence[Path], rows: set[int]) -> dict[int, bytes]:
+    """Return the texts of these rows; they are held in memory."""
+    import pyarrow.parquet as pq
+
+    texts: dict[int, bytes] = {}
+    begin = 0
+    for path in documents:
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                n = file.metadata.row_group(group).num_rows
+                wanted = [i for i in range(n) if begin + i in rows]
+                if wanted:
+                    column = file.read_row_group(group, columns=["text"])["text"]
+                    texts |= {begin + i: column[i].as_py().encode() for i in wanted}
+                begin += n
+    return texts
 
 
 def _write_selection(out: Path, split: NDArray[Any], reasons: NDArray[Any]) -> None:

@@ -54,12 +54,17 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def minhash_signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
-    """Return the MinHash signatures of a block of documents: [len(texts), N_HASHES].
+    """Return the MinHash signatures of a block of documents: [len(texts), N_HASHES]. See `block_shingles`."""
+    return _minhash(*block_shingles(texts))
+
+
+def block_shingles(texts: Sequence[bytes]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return the shingle hashes of a block of documents, with repetitions, and where each document's begin.
 
     Args:
         texts: documents of a few megabytes in total (about 60 bytes of memory per byte of text).
 
-    A document without a word gets the signature of the empty shingle.
+    A document without a word has the empty shingle.
     """
     data = np.frombuffer(b"\n".join(texts) + b"\n", np.uint8)
     is_word = _WORD[data]
@@ -81,7 +86,7 @@ def minhash_signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
     shingles = np.zeros(len(at), np.uint64)
     for i in range(SHINGLE):
         shingles = shingles * np.uint64(_P) + np.where(left > i, words[np.minimum(at + i, len(words) - 1)], 0)
-    return _minhash(_mix(shingles), first_shingle[:-1])
+    return _mix(shingles), first_shingle[:-1]
 
 
 def _minhash(shingles: NDArray[np.uint64], first: NDArray[np.int64]) -> NDArray[np.uint32]:
@@ -128,6 +133,25 @@ def jaccard_similarity(a: bytes, b: bytes) -> float:
     """Reference: return the exact Jaccard similarity of two documents' shingles."""
     first, second = shingle_hashes(a), shingle_hashes(b)
     return len(first & second) / len(first | second)
+
+
+def removable(texts: Sequence[bytes], threshold: float) -> NDArray[np.bool_]:
+    """Return which documents of a cluster have an exact Jaccard similarity of `threshold` with an earlier one that stays.
+
+    MinHash gives candidates, and a cluster may be a chain: its ends need not be similar. So all pairs are verified.
+    """
+    kept: list[NDArray[np.uint64]] = []
+    remove = np.zeros(len(texts), bool)
+    for i, text in enumerate(texts):
+        shingles = np.unique(block_shingles([text])[0])
+        for other in kept:
+            common = len(np.intersect1d(shingles, other, assume_unique=True))
+            if common >= threshold * (len(shingles) + len(other) - common):
+                remove[i] = True
+                break
+        else:
+            kept.append(shingles)
+    return remove
 
 
 class UnionFind:
