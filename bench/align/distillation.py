@@ -51,7 +51,7 @@ from whorl.align.distillation.teacher import LiveTeacher, sample_teacher_complet
 from whorl.align.distillation.train import train_student
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import banned_ids, rollout_engine, sample_completions
+from whorl.align.model.sampling import rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
 from whorl.engine.sampling_params import SamplingParams
 from whorl.models import DecoderConfig, LanguageModel, load_model, make_model, save_model
@@ -62,7 +62,7 @@ TOKENIZER = Tokenizer([bytes([i]) for i in range(256)])
 EXAMPLE_TOKENIZER = ExampleTokenizer(TOKENIZER)
 VOCAB, LENGTH, BATCH, MAX_COMPLETION = 264, 96, *sized((32, 48), (4, 16))
 TEACHER_TEXTS, STUDENT_TEXTS, QUICK_HELD_OUT, TIMING_STEPS = sized((7900, 300, 40, 3), (40, 20, 6, 1))
-BANNED = frozenset(banned_ids(EXAMPLE_TOKENIZER, VOCAB, len(TOKENIZER.token_bytes)))
+BANNED = frozenset(EXAMPLE_TOKENIZER.banned_ids(VOCAB))
 SHAPE = DecoderConfig(
     vocab_size=VOCAB,
     d_model=128,

@@ -35,7 +35,6 @@ from whorl.align.model.example import ExampleTokenizer, LengthFilter, concat
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import (
     Completion,
-    banned_ids,
     policy_sampling,
     rollout_engine,
     sample_completions,
@@ -127,9 +126,7 @@ class Contest:
         return model
 
     def network(self, weights: dict[str, torch.Tensor] | None = None) -> PolicyModel:
-        out = banned_ids(
-            self.example_tokenizer, CONFIG.vocab_size, len(self.example_tokenizer.tokenizer.token_bytes)
-        )
+        out = self.example_tokenizer.banned_ids(CONFIG.vocab_size)
         return PolicyModel(self.model(weights), banned_ids=out)
 
     def answers(self, weights: dict[str, torch.Tensor], prompts: list[str], name: str) -> list[Completion]:

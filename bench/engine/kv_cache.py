@@ -13,8 +13,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from bench._run import claim, parse, sized
+from bench.engine.support.no_cache import generate_without_cache
 
-from whorl.engine import SamplingParams, generate, load_for_sampling
+from whorl.engine import EngineConfig, SamplingParams, load_for_sampling
+from whorl.engine.engine import Engine
 from whorl.machine.device_probe import probe
 from whorl.models import Decoder, save_model
 from whorl.plan.cost import decoder_config
@@ -34,10 +36,11 @@ def main() -> None:
 
     def seconds(use_cache: bool) -> float:
         began = time.perf_counter()
-        for _ in generate(
-            model, [1], SamplingParams(), generator(0, "draw"), max_tokens=n_tokens, use_cache=use_cache
-        ):
-            pass
+        if use_cache:
+            engine = Engine(model, EngineConfig.for_batch(1, 1 + n_tokens))
+            engine.generate([[1]], SamplingParams(seed=0), max_tokens=n_tokens)
+        else:
+            list(generate_without_cache(model, [1], SamplingParams(seed=0), max_tokens=n_tokens))
         return time.perf_counter() - began
 
     seconds(True)

@@ -226,10 +226,10 @@ def test_sample_uses_tokenizer_of_imported_model(tmp_path: Path) -> None:
         done = succeed(tmp_path, "sample", "imported/tiny", prompt, "-n", length, "--temperature", 0)
         assert done.stdout.startswith(prompt)
         if length == 100:
-            n_tokens = 24 - (len(words(prompt).input_ids) - 1) + 1
+            n_tokens = 24 - (len(words(prompt).input_ids) - 1)
             assert done.stderr.startswith(f"{n_tokens} tokens"), done.stderr
     for prompt, message in (
-        ("the " + "xyz" * 12, "at most 24, the longest row of imported/tiny"),
+        ("the " + "xyz" * 12, "the model's context holds 24"),
         ("caf\udce9 au lait", "the prompt cannot be read"),  # the argument was no UTF-8
     ):
         failed = invoke(tmp_path, "sample", "imported/tiny", prompt)

@@ -125,7 +125,7 @@ def test_sample_is_reproducible_with_seed(undisturbed: Path) -> None:
         return succeed(undisturbed, *base, *words).stdout
 
     first = sample("--seed", 1)
-    assert first.startswith("def") and first == sample("--seed", 1) == sample("--seed", 1, "--no-cache")
+    assert first.startswith("def") and first == sample("--seed", 1)
     assert first != sample("--seed", 2)
     assert "e" not in sample("--seed", 1, "--stop", "e")[len("def ") :]
 

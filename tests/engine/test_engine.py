@@ -1,22 +1,23 @@
-"""`generate`, `complete`, `DecodeStep` and loading for sampling."""
+"""`Engine.generate`, `Engine.stream` and loading for sampling."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from tests.support.engine.parity import decoder
+from bench.engine.support.no_cache import generate_without_cache
+from tests.support.engine.parity import assert_same, decoder
 
-from whorl.engine import SamplingParams, Token, complete, fastest_dtype, generate, load_for_sampling
-from whorl.engine.step import DecodeStep
+from whorl.engine import EngineConfig, SamplingParams, Token, fastest_dtype, load_for_sampling
+from whorl.engine.engine import Engine
+from whorl.engine.request import Generation, Request
+from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe
 from whorl.models import Decoder, save_model
-from whorl.nn.mlp import Activation
 
 
 def model(**changes: object) -> Decoder:
@@ -45,54 +46,43 @@ def test_fastest_dtype_avoids_slower_one(slow: torch.dtype, monkeypatch: pytest.
     assert fastest_dtype(model().config, machine) != slow
 
 
-SHAPES = [{}, {"smear_keys": False}, {"tie_embeddings": True, "ngram_orders": ()}, {"n_kv_heads": 2}]
-SHAPES += [{"trained_length": 10}, *({"mlp": kind} for kind in get_args(Activation))]
+WORDS = [bytes([97 + i]) for i in range(26)] + [b"ab", b"abc", b"bc", b"\n", b"\n  "] + [b""] * 9
 
 
-@pytest.mark.parametrize("changes", SHAPES)
-def test_decode_step_matches_decoder_forward(changes: dict[str, object]) -> None:
-    network = model(**changes)
-    step, ids = DecodeStep(network), torch.randint(40, (3, 20), generator=torch.Generator().manual_seed(1))
-    ours, theirs = network.new_state(3, 20), network.new_state(3, 20)
-    with torch.inference_mode():
-        for begin, end in itertools.pairwise([0, 1, *range(6, 21)]):
-            want = network.logits(network(ids[:, begin:end], state=theirs)[:, -1])
-            if end - begin > 1:  # several positions go through the decoder and leave the same cache
-                network(ids[:, begin:end], state=ours)
-            else:
-                assert torch.allclose(step(ids[:, begin:end], ours), want, atol=1e-4, rtol=1e-4)
-        for a, b in zip(ours.layers, theirs.layers, strict=True):
-            assert a.length == b.length == 20
-            assert torch.allclose(a.k, b.k, atol=1e-4) and torch.allclose(a.v, b.v, atol=1e-4)
+def engine(**options: Any) -> Engine:
+    config = EngineConfig.for_batch(4, 64)
+    return Engine(model(), config, banned_ids=(39,), **{"token_bytes": WORDS, **options})
 
 
-def tokens(settings: SamplingParams, seed: int, max_tokens: int = 30, **options: Any) -> list[Token]:
-    """The tokens that the model writes after 1, 2, 3."""
-    generator, options = torch.Generator().manual_seed(seed), {"banned_ids": (39,), **options}
-    return list(generate(model(), [1, 2, 3], settings, generator, max_tokens=max_tokens, **options))
+def write(sampling: dict[str, Any], **options: Any) -> Generation:
+    """The completion of 1, 2, 3."""
+    settings = SamplingParams(**{"temperature": 1, **sampling})
+    (found,) = engine().generate([[1, 2, 3]], settings, **{"max_tokens": 30, **options})
+    return found
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generate_with_cache_matches_without(temperature: float) -> None:
-    def write(seed: int, use_cache: bool) -> list[int]:
-        return [t.id for t in tokens(SamplingParams(temperature=temperature), seed, use_cache=use_cache)]
+def test_generate_matches_generation_without_cache(temperature: float) -> None:
+    def plain(seed: int) -> list[Token]:
+        settings = SamplingParams(temperature=temperature, seed=seed)
+        return list(generate_without_cache(model(), [1, 2, 3], settings, max_tokens=30, banned_ids=(39,)))
 
-    assert write(0, True) == write(0, True) == write(0, False)
-    assert (write(0, True) == write(1, True)) == (temperature == 0)
-    assert 39 not in write(2, True)
+    first, other = (write({"temperature": temperature, "seed": seed}) for seed in (0, 1))
+    assert_same(first.tokens, plain(0))
+    assert (first.ids == other.ids) == (temperature == 0)
+    assert first.finish_reason == "length" and 39 not in first.ids
 
 
 def test_generate_starts_with_forced_prefix() -> None:
-    names = [bytes([97 + i]) for i in range(26)] + [b"ab", b"abc", b"bc", b"\n", b"\n  "]
-    options = {"banned_ids": range(len(names), 40), "forced_prefix": b"abcx", "token_bytes": names}
     for seed in range(5):
-        found = tokens(SamplingParams(temperature=1.0), seed, max_tokens=6, **options)
-        assert b"".join(names[t.id] for t in found).startswith(b"abcx")
+        found = write({"seed": seed}, max_tokens=6, forced_prefixes=[b"abcx"])
+        assert found.text.startswith(b"abcx")
+        assert found.text == b"".join(WORDS[i] for i in found.ids)
 
 
 def test_generate_uses_own_seed_and_raw_log_probs() -> None:
-    settings = SamplingParams(temperature=1.0, seed=5, repetition_penalty=1.5, logit_bias={3: 2.0})
-    found, again = (tokens(settings, seed, max_tokens=8, top_log_probs=4) for seed in (0, 1))
+    sampling = {"seed": 5, "repetition_penalty": 1.5, "logit_bias": {3: 2.0}}
+    found, again = (write(sampling, max_tokens=8, top_log_probs=4).tokens for _ in range(2))
     assert found == again
     network, ids = model(), [1, 2, 3, *(t.id for t in found)]
     with torch.inference_mode():
@@ -105,11 +95,32 @@ def test_generate_uses_own_seed_and_raw_log_probs() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "frequency_penalty": 1}])
-def test_complete_matches_generate_with_a_seed_each(sampling: dict[str, Any]) -> None:
-    settings = SamplingParams(seed=11, **sampling)
-    network, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
-    together = complete(network, prompts, settings, torch.Generator(), max_tokens=12, eos_id=39)
-    for number, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
-        own = settings.model_copy(update={"seed": 11 + number})
-        alone = [t.id for t in generate(network, prompt, own, torch.Generator(), max_tokens=12)]
-        assert found == (alone[: alone.index(39)] if 39 in alone else alone)
+def test_batch_matches_each_prompt_alone(sampling: dict[str, Any]) -> None:
+    """Seed n + 11 for prompt n, ends at stop ids, and equal prompts."""
+    prompts, finished = [[1, 2, 3], [4, 5], [6, 7, 8], [9], [4, 5]], list[int]()
+    options: dict[str, Any] = {"max_tokens": 12, "stop_ids": range(5, 9)}
+    batch = engine().generate(
+        prompts, SamplingParams(seed=11, **sampling), on_finished=finished.append, **options
+    )
+    assert sum(finished) == len(prompts)
+    each = [SamplingParams(seed=11 + n, **sampling) for n in range(len(prompts))]
+    assert [c.ids for c in batch] == [c.ids for c in engine().generate(prompts, each, **options)]
+    for prompt, own, found in zip(prompts, each, batch, strict=True):
+        (alone,) = engine().generate([prompt], own, **options)
+        assert_same(found.tokens, alone.tokens)
+        stopped = alone.ids[-1] in range(5, 9)
+        assert found.finish_reason == alone.finish_reason == ("stop" if stopped else "length")
+
+
+def test_stream_aborts_what_is_not_read_and_names_a_long_prompt() -> None:
+    running = engine()
+    requests = [Request(id=str(n), ids=(1, n), max_tokens=20) for n in range(3)]
+    deltas = running.stream(requests)
+    assert next(deltas).tokens
+    deltas.close()  # type: ignore[attr-defined]
+    while running.busy:
+        running.step()
+    running.check_integrity()
+    assert running.stats.finished == {"abort": 3}
+    with pytest.raises(ConfigError, match="prompt 1 has 64 ids"):
+        running.generate([[1], [1] * 64])

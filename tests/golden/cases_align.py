@@ -17,7 +17,6 @@ from whorl.align.distillation.student import make_student
 from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.distillation.train import train_student
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
-from whorl.align.model.sampling import banned_ids
 from whorl.align.preference.dpo import train_preferences
 from whorl.align.preference.pairs import PreferencePair
 from whorl.align.preference.reward_model import RewardModel, train_reward_model
@@ -43,7 +42,7 @@ class Curve:
 
 
 def _network(model: LanguageModel | None = None, **options: Any) -> PolicyModel:
-    forbidden = banned_ids(scribe(), BYTE_VOCAB, len(scribe().tokenizer.token_bytes))
+    forbidden = scribe().banned_ids(BYTE_VOCAB)
     return PolicyModel(model or decoder(), banned_ids=forbidden, **options)
 
 

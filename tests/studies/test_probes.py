@@ -13,7 +13,7 @@ from tests.support.align.byte_model import VOCAB, decoder, network, scribe, sums
 from whorl.align.config import LoRAConfig, SFTConfig
 from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
-from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
+from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
 from whorl.models import Decoder
@@ -76,7 +76,7 @@ def sharpen(model: Decoder) -> Decoder:
 
 
 def test_exposure_gap_zero_for_source_model() -> None:
-    out = banned_ids(scribe(), VOCAB, 259)
+    out = scribe().banned_ids(VOCAB)
     net = PolicyModel(sharpen(decoder()), banned_ids=out)
     prompts = [scribe().prompt(chr(97 + n % 26)) for n in range(120)]
     data = sampled(net, prompts)

@@ -10,7 +10,6 @@ from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 from whorl.align.config import SFTConfig
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import banned_ids
 from whorl.errors import ConfigError
 from whorl.models import Decoder, DecoderConfig
 from whorl.tokens.tokenizer import Tokenizer
@@ -32,7 +31,7 @@ def scribe() -> ExampleTokenizer:
 def fresh(scribe: ExampleTokenizer) -> PolicyModel:
     sizes = {"d_model": 64, "n_layers": 2, "mlp_hidden": 128, "n_heads": 2, "n_kv_heads": 2, "head_dim": 32}
     config = DecoderConfig(vocab_size=408, ngram_buckets=64, **sizes)
-    banned = banned_ids(scribe, 408, scribe.tokenizer.vocab_size)
+    banned = scribe.banned_ids(408)
     return PolicyModel(Decoder(config, torch.Generator().manual_seed(0)), banned_ids=banned)
 
 

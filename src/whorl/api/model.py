@@ -165,32 +165,17 @@ class Model:
     def _stream(self, request: Request) -> Iterator[str]:
         """The text of one request; it is aborted when the caller stops reading."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        skip, done = len(request.forced_prefix), False  # the forced prefix repeats the prompt's last bytes
-        self.engine.add(request)
-        try:
-            while not done:
-                for delta in self.engine.step():
-                    if delta.request_id != request.id:
-                        continue
-                    cut = min(skip, len(delta.text))
-                    skip, done = skip - cut, delta.finish_reason is not None
-                    if text := decoder.decode(delta.text[cut:], final=done):
-                        yield text
-        finally:
-            if not done:
-                self.engine.abort(request.id)
+        skip = len(request.forced_prefix)  # the forced prefix repeats the prompt's last bytes
+        for delta in self.engine.stream([request]):
+            cut = min(skip, len(delta.text))
+            skip, done = skip - cut, delta.finish_reason is not None
+            if text := decoder.decode(delta.text[cut:], final=done):
+                yield text
 
     def _complete(self, requests: Sequence[Request]) -> list[str]:
         texts = {request.id: b"" for request in requests}
-        for request in requests:
-            self.engine.add(request)
-        waiting = set(texts)
-        while waiting:
-            for delta in self.engine.step():
-                if delta.request_id in texts:
-                    texts[delta.request_id] += delta.text
-                    if delta.finish_reason is not None:
-                        waiting.discard(delta.request_id)
+        for delta in self.engine.stream(requests):
+            texts[delta.request_id] += delta.text
         return [texts[r.id][len(r.forced_prefix) :].decode("utf-8", "replace") for r in requests]
 
 

@@ -1,6 +1,6 @@
-"""The engine: continuous batching over a paged KV cache, sampling, and generation of one sequence."""
+"""The engine: continuous batching over a paged KV cache, sampling, and generation."""
 
-from whorl.engine.generate import complete, generate
+from whorl.engine.config import EngineConfig
 from whorl.engine.load import fastest_dtype, load_for_sampling
 from whorl.engine.model.multi_lora import Adapters
 from whorl.engine.request import Token
@@ -9,13 +9,12 @@ from whorl.engine.sampling_params import SamplingParams
 
 __all__ = [
     "Adapters",
+    "EngineConfig",
     "Sampler",
     "SamplerRow",
     "SamplingParams",
     "Token",
-    "complete",
     "distribution",
     "fastest_dtype",
-    "generate",
     "load_for_sampling",
 ]

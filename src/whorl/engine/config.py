@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+BATCH_BLOCK_SIZE = 8  # positions
 
 
 class EngineConfig(BaseModel):
@@ -40,3 +43,17 @@ class EngineConfig(BaseModel):
     )
     seed: int = Field(default=0, description="base seed for requests without a seed; combined with their id")
     slo_tpot: float | None = Field(default=None, gt=0, description="target seconds per output token (TPOT)")
+
+    @classmethod
+    def for_batch(cls, sequences: int, max_length: int, **options: Any) -> EngineConfig:
+        """Return settings for throughput: `sequences` of `max_length` positions that all fit the cache.
+
+        Blocks are small, so that completions share prefixes. No decision depends on time, so completions do not depend on
+        earlier requests.
+        """
+        row_length = -(-max_length // BATCH_BLOCK_SIZE) * BATCH_BLOCK_SIZE
+        return cls(
+            max_num_seqs=sequences, max_model_len=max_length, kv_cache_tokens=sequences * row_length,
+            block_size=BATCH_BLOCK_SIZE, max_num_batched_tokens=max(2048, 2 * sequences), max_decode_slowdown=math.inf,
+            **options,
+        )  # fmt: skip

@@ -1,7 +1,9 @@
 """The engine: requests in, one model step at a time, tokens out. Serving, rollouts and scoring all use it.
 
     engine = Engine(model, EngineConfig(), token_bytes=..., banned_ids=...)
-    engine.add(Request(id="a", ids=(1, 2, 3)))
+    completions = engine.generate([[1, 2, 3]], SamplingParams(temperature=0), max_tokens=20)
+
+    engine.add(Request(id="a", ids=(1, 2, 3)))              # the same, step by step
     while engine.busy:
         for delta in engine.step(): ...
 
@@ -20,7 +22,7 @@ versions, which is never shared, or are recomputed (`recompute=True`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import cached_property
 from typing import Any, Protocol
@@ -31,15 +33,17 @@ from torch import Tensor
 from whorl.engine.cache.block_pool import BlockPool
 from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
 from whorl.engine.config import EngineConfig
+from whorl.engine.generation import generate, stream
 from whorl.engine.model.batch_builder import build_batch, scores_prompt
 from whorl.engine.model.multi_lora import Adapters
 from whorl.engine.model.runner import layer_windows
 from whorl.engine.native.runner import make_runner
 from whorl.engine.postprocess import accept_tokens, score_prompt
-from whorl.engine.request import Delta, FinishReason, Request, Token
+from whorl.engine.request import Delta, FinishReason, Generation, Request, Token
 from whorl.engine.sampling.forced_prefix import ForcedPrefix, Sequenced, SortedVocabulary
 from whorl.engine.sampling.sampler import Sampler
 from whorl.engine.sampling.stop_strings import StopStringChecker
+from whorl.engine.sampling_params import SamplingParams
 from whorl.engine.scheduling.prefill_budget import PrefillBudget
 from whorl.engine.scheduling.scheduler import Schedule, Scheduler
 from whorl.engine.sequence import Sequence, SequenceStatus
@@ -79,6 +83,7 @@ class Engine:
         proposer: makes draft tokens.
         compile_grammar: compiles a `Grammar` to a `LogitConstraint`; without it, requests with a grammar are rejected.
         adapters: LoRA adapters of `model` that requests may name (`multi_lora.py`).
+        compile_native: compile the native step now if that has not been done on this machine (seconds, once).
         clock: seconds.
 
     Raises:
@@ -95,6 +100,7 @@ class Engine:
         proposer: Proposer | None = None,
         compile_grammar: Callable[[Any], Any] | None = None,
         adapters: Adapters | None = None,
+        compile_native: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config = config or EngineConfig()
@@ -132,6 +138,7 @@ class Engine:
             model, pages, config.block_size, config.max_num_seqs, self.max_model_len,
             weight_dtype=config.weight_dtype, weight_group_size=config.weight_group_size, invariant=same,
             dtype=torch.int8 if config.kv_cache_dtype == "int8" else None, adapters=self.adapters,
+            compile_native=compile_native,
         )  # fmt: skip
         groups = [
             KVCacheGroup(w, BlockPool(pages[w], config.block_size)) for w in self.runner.windows or [None]
@@ -152,7 +159,7 @@ class Engine:
         self.stats = EngineStats()
         self._sequences: dict[str, Sequence] = {}
         self._aborted: list[Delta] = []
-        self._n_added = 0
+        self._n_added = self._n_generated = 0
         self._board: Board | None = None
         self._max_positions = self._max_cacheable_positions()
 
@@ -281,6 +288,44 @@ class Engine:
             waiting=len(self.scheduler.waiting),
         )
         return deltas
+
+    def stream(self, requests: SequenceABC[Request]) -> Iterator[Delta]:
+        """Add `requests` and yield their deltas until all have ended. Requests are aborted when the caller stops reading.
+
+        Deltas of other requests, added before, are dropped.
+        """
+        return stream(self, requests)
+
+    def generate(
+        self,
+        prompts: SequenceABC[SequenceABC[int]],
+        params: SamplingParams | SequenceABC[SamplingParams] = SamplingParams(),  # noqa: B008  (frozen)
+        *,
+        max_tokens: int = 256,
+        stop: SequenceABC[bytes] = (),
+        stop_ids: Collection[int] = (),
+        forced_prefixes: SequenceABC[bytes] = (),
+        top_log_probs: int = 0,
+        on_finished: Callable[[int], None] = lambda _: None,
+    ) -> list[Generation]:
+        """Return the completions of `prompts` (ids, at least one each), in order.
+
+        Args:
+            params: for all prompts, or one for each. A seed for all is that of prompt 0, and prompt n has seed + n.
+            max_tokens: the engine's room for a sequence may allow fewer.
+            stop, stop_ids, top_log_probs: as in `Request`.
+            forced_prefixes: one for each prompt, as in `Request`.
+            on_finished: called with the number of completions that just ended.
+
+        Raises:
+            ConfigError: the engine cannot serve a prompt; the index of one that is too long is named.
+        """
+        self._n_generated += len(prompts)
+        return generate(
+            self, prompts, params, first_id=self._n_generated - len(prompts), max_tokens=max_tokens,
+            forced_prefixes=forced_prefixes, on_finished=on_finished, stop=tuple(stop), stop_ids=frozenset(stop_ids),
+            top_log_probs=top_log_probs,
+        )  # fmt: skip
 
     def update_weights(self, tensors: Mapping[str, Tensor], version: int, recompute: bool = False) -> None:
         """Use new weights from the next step on.

@@ -12,7 +12,7 @@ A request validates its own fields. `Engine.add` checks it against the model and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -101,3 +101,17 @@ class Delta:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     prompt_log_probs: tuple[float, ...] = ()
+
+
+@dataclass
+class Generation:
+    """A finished request: its tokens with the stop id, and the text without stop ids and stop strings."""
+
+    tokens: list[Token] = field(default_factory=list)
+    text: bytes = b""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The sampled ids, with the stop id."""
+        return [token.id for token in self.tokens]

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from whorl.errors import DataError
 from whorl.tokens.healing import HealedPrompt
-from whorl.tokens.tokenizer import BYTE_OF_CHAR, TOKENIZER_FILE, Tokenizer
+from whorl.tokens.tokenizer import BYTE_OF_CHAR, TOKENIZER_FILE, Tokenizer, banned_ids, fit_rows
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -103,6 +103,14 @@ class HFTokenizer:
             else:
                 out.append(spell(self._core.id_to_token(i) or ""))
         return out
+
+    def banned_ids(self, n_rows: int, keep: Collection[int] = ()) -> list[int]:
+        """Return the ids that a model with `n_rows` output rows never samples (`tokenizer.py`)."""
+        return banned_ids(self.control_ids, self.vocab_size, n_rows, keep)
+
+    def text_bytes(self, n_rows: int) -> list[bytes]:
+        """Return the bytes of each of `n_rows` ids as a model's text; b"" for special tokens and padding rows."""
+        return fit_rows(self.token_bytes, n_rows)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return a prompt's ids as in training, with the prefix that the tokenizer adds.

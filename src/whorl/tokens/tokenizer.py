@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,14 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids: bytes, merged tokens and special tokens."""
         return len(self.token_bytes)
+
+    def banned_ids(self, n_rows: int, keep: Collection[int] = ()) -> list[int]:
+        """Return the ids that a model with `n_rows` output rows never samples (see the function `banned_ids`)."""
+        return banned_ids(self.control_ids, self.vocab_size, n_rows, keep)
+
+    def text_bytes(self, n_rows: int) -> list[bytes]:
+        """Return the bytes of each of `n_rows` ids as a model's text; b"" for special tokens and padding rows."""
+        return fit_rows(self.token_bytes[: self.n_ordinary], n_rows)
 
     @classmethod
     def train(
@@ -310,6 +318,26 @@ class Tokenizer:
                 "merges": merges,
             },
         }
+
+
+def banned_ids(
+    control_ids: Iterable[int], vocab_size: int, n_rows: int, keep: Collection[int] = ()
+) -> list[int]:
+    """Return the ids that a model never samples, in order.
+
+    Args:
+        control_ids: special ids; those of an external tokenizer may lie behind the model's rows.
+        vocab_size: ids of the tokenizer.
+        n_rows: rows of the model's output matrix; those after the vocabulary only pad it.
+        keep: ids that are sampled although they are control ids, such as the end of a turn.
+    """
+    silent = {i for i in control_ids if i < n_rows}
+    return sorted(silent.union(range(vocab_size, n_rows)).difference(keep))
+
+
+def fit_rows(token_bytes: Sequence[bytes], n_rows: int) -> list[bytes]:
+    """Return the bytes of exactly `n_rows` ids: cut, or continued with b""."""
+    return [*token_bytes[:n_rows], *[b""] * (n_rows - len(token_bytes))]
 
 
 def _decode_surrogateescape(chunks: Iterable[str | bytes]) -> Iterator[str]:

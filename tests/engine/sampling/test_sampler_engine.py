@@ -1,4 +1,4 @@
-"""Sampler, stop strings and grammars in the engine, compared with `generate`, which runs one request."""
+"""Sampler, stop strings and grammars in the engine, compared with the generation of one request without a cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from bench.engine.support.no_cache import generate_without_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.engine.parity import assert_same, config, decoder, drain, ids_of, request, run, tokens_of
 
-from whorl.engine import generate
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Grammar
 from whorl.engine.sampling.grammar import GrammarCompiler
@@ -42,7 +42,7 @@ def text_of(deltas: list[Delta]) -> bytes:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_engine_samples_as_generate(drafts: bool) -> None:
+def test_engine_samples_as_without_cache(drafts: bool) -> None:
     mixed = engine(proposer=PromptLookup()) if drafts else engine()
     requests = []
     for n, settings in enumerate(SETTINGS):
@@ -54,8 +54,8 @@ def test_engine_samples_as_generate(drafts: bool) -> None:
         mixed.add(request(f"scored {n}", range(n + 9), max_tokens=3, prompt_log_probs=True))
     found = drain(mixed)
     for one in requests:
-        stream = generate(
-            decoder(), list(one.ids), one.sampling, torch.Generator(), max_tokens=24, banned_ids=(48,),
+        stream = generate_without_cache(
+            decoder(), list(one.ids), one.sampling, max_tokens=24, banned_ids=(48,),
             forced_prefix=one.forced_prefix, token_bytes=WORDS, top_log_probs=3,
         )  # fmt: skip
         tokens, alone = tokens_of(found[one.id]), list(stream)

@@ -12,12 +12,11 @@ from torch import Tensor
 from tests.support.tiny import BYTE_VOCAB, make_byte_tokenizer, make_decoder
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import banned_ids
 from whorl.models import Decoder, LanguageModel
 from whorl.tokens.tokenizer import Tokenizer
 
 VOCAB = BYTE_VOCAB
-BANNED = banned_ids(ExampleTokenizer(make_byte_tokenizer()), VOCAB, len(make_byte_tokenizer().token_bytes))
+BANNED = ExampleTokenizer(make_byte_tokenizer()).banned_ids(VOCAB)
 
 
 def tokenizer(folder: Path | None = None) -> Tokenizer:

@@ -35,7 +35,7 @@ from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
 from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
+from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.task import (
     DatasetTask,
     Log,
@@ -236,7 +236,7 @@ class _DistillationBatches:
         self.n_on_policy = round(config.on_policy_fraction * self.batch_size)
         self.steps = max(1, math.ceil(config.epochs * len(texts) / self.batch_size))
         vocab = int(network.model.config.vocab_size)
-        banned = banned_ids(example_tokenizer, vocab, len(example_tokenizer.tokenizer.token_bytes))
+        banned = example_tokenizer.banned_ids(vocab)
         banned_mask = torch.zeros(vocab, dtype=torch.bool)
         banned_mask[banned] = True
         self.banned_mask = banned_mask.to(network.device)

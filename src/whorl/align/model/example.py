@@ -66,13 +66,16 @@ class ExampleTokenizer:
         self.tokenizer = tokenizer
         self.chat = chat or ChatTemplate(tokenizer)
         self.stop_ids = frozenset(tokenizer.end_ids) | frozenset(self.chat.stop_ids)
-        self.control_ids = tuple(tokenizer.control_ids)
         if not tokenizer.end_ids:
             raise DataError(
                 "the tokenizer has no end-of-text token",
                 expected="an eos token",
                 do="choose another tokenizer",
             )
+
+    def banned_ids(self, n_rows: int) -> list[int]:
+        """Return the ids that a model with `n_rows` output rows never samples: those that end a turn are sampled."""
+        return self.tokenizer.banned_ids(n_rows, keep=self.stop_ids)
 
     def prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the ids of a prompt: a text to continue, or a conversation to answer.

@@ -18,7 +18,7 @@ from whorl.align.data.formats import PromptCompletion
 from whorl.align.data.read import pairs, tasks
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import banned_ids, rollout_engine, sample_completions
+from whorl.align.model.sampling import rollout_engine, sample_completions
 from whorl.data.quarantine import Quarantine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.evals.verify import verify_all
@@ -75,9 +75,7 @@ def make_policy_model(
     context_hint: context length of the engine that rows must agree with.
     """
     model.context_hint = context_hint
-    banned = banned_ids(
-        example_tokenizer, model.config.vocab_size, len(example_tokenizer.tokenizer.token_bytes)
-    )
+    banned = example_tokenizer.banned_ids(model.config.vocab_size)
     return PolicyModel(
         model, temperature=temperature, banned_ids=banned, lora=config.lora, critic=critic, seed=config.seed
     )

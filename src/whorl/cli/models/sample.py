@@ -30,7 +30,6 @@ def sample(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
     ] = None,
-    cache: Annotated[bool, typer.Option(help="Use the KV cache or recurrent state (much faster).")] = True,
     store: StoreOption = None,
 ) -> None:
     """Continue a text with a model and stream the result.
@@ -45,14 +44,15 @@ def sample(
     """
     import torch
 
-    from whorl.engine import SamplingParams, generate, load_for_sampling
-    from whorl.engine.sampling.stop_strings import StopStringChecker
+    from whorl.engine import EngineConfig, SamplingParams, load_for_sampling
+    from whorl.engine.engine import Engine
+    from whorl.engine.request import Request
     from whorl.errors import ConfigError
     from whorl.machine.device_probe import probe
     from whorl.store import Store
     from whorl.tokens.healing import heal
     from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
-    from whorl.tracking.seeds import generator
+    from whorl.tracking.seeds import derive
 
     found = Store(store).open(artifact)
     if found.kind != "model":
@@ -65,57 +65,38 @@ def sample(
     model = load_for_sampling(found.path, machine)
     tokenizer = load_tokenizer(found.path)
     text = _text(prompt)
-    if isinstance(tokenizer, HFTokenizer):
-        healed, token_bytes = tokenizer.heal_prompt(text), tokenizer.token_bytes
-    else:
-        healed, token_bytes = heal(tokenizer, text), tokenizer.token_bytes[: tokenizer.n_ordinary]
-    if model.max_positions is not None:
-        room = model.max_positions - len(healed.ids) + 1  # the last token is generated but not read
-        if room < 1:
-            raise ConfigError(
-                f"the prompt is {len(healed.ids)} tokens long",
-                expected=f"at most {model.max_positions}, the longest row of {found.name}",
-                do="shorten the prompt",
-            )
-        max_tokens = min(max_tokens, room)
-    rows = model.config.vocab_size
-    padding_ids = range(tokenizer.vocab_size, rows)  # padding rows of the output matrix
-    control_ids = (
-        i for i in tokenizer.control_ids if i < rows
-    )  # an external tokenizer may have more ids than the model
+    healed = tokenizer.heal_prompt(text) if isinstance(tokenizer, HFTokenizer) else heal(tokenizer, text)
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
-    stream = generate(
+    rows = model.config.vocab_size
+    engine = Engine(
         model,
-        healed.ids,
-        SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k),
-        generator(seed, "sample"),
+        EngineConfig.for_batch(1, min(len(healed.ids) + max_tokens, model.max_positions or sys.maxsize)),
+        token_bytes=tokenizer.text_bytes(rows),
+        banned_ids=tokenizer.banned_ids(rows),
+        compile_native=False,  # the first token does not wait for a compiler
+    )
+    request = Request(
+        id="sample",
+        ids=tuple(healed.ids),
+        sampling=SamplingParams(
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=derive(seed, "sample")
+        ),
         max_tokens=max_tokens,
-        banned_ids=(*control_ids, *padding_ids),
+        stop=tuple(text.encode() for text in stop or [] if text),
+        stop_ids=frozenset(tokenizer.end_ids),
         forced_prefix=healed.forced_prefix,
-        token_bytes=token_bytes[:rows],
-        use_cache=cache,
     )
     # Decode incrementally: the forced prefix may start inside a character.
     given = text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     fits = given.endswith(healed.forced_prefix)  # false if the tokenizer normalizes text
-    sys.stdout.write(
-        decoder.decode(given.removesuffix(healed.forced_prefix) if fits else tokenizer.decode(healed.ids))
-    )
-    stops, began, count = (
-        StopStringChecker([text.encode() for text in stop or [] if text]),
-        time.perf_counter(),
-        0,
-    )
-    for token in stream:
-        count += 1
-        if token.id in tokenizer.end_ids:
-            break
-        sys.stdout.write(decoder.decode(stops.add(tokenizer.decode([token.id]))))
+    start = given.removesuffix(healed.forced_prefix) if fits else tokenizer.decode(healed.ids)
+    began, count = time.perf_counter(), 0
+    for delta in engine.stream([request]):
+        count += len(delta.tokens)
+        sys.stdout.write(decoder.decode(start + delta.text))
         sys.stdout.flush()
-        if stops.matched is not None:
-            break
-    sys.stdout.write(decoder.decode(stops.flush()))
+        start = b""
     seconds = time.perf_counter() - began
     sys.stdout.write("\n")
     print(f"{count} tokens, {count / seconds:,.0f} tokens/s, seed {seed}", file=sys.stderr)

@@ -56,6 +56,14 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def is_compiled() -> bool:
+    """Whether `library` need not compile, since that has been done on this machine."""
+    try:
+        return (cache_folder() / f"{fingerprint(find_compiler())}.so").exists()
+    except BuildError:
+        return False
+
+
 def cache_folder() -> Path:
     """Folder of the compiled libraries."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl" / "native"

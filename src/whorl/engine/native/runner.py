@@ -90,15 +90,18 @@ def make_runner(
     *args: Any,
     weight_dtype: str | None = None,
     weight_group_size: int | None = None,
+    compile_native: bool = True,
     **kwargs: Any,
 ) -> ModelRunner:
     """Return the faster runner for `model` on this machine; arguments as of `ModelRunner` and `NativeStep`.
+
+    compile_native: False runs torch if the native library has not been compiled on this machine, which takes seconds.
 
     Raises:
         ConfigError: `weight_dtype` is set, and the native step cannot run; only it has weight formats.
     """
     setting = os.environ.get("WHORL_NATIVE", "")
-    reason = "WHORL_NATIVE=0" if setting == "0" else unsupported_reason(model)
+    reason = "WHORL_NATIVE=0" if setting == "0" else unsupported_reason(model, compile_native)
     if kwargs.get("dtype") == torch.int8:
         reason = reason or "its cache is bfloat16 or float32, and kv_cache_dtype is int8"
     if reason is not None:

@@ -36,11 +36,16 @@ ERROR_MESSAGES = {
 MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary tables
 
 
-def unsupported_reason(model: LanguageModel) -> str | None:
-    """Return the reason why the native step cannot run `model` here, or None."""
-    return unsupported_model_reason(model) or (
-        "the native library could not be built" if build.library() is None else None
-    )
+def unsupported_reason(model: LanguageModel, compile_native: bool = True) -> str | None:
+    """Return the reason why the native step cannot run `model` here, or None.
+
+    compile_native: False never compiles the library here and now.
+    """
+    if (reason := unsupported_model_reason(model)) is not None:
+        return reason
+    if not compile_native and not build.is_compiled():
+        return "the native library is not compiled yet"
+    return "the native library could not be built" if build.library() is None else None
 
 
 class NativeStep:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 TOP_LOGPROBS = 5  # alternatives per token of a sample
 
 
-COMPLETION_WINDOW = 512  # tokens of a prompt and its completion; prompts cut to one length form one batch
+COMPLETION_WINDOW = 512  # tokens of a prompt and its completion
+COMPLETION_ROWS = 64  # completed at once
 
 
 class EvaluateConfig(BaseModel):
@@ -177,7 +178,8 @@ def _completions(
     tokenizer: Tokenizer,
     held_out: list[Document],
 ) -> dict[str, Any] | None:
-    from whorl.engine import SamplingParams, complete
+    from whorl.engine import EngineConfig, SamplingParams
+    from whorl.engine.engine import Engine
     from whorl.evals.parse_rate import (
         END_OF_DOCUMENT,
         parse_rate,
@@ -185,7 +187,7 @@ def _completions(
         sample_function_prompts,
     )
     from whorl.tokens.healing import heal
-    from whorl.tracking.seeds import generator
+    from whorl.tracking.seeds import derive
 
     try:
         chosen = sample_function_prompts(
@@ -197,26 +199,26 @@ def _completions(
     speed = {"tokens": 0, "seconds": 0.0}
 
     def generate(texts: list[bytes]) -> list[bytes]:
-        # The longest prompts are cut to the context, so that most have one length and form one batch.
-        healed = [heal(tokenizer, t.decode()) for t in texts]
-        began = time.perf_counter()
-        ends = complete(
+        healed, rows = [heal(tokenizer, t.decode()) for t in texts], model.config.vocab_size
+        engine = Engine(
             model,
+            EngineConfig.for_batch(min(len(texts), COMPLETION_ROWS), context + config.completion_tokens),
+            token_bytes=tokenizer.text_bytes(rows),
+            banned_ids=tokenizer.banned_ids(rows),
+        )
+        began = time.perf_counter()
+        ends = engine.generate(
             [h.ids[-context:] for h in healed],
-            SamplingParams(),
-            generator(config.seed, "completions"),
+            SamplingParams(seed=derive(config.seed, "completions")),
             max_tokens=config.completion_tokens,
-            eos_id=tokenizer.eos_id,
-            banned_ids=(*tokenizer.control_ids, *range(tokenizer.vocab_size, model.config.vocab_size)),
+            stop_ids=tokenizer.end_ids,
             forced_prefixes=[h.forced_prefix for h in healed],
-            token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
         )
         speed["seconds"] += time.perf_counter() - began
-        speed["tokens"] += sum(map(len, ends))
+        speed["tokens"] += sum(len(end.tokens) for end in ends)
         return [
-            tokenizer.decode(ids)[len(h.forced_prefix) :]
-            + (END_OF_DOCUMENT if len(ids) < config.completion_tokens else b"")
-            for h, ids in zip(healed, ends, strict=True)
+            end.text[len(h.forced_prefix) :] + (END_OF_DOCUMENT if end.finish_reason == "stop" else b"")
+            for h, end in zip(healed, ends, strict=True)
         ]
 
     with ctx.progress.task("Completing held-out functions", total=None):
@@ -239,32 +241,39 @@ def _samples(
     held_out: list[Document],
 ) -> list[dict[str, Any]]:
     """Return samples with the probability of every token: two fixed prompts, then the start of held-out files."""
-    from whorl.engine import SamplingParams, generate, load_for_sampling
+    from whorl.engine import EngineConfig, SamplingParams, load_for_sampling
+    from whorl.engine.engine import Engine
     from whorl.tokens.healing import heal
-    from whorl.tracking.seeds import generator
+    from whorl.tracking.seeds import derive
 
     model = load_for_sampling(ctx.parent_folder("model"), ctx.machine)
     texts = [b"def ", b'class Node:\n    """', *(d.text.encode()[:300] for d in held_out)][: config.samples]
-    sampling = SamplingParams()
+    sampling, rows = SamplingParams(), model.config.vocab_size
+    prompts = [heal(tokenizer, text.decode("utf-8", "ignore")) for text in texts]
+    if not prompts:
+        return []
+    room = max(len(healed.ids) for healed in prompts)
+    if model.max_positions is not None:
+        room = max(1, min(room, model.max_positions - config.sample_tokens))
+    engine = Engine(
+        model,
+        EngineConfig.for_batch(len(prompts), room + config.sample_tokens),
+        token_bytes=tokenizer.text_bytes(rows),
+        banned_ids=tokenizer.banned_ids(rows),
+    )
+    completions = engine.generate(
+        [healed.ids[-room:] for healed in prompts],
+        [sampling.model_copy(update={"seed": derive(config.seed, "report", n)}) for n in range(len(prompts))],
+        max_tokens=config.sample_tokens,
+        stop_ids=tokenizer.end_ids,
+        forced_prefixes=[healed.forced_prefix for healed in prompts],
+        top_log_probs=TOP_LOGPROBS,
+    )
     out = []
-    for number, text in enumerate(texts):
-        healed = heal(tokenizer, text.decode("utf-8", "ignore"))
-        room = None if model.max_positions is None else max(1, model.max_positions - config.sample_tokens)
+    for text, healed, completion in zip(texts, prompts, completions, strict=True):
         kept = text[: len(text) - len(healed.forced_prefix)]
         tokens = []
-        for token in generate(
-            model,
-            healed.ids[-room:] if room else healed.ids,
-            sampling,
-            generator(config.seed, "report", number),
-            max_tokens=config.sample_tokens,
-            banned_ids=(*tokenizer.control_ids, *range(tokenizer.vocab_size, model.config.vocab_size)),
-            forced_prefix=healed.forced_prefix,
-            token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
-            top_log_probs=TOP_LOGPROBS,
-        ):
-            if token.id == tokenizer.eos_id:
-                break
+        for token in completion.tokens[: -1 if completion.finish_reason == "stop" else None]:
             tokens.append(
                 {
                     "hex": tokenizer.decode([token.id]).hex(),

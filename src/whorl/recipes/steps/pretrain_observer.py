@@ -79,27 +79,28 @@ class PretrainObserver:
         self.metrics.write(step, record)
 
     def _sample(self, model: LanguageModel, step: int) -> str:
-        from whorl.engine import SamplingParams, generate
+        from whorl.engine import EngineConfig, SamplingParams
+        from whorl.engine.engine import Engine
         from whorl.tokens.healing import heal
-        from whorl.tracking.seeds import generator
+        from whorl.tracking.seeds import derive
 
-        t = self.tokenizer
+        t, rows = self.tokenizer, model.config.vocab_size
         healed = heal(t, SAMPLE_PROMPT)
-        ids = []
-        for token in generate(
+        engine = Engine(
             model,
-            healed.ids,
-            SamplingParams(),
-            generator(0, "sample", step),
+            EngineConfig.for_batch(1, len(healed.ids) + SAMPLE_TOKENS),
+            token_bytes=t.text_bytes(rows),
+            banned_ids=t.banned_ids(rows),
+            compile_native=False,  # training does not wait for a compiler
+        )
+        (completion,) = engine.generate(
+            [healed.ids],
+            SamplingParams(seed=derive(0, "sample", step)),
             max_tokens=SAMPLE_TOKENS,
-            banned_ids=(*t.control_ids, *range(t.vocab_size, model.config.vocab_size)),
-            forced_prefix=healed.forced_prefix,
-            token_bytes=t.token_bytes[: t.n_ordinary],
-        ):
-            if token.id == t.eos_id:
-                break
-            ids.append(token.id)
-        text = SAMPLE_PROMPT + t.decode(ids)[len(healed.forced_prefix) :].decode("utf-8", "replace")
+            stop_ids=t.end_ids,
+            forced_prefixes=[healed.forced_prefix],
+        )
+        text = SAMPLE_PROMPT + completion.text[len(healed.forced_prefix) :].decode("utf-8", "replace")
         self.ctx.progress.log(f"    step {step:,}: " + text.replace("\n", "\n      "))
         return text
 

@@ -145,14 +145,14 @@ def make_engine(
     **engine_kwargs: Any,
 ) -> Engine:
     """Build an engine with the model's token bytes, its banned ids and a grammar compiler."""
-    id_bytes = token_bytes(tokenizer, model)
+    id_bytes = tokenizer.text_bytes(model.config.vocab_size)
     ends = sorted(i for i in chat.stop_ids if i < len(id_bytes))
     compiler = GrammarCompiler(id_bytes, ends, len(id_bytes)) if ends else None
     return Engine(
         model,
         config,
         token_bytes=id_bytes,
-        banned_ids=banned_ids(tokenizer, model),
+        banned_ids=tokenizer.banned_ids(model.config.vocab_size),
         compile_grammar=compiler.compile if compiler is not None else None,
         **engine_kwargs,
     )
@@ -189,19 +189,3 @@ def load_embedder(location: ModelLocation, machine: Machine) -> ServedEmbedder:
     return ServedEmbedder(
         location.names[0], words, embedder.max_seq_length, vector, frozenset(location.names[1:])
     )
-
-
-def token_bytes(tokenizer: AnyTokenizer, model: LanguageModel) -> list[bytes]:
-    """Return the bytes of each row of the model's vocabulary; empty for special tokens and padding rows."""
-    words = tokenizer.token_bytes
-    if isinstance(tokenizer, Tokenizer):
-        words = words[: tokenizer.n_ordinary]
-    rows = model.config.vocab_size
-    return [*words[:rows], *[b""] * (rows - len(words))]
-
-
-def banned_ids(tokenizer: AnyTokenizer, model: LanguageModel) -> list[int]:
-    """Return ids that are never sampled: control tokens, and rows that only pad the embedding matrix."""
-    rows = model.config.vocab_size
-    silent = [i for i in tokenizer.control_ids if i < rows]
-    return [*silent, *range(tokenizer.vocab_size, rows)]

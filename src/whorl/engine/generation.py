@@ -1,0 +1,102 @@
+"""Whole generations on an engine: the bodies of `Engine.stream` and `Engine.generate`.
+
+Among equal prompts, such as the K completions of a task, one is prefilled first, and the others reuse its cached prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from whorl.engine.request import Delta, Generation, Request
+from whorl.engine.sampling_params import SamplingParams
+from whorl.errors import ConfigError
+
+
+class Steps(Protocol):
+    """The part of `Engine` that is used here."""
+
+    @property
+    def max_positions(self) -> int: ...
+    def add(self, request: Request) -> None: ...
+    def step(self) -> list[Delta]: ...
+    def abort(self, request_id: str) -> bool: ...
+
+
+def stream(engine: Steps, requests: Sequence[Request]) -> Iterator[Delta]:
+    """Run requests to their ends; see `Engine.stream`."""
+    first_of: dict[tuple[int, ...], str] = {}
+    for request in requests:
+        first_of.setdefault(request.ids, request.id)
+    first = set(first_of.values())
+    later = [request for request in requests if request.id not in first]
+    running: set[str] = set()
+    prefilling = set(first)
+
+    def add(request: Request) -> None:
+        engine.add(request)
+        running.add(request.id)
+
+    try:
+        for request in requests:
+            if request.id in first:
+                add(request)
+        while running or later:
+            if later and not prefilling:
+                for request in later:
+                    add(request)
+                later = []
+            for delta in engine.step():
+                if delta.request_id not in running:
+                    continue
+                prefilling.discard(delta.request_id)
+                if delta.finish_reason is not None:
+                    running.discard(delta.request_id)
+                yield delta
+    finally:
+        for request_id in running:
+            engine.abort(request_id)
+
+
+def generate(
+    engine: Steps,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    first_id: int,
+    max_tokens: int,
+    forced_prefixes: Sequence[bytes],
+    on_finished: Callable[[int], None],
+    **fields: Any,
+) -> list[Generation]:
+    """Return completions of `prompts`, in order; see `Engine.generate`. first_id: number in the first request's id."""
+    requests = []
+    for n, ids in enumerate(prompts):
+        if len(ids) >= engine.max_positions:
+            raise ConfigError(
+                f"prompt {n} has {len(ids):,} ids, and the engine holds {engine.max_positions:,}",
+                expected="shorter prompts",
+                do="leave it out, or increase the length that the engine is made for",
+            )
+        one = params if isinstance(params, SamplingParams) else params[n]
+        if one is params and one.seed is not None:
+            one = one.model_copy(update={"seed": one.seed + n})
+        requests.append(
+            Request(
+                id=f"generate-{first_id + n}",
+                ids=tuple(ids),
+                sampling=one,
+                max_tokens=min(max_tokens, engine.max_positions - len(ids)),
+                forced_prefix=forced_prefixes[n] if forced_prefixes else b"",
+                **fields,
+            )
+        )
+    completions = {request.id: Generation() for request in requests}
+    for delta in stream(engine, requests):
+        completion = completions[delta.request_id]
+        completion.tokens += delta.tokens
+        completion.text += delta.text
+        completion.finish_reason = delta.finish_reason
+        if delta.finish_reason is not None:
+            on_finished(1)
+    return list(completions.values())
