@@ -180,6 +180,26 @@ class Decoder(LanguageModel):
         trained = self.config.trained_length
         return super().eval_window if trained is None else int(YARN_FACTOR * trained)
 
+    @property
+    def default_context(self) -> int | None:
+        """Return `eval_window`, if the trained length is stored."""
+        return None if self.config.trained_length is None else self.eval_window
+
+    @property
+    def ngram_context(self) -> int:
+        """Return the number of ids before a position that its n-grams read."""
+        return max(self.config.ngram_orders, default=1) - 1
+
+    def prepare_joined(
+        self, ids: Tensor, positions: Tensor, previous_ids: Tensor | None, capacity: int
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Look up joined rows; with n-grams, each position is a separate row after the ids before it."""
+        where = self.rotary_for(capacity).tables_at(positions[None])
+        if previous_ids is None:
+            return self.embed(ids[None]), where
+        state = DecoderState([], previous_ids, capacity)
+        return self.embed(ids[:, None], None, state).transpose(0, 1), where
+
     def rotary_for(self, capacity: int) -> Rotary:
         """Return the rotary tables for rows of `capacity` positions."""
         trained = self.config.trained_length

@@ -71,6 +71,28 @@ class LanguageModel(nn.Module, ABC):
         """Return the default row length, in positions, for scoring text."""
         return 512
 
+    @property
+    def default_context(self) -> int | None:
+        """Return the positions of a row to serve by default where `max_positions` is None; None if nothing is known."""
+        return None
+
+    @property
+    def ngram_context(self) -> int:
+        """Return the number of ids before a position that its embedding reads."""
+        return 0
+
+    @abstractmethod
+    def prepare_joined(
+        self, ids: Tensor, positions: Tensor, previous_ids: Tensor | None, capacity: int
+    ) -> tuple[Tensor, Any]:
+        """Look up ids of several rows, joined to one -> (embedded [1, N, d_model], positions for `trunk`).
+
+        Args:
+            ids, positions: [N].
+            previous_ids: [N, ngram_context] ids before each position, -1 where there are none; None without such a context.
+            capacity: longest row, in positions.
+        """
+
     def n_checkpointed(self, state: Any) -> int:
         """Return how many blocks a forward checkpoints: none without gradients or while decoding.
 

@@ -270,6 +270,12 @@ class Transformer(LanguageModel):
                 x = x + F.embedding(positions, self.positions).to(self.dtype)
         return x
 
+    def prepare_joined(
+        self, ids: Tensor, positions: Tensor, previous_ids: Tensor | None, capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        """Look up joined rows (`LanguageModel.prepare_joined`)."""
+        return self.embed(ids[None], positions[None]), positions[None]
+
     def prepare(
         self,
         ids: Tensor,

@@ -15,7 +15,6 @@ position of its completions. Then relative distances (windows, slopes) and prede
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,21 +100,17 @@ def supports_shared_prefix(model: LanguageModel) -> bool:
 def shared_prefix_hidden(model: LanguageModel, batch: MicroBatch, prefixes: SharedPrefixBatch) -> Tensor:
     """Return [M, d_model] hidden states at the targets in the loss, with gradients."""
     tokens = batch["tokens"]
-    ids, positions = tokens[prefixes.row, prefixes.column][None], prefixes.column[None]
     state = _ModelState([_SharedPrefixLayer(prefixes) for _ in model.blocks])
-    where: Any = positions
-    if isinstance(model, Decoder):
-        where = model.rotary_for(model.context_hint or tokens.shape[1]).tables_at(positions)
-        reach = max(model.config.ngram_orders, default=1) - 1
-        if reach:  # each position with the ids before it, as its own row
-            back = prefixes.column[:, None] - torch.arange(reach, 0, -1, device=tokens.device)
-            before = tokens[prefixes.row[:, None], back.clamp(min=0)]
-            state.last_ids = before.masked_fill(back < 0, -1)
-            x = model.embed(ids[0][:, None], None, state).transpose(0, 1)  # type: ignore[arg-type]
-        else:
-            x = model.embed(ids)
-    else:
-        x = model.embed(ids, positions)  # type: ignore[operator]
+    before: Tensor | None = None
+    if model.ngram_context:
+        back = prefixes.column[:, None] - torch.arange(model.ngram_context, 0, -1, device=tokens.device)
+        before = tokens[prefixes.row[:, None], back.clamp(min=0)].masked_fill(back < 0, -1)
+    x, where = model.prepare_joined(
+        tokens[prefixes.row, prefixes.column],
+        prefixes.column,
+        before,
+        model.context_hint or tokens.shape[1],
+    )
     hidden: Tensor = model.trunk(x, where, None, state)
     # Not hidden[0, target_index]: its gradient is summed in thread order where one position belongs to several rows.
     return hidden[0].index_select(0, prefixes.target_index)
@@ -126,7 +121,6 @@ class _ModelState:
     """State object for a model's `trunk`."""
 
     layers: list[_SharedPrefixLayer]
-    last_ids: Tensor | None = None
     length: int = 0
 
 

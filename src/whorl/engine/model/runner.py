@@ -33,7 +33,6 @@ class PagedModelState:
     """The state that a model's `trunk` receives."""
 
     layers: list[Any]
-    last_ids: Tensor | None = None
     length: int = 0
 
 
@@ -115,9 +114,7 @@ class ModelRunner:
     @property
     def ngram_context(self) -> int:
         """Ids before a position that its embedding reads."""
-        if isinstance(self.model, Decoder) and self.model.config.ngram_orders:
-            return max(self.model.config.ngram_orders) - 1
-        return 0
+        return self.model.ngram_context
 
     @property
     def n_bytes(self) -> int:
@@ -147,19 +144,8 @@ class ModelRunner:
                 layer.batch = batch
             else:
                 layer.page_index = page_indices[group]
-        ids, positions = batch.ids[None], batch.positions[None]
-        state = PagedModelState(self.layers)
-        model = self.model
-        where: Any = positions
-        if isinstance(model, Decoder):
-            where = model.rotary_for(self.max_model_len).tables_at(positions)
-            if batch.previous_ids is None:
-                x = model.embed(ids)
-            else:  # each position with the ids before it, as a separate row
-                state.last_ids = batch.previous_ids
-                x = model.embed(batch.ids[:, None], None, state).transpose(0, 1)  # type: ignore[arg-type]
-        else:
-            x = model.embed(ids, positions)  # type: ignore[operator]
+        state, model = PagedModelState(self.layers), self.model
+        x, where = model.prepare_joined(batch.ids, batch.positions, batch.previous_ids, self.max_model_len)
         if batch.adapter_indices is None or self.adapters is None:
             return model.trunk(x, where, None, state)[0]
         with self.adapters.active(self.adapters.expand_to_positions(batch.adapter_indices, batch.starts)):

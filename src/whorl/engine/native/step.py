@@ -26,7 +26,7 @@ from whorl.engine.cache.pages import InputBatch, KVPages
 from whorl.engine.native import build, layout
 from whorl.engine.native.weights import PackedWeights, unsupported_model_reason
 from whorl.errors import ConfigError
-from whorl.models import Decoder, LanguageModel
+from whorl.models import LanguageModel
 
 ERROR_MESSAGES = {
     1: "a token id outside of the vocabulary",
@@ -84,7 +84,7 @@ class NativeStep:
             library, model, self.weight_dtype, weight_group_size, page_size, self.threads, max_positions
         )
         self.vocab_size = model.config.vocab_size
-        self.uses_ngrams = isinstance(model, Decoder) and bool(model.config.ngram_orders)
+        self.uses_ngrams = model.ngram_context > 0
         self._caches = (layout.LayerCache * len(self.weights.layers))()
         self._bound_layers: Sequence[Any] | None = None
         self._rotary_length = 0

@@ -23,7 +23,7 @@ from whorl.engine.load import load_for_sampling
 from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import Machine
-from whorl.models import Decoder, LanguageModel
+from whorl.models import LanguageModel
 from whorl.models.lora import load_lora
 from whorl.serve.worker.model_entry import AnyTokenizer, ServedEmbedder, ServedModel, mean_pooled_embedding
 from whorl.store import Store
@@ -32,7 +32,7 @@ from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
 CACHE_MEMORY_FRACTION = 0.25  # of the free memory
-DEFAULT_MAX_MODEL_LEN = 4096  # for models without a position limit
+DEFAULT_MAX_MODEL_LEN = 4096  # for models without a position limit or a trained length
 
 
 class ModelLocation:
@@ -89,7 +89,7 @@ def load_generation_model(
     model = load_for_sampling(location.folder, machine, batch_size=min(8, config.max_num_seqs))
     tokenizer = load_tokenizer(location.folder)
     gc.collect()
-    bound = model.max_positions or _default_max_model_len(model)
+    bound = model.max_positions or model.default_context or DEFAULT_MAX_MODEL_LEN
     if max_model_len is not None:
         if model.max_positions is not None and max_model_len > model.max_positions:
             raise ConfigError(
@@ -129,12 +129,6 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
         problem = error.errors()[0]
         name = "--" + str(problem["loc"][0]).replace("_", "-")
         raise ConfigError(f"{name} is {problem['input']!r}", expected=str(problem["msg"]).lower()) from error
-
-
-def _default_max_model_len(model: LanguageModel) -> int:
-    """Return the default context of a model without a position limit: its evaluated length, if that is stored."""
-    known = isinstance(model, Decoder) and model.config.trained_length is not None
-    return model.eval_window if known else DEFAULT_MAX_MODEL_LEN
 
 
 def make_engine(
