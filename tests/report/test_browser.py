@@ -12,8 +12,7 @@ import pytest
 from tests.support.report.report_example import example
 
 from whorl.report import ReportData, render
-from whorl.report.charts import Series
-from whorl.report.curve import write_curve_page
+from whorl.report.blocks import Curve, Line, StepReport
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 no_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -88,7 +87,7 @@ def test_hover_shows_token_probabilities(browser: Any, report: Path) -> None:
 def test_hover_shows_curve_values(browser: Any, report: Path) -> None:
     opened = OpenPage(browser, report)
     opened.page.locator(".chart").first.hover()
-    assert "step 1," in opened.tip() and "smoothed" in opened.tip()
+    assert opened.tip().startswith("step ") and "smoothed" in opened.tip()
     opened.close()
 
 
@@ -137,7 +136,7 @@ def test_answers_are_side_by_side_or_stacked(browser: Any, report: Path, scheme:
     colours = [side.locator(".verdict").evaluate(CONTRAST) for side in (before, after)]
     assert colours[0]["colour"] != colours[1]["colour"]
     assert all(colour["contrast"] >= 4.5 for colour in colours), colours
-    page.locator("#stages .chart").nth(1).hover()
+    page.locator("#after_pretraining .chart").nth(1).hover()
     assert opened.tip().startswith("step ") and "smoothed" in opened.tip() and "%" in opened.tip()
     page.locator("h1").hover()
     page.set_viewport_size({"width": 360, "height": 800})
@@ -158,8 +157,8 @@ def test_page_is_complete_without_script(browser: Any, report: Path) -> None:
 def test_markup_in_data_is_not_executed(browser: Any, tmp_path: Path) -> None:
     evil = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"
     tokens = [{"text": evil, "probability": 0.5, "alternatives": [(evil, 0.5)]}]
-    samples = [{"prompt": evil, "tokens": tokens}]
-    data = ReportData.model_validate({"title": evil, "about": evil, "samples": samples})
+    blocks = [{"kind": "sample", "section": evil, "prompt": evil, "tokens": tokens}]
+    data = ReportData.model_validate({"title": evil, "about": evil, "reports": [(evil, {"blocks": blocks})]})
     opened = OpenPage(browser, render(data, tmp_path / "evil.html"))
     opened.page.locator(".t").first.hover()
     assert evil.replace(" ", "·") in opened.tip()
@@ -169,16 +168,15 @@ def test_markup_in_data_is_not_executed(browser: Any, tmp_path: Path) -> None:
 
 def test_empty_report_opens(browser: Any, tmp_path: Path) -> None:
     opened = OpenPage(browser, render(ReportData(), tmp_path / "empty.html"))
-    assert opened.page.locator(".missing").count() == 11
+    assert opened.page.locator(".missing").count() == 1
     opened.close()
 
 
 def test_curve_page_opens(browser: Any, tmp_path: Path) -> None:
-    series = [Series(f"seed {s}", [0.0, 50.0, 100.0], [20.0 + s, 200.0, 480.0]) for s in range(3)]
+    lines = [Line(name=f"seed {s}", x=[0.0, 50.0, 100.0], y=[20.0 + s, 200.0, 480.0]) for s in range(3)]
     title, out = "PPO on <CartPole>", tmp_path / "curve.html"
-    opened = OpenPage(
-        browser, write_curve_page(out, title, [("return", "480")], series, y="Return", x="steps")
-    )
+    blocks = StepReport(blocks=[Curve(section=title, title="Return", lines=lines, x_label="steps")])
+    opened = OpenPage(browser, render(ReportData(title=title, reports=[("ppo", blocks)]), out))
     assert opened.page.title() == opened.page.locator("h1").inner_text() == title
     assert opened.page.locator("svg.wide polyline").count() == 3
     box = opened.page.locator("svg.wide").first.bounding_box()

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tests.support.report.report_example import example, points
+from tests.support.report.report_example import example, points, rl_report, sft_report
 
+from whorl.errors import CorruptArtifactError
 from whorl.objectives.catalog import CATALOG
 from whorl.report import ReportData, render
-from whorl.report import data as records
+from whorl.report import blocks as records
 from whorl.report.charts import Series, line_chart, ticks
 from whorl.report.format import (
     NBSP,
@@ -23,10 +24,16 @@ from whorl.report.format import (
     format_quantity,
     format_si,
 )
-from whorl.report.induction_onset import find_induction_onset, find_loss_drop, smooth
+from whorl.report.induction_onset import (
+    CurvePoint,
+    InductionPoint,
+    find_induction_onset,
+    find_loss_drop,
+    smooth,
+)
 from whorl.report.render import to_html
-from whorl.report.stages import stage_charts
-from whorl.report.training import training_charts
+from whorl.report.stages import stage_curves
+from whorl.report.training import training_blocks
 
 EVIL = "<script>alert(1)</script>\"'&</style>"
 VOID = {"meta", "link", "br", "line", "circle", "polyline"}
@@ -92,22 +99,54 @@ def test_page_contains_figures(full_page: str) -> None:
 
 
 def test_unfinished_run_names_missing_steps(full_page: str) -> None:
-    page = to_html(ReportData())
-    assert page.count('class="missing"') == 11
-    for step in ("evaluate", "pretrain", "sft", "plan", "curate", "tokenizer"):
-        assert f"has not reached <code>{step}</code>" in page
+    page = to_html(ReportData(missing=["evaluate", "rl"]))
+    assert "has not reached <code>evaluate</code>, <code>rl</code>" in page
     assert "missing" not in re.sub(r"<style>.*</style>", "", full_page, flags=re.S)
+    assert "No result yet" in to_html(ReportData())
 
 
-def test_page_omits_sections_without_step() -> None:
-    absent = ["scores", "samples", "training", "plan", "corpus", "tokenizer"]
-    full = example()
-    page = to_html(ReportData(omitted_sections=absent, stages=full.stages, model=full.model, time=full.time))
-    sections = re.findall(r'<section id="(\w+)"', page)
-    assert sections == ["result", "stages", "plan", "time", "lineage", "environment"]
-    assert re.findall(r'href="#(\w+)"', page) == sections
-    assert "<h2>The model</h2>" in page and "There is no plan" not in page and ">Stages</h2>" in page
-    assert "<code>evaluate</code>" not in to_html(ReportData(omitted_sections=absent))
+def test_sections_stand_youngest_step_first(full_page: str) -> None:
+    sections = re.findall(r'<section id="(\w+)"', full_page)
+    assert sections == [
+        "result", "after_pretraining", "bits_per_byte", "samples", "training", "model", "tokenizer", "plan", "corpus",
+        "time", "lineage", "environment",
+    ]  # fmt: skip
+    assert re.findall(r'href="#(\w+)"', full_page) == sections
+    bare = to_html(ReportData(reports=[("sft", sft_report())]))
+    assert re.findall(r'<section id="(\w+)"', bare) == ["result", "after_pretraining"]
+
+
+def test_section_ids_are_unique_and_not_reserved() -> None:
+    text = [records.Text(section=name, lines=["x"]) for name in ("Time", "A b", "a-b", "!", "tip")]
+    page = to_html(ReportData(reports=[("mine", records.StepReport(blocks=text))]))
+    ids = re.findall(r'<section id="(\w+)"', page)
+    assert ids == ["result", "time_2", "a_b", "a_b_2", "section", "tip_2"]
+
+
+def test_tables_of_two_steps_are_joined() -> None:
+    def table(columns: str, *rows: str) -> records.Table:
+        named = [records.Column(name=name) for name in columns.split()]
+        return records.Table(title="t", columns=named, rows=[row.split() for row in rows])
+
+    joined = records.join_tables(table("k planned", "a 1", "b 2"), table("k actual", "b 3", "c 4"))
+    assert [column.name for column in joined.columns] == ["k", "planned", "actual"]
+    assert joined.rows == [["a", "1", "–"], ["b", "2", "3"], ["c", "–", "4"]]
+    again = records.join_tables(joined, table("k planned", "c 5", "a 9"))
+    assert again.rows == [["a", "1", "–"], ["b", "2", "3"], ["c", "5", "4"]]  # what is there stays
+
+
+def test_report_file_survives_round_trip_and_names_bad_field(tmp_path: Path) -> None:
+    for _, report in example().reports:
+        (tmp_path / "report.json").unlink(missing_ok=True)
+        report.write(tmp_path)
+        assert records.StepReport.read(tmp_path / "report.json") == report
+    (tmp_path / "report.json").write_text('{"blocks": [{"kind": "curve", "lines": []}]}')
+    with pytest.raises(
+        CorruptArtifactError, match=r"report.json: not a list of report blocks; blocks.0.curve.lines"
+    ):
+        records.StepReport.read(tmp_path / "report.json")
+    records.StepReport().write(tmp_path / "new")  # nothing to report: no file
+    assert not (tmp_path / "new").exists()
 
 
 def test_stages_show_before_and_after(full_page: str) -> None:
@@ -122,41 +161,40 @@ def test_stages_show_before_and_after(full_page: str) -> None:
     for title in ("sft: loss", "rl: accuracy", "rl: completion length"):
         assert f"<h3>{title}</h3>" in page
     # A column needs at least one measurement.
-    alone = [stage.model_copy(update={"bits_per_byte": None}) for stage in example().stages]
-    bare = to_html(ReportData(stages=alone))
+    bare = to_html(ReportData(reports=[("rl", rl_report({"bits_per_byte": {}}))]))
     assert "Accuracy, greedy" in bare and "Bits per byte</th>" not in bare
 
 
 def test_page_names_minimized_objectives(full_page: str) -> None:
     for name in ("next_token", "sft", "dr_grpo"):
         info = CATALOG[name]
-        assert f"<code>{escape(info.formula)}</code>" in full_page and escape(info.paper) in full_page
-    assert full_page.index("<h3>Objectives</h3>") > full_page.index('id="stages"')
+        assert escape(info.formula) in full_page and escape(info.paper) in full_page
+    assert full_page.count("<h3>Objectives</h3>") == 1
 
 
-def test_stage_charts_handle_single_points() -> None:
-    points = [
-        records.StagePoint(step=1, accuracy=1.0, completion_length=7.0, completion_length_incorrect=0.0)
-    ]
-    drawn = list(
-        stage_charts([records.StageSection(name="rl", points=points), records.StageSection(name="quantize")])
-    )
-    assert [title for title, _, _ in drawn] == ["rl: accuracy", "rl: completion length"]
-    assert "&quot;all&quot;" in drawn[1][2] and "incorrect" not in drawn[1][2]
-    assert "nan" not in drawn[0][2]
+def test_stage_curves_handle_single_points() -> None:
+    record = {"step": 1, "accuracy": 1.0, "completion_length/mean": 7.0, "completion_length/incorrect": 0.0}
+    drawn = [*stage_curves("rl", [record], ("loss", "")), *stage_curves("quantize", [], ("loss", ""))]
+    assert [curve.title for curve in drawn] == ["rl: accuracy", "rl: completion length"]
+    assert [line.name for line in drawn[1].lines] == ["all"]
+    blocks = records.StepReport(blocks=drawn)
+    assert "nan" not in to_html(ReportData(reports=[("rl", blocks)])).split("<main>")[1].split("<script>")[0]
 
 
 def _poisoned(value: object) -> object:
     """Replace every free text of the example by markup."""
     if isinstance(value, dict):
-        fixed = {"kind", "unit"}
+        fixed = {"kind", "unit", "style"}
         return {k: v if k in fixed and v in KINDS else _poisoned(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_poisoned(v) for v in value]
     return EVIL if isinstance(value, str) else value
 
 
-KINDS = {"model", "ngram", "compressor", "", "s", "bytes", "tokens", "tokens/s", "FLOP", "bits/byte"}
+KINDS = {
+    "", "model", "ngram", "compressor", "main", "faint", "share", "prose", "code", "list", "curve", "table", "histogram",
+    "text", "facts", "sample", "answers",
+}  # fmt: skip
 
 
 def test_markup_in_data_is_escaped() -> None:
@@ -185,9 +223,27 @@ def test_render_writes_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_report_data_refuses_invalid_values() -> None:
     for bad in (
-        {"scores": {"files": 1, "bytes": 1, "score": []}},
-        {"samples": [{"prompt": "", "tokens": [{"text": "a", "probability": 1.5}]}]},
-        {"training": {"points": [{"step": 1, "loss": float("nan")}]}},
+        {"reports": [("a", {"blocks": [{"kind": "picture"}]})]},
+        {
+            "reports": [
+                (
+                    "a",
+                    {
+                        "blocks": [
+                            {"kind": "sample", "prompt": "", "tokens": [{"text": "a", "probability": 1.5}]}
+                        ]
+                    },
+                )
+            ]
+        },
+        {
+            "reports": [
+                (
+                    "a",
+                    {"blocks": [{"kind": "curve", "lines": [{"name": "a", "x": [1], "y": [float("nan")]}]}]},
+                )
+            ]
+        },
     ):
         with pytest.raises(ValidationError):
             ReportData.model_validate(bad)
@@ -203,8 +259,10 @@ def test_printable_token_shows_partial_characters() -> None:
 # Drop of the loss
 
 
-def _points(n: int, drop_at: int | None) -> list[records.CurvePoint]:
-    return [records.CurvePoint.model_validate(point) for point in points(n, drop_at)]
+def _points(n: int, drop_at: int | None) -> list[CurvePoint]:
+    return [
+        CurvePoint(int(p["step"]), p["nll"], p["learning_rate"], p["seconds"]) for p in points(n, drop_at)
+    ]
 
 
 @pytest.mark.parametrize("n", [600, 2400])
@@ -279,29 +337,30 @@ def test_format_numbers() -> None:
 
 
 def test_find_induction_onset_needs_clear_drop() -> None:
-    points = [records.CurvePoint(step=s, loss=3.0, seconds=s / 10) for s in range(0, 1001, 10)]
-    induction = [records.InductionPoint(step=s, nll=7.0 if s < 400 else 2.0) for s in range(100, 1001, 100)]
+    points = [CurvePoint(step=s, loss=3.0, seconds=s / 10) for s in range(0, 1001, 10)]
+    induction = [InductionPoint(step=s, nll=7.0 if s < 400 else 2.0) for s in range(100, 1001, 100)]
     drop = find_induction_onset(induction, points)
     assert drop is not None and drop.step == 400 and drop.seconds == 40.0 and drop.from_copy_loss
-    slow = [records.InductionPoint(step=s, nll=7.0 - s / 2000) for s in range(100, 1001, 100)]
+    slow = [InductionPoint(step=s, nll=7.0 - s / 2000) for s in range(100, 1001, 100)]
     assert find_induction_onset(slow, points) is None
     assert find_induction_onset([], points) is None
 
 
 def test_expert_loads_are_drawn_and_described() -> None:
-    def layer(number: int, last: float, shares: list[float]) -> records.ExpertUsage:
-        ginis = [records.GiniPoint(step=1, gini=0.5), records.GiniPoint(step=2, gini=last)]
-        dropped = 0.02 * number
-        return records.ExpertUsage(
-            layer=number, gini_points=ginis, load_fractions=shares, dropped_fraction=dropped
-        )
+    def layer(number: int, gini: float, shares: list[float]) -> dict[str, float]:
+        figures = {f"moe/{number}/load_fraction/{i}": share for i, share in enumerate(shares)}
+        return {**figures, f"moe/{number}/gini": gini, f"moe/{number}/dropped_fraction": 0.02 * number}
 
-    points = [records.CurvePoint(step=s, loss=3.0 - s) for s in (1, 2)]
-    layers = [layer(0, 0.1, [0.2, 0.3, 0.25, 0.25]), layer(1, 0.3, [0.1, 0.4, 0.25, 0.25])]
-    charts = training_charts(records.TrainingSection(points=points, experts=layers), None)
-    drawn = {title: (note, svg) for title, note, svg in charts}
-    note, svg = drawn["Experts"]
-    assert "ending at 0.200" in svg and "layer 1" in svg
-    plain = note.replace(NBSP, " ")
+    curve: list[dict[str, float]] = [{"step": s, "nll": 3.0 - s} for s in (1, 2)]
+    curve[0] |= layer(0, 0.5, [0.25] * 4) | layer(1, 0.5, [0.25] * 4)
+    curve[1] |= layer(0, 0.1, [0.2, 0.3, 0.25, 0.25]) | layer(1, 0.3, [0.1, 0.4, 0.25, 0.25])
+    drawn = {block.title: block for block in training_blocks(curve)}
+    experts = drawn["Experts"]
+    assert isinstance(experts, records.Curve)
+    assert "ending at 0.200" in experts.label and [line.name for line in experts.lines][1:] == [
+        "layer 1",
+        "mean",
+    ]
+    plain = experts.note.replace(NBSP, " ")
     assert "least used expert of a layer had 10 %" in plain and "most used 40 %" in plain
     assert "equal loads would be 25 %" in plain and "Dropped assignments: at most 2.0 %" in plain

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ValidationError
 
 from whorl.errors import ConfigError, one_of
 from whorl.recipes.old_names import leaf_paths, refuse_old_key
-from whorl.recipes.registry import StepKind, step_kinds
+from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.renamed import ROLES, STEPS
 from whorl.recipes.toml_lines import key_lines, line_of
 
@@ -234,6 +234,8 @@ class _RecipeParser:
                     f"{location}: the parent {parent!r} of {step} is not a step of this recipe",
                     expected=one_of(parent, [other for other in tables if other != step]),
                 )
+        if ANY_ROLE in roles:
+            return dict(given) if named else {parent: parent for parent in values}
         found: dict[str, str] = {}
         for role, parent in given.items() if named else ((None, parent) for parent in values):
             if role not in roles and ROLES.get(role or "") in roles:

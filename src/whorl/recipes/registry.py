@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
+from whorl.report.blocks import StepReport
 from whorl.store import Artifact, Store
 from whorl.tracking.progress import Progress
 from whorl.tracking.run import Run
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from whorl.machine.device_probe import Machine
 
 Config = TypeVar("Config", bound=BaseModel)
+ANY_ROLE = "*"
+ANY_PARENTS = {ANY_ROLE: "*"}  # parents of a step that takes artifacts of any kind, under any roles
 
 
 @dataclass
@@ -47,6 +50,7 @@ class StepContext:
         scratch: folder that survives a crash, for checkpoints.
         parents: role -> artifact; an optional role may be absent.
         summary: figures for the manifest; `summary["headline"]` is shown in the log line of the step.
+        report: blocks and headline figures for the page of the run; written as `report.json` when the step ends.
     """
 
     name: str
@@ -57,6 +61,7 @@ class StepContext:
     progress: Progress
     store: Store
     summary: dict[str, Any] = field(default_factory=dict)
+    report: StepReport = field(default_factory=StepReport)
 
     def parent_folder(self, role: str) -> Path:
         """Return the folder of a parent, with its files checked."""
@@ -82,7 +87,7 @@ class StepKind:
 
     Attributes:
         output_kind: kind of the artifact.
-        parents: role -> kind of artifact; a role that ends in "?" is optional.
+        parents: role -> kind of artifact; a role that ends in "?" is optional. {"*": "*"} takes any roles of any kinds.
         complete_config: completes a configuration before the address is computed.
         not_hashed: fields that do not affect the result and are not part of the address, so that an interrupted step can
             continue with other values.

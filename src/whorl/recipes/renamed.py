@@ -13,7 +13,7 @@ STEPS = {
     "reward": "reward_model",
     "rlvr": "rl",
 }
-ROLES = {"judge": "reward_model", "rlvr": "rl"}  # of parents
+ROLES = {"judge": "reward_model"}  # of parents
 KINDS = {"reward": "reward_model"}  # of artifacts
 VERBS = {"quantise": "quantize"}
 

@@ -120,12 +120,11 @@ def _run_step(
             if build.existing is None:
                 progress.log(f"{label}: {'continues after an interruption' if build.resumed else kind.about}")
                 run.record_environment()
-                kind.function(
-                    StepContext(
-                        step.name, build.path, build.scratch, parents, run, progress, store, build.summary
-                    ),
-                    config,
+                ctx = StepContext(
+                    step.name, build.path, build.scratch, parents, run, progress, store, build.summary
                 )
+                kind.function(ctx, config)
+                ctx.report.write(build.path)
     except WhorlError as error:
         verb = "stopped" if error.exit_code > 128 else "failed"  # stopped by a signal
         progress.log(f"{label}: {verb}; finished steps are kept")

@@ -20,13 +20,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from whorl.report.data import CurvePoint, InductionPoint
-
 _GRID = 120  # points in the logarithm of the step
 _WINDOW = 10  # grid points per slope
 _SKIPPED_FRACTION = 0.02  # share of the steps at the start that is excluded
 _MIN_SLOPE_RATIO = 1.6  # minimum slope, as a multiple of the median slope
 _MAX_COPY_LOSS_RATIO = 0.75  # the lowest induction loss must be below this share of the highest
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One training step: `loss` in nats per token, `seconds` since the start of training."""
+
+    step: int
+    loss: float
+    learning_rate: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class InductionPoint:
+    """Loss on the second half of rows that repeat shuffled tokens, in nats per token; low once induction heads exist."""
+
+    step: int
+    nll: float
 
 
 @dataclass(frozen=True)

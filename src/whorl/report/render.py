@@ -1,7 +1,7 @@
 """From `ReportData` to one self-contained HTML page.
 
-Results come first, evidence next, provenance last. Numbers are formatted here; the template `page.html` holds markup and
-fixed text.
+Results come first, evidence next, provenance last. Every kind of block has one macro in the template `page.html`, which
+holds markup and fixed text. No code depends on a particular step.
 
 Prompts, samples, file names and configurations are untrusted text, and reports are passed on. Everything goes through the
 template's autoescape; only the style sheet, the script and the charts are marked safe. The script inserts text as text. A
@@ -13,37 +13,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from whorl.report.data import LineageNode, PlanRow, ReportData, Score, TextSample
-from whorl.report.format import (
-    NBSP,
-    format_duration,
-    format_number,
-    format_percent,
-    format_quantity,
-    format_si,
-)
-from whorl.report.induction_onset import find_induction_onset, find_loss_drop
-from whorl.report.stages import objective_rows, stage_charts, stage_samples, stage_table
-from whorl.report.training import MAX_EVENTS, describe_loss_drop, event_rows, training_charts, training_facts
+from whorl.report.blocks import Answer, Answers, Card, Curve, Histogram, Sample, sections
+from whorl.report.charts import Mark, Series, line_chart
+from whorl.report.data import LineageNode, ReportData
+from whorl.report.format import format_duration, format_number, format_percent, format_si
 
-_SECTIONS = (
-    ("result", "Result"),
-    ("scores", "Bits per byte"),
-    ("samples", "Samples"),
-    ("training", "Training"),
-    ("stages", "After pretraining"),
-    ("plan", "Plan"),
-    ("corpus", "Corpus"),
-    ("tokenizer", "Tokenizer"),
-    ("time", "Time"),
-    ("lineage", "Lineage"),
-    ("environment", "Environment"),
-)
+_CLOSING = {"time": "Time", "lineage": "Lineage", "environment": "Environment"}
 
 
 def render(data: ReportData, out: Path) -> Path:
@@ -70,161 +50,97 @@ def to_html(data: ReportData) -> str:
     resources = files("whorl.report")
     environment = jinja2.Environment(autoescape=True, trim_blocks=False, undefined=jinja2.StrictUndefined)
     template = environment.from_string((resources / "page.html").read_text("utf-8"))
-    drop = None
-    if data.training and data.training.points:
-        drop = find_induction_onset(data.training.induction, data.training.points) or find_loss_drop(
-            data.training.points
-        )
-    charts = [
-        {"title": title, "note": note, "svg": Markup(svg)}
-        for title, note, svg in training_charts(data.training, drop)
+    drawn = [
+        (id, heading, [_drawn(block) for block in blocks])
+        for id, (heading, blocks) in _with_ids(sections(data.reports)).items()
     ]
+    names = {"result": "Result", **{id: heading for id, heading, _ in drawn}, **_closing(data)}
     return template.render(
         data=data,
         style=Markup((resources / "style.css").read_text("utf-8")),
         script=Markup((resources / "page.js").read_text("utf-8")),
-        sections=_sections(data),
+        names=names,
         stamp=" · ".join(part for part in (data.run, data.created) if part),
-        cards=list(_result_cards(data)),
-        scores=_score_rows(data.scores.scores) if data.scores else [],
-        completed=_format_ratio(data.completions.parsed, data.completions.prompts)
-        if data.completions
-        else "",
-        real=_format_ratio(data.completions.real_parsed, data.completions.prompts)
-        if data.completions
-        else "",
-        samples=[_sample_rows(sample) for sample in data.samples],
-        charts=charts,
-        loss_drop=describe_loss_drop(drop) if drop else "",
-        training_facts=training_facts(data.training),
-        events=event_rows(data.training),
-        stages=stage_table(data.stages),
-        objectives=objective_rows(data.stages),
-        stage_charts=[(title, note, Markup(svg)) for title, note, svg in stage_charts(data.stages)],
-        stage_samples=stage_samples(data.stages),
-        hidden_events=max(0, len(data.training.events) - MAX_EVENTS) if data.training else 0,
-        plan_rows=_plan_rows(data),
-        funnel=_funnel(data),
-        rejected=_rejected_rows(data),
-        domains=_domains(data),
+        cards=_cards(data),
+        sections=drawn,
         times=_step_rows(data),
         time_summary=_time_summary(data),
         lineage=_lineage_tree(data.lineage, "", set()) if data.lineage else None,
-        format_si=format_si,
-        format_duration=format_duration,
     )
 
 
-def _sections(data: ReportData) -> dict[str, str]:
-    """Return id -> name of the sections on this page."""
-    kept = {
-        id: name for id, name in _SECTIONS if id not in data.omitted_sections or (id == "plan" and data.model)
-    }
-    if "plan" in data.omitted_sections and data.model:
-        kept["plan"] = "Model"
-    if "training" in data.omitted_sections and "stages" in kept:
-        kept["stages"] = "Stages"
-    return kept
+def _with_ids(found: dict[str, list[Any]]) -> dict[str, tuple[str, list[Any]]]:
+    """Return id -> (heading, blocks); an id is the heading in small letters, made unique by a number."""
+    ids: dict[str, tuple[str, list[Any]]] = {}
+    for heading, blocks in found.items():
+        base = re.sub(r"\W+", "_", heading.lower()).strip("_") or "section"
+        number, id = 2, base
+        while id in ids or id in ("result", "tip", *_CLOSING):
+            id, number = f"{base}_{number}", number + 1
+        ids[id] = heading, blocks
+    return ids
 
 
-def _format_ratio(count: int, total: int) -> str:
-    return f"{count} of {total} ({format_percent(count / total)})"
+def _closing(data: ReportData) -> dict[str, str]:
+    """Return id -> heading of the sections at the end that have content."""
+    given = (data.time, data.lineage, data.environment or data.next_commands)
+    return {id: name for (id, name), content in zip(_CLOSING.items(), given, strict=True) if content}
 
 
-# Result
+def _cards(data: ReportData) -> list[Card]:
+    """Return the headline figures, those of the youngest step first, one for each label."""
+    found: dict[str, Card] = {}
+    for _, report in reversed(data.reports):
+        for card in report.cards:
+            found.setdefault(card.label, card)
+    return list(found.values())
 
 
-def _result_cards(data: ReportData) -> Iterator[dict[str, str]]:
-    def card(label: str, value: str, unit: str = "", more: str = "") -> dict[str, str]:
-        return {"label": label, "value": value, "unit": unit, "more": more}
-
-    if data.scores:
-        ours = [score.bits_per_byte for score in data.scores.scores if score.kind == "model"]
-        others = [score for score in data.scores.scores if score.kind == "compressor" and score.bits_per_byte]
-        if ours:
-            best = min(others, key=lambda score: score.bits_per_byte, default=None)
-            more = ""
-            if best is not None:
-                times = format_number(min(ours) / best.bits_per_byte)
-                more = f"{times} × the best compressor, {best.name} {best.setting}".rstrip()
-            yield card("Bits per byte, held-out", f"{min(ours):.3f}", "", more)
-    if data.model:
-        yield card("Parameters", *_split_unit(format_si(data.model.parameters, "")), more=data.model.name)
-    if data.training and data.training.points:
-        last = data.training.points[-1]
-        tokens = last.tokens or next(
-            (r.actual for r in _plan_quantities(data) if r.unit == "tokens" and r.actual), None
-        )
-        if tokens:
-            steps = f"in {last.step:,} steps"
-            yield card("Tokens trained on", *_split_unit(format_si(tokens, "")), more=steps)
-        if last.seconds:
-            planned = next((r.planned for r in _plan_quantities(data) if r.unit == "s" and r.planned), None)
-            more = f"planned: {format_duration(planned)}" if planned else ""
-            yield card("Training time", format_duration(last.seconds), more=more)
-        if data.training.tokens_per_second:
-            used = data.training.mfu
-            more = f"{format_percent(used)} of the measured peak" if used is not None else ""
-            yield card("Speed", f"{data.training.tokens_per_second:,.0f}", "tokens/s", more)
-    if data.completions:
-        done, real = data.completions.parsed, data.completions.real_parsed
-        rate = format_percent(done / data.completions.prompts)
-        yield card(
-            "Completions that parse",
-            rate,
-            more=f"real code: {format_percent(real / data.completions.prompts)}",
-        )
-    tested = [stage for stage in data.stages if stage.accuracy is not None]
-    if tested and (passed := tested[-1].accuracy):
-        more = f"{format_percent(passed.before)} before {tested[-1].name}"
-        yield card("Accuracy on held-out tasks", format_percent(passed.after), more=more)
+# Blocks
 
 
-def _split_unit(text: str) -> tuple[str, str]:
-    value, _, unit = text.partition(NBSP)
-    return value, unit
+def _drawn(block: Any) -> dict[str, Any]:
+    """Return a block with the values that the template needs and its fields lack."""
+    from markupsafe import Markup
+
+    found: dict[str, Any] = {"block": block}
+    if isinstance(block, Curve):
+        found["svg"] = Markup(_chart(block))
+    elif isinstance(block, Histogram):
+        longest = max((bar.value for bar in block.bars), default=0) or 1
+        found["widths"] = [f"{100 * bar.value / longest:.1f}" for bar in block.bars]
+    elif isinstance(block, Sample):
+        found["tokens"] = _sample_tokens(block)
+    elif isinstance(block, Answers):
+        found["sides"] = [_side("before", block.before), _side("after", block.after)]
+    return found
 
 
-def _plan_quantities(data: ReportData) -> list[PlanRow]:
-    return list(data.plan.rows) if data.plan else []
+def _chart(curve: Curve) -> str:
+    series = [Series(line.name, line.x, line.y, line.style, line.dots) for line in curve.lines]
+    return line_chart(
+        series, label=curve.label or f"{curve.title} against {curve.x_label}", x_label=curve.x_label,
+        height=curve.height, x_range=curve.x_range, y_range=curve.y_range,
+        y_format=format_percent if curve.unit == "share" else format_number,
+        mark=Mark(*curve.mark) if curve.mark else None,
+    )  # fmt: skip
 
 
-def _score_rows(scores: list[Score]) -> list[dict[str, str]]:
-    ordered = sorted(scores, key=lambda score: score.bits_per_byte)
-    largest = max((score.bits_per_byte for score in ordered), default=0) or 1
-    ours = min((score.bits_per_byte for score in ordered if score.kind == "model"), default=0)
-    return [
-        {
-            "name": score.name,
-            "setting": score.setting,
-            "kind": score.kind,
-            "value": f"{score.bits_per_byte:.3f}",
-            "times": f"{score.bits_per_byte / ours:.2f}" if ours else "–",
-            "width": f"{100 * score.bits_per_byte / largest:.1f}",
-        }
-        for score in ordered
-    ]
-
-
-# Samples
-
-
-def _sample_rows(sample: TextSample) -> dict[str, Any]:
+def _sample_tokens(sample: Sample) -> list[dict[str, Any]]:
     tokens = []
     for token in sample.tokens:
         surprise = -math.log2(max(token.probability, 2.0**-8))  # 8 bits and more have one colour
-        percent = f"{100 * token.probability:.2f} %"
         tokens.append(
             {
                 "text": token.text,
                 "p": f"{token.probability:.6g}",
                 "heat": f"{surprise * 70 / 8:.0f}",
                 "others": json.dumps(token.alternatives, ensure_ascii=False) if token.alternatives else "",
-                "title": percent,
+                "title": f"{100 * token.probability:.2f} %",
                 "parts": _split_lines(token.text),
             }
         )
-    return {"prompt": sample.prompt, "note": sample.note, "tokens": tokens}
+    return tokens
 
 
 def _split_lines(text: str) -> list[str]:
@@ -236,61 +152,17 @@ def _split_lines(text: str) -> list[str]:
     return pieces
 
 
-def _plan_rows(data: ReportData) -> list[dict[str, str]]:
-    rows = []
-    for row in _plan_quantities(data):
-        difference = "–"
-        if row.planned and row.actual is not None:
-            difference = f"{100 * (row.actual / row.planned - 1):+.1f}{NBSP}%".replace("-", "\N{MINUS SIGN}")
-        planned, actual = format_quantity(row.planned, row.unit), format_quantity(row.actual, row.unit)
-        rows.append(
-            {"quantity": row.quantity, "planned": planned, "actual": actual, "difference": difference}
-        )
-    return rows
-
-
-# Corpus, tokenizer
-
-
-def _funnel(data: ReportData) -> list[dict[str, str]]:
-    if data.corpus is None:
-        return []
-    largest = max((stage.bytes for stage in data.corpus.funnel), default=0) or 1
-    return [
-        {
-            "stage": stage.stage,
-            "documents": f"{stage.documents:,}",
-            "size": format_si(stage.bytes, "B"),
-            "share": format_percent(stage.bytes / largest),
-            "width": f"{100 * stage.bytes / largest:.1f}",
-        }
-        for stage in data.corpus.funnel
-    ]
-
-
-def _rejected_rows(data: ReportData) -> list[tuple[str, str, int]]:
-    if data.corpus is None:
-        return []
-    parts = ((data.corpus.quarantine, "quarantine"), (data.corpus.dropped, "selection"))
-    rows = [(reason, where, n) for reasons, where in parts for reason, n in reasons.items()]
-    return sorted(rows, key=lambda row: -row[2])
-
-
-def _domains(data: ReportData) -> list[dict[str, str]]:
-    if data.tokenizer is None:
-        return []
-    rows = [d for d in data.tokenizer.domains if d.tokens]
-    largest = max((d.bytes / d.tokens for d in rows), default=0) or 1
-    return [
-        {
-            "domain": d.domain,
-            "size": format_si(d.bytes, "B"),
-            "tokens": format_si(d.tokens, ""),
-            "value": f"{d.bytes / d.tokens:.2f}",
-            "width": f"{100 * d.bytes / d.tokens / largest:.1f}",
-        }
-        for d in rows
-    ]
+def _side(when: str, answer: Answer) -> dict[str, str]:
+    verdict = f"{when}: {'passed' if answer.passed else 'not passed'}"
+    if answer.reward != float(answer.passed):
+        verdict += f", reward {format_number(answer.reward)}"
+    return {
+        "kind": "passed" if answer.passed else "failed",
+        "sign": "✓" if answer.passed else "✗",
+        "verdict": verdict,
+        "reason": answer.reason if answer.reason != "passed" else "",
+        "text": answer.text.strip("\n"),
+    }
 
 
 # Time, lineage

@@ -1,163 +1,180 @@
-"""The section on stages after pretraining: a table before and after, curves, objectives, and answers to the same tasks.
+"""The blocks of a stage after pretraining: a row before and after, its objective, its curves, answers to the same tasks.
 
 Each figure is shown before and after the stage: accuracy may rise while bits per byte of pretraining text get worse.
-Answers are shown side by side, task by task. A verdict is given in words and by a sign, not by colour alone, for readers
-without colour vision and for screen readers.
+Answers are shown side by side. A verdict is given in words and by a sign, not by colour alone, for readers without
+colour vision and for screen readers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from whorl.report.charts import Series, line_chart
-from whorl.report.data import BeforeAfter, StageSection, TaskCompletion
+from whorl.report.blocks import (
+    EMPTY,
+    Answer,
+    Answers,
+    Block,
+    Card,
+    Cell,
+    Change,
+    Column,
+    Curve,
+    Line,
+    StepReport,
+    Table,
+)
 from whorl.report.format import NBSP, format_duration, format_number, format_percent
 from whorl.report.induction_onset import smooth
 
-Chart = tuple[str, str, str]  # title, note, markup
+SECTION = "After pretraining"
+_NOTE = (
+    "Each stage starts from the previous model. Held-out tasks are answered by sampling and by greedy decoding; bits "
+    "per byte are measured on held-out pretraining text, and a rise means forgetting."
+)
 
 
-def stage_table(stages: Sequence[StageSection]) -> dict[str, Any]:
-    """Return the headings of what was measured, and one row per stage."""
-    columns = [
-        ("Accuracy, sampled", [_percent_change(stage.accuracy) for stage in stages]),
-        ("Accuracy, greedy", [_percent_change(stage.accuracy_greedy) for stage in stages]),
-        ("Bits per byte", [_bits_change(stage.bits_per_byte) for stage in stages]),
-    ]
-    columns = [(heading, cells) for heading, cells in columns if any(cells)]
-    rows = [
-        {
-            "name": stage.name,
-            "trained_on": stage.trained_on,
-            "changes": [cells[i] for _, cells in columns],
-            "time": format_duration(stage.seconds) if stage.seconds is not None else "–",
-        }
-        for i, stage in enumerate(stages)
-    ]
-    return {"headings": [heading for heading, _ in columns], "rows": rows}
-
-
-def objective_rows(stages: Sequence[StageSection]) -> list[dict[str, str]]:
-    """Return one row per stage with the objective that it minimized, its formula and its paper."""
-    return [
-        {"stage": stage.name, **stage.objective.model_dump()}
-        for stage in stages
-        if stage.objective is not None
-    ]
-
-
-def _percent_change(change: BeforeAfter | None) -> dict[str, str] | None:
-    if change is None:
-        return None
-    return {"before": format_percent(change.before), "after": format_percent(change.after), "note": ""}
-
-
-def _bits_change(change: BeforeAfter | None) -> dict[str, str] | None:
-    if change is None:
-        return None
-    cell = {"before": f"{change.before:.3f}", "after": f"{change.after:.3f}", "note": ""}
-    if change.before:
-        per_cent = round(100 * (change.after / change.before - 1), 1) + 0.0  # avoids a minus sign before zero
-        cell["note"] = f"({per_cent:+.1f}{NBSP}%)".replace("-", "\N{MINUS SIGN}")
-    return cell
-
-
-def stage_charts(stages: Sequence[StageSection]) -> Iterator[Chart]:
-    """Yield the curves of each stage: the loss, or accuracy and completion length."""
-    for stage in stages:
-        points = stage.points
-        steps = (0.0, float(max((p.step for p in points), default=0)))
-        passed = [(p.step, p.accuracy) for p in points if p.accuracy is not None]
-        if not passed:
-            losses = [(p.step, p.loss) for p in points if p.loss is not None]
-            if losses:
-                yield _smoothed_chart(
-                    f"{stage.name}: loss", f"{stage.loss_description}: every step, and smoothed.",
-                    "loss", losses, steps, height=150,
-                )  # fmt: skip
-            continue
-        yield _smoothed_chart(
-            f"{stage.name}: accuracy",
-            "Completions sampled in a step, on training tasks: every step, and smoothed.",
-            "accuracy", passed, steps, y_range=(0.0, 1.0), y_format=format_percent,
-        )  # fmt: skip
-        lengths = [(float(p.step), p.completion_length) for p in points if p.completion_length is not None]
-        wrong = [
-            (float(p.step), p.completion_length_incorrect) for p in points if p.completion_length_incorrect
-        ]
-        if lengths:
-            series = [Series("incorrect", [x for x, _ in wrong], [y for _, y in wrong], "faint")]
-            series = [*(series if wrong else []), Series("all", *_unzip(lengths))]
-            yield (
-                f"{stage.name}: completion length",
-                "Mean tokens of all completions of a step; the faint line is the mean of the incorrect ones.",
-                line_chart(
-                    series,
-                    label=f"Mean completion length against step, from {format_number(lengths[0][1])} to "
-                    f"{format_number(lengths[-1][1])} tokens",
-                    height=190,
-                    x_range=steps,
-                ),
-            )
-
-
-def _unzip(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [float(x) for x, _ in points], [y for _, y in points]
-
-
-def _smoothed_chart(
-    title: str,
-    note: str,
-    quantity: str,
-    points: Sequence[tuple[float, float]],
-    x_range: tuple[float, float],
+def stage_report(
+    name: str,
+    summary: Mapping[str, Any],
+    curve: Sequence[Mapping[str, Any]],
     *,
-    height: int = 220,
-    **options: Any,
-) -> Chart:
-    """Return a chart with every step drawn faint and a smoothed curve."""
-    steps, values = _unzip(points)
+    objective: str,
+    loss: tuple[str, str],
+    trained_on: str = "",
+    samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+) -> StepReport:
+    """Return the report of a stage.
+
+    Args:
+        summary: figures of the step; `eval` and `bits_per_byte` hold {"before": ..., "after": ...}.
+        curve: metrics of its steps; of a repeated step the last record counts.
+        objective: name in `objectives/catalog.py`.
+        loss: (metric, description with its unit) of the loss curve.
+        samples: {"before": answers, "after": answers} to the same tasks.
+    """
+    measured = summary.get("eval", {})
+    found: dict[str, Cell] = {
+        "Accuracy, sampled": _percent_change(measured, "accuracy"),
+        "Accuracy, greedy": _percent_change(measured, "accuracy_greedy"),
+        "Bits per byte": _bits_change(summary.get("bits_per_byte", {})),
+    }
+    table = Table(
+        section=SECTION, title="Stages", note=_NOTE,
+        columns=[
+            Column(name="Stage"), Column(name="Trained on", optional=True),
+            *(Column(name=heading, number=True) for heading in found), Column(name="Time", number=True),
+        ],
+        rows=[[name, trained_on or EMPTY, *found.values(), format_duration(summary["seconds"])]],
+    )  # fmt: skip
+    blocks: list[Block] = [table, *_objective_table(name, objective), *stage_curves(name, curve, loss)]
+    if samples:
+        blocks += _answers(name, samples, summary.get("tasks", {}).get("test"))
+    cards = []
+    if "accuracy" in measured.get("after", {}):
+        more = f"{format_percent(measured['before']['accuracy'])} before {name}"
+        value = format_percent(measured["after"]["accuracy"])
+        cards.append(Card(label="Accuracy on held-out tasks", value=value, more=more))
+    return StepReport(cards=cards, blocks=blocks)
+
+
+def _objective_table(name: str, objective: str) -> Iterator[Table]:
+    from whorl.objectives.catalog import CATALOG
+
+    if (info := CATALOG.get(objective)) is not None:
+        columns = [Column(name="Stage"), Column(name="Objective"), Column(name="Formula", code=True)]
+        yield Table(
+            section=SECTION, title="Objectives",
+            note="The function that each stage minimized; the notation is that of docs/objectives.md.",
+            columns=[*columns, Column(name="Paper", optional=True)],
+            rows=[[name, info.name, info.formula, info.paper]],
+        )  # fmt: skip
+
+
+def _percent_change(measured: Mapping[str, Mapping[str, float]], metric: str) -> Cell:
+    before, after = (measured.get(when, {}).get(metric) for when in ("before", "after"))
+    if before is None or after is None:
+        return EMPTY
+    return Change(before=format_percent(before), after=format_percent(after))
+
+
+def _bits_change(measured: Mapping[str, float | None]) -> Cell:
+    before, after = measured.get("before"), measured.get("after")
+    if before is None or after is None:
+        return EMPTY
+    note = ""
+    if before:
+        per_cent = round(100 * (after / before - 1), 1) + 0.0  # avoids a minus sign before zero
+        note = f"({per_cent:+.1f}{NBSP}%)".replace("-", "\N{MINUS SIGN}")
+    return Change(before=f"{before:.3f}", after=f"{after:.3f}", note=note)
+
+
+def stage_curves(name: str, curve: Sequence[Mapping[str, Any]], loss: tuple[str, str]) -> Iterator[Curve]:
+    """Yield the curves of a stage: its loss, or accuracy and completion length."""
+    records = sorted({record["step"]: record for record in curve}.items())
+
+    def points(metric: str) -> list[tuple[float, float]]:
+        return [(float(step), record[metric]) for step, record in records if metric in record]
+
+    x_range = (0.0, float(records[-1][0]) if records else 1.0)
+    if not (passed := points("accuracy")):
+        if losses := points(loss[0]):
+            note = f"{loss[1]}: every step, and smoothed."
+            yield smoothed_curve(
+                f"{name}: loss", note, "loss", losses, section=SECTION, x_range=x_range, height=150
+            )
+        return
+    yield smoothed_curve(
+        f"{name}: accuracy", "Completions sampled in a step, on training tasks: every step, and smoothed.", "accuracy",
+        passed, section=SECTION, x_range=x_range, y_range=(0.0, 1.0), unit="share",
+    )  # fmt: skip
+    lengths = points("completion_length/mean")
+    wrong = [point for point in points("completion_length/incorrect") if point[1]]
+    if lengths:
+        yield Curve(
+            section=SECTION, title=f"{name}: completion length", height=190, x_range=x_range,
+            note="Mean tokens of all completions of a step; the faint line is the mean of the incorrect ones.",
+            lines=[*([_line("incorrect", wrong, "faint")] if wrong else []), _line("all", lengths)],
+            label=f"Mean completion length against step, from {format_number(lengths[0][1])} to "
+            f"{format_number(lengths[-1][1])} tokens",
+        )  # fmt: skip
+
+
+def _line(name: str, points: Sequence[tuple[float, float]], style: Any = "main") -> Line:
+    return Line(name=name, x=[x for x, _ in points], y=[y for _, y in points], style=style)
+
+
+def smoothed_curve(
+    title: str, note: str, quantity: str, points: Sequence[tuple[float, float]], **options: Any
+) -> Curve:
+    """Return a curve with every step drawn faint and a smoothed line; `options` are fields of `Curve`."""
+    values = [y for _, y in points]
     smoothed = [float(value) for value in smooth(values, max(1.0, len(values) / 30))]
-    series = [Series("every step", steps, values, "faint"), Series("smoothed", steps, smoothed)]
+    lines = [
+        _line("every step", points, "faint"),
+        _line("smoothed", [*zip([x for x, _ in points], smoothed, strict=True)]),
+    ]
     label = f"{quantity[:1].upper()}{quantity[1:]} against step, from "
     label += f"{format_number(smoothed[0])} to {format_number(smoothed[-1])}"
-    return title, note, line_chart(series, label=label, height=height, x_range=x_range, **options)
+    return Curve(title=title, note=note, lines=lines, label=label, **options)
 
 
-def stage_samples(stages: Sequence[StageSection]) -> list[dict[str, Any]]:
-    """Return the stages with stored answers, each with its tasks and both answers."""
-    return [
-        {
-            "title": f"Before and after {stage.name}",
-            "note": f"The same held-out tasks, with sampled answers. Of the first {len(stage.samples)}"
-            f"{f' of {stage.n_test_tasks:,}' if stage.n_test_tasks else ''}, "
-            f"{sum(task.before.passed for task in stage.samples)} passed before and "
-            f"{sum(task.after.passed for task in stage.samples)} after.",
-            "tasks": [
-                {
-                    "prompt": task.prompt,
-                    "sides": [
-                        _completion_panel("before", task.before),
-                        _completion_panel("after", task.after),
-                    ],
-                }
-                for task in stage.samples
-            ],
-        }
-        for stage in stages
-        if stage.samples
-    ]
+def _answers(
+    name: str, samples: Mapping[str, Sequence[Mapping[str, Any]]], n_tasks: int | None
+) -> Iterator[Answers]:
+    """Yield the answers of the first tasks; the first block has the heading."""
+    before, after = samples["before"], samples["after"]
+    note = f"The same held-out tasks, with sampled answers. Of the first {len(before)}"
+    note += f"{f' of {n_tasks:,}' if n_tasks else ''}, {sum(a['passed'] for a in before)} passed before and "
+    note += f"{sum(a['passed'] for a in after)} after."
+    for i, (one, other) in enumerate(zip(before, after, strict=True)):
+        yield Answers(
+            section=SECTION, title=f"Before and after {name}" if i == 0 else "", note=note if i == 0 else "",
+            prompt=one["prompt"], before=_answer(one), after=_answer(other),
+        )  # fmt: skip
 
 
-def _completion_panel(when: str, answer: TaskCompletion) -> dict[str, str]:
-    verdict = f"{when}: {'passed' if answer.passed else 'not passed'}"
-    if answer.reward != float(answer.passed):
-        verdict += f", reward {format_number(answer.reward)}"
-    return {
-        "kind": "passed" if answer.passed else "failed",
-        "sign": "✓" if answer.passed else "✗",
-        "verdict": verdict,
-        "reason": answer.reason if answer.reason != "passed" else "",
-        "text": answer.text.strip("\n"),
-    }
+def _answer(sample: Mapping[str, Any]) -> Answer:
+    return Answer(
+        text=sample["answer"], passed=sample["passed"], reward=sample["reward"], reason=sample["reason"]
+    )

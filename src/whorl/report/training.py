@@ -1,126 +1,180 @@
-"""The training section: charts, a sentence on the onset of induction, figures.
+"""The blocks of a training run: curves, a sentence on the onset of induction, events, expert loads, headline figures.
 
-All charts share one range of steps, so that the drop of the loss, the induction loss and the learning rate line up.
+All curves share one range of steps, so that the drop of the loss, the induction loss and the learning rate line up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from whorl.report.charts import Mark, Series, line_chart
-from whorl.report.data import ExpertUsage, TrainingSection
-from whorl.report.format import format_duration, format_percent, format_si
-from whorl.report.induction_onset import LossDrop, smooth
+from whorl.report.blocks import Block, Card, Cell, Column, Curve, Facts, Folded, Line, StepReport, Table, Text
+from whorl.report.format import NBSP, format_duration, format_percent, format_quantity, format_si
+from whorl.report.induction_onset import (
+    CurvePoint,
+    InductionPoint,
+    LossDrop,
+    find_induction_onset,
+    find_loss_drop,
+    smooth,
+)
 
 MAX_EVENTS = 50  # rows of the table
+Records = Sequence[Mapping[str, Any]]
 
 
-def training_charts(
-    training: TrainingSection | None, drop: LossDrop | None
-) -> Iterator[tuple[str, str, str]]:
-    if training is None or not training.points:
+def training_report(
+    records: Records,
+    summary: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any],
+    expected: Mapping[str, float],
+    objective: str,
+) -> StepReport:
+    """Return the report of a pretraining run.
+
+    Args:
+        records: metrics and events of all steps, as in `curve.json`.
+        summary: figures of the step (`seconds`, `tokens`, `params`, ...).
+        config: shape of the network, as in `config.json`.
+        expected: figures of the plan; empty without one.
+        objective: name of the objective in `objectives/catalog.py`.
+    """
+    speed = summary.get("tokens_per_second")
+    mfu = None
+    if speed and expected.get("tokens_per_second"):
+        mfu = min(1.0, expected["mfu"] * speed / expected["tokens_per_second"])
+    params, seconds, tokens = summary["params"], summary["seconds"], summary["tokens"]
+    cards = [_card("Parameters", format_si(params["total"], ""))]
+    cards.append(_card("Tokens trained on", format_si(tokens, ""), f"in {summary['steps']:,} steps"))
+    planned = f"planned: {format_duration(expected['seconds'])}" if expected.get("seconds") else ""
+    cards.append(Card(label="Training time", value=format_duration(seconds), more=planned))
+    if speed:
+        more = f"{format_percent(mfu)} of the measured peak" if mfu is not None else ""
+        cards.append(Card(label="Speed", value=f"{speed:,.0f}", unit="tokens/s", more=more))
+    blocks: list[Block] = [*training_blocks(records, objective)]
+    if summary.get("peak_memory_bytes") is not None:
+        peak = format_si(summary["peak_memory_bytes"], "B")
+        blocks.append(Facts(section="Training", rows=[("peak memory", peak)]))
+    actual = {
+        "seconds": seconds, "tokens": tokens, "tokens_per_second": speed, "parameters": params["total"],
+        "memory_bytes": summary.get("peak_memory_bytes"), "flops_per_token": expected.get("flops_per_token"),
+        "mfu": mfu,
+    }  # fmt: skip
+    if expected:
+        blocks.append(plan_table(expected, actual))
+    blocks.append(model_facts(config, params, summary.get("checkpoints")))
+    return StepReport(cards=cards, blocks=blocks)
+
+
+def _card(label: str, quantity: str, more: str = "") -> Card:
+    value, _, unit = quantity.partition(NBSP)
+    return Card(label=label, value=value, unit=unit, more=more)
+
+
+def training_blocks(records: Records, objective: str = "") -> Iterator[Block]:
+    """Yield the curves of the section "Training", and the table of events; nothing without a loss."""
+    points = [
+        CurvePoint(r["step"], r["nll"], r.get("learning_rate"), r.get("seconds"))
+        for r in records
+        if "nll" in r
+    ]
+    if not points:
         return
-    points = training.points
+    induction = [InductionPoint(r["step"], r["induction_nll"]) for r in records if "induction_nll" in r]
+    drop = find_induction_onset(induction, points) or find_loss_drop(points)
+    lines = [f"Drop of the loss: {describe_loss_drop(drop)}"] if drop else []
+    lines = lines or ["The loss decreased smoothly; no sudden drop was found."]
+    yield Text(section="Training", lines=[*objective_lines(objective), *lines])
+    yield from _curves(records, points, induction, drop)
+    yield from _events(records)
+
+
+def objective_lines(name: str) -> list[str]:
+    """Return one line with the objective's name, formula and paper; none if the catalog does not have it."""
+    from whorl.objectives.catalog import CATALOG
+
+    info = CATALOG.get(name)
+    return [] if info is None else [f"Objective {info.name}: {info.formula} ({info.paper})"]
+
+
+def _curves(
+    records: Records, points: Sequence[CurvePoint], induction: Sequence[InductionPoint], drop: LossDrop | None
+) -> Iterator[Block]:
     steps = [float(point.step) for point in points]
     losses = [point.loss for point in points]
     curve = [float(value) for value in smooth(losses, len(losses) / 150)]
     x_range = (0.0, steps[-1])
-    mark = Mark(drop.step, f"drop, step {drop.step:,}") if drop else None
+    mark = (float(drop.step), f"drop, step {drop.step:,}") if drop else None
     # The first steps start at the logarithm of the vocabulary; including them would flatten the rest.
     top = max(curve[len(curve) // 40 :])
-    series = [Series("every step", steps, losses, "faint"), Series("smoothed", steps, curve)]
-    label = f"Training loss against step, from {losses[0]:.2f} to {curve[-1]:.2f} nats per token"
     low = min(min(curve), *sorted(losses)[len(losses) // 100 :][:1])
-    yield (
-        "Training loss",
-        "Nats per token: every step, and smoothed.",
-        line_chart(series, label=label, x_range=x_range, y_range=(low, max(top, low)), mark=mark),
-    )
-    if training.held_out:
-        bits = [point.bits_per_byte for point in training.held_out]
-        at = [float(point.step) for point in training.held_out]
-        yield (
-            "Held-out bits per byte",
-            "Measured during training on a part of the validation split.",
-            line_chart(
-                [Series("bits per byte", at, bits, "main", dots=len(bits) <= 60)],
-                label=f"Held-out bits per byte against step, ending at {bits[-1]:.3f}",
-                height=190,
-                x_range=x_range,
-                mark=mark,
-            ),
-        )
-    if training.induction:
-        yield (
-            "Induction",
-            "Nats per token on the second half of rows that repeat shuffled tokens. Only induction heads can lower it.",
-            line_chart(
-                [
-                    Series(
-                        "second half",
-                        [float(point.step) for point in training.induction],
-                        [point.nll for point in training.induction],
-                        "main",
-                        dots=len(training.induction) <= 60,
-                    )
-                ],
-                label=f"Induction loss against step, ending at {training.induction[-1].nll:.2f} nats per token",
-                height=150,
-                x_range=x_range,
-                mark=mark,
-            ),
-        )
-    if training.experts:
-        yield _expert_chart(training.experts, x_range)
-    rates = [(float(p.step), p.learning_rate) for p in points if p.learning_rate is not None]
+    yield Curve(
+        section="Training", title="Training loss", note="Nats per token: every step, and smoothed.", height=260,
+        lines=[Line(name="every step", x=steps, y=losses, style="faint"), Line(name="smoothed", x=steps, y=curve)],
+        label=f"Training loss against step, from {losses[0]:.2f} to {curve[-1]:.2f} nats per token",
+        x_range=x_range, y_range=(low, max(top, low)), mark=mark,
+    )  # fmt: skip
+    bits = [(r["step"], r["held_out_bits_per_byte"]) for r in records if "held_out_bits_per_byte" in r]
+    if bits:
+        yield Curve(
+            section="Training", title="Held-out bits per byte", height=190, x_range=x_range, mark=mark,
+            note="Measured during training on a part of the validation split.", lines=[_line("bits per byte", bits)],
+            label=f"Held-out bits per byte against step, ending at {bits[-1][1]:.3f}",
+        )  # fmt: skip
+    if induction:
+        yield Curve(
+            section="Training", title="Induction", height=150, x_range=x_range, mark=mark,
+            note="Nats per token on the second half of rows that repeat shuffled tokens. Only induction heads can "
+            "lower it.",
+            lines=[_line("second half", [(point.step, point.nll) for point in induction])],
+            label=f"Induction loss against step, ending at {induction[-1].nll:.2f} nats per token",
+        )  # fmt: skip
+    if layers := sorted({int(k.split("/")[1]) for r in records for k in r if re.match(r"moe/\d", k)}):
+        yield _expert_curve(layers, records, x_range)
+    rates = [(p.step, p.learning_rate) for p in points if p.learning_rate is not None]
     if rates:
-        yield (
-            "Learning rate",
-            "Learning rate of the weight matrices at each step.",
-            line_chart(
-                [Series("learning rate", [x for x, _ in rates], [y for _, y in rates])],
-                label="Learning rate against step",
-                height=150,
-                x_range=x_range,
-                y_range=(0.0, max(y for _, y in rates)),
-            ),
-        )
+        yield Curve(
+            section="Training", title="Learning rate", note="Learning rate of the weight matrices at each step.",
+            lines=[_line("learning rate", rates, dots=0)], label="Learning rate against step", height=150,
+            x_range=x_range, y_range=(0.0, max(rate for _, rate in rates)),
+        )  # fmt: skip
 
 
-def _expert_chart(layers: list[ExpertUsage], x_range: tuple[float, float]) -> tuple[str, str, str]:
-    """Return the chart of load imbalance: every layer, and the mean over layers."""
-    steps = sorted({point.step for layer in layers for point in layer.gini_points})
-    of_step: dict[int, list[float]] = {step: [] for step in steps}
-    for layer in layers:
-        for point in layer.gini_points:
-            of_step[point.step].append(point.gini)
-    means = [sum(of_step[step]) / len(of_step[step]) for step in steps]
-    series = [
-        Series(
-            f"layer {layer.layer}",
-            [float(p.step) for p in layer.gini_points],
-            [p.gini for p in layer.gini_points],
-            "faint",
-        )
-        for layer in layers
-    ]
-    shares = [share for layer in layers for share in layer.load_fractions]
-    dropped = max(layer.dropped_fraction for layer in layers)
-    return (
-        "Experts",
-        "Gini coefficient of the expert loads, every layer and their mean: 0 for equal loads. At the end the "
-        f"least used expert of a layer had {format_percent(min(shares))} of its tokens, the most used "
-        f"{format_percent(max(shares))}; equal loads would be {format_percent(1 / len(layers[0].load_fractions))}. "
-        f"Dropped assignments: at most {format_percent(dropped)}.",
-        line_chart(
-            [*series, Series("mean", [float(step) for step in steps], means)],
-            label=f"Gini coefficient of the expert loads against step, ending at {means[-1]:.3f}",
-            height=170,
-            x_range=x_range,
-            y_range=(0.0, max(0.1, *means)),
-        ),
+def _line(name: str, points: Sequence[tuple[int, float]], dots: int = 60) -> Line:
+    """Return a line, with dots if it has at most `dots` points."""
+    return Line(
+        name=name, x=[float(x) for x, _ in points], y=[y for _, y in points], dots=len(points) <= dots
     )
+
+
+def _expert_curve(layers: Sequence[int], records: Records, x_range: tuple[float, float]) -> Curve:
+    """Return the load imbalance: the Gini coefficient of every layer, and the mean over layers."""
+    ginis = {n: [(r["step"], r[f"moe/{n}/gini"]) for r in records if f"moe/{n}/gini" in r] for n in layers}
+    steps = sorted({step for points in ginis.values() for step, _ in points})
+    at = {step: [gini for points in ginis.values() for s, gini in points if s == step] for step in steps}
+    means = [sum(at[step]) / len(at[step]) for step in steps]
+    last = dict[str, Any]()
+    for record in records:
+        last |= record
+    shares = {n: [v for k, v in last.items() if k.startswith(f"moe/{n}/load_fraction/")] for n in layers}
+    flat = [share for of_layer in shares.values() for share in of_layer]
+    dropped = max(r.get(f"moe/{n}/dropped_fraction", 0.0) for r in records for n in layers)
+    lines = [
+        _line(f"layer {n}", points, dots=0).model_copy(update={"style": "faint"})
+        for n, points in ginis.items()
+    ]
+    return Curve(
+        section="Training", title="Experts", height=170, x_range=x_range, y_range=(0.0, max(0.1, *means)),
+        note="Gini coefficient of the expert loads, every layer and their mean: 0 for equal loads. At the end the "
+        f"least used expert of a layer had {format_percent(min(flat))} of its tokens, the most used "
+        f"{format_percent(max(flat))}; equal loads would be {format_percent(1 / len(shares[layers[0]]))}. "
+        f"Dropped assignments: at most {format_percent(dropped)}.",
+        lines=[*lines, Line(name="mean", x=[float(step) for step in steps], y=means)],
+        label=f"Gini coefficient of the expert loads against step, ending at {means[-1]:.3f}",
+    )  # fmt: skip
 
 
 def describe_loss_drop(drop: LossDrop) -> str:
@@ -138,13 +192,91 @@ def describe_loss_drop(drop: LossDrop) -> str:
     )
 
 
-def event_rows(training: TrainingSection | None) -> list[dict[str, Any]]:
-    """Return the first events as rows of a table."""
-    shown = training.events[:MAX_EVENTS] if training is not None else []
-    return [{**e.model_dump(), "more": e.n_documents - len(e.documents)} for e in shown]
+def _events(records: Records) -> Iterator[Table]:
+    """Yield a table of the first failed steps, with the documents of their batches; nothing without one."""
+    events = [record for record in records if "event" in record]
+    if not events:
+        return
+    rows: list[list[Cell]] = []
+    for event in events[:MAX_EVENTS]:
+        found, total = json.loads(event["documents"]), int(event["n_documents"])
+        lines = [f"{d['path']} ({d.get('id', d.get('offset'))})" for d in found]
+        more = [f"and {total - len(lines)} more"] if total > len(lines) else []
+        documents = Folded(text=f"{total:,}", lines=[*lines, *more]) if lines else "–"
+        rows.append(
+            [f"{event['step']:,}", f"{event['event']}: {event['message']}", event["action"], documents]
+        )
+    note = "Failed steps, the action taken, and the documents of the batch."
+    if len(events) > MAX_EVENTS:
+        note += f" And {len(events) - MAX_EVENTS:,} later ones; all are in the metrics of the run."
+    names = [Column(name=name) for name in ("Event", "Action", "Documents")]
+    yield Table(
+        section="Training", title="Events", note=note, columns=[Column(name="Step", number=True), *names], rows=rows
+    )  # fmt: skip
 
 
-def training_facts(training: TrainingSection | None) -> list[tuple[str, str]]:
-    if training is None or training.peak_memory_bytes is None:
-        return []
-    return [("peak memory", format_si(training.peak_memory_bytes, "B"))]
+# The plan and the network
+
+_PLAN_ROWS = {
+    "seconds": ("training time", "s"),
+    "tokens": ("tokens", "tokens"),
+    "tokens_per_second": ("speed", "tokens/s"),
+    "mfu": ("MFU, of the measured peak", "share"),
+    "parameters": ("parameters", "parameters"),
+    "flops_per_token": ("FLOPs per token", "FLOP"),
+    "memory_bytes": ("peak memory", "bytes"),
+    "epochs": ("epochs", ""),
+    "bits_per_byte": ("held-out bits per byte", "bits/byte"),
+}
+
+
+def plan_table(expected: Mapping[str, float], actual: Mapping[str, float | None] | None = None) -> Table:
+    """Return planned quantities, and with `actual` their outcome; the page joins what several steps measured."""
+    names = ["Quantity", "Planned", *(["Outcome", "Difference"] if actual is not None else [])]
+    rows: list[list[Cell]] = []
+    for key, (quantity, unit) in _PLAN_ROWS.items():
+        planned, outcome = expected.get(key), (actual or {}).get(key)
+        if key not in expected or (actual is not None and outcome is None):
+            continue
+        cells = [quantity, format_quantity(planned, unit)]
+        if actual is not None:
+            difference = f"{100 * (outcome / planned - 1):+.1f}{NBSP}%" if planned and outcome else "–"
+            cells += [format_quantity(outcome, unit), difference.replace("-", "\N{MINUS SIGN}")]
+        rows.append([*cells])
+    columns = [Column(name=name, number=name != "Quantity") for name in names]
+    return Table(section="Plan", title="Plan and outcome", columns=columns, rows=rows)
+
+
+def plan_blocks(budget: str, expected: Mapping[str, float], arithmetic: Sequence[str]) -> list[Block]:
+    """Return the section of the plan: its budget, its figures and the planner's arithmetic, line by line."""
+    line = f"Budget: {budget}. The planner timed training steps on this machine and chose the configuration with the "
+    line += "lowest expected held-out loss in that budget."
+    lines = Text(section="Plan", title="The planner's arithmetic", lines=[*arithmetic], style="list")
+    return [Text(section="Plan", lines=[line]), plan_table(expected), lines]
+
+
+def model_facts(
+    config: Mapping[str, Any], params: Mapping[str, int], checkpoints: Mapping[str, Any] | None = None
+) -> Facts:
+    """Return the shape of a network from its `config.json`, its parameters, and what its checkpoints took."""
+    shape = config.get("transformer", config)
+    rows = {
+        "parameters": f"{params['total']:,}",
+        "layers": f"{shape['n_layers']}",
+        "width": f"{shape['d_model']}",
+        "vocabulary": f"{shape['vocab_size']:,}",
+        "embedding and head": f"{params['embedding']:,}",
+    }
+    if "mixers" in shape:
+        rows["mixers"] = ", ".join(sorted({m["kind"] for m in shape["mixers"].values()}))
+        if experts := shape.get("experts"):
+            rows["experts"] = f"{experts['n_experts']}, {experts['top_k']} per token"
+            rows["active parameters"] = f"{params['active']:,}"
+    else:
+        rows["heads"] = f"{shape['n_heads']} of {shape['head_dim']}"
+        rows["weight matrices"] = f"{params['matmul']:,}"
+        rows["n-gram tables"] = f"{params['ngram']:,}"
+    if checkpoints:
+        rows["state in training"] = checkpoints["size_report"]
+        rows["checkpoints"] = checkpoints["line"]
+    return Facts(section="Model", rows=[*rows.items()])

@@ -15,9 +15,7 @@ from tests.support.recipes.align_steps import run_text
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError
 from whorl.models import load_model
-from whorl.recipes.stage_report import stage_summary
-from whorl.report.data import StageSection
-from whorl.report.stages import stage_charts
+from whorl.report.blocks import Curve, StepReport
 
 # One worker, so that the teacher of the shared store is trained once.
 pytestmark = pytest.mark.xdist_group("distil_step")
@@ -67,9 +65,9 @@ def test_distil_trains_every_kind_of_student(sets: tuple[str, ...]) -> None:
     assert load_model(found.path).params()["total"] == sizes["student"]
     curve = json.loads((found.path / "curve.json").read_text())
     assert curve[-1]["kl"] < curve[0]["kl"]
-    section = StageSection.model_validate(stage_summary(found))
-    assert [p.loss for p in section.points] == [record["kl"] for record in curve]
-    assert next(stage_charts([section]))[1].startswith("Divergence from the teacher")
+    drawn = [b for b in StepReport.read(found.file("report.json")).blocks if isinstance(b, Curve)]
+    assert drawn[0].lines[0].y == [record["kl"] for record in curve]
+    assert drawn[0].note.startswith("Divergence from the teacher")
     if "distil.on_policy_fraction=0.5" in sets:
         assert curve[0]["logprob_diff_max"] < 1e-4
     load_example_tokenizer(found.path)

@@ -26,9 +26,7 @@ from whorl.errors import ConfigError, DataError
 from whorl.evals.verify.task import VerifiableTask
 from whorl.models import load_model
 from whorl.recipes import load_recipe
-from whorl.recipes.stage_report import stage_summary
-from whorl.report.data import StageSection
-from whorl.report.stages import stage_charts
+from whorl.report.blocks import Curve, StepReport
 from whorl.train.checkpoint.manager import CheckpointManager
 
 pytestmark = pytest.mark.xdist_group("more_steps")  # one shared store
@@ -131,9 +129,8 @@ def test_preference_raises_implicit_accuracy(objective: str) -> None:
     load_model(found.path)
     load_example_tokenizer(found.path)
     assert json.loads((found.path / "curve.json").read_text())[0]["step"] == 1
-    section = StageSection.model_validate(stage_summary(found))
-    title, note, _ = next(stage_charts([section]))
-    assert title == "preference: loss" and note.startswith(f"Loss of {objective.upper()} per ")
+    curve = next(b for b in StepReport.read(found.file("report.json")).blocks if isinstance(b, Curve))
+    assert curve.title == "preference: loss" and curve.note.startswith(f"Loss of {objective.upper()} per ")
 
 
 def test_unpaired_completions_need_kto() -> None:
@@ -186,7 +183,7 @@ dtype = "float32"
 """
     found = run_text(text)
     reward, rl = found["reward_model"], found["rl"]
-    figures = json.loads((reward.path / "report.json").read_text())
+    figures = json.loads((reward.path / "evaluation.json").read_text())
     assert reward.kind == "reward_model"
     assert figures["accuracy"] == reward.summary["held_out"]["accuracy"] == 1.0
     assert {"calibration_error", "reliability", "length"} <= figures.keys()

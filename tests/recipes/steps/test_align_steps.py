@@ -15,8 +15,7 @@ from whorl.errors import ConfigError, DataError
 from whorl.evals.verify import verify_all
 from whorl.models import load_model
 from whorl.recipes import RunResult, load_recipe, parse_recipe, run_recipe
-from whorl.recipes.stage_report import stage_summary
-from whorl.recipes.steps.report import ReportConfig, report_data
+from whorl.report.format import format_percent
 from whorl.sandbox import Sandbox
 from whorl.store import Store
 from whorl.tracking.progress import Progress
@@ -108,9 +107,10 @@ def test_sft_measures_accuracy_before_and_after(store: Store, done: RunResult) -
     assert after["tasks"] == 4 and 0 <= after["accuracy_greedy"] <= 1
     accuracies = f"greedy accuracy on held-out tasks 0%, then {after['accuracy_greedy']:.0%}"
     assert accuracies in found.summary["headline"]
-    section = stage_summary(found)
-    assert section["n_test_tasks"] == 4 and section["accuracy"] is None
-    assert section["accuracy_greedy"] == {"before": 0.0, "after": after["accuracy_greedy"]}
+    written = found.file("report.json").read_text()
+    assert (
+        "Accuracy, greedy" in written and f'"after":"{format_percent(after["accuracy_greedy"])}"' in written
+    )
     assert "eval" not in run(store, "base.eval_tasks=0", until="base").artifacts["base"].summary
 
 
@@ -147,7 +147,7 @@ def test_rl_logs_rollout_tables(done: RunResult) -> None:
 def test_report_shows_stages_of_whole_and_partial_run(store: Store, done: RunResult, tmp_path: Path) -> None:
     page = done.artifacts["report"].file("report.html").read_text()
     sections = re.findall(r'<section id="(\w+)"', page)
-    assert sections == ["result", "stages", "plan", "time", "lineage", "environment"]
+    assert sections == ["result", "after_pretraining", "model", "time", "lineage", "environment"]
     assert 'class="missing"' not in page and page.count('<figure class="pair"') == 6
     steps = re.findall(r"<tr><td>(\w+)</td><td class=\"n\">", page)
     assert steps == ["lessons", "init_model", "base", "manners", "sft", "rl"]
@@ -159,22 +159,6 @@ def test_report_shows_stages_of_whole_and_partial_run(store: Store, done: RunRes
     report(run=str(half.run.dir), out=tmp_path / "half.html", store=str(store.root))
     page = (tmp_path / "half.html").read_text()
     assert "sft: loss</h3>" in page and "rl: " not in page and '<figure class="pair"' not in page
-
-
-def test_report_detects_stages_by_model_parent(store: Store, done: RunResult) -> None:
-    """The role `model` may hold an untrained model or a stage; neither is shown as pretraining."""
-    made = done.artifacts
-    roles = {"model": made["sft"], "base": made["rl"], "tasks": made["manners"]}
-    for first in (made["sft"], made["init_model"]):
-        data = report_data({**roles, "model": first}, store, ReportConfig(), roles=roles)
-        stages = [stage.name for stage in data.stages]
-        assert stages == (["sft", "rl"] if first is made["sft"] else ["rl"])
-        assert data.training is None
-        assert "training" in data.omitted_sections and "stages" not in data.omitted_sections
-        assert data.model is not None and data.model.name == "align-arithmetic/rl"
-    half = report_data({"base": made["base"]}, store, ReportConfig(), roles=["base", "sft", "model"])
-    # Pretraining is not made yet.
-    assert half.omitted_sections == ["scores", "samples", "plan", "corpus", "tokenizer"]
 
 
 def test_stages_refuse_too_short_sequences(store: Store, done: RunResult) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from whorl.recipes.steps.pretrain_observer import PretrainObserver
-from whorl.recipes.steps.report import _training
 from whorl.report import ReportData
+from whorl.report.blocks import StepReport
 from whorl.report.render import to_html
+from whorl.report.training import training_blocks
 from whorl.tracking.progress import Progress
 from whorl.tracking.run import Run
 
@@ -40,22 +41,28 @@ def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
             observer.on_event(4, BACK)
     observer.close()
     curve = list(run.read_metrics("pretrain"))
-    (tmp_path / "curve.json").write_text(json.dumps(curve, allow_nan=False))
-    model: Any = SimpleNamespace(step="pretrain", summary={"tokens_per_second": 1.0}, file=tmp_path.joinpath)
-    training = _training({"model": model})
-    assert [p["step"] for p in training["points"]] == [1, 2, 5, 9]
-    events = [(e["step"], e["kind"], e["n_documents"]) for e in training["events"]]
+    assert [r["step"] for r in curve if "nll" in r] == [1, 2, 5, 9]
+    events = [(r["step"], r["event"], r["n_documents"]) for r in curve if "event" in r]
     assert events == [(3, "nonfinite", 22), (4, "rollback", 0)]
-    page = to_html(ReportData(training=training))
+    page = page_of(curve)
     assert "the loss is nan &lt;b&gt;" in page and "weights restored" in page
     assert "a/&lt;i&gt;.txt (id-12)" in page and "and 21 more" in page
-    without_events = to_html(ReportData(training={**training, "events": []}))
+    without_events = page_of([record for record in curve if "event" not in record])
     assert "Events</h3>" in page and "Events</h3>" not in without_events
 
 
-def test_page_shows_first_events_of_many(tmp_path: Path) -> None:
-    event = {"kind": "spike", "message": "the loss is 9", "action": "skipped"}
-    points = [{"step": n, "loss": 3.0} for n in range(1, 9)]
+def page_of(curve: Sequence[dict[str, Any]]) -> str:
+    return to_html(ReportData(reports=[("pretrain", StepReport(blocks=[*training_blocks(curve)]))]))
+
+
+def test_page_shows_first_events_of_many() -> None:
+    event = {
+        "event": "spike",
+        "message": "the loss is 9",
+        "action": "skipped",
+        "documents": "[]",
+        "n_documents": 0,
+    }
     events = [{"step": n, **event} for n in range(70)]
-    page = to_html(ReportData(training={"points": points, "events": events}))
+    page = page_of([*({"step": n, "nll": 3.0} for n in range(1, 9)), *events])
     assert page.count("the loss is 9") == 50 and "And 20 later ones" in page

@@ -52,11 +52,11 @@ def report(
     steps = json.loads((folder / "steps.json").read_text())
     refuse_old_run(folder.name, json.loads((folder / "config.json").read_text()))
     made = {name: opened.find(entry["address"]) for name, entry in steps.items()}
-    artifacts = {found.kind: found for found in made.values() if found is not None and found.kind != "report"}
-    # The parents of the recipe's step `report` assign a role to each model and list the sections that the run will have.
+    # The parents of the recipe's step `report` are the content of the page; without that step it is the whole run.
     recipe = json.loads((folder / "config.json").read_text()).get("steps", {})
-    roles = next((step["parents"] for step in recipe.values() if step.get("uses") == "report"), None)
-    if roles is not None:
-        artifacts = {role: found for role, name in roles.items() if (found := made.get(name)) is not None}
-    render(report_data(artifacts, opened, ReportConfig(), run=folder.name, roles=roles), out)
+    parents = next((step["parents"] for step in recipe.values() if step.get("uses") == "report"), None)
+    shown = [*parents.values()] if parents is not None else [*recipe]
+    artifacts = [found for name in shown if (found := made.get(name)) is not None and found.kind != "report"]
+    missing = [name for name in shown if made.get(name) is None]
+    render(report_data(artifacts, opened, ReportConfig(), run=folder.name, missing=missing), out)
     print(f"wrote {out} ({out.stat().st_size / 1e3:.0f} kB): open it in a browser")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
+from whorl.report import Curve, Facts, Line, ReportData, render
 from whorl.train.checkpoint.remote import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -67,15 +68,13 @@ def _with_preset(config: AgentsConfig) -> AgentsConfig:
     return config.model_copy(update={"settings": settings, "steps": preset["steps"]})
 
 
-@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("checkpoints",))
+@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("checkpoints",), version=2)
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
 
     from whorl.agents.registration import make_env
     from whorl.agents.seed_statistics import summarize_seeds
-    from whorl.report.charts import Series
-    from whorl.report.curve import write_curve_page
 
     make_env(config.environment, 1).close()  # raises for an unusable environment before any work
     results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
@@ -93,16 +92,23 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
         ("return, inter-quartile mean over the seeds", str(returns)),
         *((f"seed {result['seed']}", f"{result['score']:.1f}") for result in results),
     ]
-    curves = [
-        Series(f"seed {r['seed']}", [float(x) for x, _ in r["curve"]], [y for _, y in r["curve"]])
+    title = f"{config.algorithm.upper()} on {config.environment}"
+    ctx.report.blocks.append(Facts(section=title, rows=facts))
+    lines = [
+        Line(name=f"seed {r['seed']}", x=[float(x) for x, _ in r["curve"]], y=[y for _, y in r["curve"]])
         for r in results
         if r["curve"]
     ]
-    if curves:  # no return exists before the first episode ends
-        write_curve_page(
-            ctx.out / "curve.html", f"{config.algorithm.upper()} on {config.environment}", facts, curves,
-            y="Return of the last 100 episodes", x="environment steps",
-        )  # fmt: skip
+    if lines:  # no return exists before the first episode ends
+        ctx.report.blocks.append(
+            Curve(
+                section=title,
+                title="Return of the last 100 episodes",
+                lines=lines,
+                x_label="environment steps",
+            )
+        )
+    render(ReportData(title=title, reports=[(ctx.name, ctx.report)]), ctx.out / "curve.html")
     headline = f"return {returns}, inter-quartile mean of {config.seeds} seeds with its 95 % interval"
     ctx.summary.update(**summary, headline=headline)
 

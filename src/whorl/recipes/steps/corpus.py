@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fingerprint
 from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.recipes.registry import StepContext, step
+from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
+from whorl.report.format import format_percent, format_si
 from whorl.tokens.pretokens import available_cores
 
 MAX_WORKERS = 8  # processes that read blocks
@@ -39,7 +44,7 @@ def ingest(ctx: StepContext, config: IngestConfig) -> None:
     ctx.summary.update(found, headline=f"{headline}; {n_quarantined:,} records in quarantine")
 
 
-@step("selection", config=CurateConfig, parents={"documents": "documents"})
+@step("selection", config=CurateConfig, parents={"documents": "documents"}, version=2)
 def curate(ctx: StepContext, config: CurateConfig) -> None:
     """Measure and select documents, and split them without near-duplicates across splits."""
     documents = ctx.parents["documents"]
@@ -50,3 +55,48 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
         for name, split in found["splits"].items()
     ]
     ctx.summary.update(found, headline="; ".join(parts))
+    ctx.report = corpus_report(
+        found, documents.summary["quarantine"], sources=documents.config.get("sources", [])
+    )
+
+
+def corpus_report(
+    found: Mapping[str, Any], quarantine: Mapping[str, Mapping[str, int]], *, sources: Sequence[str]
+) -> StepReport:
+    """Return what each stage of curation left, what was rejected and why, and the splits.
+
+    Args:
+        found: summary of `curate`.
+        quarantine: reason -> {"documents": count, ...} of `ingest`.
+    """
+    numbers = [Column(name="Documents", number=True), Column(name="Size", number=True)]
+    share = Column(name="Of the bytes", number=True, optional=True)
+    funnel = found["funnel"]
+    largest = max((stage["bytes"] for stage in funnel), default=0) or 1
+    bars = [
+        Bar(
+            cells=[
+                stage["stage"], f"{stage['documents']:,}", format_si(stage["bytes"], "B"),
+                format_percent(stage["bytes"] / largest),
+            ],
+            value=stage["bytes"], style="main" if stage is funnel[-1] else "",
+        )
+        for stage in funnel
+    ]  # fmt: skip
+    note = f"From {', '.join(sources)}. Each row shows what is left after a stage." if sources else ""
+    histogram = Histogram(
+        section="Corpus", note=note, columns=[Column(name="Stage"), *numbers, share], bars=bars
+    )
+    parts = ((quarantine, "quarantine"), (found.get("dropped", {}), "selection"))
+    counts = [(reason, where, n["documents"]) for reasons, where in parts for reason, n in reasons.items()]
+    rejected: list[list[Cell]] = [[r, where, f"{n:,}"] for r, where, n in sorted(counts, key=lambda c: -c[2])]
+    columns = [Column(name="Reason"), Column(name="Where"), numbers[0]]
+    tables = [Table(section="Corpus", title="Rejected documents", columns=columns, rows=rejected)]
+    splits: list[list[Cell]] = [
+        [name, f"{split['documents']:,}", format_si(split["bytes"], "B")]
+        for name, split in found["splits"].items()
+    ]
+    note = "No two splits share near-duplicate documents."
+    columns = [Column(name="Split"), *numbers]
+    tables.append(Table(section="Corpus", title="Splits", note=note, columns=columns, rows=splits))
+    return StepReport(blocks=[histogram, *(table for table in tables if table.rows)])

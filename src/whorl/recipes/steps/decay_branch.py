@@ -43,6 +43,7 @@ class DecayBranchConfig(BaseModel):
     config=DecayBranchConfig,
     not_hashed=("checkpoint_seconds", "checkpoints"),
     parents={"model": "model", "tokens": "tokens", "tokenizer": "tokenizer"},
+    version=2,
 )
 def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
     """Decay the learning rate from the plateau of a pretraining run."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.recipes.registry import StepContext, step
+from whorl.report import Curve, Facts, Line, ReportData, render
 from whorl.train.checkpoint.remote import CheckpointConfig
 from whorl.train.config import FiniteGuardConfig
 
@@ -86,7 +87,7 @@ class EmbedderConfig(BaseModel):
     "embedder",
     config=EmbedderConfig,
     parents={"tokens": "tokens", "tokenizer": "tokenizer"},
-    version=2,
+    version=3,
     not_hashed=("checkpoints",),
 )
 def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
@@ -94,8 +95,6 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     from whorl.embedding.embedder import Embedder
     from whorl.embedding.span_pairs import open_pairs
     from whorl.embedding.train import train_embedder
-    from whorl.report.charts import Series
-    from whorl.report.curve import write_curve_page
     from whorl.tokens.tokenizer import Tokenizer
 
     for role in ("tokens", "tokenizer"):
@@ -138,13 +137,16 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
             ("steps", f"{job.steps:,}"),
         ]
         at = [float(record["step"]) for record in evaluations]
-        curves = [
-            Series(f"recall@{k}", at, [record[f"recall_at_{k}"] for record in evaluations]) for k in (1, 10)
+        lines = [
+            Line(name=f"recall@{k}", x=at, y=[record[f"recall_at_{k}"] for record in evaluations])
+            for k in (1, 10)
         ]
-        write_curve_page(
-            ctx.out / "curve.html", "Finding the other span of a document", [*facts, ("result", result)], curves,
-            y="Recall among held-out documents", x="steps",
-        )  # fmt: skip
+        title = "Finding the other span of a document"
+        ctx.report.blocks += [
+            Facts(section=title, rows=[*facts, ("result", result)]),
+            Curve(section=title, title="Recall among held-out documents", lines=lines, x_label="steps"),
+        ]
+        render(ReportData(title=title, reports=[(ctx.name, ctx.report)]), ctx.out / "curve.html")
     ctx.summary.update(
         documents=len(pairs),
         skipped=pairs.skipped,

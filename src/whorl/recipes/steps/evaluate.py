@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
+from whorl.report.scores import evaluation_report
 
 if TYPE_CHECKING:
     from whorl.corpus import Document
     from whorl.models import LanguageModel
-    from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
 
 TOP_LOGPROBS = 5  # alternatives per token of a sample
@@ -52,12 +52,13 @@ class EvaluateConfig(BaseModel):
     "evaluation",
     config=EvaluateConfig,
     parents={**CORPUS_PARENTS, "tokens": "tokens", "tokenizer": "tokenizer", "model": "model"},
-    version=2,
+    version=3,
 )
 def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     """Measure bits per byte against compressors, completions that parse, and speed."""
     import torch
 
+    from whorl.evals.baselines import measure_baselines
     from whorl.evals.likelihood import bits_per_byte, document_nats
     from whorl.models import load_model
     from whorl.tokens.shards import TokenSet
@@ -102,7 +103,11 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
         "peak_flops": machine.peak_flops,
     }
     if config.baselines:
-        result["baselines"] = _baselines(ctx, config, tokens, held_out, corpus.documents("train"))
+        train = [document.text.encode() for document in corpus.documents("train")]
+        result["baselines"] = measure_baselines(
+            [d.text.encode() for d in held_out], train, tokens, order=config.ngram_order,
+            workers=ctx.machine.cores, progress=ctx.progress,
+        )  # fmt: skip
     with torch.inference_mode():
         if config.completions:
             result["completions"] = _completions(ctx, config, model, tokenizer, held_out)
@@ -117,6 +122,8 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     if parsed := result.get("completions"):
         headline += f"; {parsed['parsed']} of {parsed['prompts']} completions parse"
     ctx.summary.update({k: v for k, v in result.items() if k != "samples"}, headline=headline)
+    plan = ctx.store.find(ctx.parents["model"].parents.get("plan", ""))
+    ctx.report = evaluation_report(result, plan.summary["expected"] if plan is not None else {})
 
 
 def _by_domain(documents: list[Document], nats: list[float]) -> list[dict[str, Any]]:
@@ -131,44 +138,6 @@ def _by_domain(documents: list[Document], nats: list[float]) -> list[dict[str, A
         {"domain": domain, "bytes": int(n), "bits_per_byte": cost / math.log(2) / max(1.0, n)}
         for domain, (cost, n) in sorted(sums.items(), key=lambda item: -item[1][1])
     ]
-
-
-def _baselines(
-    ctx: StepContext,
-    config: EvaluateConfig,
-    tokens: TokenSet,
-    held_out: list[Document],
-    train: Any,
-) -> list[dict[str, Any]]:
-    from whorl.evals.compressors import measure_compressors
-    from whorl.evals.ngram import NGram
-
-    texts = [d.text.encode() for d in held_out]
-    found: list[dict[str, Any]] = []
-    with ctx.progress.task("Compressing the same files", total=None) as task:
-        results = measure_compressors(
-            texts,
-            [d.text.encode() for d in train],
-            workers=ctx.machine.cores,
-            on_result=lambda c: task.update(note=c.name),
-        )
-    found += [{"name": c.name, "bits_per_byte": c.bits_per_byte, "kind": "compressor"} for c in results]
-    with ctx.progress.task(f"{config.ngram_order}-gram model", total=None):
-        model = NGram(
-            [ids[1:] for ids in tokens.split("train").iter_documents()],
-            tokens.vocab_size,
-            config.ngram_order,
-            tokens.bos_id,
-        )
-        bits = model.bits([ids[1:] for ids in tokens.split("test").iter_documents()])
-    found.append(
-        {
-            "name": f"{config.ngram_order}-gram, modified Kneser-Ney, same tokens",
-            "bits_per_byte": bits / sum(map(len, texts)),
-            "kind": "ngram",
-        }
-    )
-    return found
 
 
 def _completions(

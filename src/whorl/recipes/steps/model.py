@@ -18,6 +18,7 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.recipes.steps.pretrain_observer import PretrainObserver
 from whorl.recipes.steps.tokens import read_plan
+from whorl.report.training import plan_blocks, training_report
 from whorl.train.checkpoint.remote import CheckpointConfig
 from whorl.train.config import ScheduleConfig, SpikeGuardConfig
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from whorl.train.job import Job
 
 
-@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=4)
+@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=5)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time training steps on this machine and choose the configuration for the budget."""
     from whorl.plan.planner import make_plan
@@ -45,6 +46,7 @@ def plan(ctx: StepContext, config: PlanConfig) -> None:
     ctx.summary.update(
         expected=made.expected, arithmetic=made.arithmetic, budget=made.budget, headline=headline
     )
+    ctx.report.blocks += plan_blocks(made.budget, made.expected, made.arithmetic)
 
 
 class PretrainStreamConfig(BaseModel):
@@ -137,7 +139,7 @@ def _with_file_hashes(config: PretrainConfig) -> PretrainConfig:
     complete_config=_with_file_hashes,
     not_hashed=("checkpoint_seconds", "checkpoints", "activation_budget", "serial_loader"),
     parents={"plan": "plan", "tokens": "tokens", "tokenizer": "tokenizer"},
-    version=2,
+    version=3,
 )
 def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     """Train the planned model."""
@@ -175,7 +177,6 @@ def train_and_save(
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train.checkpoint import size_report
     from whorl.train.checkpoint.manager import CheckpointStats
     from whorl.train.lm.pretrain import pretrain as run_training
 
@@ -224,16 +225,16 @@ def train_and_save(
         events=sum("event" in record for record in curve),
         final=last,
         tokens_per_second=speed,
-        checkpoints={
-            **asdict(stats),
-            "line": stats.summary(),
-            "size_report": size_report.format_line(stats.size_report),
-        },
+        checkpoints=stats.to_json(),
         headline=(
             f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
             f"bits per byte; {speed:,.0f} tokens/s"
         ),
     )
+    ctx.report = training_report(
+        curve, ctx.summary, config=json.loads((ctx.out / "config.json").read_text()), objective="next_token",
+        expected=ctx.parents["plan"].summary["expected"] if "plan" in ctx.parents else {},
+    )  # fmt: skip
 
 
 def build_job(ctx: StepContext, config: PretrainConfig) -> Job:

@@ -7,7 +7,7 @@ embedding and head.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +16,8 @@ from whorl.corpus import Document
 from whorl.errors import ConfigError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
+from whorl.report import Bar, Block, Column, Histogram, StepReport, Text
+from whorl.report.format import format_si
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -38,7 +40,7 @@ def read_plan(ctx: StepContext) -> dict[str, Any]:
     return dict(json.loads(ctx.parents["plan"].file("plan.json").read_text()))
 
 
-@step("tokenizer", config=TokenizerConfig, parents={**CORPUS_PARENTS, "plan?": "plan"})
+@step("tokenizer", config=TokenizerConfig, parents={**CORPUS_PARENTS, "plan?": "plan"}, version=2)
 def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
     """Train a byte-level BPE tokenizer on the training split."""
     size = config.vocab_size
@@ -63,6 +65,25 @@ def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
     ctx.summary.update(
         vocab_size=trained.vocab_size, domains=domains, headline=f"{trained.vocab_size:,} tokens"
     )
+    ctx.report = tokenizer_report(trained.vocab_size, domains)
+
+
+def tokenizer_report(vocab_size: int, domains: Iterable[Mapping[str, Any]]) -> StepReport:
+    """Return the bytes per token of each kind of held-out text."""
+    line = f"Byte-level BPE, {vocab_size:,} tokens, trained on the training split only."
+    blocks: list[Block] = [Text(section="Tokenizer", lines=[line])]
+    columns = [
+        Column(name="Text"), Column(name="Size", number=True, optional=True),
+        Column(name="Tokens", number=True, optional=True), Column(name="Bytes per token", number=True),
+    ]  # fmt: skip
+    rows = [(d["domain"], d["bytes"], d["tokens"]) for d in domains if d["tokens"]]
+    bars = [
+        Bar(cells=[name, format_si(size, "B"), format_si(n, ""), f"{size / n:.2f}"], value=size / n)
+        for name, size, n in rows
+    ]
+    if bars:
+        blocks.append(Histogram(section="Tokenizer", columns=columns, bars=bars))
+    return StepReport(blocks=blocks)
 
 
 def _compression(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from whorl.train.checkpoint.rng_state import (
     rng_tensors,
     without_rng_state,
 )
-from whorl.train.checkpoint.size_report import bytes_per_parameter
+from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
 from whorl.train.checkpoint.staging import Layout, StagingBuffer, copy_pool, copy_to_staging
 from whorl.train.checkpoint.writer_process import AsyncWriter
 
@@ -70,6 +70,10 @@ class CheckpointStats:
     resumes: int = 0
     rejected: list[str] = field(default_factory=list)
     size_report: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, and the two lines that a report shows."""
+        return {**asdict(self), "line": self.summary(), "size_report": format_line(self.size_report)}
 
     def summary(self) -> str:
         """One line for a report."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext
+from whorl.report.stages import stage_report
 
 if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample
@@ -141,6 +142,12 @@ def pad_id_of(example_tokenizer: ExampleTokenizer) -> int:
     return int(getattr(example_tokenizer.tokenizer, "pad_id", 0))
 
 
-def write_curve(ctx: StepContext) -> None:
-    """Write the metrics of every step of this stage into `curve.json`."""
-    (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
+def write_curve(ctx: StepContext, **options: Any) -> None:
+    """Write the metrics of every step of this stage into `curve.json`, and its part of the page.
+
+    Args:
+        options: those of `stage_report`; `ctx.summary` must be complete.
+    """
+    curve = [*ctx.run.read_metrics(ctx.name)]
+    (ctx.out / "curve.json").write_text(json.dumps(curve))
+    ctx.report = stage_report(ctx.name, ctx.summary, curve, **options)

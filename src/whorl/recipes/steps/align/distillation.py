@@ -81,6 +81,7 @@ class DistilStepConfig(DistilConfig):
     config=DistilStepConfig,
     parents={"model": "model", "student?": "model", "tasks?": "tasks", "tokens?": "tokens"},
     not_hashed=NOT_HASHED,
+    version=2,
 )
 def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     """Train a student on the distribution of its teacher."""
@@ -137,7 +138,6 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     measured["after"] = evaluate(network)
     bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
     save_stage_model(network, origin, ctx.out)
-    write_curve(ctx)
     sizes = {"teacher": model.params()["total"], "student": student.params()["total"]}
     headline = f"{sizes['student'] / 1e6:.2f} M of the teacher's {sizes['teacher'] / 1e6:.2f} M parameters; "
     headline += f"divergence {last.get('kl', 0.0):.4f}"
@@ -152,6 +152,10 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
         summary, texts=len(texts), left_out=left, final=last, sizes=sizes, params=student.params(),
         bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - started,
         headline=headline + format_bits_change(*bits),
+    )  # fmt: skip
+    write_curve(
+        ctx, objective=config.divergence, trained_on=f"{len(texts):,} texts",
+        loss=("kl", "Divergence from the teacher in nats per trained token"),
     )  # fmt: skip
 
 

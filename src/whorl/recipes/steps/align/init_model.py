@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.recipes.registry import StepContext, step
+from whorl.report.training import model_facts
 
 
 class InitModelConfig(BaseModel):
@@ -33,7 +36,7 @@ class InitModelConfig(BaseModel):
         return self
 
 
-@step("model", config=InitModelConfig)
+@step("model", config=InitModelConfig, version=2)
 def init_model(ctx: StepContext, config: InitModelConfig) -> None:
     """Initialize a byte-level model without training it."""
     from whorl.models import DecoderConfig, make_model, save_model
@@ -52,3 +55,5 @@ def init_model(ctx: StepContext, config: InitModelConfig) -> None:
     ctx.summary.update(
         params=model.params(), headline=f"{model.params()['total'] / 1e6:.2f} M parameters, untrained"
     )
+    config_file = json.loads((ctx.out / "config.json").read_text())
+    ctx.report.blocks.append(model_facts(config_file, model.params()))

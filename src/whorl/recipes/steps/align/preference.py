@@ -14,7 +14,7 @@
     parents = ["sft", "tasks", "reward_model"]
 
 Both are evaluated on held-out pairs. `preference` makes a model. `reward_model` makes an artifact of another
-kind, `reward_model`, with `report.json`: accuracy, calibration, length bias.
+kind, `reward_model`, with `evaluation.json`: accuracy, calibration, length bias.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from whorl.recipes.steps.align.common import (
     pad_id_of,
     write_curve,
 )
+from whorl.report.blocks import Text
+from whorl.report.stages import SECTION
 
 if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer, LengthFilter
@@ -47,6 +49,7 @@ PREFERENCE_PARENTS = {"model": "model", "preferences": "preferences"}
     config=PreferenceConfig,
     parents={**PREFERENCE_PARENTS, "tokens?": "tokens"},
     not_hashed=NOT_HASHED,
+    version=2,
 )
 def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     """Train the model to prefer one of two completions."""
@@ -102,7 +105,6 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     found.append(evaluate())
     bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
     save_stage_model(network, folder, ctx.out)
-    write_curve(ctx)
     before, after = found
     headline = f"{len(train):,} {noun}; held out: "
     if "implicit_accuracy" in before:
@@ -115,9 +117,14 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
         bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - started,
         params=network.model.params(), headline=headline + format_bits_change(*bits),
     )  # fmt: skip
+    noun = "completion" if config.objective == "kto" else "pair"
+    write_curve(
+        ctx, objective=config.objective, trained_on=f"{len(train):,} preferences",
+        loss=("loss", f"Loss of {config.objective.upper()} per {noun}"),
+    )  # fmt: skip
 
 
-@step("reward_model", config=RewardConfig, parents=PREFERENCE_PARENTS, not_hashed=NOT_HASHED)
+@step("reward_model", config=RewardConfig, parents=PREFERENCE_PARENTS, not_hashed=NOT_HASHED, version=2)
 def reward_model(ctx: StepContext, config: RewardConfig) -> None:
     """Train a reward model and report its accuracy and calibration."""
     from whorl.align.preference.reward_model import RewardModel, save_reward_model, train_reward_model
@@ -153,8 +160,7 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
         "left_out": length_filter.rejected,
     }
     save_reward_model(model, ctx.out, config=config, trained_on=trained_on, metrics=figures, base=folder)
-    (ctx.out / "report.json").write_text(json.dumps(figures, indent=1))
-    write_curve(ctx)
+    (ctx.out / "evaluation.json").write_text(json.dumps(figures, indent=1))
     headline = f"{len(train):,} pairs; held out: accuracy {found.accuracy:.1%}, "
     headline += f"calibration error {found.calibration.expected_error:.3f}"
     bias = found.length_bias
@@ -167,6 +173,16 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
         seconds=time.monotonic() - started, params=model.model.params(),
         headline=headline,
     )  # fmt: skip
+    write_curve(
+        ctx, objective="reward_model", trained_on=f"{len(train):,} preferences",
+        loss=("loss", "Loss of the reward model per pair"),
+    )  # fmt: skip
+    ctx.report.blocks += [
+        Text(section=SECTION, title=f"{ctx.name}: held-out pairs", lines=[headline]),
+        Text(
+            section=SECTION, title=f"{ctx.name}: calibration", style="code", lines=found.table().split("\n")
+        ),
+    ]
 
 
 def _load_examples(

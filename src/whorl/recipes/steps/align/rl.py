@@ -47,6 +47,7 @@ class _Tasks:
     config=RLConfig,
     parents={**STAGE_PARENTS, "reward_model?": "reward_model"},
     not_hashed=(*NOT_HASHED, "max_train_seconds", "max_worker_restarts"),
+    version=2,
 )
 def rl(ctx: StepContext, config: RLConfig) -> None:
     """Sample completions, verify them, and reinforce."""
@@ -107,13 +108,16 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     measured.append(evaluate("after"))
     bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
     save_stage_model(network, folder, ctx.out)
-    write_curve(ctx)
     (ctx.out / "samples.json").write_text(json.dumps(samples, indent=1))
     ctx.summary.update(
         eval={"before": measured[0], "after": measured[1]}, bits_per_byte={"before": bits[0], "after": bits[1]},
         tasks={"train": len(tasks.train), "test": len(tasks.test)}, left_out=tasks.rejected,
         seconds=time.monotonic() - started, params=network.model.params(),
         headline=_headline(*measured) + format_bits_change(*bits),
+    )  # fmt: skip
+    write_curve(
+        ctx, objective=config.algorithm, loss=("loss", "Loss in nats per trained token"),
+        trained_on=f"rewards on {len(tasks.train):,} tasks", samples=samples,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class SFTStepConfig(SFTConfig):
     max_completion_tokens: int = Field(default=96, ge=1, description="limit of an answer to a held-out task")
 
 
-@step("model", config=SFTStepConfig, parents=STAGE_PARENTS, not_hashed=NOT_HASHED)
+@step("model", config=SFTStepConfig, parents=STAGE_PARENTS, not_hashed=NOT_HASHED, version=2)
 def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     """Fine-tune on solutions; only completion tokens and their end token are trained."""
     from whorl.align.stage.io import (
@@ -84,7 +84,6 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     measured["after"] = evaluate()
     after = held_out_bits_per_byte(ctx, network.model, tokenizer)
     save_stage_model(network, folder, ctx.out)
-    write_curve(ctx)
     headline, summary = f"{len(examples):,} texts; loss {last.get('nll', 0.0):.3f}", dict[str, Any]()
     if measured["after"]:
         summary.update(eval=measured, tasks={"test": int(measured["after"]["tasks"])})
@@ -94,4 +93,8 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
         summary, texts=len(examples), left_out=length_filter.rejected, final=last, seconds=time.monotonic() - started,
         params=network.model.params(), bits_per_byte={"before": before, "after": after},
         headline=headline + format_bits_change(before, after),
+    )  # fmt: skip
+    write_curve(
+        ctx, objective="sft", loss=("nll", "Loss in nats per trained token"),
+        trained_on=f"{len(examples):,} texts",
     )  # fmt: skip

@@ -1,0 +1,88 @@
+"""The blocks of an evaluation: bits per byte against compressors, completions that parse, coloured samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whorl.report.blocks import (
+    Bar,
+    BarStyle,
+    Block,
+    Card,
+    Column,
+    Histogram,
+    Sample,
+    SampleToken,
+    StepReport,
+    Text,
+)
+from whorl.report.format import format_number, format_percent, format_si
+from whorl.report.training import plan_table
+
+_STYLES: dict[str, BarStyle] = {"model": "model", "ngram": "ngram", "compressor": "compressor"}
+_SCORES = (
+    "Bits that each method needs per byte of {files:,} held-out files ({size}). Lower is better. The model and the n-gram "
+    "model read each file separately. A compressor in one stream also adapts to the other held-out files; a primed one "
+    "has read the training split first."
+)
+
+
+def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -> StepReport:
+    """Return the report of an evaluation, from the content of `evaluation.json` and the plan's figures, if any."""
+    ours = found["bits_per_byte"]
+    rows = [("this model", "file by file", ours, "model")]
+    for baseline in found.get("baselines", []):
+        name, _, setting = baseline["name"].partition(", ")
+        rows.append((name, setting, baseline["bits_per_byte"], baseline["kind"]))
+    rows.sort(key=lambda row: row[2])
+    columns = [
+        Column(name="Method"), Column(name="Setting"), Column(name="Bits per byte", number=True),
+        Column(name="Times the model", number=True, optional=True),
+    ]  # fmt: skip
+    bars = [
+        Bar(
+            cells=[name, setting, f"{bits:.3f}", f"{bits / ours:.2f}" if ours else "–"],
+            value=bits,
+            style=_STYLES.get(kind, ""),
+        )
+        for name, setting, bits, kind in rows
+    ]
+    note = _SCORES.format(files=found["files"], size=format_si(found["bytes"], "B"))
+    blocks: list[Block] = [Histogram(section="Bits per byte", note=note, columns=columns, bars=bars)]
+    others = [row for row in rows if row[3] == "compressor" and row[2]]
+    more = ""
+    if others:
+        name, setting, bits, _ = others[0]
+        more = f"{format_number(ours / bits)} × the best compressor, {name} {setting}".rstrip()
+    cards = [Card(label="Bits per byte, held-out", value=f"{ours:.3f}", more=more)]
+    if done := found.get("completions"):
+        n, parsed, real = done["prompts"], done["parsed"], done["real_parsed"]
+        cut = f" ({done['unfinished']} reached the length limit)" if done["unfinished"] else ""
+        line = (
+            f"{n} held-out functions were cut after their header and completed. Python parses {_ratio(parsed, n)} of "
+            f"the completions{cut}. Under the same rule it parses {_ratio(real, n)} of the real functions."
+        )
+        blocks.append(Text(section="Bits per byte", title="Functions that parse", lines=[line]))
+        value, more = format_percent(parsed / n), f"real code: {format_percent(real / n)}"
+        cards.append(Card(label="Completions that parse", value=value, more=more))
+    blocks += [_sample(sample) for sample in found.get("samples", [])]
+    if "bits_per_byte" in expected:
+        blocks.append(plan_table(expected, {"bits_per_byte": ours}))
+    return StepReport(cards=cards, blocks=blocks)
+
+
+def _ratio(count: int, total: int) -> str:
+    return f"{count} of {total} ({format_percent(count / total)})"
+
+
+def _sample(sample: Mapping[str, Any]) -> Sample:
+    tokens = [
+        SampleToken.of_bytes(
+            bytes.fromhex(token["hex"]),
+            min(1.0, token["probability"]),
+            [(bytes.fromhex(other), min(1.0, p)) for other, p in token["alternatives"]],
+        )
+        for token in sample["tokens"]
+    ]
+    return Sample(section="Samples", note=sample["note"], prompt=sample["prompt"], tokens=tokens)
