@@ -18,8 +18,8 @@ The teacher has the role `model`: the result counts as a stage of the teacher an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from whorl.align.config import DistilConfig, StudentConfig
 from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align.common import (
+from whorl.recipes.stage import (
     NOT_HASHED,
     evaluate_held_out,
     format_bits_change,
@@ -37,6 +37,7 @@ from whorl.recipes.steps.align.common import (
     load_sft_examples,
     open_token_set,
     pad_id_of,
+    train_stage,
     write_curve,
 )
 
@@ -116,31 +117,33 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
             max_tokens=config.max_completion_tokens, length=config.seq_len + 1, seed=config.seed,
         )  # fmt: skip
 
-    measured = {"teacher": evaluate(teacher_policy)}
+    of_teacher = evaluate(teacher_policy)
     model.requires_grad_(False)
-    measured["before"] = evaluate(network)
-    bits = [held_out_bits_per_byte(ctx, network.model, tokenizer)]
-    last, started = dict[str, float](), time.monotonic()
-    with ctx.progress.task("Distilling", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
 
-        def on_step(step: int, metrics: dict[str, float]) -> None:
-            log.write(step, metrics)
-            last.update(metrics)
-            note = f"{config.divergence} divergence {metrics['kl']:.4f}"
-            if "logprob_diff_max" in metrics:
-                note += f", log-prob difference {metrics['logprob_diff_max']:.0e}"
-            bar.update(done=step, note=note)
+    def note(metrics: dict[str, float]) -> str:
+        text = f"{config.divergence} divergence {metrics['kl']:.4f}"
+        if "logprob_diff_max" in metrics:
+            text += f", log-prob difference {metrics['logprob_diff_max']:.0e}"
+        return text
 
-        train_student(
-            network, teacher, texts, config, example_tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), callback=on_step,
-            checkpoint_dir=ctx.scratch, heartbeat_dir=ctx.heartbeat_dir, log=ctx.progress.log,
-        )  # fmt: skip
-    measured["after"] = evaluate(network)
-    bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
+    train = partial(
+        train_student,
+        network,
+        teacher,
+        texts,
+        config,
+        example_tokenizer=tokenizer,
+        pad_id=pad_id_of(tokenizer),
+    )
+    result = train_stage(
+        ctx, "Distilling", train, note=note, evaluate=lambda _: evaluate(network),
+        bits_per_byte=lambda: held_out_bits_per_byte(ctx, network.model, tokenizer),
+    )  # fmt: skip
+    measured = {"teacher": of_teacher, **result.evaluation}
     save_stage_model(network, origin, ctx.out)
     sizes = {"teacher": model.params()["total"], "student": student.params()["total"]}
     headline = f"{sizes['student'] / 1e6:.2f} M of the teacher's {sizes['teacher'] / 1e6:.2f} M parameters; "
-    headline += f"divergence {last.get('kl', 0.0):.4f}"
+    headline += f"divergence {result.final.get('kl', 0.0):.4f}"
     summary: dict[str, Any] = {}
     if measured["after"]:
         summary.update(eval=measured, tasks={"train": len(texts), "test": int(measured["after"]["tasks"])})
@@ -149,9 +152,9 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
             f"; greedy accuracy on held-out tasks {accuracy[0]}, then {accuracy[1]} (teacher {accuracy[2]})"
         )
     ctx.summary.update(
-        summary, texts=len(texts), left_out=left, final=last, sizes=sizes, params=student.params(),
-        bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - started,
-        headline=headline + format_bits_change(*bits),
+        summary, texts=len(texts), left_out=left, final=result.final, sizes=sizes, params=student.params(),
+        bits_per_byte=result.bits_per_byte, seconds=result.seconds,
+        headline=headline + format_bits_change(**result.bits_per_byte),
     )  # fmt: skip
     write_curve(
         ctx, objective=config.divergence, trained_on=f"{len(texts):,} texts",

@@ -20,17 +20,18 @@ kind, `reward_model`, with `evaluation.json`: accuracy, calibration, length bias
 from __future__ import annotations
 
 import json
-import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whorl.align.config import PreferenceConfig, PreferenceStageConfig, RewardConfig
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align.common import (
+from whorl.recipes.stage import (
     NOT_HASHED,
     format_bits_change,
     held_out_bits_per_byte,
     pad_id_of,
+    train_stage,
     write_curve,
 )
 from whorl.report.blocks import Text
@@ -72,40 +73,22 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     if get_objective(config).needs_reference:
         reference = frozen_reference(load_stage_model(folder, config, machine), network)
     train, test, length_filter = _load_examples(ctx, tokenizer, config)
-    pad, started = pad_id_of(tokenizer), time.monotonic()
+    pad = pad_id_of(tokenizer)
 
-    def evaluate() -> dict[str, float]:
-        return _evaluate_held_out(network, reference, test, config, pad)
-
-    found, bits = [evaluate()], [held_out_bits_per_byte(ctx, network.model, tokenizer)]
-    last = dict[str, float]()
     noun = (
         "completions"
         if config.objective == "kto" and len(train) and not hasattr(train[0], "chosen")
         else "pairs"
     )
-    with ctx.progress.task("Preference", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
-
-        def on_step(step: int, metrics: dict[str, float]) -> None:
-            log.write(step, metrics)
-            last.update(metrics)
-            note = f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}, "
-            bar.update(done=step, note=note + f"margin {metrics['rewards/margin']:.3f}")
-
-        train_preferences(
-            network,
-            train,
-            config,
-            pad_id=pad,
-            callback=on_step,
-            checkpoint_dir=ctx.scratch,
-            heartbeat_dir=ctx.heartbeat_dir,
-            log=ctx.progress.log,
-        )
-    found.append(evaluate())
-    bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
+    result = train_stage(
+        ctx, "Preference", partial(train_preferences, network, train, config, pad_id=pad),
+        evaluate=lambda _: _evaluate_held_out(network, reference, test, config, pad),
+        bits_per_byte=lambda: held_out_bits_per_byte(ctx, network.model, tokenizer),
+        note=lambda metrics: f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}, "
+        f"margin {metrics['rewards/margin']:.3f}",
+    )  # fmt: skip
     save_stage_model(network, folder, ctx.out)
-    before, after = found
+    before, after = result.evaluation["before"], result.evaluation["after"]
     headline = f"{len(train):,} {noun}; held out: "
     if "implicit_accuracy" in before:
         headline += "implicit accuracy "
@@ -113,9 +96,9 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     headline += f"margin {before['rewards/margin']:.3f}, then {after['rewards/margin']:.3f}"
     ctx.summary.update(
         objective=config.objective, items={"train": len(train), "test": len(test)}, left_out=length_filter.rejected,
-        final=last, held_out={"before": before, "after": after},
-        bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - started,
-        params=network.model.params(), headline=headline + format_bits_change(*bits),
+        final=result.final, held_out=result.evaluation,
+        bits_per_byte=result.bits_per_byte, seconds=result.seconds,
+        params=network.model.params(), headline=headline + format_bits_change(**result.bits_per_byte),
     )  # fmt: skip
     noun = "completion" if config.objective == "kto" else "pair"
     write_curve(
@@ -136,22 +119,10 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
     tokenizer = load_example_tokenizer(folder)
     model = RewardModel(load_stage_model(folder, config, machine), lora=config.lora, seed=config.seed)
     train, test, length_filter = _load_examples(ctx, tokenizer, config, pairs_only=True)
-    last, started = dict[str, float](), time.monotonic()
-    with ctx.progress.task("Reward model", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
-
-        def on_step(step: int, metrics: dict[str, float]) -> None:
-            log.write(step, metrics)
-            last.update(metrics)
-            bar.update(
-                done=step,
-                note=f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}",
-            )
-
-        train_reward_model(
-            model, train, config, pad_id=pad_id_of(tokenizer), callback=on_step,
-            checkpoint_dir=ctx.scratch, heartbeat_dir=ctx.heartbeat_dir,
-            log=ctx.progress.log,
-        )  # fmt: skip
+    result = train_stage(
+        ctx, "Reward model", partial(train_reward_model, model, train, config, pad_id=pad_id_of(tokenizer)),
+        note=lambda metrics: f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}",
+    )  # fmt: skip
     found = evaluate_reward_model(model, test)
     figures = found.to_json()
     trained_on = {
@@ -169,8 +140,9 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
         headline += f" (the data in {bias.data_longer_fraction:.0%})"
     ctx.progress.log("    " + found.table().replace("\n", "\n    "))
     ctx.summary.update(
-        items={"train": len(train), "test": len(test)}, left_out=length_filter.rejected, final=last, held_out=figures,
-        seconds=time.monotonic() - started, params=model.model.params(),
+        items={"train": len(train), "test": len(test)}, left_out=length_filter.rejected,
+        final=result.final, held_out=figures,
+        seconds=result.seconds, params=model.model.params(),
         headline=headline,
     )  # fmt: skip
     write_curve(

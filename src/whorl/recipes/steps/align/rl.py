@@ -9,20 +9,21 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.align.config import RLConfig
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align.common import (
+from whorl.recipes.stage import (
     NOT_HASHED,
     STAGE_PARENTS,
     format_bits_change,
     held_out_bits_per_byte,
+    train_stage,
     write_curve,
 )
 
@@ -81,39 +82,32 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         config.resolved_sampling_rounds, config.async_rollout.update_in_flight,
         threads=1 if config.async_rollout.workers else None, reward_model=reward_model,
     )  # fmt: skip
-    started, bits = time.monotonic(), [held_out_bits_per_byte(ctx, network.model, tokenizer)]
     samples: dict[str, Any] = {}
     evaluate = _evaluator(ctx, config, network, tokenizer, tasks.test, samples, reward_model)
-    measured = [evaluate("before")]
-    with (
-        ctx.progress.task("Policy", total=config.steps, unit="steps") as bar,
-        ctx.run.metrics(ctx.name) as log,
-    ):
 
-        def on_step(step: int, metrics: dict[str, float], experience: Experience) -> None:
-            log.write(step, metrics)
-            note = f"accuracy {metrics['accuracy']:.0%}, length {metrics['completion_length/mean']:.0f}"
-            if "logprob_diff_max" in metrics:
-                note += f", log-prob difference {metrics['logprob_diff_max']:.0e}"
-            bar.update(done=step, note=note)
-            if step % config.log_rollouts_every == 0 and step < config.steps:
-                table = rollout_table(tokenizer, tasks.train, experience, config.group_size)
-                ctx.progress.log(f"    step {step}: {note}\n{table}")
+    def note(metrics: dict[str, float]) -> str:
+        text = f"accuracy {metrics['accuracy']:.0%}, length {metrics['completion_length/mean']:.0f}"
+        if "logprob_diff_max" in metrics:
+            text += f", log-prob difference {metrics['logprob_diff_max']:.0e}"
+        return text
 
-        train_policy(
-            network, worker, config, reference=reference, callback=on_step,
-            checkpoint_dir=ctx.scratch, heartbeat_dir=ctx.heartbeat_dir,
-            log=ctx.progress.log,
-        )  # fmt: skip
-    measured.append(evaluate("after"))
-    bits.append(held_out_bits_per_byte(ctx, network.model, tokenizer))
+    def after_step(step: int, metrics: dict[str, float], experience: Experience) -> None:
+        if step % config.log_rollouts_every == 0 and step < config.steps:
+            table = rollout_table(tokenizer, tasks.train, experience, config.group_size)
+            ctx.progress.log(f"    step {step}: {note(metrics)}\n{table}")
+
+    result = train_stage(
+        ctx, "Policy", partial(train_policy, network, worker, config, reference=reference), note=note,
+        evaluate=evaluate, bits_per_byte=lambda: held_out_bits_per_byte(ctx, network.model, tokenizer),
+        after_step=after_step, total=config.steps,
+    )  # fmt: skip
     save_stage_model(network, folder, ctx.out)
     (ctx.out / "samples.json").write_text(json.dumps(samples, indent=1))
     ctx.summary.update(
-        eval={"before": measured[0], "after": measured[1]}, bits_per_byte={"before": bits[0], "after": bits[1]},
+        eval=result.evaluation, bits_per_byte=result.bits_per_byte,
         tasks={"train": len(tasks.train), "test": len(tasks.test)}, left_out=tasks.rejected,
-        seconds=time.monotonic() - started, params=network.model.params(),
-        headline=_headline(*measured) + format_bits_change(*bits),
+        seconds=result.seconds, params=network.model.params(),
+        headline=_headline(**result.evaluation) + format_bits_change(**result.bits_per_byte),
     )  # fmt: skip
     write_curve(
         ctx, objective=config.algorithm, loss=("loss", "Loss in nats per trained token"),

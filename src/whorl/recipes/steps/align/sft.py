@@ -9,14 +9,14 @@ Every stage takes a model and leaves a model with its lineage. `whorl sample`, `
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any
 
 from pydantic import Field
 
 from whorl.align.config import SFTConfig
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align.common import (
+from whorl.recipes.stage import (
     NOT_HASHED,
     STAGE_PARENTS,
     evaluate_held_out,
@@ -24,6 +24,7 @@ from whorl.recipes.steps.align.common import (
     held_out_bits_per_byte,
     load_sft_examples,
     pad_id_of,
+    train_stage,
     write_curve,
 )
 
@@ -56,43 +57,34 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     examples, length_filter = load_sft_examples(ctx, tokenizer, config.seq_len + 1)
     tests = read_tasks(ctx.parents["tasks"].path, "test")
 
-    def evaluate() -> dict[str, float]:
-        return evaluate_held_out(
+    def evaluate(when: str) -> dict[str, float]:
+        found = evaluate_held_out(
             network, tokenizer, tests, {"accuracy_greedy": None}, max_tasks=config.eval_tasks,
             max_tokens=config.max_completion_tokens, length=config.seq_len, seed=config.seed,
         )  # fmt: skip
+        if when == "before" and tests and config.eval_tasks and not found:
+            limit = f"{ctx.name}.max_completion_tokens: {config.max_completion_tokens}"
+            ctx.progress.log(f"    no held-out task fits its prompt and {limit}")
+        return found
 
-    measured = {"before": evaluate()}
-    if tests and config.eval_tasks and not measured["before"]:
-        ctx.progress.log(
-            f"    no held-out task fits its prompt and {ctx.name}.max_completion_tokens: {config.max_completion_tokens}"
-        )
-    before = held_out_bits_per_byte(ctx, network.model, tokenizer)
-    started, last = time.monotonic(), dict[str, float]()
     replay = ctx.parents["tokens"].path if "tokens" in ctx.parents else None
-    with ctx.progress.task("Fine-tuning", total=None) as bar, ctx.run.metrics(ctx.name) as log:
-
-        def on_step(step: int, metrics: dict[str, float]) -> None:
-            log.write(step, metrics)
-            last.update(metrics)
-            bar.update(done=step, note=f"loss {metrics['nll']:.3f}, epoch {metrics['epoch']:.2f}")
-
-        fine_tune(
-            network, examples, config, pad_id=pad_id_of(tokenizer), replay_data=replay, callback=on_step,
-            checkpoint_dir=ctx.scratch, heartbeat_dir=ctx.heartbeat_dir, log=ctx.progress.log,
-        )  # fmt: skip
-    measured["after"] = evaluate()
-    after = held_out_bits_per_byte(ctx, network.model, tokenizer)
+    train = partial(fine_tune, network, examples, config, pad_id=pad_id_of(tokenizer), replay_data=replay)
+    result = train_stage(
+        ctx, "Fine-tuning", train, evaluate=evaluate, unit="",
+        bits_per_byte=lambda: held_out_bits_per_byte(ctx, network.model, tokenizer),
+        note=lambda metrics: f"loss {metrics['nll']:.3f}, epoch {metrics['epoch']:.2f}",
+    )  # fmt: skip
+    measured = result.evaluation
     save_stage_model(network, folder, ctx.out)
-    headline, summary = f"{len(examples):,} texts; loss {last.get('nll', 0.0):.3f}", dict[str, Any]()
+    headline, summary = f"{len(examples):,} texts; loss {result.final.get('nll', 0.0):.3f}", dict[str, Any]()
     if measured["after"]:
         summary.update(eval=measured, tasks={"test": int(measured["after"]["tasks"])})
         passed = [f"{measured[when]['accuracy_greedy']:.0%}" for when in ("before", "after")]
         headline += f"; greedy accuracy on held-out tasks {passed[0]}, then {passed[1]}"
     ctx.summary.update(
-        summary, texts=len(examples), left_out=length_filter.rejected, final=last, seconds=time.monotonic() - started,
-        params=network.model.params(), bits_per_byte={"before": before, "after": after},
-        headline=headline + format_bits_change(before, after),
+        summary, texts=len(examples), left_out=length_filter.rejected, final=result.final, seconds=result.seconds,
+        params=network.model.params(), bits_per_byte=result.bits_per_byte,
+        headline=headline + format_bits_change(**result.bits_per_byte),
     )  # fmt: skip
     write_curve(
         ctx, objective="sft", loss=("nll", "Loss in nats per trained token"),

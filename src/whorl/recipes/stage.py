@@ -1,10 +1,16 @@
-"""Helpers that the alignment steps share: parents, training examples, and metrics before and after a stage."""
+"""Parts of the steps that train a model further: parents, examples, and one harness.
+
+A step gives what differs: how to train, what to measure, and the note of the progress bar. `train_stage` owns the order
+(measure, train, measure again), the metrics log, the folders of checkpoints and heartbeats, and the time.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext
@@ -20,6 +26,77 @@ if TYPE_CHECKING:
 STAGE_PARENTS = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
 NOT_HASHED = ("activation_budget", "checkpoint_seconds", "checkpoints", "replicas")
 HELD_OUT_BYTES = 60_000  # of the pretraining test split, for bits per byte before and after a stage
+Metrics = dict[str, float]
+
+
+class TrainFunction(Protocol):
+    """Train; it takes the arguments that every training function of `align` has in common."""
+
+    def __call__(self, **options: Any) -> object: ...
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The figures of a stage.
+
+    evaluation: {"before": metrics, "after": metrics}, empty without an evaluation.
+    bits_per_byte: {"before": value or None, "after": value or None}.
+    final: the last value of every metric. seconds: of evaluation and training.
+    """
+
+    evaluation: dict[str, Metrics] = field(default_factory=dict)
+    bits_per_byte: dict[str, float | None] = field(default_factory=dict)
+    final: Metrics = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def train_stage(
+    ctx: StepContext,
+    title: str,
+    train: TrainFunction,
+    *,
+    note: Callable[[Metrics], str],
+    evaluate: Callable[[str], Metrics] | None = None,
+    bits_per_byte: Callable[[], float | None] | None = None,
+    after_step: Callable[..., None] | None = None,
+    total: int | None = None,
+    unit: str = "steps",
+) -> StageResult:
+    """Measure, train, and measure again; return the figures.
+
+    Args:
+        title, total, unit: of the progress bar. note: a step's metrics next to the bar.
+        train: called with `callback`, `checkpoint_dir`, `heartbeat_dir` and `log`.
+        evaluate: called with "before" and "after"; returns metrics on held-out examples.
+        bits_per_byte: of held-out pretraining text, before and after.
+        after_step: called with the arguments of the callback, after the metrics are logged.
+    """
+    started, result = time.monotonic(), StageResult()
+
+    def measure(when: str) -> None:
+        if evaluate is not None:
+            result.evaluation[when] = evaluate(when)
+        if bits_per_byte is not None:
+            result.bits_per_byte[when] = bits_per_byte()
+
+    measure("before")
+    with ctx.progress.task(title, total=total, unit=unit) as bar, ctx.run.metrics(ctx.name) as log:
+
+        def on_step(step: int, metrics: Metrics, *more: Any) -> None:
+            log.write(step, metrics)
+            result.final.update(metrics)
+            bar.update(done=step, note=note(metrics))
+            if after_step is not None:
+                after_step(step, metrics, *more)
+
+        train(
+            callback=on_step,
+            checkpoint_dir=ctx.scratch,
+            heartbeat_dir=ctx.heartbeat_dir,
+            log=ctx.progress.log,
+        )
+    measure("after")
+    return StageResult(result.evaluation, result.bits_per_byte, result.final, time.monotonic() - started)
 
 
 def load_sft_examples(
