@@ -148,6 +148,11 @@ def test_group_advantages_match_trl() -> None:
     desired = (grouped - grouped.mean(1, keepdim=True)) / (nanstd(grouped, dim=1)[:, None] + 1e-4)
     found = group_advantages(reward, torch.arange(12) // 4, scale_rewards="unbiased", eps=1e-4).advantage
     assert_close(found, desired.flatten(), atol=1e-6, rtol=1e-6)
+    of_batch = (grouped - grouped.mean(1, keepdim=True)) / (nanstd(reward) + 1e-4)  # scale_rewards="batch"
+    found = group_advantages(
+        reward, torch.arange(12) // 4, scale_rewards="unbiased", scale_over="batch", eps=1e-4
+    ).advantage
+    assert_close(found, of_batch.flatten(), atol=1e-6, rtol=1e-6)
 
 
 def head_output(rows: dict[str, Tensor]) -> SimpleNamespace:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from whorl.align.policy_config import KLConfig, PolicyLossOverrides
 from whorl.machine.memory import MemoryText
 from whorl.registry import Registry
 from whorl.train.checkpoint.remote import CheckpointConfig
@@ -202,52 +203,6 @@ class RewardConfig(PreferenceStageConfig):
     )
 
 
-class KLConfig(BaseModel):
-    """KL penalty between the policy and the reference."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    coef: float = Field(default=0.0, ge=0, description="0: no reference is loaded")
-    apply_to: Literal["loss", "reward"] | None = Field(
-        default=None,
-        description="a term of the loss, or of the reward; default: that of the algorithm",
-    )
-    estimator: Literal["k1", "k2", "k3"] | None = Field(
-        default=None, description="default: that of the algorithm"
-    )
-    target_kl: float | None = Field(
-        default=None,
-        gt=0,
-        description="KL in nats per token that the coefficient is adapted to (arXiv:1909.08593)",
-    )
-
-
-class PolicyLossOverrides(BaseModel):
-    """Overrides of the algorithm's arguments in `objectives/llm_policy.py`; None keeps the algorithm's value."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    ratio: Literal["none", "token", "sequence"] | None = Field(
-        default=None, description="probability ratio of each token, of the sequence, or none"
-    )
-    dual_clip: float | None = Field(
-        default=None,
-        gt=1,
-        description="bound of the surrogate for negative advantages, as a multiple of the advantage",
-    )
-    aggregation: Literal["token", "sequence", "constant"] | None = Field(
-        default=None,
-        description="loss aggregation: mean over tokens, over completions, or divide by max_completion_tokens (Dr. GRPO)",
-    )
-    baseline: Literal["none", "batch", "group", "leave_one_out"] | None = Field(
-        default=None, description="subtracted from a reward: nothing, or a mean"
-    )
-    scale_rewards: Literal["none", "biased", "unbiased"] | None = Field(
-        default=None, description="standard deviation that divides the advantage"
-    )
-    entropy_coef: float = Field(default=0.0, ge=0, description="weight of an entropy bonus")
-
-
 class AsyncRolloutConfig(BaseModel):
     """Rollout workers that sample ahead of the learner, and the correction for stale samples."""
 
@@ -342,7 +297,7 @@ class RLConfig(StageConfig):
         alone = (
             self.algorithm in ("reinforce", "ppo")
             if self.loss.baseline is None
-            else self.loss.baseline in ("none", "batch")
+            else self.loss.baseline in ("none", "batch", "running")
         )
         if self.group_size < 2 and not alone:
             raise ValueError(

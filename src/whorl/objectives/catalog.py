@@ -250,7 +250,7 @@ _ESTIMATORS = [
     ),
     (
         "group_advantages",
-        "A = (reward - mean) / (std + eps); mean of the batch, of the group, or of the group's others",
+        "A = (reward - mean) / (std + eps); mean of batch, group, others of it, or earlier batches; std of group or batch",
         "Shao et al. 2024, arXiv:2402.03300; Ahmadian et al. 2024, arXiv:2402.14740",
         _ADVANTAGES + "group_advantages",
     ),

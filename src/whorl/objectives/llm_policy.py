@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
-from whorl.objectives.advantages.group_advantages import Baseline, StdEstimator
+from whorl.objectives.advantages.group_advantages import Baseline, ScaleOver, StdEstimator
 from whorl.objectives.divergences import MAX_LOG_RATIO, KLEstimator, kl_estimate
 from whorl.objectives.next_token import Loss
 
@@ -80,7 +80,7 @@ class PolicyLossConfig:
     kl_coef, kl_estimator, kl_apply_to: the KL penalty, its estimator, and whether it is part of the loss or of the
     reward.
 
-    baseline, scale_rewards: see `advantages/group_advantages.py`. Two parts of DAPO belong to its rollouts
+    baseline, scale_rewards, scale_over: see `advantages/group_advantages.py`. Two parts of DAPO belong to its rollouts
     (`align/config.py`): resampling of groups with equal rewards, and `overlong_reward`.
     """
 
@@ -96,6 +96,7 @@ class PolicyLossConfig:
     entropy_coef: float = 0.0
     baseline: Baseline = "batch"
     scale_rewards: StdEstimator = "none"
+    scale_over: ScaleOver = "baseline"
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -104,6 +105,7 @@ class PolicyLossConfig:
             ("kl_estimator", KLEstimator),
             ("baseline", Baseline),
             ("scale_rewards", StdEstimator),
+            ("scale_over", ScaleOver),
         ):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
@@ -120,6 +122,7 @@ class PolicyLossConfig:
             raise ConfigError(f"dual_clip is {self.dual_clip}", expected="above 1")
 
 
+# kl_coef is the paper's; a stage replaces it by `kl.coef`, which is 0 by default (`align/policy_config.py`).
 # As printed, REINFORCE and RLOO sum over a completion and average over completions. Token aggregation scales this only.
 _REINFORCE = PolicyLossConfig()
 _PPO = replace(

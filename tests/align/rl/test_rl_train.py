@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -35,6 +36,7 @@ from whorl.align.rl.rollout import RolloutWorker, filter_by_length
 from whorl.align.rl.train import train_policy
 from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import VerifiableTask
+from whorl.objectives.llm_policy import PRESETS, CompletionTokens, policy_loss
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, ReplicaError
 from whorl.train.learner.learner import UpdateState
@@ -79,6 +81,7 @@ VARIANTS = pytest.mark.parametrize(
         {"algorithm": "ppo", "update_epochs": 2, "minibatches": 2},
         {"algorithm": "dapo", "dynamic_sampling_rounds": 2, "curriculum": "variance"},
         {"algorithm": "rloo", "kl": KLConfig(coef=0.1, target_kl=0.01), "lora": LORA},
+        {"algorithm": "reinforce", "loss": PolicyLossOverrides(baseline="running", scale_rewards="unbiased")},
     ],
 )
 
@@ -167,6 +170,20 @@ def test_overrides_turn_algorithm_into_another(
     runs = ({**changes, "algorithm": algorithm}, {"algorithm": becomes}, {"algorithm": algorithm})
     net, same, plain = (train(folder, RLConfig.model_validate({**given, **run}))[0] for run in runs)
     assert same_weights(net, same) and not same_weights(net, plain)
+
+
+def test_grpo_with_coefficient_uses_kl_of_its_paper() -> None:
+    assert resolve_method(changed(algorithm="grpo")).kl_coef == 0.0  # default: no reference
+    method = resolve_method(changed(algorithm="grpo", kl=KLConfig(coef=PRESETS["grpo"].kl_coef)))
+    assert (method.kl_coef, method.kl_estimator, method.kl_apply_to) == (0.04, "k3", "loss")
+    log_prob = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = CompletionTokens(
+        log_prob, log_prob.detach(), torch.zeros(2), torch.tensor([0, 0]),
+        reference_log_prob=torch.tensor([-1.5, -2.0]),
+    )  # fmt: skip
+    total = policy_loss(tokens, method).total.detach()
+    # d = log pi - log ref = (0.5, 0), k3 = e^-d - 1 + d, mean over the two tokens of the completion
+    assert float(total) == pytest.approx(0.04 * (math.exp(-0.5) - 1 + 0.5) / 2, abs=1e-7)
 
 
 def test_dual_clip_override_is_applied() -> None:

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, DataError
-from whorl.objectives.advantages.group_advantages import Baseline, StdEstimator, group_advantages
+from whorl.objectives.advantages.group_advantages import (
+    Baseline,
+    StdEstimator,
+    group_advantages,
+    update_running_mean,
+)
 
 
 def by_loops(
@@ -81,3 +86,50 @@ def test_group_advantages_reject_invalid_rewards() -> None:
         group_advantages(torch.tensor([0.0, math.nan, 1.0]), group)
     with pytest.raises(ConfigError):
         group_advantages(torch.zeros(2), group)
+
+
+# Two groups, (1, 0) and (3, 0): means 0.5 and 1.5, batch mean 1, squared deviations 0 + 1 + 4 + 1 = 6.
+REWARD, GROUP = torch.tensor([1.0, 0.0, 3.0, 0.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+CENTRED = [0.5, -0.5, 1.5, -1.5]  # squares sum to 5
+
+
+@pytest.mark.parametrize(
+    ("estimator", "over", "scale"),
+    [
+        ("unbiased", "batch", math.sqrt(6 / 3)),
+        ("biased", "batch", math.sqrt(6 / 4)),
+        ("unbiased", "advantages", math.sqrt(5 / 3)),
+        ("biased", "advantages", math.sqrt(5 / 4)),
+        ("none", "batch", 1.0),
+    ],
+)
+def test_group_mean_with_batch_deviation_by_hand(estimator: Any, over: Any, scale: float) -> None:
+    found = group_advantages(REWARD, GROUP, scale_rewards=estimator, scale_over=over, eps=0.0)
+    assert found.advantage.tolist() == pytest.approx([a / scale for a in CENTRED], abs=1e-12)
+
+
+@pytest.mark.parametrize("over", ["batch", "advantages"])
+def test_batch_deviation_keeps_equal_groups_at_zero(over: Any) -> None:
+    reward = torch.tensor([0.1, 0.1, 0.1, 1.0, 0.0, 0.5])
+    options: dict[str, Any] = {"scale_rewards": "unbiased", "scale_over": over, "eps": 0.0}
+    found = group_advantages(reward, torch.arange(6) // 3, **options)
+    assert not found.advantage[:3].any() and found.advantage[3] > 0 > found.advantage[4]
+    equal = group_advantages(torch.full((6,), 0.1), torch.arange(6) // 3, **options)
+    assert not equal.advantage.any() and equal.n_zero_std == 2
+
+
+def test_running_baseline_by_hand() -> None:
+    first = group_advantages(REWARD, GROUP, baseline="running")
+    assert first.advantage.tolist() == [0.0, -1.0, 2.0, -1.0]  # no earlier batch: this batch's mean
+    mean = update_running_mean(None, REWARD, 0.75)
+    assert mean == 1.0
+    mean = update_running_mean(mean, torch.tensor([3.0, 2.0]), 0.75)
+    assert mean == pytest.approx(0.75 * 1.0 + 0.25 * 2.5)  # 1.375
+    equal = torch.ones(2)  # equal rewards differ from earlier ones, so their advantages are not 0
+    later = group_advantages(equal, torch.zeros(2, dtype=torch.int64), baseline="running", running_mean=mean)
+    assert later.advantage.tolist() == pytest.approx([-0.375, -0.375])
+    scaled = group_advantages(
+        REWARD, GROUP, baseline="running", running_mean=0.5, scale_rewards="unbiased", eps=0.0
+    )
+    wanted = [x / math.sqrt(2) for x in (0.5, -0.5, 2.5, -0.5)]
+    assert scaled.advantage.tolist() == pytest.approx(wanted, abs=1e-12)

@@ -4,8 +4,8 @@
     policy_loss_of(config, network, state, part)      Loss of a micro-batch, by the algorithm's surrogate and aggregation
 
 The algorithm is a `PolicyLossConfig` (`objectives/llm_policy.py`), and the configuration may override any argument.
-`RLState` holds what persists between rollout batches in addition to the weights: an adaptive KL coefficient, and the
-difference between the log-probabilities of engine and trainer.
+`RLState` holds what persists between rollout batches in addition to the weights: an adaptive KL coefficient, the
+running mean of rewards (baseline "running"), and the difference between the log-probabilities of engine and trainer.
 
 The subtle point is that difference. The first forward pass of a rollout batch uses the weights that sampled it, so each
 log-probability must equal the engine's up to rounding: 1e-4 in fp32. The comparison costs nothing. It is made for every
@@ -25,7 +25,7 @@ from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.experience import Experience
 from whorl.errors import ConfigError
-from whorl.objectives.advantages.group_advantages import group_advantages
+from whorl.objectives.advantages.group_advantages import group_advantages, update_running_mean
 from whorl.objectives.advantages.importance import importance_weights
 from whorl.objectives.advantages.token_gae import token_gae, whiten
 from whorl.objectives.divergences import adapt_kl_coef, kl_reward
@@ -55,7 +55,7 @@ def resolve_method(config: RLConfig) -> PolicyLossConfig:
     }
     if config.loss.ratio == "none":
         changed["clip_low"] = changed["clip_high"] = None
-    for name in ("ratio", "dual_clip", "aggregation", "baseline", "scale_rewards"):
+    for name in ("ratio", "dual_clip", "aggregation", "baseline", "scale_rewards", "scale_over"):
         if (given := getattr(config.loss, name)) is not None:
             changed[name] = given
     if config.clip is not None:
@@ -90,6 +90,7 @@ class RLState:
 
     def __init__(self, config: RLConfig) -> None:
         self.kl_coef, self.kl_target = config.kl.coef, config.kl.target_kl
+        self.reward_mean: float | None = None  # decayed, of earlier rollout batches
         self.logprob_diff = LogProbDiff()
         self.metrics: dict[str, float] = {}
         self._expected_version: int | None = None
@@ -124,11 +125,11 @@ class RLState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"kl_coef": self.kl_coef}
+        return {"kl_coef": self.kl_coef, "reward_mean": self.reward_mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""
-        self.kl_coef = state["kl_coef"]
+        self.kl_coef, self.reward_mean = state["kl_coef"], state.get("reward_mean")
 
 
 @torch.no_grad()
@@ -172,7 +173,17 @@ def compute_advantages(config: RLConfig, experience: Experience, state: RLState)
         if penalty is not None:
             reward += penalty.sum(1)
         group = torch.arange(experience.rows) // config.group_size
-        result = group_advantages(reward, group, baseline=method.baseline, scale_rewards=method.scale_rewards)
+        result = group_advantages(
+            reward,
+            group,
+            baseline=method.baseline,
+            scale_rewards=method.scale_rewards,
+            scale_over=method.scale_over,
+            running_mean=state.reward_mean,
+        )
+        if method.baseline == "running":
+            state.reward_mean = update_running_mean(state.reward_mean, reward, config.loss.running_decay)
+            state.metrics["reward_mean"] = state.reward_mean
         streams["advantage"] = result.advantage[:, None] * mask
     if config.async_rollout.workers and config.async_rollout.importance != "none":
         weight, ratios = importance_weights(

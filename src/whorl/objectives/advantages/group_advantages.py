@@ -6,11 +6,17 @@ Of S completions with rewards r, those with the same number in `group` belong to
     batch           A = r - mean of the batch                               (Williams 1992: any baseline, less variance)
     group           A = r - mean of the group                               GRPO, arXiv:2402.03300, section 4.1
     leave_one_out   A = r - mean of the group's others = n / (n - 1) (r - mean)          RLOO, arXiv:2402.14740, eq. 8
+    running         A = r - b, b a decayed mean of earlier batches: reinforcement comparison (Sutton 1984; Williams
+                    1992, section 6). `update_running_mean` is its update.
     critic          see `token_gae.py`
 
     scale_rewards   none: as above (Dr. GRPO, arXiv:2503.20783)
-                    biased, unbiased: A / (std + eps), with divisor n or n - 1, of the group, or of the batch where the
-                    baseline is. The GRPO paper does not define the divisor; TRL and verl use n - 1.
+                    biased, unbiased: A / (std + eps), with divisor n or n - 1. The GRPO paper does not define the
+                    divisor; TRL and verl use n - 1.
+    scale_over      baseline: std of the rewards that are compared: of the group, or of the batch
+                    batch: of all rewards of the batch, as TRL's scale_rewards="batch" (arXiv:2508.08221)
+                    advantages: of all advantages of the batch. With the group's mean this is
+                    REINFORCE++-baseline (arXiv:2501.03262); the mean of these advantages is 0 already.
 
 The subtle point is a group with equal rewards. Its advantages must be exactly 0, but a mean of n equal numbers may
 differ in its last bit, and divided by a deviation of the same size it becomes 1. Such groups are detected by minimum
@@ -27,8 +33,9 @@ from torch import Tensor
 
 from whorl.errors import ConfigError, DataError
 
-Baseline = Literal["none", "batch", "group", "leave_one_out", "critic"]
+Baseline = Literal["none", "batch", "group", "leave_one_out", "running", "critic"]
 StdEstimator = Literal["none", "biased", "unbiased"]
+ScaleOver = Literal["baseline", "batch", "advantages"]
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,15 @@ def group_advantages(
     *,
     baseline: Baseline = "group",
     scale_rewards: StdEstimator = "none",
+    scale_over: ScaleOver = "baseline",
+    running_mean: float | None = None,
     eps: float = 1e-4,
 ) -> GroupAdvantages:
     """Return the advantages of S completions for a baseline.
 
     Args:
         reward: [S]. group: [S] int64, any numbers from 0; groups may differ in size and order.
+        running_mean: of the rewards of earlier batches, for the baseline "running"; None subtracts the batch's mean.
         eps: added to the standard deviation.
 
     Raises:
@@ -78,29 +88,39 @@ def group_advantages(
         )
     groups, group_index = torch.unique(group, return_inverse=True)
     group_stats = _group_stats(reward, group_index, len(groups))
-    baseline_stats = (
-        group_stats
-        if baseline in ("group", "leave_one_out")
-        else _group_stats(reward, torch.zeros_like(group_index), 1)
-    )
+    batch_stats = _group_stats(reward, torch.zeros_like(group_index), 1)
+    baseline_stats = group_stats if baseline in ("group", "leave_one_out") else batch_stats
     others = (baseline_stats.n * baseline_stats.mean - reward) / (baseline_stats.n - 1).clamp(min=1)
     baselines: dict[Baseline, Tensor | float] = {
         "none": 0.0,
         "batch": baseline_stats.mean,
         "group": baseline_stats.mean,
         "leave_one_out": others,
+        "running": batch_stats.mean if running_mean is None else running_mean,
     }
     advantage = reward - baselines[baseline]
-    if scale_rewards != "none":
-        divisor = baseline_stats.n if scale_rewards == "biased" else (baseline_stats.n - 1).clamp(min=1)
-        scale = (baseline_stats.sum_squares / divisor).sqrt() + eps
-        advantage = torch.where(baseline_stats.zero_std, advantage, advantage / scale)
-    if baseline != "none":
+    if baseline != "none" and (baseline != "running" or running_mean is None):
         advantage = advantage.masked_fill(baseline_stats.zero_std, 0.0)
+    if scale_rewards != "none":
+        scale_stats = {"baseline": baseline_stats, "batch": batch_stats}.get(scale_over)
+        if scale_stats is None:
+            scale_stats = _group_stats(advantage, torch.zeros_like(group_index), 1)
+        divisor = scale_stats.n if scale_rewards == "biased" else (scale_stats.n - 1).clamp(min=1)
+        scale = (scale_stats.sum_squares / divisor).sqrt() + eps
+        advantage = torch.where(scale_stats.zero_std, advantage, advantage / scale)
     even = torch.zeros(len(groups), dtype=torch.bool, device=reward.device).scatter(
         0, group_index, group_stats.zero_std
     )
     return GroupAdvantages(advantage, len(groups), int(even.sum()), group_stats.zero_std)
+
+
+def update_running_mean(running_mean: float | None, reward: Tensor, decay: float) -> float:
+    """Return decay running_mean + (1 - decay) mean of the rewards [S]; for None the mean of the rewards.
+
+    The baseline of a batch excludes that batch's rewards, except for the first one, so it adds no bias.
+    """
+    mean = float(reward.mean())
+    return mean if running_mean is None else decay * running_mean + (1 - decay) * mean
 
 
 @dataclass(frozen=True)
