@@ -79,6 +79,12 @@ def serve(
     replicas: Annotated[
         int, typer.Option(min=1, help="Server processes with separate cores behind one router.")
     ] = 1,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Processes that compute prompts only; with it, --decode is at least 1.")
+    ] = 0,
+    decode: Annotated[
+        int, typer.Option(min=0, help="Processes that generate only; with it, --prefill is at least 1.")
+    ] = 0,
     manifest: Annotated[
         str | None, typer.Option(metavar="KIND", help="Print the manifest for kubernetes or ray and exit.")
     ] = None,
@@ -110,6 +116,8 @@ def serve(
 
         whorl serve pretrain --replicas 4
 
+        whorl serve pretrain --prefill 1 --decode 2
+
         whorl serve /models/pretrain --manifest kubernetes | kubectl apply -f -
     """
     try:
@@ -131,18 +139,16 @@ def serve(
         )
         print(manifest_for_command(manifest, what, sys.argv[1:], own), end="")
         return
+    from whorl.engine.engine import Engine
     from whorl.engine.speculative import PromptLookup
     from whorl.machine.device_probe import probe
     from whorl.serve.app_state import AppState
     from whorl.serve.config import ServeConfig
     from whorl.serve.server import run_server as run
+    from whorl.serve.worker.disaggregated import DisaggregatedEngine
+    from whorl.serve.worker.disaggregated_model import ModelEngineFactory, load_disaggregated_model
     from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
-    from whorl.serve.worker.model_loading import (
-        ModelLocation,
-        engine_config,
-        load_embedder,
-        load_generation_model,
-    )
+    from whorl.serve.worker.model_loading import ModelLocation, engine_config, load_embedder
 
     config = ServeConfig(
         host=host,
@@ -168,8 +174,8 @@ def serve(
     machine.apply()
     place = ModelLocation(model, store, name)
     models: list[ServedModel | ServedEmbedder] = []
-    engine = None
-    if place.kind == "model":
+    engine: Engine | DisaggregatedEngine | None = None
+    if place.kind == "model" or prefill or decode:
         sizes = engine_config(
             {
                 "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "seed": seed,
@@ -177,10 +183,12 @@ def serve(
             }
         )  # fmt: skip
         memory = None if kv_cache_memory is None else int(kv_cache_memory * 1e9)
-        writers, engine = load_generation_model(
-            place, machine, sizes, max_model_len=max_model_len, cache_bytes=memory, adapters=adapter or (),
-            proposer=PromptLookup() if prompt_lookup else None,
+        make = ModelEngineFactory(
+            place, machine, sizes, max_model_len, memory, tuple(adapter or ()), PromptLookup() if prompt_lookup else None
         )  # fmt: skip
+        writers, engine = (
+            load_disaggregated_model(make, prefill, decode) if prefill or decode else make.load()
+        )
         models += writers
     else:
         models.append(load_embedder(place, machine))
@@ -196,4 +204,8 @@ def serve(
         print(f"engine  {url}/engine", file=sys.stderr)
         print(f"API     {url}/v1", file=sys.stderr, flush=True)
 
-    run(AppState(config, models, engine), listening, ready)
+    try:
+        run(AppState(config, models, engine), listening, ready)
+    finally:
+        if isinstance(engine, DisaggregatedEngine):
+            engine.close()

@@ -168,7 +168,7 @@ def export_pages(engine: Engine, ids: SequenceABC[int]) -> KVBlock:
     Raises:
         ConfigError: prefix caching is off, or some layers keep recurrent states.
     """
-    _check_prefix_caching(engine)
+    check_prefix_caching(engine)
     request = Request(id="export", ids=tuple(ids))
     sequence = Sequence(request, 0, list(ids), 0, engine._hash_seed(request))
     cache = engine.cache
@@ -244,7 +244,7 @@ def import_pages(engine: Engine, block: KVBlock, max_pages: int | None = None) -
         ConfigError: prefix caching is off, or some layers keep recurrent states.
         DataError: the block has other weights, dtypes or shapes; nothing has changed.
     """
-    _check_prefix_caching(engine)
+    check_prefix_caching(engine)
     _check_compatible(engine, block)
     hashes = [bytes.fromhex(page_hash) for page_hash in block.header["names"]]
     pages_left = len(hashes) * len(engine.cache.groups) if max_pages is None else max_pages
@@ -322,12 +322,13 @@ def _check_compatible(engine: Engine, block: KVBlock) -> None:
             )
 
 
-def _check_prefix_caching(engine: Engine) -> None:
+def check_prefix_caching(engine: Engine) -> None:
+    """Raise ConfigError unless all state of a sequence is in pages of the prefix cache."""
     if engine.runner.has_recurrent_layers:
         raise ConfigError(
             "the model has recurrent layers",
             expected="a model that keeps all of its state in pages",
-            do="serve it with full replicas",
+            do="serve it with whole engines: `whorl serve --replicas`, without --prefill and --decode",
         )
     if not engine.cache.enable_prefix_caching:
         raise ConfigError(

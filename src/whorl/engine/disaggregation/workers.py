@@ -5,7 +5,9 @@ Messages over the channel (`serve/worker/disaggregated.py` is at the other end):
     to both       (role, make, threads), once; then ("abort", id)
     to prefill    ("read", request)                 -> ("read", id, positions found in its cache) + block
     to decode     ("write", request) [+ block]      -> ("taken", id), ("deltas", [...])
-    from both     ("ready", positions of its cache)   ("refused", id, error)   ("unusable", id, error): of a block
+    from both     ("ready", positions of its cache, size of the vocabulary, positions of a sequence)
+                  ("failed", error): the model cannot be loaded or served, and the process ends
+                  ("refused", id, error)   ("unusable", id, error): of a block
 
 A prefill process runs requests of one token and discards the token; it sends their pages. A decode process imports a block
 in slices between its steps, so that the copy of a long prompt does not stall running requests.
@@ -18,7 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
-from whorl.engine.disaggregation.kv_transfer import KVBlock, export_pages, import_pages, model_fingerprint
+from whorl.engine.disaggregation.kv_transfer import (
+    KVBlock,
+    check_prefix_caching,
+    export_pages,
+    import_pages,
+    model_fingerprint,
+)
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
@@ -39,9 +47,15 @@ def run_worker(channel: Channel) -> None:
         import torch
 
         torch.set_num_threads(threads)
-        engine = make(role)
+        try:
+            engine = make(role)
+            check_prefix_caching(engine)
+        except WhorlError as error:
+            channel.send_with_fd(("failed", error))
+            return
         model_fingerprint(engine)  # now, not during the first prompt
-        channel.send_with_fd(("ready", engine.cache.groups[0].pool.n_pages * engine.cache.page_size))
+        n_cached = engine.cache.groups[0].pool.n_pages * engine.cache.page_size
+        channel.send_with_fd(("ready", n_cached, engine.model.config.vocab_size, engine.max_positions))
         (_PrefillWorker if role == "prefill" else _DecodeWorker)(channel, engine).run()
 
 

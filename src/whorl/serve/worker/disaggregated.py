@@ -64,6 +64,9 @@ class DisaggregatedEngine:
 
     Raises:
         ProducerError: from `add` and `step`, if no decoder is left and none can be restarted.
+        WhorlError: from `step` and `wait_until_ready`, if a process cannot load or serve the model.
+
+    `vocab_size` and `max_positions` (of a sequence) are set once a process is ready.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class DisaggregatedEngine:
         )
         self.errors: dict[str, Exception] = {}  # why a request ended with "abort" without a call of `abort`
         self.n_transferred = self.n_rejected_blocks = 0
+        self.vocab_size = self.max_positions = 0
         self._in_flight: dict[str, _InFlight] = {}
         self._queue: deque[_InFlight] = deque()
         self._deltas: list[Delta] = []
@@ -189,8 +193,11 @@ class DisaggregatedEngine:
         verb, *values = message
         if verb == "ready":
             process.ready = True
+            self.vocab_size, self.max_positions = values[1:]
             self._policies[self._roles[process.name]].add(process.name, values[0] // BLOCK_IDS)
             return
+        if verb == "failed":
+            raise values[0]
         if verb == "deltas":
             for delta in values[0]:
                 self._on_delta(process, delta)

@@ -25,18 +25,24 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from whorl.engine.request import Delta, FinishReason, Request, Token
+from whorl.errors import ProducerError
 
 LOG = logging.getLogger("whorl.serve")
 T = TypeVar("T")
 
 
 class EngineProtocol(Protocol):
-    """The methods of an engine that the worker calls; `engine.Engine` implements them."""
+    """The methods of an engine that the worker calls; `engine.Engine` implements them.
+
+    An engine that passes requests to other processes has a dictionary `errors`: `add` returns before the request is
+    admitted, and a later delta with "abort" has its reason there. Its first delta admits a request.
+    """
 
     @property
     def busy(self) -> bool: ...
@@ -226,7 +232,9 @@ class EngineWorker:
                 self._call_in_loop(lambda: self._fail_all(RuntimeError("the engine failed")))
                 return
             if deltas:
-                self._call_in_loop(lambda deltas=deltas, now=now: self._deliver(deltas, now))  # type: ignore[misc]
+                found = getattr(self.engine, "errors", None) or {}
+                errors = {d.request_id: found.pop(d.request_id) for d in deltas if d.request_id in found}
+                self._call_in_loop(partial(self._deliver, deltas, now, errors))
 
     def _run_commands(self) -> bool:
         """Run queued commands; block while the engine is idle. Returns False to end the thread."""
@@ -247,7 +255,8 @@ class EngineWorker:
         except Exception as error:
             self._call_in_loop(lambda error=error: self._reject(stream, error))  # type: ignore[misc]
         else:
-            self._call_in_loop(stream._mark_admitted)
+            if not hasattr(self.engine, "errors"):
+                self._call_in_loop(stream._mark_admitted)
 
     def _abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
@@ -261,11 +270,17 @@ class EngineWorker:
 
     # The following methods run in the event loop.
 
-    def _deliver(self, deltas: Sequence[Delta], now: float) -> None:
+    def _deliver(self, deltas: Sequence[Delta], now: float, errors: Mapping[str, Exception]) -> None:
         for delta in deltas:
             stream = self.streams.get(delta.request_id)
             if stream is None or stream.closed:
                 continue
+            if (error := errors.get(delta.request_id)) is not None:
+                # A dead process is no fault of the client: status 500, not 400.
+                internal = isinstance(error, ProducerError)
+                self._reject(stream, RuntimeError(str(error)) if internal else error)
+                continue
+            stream._mark_admitted()
             stream._push(delta, now)
             if delta.finish_reason is not None:
                 stream.closed = True
