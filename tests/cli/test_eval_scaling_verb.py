@@ -63,6 +63,9 @@ def test_eval_scaling_on_arithmetic_and_gsm8k(home: Path) -> None:
     assert "3 tasks (arithmetic), 2 samples each." in done.output
     done = succeed(home, "eval-scaling", "pretrain", "--tasks", "gsm8k", "--data", ".", "--chat", *small)
     assert "1 tasks (gsm8k)" in done.output
+    for words in ((), ("--data", "gsm8k_test.jsonl")):  # the working directory; a file
+        done = succeed(home, "eval-scaling", "pretrain", "--tasks", "gsm8k", "--chat", *words, *small)
+        assert "1 tasks (gsm8k)" in done.output
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_eval_scaling_on_arithmetic_and_gsm8k(home: Path) -> None:
     [
         (["run/tokenizer"], "is a tokenizer"),
         (["pretrain", "--tasks", "nowhere.jsonl"], "there is no nowhere.jsonl"),
-        (["pretrain", "--tasks", "gsm8k", "--data", "nowhere"], "with --data"),
+        (["pretrain", "--tasks", "gsm8k", "--data", "nowhere"], "--data FILE"),
         (["pretrain", "--budgets", "8,x"], "comma-separated numbers"),
         (["pretrain", "--budgets", "999"], "0 to max_completion_tokens = 128"),
         (["pretrain", "--level", 99], "unknown level 99"),

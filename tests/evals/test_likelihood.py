@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.tiny import make_decoder
 from torch.nn import functional as F
 
-from whorl.evals.likelihood import bits_per_byte, document_nats, scoring_windows
+from whorl.evals.likelihood import bits_per_byte, document_nats, perplexity, scoring_windows
 from whorl.models import Decoder
 
 
@@ -63,3 +63,11 @@ def test_long_document_has_half_a_window_of_context() -> None:
 
 def test_bits_per_byte() -> None:
     assert bits_per_byte(8 * math.log(2), 4) == pytest.approx(2.0)
+
+
+def test_perplexity_by_hand() -> None:
+    # Two tokens with probabilities 1/2 and 1/8: the geometric mean is 1/4.
+    assert perplexity(math.log(2) + math.log(8), 2) == pytest.approx(4.0)
+    assert perplexity(0.0, 0) == 1.0 and perplexity(1e6, 1) == math.inf
+    # A model without knowledge has the size of its vocabulary as perplexity.
+    assert perplexity(10 * math.log(300), 10) == pytest.approx(300)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from whorl.api.data import IdData, TextData, is_token_ids, write_id_split, write_text_split
 from whorl.api.model import Model, load
 from whorl.errors import ConfigError
+from whorl.evals.likelihood import perplexity
 from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel, save_model
 from whorl.plan.cost import decoder_config
@@ -157,7 +158,8 @@ class _Log:
         if "held_out_nll" in metrics and self.bytes_per_token:
             bits = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
             values["held_out_bits_per_byte"] = bits
-            self.held_out = f", held-out {bits:.3f} bits per byte"
+            values["held_out_perplexity"] = per_token = perplexity(metrics["held_out_nll"], 1)
+            self.held_out = f", held-out {bits:.3f} bits per byte, perplexity {per_token:.2f}"
         elif "held_out_nll" in metrics:
             self.held_out = f", held-out loss {metrics['held_out_nll']:.3f}"
         self._at(step + 1).write(step, values)

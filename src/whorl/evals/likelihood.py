@@ -1,9 +1,11 @@
-"""Bits per byte of a text under a model, with each document scored independently.
+"""Bits per byte and perplexity of a text under a model, with each document scored independently.
 
     bits per byte = - sum over tokens log2 p(token | earlier tokens of its document) / bytes of the text
+    perplexity    = exp(- mean over tokens log p(token | earlier tokens of its document))
 
-Every token except bos counts, including eos: like a compressor, the model must encode the document's end. The measure
-does not depend on the vocabulary, so models with different tokenizers and compressors are comparable.
+Every token except bos counts, including eos: like a compressor, the model must encode the document's end. Bits per byte
+do not depend on the vocabulary, so models with different tokenizers and compressors are comparable. Perplexity compares
+models of one tokenizer only.
 
 A document longer than a window is scored in windows that overlap by half. Each token is scored once, in the first
 window that contains it, with at least half a window of context (except near the start).
@@ -102,3 +104,11 @@ def _score_batch(model: LanguageModel, batch: list[ScoringWindow], nats: dict[in
 def bits_per_byte(nats: float, n_bytes: int) -> float:
     """Convert the nats of a text of `n_bytes` bytes to bits per byte."""
     return nats / math.log(2) / max(1, n_bytes)
+
+
+def perplexity(nats: float, n_tokens: int) -> float:
+    """Convert the nats of `n_tokens` scored tokens to perplexity per token; inf where a float cannot hold it."""
+    try:
+        return math.exp(nats / max(1, n_tokens))
+    except OverflowError:
+        return math.inf

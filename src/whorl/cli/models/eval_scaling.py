@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from whorl.models import LanguageModel
 
 NEEDS_SANDBOX = ("doctest", "unittest")
+GSM8K_ADVICE = (
+    "download grade_school_math/data/test.jsonl of github.com/openai/grade-school-math; --data FILE"
+)
 
 
 def eval_scaling(
@@ -33,7 +36,12 @@ def eval_scaling(
     max_tokens: Annotated[int, typer.Option(min=1, help="Token limit of a sample.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
     level: Annotated[int, typer.Option(min=0, help="Level of arithmetic problems, from 0.")] = 1,
-    data: Annotated[Path, typer.Option(help="Folder that holds gsm8k_test.jsonl.")] = Path("../shared/data"),
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="With gsm8k: its file of test problems, or the folder that holds gsm8k_test.jsonl."
+        ),
+    ] = Path(),
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -68,7 +76,7 @@ def eval_scaling(
 
         whorl eval-scaling align/sft --tasks arithmetic --level 5 --budgets 8,16,32
 
-        whorl eval-scaling imported/Qwen3-0.6B --tasks gsm8k -n 50 --samples 8 --max-tokens 512 --budgets 64,128,256,512
+        whorl eval-scaling imported/Qwen3-0.6B --tasks gsm8k --data test.jsonl -n 50 --samples 8 --budgets 64,128
 
         whorl eval-scaling pretrain --tasks tasks.jsonl --samples 32
     """
@@ -228,12 +236,14 @@ def _load_tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int
         source = Arithmetic(seed=seed, weights={level: 1.0})
         return [source.task(problem, chat=chat) for problem in source.distinct(n)]
     quarantine = Quarantine()
-    path = data / "gsm8k_test.jsonl" if name == "gsm8k" else Path(name)
-    if not path.exists():
+    path = Path(name)
+    if name == "gsm8k":
+        path = data if data.is_file() else data / "gsm8k_test.jsonl"
+    if not path.is_file():
         raise ConfigError(
             f"--tasks {name}: there is no {path}",
             expected="arithmetic, gsm8k, or a file of tasks",
-            do="give the folder of gsm8k_test.jsonl with --data" if name == "gsm8k" else "check the path",
+            do=GSM8K_ADVICE if name == "gsm8k" else "check the path",
         )  # fmt: skip
     if name == "gsm8k":
         found = [

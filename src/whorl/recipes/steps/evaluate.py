@@ -59,7 +59,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     import torch
 
     from whorl.evals.baselines import measure_baselines
-    from whorl.evals.likelihood import bits_per_byte, document_nats
+    from whorl.evals.likelihood import bits_per_byte, document_nats, perplexity
     from whorl.models import load_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
@@ -91,12 +91,14 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     seconds = time.perf_counter() - began
     total_bytes = sum(d.n_bytes for d in held_out)
     score = bits_per_byte(sum(nats), total_bytes)
+    per_token = perplexity(sum(nats), len(test) - test.n_documents)
     scored = (len(test) - test.n_documents) * 1.5  # half of each window is read again as context
     forward = model.flops_per_token(window) / 3
     result: dict[str, Any] = {
         "files": len(held_out),
         "bytes": total_bytes,
         "bits_per_byte": score,
+        "perplexity": per_token,
         "by_domain": _by_domain(held_out, nats),
         "scoring_tokens_per_second": scored / seconds,
         "scoring_mfu": scored / seconds * forward / machine.peak_flops,
@@ -113,7 +115,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
             result["completions"] = _completions(ctx, config, model, tokenizer, held_out)
         result["samples"] = _samples(ctx, config, tokenizer, held_out)
     (ctx.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
-    headline = f"{score:.3f} bits per byte on {len(held_out)} held-out files"
+    headline = f"{score:.3f} bits per byte (perplexity {per_token:.2f}) on {len(held_out)} held-out files"
     best = {b["name"]: b["bits_per_byte"] for b in result.get("baselines", [])}
     if "xz -9e, one stream" in best:
         headline += (

@@ -228,7 +228,7 @@ def train_and_save(
         checkpoints=stats.to_json(),
         headline=(
             f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
-            f"bits per byte; {speed:,.0f} tokens/s"
+            f"bits per byte, perplexity {last.get('held_out_perplexity', 0):.2f}; {speed:,.0f} tokens/s"
         ),
     )
     ctx.report = training_report(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from whorl.evals.likelihood import perplexity
 from whorl.recipes.registry import StepContext
 
 if TYPE_CHECKING:
@@ -45,9 +47,8 @@ class PretrainObserver:
         metrics = {**metrics, "mfu": metrics["flops_per_second"] / self.peak_flops}
         self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.started})
         self.last.update(metrics)
-        held = self.last.get("held_out_bits_per_byte")
         note = f"loss {metrics['nll']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s"
-        self.task.update(done=step, note=note + (f", held-out {held:.3f} bits per byte" if held else ""))
+        self.task.update(done=step, note=note + _held_out_note(self.last))
 
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None:
         self._log(
@@ -57,6 +58,7 @@ class PretrainObserver:
         values: dict[str, float | str] = dict(metrics)
         if "held_out_nll" in metrics:
             values["held_out_bits_per_byte"] = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
+            values["held_out_perplexity"] = perplexity(metrics["held_out_nll"], 1)
         self.last.update({k: v for k, v in values.items() if isinstance(v, float)})
         if step * 4 // self.steps > (step - max(1, self.steps // 40)) * 4 // self.steps:
             values["sample"] = self._sample(model, step)
@@ -122,3 +124,11 @@ def _memory_in_use() -> int:
         except psutil.Error:
             continue  # the process ended in the meantime
     return total
+
+
+def _held_out_note(metrics: Mapping[str, float]) -> str:
+    """Return the end of a progress line: both measures of the last evaluation, or nothing before the first."""
+    if "held_out_bits_per_byte" not in metrics:
+        return ""
+    bits, per_token = metrics["held_out_bits_per_byte"], metrics["held_out_perplexity"]
+    return f", held-out {bits:.3f} bits per byte, perplexity {per_token:.2f}"
