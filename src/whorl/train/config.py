@@ -39,6 +39,10 @@ class OptimConfig(BaseModel):
     muon_every: int = Field(
         default=2, ge=1, description="steps between updates of a matrix; the update is larger by this factor"
     )
+    expert_lr_scales: float | dict[int, float] = Field(
+        default=1.0,
+        description="multiple of the experts' learning rates: of all, or by the expert's number in its layer",
+    )
     lr_embedding: float = Field(default=0.006, gt=0, description="peak, AdamW: embedding and head")
     lr_scalar: float = Field(default=0.01, gt=0, description="peak, AdamW: gains and temperatures")
     lr_ngram: float = Field(default=0.05, gt=0, description="peak, sparse Adagrad: n-gram tables")
@@ -117,6 +121,11 @@ class RoutingConfig(BaseModel):
     z_loss_coef: float = Field(default=1e-3, ge=0, description="weight of the router's z-loss, per layer")
     bias_update_rate: float = Field(
         default=1e-3, ge=0, description="step size of the balancing bias, for routers with one"
+    )
+    freeze_router_step: int | None = Field(
+        default=None,
+        ge=0,
+        description="step from which routers and their balancing biases keep their values; default: never",
     )
 
 

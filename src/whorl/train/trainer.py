@@ -206,7 +206,7 @@ class Trainer(Generic[R]):
 
     def _on_step_end(self, done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
         task, skipped = self.task, "skipped" in metrics
-        self.moe.discard_step() if skipped else self.moe.on_step_end()
+        self.moe.discard_step() if skipped else self.moe.on_step_end(done)
         self.ema.on_step_end(done)
         self._follow_guard(done)
         self.steps_done = done

@@ -15,11 +15,12 @@ from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.engine import EngineConfig, SamplingParams
 from whorl.engine.engine import Engine
+from whorl.errors import ConfigError
 from whorl.models import Transformer, load_model, make_model, save_model
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.checkpoint.format import load_latest
-from whorl.train.config import RoutingConfig
-from whorl.train.lm.objective import LMObjective
+from whorl.train.config import OptimConfig, RoutingConfig
+from whorl.train.lm.objective import LMObjective, param_optims
 from whorl.train.metrics.moe_balance import MoEBalancer
 
 MIXERS: dict[str, dict[str, Any]] = {
@@ -72,6 +73,43 @@ def test_moe_balance_equal_on_replicas_and_after_resume(tokens: Path, tmp_path: 
     assert sum(last[f"moe/0/load_fraction/{e}"] for e in range(4)) == pytest.approx(1)
     found = load_latest(tmp_path / "resumed")
     assert found is not None and "buffers/blocks.0.mlp.router.balance_bias" in found.tensors
+
+
+def test_frozen_router_keeps_its_bits_and_resumes(tokens: Path, tmp_path: Path) -> None:
+    def routers(steps: int, name: str, **routing: Any) -> dict[str, torch.Tensor]:
+        base = {"model": shape(HEADS, experts=EXPERTS), "schedule": {"kind": "constant"}}
+        model = train(job(tokens, **base, steps=steps, routing=routing), tmp_path / name)
+        return {n: t.clone() for n, t in model.state_dict().items() if ".router." in n}
+
+    frozen, early, never = routers(9, "a", freeze_router_step=4), routers(4, "b"), routers(9, "c")
+    assert len(frozen) >= 2 and frozen.keys() == early.keys()
+    for name, value in frozen.items():  # weights and balancing biases of step 4
+        assert torch.equal(value, early[name]) and not torch.equal(value, never[name])
+    wanted = job(tokens, model=shape(HEADS, experts=EXPERTS), steps=10, routing={"freeze_router_step": 3})
+    assert_resume_is_exact(wanted, tmp_path / "resumed", 5, Notes())
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_expert_lr_scales_slow_or_stop_experts(optimizer: str, tokens: Path, tmp_path: Path) -> None:
+    config = shape(HEADS, experts=EXPERTS)
+
+    def trained(name: str, scales: Any) -> dict[str, torch.Tensor]:
+        optim = {"optimizer": optimizer, "expert_lr_scales": scales}
+        model = train(job(tokens, model=config, steps=5, optim=optim), tmp_path / name)
+        return {n: t.clone() for n, t in model.state_dict().items() if ".experts." in n}
+
+    before, one, plain = trained("zero", 0.0), trained("one", {"0": 0.0}), trained("plain", 1.0)
+    for name, value in one.items():
+        stopped = name.endswith(".0")
+        assert torch.equal(value, before[name]) == stopped, name
+        assert not torch.equal(plain[name], before[name])
+    with pytest.raises(ConfigError, match="names expert 9"):
+        trained("wrong", {9: 1.0})
+    optim = OptimConfig(optimizer=optimizer, expert_lr_scales={1: 0.25})
+    rates, usual = (param_optims(make_model(config), o) for o in (optim, OptimConfig(optimizer=optimizer)))
+    for name, found in rates.items():
+        scale = 0.25 if ".experts." in name and name.endswith(".1") else 1.0
+        assert found.lr == scale * usual[name].lr
 
 
 def test_moe_dropout_is_seeded_by_step(tokens: Path, tmp_path: Path) -> None:

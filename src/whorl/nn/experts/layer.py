@@ -117,8 +117,7 @@ def expert_lr_scales(network: nn.Module, scales: Mapping[int, float]) -> dict[st
     """Return learning-rate multipliers of experts, by parameter name: 1 for experts that are not listed.
 
     network: one layer, or a whole network, where `scales` (expert number -> multiplier) applies to every MoE layer.
-    The result is for `Treatment(rule, rate * multiplier)`; leave a name with 0 out of the update.
-    Several rates in one update need the rule "adamw" (Muon takes one rate).
+    The result is for `ParamOptim(optimizer, rate * multiplier)`; a parameter with 0 keeps its value.
 
     Raises:
         ConfigError: an expert that no layer has, a negative multiplier, or a network without experts.

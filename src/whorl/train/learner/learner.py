@@ -323,6 +323,7 @@ class UpdateState:
         if self.process_group.size > 1:
             for name, into in gradients.items():
                 torch.sum(self.shared.gradients[name], dim=0, out=into)
+        frozen = self._freeze()
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         metrics = {k: v / divisor for k, v in sums.items() if k != "loss_tokens"}
         scaler, nonfinite = self.update.loss_scaler, 0.0
@@ -346,6 +347,8 @@ class UpdateState:
             self.grad_hook.on_gradients(gradients, clipped)
         for optimizer in self.optimizers:
             optimizer.step(gradients, lr_scale)
+        for name, value in frozen.items():
+            self.named[name].data.copy_(value)
         self._set_steps(self.steps + 1)
         sizes = [int(each[-1]) for each in all_values]
         for name, table in self.sparse_tables:
@@ -355,6 +358,17 @@ class UpdateState:
             scaler.on_step_end()
         self.process_group.all_gather_scalars()
         return metrics
+
+    def _freeze(self) -> dict[str, Tensor]:
+        """Zero the gradients of this rank's frozen parameters, which then do not count in the norm; return their values.
+
+        The values are restored after the step: momentum and weight decay would move a parameter without a gradient.
+        """
+        limits = {n: self.update.param_optims[n].freeze_step for n in self.dense_names}
+        frozen = [n for n, limit in limits.items() if limit is not None and self.steps >= limit]
+        for name in frozen:
+            self.reduced_gradients[name].zero_()
+        return {name: self.named[name].data.clone() for name in frozen}
 
     def _nonfinite_rows(self) -> float:
         """Number of non-finite values in this rank's gradients of lookup tables."""

@@ -17,7 +17,6 @@ from whorl.objectives.next_token import Loss
 from whorl.train.config import OPTIMIZERS
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.optim.decay_mask import decayed_parameters
-from whorl.train.optim.optimizer import get_optimizer
 from whorl.train.optim.stochastic_rounding import Rounding
 
 AcceptStep = Callable[[Mapping[str, float]], bool]
@@ -64,6 +63,7 @@ class ParamOptim:
     decay_scale: float = (
         0.0  # times the update's weight_decay; 0 for parameters outside `decay_mask.decayed_parameters`
     )
+    freeze_step: int | None = None  # from this step on the parameter keeps its value
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,10 @@ def check_updates(networks: nn.Module, updates: list[Update], target_networks: l
         if update.every < 1:
             raise ConfigError(f"update {number} runs every {update.every} rounds", expected="at least 1")
         for rule in {t.optimizer for t in update.param_optims.values()}:
-            one = rule == "sparse_adagrad" or get_optimizer(rule).single_lr
-            if one and len({update.param_optims[name].lr for name in update.names_for(rule)}) > 1:
+            if (
+                rule == "sparse_adagrad"
+                and len({update.param_optims[name].lr for name in update.names_for(rule)}) > 1
+            ):
                 raise ConfigError(f"update {number} has several learning rates for {rule!r}", expected="one")
         for name in update.param_optims:
             if name not in known:

@@ -6,7 +6,8 @@ the loss are compiled together, for rows of one shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from whorl.models import LanguageModel
 from whorl.nn import Linear
-from whorl.nn.experts import Experts
+from whorl.nn.experts import Experts, expert_lr_scales, router_parameter_names
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives.next_token import Loss, next_token
 from whorl.train.config import OptimConfig
@@ -30,7 +31,7 @@ def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOpt
 
     The blocks' matrices are the weights of linear layers and experts; routers, convolution filters and state-space
     decay rates are not included. Weight decay covers a larger set (`decay_mask.py`). muP scales learning rates by width
-    (`mup.py`).
+    (`mup.py`), and `expert_lr_scales` those of experts.
     """
     share, decaying = inverse_width_mult(model, optim), decayed_parameters(model)
 
@@ -56,7 +57,26 @@ def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOpt
             found[name] = scaled(name, optim.lr_adamw, optim.optimizer)
         else:
             found[name] = ParamOptim(optim.optimizer, optim.lr_muon, decay_scale=1.0)
+    if optim.expert_lr_scales != 1:
+        for name, scale in _expert_scales(model, optim.expert_lr_scales).items():
+            found[name] = replace(found[name], lr=found[name].lr * scale)
     return found
+
+
+def _expert_scales(model: LanguageModel, scales: float | Mapping[int, float]) -> dict[str, float]:
+    """Return the multiplier of each expert's parameters by name. Raises ConfigError as `expert_lr_scales`."""
+    if isinstance(scales, Mapping):
+        return expert_lr_scales(model, scales)
+    sizes = [len(m) for m in model.modules() if isinstance(m, Experts)]
+    return expert_lr_scales(model, dict.fromkeys(range(max(sizes, default=0)), scales))
+
+
+def freeze_routers_from(
+    model: LanguageModel, param_optims: Mapping[str, ParamOptim], step: int | None
+) -> dict[str, ParamOptim]:
+    """Return `param_optims` with the parameters of all routers frozen from `step` on; None changes nothing."""
+    frozen = {n: replace(param_optims[n], freeze_step=step) for n in router_parameter_names(model)}
+    return {**param_optims, **frozen}
 
 
 class LMObjective:

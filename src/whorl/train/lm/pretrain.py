@@ -33,7 +33,7 @@ from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.learner.update import AcceptStep, MicroBatch, Update, accept_if_finite
 from whorl.train.lm.decay_branches import load_branch
-from whorl.train.lm.objective import LMObjective, param_optims
+from whorl.train.lm.objective import LMObjective, freeze_routers_from, param_optims
 from whorl.train.lm.precision import activation_dtype, make_rounding, muon_dtype
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.metrics.meter import Meter
@@ -275,7 +275,8 @@ def build_learner(
     loss_scaler: LossScaler | None = None,
 ) -> Learner:
     """Return the learner of a language model: one update, next-token prediction."""
-    optim, treated = job.optim, param_optims(model, job.optim)
+    optim = job.optim
+    treated = freeze_routers_from(model, param_optims(model, optim), job.routing.freeze_router_step)
     update = Update(
         LMObjective(
             model,

@@ -80,8 +80,8 @@ class MoEBalancer:
         return Loss(total, loss.count, {**loss.metrics, **metrics})
 
     @torch.no_grad()
-    def on_step_end(self) -> None:
-        """Move the biases by the loads of all replicas; called after an update."""
+    def on_step_end(self, steps_done: int) -> None:
+        """Move the biases by the loads of all replicas, unless they are frozen; called after an update, which counts."""
         if not self.layers:
             return
         mine = [float(x) for part in (*self.requested, *self.assigned) for x in part]
@@ -89,8 +89,10 @@ class MoEBalancer:
         sizes = [len(part) for part in (*self.requested, *self.assigned)]
         parts = list(torch.split(summed, sizes))
         requested, counts = parts[: len(self.layers)], parts[len(self.layers) :]
+        limit = self.config.freeze_router_step
+        moves = limit is None or steps_done <= limit
         for n, layer in enumerate(self.layers):
-            if layer.router.balance_bias is not None and self.process_group.rank == 0:
+            if moves and layer.router.balance_bias is not None and self.process_group.rank == 0:
                 layer.router.update_balance_bias(requested[n], self.config.bias_update_rate)
             self.previous_load[n] = requested[n].clone()
             self.logged_load[n][0].add_(requested[n])

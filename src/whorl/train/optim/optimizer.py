@@ -64,12 +64,10 @@ class Optimizer:
     """Updates parameters from gradients of the *mean* loss, in place.
 
     width_scaled: the best rate is inverse to the width, as Adam's (`mup.py`).
-    single_lr: all parameters have one peak learning rate.
     steps: batches seen, skipped ones included.
     """
 
     width_scaled: ClassVar[bool] = True
-    single_lr: ClassVar[bool] = False
     steps: int = 0
 
     @classmethod

@@ -73,7 +73,8 @@ class Muon(Optimizer):
     Args:
         param_groups: matrices in groups. Step s updates group s mod (number of groups), with the learning rate times
             that number.
-        learning_rate: peak; an update has spectral norm learning_rate * groups * sqrt(max(1, rows / columns)).
+        learning_rate: peak, one for all or by name.
+            An update has spectral norm learning_rate * groups * sqrt(max(1, rows / columns)).
         decay_scale: by name, times weight_decay; default 1.
         dtype: of the orthogonalization's products.
         rounding: of updates, for weights narrower than fp32.
@@ -82,7 +83,7 @@ class Muon(Optimizer):
     every matrix in every step would take a seventh of a small model's training time (LOG.md).
     """
 
-    width_scaled, single_lr = False, True
+    width_scaled = False
 
     @classmethod
     def state_spec(cls, shape: Shape) -> dict[str, Shape]:
@@ -110,14 +111,14 @@ class Muon(Optimizer):
             for turn in cls.step_groups(settings, inputs.shapes)
         ]
         return cls(
-            groups, next(iter(inputs.lr.values()), 0.0), momentum=settings.momentum, weight_decay=settings.weight_decay,
+            groups, inputs.lr, momentum=settings.momentum, weight_decay=settings.weight_decay,
             decay_scale=inputs.decay_scale, dtype=inputs.dtype, allocate=inputs.allocate, rounding=settings.rounding,
         )  # fmt: skip
 
     def __init__(
         self,
         param_groups: Sequence[NamedTensors],
-        learning_rate: float,
+        learning_rate: float | Mapping[str, float],
         *,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
@@ -127,8 +128,8 @@ class Muon(Optimizer):
         rounding: Rounding | None = None,
     ) -> None:
         self.rounding = rounding
-        self.learning_rate, self.momentum = learning_rate, momentum
-        self.dtype, self.steps = dtype, 0
+        self.momentum, self.dtype, self.steps = momentum, dtype, 0
+        self.learning_rates: dict[str, float] = {}
         self.weight_decay: dict[str, float] = {}
         self.momentum_buffers: dict[str, Tensor] = {}
         self.param_groups: list[list[tuple[tuple[int, int], NamedTensors]]] = []
@@ -138,6 +139,9 @@ class Muon(Optimizer):
             )  # batches an MLP's up and down projections together
             for name, p in turn:
                 self.momentum_buffers[name] = allocate(f"{name}/momentum", tuple(p.shape))
+                self.learning_rates[name] = (
+                    learning_rate[name] if isinstance(learning_rate, Mapping) else learning_rate
+                )
                 self.weight_decay[name] = weight_decay * (decay_scale or {}).get(name, 1.0)
                 short, long = sorted(p.shape)
                 by_shape[short, long].append((name, p))
@@ -152,7 +156,6 @@ class Muon(Optimizer):
         for name, moment in self.momentum_buffers.items():
             moment.lerp_(gradients[name], 1 - self.momentum)
         turns = len(self.param_groups)
-        rate = self.learning_rate * lr_scale * turns
         for (short, long), group in self.param_groups[self.steps % turns]:
             directions = torch.empty(len(group), short, long, dtype=self.dtype, device=group[0][1].device)
             for (name, p), direction in zip(group, directions, strict=True):
@@ -160,6 +163,7 @@ class Muon(Optimizer):
                 direction.copy_(nesterov if p.shape[0] == short else nesterov.mT)
             for (name, p), update in zip(group, orthogonalize(directions), strict=True):
                 rows, columns = p.shape
+                rate = self.learning_rates[name] * lr_scale * turns
                 wide = p if self.rounding is None else p.float()
                 if self.weight_decay[name]:
                     wide.mul_(1 - rate * self.weight_decay[name])

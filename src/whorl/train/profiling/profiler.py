@@ -144,7 +144,7 @@ def _run(
         tracer = _Tracer(job, ranges, kernels, steps) if trace is not None else None
 
         def on_step_end(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-            moe.on_step_end()
+            moe.on_step_end(done)
             if job.device == "cuda":
                 torch.cuda.synchronize()
             if tracer is not None:
