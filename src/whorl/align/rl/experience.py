@@ -48,12 +48,12 @@ class Experience:
 def read_rollouts(slot: Slot[Rollouts]) -> Experience:
     """Return the content of a slot, without columns that no row uses."""
     views = slot.tensors()
-    length, prompt = views["length"].clone(), views["prompt_length"]
+    length = views["length"].clone()
     width = max(2, int(length.max()))
     ids = views["ids"][:, :width]
     column = torch.arange(1, width)
     valid = column < length[:, None]  # [R, stop - 1], of targets
-    sampled = valid & (column >= prompt[:, None])
+    sampled = valid & views["action_mask"][:, 1:width]
     rows = torch.arange(len(length))[:, None]
     zeros = torch.zeros(())
     batch = {
@@ -69,7 +69,7 @@ def read_rollouts(slot: Slot[Rollouts]) -> Experience:
         views["reward"].clone(),
         views["passed"].clone(),
         views["finished"].clone(),
-        length - prompt,
+        sampled.sum(1),
         views["task"].clone(),
         int(views["resampled_groups"][0]),
         int(views["failed_verifications"][0]),

@@ -50,16 +50,16 @@ NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
 
 @dataclass(frozen=True)
 class Rollouts:
-    """R rows of up to T ids. prompt_length: ids of the prompt. length: ids of prompt and completion.
+    """R rows of up to T ids. action_mask: True for ids that the policy sampled. length: ids of the row.
 
     behaviour_log_prob, version: of each sampled id. reward, passed: from the verifier. finished: ended with a stop id.
     task: index. resampled_groups: groups that were replaced. failed_verifications: completions whose verifier failed.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
+    action_mask: Annotated[NDArray[np.bool_], "R", "T"]
     behaviour_log_prob: Annotated[NDArray[np.float32], "R", "T"]
     version: Annotated[NDArray[np.int64], "R", "T"]
-    prompt_length: Annotated[NDArray[np.int64], "R"]
     length: Annotated[NDArray[np.int64], "R"]
     reward: Annotated[NDArray[np.float32], "R"]
     passed: Annotated[NDArray[np.bool_], "R"]
@@ -212,7 +212,8 @@ class RolloutWorker:
                 data.ids[row, :start], data.ids[row, start:stop] = prompt, completion.ids
                 data.behaviour_log_prob[row, start:stop] = np.array(completion.log_probs, np.float32)
                 data.version[row, start:stop] = completion.versions
-                data.prompt_length[row], data.length[row], data.task[row] = start, stop, group.task
+                data.action_mask[row], data.action_mask[row, start:stop] = False, True
+                data.length[row], data.task[row] = stop, group.task
                 data.reward[row] = np.float32(verdict.reward)
                 data.passed[row], data.finished[row] = verdict.passed, completion.finished
                 sampled += len(completion.ids)
