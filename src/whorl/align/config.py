@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from whorl.align.environments import EnvironmentField
 from whorl.align.policy_config import KLConfig, PolicyLossOverrides
 from whorl.machine.memory import MemoryText
 from whorl.registry import Registry
@@ -246,12 +247,16 @@ class RLConfig(StageConfig):
     """Reinforcement learning from verifiable rewards."""
 
     algorithm: Algorithm = "grpo"
+    environment: EnvironmentField | None = Field(
+        default=None,
+        description="of several turns, as calculator or module:attribute; default: the task's verifier",
+    )
     steps: int = Field(default=100, ge=1, description="rollout batches")
     prompts_per_step: int = Field(default=16, ge=1, description="tasks per rollout batch")
     group_size: int = Field(default=8, ge=1, description="completions per task")
-    max_completion_tokens: int = Field(default=64, ge=1, description="ids of a completion")
+    max_completion_tokens: int = Field(default=64, ge=1, description="ids of a completion, or of one reply")
     max_seq_len: int = Field(
-        default=256, ge=8, description="ids of prompt and completion; tasks with longer prompts are rejected"
+        default=256, ge=8, description="ids of a whole rollout; tasks with longer prompts are rejected"
     )
     temperature: float = Field(default=1.0, gt=0)
     update_epochs: int = Field(default=1, ge=1, description="passes over a rollout batch")
@@ -320,6 +325,10 @@ class RLConfig(StageConfig):
                 f"replicas is {self.replicas} and async_rollout.workers is {self.async_rollout.workers}: "
                 "use one of them"
             )
+        if self.environment and self.overlong_buffer:
+            raise ValueError(
+                f"overlong_buffer is {self.overlong_buffer}: replies of an environment have no common limit; remove it"
+            )
         if (self.overlong_buffer or 0) > self.max_completion_tokens:
             raise ValueError(
                 f"overlong_buffer ({self.overlong_buffer}) exceeds max_completion_tokens ({self.max_completion_tokens})"
@@ -342,9 +351,6 @@ class RLConfig(StageConfig):
 
     @property
     def resolved_overlong_buffer(self) -> int:
-        """Return `overlong_buffer`, or the algorithm's default."""
-        return (
-            (self.max_completion_tokens // 4 if self.algorithm == "dapo" else 0)
-            if self.overlong_buffer is None
-            else self.overlong_buffer
-        )
+        """Return `overlong_buffer`, or the algorithm's default; 0 with an environment."""
+        default = self.max_completion_tokens // 4 if self.algorithm == "dapo" and not self.environment else 0
+        return default if self.overlong_buffer is None else self.overlong_buffer

@@ -151,7 +151,7 @@ def evaluate_held_out(
         temperatures: metric name -> temperature; None decodes greedily.
         max_tasks: upper limit of the tasks that are answered.
     """
-    from whorl.align.rl.rollout import filter_by_length
+    from whorl.align.rl.evaluation import filter_by_length
     from whorl.align.stage.io import evaluate_tasks
     from whorl.sandbox import Sandbox
 

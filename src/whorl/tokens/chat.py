@@ -223,6 +223,37 @@ class ChatTemplate:
             position = stop
         return self._check_injection(whole, ids, mark), mask
 
+    def encode_after_reply(
+        self,
+        prompt: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        stop_id: int | None = None,
+    ) -> list[int]:
+        """Return the ids between a sampled reply and the next: its end, `messages`, and the start of the next turn.
+
+        Only these are tokenized. The ids of the reply are the sampled ones, so the template may rewrite earlier replies.
+
+        Args:
+            prompt: the conversation before the first reply.
+            stop_id: the id that ended the reply; it is not repeated.
+
+        Raises:
+            DataError: as `encode_prompt`; or the template drops the reply.
+        """
+        reply = unused_character((prompt, messages, tools))
+        mark = unused_character((prompt, messages, tools, reply))
+        conversation = [*prompt, {"role": "assistant", "content": reply}, *messages]
+        parts = self._render(conversation, tools, True, {}, mark).split(reply)
+        if len(parts) != 2:
+            raise DataError(
+                f"the chat template writes a reply {len(parts) - 1} times",
+                expected="a template that keeps the assistant's messages",
+            )
+        ids = self._check_injection(parts[1], self._encode(parts[1], mark), mark)
+        return ids[1:] if ids and ids[0] == stop_id else ids
+
     @cached_property
     def _end_tokens(self) -> frozenset[str]:
         return frozenset(text for text, i in self.special_ids.items() if i in self.stop_ids)

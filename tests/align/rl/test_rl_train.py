@@ -30,9 +30,10 @@ from tests.support.children import children
 from whorl.align.config import AsyncRolloutConfig, KLConfig, LoRAConfig, PolicyLossOverrides, RLConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.advantages import resolve_method
+from whorl.align.rl.evaluation import filter_by_length
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
-from whorl.align.rl.rollout import RolloutWorker, filter_by_length
+from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import VerifiableTask

@@ -204,7 +204,7 @@ def test_rollout_worker_pickles_reward_model_path() -> None:
     shape, given = load_model(model).config, {"reward_model": reward_model}
     worker = RolloutWorker(shape, "float32", model, [task], 2, 4, 16, 1.0, Curriculum([0.0]), **given)
     worker.setup()
-    assert worker._sandbox is None  # a reward model needs no sandbox
+    assert worker._loop._sandbox is None  # a reward model needs no sandbox
     data = pickle.dumps(worker)
     assert len(data) < 10_000 and pickle.loads(data).reward_model == reward_model
 

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.serve.api.tools import CLOSE_TAG, OPEN_TAG, ParsedToolCall, ToolCallParser, parse_tool_call
+from whorl.align.rl.environments.tool_calls import (
+    CLOSE_TAG,
+    OPEN_TAG,
+    ParsedToolCall,
+    ToolCallParser,
+    parse_tool_call,
+)
 
 
 def closed_object(**properties: Any) -> dict[str, Any]:

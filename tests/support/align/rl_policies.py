@@ -32,6 +32,7 @@ def train(
     kill: int = 0,
     at: Any = None,
     verifier: str = "format([0-9].*)",
+    worker_class: type[RolloutWorker] = RolloutWorker,
     **rest: Any,
 ):  # type: ignore[no-untyped-def]
     """Train on 12 tasks; return the policy, the metrics and the experience of each step. kill: as in `record`."""
@@ -39,10 +40,11 @@ def train(
     seen: list[Experience] = []
     history, callback = record(kill, at)
     given = tasks(verifier=verifier)
-    worker = RolloutWorker(
+    worker = worker_class(
         net.model.config, "float32", folder, given, config.group_size, config.max_completion_tokens, config.max_seq_len,
         config.temperature, Curriculum([0.0] * len(given), rule=config.curriculum), config.resolved_sampling_rounds,
         config.async_rollout.update_in_flight, threads=1 if config.async_rollout.workers else None,
+        environment=config.environment,
     )  # fmt: skip
 
     def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:

@@ -77,17 +77,36 @@ class ExampleTokenizer:
         """Return the ids that a model with `n_rows` output rows never samples: those that end a turn are sampled."""
         return self.tokenizer.banned_ids(n_rows, keep=self.stop_ids)
 
-    def prompt(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Return the ids of a prompt: a text to continue, or a conversation to answer.
+    def prompt(self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the ids of a prompt: a text to continue, or a conversation to answer. tools: JSON schemas.
 
         Raises:
             DataError: the template cannot render it.
         """
         if not isinstance(prompt, str):
-            return self.chat.encode_prompt(prompt)
+            return self.chat.encode_prompt(prompt, tools)
         if isinstance(self.tokenizer, Tokenizer):
             return [self.tokenizer.bos_id, *map(int, self.tokenizer.encode(prompt))]
         return self.tokenizer.encode_prompt(prompt)
+
+    def after_reply(
+        self,
+        prompt: str | Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        stop_id: int | None = None,
+    ) -> list[int]:
+        """Return the ids from the end of a sampled reply to the start of the next one (`encode_after_reply`).
+
+        After a text to continue they are the texts of `messages`, without markers: the sampled end is the border.
+
+        Raises:
+            DataError: the template cannot render it.
+        """
+        if isinstance(prompt, str):
+            return [*map(int, self.tokenizer.encode("".join(m["content"] for m in messages)))]
+        return self.chat.encode_after_reply(prompt, messages, tools, stop_id=stop_id)
 
     def prompt_completion(self, prompt: str | Sequence[Message], answer: str) -> TokenizedExample:
         """Return a prompt with its completion in the loss, including the end id.

@@ -61,7 +61,8 @@ def resolve_method(config: RLConfig) -> PolicyLossConfig:
     if config.clip is not None:
         changed["clip_low"], changed["clip_high"] = config.clip
     if changed.get("aggregation", method.aggregation) == "constant":
-        changed["constant"] = float(config.max_completion_tokens)
+        turns = config.environment.max_turns if config.environment else 1
+        changed["constant"] = float(config.max_completion_tokens * turns)
     return replace(method, **changed)
 
 

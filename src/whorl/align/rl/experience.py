@@ -21,6 +21,8 @@ from torch import Tensor
 from whorl.align.rl.rollout import Rollouts
 from whorl.slots import Slot
 
+COUNTS = ("tool_calls", "malformed_calls", "env_errors")
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -28,7 +30,8 @@ class Experience:
 
     batch: rows with streams (see the top of this file). reward: [R]. passed, finished: [R] bool. length: [R] sampled
     ids.
-    task: [R] index. resampled_groups, failed_verifications: counts.
+    task: [R] index. turns, tool_calls, malformed_calls, env_errors: [R] counts. resampled_groups, failed_verifications:
+    counts.
     """
 
     batch: dict[str, Tensor]
@@ -37,6 +40,10 @@ class Experience:
     finished: Tensor
     length: Tensor
     task: Tensor
+    turns: Tensor
+    tool_calls: Tensor
+    malformed_calls: Tensor
+    env_errors: Tensor
     resampled_groups: int
     failed_verifications: int
 
@@ -71,13 +78,17 @@ def read_rollouts(slot: Slot[Rollouts]) -> Experience:
         views["finished"].clone(),
         sampled.sum(1),
         views["task"].clone(),
+        views["turns"].clone(),
+        views["tool_calls"].clone(),
+        views["malformed_calls"].clone(),
+        views["env_errors"].clone(),
         int(views["resampled_groups"][0]),
         int(views["failed_verifications"][0]),
     )
 
 
-def rollout_metrics(experience: Experience, group_size: int) -> dict[str, float]:
-    """Return the metrics of a rollout batch."""
+def rollout_metrics(experience: Experience, group_size: int, *, multi_turn: bool = False) -> dict[str, float]:
+    """Return the metrics of a rollout batch. multi_turn: also those of an environment."""
     reward, passed = experience.reward, experience.passed
     length, groups = experience.length.float(), experience.reward.view(-1, group_size)
     wrong = ~passed
@@ -85,7 +96,10 @@ def rollout_metrics(experience: Experience, group_size: int) -> dict[str, float]
     def mean(of: Tensor, where: Tensor) -> float:
         return float(of[where].mean()) if where.any() else 0.0
 
+    counts = {name: float(getattr(experience, name).sum()) for name in COUNTS}
+    environment = {"turns/mean": float(experience.turns.float().mean()), **counts}
     return {
+        **(environment if multi_turn else {}),
         "reward": float(reward.mean()),
         "accuracy": float(passed.float().mean()),
         "pass_at_k": float(passed.view(-1, group_size).any(1).float().mean()),

@@ -1,12 +1,12 @@
-"""Rollout worker: samples completions of tasks, verifies them, and writes a rollout batch into a slot.
+"""Rollout worker: runs episodes of tasks and writes a rollout batch into a slot.
 
 A rollout batch has G tasks with K completions each, R = G K rows; row g K + k is completion k of task g. For each id it
 keeps the log-probability under the sampling weights and the version of those weights. The same producer runs in
 lockstep with the learner, in a process that samples ahead, or in Ray; `slots/` runs it.
 
     tasks        drawn by a curriculum that tracks pass rates (`data/curriculum.py`)
-    completions  sampled by the engine at the policy's temperature, without top-k or top-p
-    rewards      from verifiers, those of programs in a sandbox, or from a reward model
+    completions  sampled by the engine at the policy's temperature, without top-k or top-p (`episodes.py`)
+    rewards      from verifiers, those of programs in a sandbox, from a reward model, or from an environment
 
 With `dynamic_sampling_rounds` a group with equal rewards, from which a group-relative advantage learns nothing, is
 replaced by a group of another task (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
@@ -31,21 +31,18 @@ from torch import Tensor
 
 from whorl.align.config import AsyncRolloutConfig
 from whorl.align.data.curriculum import Curriculum, resample
-from whorl.align.model.example import ExampleTokenizer
-from whorl.align.model.sampling import Completion, policy_sampling, rollout_engine, sample_completions
+from whorl.align.environments import EnvironmentConfig
+from whorl.align.model.sampling import policy_sampling, rollout_engine
 from whorl.align.preference.reward_model import load_reward_verifier
+from whorl.align.rl.env_loop import make_env_loop
+from whorl.align.rl.episodes import Episode, EpisodeRunner
 from whorl.align.rl.replicas import ReplicaGroup
-from whorl.errors import ConfigError, DataError
-from whorl.evals.verify import verify_all
+from whorl.align.stage.io import load_example_tokenizer
+from whorl.errors import ConfigError
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import ModelConfig, make_model
-from whorl.sandbox import Sandbox
 from whorl.slots import BoardReader, Slot, Spec
-from whorl.tokens.chat import load_chat_template
-from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.tracking.seeds import derive
-
-NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,8 @@ class Rollouts:
     """R rows of up to T ids. action_mask: True for ids that the policy sampled. length: ids of the row.
 
     behaviour_log_prob, version: of each sampled id. reward, passed: from the verifier. finished: ended with a stop id.
-    task: index. resampled_groups: groups that were replaced. failed_verifications: completions whose verifier failed.
+    task: index. turns, tool_calls, malformed_calls, env_errors: counts of each row. resampled_groups: groups that were
+    replaced. failed_verifications: completions whose verifier failed.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
@@ -65,16 +63,20 @@ class Rollouts:
     passed: Annotated[NDArray[np.bool_], "R"]
     finished: Annotated[NDArray[np.bool_], "R"]
     task: Annotated[NDArray[np.int64], "R"]
+    turns: Annotated[NDArray[np.int64], "R"]
+    tool_calls: Annotated[NDArray[np.int64], "R"]
+    malformed_calls: Annotated[NDArray[np.int64], "R"]
+    env_errors: Annotated[NDArray[np.int64], "R"]
     resampled_groups: Annotated[NDArray[np.int64], 1]
     failed_verifications: Annotated[NDArray[np.int64], 1]
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """Completions of one task and their verdicts."""
+    """Episodes of one task and their verdicts."""
 
     task: int
-    completions: list[Completion]
+    episodes: list[Episode]
     verdicts: list[Verdict]
 
 
@@ -108,6 +110,7 @@ class RolloutWorker:
         curriculum: selects tasks.
         update_in_flight: accept new weights between two engine steps.
         threads: of torch, in a worker process; None keeps the setting.
+        environment: of several turns; None verifies one completion.
         reward_model: folder of a reward model, loaded in the worker process; None uses the verifiers.
         device: of the engine and the reward model (see `assign_devices`).
     """
@@ -127,6 +130,7 @@ class RolloutWorker:
     engine_options: dict[str, Any] = field(default_factory=dict)
     reward_model: Path | None = None
     device: str = "cpu"
+    environment: EnvironmentConfig | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -150,37 +154,30 @@ class RolloutWorker:
             torch.set_num_threads(self.threads)
         network = make_model(self.model_config, torch.Generator(), getattr(torch, self.dtype))
         network.requires_grad_(False).eval().to(self.device)
-        tokenizer = load_tokenizer(self.tokenizer_path)
-        self._example_tokenizer = ExampleTokenizer(
-            tokenizer, load_chat_template(self.tokenizer_path, tokenizer)
-        )
+        example_tokenizer = self._example_tokenizer = load_example_tokenizer(self.tokenizer_path)
         self._engine = rollout_engine(
             network,
-            self._example_tokenizer,
+            example_tokenizer,
             sequences=min(128, rows),
             max_length=self.max_seq_len,
             **self.engine_options,
         )
         self._engine.version = -1  # no version, so the first `sync_weights` loads
-        self._prompts: dict[int, list[int]] = {}
-        self._reward_verifier = (
+        verifier = (
             None
             if self.reward_model is None
             else load_reward_verifier(self.reward_model, self.dtype, self.device)
         )
-        self._sandbox: Sandbox | None = None
-        if self._reward_verifier is None and any(
-            name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX
-        ):
-            self._sandbox = (
-                Sandbox() if self.replica_group.is_single else Sandbox(workers=1)
-            )  # one core per replica
+        workers = None if self.replica_group.is_single else 1  # one core per replica
+        self._loop = make_env_loop(self.environment, self.tasks, verifier, sandbox_workers=workers)
+        self._episodes = EpisodeRunner(
+            self._engine, example_tokenizer, self._loop, self.environment, self.max_completion_tokens
+        )
 
     def close(self) -> None:
-        """Close the sandbox."""
-        if getattr(self, "_sandbox", None) is not None:
-            self._sandbox.close()  # type: ignore[union-attr]
-            self._sandbox = None
+        """Stop the event loop of the environments and the sandbox."""
+        if hasattr(self, "_loop"):
+            self._loop.close()
 
     def fill(self, slot: Slot[Rollouts], weights: BoardReader, rng: np.random.Generator) -> int:
         """Write one rollout batch and return the number of sampled ids."""
@@ -203,21 +200,21 @@ class RolloutWorker:
         data.resampled_groups[0] = len(found.uninformative) - len(filler)
         sampled, oldest, own_rows = 0, 1 << 62, list[int]()
         for g, group in enumerate(groups_kept):
-            if not group.completions:  # sampled by another replica
+            if not group.episodes:  # sampled by another replica
                 continue
             own_rows += range(g * k, (g + 1) * k)
-            prompt = self._prompt(group.task)
-            for i, (completion, verdict) in enumerate(zip(group.completions, group.verdicts, strict=True)):
-                row, start, stop = g * k + i, len(prompt), len(prompt) + len(completion.ids)
-                data.ids[row, :start], data.ids[row, start:stop] = prompt, completion.ids
-                data.behaviour_log_prob[row, start:stop] = np.array(completion.log_probs, np.float32)
-                data.version[row, start:stop] = completion.versions
-                data.action_mask[row], data.action_mask[row, start:stop] = False, True
-                data.length[row], data.task[row] = stop, group.task
-                data.reward[row] = np.float32(verdict.reward)
-                data.passed[row], data.finished[row] = verdict.passed, completion.finished
-                sampled += len(completion.ids)
-                oldest = min(oldest, *completion.versions) if completion.versions else oldest
+            for row, episode in enumerate(group.episodes, g * k):
+                length = len(episode.ids)
+                data.length[row], data.task[row] = length, group.task
+                data.ids[row, :length] = episode.ids
+                data.action_mask[row, :length] = episode.action_mask
+                data.behaviour_log_prob[row, :length] = np.array(episode.log_probs, np.float32)
+                data.version[row, :length] = episode.versions
+                data.reward[row] = np.float32(episode.reward)
+                for name in ("passed", "finished", "turns", "tool_calls", "malformed_calls", "env_errors"):
+                    getattr(data, name)[row] = getattr(episode, name)
+                sampled += sum(episode.action_mask)
+                oldest = min([oldest, *episode.versions_sampled])
         data.failed_verifications[0] = sum(v.failed for group in groups_kept for v in group.verdicts)
         weights.version = oldest if sampled else self._engine.version
         if not self.replica_group.is_single:
@@ -227,26 +224,16 @@ class RolloutWorker:
         return sampled
 
     def _sample_groups(self, drawn: Sequence[int], seed: int) -> list[RolloutGroup]:
-        """Return the groups of the drawn tasks; those of other replicas have verdicts but no completions."""
+        """Return the groups of the drawn tasks; those of other replicas have verdicts but no episodes."""
         k, share = self.group_size, self.replica_group.shard(len(drawn))
         own_tasks = [drawn[g] for g in share]
-        prompts = [self._prompt(task) for task in own_tasks for _ in range(k)]
-        found = sample_completions(
-            self._engine,
-            prompts,
+        found = self._episodes.run(
+            [self.tasks[task] for task in own_tasks for _ in range(k)],
             policy_sampling(self.temperature),
-            max_tokens=self.max_completion_tokens,
-            stop_ids=self._example_tokenizer.stop_ids,
             seed=seed,
             first_index=share.start * k,
         )
-        tasks = [self.tasks[task] for task in own_tasks for _ in range(k)]
-        texts = [self._example_tokenizer.decode(completion.ids) for completion in found]
-        verdicts = (
-            verify_all(tasks, texts, self._sandbox)
-            if self._reward_verifier is None
-            else self._reward_verifier(tasks, texts)
-        )
+        verdicts = [episode.verdict for episode in found]
         own_groups = [
             RolloutGroup(t, found[i * k : i * k + k], verdicts[i * k : i * k + k])
             for i, t in enumerate(own_tasks)
@@ -263,12 +250,6 @@ class RolloutWorker:
         groups = [RolloutGroup(task, [], all_verdicts[g * k : g * k + k]) for g, task in enumerate(drawn)]
         groups[share.start : share.stop] = own_groups
         return groups
-
-    def _prompt(self, task: int) -> list[int]:
-        if task not in self._prompts:
-            spec = self.tasks[task]
-            self._prompts[task] = self._example_tokenizer.prompt(spec.prompt or spec.messages)
-        return self._prompts[task]
 
 
 def assign_devices(
@@ -299,24 +280,3 @@ def assign_devices(
                 do="set it to auto or cpu",
             )  # fmt: skip
     return [replace(worker, device=devices[n % len(devices)]) for n in range(config.workers)]
-
-
-def filter_by_length(
-    example_tokenizer: ExampleTokenizer, tasks: Sequence[VerifiableTask], length: int, max_tokens: int
-) -> tuple[list[VerifiableTask], dict[str, int]]:
-    """Return (tasks whose prompt leaves room for a completion, counts of the others by reason)."""
-    found: list[VerifiableTask] = []
-    rejected: dict[str, int] = {}
-    for task in tasks:
-        try:
-            n = len(example_tokenizer.prompt(task.prompt or task.messages))
-        except DataError as error:
-            reason = str(error).splitlines()[0]
-            rejected[reason] = rejected.get(reason, 0) + 1
-            continue
-        if n + max_tokens <= length:
-            found.append(task)
-        else:
-            reason = f"prompt longer than {length - max_tokens:,} ids"
-            rejected[reason] = rejected.get(reason, 0) + 1
-    return found, rejected

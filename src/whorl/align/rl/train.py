@@ -196,7 +196,9 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
         self.board.publish(self.network.merged_weights(), steps_done)
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
-        rollouts = rollout_metrics(self.experience, self.config.group_size)
+        rollouts = rollout_metrics(
+            self.experience, self.config.group_size, multi_turn=self.config.environment is not None
+        )
         state = self.state.pop_metrics(self.replicas.process_group)  # each replica compared its own rows
         found = super().report(steps_done, {**rollouts, **metrics, **state}, clock) or {}
         stats = self.reader.pop_stats().metrics()

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from whorl.align.rl.environments.tool_calls import ParsedToolCall, ToolCallParser
 from whorl.serve.api.protocol import ChatRequest, ToolChoice
 from whorl.serve.api.request_parsing import ParsedRequest, parse_chat
 from whorl.serve.api.response_formatting import (
@@ -24,7 +25,6 @@ from whorl.serve.api.response_formatting import (
     usage_field,
 )
 from whorl.serve.api.sse import DONE, EventStream, format_event, run_until_disconnect
-from whorl.serve.api.tools import ParsedToolCall, ToolCallParser
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
 from whorl.serve.errors import OrjsonResponse
 from whorl.serve.worker.model_entry import ServedModel

@@ -220,7 +220,7 @@ def _teacher_completions(
 ) -> tuple[list[TokenizedExample], dict[str, int]]:
     """Return the teacher's completions of the task prompts; deterministic in the seed, so a resumed run gets the same."""
     from whorl.align.distillation.teacher import sample_teacher_completions
-    from whorl.align.rl.rollout import filter_by_length
+    from whorl.align.rl.evaluation import filter_by_length
     from whorl.align.stage.io import read_tasks
     from whorl.tracking.seeds import derive
 

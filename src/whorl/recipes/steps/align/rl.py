@@ -80,7 +80,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         config.max_completion_tokens, config.max_seq_len, config.temperature,
         Curriculum([task.difficulty for task in tasks.train], rule=config.curriculum),
         config.resolved_sampling_rounds, config.async_rollout.update_in_flight,
-        threads=1 if config.async_rollout.workers else None, reward_model=reward_model,
+        threads=1 if config.async_rollout.workers else None, reward_model=reward_model, environment=config.environment,
     )  # fmt: skip
     samples: dict[str, Any] = {}
     evaluate = _evaluator(ctx, config, network, tokenizer, tasks.test, samples, reward_model)
@@ -121,12 +121,12 @@ def _load_tasks(ctx: StepContext, config: RLConfig, tokenizer: ExampleTokenizer)
     Raises:
         DataError: no task has a verifier, or none fits `max_seq_len`.
     """
-    from whorl.align.rl.rollout import filter_by_length
+    from whorl.align.rl.evaluation import filter_by_length
     from whorl.align.stage.io import read_tasks
 
     parent = ctx.parents["tasks"]
     parent.check()
-    limits = config.max_seq_len, config.max_completion_tokens
+    limits = config.max_seq_len, config.max_completion_tokens, config.environment
     train, rejected = filter_by_length(tokenizer, read_tasks(parent.path, "train"), *limits)
     test, _ = filter_by_length(tokenizer, read_tasks(parent.path, "test"), *limits)
     if not train and not rejected:
@@ -156,18 +156,12 @@ def _evaluator(
 ) -> Callable[[str], dict[str, float]]:
     """Return a function that evaluates the current weights and stores sampled answers under `samples[name]`."""
     from whorl.align.preference.reward_model import load_reward_verifier
+    from whorl.align.rl.evaluation import evaluate_episodes
     from whorl.align.rl.samples import make_samples
-    from whorl.align.stage.io import evaluate_tasks
-    from whorl.sandbox import Sandbox
-
-    limits = {"max_tokens": config.max_completion_tokens, "length": config.max_seq_len, "seed": config.seed}
 
     def evaluate(name: str) -> dict[str, float]:
-        with Sandbox() as sandbox:
-            greedy = evaluate_tasks(network, tokenizer, tests, **limits, sandbox=sandbox)
-            sampled = evaluate_tasks(
-                network, tokenizer, tests, **limits, temperature=config.temperature, sandbox=sandbox
-            )
+        greedy = evaluate_episodes(network, tokenizer, tests, config)
+        sampled = evaluate_episodes(network, tokenizer, tests, config, temperature=config.temperature)
         samples[name] = make_samples(tests, *sampled)
         found = {
             **_completion_metrics(*sampled),

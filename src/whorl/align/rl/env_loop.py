@@ -1,0 +1,243 @@
+"""The event loop in which environments step, with their verifiers and programs in batches.
+
+    loop = EnvLoop(verify, sandbox)
+    loop.submit(key, env, messages, reply, seconds)      starts `env.step` in the loop's thread
+    key, turn = loop.take(timeout=1.0)                   a Turn, or a StepError with the reason
+    loop.flush()                                         runs the verifiers and programs that steps await
+
+The loop has a separate thread, so the engine samples other rollouts meanwhile. A step that exceeds its limit is
+cancelled. `verify` and `run` do not count, since they have separate limits and wait for their batch.
+
+The subtle point is a step that blocks the thread: no other step can continue, and Python cannot stop it. `abandon`
+then leaves the thread behind and reports every step in it as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from whorl.align.environments import EnvironmentConfig
+from whorl.align.model.example import Message
+from whorl.align.rl.environment import Reply, TextEnv, Turn, check_turn, load_environment
+from whorl.errors import ConfigError
+from whorl.evals.verify import verify_all
+from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.sandbox import Program, ProgramResult, Sandbox
+
+VerifyBatch = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Verdict]]
+NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
+_limit: ContextVar[asyncio.Timeout | None] = ContextVar("limit", default=None)
+
+
+@dataclass(frozen=True)
+class StepError:
+    """A step that raised, took too long or returned something else than a valid Turn."""
+
+    reason: str
+
+
+@dataclass
+class _Request:
+    """A verification or a program that a step awaits."""
+
+    item: tuple[VerifiableTask, str] | Program
+    future: asyncio.Future[Any]
+
+
+class EnvLoop:
+    """See the top of this file. It implements `EnvServices`.
+
+    Args:
+        verify: returns the verdicts of a batch.
+        sandbox: runs programs; None if no environment needs one.
+    """
+
+    def __init__(self, verify: VerifyBatch, sandbox: Sandbox | None) -> None:
+        self._verify, self._sandbox = verify, sandbox
+        self._results: queue.SimpleQueue[tuple[int, Turn | StepError]] = queue.SimpleQueue()
+        self.running: set[int] = set()
+        self._requests: list[_Request] = []
+        self._lock = threading.Lock()
+        self._flusher: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- in the thread of the rollout worker ---------------------------------------------------------------------------
+
+    def submit(
+        self, key: int, env: TextEnv, messages: Sequence[Message], reply: Reply, seconds: float | None
+    ) -> None:
+        """Start a step; `take` returns its result. key: unique. seconds: its limit."""
+        self.running.add(key)
+        self._call(self._step(key, env, messages, reply, seconds))
+
+    def take(self, timeout: float | None = None) -> tuple[int, Turn | StepError] | None:
+        """Return one result, or None. timeout: seconds to wait.
+
+        Raises:
+            ConfigError: a batch of verifiers could not run.
+        """
+        if self._error is not None:
+            raise self._error
+        with contextlib.suppress(queue.Empty):
+            while True:
+                key, turn = self._results.get(timeout is not None, timeout)
+                if key in self.running:  # else reported before, as blocked
+                    self.running.remove(key)
+                    return key, turn
+        return None
+
+    @property
+    def awaits_flush(self) -> bool:
+        """Whether every running step awaits a verifier or a program."""
+        with self._lock:
+            return len(self._requests) >= len(self.running) > 0
+
+    def flush(self) -> None:
+        """Run the waiting verifiers and programs in this thread, and resume their steps."""
+        with self._lock:
+            requests, self._requests = self._requests, []
+        texts = [(r, r.item) for r in requests if not isinstance(r.item, Program)]
+        programs = [(r, r.item) for r in requests if isinstance(r.item, Program)]
+        results: list[Any] = []
+        if texts:
+            results += self._verify([task for _, (task, _) in texts], [text for _, (_, text) in texts])
+        if programs:
+            assert self._sandbox is not None
+            results += self._sandbox.run_all([program for _, program in programs])
+        for (request, _), result in zip([*texts, *programs], results, strict=True):
+            loop = request.future.get_loop()
+            with contextlib.suppress(RuntimeError):  # the loop was left behind
+                loop.call_soon_threadsafe(_resolve, request.future, result)
+
+    def start_flush(self) -> None:
+        """Run `flush` in a thread, if something waits and no other flush runs."""
+        if self._requests and (self._flusher is None or not self._flusher.is_alive()):
+            self._flusher = threading.Thread(target=self._flush_in_thread, name="verifiers", daemon=True)
+            self._flusher.start()
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether a thread runs verifiers or programs."""
+        return self._flusher is not None and self._flusher.is_alive()
+
+    def abandon(self) -> None:
+        """Report all running steps as failed and continue with a new loop, because steps ignore their limit."""
+        self._stop_loop()
+        with self._lock:
+            self._requests = []
+        reason = (
+            "a step ignores its limit: it blocks the event loop (use asyncio.to_thread) or is not cancellable"
+        )
+        for key in sorted(self.running):
+            self._results.put((key, StepError(reason)))
+
+    def close(self) -> None:
+        """Stop the loop and the sandbox."""
+        self._stop_loop()
+        if self._sandbox is not None:
+            self._sandbox.close()
+
+    def _stop_loop(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _call(self, step: Coroutine[Any, Any, None]) -> None:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(self._loop,), name="environments", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(step, self._loop)
+
+    def _flush_in_thread(self) -> None:
+        try:
+            self.flush()
+        except BaseException as error:
+            self._error = error
+
+    # -- in the loop's thread ------------------------------------------------------------------------------------------
+
+    async def verify(self, task: VerifiableTask, text: str) -> Verdict:
+        """Return the verdict on a text."""
+        verdict: Verdict = await self._request((task, text))
+        return verdict
+
+    async def run(self, program: Program) -> ProgramResult:
+        """Return the result of a program.
+
+        Raises:
+            ConfigError: the environment does not set `needs_sandbox`.
+        """
+        if self._sandbox is None:
+            raise ConfigError("there is no sandbox", do="set needs_sandbox = True in the environment")
+        result: ProgramResult = await self._request(program)
+        return result
+
+    async def _request(self, item: tuple[VerifiableTask, str] | Program) -> Any:
+        loop, limit = asyncio.get_running_loop(), _limit.get()
+        left = None
+        if limit is not None and (when := limit.when()) is not None:
+            left = when - loop.time()
+            limit.reschedule(None)
+        request = _Request(item, loop.create_future())
+        with self._lock:
+            self._requests.append(request)
+        result = await request.future
+        if limit is not None and left is not None:
+            limit.reschedule(loop.time() + left)
+        return result
+
+    async def _step(
+        self, key: int, env: TextEnv, messages: Sequence[Message], reply: Reply, seconds: float | None
+    ) -> None:
+        result: Turn | StepError
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                _limit.set(limit)
+                result = check_turn(await env.step(messages, reply))
+        except Exception as error:  # of foreign code
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if isinstance(error, TimeoutError) and limit.expired():
+                reason = f"a step took longer than {seconds:g} s"
+            result = StepError(reason)
+        self._results.put((key, result))
+
+
+def make_env_loop(
+    environment: EnvironmentConfig | None,
+    tasks: Sequence[VerifiableTask],
+    verify: VerifyBatch | None = None,
+    *,
+    sandbox_workers: int | None = None,
+) -> EnvLoop:
+    """Return a loop with a sandbox if the environment or a task's verifier runs programs.
+
+    verify: replaces the verifiers of the tasks. sandbox_workers: None uses all cores.
+    """
+    env = load_environment(environment)(EnvLoop(verify_all, None))
+    verifiers = [] if verify else [task.verifier for task in tasks]
+    programs = env.needs_sandbox or any(name in v for v in verifiers for name in NEEDS_SANDBOX)
+    sandbox = None
+    if programs:
+        sandbox = Sandbox() if sandbox_workers is None else Sandbox(workers=sandbox_workers)
+    return EnvLoop(verify or partial(verify_all, sandbox=sandbox), sandbox)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)

@@ -1,0 +1,156 @@
+"""Environments of language models: conversations in which a program answers the policy.
+
+    env = MyEnv(services, **options)                    one instance per rollout
+    prompt = env.reset(task)                            a conversation, or a text to continue
+    turn = await env.step(messages, reply)              after each reply, until `turn.done`
+
+A verifier is the environment of one turn (`VerifierEnv`). `rl/episodes.py` drives the turns; the messages of a turn are
+tokenized once and never enter the loss.
+
+The subtle point is waiting. All rollouts share one event loop, so a step that blocks it stops the others. A step awaits
+`services.verify` and `services.run`, which batch the verifiers and programs of all rollouts, or `asyncio.to_thread` for
+any other blocking call.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
+from whorl.align.model.example import Message
+from whorl.errors import ConfigError, DataError
+from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.sandbox import Program, ProgramResult
+
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply of the policy. text: without its stop id. finished: it ended with a stop id, not at a length limit."""
+
+    text: str
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The answer of an environment to a reply.
+
+    Attributes:
+        messages: appended to the conversation, as {"role": "tool", "content": "42"}.
+        reward: of this turn; the reward of a rollout is the sum over its turns.
+        done: the rollout has terminated.
+        truncated: the rollout ends at a limit of the environment.
+        info: `passed` (bool; default: the rollout's reward is above 0), `tool_calls` and `malformed_calls` (counts of
+            this turn), `failed` (bool: the reward of 0 is no statement about the reply).
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EnvServices(Protocol):
+    """Services that an environment may await; calls of all rollouts are batched."""
+
+    async def verify(self, task: VerifiableTask, text: str) -> Verdict:
+        """Return the verdict on a text, from the task's verifier or the reward model."""
+        ...
+
+    async def run(self, program: Program) -> ProgramResult:
+        """Return the result of a program in the sandbox."""
+        ...
+
+
+class TextEnv(ABC):
+    """One rollout of a multi-turn task; see the top of this file."""
+
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, for the chat template
+    needs_sandbox = False  # whether it calls `services.run`
+
+    def __init__(self, services: EnvServices) -> None:
+        self.services = services
+
+    def reset(self, task: VerifiableTask) -> Prompt:
+        """Start the rollout of a task and return its prompt, which depends on the task alone."""
+        self.task = task
+        return task.prompt or task.messages
+
+    @abstractmethod
+    async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
+        """Answer a reply.
+
+        messages: the conversation before the reply; without entries for a text to continue.
+        """
+
+
+class VerifierEnv(TextEnv):
+    """The environment of one turn: the task's verifier gives the reward."""
+
+    async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
+        verdict = await self.services.verify(self.task, reply.text)
+        return Turn(reward=verdict.reward, done=True, info=verdict_info(verdict))
+
+
+def verdict_info(verdict: Verdict) -> dict[str, Any]:
+    """Return the `info` of a turn that ends with a verdict."""
+    return {"passed": verdict.passed, "failed": verdict.failed, "reason": verdict.reason}
+
+
+EnvFactory = Callable[[EnvServices], TextEnv]
+
+
+def load_environment(config: EnvironmentConfig | None) -> EnvFactory:
+    """Return a function that makes the environment of a rollout; None selects `VerifierEnv`.
+
+    Raises:
+        ConfigError: the environment cannot be imported, is no TextEnv, or rejects its options.
+    """
+    if config is None:
+        return VerifierEnv
+    made = ENVIRONMENTS.get(config.name)
+
+    def make(services: EnvServices) -> TextEnv:
+        try:
+            env = made(services, **config.options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"environment {config.name!r} cannot be made: {error}",
+                expected="the arguments of its class", do="correct environment.options",
+            ) from error  # fmt: skip
+        if not isinstance(env, TextEnv):
+            raise ConfigError(
+                f"environment {config.name!r} is {type(env).__name__}",
+                expected="a subclass of whorl.align.rl.environment.TextEnv",
+            )
+        return env
+
+    return make
+
+
+def check_turn(turn: object) -> Turn:
+    """Return the result of a step if it is valid.
+
+    Raises:
+        DataError: it is no Turn, its reward is not finite, or a message lacks a role or a text.
+    """
+    if not isinstance(turn, Turn):
+        raise DataError(f"step returned {type(turn).__name__}", expected="a Turn")
+    if not isinstance(turn.reward, int | float) or not math.isfinite(turn.reward):
+        raise DataError(f"the reward of a turn is {turn.reward!r}", expected="a finite number")
+    for message in turn.messages:
+        valid = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not valid or not isinstance(message.get("content"), str):
+            raise DataError(
+                f"a message of a turn is {message!r}"[:200], expected="a role and a text `content`"
+            )
+    if not isinstance(turn.info, Mapping):
+        raise DataError(f"the info of a turn is {type(turn.info).__name__}", expected="a mapping")
+    return turn

@@ -1,0 +1,1 @@
+"""Environments of language models that come with the package."""

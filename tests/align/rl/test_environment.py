@@ -1,0 +1,214 @@
+"""Environments of several turns: ids, masks and log-probabilities of rollouts, limits, errors, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from tests.support.align.byte_model import decoder
+from tests.support.align.kill_at_step import check_replicas, check_resume
+from tests.support.align.rl_policies import SMALL, tasks, train
+from tests.support.align.text_envs import ShortReplies, config_of
+
+from whorl.align.config import AsyncRolloutConfig, RLConfig
+from whorl.align.environments import EnvironmentConfig
+from whorl.align.model.example import ExampleTokenizer
+from whorl.align.model.sampling import policy_sampling, rollout_engine
+from whorl.align.rl.advantages import resolve_method
+from whorl.align.rl.env_loop import make_env_loop
+from whorl.align.rl.environment import load_environment
+from whorl.align.rl.episodes import EpisodeRunner
+from whorl.align.rl.evaluation import filter_by_length
+from whorl.errors import ConfigError
+from whorl.tokens.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_runner")
+LONG = {"max_seq_len": 64, "max_completion_tokens": 8}
+CHAT = ExampleTokenizer(
+    Tokenizer([bytes([i]) for i in range(256)], special_tokens=["<|im_start|>", "<|im_end|>"])
+)
+
+
+def changed(environment: EnvironmentConfig, **changes: Any) -> RLConfig:
+    return SMALL.model_copy(update={**LONG, "environment": environment, **changes})
+
+
+@contextmanager
+def runner_of(config: EnvironmentConfig | None, length: int = 200) -> Iterator[EpisodeRunner]:
+    """Yield a runner of random weights, whose replies end at every second byte."""
+    model = decoder()
+    engine = rollout_engine(model, CHAT, sequences=8, max_length=length)
+    writer = ExampleTokenizer(CHAT.tokenizer)
+    writer.stop_ids |= frozenset(range(0, 256, 2))
+    with closing(make_env_loop(config, [])) as loop:
+        yield EpisodeRunner(engine, writer, loop, config, 3)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_rows_keep_sampled_ids_and_mask_messages(chat: bool) -> None:
+    """A row is prompt, replies and messages in order; replies are the sampled ids, and the rest is tokenized once."""
+    with runner_of(config_of("Echo", chat=chat)) as runner:
+        episodes = runner.run(tasks(6), policy_sampling(1.0), seed=3)
+        again = runner.run(tasks(6), policy_sampling(1.0), seed=3)
+    writer = runner.example_tokenizer
+    assert [e.ids for e in episodes] == [e.ids for e in again]
+    assert 1 <= min(e.turns for e in episodes) < 3 == max(e.turns for e in episodes)  # a reply without an end
+    for episode in episodes:
+        ids = writer.prompt(episode.prompt)
+        mask = [False] * len(ids)
+        replies = [m["content"] for m in episode.messages if m["role"] == "assistant"] + [episode.reply.text]
+        assert len(replies) == episode.turns and episode.finished == (
+            episode.turns == 3 and episode.reply.finished
+        )
+        for turn in range(episode.turns):
+            start = len(ids)
+            stop = start + next(
+                (n for n, sampled in enumerate(episode.action_mask[start:]) if not sampled), 99
+            )
+            reply = episode.ids[start:stop]
+            if not chat and turn < episode.turns - 1:
+                assert writer.decode(reply) == replies[turn]
+            ids, mask = ids + reply, mask + [True] * len(reply)
+            if turn < episode.turns - 1:
+                message = {"role": "tool", "content": f"[{len(replies[turn])}]"}
+                text = (
+                    f"<|im_end|>\n<|im_start|>tool\n[{len(replies[turn])}]<|im_end|>\n<|im_start|>assistant\n"
+                )
+                tail = writer.after_reply(episode.prompt, [message], stop_id=reply[-1])
+                assert CHAT.tokenizer.decode(tail).decode() == (text if chat else message["content"])
+                ids, mask = ids + tail, mask + [False] * len(tail)
+        assert ids == episode.ids and mask == episode.action_mask
+        assert all((p != 0) == sampled for p, sampled in zip(episode.log_probs, mask, strict=True))
+
+
+def test_stop_id_is_not_repeated_after_reply() -> None:
+    prompt, end = [{"role": "user", "content": "hi"}], CHAT.tokenizer.special_token_ids["<|im_end|>"]
+    reply = {"role": "assistant", "content": "yes"}
+    more = [{"role": "tool", "content": "<|im_end|>4"}]
+    tail = CHAT.after_reply(prompt, more, stop_id=end)
+    whole = CHAT.prompt([*prompt, reply, *more])
+    assert [*CHAT.prompt(prompt), *b"yes", end, *tail] == whole
+    assert CHAT.after_reply(prompt, more, stop_id=CHAT.tokenizer.end_ids[0]) == [end, *tail]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "length", "wanted"),
+    [
+        ("Echo", {"max_turns": 2}, 200, {"turns": 2, "finished": False, "env_errors": 0}),
+        ("Faulty", {"way": "long"}, 40, {"turns": 1, "finished": False, "env_errors": 0, "reward": 0.5}),
+        ("Faulty", {"way": "ends"}, 200, {"turns": 1, "finished": False, "env_errors": 0, "reward": 1.0}),
+        ("Faulty", {"way": "raises"}, 200, {"reason": "KeyError: 'state'"}),
+        ("Faulty", {"way": "reset"}, 200, {"reason": "reset: RuntimeError: no such level", "turns": 0}),
+        ("Faulty", {"way": "wrong type"}, 200, {"reason": "DataError: step returned str"}),
+        ("Faulty", {"way": "not finite"}, 200, {"reason": "DataError: the reward of a turn is nan"}),
+        (
+            "Faulty",
+            {"way": "bad message"},
+            200,
+            {"reason": "DataError: a message of a turn is {'role': 'tool'}"},
+        ),
+        ("Faulty", {"way": "hangs", "step_seconds": 0.1}, 200, {"reason": "a step took longer than 0.1 s"}),
+        ("Faulty", {"way": "blocks", "step_seconds": 0.1}, 200, {"reason": "a step ignores its limit: "}),
+        ("Sync", {}, 200, {"reason": "TypeError: object Turn can't be used in 'await' expression"}),
+    ],
+)
+def test_limits_truncate_and_errors_are_counted(
+    name: str, options: dict[str, Any], length: int, wanted: dict[str, Any]
+) -> None:
+    with runner_of(config_of(name, **options), length) as runner:
+        runner.example_tokenizer.stop_ids = frozenset(range(300))  # every reply has one id
+        episodes = runner.run(tasks(3), policy_sampling(1.0), seed=1)
+    for episode in episodes:
+        reason = wanted.get("reason", "")
+        assert episode.reason.startswith(reason) and episode.env_errors == bool(reason)
+        assert episode.failed == bool(reason) and (not reason or episode.reward == 0)
+        assert {n: getattr(episode, n) for n in wanted if n != "reason"} == {
+            n: v for n, v in wanted.items() if n != "reason"
+        }
+
+
+def test_waiting_environment_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine samples while one environment waits: its row is the last, and the others have ended before."""
+    with runner_of(config_of("Echo", turns=2)) as runner:
+        order: list[int] = []
+        process = runner._process
+        make, made = runner._make, []
+
+        def slow_first(services: Any) -> Any:
+            made.append(make(services))
+            made[-1].seconds = 0.5 if len(made) == 1 else 0.0
+            return made[-1]
+
+        def record(key: int, turn: Any) -> None:
+            order.append(runner.stepping[key])
+            process(key, turn)
+
+        monkeypatch.setattr(runner, "_make", slow_first)
+        monkeypatch.setattr(runner, "_process", record)
+        runner.example_tokenizer.stop_ids = frozenset(range(300))
+        runner.run(tasks(4), policy_sampling(1.0), seed=1)
+    assert order[-2:] == [0, 0] and sorted(order) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_log_probs_agree_across_turns(chat: bool, folder: Path, tmp_path: Path) -> None:
+    config = changed(config_of("Echo", chat=chat), max_seq_len=128 if chat else 64)
+    _, history, seen = train(folder, config, worker_class=ShortReplies)
+    assert max(m["logprob_diff_max"] for m in history) < 1e-4
+    assert max(m["turns/mean"] for m in history) > 1.5
+    assert all(m["tool_calls"] == m["turns/mean"] * 12 and m["env_errors"] == 0 for m in history)
+    for experience in seen:  # messages are no targets
+        mask, targets = experience.batch["loss_mask"], experience.batch["targets"]
+        texts = [bytes(i for i in t[m].tolist() if i < 256) for t, m in zip(targets, mask, strict=True)]
+        assert not any(b"tool\n" in text for text in texts)
+        assert (experience.turns > 1).any() and (mask.sum(1) == experience.length).all()
+
+
+@pytest.mark.parametrize("change", [{}, {"algorithm": "ppo", "update_epochs": 2}])
+def test_resume_with_environment_gives_same_bits(change: Any, folder: Path, tmp_path: Path) -> None:
+    config = changed(config_of("Echo"), **change)
+    check_resume(partial(train, folder, config, worker_class=ShortReplies), tmp_path, kill=3)
+
+
+def test_replicas_agree_with_environment(folder: Path) -> None:
+    def run(n: int) -> Any:
+        config = changed(config_of("Echo"), replicas=n)
+        return train(folder, config, worker_class=ShortReplies)[:2]
+
+    history = check_replicas(run)
+    assert history[-1]["turns/mean"] > 1
+
+
+def test_worker_process_runs_environment(folder: Path) -> None:
+    config = changed(config_of("Echo"), async_rollout=AsyncRolloutConfig(workers=1))
+    _, history, _ = train(folder, config, worker_class=ShortReplies)
+    assert history[-1]["turns/mean"] > 1
+
+
+def test_environment_config_rejects_what_cannot_run() -> None:
+    assert RLConfig(environment="calculator").environment == EnvironmentConfig(name="calculator")
+    with pytest.raises(ValidationError, match="calculator"):
+        RLConfig(environment="calculater")
+    with pytest.raises(ValidationError, match="overlong_buffer"):
+        RLConfig(environment="calculator", overlong_buffer=4)
+    for name, options, message in (
+        ("no.such:Env", {}, "cannot be imported"),
+        ("tests.support.align.text_envs:Echo", {"depth": 1}, "unexpected keyword argument 'depth'"),
+        ("tests.support.align.text_envs:config_of", {}, "is EnvironmentConfig|cannot be made"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_environment(EnvironmentConfig(name=name, options=options))(make_env_loop(None, []))
+    config = RLConfig(environment=config_of("Echo"), loss={"aggregation": "constant"})
+    assert resolve_method(config).constant == 4 * config.max_completion_tokens
+
+
+def test_filter_by_length_uses_environment_prompt() -> None:
+    plain, chat = (
+        filter_by_length(CHAT, tasks(3), 24, 5, config_of("Echo", chat=c))[0] for c in (False, True)
+    )
+    assert len(plain) == 3 and not chat
