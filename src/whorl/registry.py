@@ -33,6 +33,19 @@ class Registry:
     def __contains__(self, name: str) -> bool:
         return name in self.entries
 
+    def register(self, name: str, path: str) -> None:
+        """Add a short name for "module:attribute", in every process that reads the configuration.
+
+        Raises:
+            ConfigError: the name is taken.
+        """
+        if name in self.entries:
+            raise ConfigError(
+                f"the {self.kind} {name!r} is registered twice: {self.entries[name]}, then {path}",
+                expected="a new name", do="choose another name, or use the address in place of a name",
+            )  # fmt: skip
+        self.entries[name] = path
+
     def expected(self, name: str) -> str:
         """Return the allowed names, and the one closest to `name`."""
         return f'{one_of(name, list(self.entries))}, or "module:attribute"'

@@ -16,7 +16,7 @@ from tests.support.align.rl_policies import SMALL, tasks, train
 from tests.support.align.text_envs import ShortReplies, config_of
 
 from whorl.align.config import AsyncRolloutConfig, RLConfig
-from whorl.align.environments import EnvironmentConfig
+from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.sampling import policy_sampling, rollout_engine
 from whorl.align.rl.advantages import resolve_method
@@ -205,6 +205,17 @@ def test_environment_config_rejects_what_cannot_run() -> None:
             load_environment(EnvironmentConfig(name=name, options=options))(make_env_loop(None, []))
     config = RLConfig(environment=config_of("Echo"), loss={"aggregation": "constant"})
     assert resolve_method(config).constant == 4 * config.max_completion_tokens
+
+
+def test_environment_is_registered_from_outside(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A short name in the table trains like an address; a name is registered once."""
+    monkeypatch.setattr(ENVIRONMENTS, "entries", dict(ENVIRONMENTS.entries))
+    ENVIRONMENTS.register("echo", "tests.support.align.text_envs:Echo")
+    config = RLConfig(**{**SMALL.model_dump(), **LONG, "environment": "echo", "steps": 1})
+    _, history, _ = train(folder, config, worker_class=ShortReplies)
+    assert history[0]["turns/mean"] > 1
+    with pytest.raises(ConfigError, match="'echo' is registered twice"):
+        ENVIRONMENTS.register("echo", "elsewhere:Echo")
 
 
 def test_filter_by_length_uses_environment_prompt() -> None:
