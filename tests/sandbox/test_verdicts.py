@@ -100,6 +100,86 @@ def test_right_program_passes_despite_tampering(sandbox: Sandbox, cheat: str) ->
     assert sandbox.run(Program(CHEATS[cheat].replace(WRONG, RIGHT), CASE)).reason == "passed"
 
 
+UNCHECKED = {  # tests that a wrong program passed because they did not run
+    "pytest class": "class TestF:\n    def test_a(self): assert add(1, 2) == 3",
+    "mock.patch": "from unittest import mock\n@mock.patch('os.getcwd')\ndef test_a(f): assert add(1, 2) == 3",
+    "functools.cache": "import functools\n@functools.cache\ndef test_a(): assert add(1, 2) == 3",
+    "partial": "import functools\ndef check(n): assert add(1, 2) == n\ntest_a = functools.partial(check, 3)",
+    "contextmanager": "import contextlib\n@contextlib.contextmanager\ndef test_a():\n    assert add(1, 2) == 3\n    yield",
+    "coroutine": "async def test_a(): assert add(1, 2) == 3",
+    "generator": "def test_a():\n    yield\n    assert add(1, 2) == 3",
+}
+NOTHING = {  # tests that can never check anything
+    "uncalled check": "def check(candidate):\n    assert candidate(1, 2) == 3",
+    "doctest dictionary": "__test__ = {'a': '>>> add(1, 2)\\n3'}",
+    "comment": "# assert add(1, 2) == 3",
+    "empty loop": "for case in []:\n    assert add(*case) == 3",
+    "expected failure": "import unittest\nclass T(unittest.TestCase):\n    @unittest.expectedFailure\n"
+    "    def test_a(self): self.assertEqual(add(1, 2), 3)",
+    "needs arguments": "def test_a(fixture): assert add(1, 2) == 3",
+    "needs an event loop": "import asyncio\nasync def test_a():\n    await asyncio.sleep(1)\n    assert add(1, 2) == 3",
+    "syntax": "def test_a(: pass",
+}
+
+
+@pytest.mark.parametrize("kind", UNCHECKED)
+def test_every_kind_of_test_function_runs(sandbox: Sandbox, kind: str) -> None:
+    right = sandbox.run(Program(RIGHT, UNCHECKED[kind]))
+    assert right.ok, right
+    wrong = sandbox.run(Program(WRONG, UNCHECKED[kind]))
+    assert wrong.kind == "failed", wrong
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_tests_that_check_nothing_never_pass(sandbox: Sandbox, kind: str) -> None:
+    for source in (RIGHT, WRONG):
+        result = sandbox.run(Program(source, NOTHING[kind]))
+        assert result.kind == "failed", result
+
+
+def test_guards_and_assert_calls_count_as_checks(sandbox: Sandbox) -> None:
+    for tests in (
+        "if add(1, 2) != 3:\n    raise ValueError",
+        "import unittest\nunittest.TestCase().assertEqual(add(1, 2), 3)",
+        "def check(f):\n    assert f(1, 2) == 3\ncheck(add)",
+    ):
+        assert sandbox.run(Program(RIGHT, tests)).ok
+        assert sandbox.run(Program(WRONG, tests)).kind == "failed"
+
+
+FIND_SECRET = """
+import os
+data = b""
+for n in range(3, 1000):
+    try: os.set_blocking(n, False); data += os.read(n, 99999)
+    except OSError: pass
+for n in range(3, 1000):
+    try: os.write(n, data[-16:] + REPORT)
+    except OSError: pass
+os._exit(0)
+"""
+MALFORMED = ["{'reason':'passed'}", "{'reason':5,'example_outputs':[]}", "{'reason':'passed','example_outputs':null}",
+             "[1]", "1", "'x'", "[" * 50_000, "{", "{'reason':'failed','example_outputs':[[5,7]]}", "\xff",
+             "{'reason':'other','example_outputs':[]}", "{'reason':['passed'],'example_outputs':[]}"]  # fmt: skip
+
+
+def test_malformed_reports_count_as_crashes(sandbox: Sandbox) -> None:
+    """A program that finds the secret cannot raise in the parent, and no other program is lost."""
+    restarts = sandbox.restarts
+    reports = [text.replace("'", '"').encode("latin-1") for text in MALFORMED]
+    programs = [Program(FIND_SECRET.replace("REPORT", repr(report)), ASSERTS) for report in reports]
+    results = sandbox.run_all([*programs, Program(RIGHT, ASSERTS)])
+    assert [r.kind for r in results[:-1]] == ["crashed"] * len(programs), results
+    assert results[-1].ok and sandbox.restarts == restarts
+
+
+def test_report_text_is_valid_unicode(sandbox: Sandbox) -> None:
+    result = sandbox.run(Program("def f(): raise ValueError(chr(0xD800))", "f()\nassert True"))
+    result.reason.encode()
+    printed = sandbox.run(Program("def f(): print(chr(0xD800))", examples=("f()",)))
+    assert printed.example_outputs[0].text == "\\ud800\n"
+
+
 def test_early_exit_without_tests_fails(sandbox: Sandbox) -> None:
     for source in ("import os; os._exit(0)", "import sys; sys.exit()", "exit()"):
         assert not sandbox.run(source).ok

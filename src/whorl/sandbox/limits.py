@@ -53,11 +53,10 @@ class Program:
 
     Attributes:
         source: untrusted. It runs as a module named `program`, or as `__main__` if there are no checks.
-        tests: trusted source that runs afterwards with the program's names: plain asserts, functions `test_...`,
-            unittest cases. It is not in the process while the program's statements run.
+        tests: trusted source that runs afterwards with the program's names: plain asserts, functions `test_...`, classes
+            `Test...`, unittest cases (`unit_tests.py`). Tests of which none ran have failed.
         examples: trusted statements that run last, in order. `ProgramResult.example_outputs` has their output, and the
-            caller
-            compares it: the expected output never enters the process.
+            caller compares it: the expected output never enters the process.
     """
 
     source: str

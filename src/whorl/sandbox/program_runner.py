@@ -4,8 +4,9 @@ The order makes a verdict hard to fake:
 
 1. The program's statements run. The tests are not in the process yet.
 2. The library (`library_snapshot.py`), timers, tracing and the recursion limit are restored.
-3. The tests arrive through a pipe and run against the program's names. A skipped test counts as failed, since a
-   function could raise SkipTest. A name of the program that hides a builtin is not visible to the tests.
+3. The tests arrive through a pipe, compiled, and run against the program's names (`unit_tests.py`). A skipped test
+   counts as failed, since a function could raise SkipTest, and so do tests of which none ran. A name of the program
+   that hides a builtin is not visible to the tests.
 4. The examples run. Their output is reported, not compared: the expected output never enters the process.
 5. The library is restored again. If the builtins or unittest were changed, the tests have failed.
 6. The secret is read from the same pipe and written in front of the report. A report without it does not count, so a
@@ -22,27 +23,27 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import marshal
 import os
 import random
 import signal
 import sys
 import traceback
-import unittest
-from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 from whorl.sandbox.library_snapshot import LibrarySnapshot
+from whorl.sandbox.unit_tests import MAX_ERROR_CHARS, run_tests
 
 SECRET_BYTES = 16
-MAX_EXCEPTION_CHARS = 300  # maximum length of a reported exception
 
 
 def format_exception(error: BaseException) -> str:
     """Return an exception in one line. Its methods are untrusted and may raise."""
     try:
         text = traceback.format_exception_only(type(error), error)[-1].strip()
-        return str(text.encode("utf-8", "backslashreplace").decode())[:MAX_EXCEPTION_CHARS]
+        return str(text.encode("utf-8", "backslashreplace").decode())[:MAX_ERROR_CHARS]
     except BaseException:
         return "an exception that cannot be formatted"
 
@@ -79,11 +80,14 @@ class ProgramRunner:
         outputs: list[tuple[str, str | None]] = []
         reason, module = self._run_source(source, "program" if has_checks else "__main__")
         self._restore()
-        work: dict[str, Any] = {"tests": "", "examples": []}
+        work: dict[str, Any] = {"tests": "", "examples": [], "error": ""}
         if has_checks:
             work = json.loads(self._read_exactly(int.from_bytes(self._read_exactly(4), "little")))
         if reason == "passed" and work["tests"]:
-            reason = self._run_tests(work["tests"], module)
+            code = marshal.loads(bytes.fromhex(work["tests"]))
+            builtin = self.library_snapshot.saved_builtins
+            reason = run_tests(code, module, builtin, sys.modules, format_exception)
+        reason = work["error"] if reason == "passed" and work["error"] else reason
         if reason == "passed":
             outputs = [self._run_example(text, module) for text in work["examples"]]
         changed = self._restore()
@@ -126,25 +130,6 @@ class ProgramRunner:
             return _failure_reason(error), module
         return "passed", module
 
-    def _run_tests(self, source: str, module: ModuleType) -> str:
-        """Run plain asserts, then test functions, then unittest cases."""
-        builtin = self.library_snapshot.saved_builtins
-        names: dict[str, Any] = {n: v for n, v in vars(module).items() if n not in builtin and n[:2] != "__"}
-        tests = ModuleType("tests")
-        names["__name__"], names["__builtins__"] = "tests", builtin
-        vars(tests).update(names)
-        sys.modules["tests"], names = tests, vars(tests)
-        running = "the test source"
-        try:
-            exec(compile(source, "tests.py", "exec", dont_inherit=True), names)
-            for running, value in list(names.items()):
-                if running.startswith("test") and type(value) is FunctionType and value.__globals__ is names:
-                    value()
-            cases = [v for v in list(names.values()) if _is_test_case(v)]
-            return _run_test_cases(cases) if cases else "passed"
-        except BaseException as error:
-            return f"failed: {running}: {format_exception(error)}"
-
     def _run_example(self, source: str, module: ModuleType) -> tuple[str, str | None]:
         output = io.StringIO()
         sys.stdout, sys.displayhook, error = output, sys.__displayhook__, None
@@ -162,19 +147,3 @@ def _failure_reason(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"exited: {format_exception(error)}"
     return f"raised: {format_exception(error)}"
-
-
-def _is_test_case(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
-
-
-def _run_test_cases(cases: Sequence[type[unittest.TestCase]]) -> str:
-    result = unittest.TestResult()
-    unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)).run(result)
-    for test, text in [*result.failures, *result.errors]:
-        return f"failed: {test}: {text.strip().splitlines()[-1][:MAX_EXCEPTION_CHARS]}"
-    if result.unexpectedSuccesses:
-        return f"failed: {result.unexpectedSuccesses[0]}: unexpected success"
-    if result.skipped:
-        return f"failed: {result.skipped[0][0]}: skipped"
-    return "passed" if result.testsRun else "failed: no test found"

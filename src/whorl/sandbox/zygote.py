@@ -34,7 +34,9 @@ from whorl.sandbox import work_folder as folder
 from whorl.sandbox.confinement import Confinement, ProtectionUnavailable, stdlib_paths
 from whorl.sandbox.frames import receive, send
 from whorl.sandbox.library_snapshot import LibrarySnapshot
+from whorl.sandbox.limits import REASON_KINDS
 from whorl.sandbox.program_runner import SECRET_BYTES, ProgramRunner
+from whorl.sandbox.unit_tests import compile_tests
 
 PRELOADED_MODULES = """
 abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
@@ -194,7 +196,7 @@ class Zygote:
             finally:
                 os._exit(70)
         secret = secrets.token_bytes(SECRET_BYTES)
-        tail = json.dumps(receive(0)).encode() if head["has_checks"] else b""
+        tail = json.dumps(_compiled(receive(0))).encode() if head["has_checks"] else b""
         ends = {"control": pairs["control"][1], "output": pairs["output"][0], "verdict": pairs["verdict"][0]}
         for name, (readable, writable) in pairs.items():
             os.close(readable if name == "control" else writable)
@@ -213,7 +215,7 @@ class Zygote:
         if monitor.reason:
             report["reason"] = monitor.reason
         elif received.startswith(secret) and os.waitstatus_to_exitcode(status) == 0:
-            report = json.loads(received[SECRET_BYTES:])
+            report = parse_report(received[SECRET_BYTES:])
         output = bytes(monitor.received["output"]).decode("utf-8", "replace")
         return {**report, "output": output, "seconds": time.perf_counter() - start_time}
 
@@ -260,6 +262,40 @@ def _remove_own_modules() -> None:
         if "ctypes" in name:
             vars(module).clear()
     sys.modules["ctypes"] = sys.modules["_ctypes"] = None  # type: ignore[assignment]
+
+
+def _compiled(checks: dict[str, Any]) -> dict[str, Any]:
+    """Return the second part of a request with its tests as code, in hexadecimal, or with the error of their source."""
+    code = compile_tests(checks["tests"]) if checks["tests"] else b""
+    error = code if isinstance(code, str) else ""
+    return {
+        "tests": "" if isinstance(code, str) else code.hex(),
+        "examples": checks["examples"],
+        "error": error,
+    }
+
+
+def parse_report(data: bytes) -> dict[str, Any]:
+    """Return a report with the exact shape that the parent reads; anything else counts as a crash.
+
+    A program that finds the secret may write what it likes. Text that is not valid Unicode is escaped.
+    """
+    try:
+        report = json.loads(data)
+        reason, outputs = _text(report["reason"]), report["example_outputs"]
+        pairs = [(_text(text), None if error is None else _text(error)) for text, error in outputs]
+        if reason.split(":", 1)[0] not in REASON_KINDS:
+            raise ValueError(f"unknown reason {reason[:40]!r}")
+        return {"reason": reason, "example_outputs": pairs}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        why = f"crashed: the program wrote a malformed report ({type(error).__name__})"
+        return {"reason": why, "example_outputs": []}
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{type(value).__name__} in place of text")
+    return value.encode("utf-8", "backslashreplace").decode()
 
 
 def _exit_reason(status: int, used: Any, limits: dict[str, Any], received: bytes) -> str:

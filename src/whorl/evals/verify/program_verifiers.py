@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from whorl.errors import DataError
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import ExampleOutput, Program, ProgramResult
+from whorl.sandbox.unit_tests import has_check
 
 _FENCE = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -173,6 +174,12 @@ def _exception_name(message: str) -> str:
 def _tests_program(task: VerifiableTask, completion: str) -> Program:
     if not task.answer.strip():
         raise DataError(f"task {task.id!r} has no tests", expected="their source as the task's answer")
+    if not has_check(task.answer):
+        raise DataError(
+            f"task {task.id!r} has tests that check nothing",
+            expected="an assert, a function or method named test..., or a unittest case",
+            do="call a function such as check(candidate) in the last line of the tests",
+        )
     return Program(program_source(task, completion), tests=task.answer)
 
 
