@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from starlette.responses import FileResponse, Response
 from whorl.serve import errors
 from whorl.serve.api import chat, embeddings, responses
 from whorl.serve.api import completions as text_completions
+from whorl.serve.api.json_bounds import check_bounds
 from whorl.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -32,7 +34,7 @@ from whorl.serve.middleware.admission import AdmissionMiddleware
 from whorl.serve.worker.engine_state import engine_counters, engine_snapshot, evicted_tokens
 
 PAGES_FOLDER = Path(__file__).parents[1] / "pages"
-MAX_JSON_DEPTH = 64  # nesting levels
+THREAD_BODY_BYTES = 1 << 16  # larger bodies are parsed outside of the event loop
 MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -81,18 +83,24 @@ STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class _StrictJSONRequest(HttpRequest):
-    """Parses JSON strictly: no NaN, no lone surrogates, bounded depth."""
+    """Parses JSON strictly: no NaN, no lone surrogates, bounded shape (`json_bounds.py`)."""
 
     async def json(self) -> Any:
         body = await self.body()
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            message = f"the body is not valid JSON: {error}"
-            raise ApiError(400, message, code="invalid_json") from error
-        if _depth(value) > MAX_JSON_DEPTH:
-            raise ApiError(400, f"the JSON is more than {MAX_JSON_DEPTH} levels deep", code="invalid_json")
-        return value
+        if len(body) > THREAD_BODY_BYTES:
+            return await asyncio.to_thread(_parse_json, body)
+        return _parse_json(body)
+
+
+def _parse_json(body: bytes) -> Any:
+    """Return the parsed body, or raise ApiError."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if isinstance(value, dict | list):
+        check_bounds(value)
+    return value
 
 
 class _ErrorHandlingRoute(APIRoute):
@@ -247,12 +255,3 @@ def _add_page_routes(app: FastAPI) -> None:
     @app.get("/static/{name:path}", include_in_schema=False)
     async def static(name: str) -> Response:
         return page(name)
-
-
-def _depth(value: Any) -> int:
-    """Return the nesting depth of lists and objects, computed without recursion."""
-    depth, level = 0, [value]
-    while level := [v for v in level if isinstance(v, dict | list)]:
-        depth += 1
-        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
-    return depth

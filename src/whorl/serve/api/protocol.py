@@ -10,11 +10,13 @@ priority (lower is served first), ignore_eos (for benchmarks), token_healing (do
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+T = TypeVar("T")
+FastList = Annotated[list[T], Field(fail_fast=True)]  # validation stops at the first wrong item
+TokenIds = FastList[Annotated[int, Field(ge=0, lt=1 << 31)]]
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -46,7 +48,7 @@ class GenerationRequest(StrictModel):
     logit_bias: dict[str, LogitBias] | None = Field(default=None, max_length=1024)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     n: int | None = Field(default=None, ge=1)
-    stop: StopString | list[StopString] | None = Field(default=None, union_mode="left_to_right")
+    stop: StopString | FastList[StopString] | None = Field(default=None, union_mode="left_to_right")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     regex: str | None = Field(default=None, max_length=65536, description="pattern of the whole output")
@@ -67,7 +69,7 @@ class GenerationRequest(StrictModel):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | FastList[str] | TokenIds | FastList[TokenIds]
     max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
     best_of: int | None = Field(default=None, ge=1)
     echo: bool | None = None
@@ -98,9 +100,9 @@ class Message(StrictModel):
     """One turn. Content is text, or a list of text parts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | FastList[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: FastList[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     # Fields that the client library adds to responses, which users send back:
@@ -159,18 +161,18 @@ class ResponseFormat(StrictModel):
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: FastList[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: FastList[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: FastList[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -195,7 +197,7 @@ class InputItem(StrictModel):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | FastList[TextPart]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -220,7 +222,7 @@ class ResponsesRequest(StrictModel):
     """Body of POST /v1/responses, the basic part: text in, text out, no storage."""
 
     model: str = Field(min_length=1)
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[FastList[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -240,7 +242,7 @@ class EmbeddingsRequest(StrictModel):
     """Body of POST /v1/embeddings."""
 
     model: str = Field(min_length=1)
-    input: str | list[str] | TokenIds | list[TokenIds]
+    input: str | FastList[str] | TokenIds | FastList[TokenIds]
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
 
@@ -250,7 +252,7 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: FastList[Message] | None = Field(default=None, min_length=1)
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
