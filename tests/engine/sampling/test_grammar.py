@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from whorl.engine import Sampler, SamplerRow, SamplingParams
 from whorl.engine.request import Grammar
 from whorl.engine.sampling.forced_prefix import ForcedPrefix, LogitConstraint, Sequenced, SortedVocabulary
-from whorl.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
+from whorl.engine.sampling.grammar import CACHE_MB, GrammarCompiler, GrammarMatcher
 from whorl.errors import ConfigError, DataError
 
 # Single bytes, tokens that cross grammar symbols, a duplicate token, two control ids and a row without bytes
@@ -266,3 +267,21 @@ def test_compiler_rejects_missing_library_and_bad_end_ids(monkeypatch: pytest.Mo
     for wrong in ((), (len(TOKENS),)):
         with pytest.raises(ConfigError, match="end ids"):
             GrammarCompiler(TOKENS, wrong)
+
+
+def test_memory_of_many_large_grammars_is_bounded() -> None:
+    """Small regular expressions that compile to much memory: each took 150 MB for good, and 64 were kept."""
+
+    def resident_mb() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+    compiler, before = GrammarCompiler(TOKENS, ENDS, SIZE), resident_mb()
+    refused = 0
+    for number in range(900, 940):
+        try:
+            compiler.compile(Grammar(regex=f"((a{{1000}}){{1000}}){{{number}}}"))
+        except ConfigError:
+            refused += 1
+        compiler.compile(Grammar(regex=f"(b[0-9]{{1,{number}}}|c){{1,{number}}}"))
+    assert resident_mb() - before < 600
+    assert sum(megabytes for _, megabytes in compiler._compiled.values()) <= CACHE_MB

@@ -35,7 +35,11 @@ from whorl.engine.sampling.forced_prefix import SortedVocabulary, TokenMask
 from whorl.errors import ConfigError, DataError
 
 JSON_DEFAULTS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,16}"}
-MAX_CACHED_GRAMMARS = 64  # compiled grammars
+# Fuel of the library's lexer, and the MB that a compiled grammar takes at most with it (measured). A regular expression of
+# 30 bytes takes 170 MB with the library's own limit of 1,000,000.
+FUEL_STEPS = ((5_000, 1), (100_000, 17))
+STEP_FUEL = 50_000  # for each position of a text
+CACHE_MB = 128  # compiled grammars that are kept
 
 
 class GrammarCompiler:
@@ -77,7 +81,7 @@ class GrammarCompiler:
             n_vocab=vocab_size,
             eos_token=list(self.end_ids),
         )
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()  # with its MB
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher at the start of `grammar`.
@@ -85,22 +89,33 @@ class GrammarCompiler:
         Raises:
             ConfigError: the grammar is invalid, beyond the library's limits, or allows no output.
         """
-        compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            name, text = _to_library_grammar(self._library.LLMatcher, grammar)
-            limits = self._library.LLParserLimits(verbose_errors=False)
-            compiled = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
-            if compiled.is_error():
-                raise ConfigError(
-                    f"{name} cannot be compiled: {compiled.get_error().strip()}",
-                    expected="a grammar that llguidance supports",
-                )
-            if GrammarMatcher(self, compiled.deep_copy()).failed is not None:
-                raise ConfigError(f"{name} allows no output that the vocabulary can spell")
-        self._compiled[grammar] = compiled
-        if len(self._compiled) > MAX_CACHED_GRAMMARS:
+        entry = self._compiled.pop(grammar, None) or self._compile(grammar)
+        self._compiled[grammar] = entry
+        while sum(megabytes for _, megabytes in self._compiled.values()) > CACHE_MB:
             self._compiled.popitem(last=False)
-        return GrammarMatcher(self, compiled.deep_copy())
+        return GrammarMatcher(self, entry[0].deep_copy())
+
+    def _compile(self, grammar: Grammar) -> tuple[Any, int]:
+        """Return a compiled grammar and its size in MB, from the smallest limit of fuel that suffices."""
+        name, text = _to_library_grammar(self._library.LLMatcher, grammar)
+        for fuel, megabytes in FUEL_STEPS:
+            limits = self._library.LLParserLimits(
+                initial_lexer_fuel=fuel, step_lexer_fuel=STEP_FUEL, verbose_errors=False
+            )
+            compiled = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+            error = compiled.get_error().strip() if compiled.is_error() else ""
+            if not error:
+                error = GrammarMatcher(self, compiled.deep_copy()).failed or ""
+            if not error:
+                return compiled, megabytes
+        if not compiled.is_error():
+            raise ConfigError(
+                f"{name} allows no output that the vocabulary can spell, or is too large: {error}"
+            )
+        raise ConfigError(
+            f"{name} cannot be compiled: {error}",
+            expected="a grammar that llguidance supports, of moderate size",
+        )
 
 
 class GrammarMatcher:
