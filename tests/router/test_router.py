@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
+from collections.abc import AsyncIterator
 
 import pytest
 from tests.support.router.fake_replica import FakeReplica, event, running
@@ -17,6 +18,7 @@ from whorl.router.proxy import SSEFramer
 from whorl.router.router import make_router, request_block_hashes
 from whorl.router.routing_policy import RoutingPolicy
 
+JSON = {"content-type": "application/json"}
 LONG_HASHES = request_block_hashes("/v1/completions", json.dumps({"prompt": LONG}).encode())
 
 # Forwarding
@@ -206,7 +208,51 @@ async def test_drain_finishes_running_and_sends_no_new_requests() -> None:
         assert len(w.router.pool.available()) == 2
         assert (await w.client.post("/v1/router/drain", json={"replica": "r7"})).status_code == 404
         for invalid in (b"[]", b"\xff"):
-            assert (await w.client.post("/v1/router/drain", content=invalid)).status_code == 400
+            answer = await w.client.post("/v1/router/drain", content=invalid, headers=JSON)
+            assert answer.status_code == 400
+
+
+@async_test
+async def test_web_pages_cannot_reach_a_local_router() -> None:
+    async with world(1) as w:
+        w.router.local_only = True
+        body = b'{"replica": "r0"}'
+
+        async def drain(**headers: str) -> int:
+            given = {name.replace("_", "-"): value for name, value in headers.items()}
+            return (await w.client.post("/v1/router/drain", content=body, headers=given)).status_code
+
+        assert await drain(content_type="text/plain") == 403  # what a form of another site can send
+        assert await drain(**JSON, origin="http://evil.example") == 403
+        assert await drain(**JSON, origin="null") == 403
+        assert await drain(**JSON, host="evil.example") == 403
+        assert not w.router.pool.describe()[0]["draining"]
+        for host in ("evil.example", "evil.example:80", "[::1].evil", "127.0.0.1.evil.example"):
+            for path in ("/v1/router/replicas", "/v1/completions"):
+                answer = await w.client.get(path, headers={"host": host})
+                assert status_and_code(answer) == (403, "foreign_host"), (host, path)
+        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"):
+            answer = await w.client.get("/v1/router/replicas", headers={"host": host})
+            assert answer.status_code == 200, host
+        assert await drain(**JSON) == 200
+
+
+def test_deeply_nested_prompt_raises_nothing() -> None:
+    for depth in (100, 900, 100_000):
+        request_block_hashes("/v1/completions", b'{"prompt":' + b"[" * depth + b"]" * depth + b"}")
+
+
+@async_test
+async def test_half_sent_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whorl.router.router.BODY_SECONDS", 0.2)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+        yield b"}"
+
+    async with world(1) as w:
+        assert status_and_code(await w.client.post("/v1/completions", content=slow())) == (408, "timeout")
 
 
 @async_test

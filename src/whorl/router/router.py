@@ -12,7 +12,8 @@ It forwards the replicas' API unchanged, so clients work with and without it. It
     POST /v1/router/resume       revert a drain
 
 The endpoints under /v1/router accept callers on the same machine that did not come through a proxy, or the admin key. Only
-the hash of the key is stored.
+the hash of the key is stored. A web page must not reach them through a browser. A POST needs a JSON content type and
+no foreign Origin, and a router that listens on this machine only accepts only local names as Host (DNS rebinding).
 
 Parts: `prefix_index.py` (cached prefixes), `routing_policy.py` (choice of a replica), `breaker.py` (failures and retries),
 `replica_pool.py` (health), `proxy.py` (one request), `replica_processes.py` (processes).
@@ -26,11 +27,13 @@ import hmac
 import ipaddress
 import logging
 import random
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import orjson
@@ -52,7 +55,12 @@ from whorl.router.routing_policy import RoutingPolicy
 
 LOG = logging.getLogger("whorl.router")
 MAX_BODY_BYTES = 32 << 20
+BODY_SECONDS = 30.0  # within which a request body must arrive
+LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+FOREIGN_HOST = (
+    "this router listens on this machine only and accepts only the hosts 127.0.0.1, localhost and [::1]"
+)
 # No limit on connections: requests wait in the queue of their replica, not in a connection pool.
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=4.0)
 
@@ -70,11 +78,19 @@ class ReplicaRouter:
         read_timeout: float = 300.0,
         health_check_interval: float = HEALTH_CHECK_SECONDS,
         outer_context: AbstractAsyncContextManager[Any] | None = None,
+        keys_required: bool = False,
     ) -> None:
-        """outer_context: entered before the first health check and left after the last response (`replica_processes.py`)."""
+        """Store the settings.
+
+        Args:
+            outer_context: entered before the first health check and left after the last response (`replica_processes.py`).
+            keys_required: the replicas require API keys, so any Host is accepted.
+        """
         self.pool, self.metrics = pool, RouterMetrics(slo)
         self.autoscaling, self.admin_key_sha256 = autoscaling or AutoscalingConfig(), admin_key_sha256
         self.draining = False
+        self.keys_required = keys_required
+        self.local_only = False  # accept only local names as Host; set by `serve_router`
         self._read_timeout, self._health_check_interval, self.outer_context = (
             read_timeout,
             health_check_interval,
@@ -130,12 +146,20 @@ class ReplicaRouter:
         reply = ProxyResponse(send)
         if scope["type"] != "http":
             return  # no endpoint uses web sockets; the server closes the connection
+        if not self._is_local_name(scope):
+            await reply.send_error(403, "foreign_host", FOREIGN_HOST)
+            return
         if self.draining:
             await reply.send_error(503, "draining", "the router is draining; use another", retry_after=1)
             return
         try:
-            body = await _read_body(Request(scope, receive))
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _read_body(Request(scope, receive))
         except ClientDisconnect:
+            return
+        except TimeoutError:
+            text = f"the request body did not arrive within {BODY_SECONDS:g} seconds"
+            await reply.send_error(408, "timeout", text)
             return
         if body is None:
             text = f"the request body is longer than {MAX_BODY_BYTES >> 20} MiB"
@@ -191,6 +215,10 @@ class ReplicaRouter:
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
+            if not self._is_local_name(request.scope):
+                return _error_response(403, "foreign_host", FOREIGN_HOST)
+            if problem := _cross_site_problem(request):
+                return _error_response(403, "cross_site_request", problem)
             if self._is_admin(request):
                 return await answer(request)
             return _error_response(
@@ -198,6 +226,11 @@ class ReplicaRouter:
             )
 
         return checked
+
+    def _is_local_name(self, scope: Scope) -> bool:
+        """Return whether the Host header is acceptable: any, or a local name if the router is local."""
+        host = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"host"), "")
+        return not self.local_only or LOCAL_HOST.fullmatch(host.lower()) is not None
 
     def _is_admin(self, request: Request) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -264,6 +297,9 @@ def serve_router(router: ReplicaRouter, host: str, port: int, grace: float = 40.
     Raises:
         ConfigError: the startup failed, because a replica does not become healthy.
     """
+    with suppress(ValueError):
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        router.local_only = loopback and not router.keys_required
     config = uvicorn.Config(
         router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2
     )
@@ -273,15 +309,26 @@ def serve_router(router: ReplicaRouter, host: str, port: int, grace: float = 40.
         raise router.startup_error
 
 
+def _cross_site_problem(request: Request) -> str:
+    """Return why a request may come from a web page of another site, or ""."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        return f"the Origin {origin!r} is another site"
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.method == "POST" and kind != "application/json":
+        return "a POST needs the header content-type: application/json"
+    return ""
+
+
 def request_block_hashes(path: str, body: bytes) -> BlockHashes:
     """Return the block hashes of the prompt; empty if there is no prompt or it cannot be parsed (the replica reports it)."""
     if path not in PROMPT_PATHS:
         return ()
     try:
         parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        return block_hashes(*prompt_and_seed(parsed)) if isinstance(parsed, dict) else ()
+    except (orjson.JSONDecodeError, RecursionError):
         return ()
-    return block_hashes(*prompt_and_seed(parsed)) if isinstance(parsed, dict) else ()
 
 
 async def _read_body(request: Request) -> bytes | None:

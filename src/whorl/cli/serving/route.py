@@ -47,7 +47,7 @@ def route(
 
         whorl route --discover whorl-replica:8000 --host 0.0.0.0
 
-        curl -X POST localhost:8080/v1/router/drain -d '{"replica": "10.0.0.7:8000"}'
+        curl localhost:8080/v1/router/drain -H 'content-type: application/json' -d '{"replica": "10.0.0.7:8000"}'
     """
     from whorl.errors import ConfigError
 

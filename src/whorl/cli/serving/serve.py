@@ -167,7 +167,8 @@ def serve(
         same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
         print(f"{replicas} replicas behind http://{host}:{port}", file=sys.stderr, flush=True)
         command, slo = [sys.executable, "-m", "whorl.cli", *same], SLO(slo_ttft, slo_tpot)
-        serve_replicas(command, replicas, host, port, grace=drain + 10, slo=slo)
+        keys_required = config.key_file is not None
+        serve_replicas(command, replicas, host, port, grace=drain + 10, slo=slo, keys_required=keys_required)
         return
     listening = bind_socket(config)  # before the model is loaded, so that a used port is reported at once
     machine = probe(dtype=dtype, threads=threads)

@@ -121,5 +121,6 @@ class AdmissionMiddleware:
 def _strip_port(header: str) -> str:
     """Return a Host header without its port."""
     if header.startswith("["):
-        return header.partition("]")[0] + "]"
+        name, _, port = header.partition("]")
+        return name + "]" if not port or (port[0] == ":" and port[1:].isdigit()) else header
     return header.partition(":")[0].lower()
