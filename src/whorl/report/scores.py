@@ -57,7 +57,9 @@ def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -
         more = f"{format_number(ours / bits)} × the best compressor, {name} {setting}".rstrip()
     cards = [Card(label="Bits per byte, held-out", value=f"{ours:.3f}", more=more)]
     if (per_token := found.get("perplexity")) is not None:
-        cards.append(Card(label="Perplexity, held-out", value=f"{per_token:.2f}", more="per token of this tokenizer"))
+        cards.append(
+            Card(label="Perplexity, held-out", value=f"{per_token:.2f}", more="per token of this tokenizer")
+        )
     if done := found.get("completions"):
         n, parsed, real = done["prompts"], done["parsed"], done["real_parsed"]
         cut = f" ({done['unfinished']} reached the length limit)" if done["unfinished"] else ""

@@ -17,7 +17,7 @@ from whorl.registry import Registry
 FORMATS = Registry(
     "format",
     {
-        "text": "whorl.data.formats.text:Text",
+        "text": "whorl.data.formats.text:TextFile",
         "jsonl": "whorl.data.formats.jsonl:JSONL",
         "parquet": "whorl.data.formats.parquet:Parquet",
         "arrow": "whorl.data.formats.parquet:Arrow",

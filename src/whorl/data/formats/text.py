@@ -11,7 +11,7 @@ from whorl.data.quarantine import BadRecordError
 MARK = b"\xef\xbb\xbf"
 
 
-class Text(Format):
+class TextFile(Format):
     """See the top of this file."""
 
     def read(self, uri: str, start: int, stop: int | None) -> Iterator[Record]:
