@@ -39,6 +39,11 @@ class EnvironmentConfig(BaseModel):
     step_seconds: float = Field(
         default=30.0, gt=0, description="time limit of one step of the environment, without verifiers"
     )
+    overlap: bool = Field(
+        default=False,
+        description="sample the next turn of a row while other rows still wait: faster with slow environments, but the "
+        "last bits then depend on the time of their answers",
+    )
     options: dict[str, Any] = Field(default={}, description="arguments of the environment")
 
 

@@ -134,7 +134,7 @@ def test_limits_truncate_and_errors_are_counted(
 
 def test_waiting_environment_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine samples while one environment waits: its row is the last, and the others have ended before."""
-    with runner_of(config_of("Echo", turns=2)) as runner:
+    with runner_of(config_of("Echo", turns=2, overlap=True)) as runner:
         order: list[int] = []
         process = runner._process
         make, made = runner._make, []

@@ -75,5 +75,5 @@ class Sync(TextEnv):
 
 
 def config_of(name: str, **changes: Any) -> EnvironmentConfig:
-    limits = {name: changes.pop(name) for name in ("max_turns", "step_seconds") if name in changes}
+    limits = {name: changes.pop(name) for name in ("max_turns", "step_seconds", "overlap") if name in changes}
     return EnvironmentConfig(name=f"{__name__}:{name}", options=changes, **limits)

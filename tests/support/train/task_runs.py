@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.support.align import distillation
+from tests.support.align import distillation, text_envs
 from tests.support.align.byte_model import decoder, network, sums, tokenizer
 from tests.support.align.rl_policies import SMALL, tasks
 from tests.support.align.stage_inputs import PAD, SFT, letter_pairs, preference_config, reward_config
@@ -103,14 +103,20 @@ def _reward_model(run: Run) -> torch.nn.Module:
     return train_reward_model(RewardModel(decoder()), letter_pairs(), config, pad_id=PAD, **run.stage)
 
 
-def _rl(run: Run) -> torch.nn.Module:
-    config = SMALL.model_copy(update={"steps": STEPS, "replicas": run.replicas})
+def _rl(run: Run, worker_class: type[RolloutWorker] = RolloutWorker, **changes: Any) -> torch.nn.Module:
+    config = SMALL.model_copy(update={"steps": STEPS, "replicas": run.replicas, **changes})
     net, given = network(), tasks()
-    worker = RolloutWorker(
+    worker = worker_class(
         net.model.config, "float32", run.folder / "policy", given, config.group_size, config.max_completion_tokens,
-        config.max_seq_len, config.temperature, Curriculum([0.0] * len(given)),
+        config.max_seq_len, config.temperature, Curriculum([0.0] * len(given)), environment=config.environment,
     )  # fmt: skip
     return train_policy(net, worker, config, **run.stage)
+
+
+def _rl_environment(run: Run) -> torch.nn.Module:
+    """Several turns: short replies, and messages of the environment."""
+    environment = text_envs.config_of("Echo")
+    return _rl(run, text_envs.ShortReplies, environment=environment, max_seq_len=64, max_completion_tokens=8)
 
 
 def _distil(run: Run) -> torch.nn.Module:
@@ -148,6 +154,7 @@ TASKS: dict[str, Callable[[Run], torch.nn.Module]] = {
     "preference": _preference,
     "reward_model": _reward_model,
     "rl": _rl,
+    "rl_environment": _rl_environment,
     "distil": _distil,
     "embedder": _embedder,
     "agent": _agent,

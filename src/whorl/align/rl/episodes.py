@@ -6,15 +6,16 @@
 The ids of a reply are kept as sampled. The messages of the environment are tokenized once, with the turn markers of the
 chat template, and appended. So no text is tokenized twice, and the trainer scores the ids that the engine sampled.
 
-While an environment works, the engine samples the other rows. The next turn of a row finds all earlier turns in the
-prefix cache.
+The next turn of a row finds all earlier turns in the prefix cache. By default all rows reply, then all environments step,
+then the next turns begin in row order: the batches of the engine, and so the last bits of a run, do not depend on time.
+With `overlap`, the engine samples rows whose environment has answered while others still wait.
 
     done                                           terminated
     max_turns, context, length of a reply          truncated: `finished` is False, and rewards so far count
     a step raises, hangs, returns no Turn          `failed`: reward 0, counted in env_errors
 
-The subtle point is seeds. Turn t of row n has a separate seed, so a reply does not depend on which environment
-answered first, except for ties decided by rounding.
+The subtle point is seeds. Turn t of row n has a separate seed, so with `overlap` a reply does not depend on which
+environment answered first, except for ties decided by rounding.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ class EpisodeRunner:
         self.episodes = [self._start(task) for task in tasks]
         self.active = {n for n, episode in enumerate(self.episodes) if not episode.failed}
         self.stepping: dict[int, int] = {}  # key of a step -> episode
+        self.ready: set[int] = set()  # episodes whose next turn begins when no step is running
         first_of: dict[tuple[int, ...], int] = {}
         for n in sorted(self.active):
             first_of.setdefault(tuple(self.episodes[n].ids), n)
@@ -161,6 +163,10 @@ class EpisodeRunner:
             if self.engine.busy:
                 self._sample()
             self._answer()
+            if self.ready and not self.engine.busy and not self.stepping:
+                for n in sorted(self.ready):
+                    self._submit(n)
+                self.ready.clear()
         return self.episodes
 
     def _start(self, task: VerifiableTask) -> Episode:
@@ -230,7 +236,7 @@ class EpisodeRunner:
             self._process(*found)
         if self.config is not None:
             self.loop.start_flush()
-        if self.engine.busy or not self.active:
+        if self.engine.busy or not self.stepping:
             return
         if self.config is None and self.loop.awaits_flush:  # one batch for all completions
             self.loop.flush()
@@ -252,7 +258,10 @@ class EpisodeRunner:
             episode.tool_calls += int(turn.info.get("tool_calls", 0))
             episode.malformed_calls += int(turn.info.get("malformed_calls", 0))
             if self._continues(episode, turn):
-                self._submit(n)
+                if self.config is not None and self.config.overlap:
+                    self._submit(n)
+                else:
+                    self.ready.add(n)
                 return
         self.active.discard(n)
 
