@@ -146,7 +146,9 @@ def test_rl_train_writes_results_and_curve(tmp_path: Path) -> None:
     agent = Store(tmp_path / ".whorl").open("rl/a2c-CartPole-v1")
     result = json.loads(agent.file("result.json").read_text())
     assert len(result["returns"]) == 2 and result["settings"]["n_steps"] == 16
-    assert {"curve.html", "result.json", "seed-0.safetensors", "seed-1.safetensors"} == set(agent.files)
+    assert {"curve.html", "report.json", "result.json", "seed-0.safetensors", "seed-1.safetensors"} == set(
+        agent.files
+    )
     assert str(agent.file("curve.html")) in printed
     assert "--set FIELD=VALUE" in refuse(tmp_path, "rl", "train", "ppo", "CartPole-v1", "--set", "rate")
     assert "unknown environment 'Nothing-v0'" in refuse(tmp_path, "rl", "train", "ppo", "Nothing-v0")

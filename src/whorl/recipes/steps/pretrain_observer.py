@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from whorl.evals.likelihood import perplexity
 from whorl.recipes.registry import StepContext
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ class PretrainObserver:
         values: dict[str, float | str] = dict(metrics)
         if "held_out_nll" in metrics:
             values["held_out_bits_per_byte"] = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
+            from whorl.evals.likelihood import perplexity  # not above: a run of lookups imports no torch
+
             values["held_out_perplexity"] = perplexity(metrics["held_out_nll"], 1)
         self.last.update({k: v for k, v in values.items() if isinstance(v, float)})
         if step * 4 // self.steps > (step - max(1, self.steps // 40)) * 4 // self.steps:
