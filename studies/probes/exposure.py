@@ -80,7 +80,7 @@ def exposure(
     """Return the loss on own samples and on data.
 
     Args:
-        network: at temperature 1, with the banned ids of its engine (`sampling.banned_ids`).
+        network: at temperature 1, with the banned ids of its engine (`ExampleTokenizer.banned_ids`).
         prompts: ids, bos first. continuations: the real continuation of each, with the end id where it ends.
         n_positions: ids after the prompt to measure. bin_size: positions per bin.
         evaluator: of the same vocabulary.

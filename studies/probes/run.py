@@ -41,7 +41,6 @@ from whorl.align.config import LoRAConfig, SFTConfig
 from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import banned_ids
 from whorl.align.stage.sft import fine_tune
 from whorl.models import DecoderConfig, make_model
 from whorl.tokens.shards import write_shards
@@ -77,7 +76,7 @@ def network(example_tokenizer: ExampleTokenizer, seed: int, lora: LoRAConfig | N
         ngram_buckets=512,
     )  # fmt: skip
     model = make_model(config, generator(seed, "weights"), torch.bfloat16)
-    return PolicyModel(model, banned_ids=banned_ids(example_tokenizer, rows, n_tokens), lora=lora, seed=seed)
+    return PolicyModel(model, banned_ids=example_tokenizer.banned_ids(rows), lora=lora, seed=seed)
 
 
 def plain(tokenizer: Tokenizer, text: str, longest: int | None = None) -> TokenizedExample:
