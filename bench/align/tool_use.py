@@ -140,8 +140,8 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
         model = make_model(shape, generator(seed, "weights"))
         network = make_policy_model(model, example_tokenizer, SFTConfig(), context_hint=length)
 
-        def accuracy() -> float:
-            _, verdicts = evaluate_episodes(network, example_tokenizer, held_out, config)  # noqa: B023
+        def accuracy(network: Any = network, config: RLConfig = config) -> float:
+            _, verdicts = evaluate_episodes(network, example_tokenizer, held_out, config)
             return sum(v.passed for v in verdicts) / len(verdicts)
 
         began = time.perf_counter()

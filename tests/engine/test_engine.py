@@ -118,9 +118,20 @@ def test_stream_aborts_what_is_not_read_and_names_a_long_prompt() -> None:
     deltas = running.stream(requests)
     assert next(deltas).tokens
     deltas.close()  # type: ignore[attr-defined]
-    while running.busy:
-        running.step()
+    assert not running.busy
     running.check_integrity()
     assert running.stats.finished == {"abort": 3}
+    again = list(running.stream(requests))  # the same ids: deltas of the aborted ones are gone
+    assert sum(len(delta.tokens) for delta in again) == 60
     with pytest.raises(ConfigError, match="prompt 1 has 64 ids"):
         running.generate([[1], [1] * 64])
+
+
+def test_stream_refuses_an_engine_with_other_requests() -> None:
+    running = engine()
+    running.add(Request(id="a", ids=(1, 2), max_tokens=4))
+    with pytest.raises(ConfigError, match="runs other requests"):
+        running.generate([[1]])
+    while running.busy:
+        running.step()
+    assert running.generate([[1]], max_tokens=2)[0].finish_reason == "length"

@@ -21,7 +21,6 @@ import hashlib
 import json
 import shutil
 import signal
-import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -35,6 +34,7 @@ from whorl.corpus.documents import Document, RejectedDocument, document_schema
 from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import SourceFile, exceeds_size_limit, fingerprint, list_files
 from whorl.data.formats import open_format
+from whorl.data.formats.format import DAMAGE
 from whorl.data.quarantine import Quarantine
 from whorl.errors import DataError
 from whorl.machine.process import die_with_parent
@@ -118,7 +118,7 @@ def _parts(file: SourceFile, config: IngestConfig) -> list[FilePart]:
     try:
         reader = open_format(file.location, config.formats, fields=[config.text_field])
         found = [FilePart(file, b.start, b.stop, b.size) for b in reader.blocks(file.location, BLOCK_BYTES)]
-    except (OSError, ValueError, NotImplementedError, tarfile.TarError):
+    except DAMAGE:
         return whole  # reading it gives the rejection
     return found if len(found) > 1 else whole
 

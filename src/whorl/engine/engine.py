@@ -30,14 +30,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from whorl.engine.cache.block_pool import BlockPool
-from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
+from whorl.engine.build import make_runner_and_cache
 from whorl.engine.config import EngineConfig
 from whorl.engine.generation import generate, stream
 from whorl.engine.model.batch_builder import build_batch, scores_prompt
 from whorl.engine.model.multi_lora import Adapters
-from whorl.engine.model.runner import layer_windows
-from whorl.engine.native.runner import make_runner
 from whorl.engine.postprocess import accept_tokens, score_prompt
 from whorl.engine.request import Delta, FinishReason, Generation, Request, Token
 from whorl.engine.sampling.forced_prefix import ForcedPrefix, Sequenced, SortedVocabulary
@@ -108,45 +105,16 @@ class Engine:
         self.compile_grammar = compile_grammar
         self.adapters = Adapters(model) if adapters is None else adapters
         self.adapters.names_in_use = lambda: {s.request.adapter for s in self._sequences.values()}
-        self.max_model_len = (
-            config.max_model_len
-            if model.max_positions is None
-            else min(config.max_model_len, model.max_positions)
-        )
+        self.max_model_len = min(config.max_model_len, model.max_positions or config.max_model_len)
         if config.batch_invariant and proposer is not None:
             raise ConfigError(
                 "batch_invariant is set together with a proposer; drafts change the sizes of matrix products",
                 expected="only one of the two",
             )
-        windows = layer_windows(model)
-        tokens = config.kv_cache_tokens or max(
-            self.max_model_len, config.max_num_seqs * self.max_model_len // 2
+        self.runner, self.cache = make_runner_and_cache(
+            model, config, self.max_model_len, self.adapters, compile_native=compile_native
         )
-        pages: dict[int | None, int] = {}
-        for window in {w for w in windows if w != -1} or {None}:
-            n = tokens
-            if window is not None:  # live positions of all sequences, plus prefixes that can be reused
-                live = (
-                    config.max_num_seqs * (window + config.block_size)
-                    + config.max_num_batched_tokens
-                    + window
-                )
-                n = min(tokens, live + tokens // 4)
-            pages[window] = max(1, -(-n // config.block_size))
         same = config.batch_invariant
-        self.runner = make_runner(
-            model, pages, config.block_size, config.max_num_seqs, self.max_model_len,
-            weight_dtype=config.weight_dtype, weight_group_size=config.weight_group_size, invariant=same,
-            dtype=torch.int8 if config.kv_cache_dtype == "int8" else None, adapters=self.adapters,
-            compile_native=compile_native,
-        )  # fmt: skip
-        groups = [
-            KVCacheGroup(w, BlockPool(pages[w], config.block_size)) for w in self.runner.windows or [None]
-        ]
-        share = config.enable_prefix_caching and not self.runner.has_recurrent_layers
-        self.cache = KVCacheManager(
-            groups, config.max_num_seqs, self.max_model_len, config.max_num_batched_tokens, share, not same
-        )
         self.prefill_budget = PrefillBudget(config.max_decode_slowdown, config.slo_tpot)
         # Recomputation would split the positions differently, and so change bits.
         swaps = same or config.preemption == "swap"
@@ -161,7 +129,7 @@ class Engine:
         self._aborted: list[Delta] = []
         self._n_added = self._n_generated = 0
         self._board: Board | None = None
-        self._max_positions = self._max_cacheable_positions()
+        self._max_positions = self.cache.longest_sequence()
 
     @cached_property
     def _sorted_vocabulary(self) -> SortedVocabulary:
@@ -185,34 +153,15 @@ class Engine:
         Raises:
             ConfigError: this model or this cache cannot serve it; the message names the field.
         """
-        vocab, n = self.model.config.vocab_size, len(request.ids)
         if request.id in self._sequences:
             raise ConfigError(
                 f"id {request.id!r} is the id of an unfinished request", expected="an unused id"
             )
-        if max(request.ids) >= vocab:
-            raise ConfigError(
-                f"ids: {max(request.ids)} is not an id of this model",
-                expected=f"0 to {vocab - 1}",
-                do="encode the prompt with this model's tokenizer",
-            )
-        if n >= self._max_positions:
-            limit = "the model's context" if self._max_positions == self.max_model_len else "the cache"
-            raise ConfigError(
-                f"ids: the prompt has {n:,} tokens and {limit} holds {self._max_positions:,}",
-                expected=f"at most {self._max_positions - 1:,}, which leaves one position for the output",
-            )
-        request.sampling.check_ids(vocab)
-        if request.grammar is not None and self.compile_grammar is None:
-            raise ConfigError(
-                "grammar is set, and the engine has no compile_grammar",
-                expected="a request without a grammar",
-            )
-        if request.forced_prefix and not self.token_bytes:
-            raise ConfigError(
-                "forced_prefix is set, and the engine has no token_bytes",
-                expected="a request without forced_prefix",
-            )
+        request.check(
+            self.model.config.vocab_size, self._max_positions,
+            "the model's context" if self._max_positions == self.max_model_len else "the cache",
+            can_compile_grammars=self.compile_grammar is not None, has_token_bytes=bool(self.token_bytes),
+        )  # fmt: skip
         self.adapters.index_of(request.adapter)  # raises if there is no such adapter
         self._n_added += 1
         seed = (
@@ -292,7 +241,8 @@ class Engine:
     def stream(self, requests: SequenceABC[Request]) -> Iterator[Delta]:
         """Add `requests` and yield their deltas until all have ended. Requests are aborted when the caller stops reading.
 
-        Deltas of other requests, added before, are dropped.
+        Raises:
+            ConfigError: the engine runs other requests, whose deltas would be lost; or as `add`.
         """
         return stream(self, requests)
 
@@ -446,11 +396,3 @@ class Engine:
 
     def _hash_seed(self, request: Request) -> bytes:
         return f"{self.version} {self.adapters.cache_key(request.adapter)} ".encode()
-
-    def _max_cacheable_positions(self) -> int:
-        """The longest sequence that an otherwise empty cache could hold."""
-        low, high = 0, self.max_model_len
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.cache.fits(middle) else (low, middle - 1)
-        return low

@@ -21,10 +21,17 @@ class Steps(Protocol):
     def add(self, request: Request) -> None: ...
     def step(self) -> list[Delta]: ...
     def abort(self, request_id: str) -> bool: ...
+    def sequences(self) -> list[Any]: ...
 
 
 def stream(engine: Steps, requests: Sequence[Request]) -> Iterator[Delta]:
     """Run requests to their ends; see `Engine.stream`."""
+    if engine.sequences():
+        raise ConfigError(
+            "the engine runs other requests, whose deltas would be lost",
+            expected="an engine without unfinished requests",
+            do="read the earlier stream to its end or close it; to mix requests use add() and step()",
+        )
     first_of: dict[tuple[int, ...], str] = {}
     for request in requests:
         first_of.setdefault(request.ids, request.id)
@@ -54,8 +61,8 @@ def stream(engine: Steps, requests: Sequence[Request]) -> Iterator[Delta]:
                     running.discard(delta.request_id)
                 yield delta
     finally:
-        for request_id in running:
-            engine.abort(request_id)
+        if [engine.abort(request_id) for request_id in running]:
+            engine.step()  # takes the deltas of the aborted, so that a later stream may use their ids
 
 
 def generate(

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.engine.sampling_params import SamplingParams
+from whorl.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -68,6 +69,41 @@ class Request(BaseModel):
         if any(not text for text in self.stop):
             raise ValueError("stop: an empty string would end every output; remove it")
         return self
+
+    def check(
+        self, vocab_size: int, max_positions: int, limit: str, *, can_compile_grammars: bool, has_token_bytes: bool
+    ) -> None:  # fmt: skip
+        """Check the request against an engine.
+
+        Args:
+            max_positions: longest sequence. limit: what sets it, for the message.
+
+        Raises:
+            ConfigError: the engine cannot serve it; the message names the field.
+        """
+        n = len(self.ids)
+        if max(self.ids) >= vocab_size:
+            raise ConfigError(
+                f"ids: {max(self.ids)} is not an id of this model",
+                expected=f"0 to {vocab_size - 1}",
+                do="encode the prompt with this model's tokenizer",
+            )
+        if n >= max_positions:
+            raise ConfigError(
+                f"ids: the prompt has {n:,} tokens and {limit} holds {max_positions:,}",
+                expected=f"at most {max_positions - 1:,}, which leaves one position for the output",
+            )
+        self.sampling.check_ids(vocab_size)
+        if self.grammar is not None and not can_compile_grammars:
+            raise ConfigError(
+                "grammar is set, and the engine has no compile_grammar",
+                expected="a request without a grammar",
+            )
+        if self.forced_prefix and not has_token_bytes:
+            raise ConfigError(
+                "forced_prefix is set, and the engine has no token_bytes",
+                expected="a request without forced_prefix",
+            )
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,11 @@ from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.example import Message
 from whorl.align.rl.environment import Reply, TextEnv, Turn, check_turn, load_environment
 from whorl.errors import ConfigError
-from whorl.evals.verify import verify_all
+from whorl.evals.verify import needs_sandbox, verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import Program, ProgramResult, Sandbox
 
 VerifyBatch = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Verdict]]
-NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
 _limit: ContextVar[asyncio.Timeout | None] = ContextVar("limit", default=None)
 
 
@@ -223,10 +222,8 @@ def make_env_loop(
     verify: replaces the verifiers of the tasks. sandbox_workers: None uses all cores.
     """
     env = load_environment(environment)(EnvLoop(verify_all, None))
-    verifiers = [] if verify else [task.verifier for task in tasks]
-    programs = env.needs_sandbox or any(name in v for v in verifiers for name in NEEDS_SANDBOX)
     sandbox = None
-    if programs:
+    if env.needs_sandbox or (verify is None and needs_sandbox(tasks)):
         sandbox = Sandbox() if sandbox_workers is None else Sandbox(workers=sandbox_workers)
     return EnvLoop(verify or partial(verify_all, sandbox=sandbox), sandbox)
 

@@ -88,7 +88,7 @@ def closing_lines(artifacts: Sequence[Artifact], store_option: str) -> list[str]
     Args:
         store_option: the option that names the store, or "".
     """
-    from whorl.recipes.stage_report import next_commands
+    from whorl.recipes.run_page import next_commands
 
     lines: list[str] = []
     models: list[Artifact] = []

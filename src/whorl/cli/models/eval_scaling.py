@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from whorl.evals.verify import VerifiableTask
     from whorl.models import LanguageModel
 
-NEEDS_SANDBOX = ("doctest", "unittest")
 GSM8K_ADVICE = (
     "download grade_school_math/data/test.jsonl of github.com/openai/grade-school-math; --data FILE"
 )
@@ -88,7 +87,7 @@ def eval_scaling(
     from whorl.cli.models.scaling_page import scaling_page, write_atomically
     from whorl.engine import load_for_sampling
     from whorl.errors import ConfigError
-    from whorl.evals.verify import verify_all
+    from whorl.evals.verify import needs_sandbox, verify_all
     from whorl.machine.device_probe import probe
     from whorl.models import load_model
     from whorl.sandbox import Sandbox
@@ -132,7 +131,7 @@ def eval_scaling(
         )
     engine = rollout_engine(model, example_tokenizer, sequences=64, max_length=required)
     scorers = {} if reward is None else {f"best of n by {reward}": _reward_scorer(reward, store, model)}
-    sandbox = Sandbox() if any(name in t.verifier for t in chosen for name in NEEDS_SANDBOX) else None
+    sandbox = Sandbox() if needs_sandbox(chosen) else None
     progress = Progress()
     try:
         with progress.task("Sampling", unit="answers") as bar:

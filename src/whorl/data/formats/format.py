@@ -17,6 +17,7 @@ from whorl.data.quarantine import BadRecordError
 
 LONGEST_RECORD = 32 << 20
 DEFAULT_FIELD = "text"
+DAMAGE = (OSError, ValueError, NotImplementedError, EOFError, tarfile.TarError)  # raised for damaged files
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Format:
             for record in self.read(uri, start, stop):
                 number, end = record.number, record.end
                 yield record
-        except (OSError, ValueError, NotImplementedError, EOFError, tarfile.TarError) as error:
+        except DAMAGE as error:
             # Arrow's streams raise OSError without an errno for damaged data; errors of the system always have one.
             refused = isinstance(error, OSError) and error.errno is not None
             detail = (error.strerror if refused and isinstance(error, OSError) else None) or str(error)

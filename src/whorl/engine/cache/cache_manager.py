@@ -58,7 +58,7 @@ class KVCacheManager:
             cache_outputs,
             max_num_batched_tokens,
         )
-        self.page_size = groups[0].pool.page_size
+        self.page_size, self.max_model_len = groups[0].pool.page_size, max_model_len
         per_sequence = -(-max_model_len // self.page_size)
         # Row `slot` is the sequence's page list, in the form that kernels read.
         self.page_tables = [np.zeros((max_num_seqs, per_sequence), np.int32) for _ in groups]
@@ -158,6 +158,14 @@ class KVCacheManager:
         for group, pages in zip(self.groups, sequence.pages, strict=True):
             group.pool.release(pages)
         sequence.pages, sequence.n_committed_pages = [[] for _ in self.groups], 0
+
+    def longest_sequence(self) -> int:
+        """Return the longest sequence, up to `max_model_len`, that an otherwise empty cache can hold."""
+        low, high = 0, self.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits(middle) else (low, middle - 1)
+        return low
 
     def fits(self, length: int) -> bool:
         """Whether an otherwise empty cache can hold `length` positions."""

@@ -14,7 +14,7 @@ import ast
 import doctest
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from whorl.errors import DataError
@@ -171,7 +171,12 @@ def _exception_name(message: str) -> str:
     return message.split(":")[0].strip().rpartition(".")[2]
 
 
-def _tests_program(task: VerifiableTask, completion: str) -> Program:
+def tests_program(task: VerifiableTask, completion: str) -> Program:
+    """Return the program of a completion, with the tests of the task's answer.
+
+    Raises:
+        DataError: the task has no tests, or tests that check nothing.
+    """
     if not task.answer.strip():
         raise DataError(f"task {task.id!r} has no tests", expected="their source as the task's answer")
     if not has_check(task.answer):
@@ -187,5 +192,13 @@ def _tests_verdict(result: ProgramResult, task: VerifiableTask, completion: str)
     return Verdict(float(result.ok), result.ok, result.reason)
 
 
+NEEDS_SANDBOX = ("doctest", "unittest")  # names of the verifiers that run programs
+
+
+def needs_sandbox(tasks: Iterable[VerifiableTask]) -> bool:
+    """Return whether a verifier of the tasks runs programs, alone or as a part of another."""
+    return any(name in task.verifier for task in tasks for name in NEEDS_SANDBOX)
+
+
 doctest_verifier = SandboxVerifier(_examples_program, _examples_verdict)
-unittest_verifier = SandboxVerifier(_tests_program, _tests_verdict)
+unittest_verifier = SandboxVerifier(tests_program, _tests_verdict)

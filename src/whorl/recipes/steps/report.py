@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import ANY_PARENTS, StepContext, step
-from whorl.recipes.stage_report import next_commands, with_ancestors
+from whorl.recipes.run_page import next_commands, with_ancestors
 from whorl.report import ReportData, render
 from whorl.report.blocks import REPORT_FILE, StepReport
 from whorl.store import Artifact, Store

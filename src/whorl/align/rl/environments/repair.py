@@ -6,7 +6,7 @@
     assistant    ...
 
 The task's answer is the source of its tests. The reward is `discount` to the power of the failed attempts, and 0 if no
-attempt passes. A program cannot read its tests (`sandbox/program_runner.py`).
+attempt passes. A program written against the sandbox could read its tests (`sandbox/program_runner.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from whorl.align.model.example import Message
 from whorl.align.rl.environment import EnvServices, Reply, TextEnv, Turn
 from whorl.errors import ConfigError
-from whorl.evals.verify.program_verifiers import program_source
-from whorl.sandbox import Program
+from whorl.evals.verify.program_verifiers import tests_program
 
 MAX_CHARACTERS = 600  # of the output that the policy sees; the end is kept
 
@@ -45,8 +44,7 @@ class RepairEnv(TextEnv):
         self.attempts, self.discount, self.tried = attempts, discount, 0
 
     async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
-        program = Program(program_source(self.task, reply.text), tests=self.task.answer)
-        result = await self.services.run(program)
+        result = await self.services.run(tests_program(self.task, reply.text))
         self.tried += 1
         if result.ok:
             reward = self.discount ** (self.tried - 1)

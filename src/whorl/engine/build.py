@@ -1,0 +1,52 @@
+"""The runner and the KV cache of an engine, sized from its settings."""
+
+from __future__ import annotations
+
+import torch
+
+from whorl.engine.cache.block_pool import BlockPool
+from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
+from whorl.engine.config import EngineConfig
+from whorl.engine.model.multi_lora import Adapters
+from whorl.engine.model.runner import ModelRunner, layer_windows
+from whorl.engine.native.runner import make_runner
+from whorl.models import LanguageModel
+
+
+def make_runner_and_cache(
+    model: LanguageModel,
+    config: EngineConfig,
+    max_model_len: int,
+    adapters: Adapters,
+    *,
+    compile_native: bool,
+) -> tuple[ModelRunner, KVCacheManager]:
+    """Return the runner with the tensors of its cache, and the manager of their pages.
+
+    Args:
+        max_model_len: longest sequence, in positions.
+        compile_native: compile the native step now if that has not been done on this machine.
+
+    Raises:
+        ConfigError: the engine cannot run this type of model.
+    """
+    tokens = config.kv_cache_tokens or max(max_model_len, config.max_num_seqs * max_model_len // 2)
+    pages: dict[int | None, int] = {}
+    for window in {w for w in layer_windows(model) if w != -1} or {None}:
+        n = tokens
+        if window is not None:  # live positions of all sequences, plus prefixes that can be reused
+            live = config.max_num_seqs * (window + config.block_size) + config.max_num_batched_tokens + window
+            n = min(tokens, live + tokens // 4)
+        pages[window] = max(1, -(-n // config.block_size))
+    same = config.batch_invariant
+    runner = make_runner(
+        model, pages, config.block_size, config.max_num_seqs, max_model_len,
+        weight_dtype=config.weight_dtype, weight_group_size=config.weight_group_size, invariant=same,
+        dtype=torch.int8 if config.kv_cache_dtype == "int8" else None, adapters=adapters, compile_native=compile_native,
+    )  # fmt: skip
+    groups = [KVCacheGroup(w, BlockPool(pages[w], config.block_size)) for w in runner.windows or [None]]
+    share = config.enable_prefix_caching and not runner.has_recurrent_layers
+    manager = KVCacheManager(
+        groups, config.max_num_seqs, max_model_len, config.max_num_batched_tokens, share, not same
+    )
+    return runner, manager
