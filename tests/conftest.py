@@ -10,7 +10,6 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from whorl.models import Decoder
     from whorl.models.transformer import Transformer
     from whorl.store import Store
     from whorl.tokens.tokenizer import Tokenizer
@@ -25,8 +24,8 @@ def same_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_decoder() -> Decoder:
-    """A `Decoder` over bytes: 2 layers, width 32, n-gram embedding, in eval mode. `tests.support.tiny` makes variants."""
+def tiny_decoder() -> Transformer:
+    """A `whorl_decoder` over bytes: 2 layers, width 32, in eval mode. `tests.support.tiny` makes variants."""
     from tests.support.tiny import make_decoder
 
     return make_decoder().eval()

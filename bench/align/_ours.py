@@ -15,7 +15,7 @@ import torch
 from bench._turns import Gate
 from bench.align import _workload as work
 
-from whorl.align.config import KLConfig, RLConfig, SFTConfig
+from whorl.align.config import KLConfig, PolicyUpdateConfig, RLConfig, SFTConfig, StageTrainConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
@@ -85,9 +85,10 @@ def grpo(
         )  # fmt: skip
 
     config = RLConfig(
-        algorithm="dapo", clip=(0.2, 0.2), steps=10**6, prompts_per_step=len(prompts), group_size=group,
+        algorithm="dapo", update=PolicyUpdateConfig(clip=(0.2, 0.2)), steps=10**6, group_size=group,
+        prompts_per_step=len(prompts),
         max_completion_tokens=n_new, max_seq_len=length, kl=KLConfig(coef=beta), optimizer="adamw",
-        lr_scale=LR_SCALE, schedule=CONSTANT,
+        lr_scale=LR_SCALE, train=StageTrainConfig(schedule=CONSTANT),
     )  # fmt: skip
     network = PolicyModel(work.model(DTYPES[kind]), banned_ids=banned)
     reference = frozen_reference(work.model(DTYPES[kind]), network) if beta else None
@@ -116,6 +117,11 @@ def sft(gate: Gate, folder: Path, kind: str, texts: work.Rows, rows: int, length
         mask[0] = False
         examples.append(TokenizedExample(np.array(ids, np.int64), mask))
     config = SFTConfig(
-        epochs=1e6, seq_len=length, batch_size=rows, optimizer="adamw", lr_scale=LR_SCALE, schedule=CONSTANT
+        epochs=1e6,
+        seq_len=length,
+        batch_size=rows,
+        optimizer="adamw",
+        lr_scale=LR_SCALE,
+        train=StageTrainConfig(schedule=CONSTANT),
     )
     fine_tune(PolicyModel(work.model(DTYPES[kind])), examples, config, pad_id=work.PAD, callback=observe)

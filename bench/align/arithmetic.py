@@ -43,7 +43,7 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import evaluate_tasks, make_policy_model
     from whorl.align.stage.sft import fine_tune
-    from whorl.models import DecoderConfig, make_model
+    from whorl.models import make_model, whorl_decoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator, numpy_rng
 
@@ -51,7 +51,7 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     tokenizer = Tokenizer([bytes([i]) for i in range(256)])
     example_tokenizer, pad = ExampleTokenizer(tokenizer), tokenizer.pad_id
     source = Arithmetic(seed=seed, weights={1: 2.0, 2: 1.0, 5: 1.0}, digit_by_digit=True)
-    shape = DecoderConfig(
+    shape = whorl_decoder(
         vocab_size=264,
         d_model=128,
         n_layers=4,

@@ -30,7 +30,7 @@ from bench._run import claim, parse, sized
 from bench.align import _workload as work
 from bench.align._ours import CONSTANT, DTYPES, LR_SCALE, DelayedWorker
 
-from whorl.align.config import AsyncRolloutConfig, RLConfig
+from whorl.align.config import AsyncRolloutConfig, RLConfig, RLRunConfig, StageTrainConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
@@ -66,8 +66,8 @@ def steps(
     )  # fmt: skip
     config = RLConfig(
         algorithm="dapo", steps=WARM + n, prompts_per_step=PROMPTS, group_size=ANSWERS, max_completion_tokens=NEW,
-        max_seq_len=length, optimizer="adamw", lr_scale=LR_SCALE, schedule=CONSTANT, async_rollout=rollout,
-        replicas=1 if rollout.workers else threads,
+        max_seq_len=length, optimizer="adamw", lr_scale=LR_SCALE, async_rollout=rollout,
+        train=StageTrainConfig(schedule=CONSTANT), run=RLRunConfig(replicas=1 if rollout.workers else threads),
     )  # fmt: skip
     seen: list[tuple[float, dict[str, float]]] = []
 

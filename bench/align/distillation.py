@@ -54,7 +54,7 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
 from whorl.engine.sampling_params import SamplingParams
-from whorl.models import DecoderConfig, LanguageModel, load_model, make_model, save_model
+from whorl.models import LanguageModel, TransformerConfig, load_model, make_model, save_model, whorl_decoder
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 
@@ -63,16 +63,14 @@ EXAMPLE_TOKENIZER = ExampleTokenizer(TOKENIZER)
 VOCAB, LENGTH, BATCH, MAX_COMPLETION = 264, 96, *sized((32, 48), (4, 16))
 TEACHER_TEXTS, STUDENT_TEXTS, QUICK_HELD_OUT, TIMING_STEPS = sized((7900, 300, 40, 3), (40, 20, 6, 1))
 BANNED = frozenset(EXAMPLE_TOKENIZER.banned_ids(VOCAB))
-SHAPE = DecoderConfig(
-    vocab_size=VOCAB,
-    d_model=128,
-    n_layers=4,
-    n_heads=4,
-    n_kv_heads=4,
-    head_dim=32,
-    mlp_hidden=384,
-    ngram_orders=(),
-)
+
+
+def shape_of(width: int) -> TransformerConfig:
+    """A decoder of four layers and four heads."""
+    sizes = {"vocab_size": VOCAB, "d_model": width, "n_layers": 4, "mlp_hidden": 3 * width}
+    return whorl_decoder(**sizes, n_heads=4, n_kv_heads=4, head_dim=width // 4, ngram_orders=())
+
+
 BASE = "on-policy"
 ARMS: dict[str, tuple[float, str, str]] = {  # on_policy_fraction, divergence, source of texts or prompts
     BASE: (1.0, "forward", "others"),
@@ -214,7 +212,7 @@ def main() -> None:
     began = time.monotonic()
     home = folder / ("teacher-quick" if given.quick else "teacher")
     if not (home / "model.safetensors").exists():
-        made = make_model(SHAPE, generator(0, "teacher"))
+        made = make_model(shape_of(128), generator(0, "teacher"))
         fine_tuned(
             made, texts_of(sums(1000, TEACHER_TEXTS)), sized(20, 2) if given.quick else 250, 0, rows=48
         )

@@ -73,14 +73,14 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
     from whorl.align.stage.sft import fine_tune
     from whorl.evals.verify.registry import VERIFIERS
     from whorl.evals.verify.task import Verdict, VerifiableTask
-    from whorl.models import DecoderConfig, make_model
+    from whorl.models import make_model, whorl_decoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator, numpy_rng
 
     torch.set_num_threads(1)
     tokenizer = Tokenizer([bytes([i]) for i in range(256)])
     example_tokenizer, rng = ExampleTokenizer(tokenizer), numpy_rng(seed, "walks")
-    shape = DecoderConfig(
+    shape = whorl_decoder(
         vocab_size=264, d_model=64, n_layers=3, mlp_hidden=192, n_heads=2, n_kv_heads=2, head_dim=32,
         ngram_orders=(),
     )  # fmt: skip

@@ -24,9 +24,9 @@ from bench.align.distillation import (
     EXAMPLE_TOKENIZER,
     LENGTH,
     MAX_COMPLETION,
-    SHAPE,
     TEACHER_TEXTS,
     fine_tuned,
+    shape_of,
     sums,
     texts_of,
 )
@@ -101,7 +101,7 @@ def main() -> None:
     samples: list[Any] = []
     print("| model | ids | pair | mean | 99.9th percentile | maximum |\n|---|---|---|---|---|---|")
     for name, width in WIDTHS.items():
-        shape = SHAPE.model_copy(update={"d_model": width, "head_dim": width // 4, "mlp_hidden": 3 * width})
+        shape = shape_of(width)
         model = make_model(shape, generator(0, name))
         fine_tuned(model, texts_of(sums(1000, TEACHER_TEXTS)), steps, 0, rows=48)
         for pair, distance in differences(model, n).items():

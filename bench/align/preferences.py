@@ -44,7 +44,7 @@ from whorl.align.preference.pairs import PreferencePair, valid_pairs
 from whorl.align.preference.reward_model import RewardModel, train_reward_model
 from whorl.align.preference.reward_report import evaluate_reward_model
 from whorl.align.stage.sft import fine_tune
-from whorl.models import Decoder, DecoderConfig
+from whorl.models import Transformer, whorl_decoder
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator, numpy_rng
 
@@ -53,7 +53,7 @@ OPEN, CLOSE = "([{<", ")]}>"
 HELD_OUT, SFT_PROMPTS, PAIR_PROMPTS = sized((2000, 16_000, 2000), (8, 64, 200))
 LONGEST = 20
 CORRECT, NEW, STOP = 0.65, 0.08, 0.04  # probabilities of the SFT texts
-CONFIG = DecoderConfig(
+CONFIG = whorl_decoder(
     vocab_size=264, d_model=64, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=32, mlp_hidden=128, ngram_buckets=512,
 )  # fmt: skip
 # Overrides of each objective. All train on the same pairs, for two epochs unless overridden.
@@ -119,8 +119,8 @@ class Contest:
         self.pairs, self.rejected = self.compare(pair_prompts, "pairs")
         self.seconds["pairs"] = time.perf_counter() - began
 
-    def model(self, weights: dict[str, torch.Tensor] | None = None) -> Decoder:
-        model = Decoder(CONFIG, generator(self.seed, "weights"))
+    def model(self, weights: dict[str, torch.Tensor] | None = None) -> Transformer:
+        model = Transformer(CONFIG, generator(self.seed, "weights"))
         if weights is not None:
             model.load_state_dict({**model.state_dict(), **weights})
         return model

@@ -28,7 +28,7 @@ from bench._run import claim, parse, sized
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.plan.cost import decoder_config
 from whorl.serve.worker.disaggregated import DisaggregatedEngine
 from whorl.tracking.seeds import generator
@@ -38,7 +38,7 @@ WRITERS, LONG, BUDGET = 8, sized(1536, 128), 256
 
 def make(role: str, slowdown: float = 1.6) -> Engine:
     """An engine of a model of about 10 M parameters. A prefill process takes large chunks: it runs no decode steps."""
-    model = Decoder(decoder_config(*sized((320, 6, 4096), (64, 2, 4096))), generator(0, "bench")).eval()
+    model = Transformer(decoder_config(*sized((320, 6, 4096), (64, 2, 4096))), generator(0, "bench")).eval()
     sizes = EngineConfig(
         max_num_seqs=16, max_model_len=2560, kv_cache_tokens=40960,
         max_num_batched_tokens=512 if role == "prefill" else BUDGET, max_decode_slowdown=slowdown,

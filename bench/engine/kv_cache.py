@@ -18,7 +18,7 @@ from bench.engine.support.no_cache import generate_without_cache
 from whorl.engine import EngineConfig, SamplingParams, load_for_sampling
 from whorl.engine.engine import Engine
 from whorl.machine.device_probe import probe
-from whorl.models import Decoder, save_model
+from whorl.models import Transformer, save_model
 from whorl.plan.cost import decoder_config
 from whorl.tracking.seeds import generator
 
@@ -29,7 +29,8 @@ def main() -> None:
     torch.set_num_threads(1)  # the operations of one token are too small to parallelize
     with tempfile.TemporaryDirectory() as folder:
         save_model(
-            Decoder(decoder_config(*sized((192, 3, 1024), (64, 2, 256))), generator(0, "bench")), Path(folder)
+            Transformer(decoder_config(*sized((192, 3, 1024), (64, 2, 256))), generator(0, "bench")),
+            Path(folder),
         )
         model = load_for_sampling(Path(folder), machine)
     print(f"sampling in {model.dtype}", flush=True)

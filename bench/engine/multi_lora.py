@@ -18,7 +18,7 @@ import torch
 from bench._run import claim, parse, sized
 
 from whorl.engine.model.multi_lora import Adapters
-from whorl.models import Decoder, DecoderConfig
+from whorl.models import Transformer, whorl_decoder
 from whorl.models.lora import LoRA, LoRAFactors, init_lora
 
 ROWS, RANK = 32, 16
@@ -31,12 +31,12 @@ def main() -> None:
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
     width = sized(768, 128)
-    config = DecoderConfig(
+    config = whorl_decoder(
         vocab_size=512, d_model=width, n_layers=2 if quick else 12, n_heads=width // 64, n_kv_heads=width // 64,
         mlp_hidden=4 * width,
         ngram_orders=(),
     )  # fmt: skip
-    model = Decoder(config, g).eval()
+    model = Transformer(config, g).eval()
     adapters = Adapters(model)
     ids = torch.randint(512, (ROWS, 1), generator=g)
 

@@ -2,8 +2,8 @@
 
     python bench/engine/soak.py [--minutes 60] [--quick]
 
-Three small models (full attention; sliding windows with few key heads; `Decoder`) run one after another in small caches
-with both kinds of preemption. Requests of all lengths arrive in bursts from several clients and with several
+Three small models (full attention; sliding windows with few key heads; `whorl_decoder`) run one after another in small
+caches with both kinds of preemption. Requests of all lengths arrive in bursts from several clients and with several
 priorities, greedy and sampled, with shared prefixes. One in eight is aborted at a random moment. One in ten is
 malformed and must be rejected. The block tables are checked every few steps.
 
@@ -37,7 +37,7 @@ from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Request, Token
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import WhorlError
-from whorl.models import Decoder, DecoderConfig, LanguageModel
+from whorl.models import LanguageModel, whorl_decoder
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
@@ -52,8 +52,8 @@ def networks() -> Iterator[tuple[str, LanguageModel]]:
     for name, mixers in (("full", {"full": full}), ("windows", {"near": near, "full": full})):
         config = TransformerConfig(**shape, mixers=mixers, tie_embeddings=True)
         yield name, _perturb(Transformer(config, torch.Generator().manual_seed(0)))
-    own = DecoderConfig(**shape, n_heads=4, n_kv_heads=2, head_dim=16, ngram_buckets=64)
-    yield "decoder", _perturb(Decoder(own, torch.Generator().manual_seed(0)))
+    own = whorl_decoder(**shape, n_heads=4, n_kv_heads=2, head_dim=16, ngram_buckets=64)
+    yield "decoder", _perturb(Transformer(own, torch.Generator().manual_seed(0)))
 
 
 def _perturb(model: LanguageModel) -> LanguageModel:

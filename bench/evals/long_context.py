@@ -4,7 +4,7 @@
     python bench/evals/long_context.py --store .whorl --quick     # an eighth of the files
 
 The decoder trains on rows of `trained_length` tokens. It is scored in windows of 2 and 4 times as many tokens, with
-unchanged rotary frequencies and with the scaled ones of `models/decoder.py`. Bits per byte are of the test split, each
+unchanged rotary frequencies and with the scaled ones of `models/transformer.py`. Bits per byte are of the test split, each
 file separately. The factor 4, the ramp and the gain were chosen on a sixth of the validation split.
 
 Bar: at 4 times the trained length, at least 2 % fewer bits per byte than at 2 times with unchanged frequencies.
@@ -22,8 +22,8 @@ from bench.models._smoke_store import open_store
 
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
-from whorl.models import Decoder, load_model
-from whorl.models.decoder import YARN_FACTOR
+from whorl.models import Transformer, load_model
+from whorl.models.transformer_block import YARN_FACTOR
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ def main() -> None:
     store, machine = open_store(a.store), probe()
     machine.apply()
     model = load_model(store.open("quickstart/pretrain").path, machine.torch_dtype, machine.device).eval()
-    assert isinstance(model, Decoder)
+    assert isinstance(model, Transformer)
     folder = store.open("quickstart/tokens").path
     documents = list(TokenSet(folder).split("test").iter_documents())[:: 8 if a.quick else 1]
     tokenizer = Tokenizer.load(store.open("quickstart/tokenizer").path)
@@ -46,7 +46,7 @@ def main() -> None:
     for window in (2 * trained, int(YARN_FACTOR * trained)):
         for kind, length in (("unchanged", None), ("scaled", trained)):
             config = model.config.model_copy(update={"trained_length": length})
-            reader = Decoder(config, dtype=model.dtype).to(machine.device).eval()
+            reader = Transformer(config, dtype=model.dtype).to(machine.device).eval()
             reader.load_state_dict(model.state_dict())
             name = f"{window} tokens, frequencies {kind}"
             found[name] = bits_per_byte(sum(document_nats(reader, documents, window)), n_bytes)

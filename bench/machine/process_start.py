@@ -31,7 +31,7 @@ from bench._run import claim, parse
 
 from whorl.machine import fork_server
 from whorl.machine.process import Channel, Child
-from whorl.models import DecoderConfig, make_model, save_model
+from whorl.models import make_model, save_model, whorl_decoder
 
 LOAD = "import sys, pathlib; from whorl.models import load_model; load_model(pathlib.Path(sys.argv[1]))"
 
@@ -75,7 +75,7 @@ def main() -> None:
         spawn.append(seconds(spawned))
         forked.append(seconds(child))
     with tempfile.TemporaryDirectory() as folder:
-        shape = DecoderConfig(vocab_size=300, d_model=64, n_layers=2, n_heads=2, n_kv_heads=2, mlp_hidden=128)
+        shape = whorl_decoder(vocab_size=300, d_model=64, n_layers=2, n_heads=2, n_kv_heads=2, mlp_hidden=128)
         save_model(make_model(shape, torch.Generator().manual_seed(0)), Path(folder))
         command = [sys.executable, "-c", LOAD, folder]
         load = [

@@ -14,7 +14,7 @@ import torch
 from bench._run import smoke
 
 from whorl.corpus.documents import Document, document_id
-from whorl.models import Decoder, DecoderConfig, save_model
+from whorl.models import Transformer, save_model, whorl_decoder
 from whorl.store import Artifact, Store
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
@@ -44,12 +44,12 @@ def open_store(path: str | Path | None) -> Store:
     add("plan", "plan", plan, {})
     add("tokenizer", "tokenizer", tokenizer.save, {})
     tokens = add("tokens", "tokens", lambda folder: write_splits(tokenizer, folder), {})
-    shape = DecoderConfig(
+    shape = whorl_decoder(
         vocab_size=tokenizer.vocab_size, d_model=128, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=32, mlp_hidden=192,
         ngram_buckets=64, trained_length=SEQ_LEN,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    model = Decoder(shape, generator)
+    model = Transformer(shape, generator)
     with torch.no_grad():  # parameters that start at zero would make every variant of the model equal
         for p in model.parameters():
             if not p.any():

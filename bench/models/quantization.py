@@ -36,7 +36,7 @@ from whorl.models import load_model, save_model
 from whorl.models.quantization.gptq import quantize_model
 from whorl.models.quantization.weights import QuantizationConfig
 from whorl.nn import Linear
-from whorl.nn.attention import causal
+from whorl.nn.attention import backends
 from whorl.nn.quantized_linear import QuantizedLinear
 from whorl.recipes.steps.quantize import calibration_rows
 from whorl.tokens.shards import TokenSet
@@ -70,7 +70,7 @@ KINDS: dict[str, Any] = {
 @contextmanager
 def int8_cache(enabled: bool) -> Iterator[None]:
     """Within it, attention uses keys and values rounded to int8."""
-    original = causal.causal_attention
+    original = backends.causal_attention
 
     def rounded(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
         return original(
@@ -78,11 +78,11 @@ def int8_cache(enabled: bool) -> Iterator[None]:
         )
 
     if enabled:
-        causal.causal_attention = rounded
+        backends.causal_attention = rounded
     try:
         yield
     finally:
-        causal.causal_attention = original
+        backends.causal_attention = original
 
 
 def measure(kind: dict[str, Any], folder: Path, tokens: TokenSet, every: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
 
-from whorl.models.decoder import Decoder, DecoderConfig
+from whorl.models import Transformer, whorl_decoder
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.flamingo import Captioner
@@ -167,7 +167,7 @@ def recall(clip: DualEncoder, images: Tensor, numbers: Tensor) -> Tensor:
     return (clip.embed_images(images) @ words.t()).argmax(dim=1) == numbers
 
 
-def caption_loss(hidden: Tensor, decoder: Decoder, ids: Tensor) -> Loss:
+def caption_loss(hidden: Tensor, decoder: Transformer, ids: Tensor) -> Loss:
     """Next-token loss after ids[:, :-1]. hidden: [B, T - 1, d_model]."""
     targets = ids[:, 1:].flatten()
     return next_token(hidden.flatten(0, 1), decoder.head_weight, targets, targets != PAD)
@@ -175,8 +175,8 @@ def caption_loss(hidden: Tensor, decoder: Decoder, ids: Tensor) -> Loss:
 
 def train_captioner(clip: DualEncoder, known: list[int], plan: Plan, seed: int) -> Captioner:
     """Train a decoder on captions as text, then the cross-attention layers with both models frozen."""
-    decoder = Decoder(
-        DecoderConfig(
+    decoder = Transformer(
+        whorl_decoder(
             vocab_size=len(WORDS), d_model=64, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, mlp_hidden=128,
             ngram_orders=(),
         ),

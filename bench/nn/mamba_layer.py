@@ -23,9 +23,9 @@ from bench._run import claim, parse
 from torch import Tensor, nn
 
 from whorl.machine.device_probe import probe
-from whorl.nn.attention.causal import Attention
+from whorl.nn.attention import MultiHeadAttention
 from whorl.nn.mamba import Mamba, selective_scan, selective_scan_reference
-from whorl.nn.positions.rotary import rotary_tables
+from whorl.nn.positions.rotary import Rotary, rotary_tables
 
 D_MODEL, HEAD_DIM = 256, 64
 
@@ -58,7 +58,10 @@ def layers(length: int, dtype: torch.dtype, times: int) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     mamba = Mamba(D_MODEL, generator=generator)
     heads = D_MODEL // HEAD_DIM
-    attention = Attention(D_MODEL, heads, heads, HEAD_DIM, smear_keys=False, generator=generator)
+    attention = MultiHeadAttention(
+        D_MODEL, heads, head_dim=HEAD_DIM, rotary=Rotary(HEAD_DIM, 10_000.0, dtype), qk_norm=1e-6, scale="learned",
+        projections="fused", backend="blocked", generator=generator,
+    )  # fmt: skip
     for out in (mamba.out, attention.out):
         nn.init.normal_(out.weight, std=0.02, generator=generator)
     tables = rotary_tables(torch.arange(length), HEAD_DIM, dtype=dtype)

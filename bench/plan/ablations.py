@@ -27,8 +27,7 @@ from bench.plan.scaling_sweep import SilentCallback, token_set
 
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
-from whorl.models.decoder import matrix_params
-from whorl.plan.cost import decoder_config
+from whorl.plan.cost import decoder_config, training_cost
 from whorl.plan.scaling_law import expected_bits_per_byte
 from whorl.tokens.shards import TokenSet
 from whorl.train.job import Job
@@ -54,9 +53,9 @@ WIDTH, DEPTH, VOCABULARY, SEQ_LEN = sized((192, 3, 1024, 256), (64, 2, 512, 64))
 
 
 def job_of(tokens: Path, change: dict[str, Any], steps: int, replicas: int, dtype: str, device: str) -> Job:
-    """The planned shape with `change`: fields of a job; `model` holds fields of the model configuration."""
+    """The planned shape with `change`: fields of a job; `model` holds arguments of `whorl_decoder`."""
     more = dict(change)
-    model = decoder_config(WIDTH, DEPTH, VOCABULARY).model_copy(update=more.pop("model", {}))
+    model = decoder_config(WIDTH, DEPTH, VOCABULARY, **more.pop("model", {}))
     base = {
         "seq_len": SEQ_LEN,
         "batch_size": 8,
@@ -120,7 +119,7 @@ def main() -> None:
         """Bits per byte at the time that the defaults take, by the scaling law."""
         m = decoder_config(WIDTH, DEPTH, VOCABULARY)
         size, seen = (
-            matrix_params(m) - m.vocab_size * m.d_model,
+            training_cost(m, batch_size=8, seq_len=SEQ_LEN, replicas=1).block_params,
             steps * 8 * SEQ_LEN * split.n_bytes / len(split),
         )
         less = seen * cost["defaults"] / cost[name]

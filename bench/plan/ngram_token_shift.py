@@ -51,7 +51,7 @@ def main() -> None:
     for name, change in VARIANTS.items():
         for seed in range(a.seeds):
             job = Job(
-                tokens=str(tokens), model=decoder_config(WIDTH, DEPTH, VOCABULARY).model_copy(update=change),
+                tokens=str(tokens), model=decoder_config(WIDTH, DEPTH, VOCABULARY, **change),
                 seq_len=SEQ_LEN, batch_size=8, steps=a.steps, compile=sized(True, False), seed=seed, replicas=a.replicas,
                 dtype=machine.dtype, evaluations=1,
             )  # fmt: skip

@@ -29,9 +29,8 @@ from bench.plan._tiny_store import cache_folder, open_store
 from whorl.corpus import Corpus
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
-from whorl.models import Decoder
-from whorl.models.decoder import matrix_params
-from whorl.plan.cost import decoder_config
+from whorl.models import Transformer
+from whorl.plan.cost import decoder_config, training_cost
 from whorl.plan.scaling_law import ScalingLaw, expected_bits_per_byte
 from whorl.store import Store
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
@@ -55,7 +54,7 @@ class SilentCallback:
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    def on_evaluation(self, step: int, metrics: dict[str, float], model: Decoder) -> None: ...
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: Transformer) -> None: ...
 
     def on_checkpoint(self, step: int, seconds: float) -> None: ...
 
@@ -112,7 +111,7 @@ def run(
     return {
         "width": width, "depth": depth, "vocabulary": vocabulary, "steps": steps, "seq_len": settings.seq_len,
         "batch_size": settings.batch_size, "lr_muon": settings.optim.lr_muon, "seed": settings.seed,
-        "matrices": matrix_params(model) - vocabulary * width,
+        "matrices": training_cost(model, batch_size=8, seq_len=settings.seq_len, replicas=1).block_params,
         "bytes": steps * settings.batch_size * settings.seq_len * split.n_bytes / len(split),
         "bits_per_byte": bits_per_byte(sum(nats), split.n_bytes), "seconds": seconds,
     }  # fmt: skip

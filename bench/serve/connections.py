@@ -29,7 +29,7 @@ ROUNDS = sized(15, 3)
 SERVER = """
 import torch
 from whorl.engine.config import EngineConfig
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.plan.cost import decoder_config
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
@@ -42,7 +42,7 @@ from whorl.tracking.seeds import generator
 torch.set_num_threads(1)
 words = Tokenizer([bytes([i]) for i in range(256)])
 chat = ChatTemplate(words)
-model = Decoder(decoder_config(64, 2, words.vocab_size), generator(0, "bench")).eval()
+model = Transformer(decoder_config(64, 2, words.vocab_size), generator(0, "bench")).eval()
 engine = make_engine(model, words, chat, EngineConfig(max_model_len=256, kv_cache_tokens=8192))
 state = AppState(ServeConfig(port=0, max_queue=1024), [served_model(["tiny"], words, chat, engine)], engine)
 run_server(state, bind_socket(state.config), lambda url: print(url, flush=True))

@@ -40,9 +40,9 @@ from whorl.machine.device_probe import usable_cores
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import build_index, load, restore
 from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.checkpoint.remote import CheckpointConfig
 from whorl.train.checkpoint.staging import Layout, StagingBuffer, copy_pool, copy_to_staging, read_pool
 from whorl.train.checkpoint.writer_process import AsyncWriter
+from whorl.train.config import CheckpointConfig
 
 
 def a_state(n_bytes: int) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from bench.plan.scaling_sweep import SilentCallback
 
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
-from whorl.models import DecoderConfig, LanguageModel
+from whorl.models import LanguageModel, whorl_decoder
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
@@ -77,7 +77,7 @@ def main() -> None:
             store = Store(a.work or Path(scratch) / "store")
             made = run_recipe(parse_recipe(RECIPE, "branches.toml"), store, Progress.silent())
             folder = made.artifacts["tokens"].path
-        model = DecoderConfig(
+        model = whorl_decoder(
             vocab_size=TokenSet(folder).vocab_size, d_model=64 if small else 128, n_layers=2 if small else 3, n_heads=2,
             n_kv_heads=2, head_dim=32 if small else 64, mlp_hidden=256 if small else 512, ngram_buckets=4096,
         )  # fmt: skip

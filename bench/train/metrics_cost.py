@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
 
 from whorl.machine.device_probe import probe
-from whorl.models import DecoderConfig
+from whorl.models import whorl_decoder
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.dashboard import Dashboard
 from whorl.tracking.progress import Progress
@@ -61,7 +61,7 @@ def main() -> None:
     ).quick
     machine = probe()
     torch.set_num_threads(1)
-    model_config = DecoderConfig(
+    model_config = whorl_decoder(
         vocab_size=1024,
         d_model=128,
         n_layers=1 if quick else 3,

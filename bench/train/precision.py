@@ -40,7 +40,7 @@ import torch
 from bench._run import claim, parse, sized, smoke
 
 from whorl.evals.likelihood import bits_per_byte, document_nats
-from whorl.models import DecoderConfig
+from whorl.models import whorl_decoder
 from whorl.nn import Linear
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
@@ -103,7 +103,7 @@ def token_set(folder: Path) -> Path:
 
 
 def job_of(tokens: Path, steps: int, seed: int, change: dict[str, Any]) -> Job:
-    model = DecoderConfig(
+    model = whorl_decoder(
         vocab_size=WORDS, d_model=64, n_layers=3, n_heads=2, n_kv_heads=2, head_dim=32, mlp_hidden=256
     )
     base = {"tokens": str(tokens), "model": model, "seq_len": sized(128, 32), "batch_size": 8, "steps": steps, "seed": seed,

@@ -29,7 +29,8 @@ from bench.train._plain_gpt import KINDS as ALL_KINDS
 from bench.train._plain_gpt import PlainGPT, Setting, Training, heads_of, seconds_per_step
 
 from whorl.machine.device_probe import probe
-from whorl.models import DecoderConfig
+from whorl.models import TransformerConfig
+from whorl.models.transformer_config import AttentionConfig
 from whorl.plan.cost import decoder_config
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import time_steps
@@ -42,15 +43,23 @@ def median(times: list[float]) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def llama(model: DecoderConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float) -> float:
+def attention(model: TransformerConfig) -> AttentionConfig:
+    mixer = model.layer_mixers()[0]
+    assert isinstance(mixer, AttentionConfig)
+    return mixer
+
+
+def llama(
+    model: TransformerConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float
+) -> float:
     """Seconds per step of the Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=model.vocab_size, hidden_size=model.d_model, num_hidden_layers=model.n_layers,
-        intermediate_size=round(model.mlp_hidden * 2 / 3 / 32) * 32, num_attention_heads=model.n_heads,
-        num_key_value_heads=model.n_kv_heads, head_dim=model.head_dim, max_position_embeddings=length,
+        intermediate_size=round(model.mlp_hidden * 2 / 3 / 32) * 32, num_attention_heads=attention(model).n_heads,
+        num_key_value_heads=attention(model).n_kv_heads, head_dim=attention(model).head_dim, max_position_embeddings=length,
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     peer = LlamaForCausalLM(config).train()
@@ -78,7 +87,9 @@ def llama(model: DecoderConfig, rows: int, length: int, kind: str, compiled: boo
     return median(times)
 
 
-def plain(model: DecoderConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float) -> float:
+def plain(
+    model: TransformerConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float
+) -> float:
     """Seconds per step of the plain GPT."""
     torch.manual_seed(0)
     peer = PlainGPT(model.vocab_size, model.d_model, model.n_layers, heads_of(model.d_model), length)
@@ -87,13 +98,16 @@ def plain(model: DecoderConfig, rows: int, length: int, kind: str, compiled: boo
     return found
 
 
-def products(model: DecoderConfig, rows: int, length: int, dtype: torch.dtype) -> float:
+def products(model: TransformerConfig, rows: int, length: int, dtype: torch.dtype) -> float:
     """Seconds of the step's matrix products alone: layers and head, forward and backward."""
     tokens, d, h = rows * length, model.d_model, model.mlp_hidden
-    width = (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
-    shapes = [(d, width), (model.n_heads * model.head_dim, d), (d, h), (h, d)] * model.n_layers + [
-        (d, model.vocab_size)
-    ]
+    width = (attention(model).n_heads + 2 * attention(model).n_kv_heads) * attention(model).head_dim
+    shapes = [
+        (d, width),
+        (attention(model).n_heads * attention(model).head_dim, d),
+        (d, h),
+        (h, d),
+    ] * model.n_layers + [(d, model.vocab_size)]
     total = 0.0
     for inner, outer in shapes:
         x, w, y = (torch.randn(s, dtype=dtype) for s in ((tokens, inner), (outer, inner), (tokens, outer)))

@@ -42,7 +42,7 @@ from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
-from whorl.models import DecoderConfig, make_model
+from whorl.models import make_model, whorl_decoder
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator, numpy_rng
@@ -71,7 +71,7 @@ class StoredDocument(NamedTuple):
 def network(example_tokenizer: ExampleTokenizer, seed: int, lora: LoRAConfig | None = None) -> PolicyModel:
     n_tokens = example_tokenizer.tokenizer.vocab_size
     rows = -(-n_tokens // 8) * 8
-    config = DecoderConfig(
+    config = whorl_decoder(
         vocab_size=rows, d_model=128, n_layers=2, mlp_hidden=384, n_heads=4, n_kv_heads=4, head_dim=32,
         ngram_buckets=512,
     )  # fmt: skip

@@ -228,8 +228,9 @@ def test_sample_uses_tokenizer_of_imported_model(tmp_path: Path) -> None:
         done = succeed(tmp_path, "sample", "imported/tiny", prompt, "-n", length, "--temperature", 0)
         assert done.stdout.startswith(prompt)
         if length == 100:
-            n_tokens = 24 - (len(words(prompt).input_ids) - 1)
-            assert done.stderr.startswith(f"{n_tokens} tokens"), done.stderr
+            # The healed " and" may take up to four tokens in place of one.
+            room = 24 - len(words(prompt).input_ids)
+            assert room - 3 <= int(done.stderr.split()[0]) <= room, done.stderr
     for prompt, message in (
         ("the " + "xyz" * 12, "the model's context holds 24"),
         ("caf\udce9 au lait", "the prompt cannot be read"),  # the argument was no UTF-8

@@ -77,7 +77,8 @@ def test_whorl_commands_parse(page: Path) -> None:
         while hasattr(command, "commands") and words:
             assert words[0] in command.commands, f"{page.name}: there is no `whorl {' '.join(words)}`"
             command, words = command.commands[words[0]], words[1:]
-        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        options = command.get_params(typer.Context(command))
+        known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
         used = {word.split("=")[0] for word in words if word.startswith("--")}
         assert used <= known | {"--help"}, f"{page.name}: {command.name} has no {used - known}"
         if command.name == "run" and words and words[0] in ready_recipes():

@@ -24,7 +24,7 @@ MODEL = "quickstart/pretrain"
 SMALL = [
     "curate.validation_bytes=40000", "curate.test_bytes=40000",
     "plan.steps=60", "plan.d_model=64", "plan.n_layers=2", "plan.vocab_size=400", "plan.seq_len=128",
-    "plan.ngram_buckets=4096", "plan.replicas=2", "plan.compile=false", "pretrain.checkpoint_seconds=0.4",
+    "plan.ngram_buckets=4096", "plan.replicas=2", "plan.compile=false", "pretrain.run.checkpoint_seconds=0.4",
     "evaluate.completions=8", "evaluate.completion_tokens=40", "evaluate.samples=2", "evaluate.sample_tokens=20",
     "tasks.max_train=64", "tasks.max_test=8", "tasks.max_files=60", "tasks.max_prompt_bytes=160",
     "sft.seq_len=256", "sft.batch_size=4",
@@ -73,7 +73,7 @@ def test_randomly_killed_run_ends_with_same_weights(code: Path, undisturbed: Pat
 
     All checkpoints of an attempt but the last are complete, so a kill costs at most one checkpoint interval.
     """
-    rng, shared = random.Random(7), ("--set", "pretrain.checkpoint_seconds=0.05", "--until", "pretrain")
+    rng, shared = random.Random(7), ("--set", "pretrain.run.checkpoint_seconds=0.05", "--until", "pretrain")
 
     def logged_steps() -> list[int]:
         text = "".join(p.read_text() for p in tmp_path.glob("runs/*/log.txt"))

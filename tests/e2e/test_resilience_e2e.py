@@ -34,7 +34,7 @@ def test_deterministic_runs_are_bitwise_equal(folder: Path) -> None:
 
 
 def test_sigterm_checkpoints_and_run_continues(folder: Path) -> None:
-    words = (*RUN, "--set", "plan.steps=70", "--set", "pretrain.checkpoint_seconds=1000")
+    words = (*RUN, "--set", "plan.steps=70", "--set", "pretrain.run.checkpoint_seconds=1000")
     process = start_whorl(*words, cwd=folder)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:

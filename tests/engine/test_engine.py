@@ -17,10 +17,10 @@ from whorl.engine.engine import Engine
 from whorl.engine.request import Generation, Request
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe
-from whorl.models import Decoder, save_model
+from whorl.models import Transformer, save_model
 
 
-def model(**changes: object) -> Decoder:
+def model(**changes: object) -> Transformer:
     small = {"vocab_size": 40, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "mlp_hidden": 64}
     return decoder(**{**small, **changes})
 
@@ -76,8 +76,10 @@ def test_generate_matches_generation_without_cache(temperature: float) -> None:
 def test_generate_starts_with_forced_prefix() -> None:
     for seed in range(5):
         found = write({"seed": seed}, max_tokens=6, forced_prefixes=[b"abcx"])
-        assert found.text.startswith(b"abcx")
-        assert found.text == b"".join(WORDS[i] for i in found.ids)
+        output = b"".join(WORDS[i] for i in found.ids)
+        assert output == b"abcx" + found.text
+        n_forced = next(n for n in range(5) if len(b"".join(WORDS[i] for i in found.ids[: n + 1])) > 4)
+        assert len(found.ids) == 6 + n_forced, "max_tokens does not count the forced prefix"
 
 
 def test_generate_uses_own_seed_and_raw_log_probs() -> None:

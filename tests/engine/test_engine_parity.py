@@ -10,6 +10,8 @@ from tests.support.engine import parity
 from tests.support.engine.parity import FAMILIES, PROMPTS, check, config, decoder, request, run
 
 from whorl.engine.engine import Engine
+from whorl.errors import ConfigError
+from whorl.nn.mixer import CacheSpec
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,21 @@ def test_engine_matches_training_forward(family: str, preemption: Any) -> None:
     check(model, again, run(engine, again))
     if not engine.runner.has_recurrent_layers:
         assert engine.cache.hit_tokens > 0
+
+
+def test_outside_mixer_is_served_in_pages_of_its_window() -> None:
+    runner = Engine(FAMILIES["own cache, windows"](), config()).runner
+    assert runner.windows == [None, 5] and not runner.has_recurrent_layers
+    near, far, _ = runner.layers
+    assert {name: list(t.shape[1:]) for name, t in near.pools.items()} == {"key": [4, 6], "value": [4, 32]}
+    assert near.n_bytes < far.n_bytes  # a window keeps its newest pages only
+
+
+def test_unknown_cache_spec_is_refused() -> None:
+    model: Any = FAMILIES["own cache"]()
+    model.blocks[1].mixer.cache_spec = CacheSpec
+    with pytest.raises(ConfigError, match="cache_spec of AdditiveAttention returns CacheSpec"):
+        Engine(model, config())
 
 
 def test_rows_beyond_trained_length_match_forward() -> None:

@@ -75,6 +75,25 @@ def test_drafts_survive_preemption() -> None:
     assert engine.stats.n_preemptions > 0
 
 
+def test_heads_follow_a_preempted_sequence() -> None:
+    model, requests = decoder(), prompt_requests(40, temperature=0.7)
+    want = run(Engine(model, CONFIG), requests)
+    tight = CONFIG.model_copy(update={"kv_cache_tokens": 96})
+    engine = Engine(model, tight, proposer=multi_token_draft(model))
+    assert ids_of(run(engine, requests)) == ids_of(want)
+    assert engine.stats.n_preemptions > 0 and engine.stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("limit", [{"kv_cache_tokens": 44}, {"max_num_seqs": 1}, {"max_model_len": 30}])
+def test_draft_model_without_space_pauses(limit: dict[str, int]) -> None:
+    model, requests = decoder(), prompt_requests(40, temperature=0.7)
+    sizes = {"max_num_seqs": 4, "max_model_len": 90, "page_size": 4}
+    engine = Engine(model, CONFIG, proposer=DraftModel(model, 4, **{**sizes, **limit}))
+    assert ids_of(run(engine, requests)) == ids_of(run(Engine(model, CONFIG), requests))
+    assert engine.stats.accepted_tokens == engine.stats.drafted_tokens > 0
+    assert engine.stats.draft_seconds > 0 and engine.stats.acceptance_rate == 1.0
+
+
 def test_adaptive_draft_length_grows_and_pauses() -> None:
     draft_length, written = AdaptiveDraftLength(8), 0
     for want in (2, 4, 8, 8):

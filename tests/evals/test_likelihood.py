@@ -13,14 +13,14 @@ from tests.support.tiny import make_decoder
 from torch.nn import functional as F
 
 from whorl.evals.likelihood import bits_per_byte, document_nats, perplexity, scoring_windows
-from whorl.models import Decoder
+from whorl.models import Transformer
 
 
-def decoder(trained_length: int | None = None) -> Decoder:
+def decoder(trained_length: int | None = None) -> Transformer:
     return make_decoder(vocab_size=40, trained_length=trained_length).eval()
 
 
-def exact(model: Decoder, ids: np.ndarray) -> float:
+def exact(model: Transformer, ids: np.ndarray) -> float:
     """The negative log-likelihood of ids[1:] given ids[0], from one forward."""
     row = torch.from_numpy(ids.astype(np.int64))[None]
     with torch.no_grad():

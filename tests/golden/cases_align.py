@@ -27,7 +27,7 @@ from whorl.evals.verify.task import VerifiableTask
 from whorl.models import LanguageModel
 
 COMMON: dict[str, Any] = {"dtype": "float32", "lr_scale": 0.2}
-STAGE: dict[str, Any] = {"batch_size": 4, "replicas": 1, **COMMON}
+STAGE: dict[str, Any] = {"batch_size": 4, "run": {"replicas": 1}, **COMMON}
 
 
 class Curve:
@@ -87,7 +87,12 @@ def _reward() -> Result:
 
 def _grpo(**options: Any) -> Result:
     sizes = {"steps": 20, "prompts_per_step": 3, "group_size": 4, "max_completion_tokens": 5}
-    more = {"max_seq_len": 24, "optimizer": "adamw", "replicas": 1, "kl": settings.KLConfig(coef=0.1)}
+    more = {
+        "max_seq_len": 24,
+        "optimizer": "adamw",
+        "run": {"replicas": 1},
+        "kl": settings.KLConfig(coef=0.1),
+    }
     config = settings.RLConfig(algorithm="grpo", **sizes, **more, **COMMON, **options)
     digits = "format(.*[0-9].*)"
     tasks = [

@@ -23,7 +23,7 @@ from whorl.engine.request import Grammar, Request
 from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.engine.sampling_params import SamplingParams
 from whorl.engine.speculative import PromptLookup
-from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig
+from whorl.models import LanguageModel, Transformer, TransformerConfig, whorl_decoder
 
 N = 25  # requests of each kind
 NATIVE = ("decoder", "llama")  # families that the native runner supports
@@ -57,7 +57,7 @@ def model_of(family: str) -> LanguageModel:
     small = {"vocab_size": 50, "d_model": 32, "n_layers": 2, "mlp_hidden": 40}
     draw, changes = torch.Generator().manual_seed(0), SHAPES[family]
     if changes is None:
-        decoder = Decoder(DecoderConfig.model_validate({**small, **HEADS, "ngram_buckets": 64}), draw)
+        decoder = Transformer(whorl_decoder(**{**small, **HEADS, "ngram_buckets": 64}), draw)
         return disturbed(decoder, 0.15).eval()
     config = TransformerConfig.model_validate({**small, "max_length": 80, **changes})
     return disturbed(Transformer(config, draw, torch.float32), 0.15).eval()

@@ -18,7 +18,7 @@ from tests.support.train.model_shapes import EXPERTS
 from torch import nn
 
 from whorl.cli import build_app
-from whorl.models import DecoderConfig, TransformerConfig, make_model
+from whorl.models import TransformerConfig, make_model, whorl_decoder
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.vision.resnet import ResNet
 from whorl.models.vision.vit import ViT
@@ -52,7 +52,7 @@ SMALL = {"d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden": 64}
 def _language(changes: dict[str, Any] | None, draw: torch.Generator) -> nn.Module:
     small = {"vocab_size": 50, "d_model": 32, "n_layers": 2, "mlp_hidden": 64}
     if changes is None:
-        return make_model(DecoderConfig.model_validate({**small, **HEADS, "ngram_buckets": 16}), draw)
+        return make_model(whorl_decoder(**{**small, **HEADS, "ngram_buckets": 16}), draw)
     return make_model(TransformerConfig.model_validate({**small, **changes}), draw)
 
 

@@ -17,7 +17,7 @@ from tests.support.tiny import make_byte_tokenizer, make_decoder
 from tests.support.train.model_shapes import EXPERTS
 
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
-from whorl.models import Decoder
+from whorl.models import Transformer
 
 HEADS = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
 # Changes to `TransformerConfig`; None is the project's own decoder.
@@ -42,7 +42,7 @@ def scribe() -> ExampleTokenizer:
     return ExampleTokenizer(make_byte_tokenizer())
 
 
-def decoder(seed: int = 0) -> Decoder:
+def decoder(seed: int = 0) -> Transformer:
     """A decoder over bytes whose outputs differ from uniform: its head is 20 times as large."""
     model = make_decoder(seed)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from whorl.machine import memory
 from whorl.machine.budget import Budget, BudgetText
 from whorl.machine.device_probe import probe
 from whorl.machine.memory import Memory, device_memory
-from whorl.recipes.steps.model import PretrainConfig
+from whorl.train.config import RunConfig
 
 BUDGETS = {"90s": 90, "5m": 300, "5 min": 300, "0.5H": 1800, "1e15flops": 1e15, "2E+3 FLOP": 2000}
 
@@ -183,16 +183,16 @@ AMOUNTS = [("2GB", 2 * 10**9), ("1.5 MiB", 1572864), ("1e6", 10**6), (4096, 4096
 
 @pytest.mark.parametrize(("text", "of_a_gigabyte"), AMOUNTS)
 def test_memory_parse_normalizes(text: str | int, of_a_gigabyte: int) -> None:
-    spelt = PretrainConfig(activation_budget=text).activation_budget  # type: ignore[arg-type]
+    spelt = RunConfig(activation_budget=text).activation_budget  # type: ignore[arg-type]
     assert spelt == ("25%" if "%" in str(text) else f"{of_a_gigabyte}B")
-    assert PretrainConfig(activation_budget=spelt).activation_budget == spelt
+    assert RunConfig(activation_budget=spelt).activation_budget == spelt
     assert Memory.parse(spelt).resolve(10**9) == of_a_gigabyte
 
 
 @pytest.mark.parametrize("text", ["", "2 apples", "0GB", "101%", "0%", "-1GB", "GB", "nan", "0.5B", True, 0])
 def test_memory_parse_invalid_raises(text: object) -> None:
     with pytest.raises(ValidationError, match="activation_budget"):
-        PretrainConfig(activation_budget=text)  # type: ignore[arg-type]
+        RunConfig(activation_budget=text)  # type: ignore[arg-type]
     if isinstance(text, str):
         with pytest.raises(ConfigError, match="not an amount of memory"):
             Memory.parse(text)

@@ -1,4 +1,4 @@
-"""`Decoder`: the same logits with a cache, in packed rows and after saving."""
+"""`whorl_decoder`: the same logits with a cache, in packed rows and after saving."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.support.models.initialization import add_noise, generator
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import CheckpointError
-from whorl.models import Decoder, DecoderConfig, load_model, save_model
+from whorl.models import Transformer, TransformerConfig, load_model, save_model, whorl_decoder
 from whorl.nn.positions.rotary import rotary_frequencies
 from whorl.objectives.next_token import next_token_reference
 
 
-def small(**change: object) -> DecoderConfig:
+def small(**change: object) -> TransformerConfig:
     base = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8,
             "mlp_hidden": 64, "ngram_buckets": 128}  # fmt: skip
-    return DecoderConfig.model_validate({**base, **change})
+    return whorl_decoder(**{**base, **change})
 
 
-def noisy(config: DecoderConfig, seed: int = 0) -> Decoder:
+def noisy(config: TransformerConfig, seed: int = 0) -> Transformer:
     """Return a decoder with noise on every parameter."""
     rng = generator(seed)
-    return add_noise(Decoder(config, rng), 0.1, rng)
+    return add_noise(Transformer(config, rng), 0.1, rng)
 
 
 IDS = torch.randint(0, 97, (2, 150), generator=generator(3))
@@ -56,7 +56,8 @@ def test_yarn_applies_only_beyond_trained_length() -> None:
     plain, extended = noisy(small()), noisy(small(trained_length=100))
     assert torch.equal(plain(IDS[:, :100]), extended(IDS[:, :100]))
     assert not torch.allclose(plain(IDS), extended(IDS), atol=1e-3)
-    far, near = extended.rotary_for(101), extended.rotary_for(100)
+    assert extended.rotary is not None
+    far, near = extended.rotary.for_capacity(101), extended.rotary.for_capacity(100)
     scaling = far.scaling
     assert near.scaling is None and scaling is not None
     fast, slow = (rotary_frequencies(8, scaling=s)[[0, -1]] for s in (None, scaling))
@@ -77,12 +78,13 @@ def test_decoder_flops_and_params_match_torch() -> None:
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
     params = model.params()
     assert params["total"] == sum(p.numel() for p in model.parameters())
-    assert params["total"] == params["embedding"] + params["ngram"] + params["matmul"]
+    assert params["ngram"] == 2 * 128 * 32 and params["embedding"] == 2 * 97 * 32
+    assert params["active"] == params["total"] - params["ngram"] + 2 * 32
     assert model.kv_bytes_per_token() == 2 * 2 * 4 * 8 * 4
 
 
 def test_decoder_is_seeded_and_survives_saving(tmp_path: Path) -> None:
-    one, two = (Decoder(small(), generator(5)) for _ in range(2))
+    one, two = (Transformer(small(), generator(5)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     model = noisy(small())
     save_model(model, tmp_path)
@@ -94,12 +96,13 @@ def test_load_model_names_damaged_files(tmp_path: Path) -> None:
         load_model(tmp_path)
     save_model(noisy(small()), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "mlp_hidden": 32}))
-    with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.down\.weight"):
+    config["transformer"]["mlp_hidden"] = 32
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\."):
         load_model(tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match="cannot read a model"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         load_model(tmp_path)
 
 

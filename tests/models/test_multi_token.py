@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.models.multi_token import MultiTokenPrediction, multi_token_loss, shift_targets
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import train_loop
@@ -104,7 +104,7 @@ def test_draft_with_states_equals_draft_from_all() -> None:
 
 def test_heads_learn_to_draft() -> None:
     """Rows count up in steps of 1 to 4, modulo 11, so two tokens determine the rest."""
-    trunk = Decoder(decoder_config(vocab_size=11, n_kv_heads=2, ngram_orders=()), gen())
+    trunk = Transformer(decoder_config(vocab_size=11, n_kv_heads=2, ngram_orders=()), gen())
     ahead = MultiTokenPrediction(32, 3, 2, mlp_hidden=64, generator=gen(1))
     networks = torch.nn.ModuleDict({"trunk": trunk, "heads": ahead})
 

@@ -11,7 +11,7 @@ from tests.support.models.initialization import add_noise, generator
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.models import Decoder, DecoderConfig, LanguageModel, load_model, make_model, save_model
+from whorl.models import LanguageModel, load_model, make_model, save_model, whorl_decoder
 from whorl.models.pruning.prune import OptimalBrainSurgeon, prune, teacher_log_probs
 from whorl.models.transformer_config import AttentionConfig, MoEConfig, TransformerConfig
 
@@ -22,9 +22,8 @@ FLAGS = {"bias": True, "qk_norm": True, "sink": True, "smear": True}
 
 def network(kind: str, mixer: dict[str, Any] | None = None, **changes: Any) -> LanguageModel:
     g = generator(0)
-    config: DecoderConfig | TransformerConfig
     if kind == "decoder":
-        config = DecoderConfig.model_validate(SIZE | HEADS | {"ngram_buckets": 64} | changes)
+        config = whorl_decoder(**(SIZE | HEADS | {"ngram_buckets": 64} | changes))
     else:
         heads = AttentionConfig.model_validate(HEADS | FLAGS | (mixer or {}))
         config = TransformerConfig.model_validate(SIZE | {"mixers": {"a": heads}, "mlp_bias": True} | changes)
@@ -42,7 +41,7 @@ def logits(model: LanguageModel) -> Tensor:
 
 def mixer_of(model: LanguageModel, n: int) -> Any:
     block: Any = model.blocks[n]
-    return block.attention if isinstance(model, Decoder) else block.mixer
+    return block.mixer
 
 
 KINDS = [

@@ -218,6 +218,12 @@ def test_forward_rejects_bad_ids_states_and_segments(kind: str) -> None:
 def test_transformer_rejects_bad_mixer_options() -> None:
     with pytest.raises(ConfigError, match="options of 'mamba'"):
         made(mixers={"m": CustomMixer(kind="mamba", options={"heads": 2})})
+    with pytest.raises(ConfigError, match="cannot be imported: No module named 'absent'"):
+        made(mixers={"m": CustomMixer(kind="absent:Mixer")})
+    with pytest.raises(ConfigError, match="without new_state"):
+        made(mixers={"m": CustomMixer(kind="torch.nn:Linear")})
+    with pytest.raises(ValidationError, match=r"expected.*module:Class"):
+        CustomMixer(kind="mambo")
     with pytest.raises(ConfigError, match="even number"):
         made(mixers={"m": LATENT.model_copy(update={"rope_dim": 7})})
 

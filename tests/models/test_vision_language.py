@@ -14,7 +14,7 @@ from tests.support.tiny import decoder_config
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.vision.clip import DualEncoder, straight_through_clamp
 from whorl.models.vision.flamingo import Captioner
@@ -35,9 +35,9 @@ def dual() -> DualEncoder:
     return DualEncoder(vit(), draw_zeros(Encoder(shape, gen(1))), gen(2))
 
 
-def decoder(ngrams: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32) -> Decoder:
+def decoder(ngrams: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32) -> Transformer:
     shape = decoder_config(vocab_size=9, d_model=16, n_layers=3, head_dim=8, ngram_orders=ngrams)
-    return draw_zeros(Decoder(shape, gen(3), dtype))
+    return draw_zeros(Transformer(shape, gen(3), dtype))
 
 
 def captioner(**options: Any) -> Captioner:

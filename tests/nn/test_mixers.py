@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.engine.additive_attention import AdditiveAttention
 from tests.support.nn.checks import assert_all_parameters_trained, draw_zero_parameters, gen, in_pieces, randn
 from torch import Tensor
 from torch.testing import assert_close
@@ -61,7 +62,10 @@ MIXERS: dict[str, Callable[[], Any]] = {
     "gru": lambda: GRU(D, generator=gen()),
 }
 MIXERS |= {f"heads {name}": partial(heads, **options) for name, options in HEADS.items()}
-ATTENTION = ("hstu", "mla", "heads")
+MIXERS |= {
+    f"tokens window {w}": lambda w=w: AdditiveAttention(D, window=w, generator=gen()) for w in (None, 1, 3)
+}
+ATTENTION = ("hstu", "mla", "heads", "tokens")
 EVERY_MIXER = pytest.mark.parametrize("kind", MIXERS)
 
 
@@ -111,7 +115,7 @@ def test_mixer_pieces_equal_the_row(kind: str, packed: bool, pieces: tuple[int, 
         assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
         assert state.length == T and sizes == {state_bytes(kind, packed) or state.n_bytes}
     # Not HSTU and MLA: their states are written in place, without a copy for gradients.
-    if kind.startswith("heads"):
+    if kind.startswith(("heads", "tokens")):
         torch.cat(parts, 1).sum().backward()
     tensors = [t for value in vars(state).values() for t in (value if isinstance(value, tuple) else (value,))]
     assert not any(t.requires_grad for t in tensors if isinstance(t, Tensor))
@@ -165,7 +169,9 @@ def test_mixer_is_causal_and_trains_every_parameter(kind: str) -> None:
     assert_close(other[:, :6], y[:, :6])
     assert not torch.allclose(other[:, 6:], y[:, 6:])
     # A single key has weight 1, and the softmax removes a key's bias.
-    assert_all_parameters_trained(layer, y, without=("q.", "k.") if kind == "heads window 1" else ("k.bias",))
+    assert_all_parameters_trained(
+        layer, y, without=("q.", "k.", "score.") if kind.endswith("window 1") else ("k.bias",)
+    )
 
 
 @EVERY_MIXER

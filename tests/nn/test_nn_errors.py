@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.engine.additive_attention import AdditiveAttention
 from tests.support.nn.checks import gen, randn
 
 from whorl.errors import ConfigError
-from whorl.nn import Attention, NGramEmbedding, rotary_tables
+from whorl.nn import NGramEmbedding, rotary_tables
 from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadAttention, MultiHeadLatentAttention
 from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.short_conv import ShortConvolution, Smear
+from whorl.nn.attention.token_cache import TokenCacheMixer
 from whorl.nn.convolution import Conv2d, ConvTranspose2d, ResizeConv
 from whorl.nn.experts import MixtureOfExperts, MoERouter
 from whorl.nn.mamba import Mamba
@@ -49,7 +51,18 @@ def after_one_call(layer: Any, x: torch.Tensor, **second: Any) -> Any:
     return layer(x, state=state, **second)
 
 
+def tokens(**options: Any) -> AdditiveAttention:
+    return AdditiveAttention(32, generator=gen(), **options)
+
+
 CASES: list[tuple[str, Callable[[], Any]]] = [
+    # Tensors per token.
+    ("shapes are {}", lambda: TokenCacheMixer({})),
+    ("with sizes from 1", lambda: TokenCacheMixer({"key": (0,)})),
+    ("window is 0", lambda: tokens(window=0)),
+    (r"AdditiveAttention stores \['value'\]", lambda: tokens().store(None, None, value=X)),
+    (r"'key' of the shape \[2, 11, 32\]", lambda: tokens().store(None, None, key=X, value=X)),
+    ("the same number of rows", lambda: call(tokens(), X, rows=1, capacity=11)),
     # Positions.
     *((rf"position {p} .*n_positions = 8", lambda p=p: LearnedPositions(8, 4)(torch.tensor([0, p, 3])))
       for p in (8, 1000, -1)),
@@ -111,7 +124,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("at the end of their row", lambda: attend(Q, K, V, Mask(window=3), backend="blocked")),
     ("at the end of their row", lambda: attend(Q, K, V, Mask(key_allowed=SEGMENTS > 0), backend="blocked")),
     # Multi-head attention.
-    ("n_heads is 3", lambda: Attention(32, 3, 2, 8)),
+    ("n_heads is 3", lambda: MultiHeadAttention(32, 3, n_kv_heads=2, head_dim=8)),
     ("n_heads is 4 and n_kv_heads is 3", lambda: heads(n_kv_heads=3)),
     ("n_kv_heads is 0", lambda: heads(n_kv_heads=0)),
     ("d_model is 30", lambda: MultiHeadAttention(30, 4)),
@@ -119,12 +132,15 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("backend is 'fast'", lambda: heads(backend="fast")),
     ("window is 0", lambda: heads(window=0)),
     ("rotary and context_dim", lambda: heads(rotary=ROTARY, context_dim=8)),
-    ("has_kv_proj is False", lambda: heads(has_kv_proj=False, smear=True)),
+    ('projections is "shared"', lambda: heads(projections="shared", smear=True)),
     ("x has the shape", lambda: heads()(X[..., :5])),
     ("context is given", lambda: heads()(X, context=X)),
     ("context is missing", lambda: heads(context_dim=12)(X)),
     ("context has the shape", lambda: heads(context_dim=12)(X, context=X)),
-    ("shared_kv is missing", lambda: heads(has_kv_proj=False)(X)),
+    ('scale is "learned"', lambda: heads(scale="learned")),
+    ('projections is "fused"', lambda: heads(projections="fused", context_dim=8)),
+    ("projections is 'none'", lambda: heads(projections="none")),
+    ("shared_kv is missing", lambda: heads(projections="shared")(X)),
     ("shared_kv has keys", lambda: heads()(X, shared_kv=(X[:, None], X[:, None]))),
     ("the state 3", lambda: call(heads(), X, 3, 11)),
     ("capacity is 0", lambda: heads().new_state(2, 0)),

@@ -12,7 +12,7 @@ from whorl.machine.device_probe import Machine
 from whorl.models import TransformerConfig
 from whorl.plan import planner
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import decoder_config, decoder_memory_bytes, training_cost
+from whorl.plan.cost import decoder_config, training_cost
 from whorl.plan.scaling_law import expected_bits_per_byte, fitted_law
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
@@ -118,11 +118,11 @@ def test_scaling_law_is_monotone_with_optimal_vocabulary() -> None:
 
 
 def test_memory_grows_with_width_batch_and_replicas() -> None:
-    def memory(width: int = 128, tokens: int = 2048, replicas: int = 1) -> float:
+    def memory(width: int = 128, rows: int = 8, replicas: int = 1) -> float:
         config = decoder_config(width, 4, 1024)
-        return decoder_memory_bytes(config, tokens=tokens, seq_len=256, replicas=replicas)
+        return training_cost(config, batch_size=rows, seq_len=256, replicas=replicas).peak_memory_bytes
 
-    assert memory() < memory(width=256) and memory() < memory(tokens=8192) and memory() < memory(replicas=2)
+    assert memory() < memory(width=256) and memory() < memory(rows=32) and memory() < memory(replicas=2)
 
 
 def test_time_steps_runs_real_replicas() -> None:

@@ -188,7 +188,8 @@ def test_every_step_has_help_and_defaults() -> None:
     for kind in step_kinds().values():
         assert kind.about.endswith("."), kind.name
         assert kind.config.model_config.get("extra") == "forbid", kind.name
-        kind.config()  # the defaults are valid
+        if kind.name != "images":  # its files have no default
+            kind.config()  # the defaults are valid
 
 
 def test_changed_setting_reruns_only_affected_steps(store: Store) -> None:

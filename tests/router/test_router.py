@@ -256,6 +256,20 @@ async def test_half_sent_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @async_test
+async def test_public_router_uses_no_replica_without_keys() -> None:
+    async with world(2) as w:
+        w.router.pool.keys_required = True
+        w.fakes[0].health = {"status": "ok", "keys_required": True}
+        await w.check_health()
+        first, second = w.router.pool.describe()
+        assert first["healthy"] and not first["problem"]
+        assert not second["healthy"] and "requires no API key" in second["problem"]
+        w.fakes[1].health = {"status": "ok", "keys_required": True}
+        await w.check_health()
+        assert len(w.router.pool.available()) == 2
+
+
+@async_test
 async def test_health_checks_update_replica_state() -> None:
     async with world(2) as w:
         fleet, fake = w.router.pool, w.fakes[0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -155,6 +157,55 @@ def test_files_are_limited_and_cleared(sandbox: Sandbox) -> None:
     assert sandbox.restarts == 0
     with Sandbox(ResourceLimits(wall_seconds=20, file_bytes=0), workers=1) as none:
         assert "PermissionError" in none.run("open('a', 'w')").reason
+
+
+BOMBS = {
+    "folders": "import os\ni = 0\nwhile True:\n    os.mkdir(str(i).ljust(250, 'x'))\n    i += 1",
+    "nested": "import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')",
+    "files": "i = 0\nwhile True:\n    open(str(i).ljust(250, 'x'), 'w').close()\n    i += 1",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_time_limit_holds_under_full_load(bomb: str) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        with Sandbox(ResourceLimits(file_bytes=1 << 30), workers=1) as sandbox:
+            root = Path(sandbox._workers[0].root)  # type: ignore[union-attr]
+            began = time.monotonic()
+            result = sandbox.run(BOMBS[bomb])
+            took = time.monotonic() - began
+            assert result.kind in ("time", "files", "raised", "cpu") and took < 3, (result, took)
+            assert sandbox.run("import os\nassert os.listdir('.') == []\nopen('a', 'w').write('x')").ok
+            assert sandbox.restarts == 0
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert not root.exists()
+
+
+def test_unlinked_open_files_count(sandbox: Sandbox) -> None:
+    source = "import os, time\nkept = []\nfor i in range(30):\n    f = open('a', 'wb', buffering=0)\n"
+    source += "    f.write(bytes(60_000))\n    os.unlink('a')\n    kept.append(f)\ntime.sleep(1000)"
+    assert sandbox.run(source).reason == "files"
+
+
+def test_program_reaches_no_foreign_calls(sandbox: Sandbox) -> None:
+    """Frames and objects of the process lead to no C library and no ctypes."""
+    source = """
+import gc, sys
+frames, found, seen = [sys._getframe()], [], set()
+while frames[-1].f_back: frames.append(frames[-1].f_back)
+objects = [v for f in frames for v in [*f.f_locals.values(), *f.f_globals.values()]] + gc.get_objects()
+for thing in objects:
+    for name in ("libc", "syscall", "prctl", "confinement", "CDLL"):
+        try:
+            if hasattr(thing, name): found.append((type(thing).__name__, name))
+        except BaseException: pass
+print(found)
+"""
+    assert sandbox.run(source).output == "[]\n"
 
 
 def test_threads_are_limited_and_killed(sandbox: Sandbox) -> None:

@@ -147,29 +147,23 @@ def test_guards_and_assert_calls_count_as_checks(sandbox: Sandbox) -> None:
         assert sandbox.run(Program(WRONG, tests)).kind == "failed"
 
 
-FIND_SECRET = """
-import os, time
-data = b""
-while not data:  # the zygote writes tests and secret shortly after the fork
-    for n in range(3, 1000):
-        try: os.set_blocking(n, False); data += os.read(n, 99999)
-        except OSError: pass
-    time.sleep(0.002)
+WRITE_REPORT = """
+import os
+frame = len(REPORT).to_bytes(4, "little") + REPORT
 for n in range(3, 1000):
-    try: os.write(n, data[-16:] + REPORT)
+    try: os.write(n, frame)
     except OSError: pass
 os._exit(0)
 """
-MALFORMED = ["{'reason':'passed'}", "{'reason':5,'example_outputs':[]}", "{'reason':'passed','example_outputs':null}",
-             "[1]", "1", "'x'", "[" * 50_000, "{", "{'reason':'failed','example_outputs':[[5,7]]}", "\xff",
-             "{'reason':'other','example_outputs':[]}", "{'reason':['passed'],'example_outputs':[]}"]  # fmt: skip
+MALFORMED = ["{'reason':5}", "{'reason':null}", "{}", "[1]", "1", "'x'", "[" * 50_000, "{", "\xff", "{'reason':'other'}",
+             "{'reason':['passed']}", "{'passed':'reason'}"]  # fmt: skip
 
 
 def test_malformed_reports_count_as_crashes(sandbox: Sandbox) -> None:
-    """A program that finds the secret cannot raise in the parent, and no other program is lost."""
+    """A program that writes its report itself cannot raise in the parent, and no other program is lost."""
     restarts = sandbox.restarts
     reports = [text.replace("'", '"').encode("latin-1") for text in MALFORMED]
-    programs = [Program(FIND_SECRET.replace("REPORT", repr(report)), ASSERTS) for report in reports]
+    programs = [Program(WRITE_REPORT.replace("REPORT", repr(report)), ASSERTS) for report in reports]
     results = sandbox.run_all([*programs, Program(RIGHT, ASSERTS)])
     assert [r.kind for r in results[:-1]] == ["crashed"] * len(programs), results
     assert results[-1].ok and sandbox.restarts == restarts

@@ -16,7 +16,7 @@ from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
-from whorl.models import Decoder
+from whorl.models import Transformer
 
 PROSE = ["the cat sat on the mat", "rain falls, and falls", "a" * 70]
 PLACES = 12
@@ -68,7 +68,7 @@ def test_held_out_bits_reject_empty_text() -> None:
         held_out_bits(network(), tokenizer(), [b""])
 
 
-def sharpen(model: Decoder) -> Decoder:
+def sharpen(model: Transformer) -> Transformer:
     """Return the model with sharper probabilities: an untrained one is almost uniform."""
     with torch.no_grad():
         model.head_weight.mul_(6.0)

@@ -11,7 +11,7 @@ from whorl.align.config import SFTConfig
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError
-from whorl.models import Decoder, DecoderConfig
+from whorl.models import Transformer, whorl_decoder
 from whorl.tokens.tokenizer import Tokenizer
 
 SHARES: dict[PersonGroup, float] = {
@@ -30,9 +30,9 @@ def scribe() -> ExampleTokenizer:
 
 def fresh(scribe: ExampleTokenizer) -> PolicyModel:
     sizes = {"d_model": 64, "n_layers": 2, "mlp_hidden": 128, "n_heads": 2, "n_kv_heads": 2, "head_dim": 32}
-    config = DecoderConfig(vocab_size=408, ngram_buckets=64, **sizes)
+    config = whorl_decoder(vocab_size=408, ngram_buckets=64, **sizes)
     banned = scribe.banned_ids(408)
-    return PolicyModel(Decoder(config, torch.Generator().manual_seed(0)), banned_ids=banned)
+    return PolicyModel(Transformer(config, torch.Generator().manual_seed(0)), banned_ids=banned)
 
 
 def test_make_lesson_uses_training_groups_only() -> None:

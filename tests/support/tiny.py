@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from whorl.corpus.documents import Document, document_id
-from whorl.models import Decoder, DecoderConfig
+from whorl.models import whorl_decoder
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 from whorl.tokens.shards import write_shards
@@ -19,11 +19,11 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 BYTE_VOCAB = 264  # 256 bytes and 3 special tokens, padded to a multiple of 8
 
 
-def decoder_config(**changes: Any) -> DecoderConfig:
+def decoder_config(**changes: Any) -> TransformerConfig:
     """The shape of `tiny_decoder`: 2 layers of width 32 over the byte vocabulary."""
     heads = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
     shape: dict[str, Any] = {"vocab_size": BYTE_VOCAB, "d_model": 32, "n_layers": 2, "mlp_hidden": 64}
-    return DecoderConfig(**{**heads, **shape, "ngram_buckets": 64, **changes})
+    return whorl_decoder(**{**heads, **shape, "ngram_buckets": 64, **changes})
 
 
 def transformer_config(**changes: Any) -> TransformerConfig:
@@ -33,10 +33,10 @@ def transformer_config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**{**shape, "max_length": 64, "mixers": {"full": heads}, **changes})
 
 
-def make_decoder(seed: int = 0, **changes: Any) -> Decoder:
-    """A `Decoder` of `decoder_config(**changes)`; parameters that start at zero are drawn, so that outputs vary."""
+def make_decoder(seed: int = 0, **changes: Any) -> Transformer:
+    """The network of `decoder_config(**changes)`; parameters that start at zero are drawn, so that outputs vary."""
     generator = torch.Generator().manual_seed(seed)
-    return draw_zero_parameters(Decoder(decoder_config(**changes), generator), generator)
+    return draw_zero_parameters(Transformer(decoder_config(**changes), generator), generator)
 
 
 def make_transformer(seed: int = 0, **changes: Any) -> Transformer:

@@ -83,7 +83,7 @@ def test_unused_ids_are_control_ids(tmp_path: Path) -> None:
     used = set(core.get_vocab().values())
     unused = set(range(501)) - used
     assert t.vocab_size == len(t.token_bytes) == 501 and core.get_vocab_size() < 500
-    assert t.heal_prompt("a zz") == (core.encode("a zz").ids[:-1], b" zz")
+    assert t.heal_prompt("a zz") == (core.encode("a zz").ids[:-1], b" zz", 2)
     assert set(t.control_ids) == unused | {1} and {t.token_bytes[i] for i in unused} == {b""}
 
 
@@ -112,7 +112,7 @@ def test_damaged_config_files_are_named(file: str, content: str, message: str, t
 
 def test_prompt_may_be_empty_but_not_invalid(tmp_path: Path) -> None:
     t = HFTokenizer(byte_level(tmp_path))
-    assert t.heal_prompt("") == ([0], b"")  # the end id
+    assert t.heal_prompt("") == ([0], b"", 1)  # the end id
     with pytest.raises(DataError, match=r"the prompt holds '\\udce9' at 1"):
         t.heal_prompt("a\udce9")
 

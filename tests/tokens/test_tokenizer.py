@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Core
 
 from whorl.errors import ConfigError, DataError
 from whorl.tokens import bpe, pretokens
-from whorl.tokens.healing import heal
+from whorl.tokens.healing import MAX_HEALED_BYTES, heal
 from whorl.tokens.tokenizer import BOS, EOS, PAD, Tokenizer
 
 CODE = "class A(B):\n\tdef été(ß):\r\n    return '日本' * 12345 + [x for x in y]\n\n\n# a-b_c\n"
@@ -157,14 +157,20 @@ def test_encode_batch_matches_encode() -> None:
 @settings(max_examples=200, deadline=None)
 @given(texts, texts)
 @example("", "x")
+@example("internationalization", "s")
+@example("a" * 40, "")
 def test_healed_prompt_ids_are_stable(prompt: str, rest: str) -> None:
     if has_lone_surrogate(prompt + rest):
         return
     healed = heal(T, prompt)
     prompt_ids = healed.ids[1:]
-    assert healed.ids[0] == T.bos_id and bool(prompt) == bool(healed.forced_prefix)
+    assert healed.ids[0] == T.bos_id and len(healed.forced_prefix) <= MAX_HEALED_BYTES
     assert T.decode(prompt_ids) + healed.forced_prefix == prompt.encode()
-    assert T.encode(prompt + rest).tolist()[: len(prompt_ids)] == prompt_ids
+    assert healed.n_tokens == 1 + len(T.encode(prompt))
+    end = pretokens.split_pretokens(prompt)[-1] if prompt else ""
+    if len(end.encode()) <= MAX_HEALED_BYTES:  # the whole pre-token: no later text changes the ids before it
+        assert healed.forced_prefix == end.encode()
+        assert T.encode(prompt + rest).tolist()[: len(prompt_ids)] == prompt_ids
 
 
 def test_tokenizer_rejects_impossible_input(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from whorl.train.task import RunOptions, Task
 from whorl.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-REPLICATED = ("pretrain", "sft", "preference", "reward_model", "rl")
+REPLICATED = ("pretrain", "sft", "preference", "reward_model", "rl", "image_classifier", "captioner")
 
 
 @pytest.fixture(autouse=True)

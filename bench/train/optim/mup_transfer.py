@@ -36,7 +36,7 @@ from bench.models._synthetic_data import characters, stretches
 from bench.train.optim._text import make_text
 
 from whorl.machine.device_probe import probe
-from whorl.models import DecoderConfig
+from whorl.models import whorl_decoder
 from whorl.objectives.next_token import next_token
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng
@@ -67,7 +67,7 @@ def train(way: str, width: int, power: int, seed: int, steps: int, text: Path, d
     training, held_out, vocab = characters(text)
     plain = OptimConfig()
     optim = OptimConfig(**WAYS[way], **{name: getattr(plain, name) * 2.0**power for name in RATES})
-    shape = DecoderConfig(
+    shape = whorl_decoder(
         vocab_size=vocab, d_model=width, n_layers=2, n_heads=width // 32, n_kv_heads=width // 32, head_dim=32,
         mlp_hidden=4 * width, ngram_orders=(),
     )  # fmt: skip

@@ -37,7 +37,7 @@ from bench.models._synthetic_data import characters, stretches
 from bench.train.optim._text import make_text
 
 from whorl.machine.device_probe import probe
-from whorl.models import Decoder, DecoderConfig
+from whorl.models import Transformer, whorl_decoder
 from whorl.objectives.next_token import next_token
 from whorl.tracking.seeds import generator, numpy_rng
 from whorl.train.config import OptimConfig
@@ -109,11 +109,11 @@ class Trainer:
 
     def __init__(self, kind: str, rate: float, seed: int, text: Path, dtype: str) -> None:
         self.text, self.held_out, vocab = characters(text)
-        shape = DecoderConfig(
+        shape = whorl_decoder(
             vocab_size=vocab, d_model=128, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=32, mlp_hidden=512,
             ngram_orders=(),
         )  # fmt: skip
-        self.model = Decoder(shape, generator(seed, "weights"), getattr(torch, dtype))
+        self.model = Transformer(shape, generator(seed, "weights"), getattr(torch, dtype))
         self.rng = numpy_rng(seed, "optimisers", "batches")
         self.params = dict(self.model.named_parameters())
         data = {n: p.data for n, p in self.params.items()}

@@ -32,12 +32,12 @@ from whorl.objectives.advantages.estimators import Trajectory, gae, v_trace
 from whorl.objectives.next_token import Loss
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import derive, generator
-from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.config import CheckpointConfig
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
 from whorl.train.metrics.layer_stats import LayerStats
-from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
+from whorl.train.trainer import RunOptions, StepFunction, Task, Trainer
 
 MIN_CLIP_FRACTION = 0.05  # of the initial clip
 RETURN_WINDOW = 100  # number of episodes in the training return
@@ -114,17 +114,13 @@ def train(
         threads=1,  # networks this small are slower on more threads
         heartbeat_dir=heartbeat_dir,
     )
-    Trainer(task, options, _Observer(task, observe), log=log).fit()
+
+    def on_step(_: int, metrics: dict[str, float]) -> None:
+        task.progress.metrics = metrics
+        observe(task.progress, task.networks)
+
+    Trainer(task, options, StepFunction(on_step, observe), log=log).fit()
     return task.networks
-
-
-class _Observer(TrainCallback):
-    def __init__(self, task: AgentTask, observe: Callable[[TrainingProgress, ActorCritic], None]) -> None:
-        self.task, self.observe = task, observe
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        self.task.progress.metrics = metrics
-        self.observe(self.task.progress, self.task.networks)
 
 
 class AgentTask(Task[Slot[Any]]):

@@ -12,10 +12,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from whorl.align.environments import EnvironmentField
 from whorl.align.policy_config import KLConfig, PolicyLossOverrides
-from whorl.machine.memory import MemoryText
 from whorl.registry import Registry
-from whorl.train.checkpoint.remote import CheckpointConfig
-from whorl.train.config import FiniteGuardConfig, OptimConfig, OptimizerName, ScheduleConfig
+from whorl.train.config import (
+    FiniteGuardConfig,
+    OptimConfig,
+    OptimizerName,
+    RoutingConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 Algorithm = Literal["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"]
 PREFERENCE_OBJECTIVES = Registry(
@@ -42,6 +48,26 @@ class LoRAConfig(BaseModel):
     )
 
 
+class StageTrainConfig(TrainConfig):
+    """The update loop of a stage after pretraining."""
+
+    schedule: ScheduleConfig = ScheduleConfig(warmup_ratio=0.05)
+    spike_guard: FiniteGuardConfig = Field(
+        default=FiniteGuardConfig(),
+        description="skips non-finite batches; with a threshold also batches whose loss or gradient norm is far off",
+    )
+    clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient")
+    micro_batch_tokens: int = Field(
+        default=8192, ge=1, description="approximate positions of a forward pass with gradients"
+    )
+    routing: RoutingConfig = Field(
+        default=RoutingConfig(), description="load balancing of experts, and router freezing"
+    )
+    expert_lr_scales: float | dict[int, float] = Field(
+        default=1.0, description="multiple of the experts' learning rates: of all, or by the expert's number"
+    )
+
+
 class StageConfig(BaseModel):
     """Settings of every stage that trains weights."""
 
@@ -50,30 +76,12 @@ class StageConfig(BaseModel):
     lr_scale: float = Field(default=0.1, gt=0, description="multiple of pretraining's learning rates")
     optimizer: OptimizerName = Field(default="muon", description="optimizer of the blocks' matrices")
     lora: LoRAConfig | None = Field(default=None, description="train an adapter instead of the weights")
-    micro_batch_tokens: int = Field(
-        default=8192, ge=1, description="approximate positions of a forward pass with gradients"
-    )
-    clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient")
-    schedule: ScheduleConfig = ScheduleConfig(warmup_ratio=0.05)
     dtype: DType | None = Field(
         default=None, description="compute dtype; default: the fastest on this machine"
     )
     seed: int = 0
-    activation_budget: MemoryText | None = Field(
-        default=None,
-        description="memory for activations, 2GB or 25%; blocks beyond it are recomputed in the backward; default: no limit",
-    )
-    spike_guard: FiniteGuardConfig = Field(
-        default=FiniteGuardConfig(),
-        description="skips non-finite batches; with a threshold also batches whose loss or gradient norm is far off",
-    )
-    ema: float = Field(
-        default=0.0, ge=0, lt=1, description="decay per step of averaged weights, which are saved; 0 for none"
-    )
-    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
-    checkpoints: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="how many are kept, and a remote copy"
-    )
+    train: StageTrainConfig = Field(default=StageTrainConfig(), description="the update loop")
+    run: RunConfig = Field(default=RunConfig(), description="checkpoints, memory and processes")
 
     def optim(self) -> OptimConfig:
         """Return the optimizer settings of this stage."""
@@ -83,31 +91,65 @@ class StageConfig(BaseModel):
             for name in ("lr_muon", "lr_adamw", "lr_embedding", "lr_scalar", "lr_ngram")
         }
         return usual.model_copy(
-            update={**rates, "optimizer": self.optimizer, "muon_every": 1, "clip_norm": self.clip_norm}
+            update={
+                **rates,
+                "optimizer": self.optimizer,
+                "muon_every": 1,
+                "clip_norm": self.train.clip_norm,
+                "expert_lr_scales": self.train.expert_lr_scales,
+            }
         )
 
 
-class SFTConfig(StageConfig):
+class DatasetStageConfig(StageConfig):
+    """Settings of every stage over a data set of texts: how many of them a step has."""
+
+    epochs: float = Field(default=1.0, gt=0, description="passes over the examples (or prompts)")
+    batch_size: int = Field(default=32, ge=1, description="texts per step")
+    batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens of a step without padding, at most, in place of batch_size",
+    )
+    packing: bool = Field(default=True, description="several examples per row, with a document mask")
+
+    @model_validator(mode="after")
+    def _one_batch_limit(self) -> DatasetStageConfig:
+        if self.batch_tokens is not None and self.batch_size != type(self).model_fields["batch_size"].default:
+            raise ValueError(
+                f"batch_size is {self.batch_size} and batch_tokens is {self.batch_tokens}: set one of them"
+            )
+        return self
+
+
+class SFTConfig(DatasetStageConfig):
     """Supervised fine-tuning."""
 
-    epochs: float = Field(default=1.0, gt=0, description="passes over the examples")
     seq_len: int = Field(
         default=512, ge=8, description="positions of a row; longer examples are rejected and counted"
     )
     batch_size: int = Field(default=16, ge=1, description="rows per step")
-    packing: bool = Field(default=True, description="several examples per row, with a document mask")
     replay_fraction: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="share of a step's rows from pretraining data, against forgetting",
-    )
-    replicas: int | None = Field(
-        default=None, ge=1, description="training processes; default: one per core where that pays"
+        description="share of a step's rows (or tokens) from pretraining data, against forgetting",
     )
 
 
-class DistilConfig(StageConfig):
+class MultiTokenConfig(SFTConfig):
+    """Multi-token heads of a trained model; formula in `models/multi_token.py`."""
+
+    lr_scale: float = Field(default=1.0, gt=0, description="multiple of pretraining's learning rates")
+    n_predict: int = Field(
+        default=4, ge=2, le=16, description="tokens that the heads predict; all but the first are drafts"
+    )
+    mlp_hidden: int | None = Field(default=None, ge=1, description="of each head; default: 4 times the width")
+    train_trunk: bool = Field(default=False, description="train the model too, with its own next-token loss")
+    lora: None = Field(default=None, description="unsupported: heads are trained in full")
+
+
+class DistilConfig(DatasetStageConfig):
     """Distillation: the divergence, and whose completions it is computed on."""
 
     divergence: Divergence = Field(
@@ -126,10 +168,21 @@ class DistilConfig(StageConfig):
     )
     max_completion_tokens: int = Field(default=64, ge=1, description="ids of an on-policy completion")
     sync_every: int = Field(default=1, ge=1, description="steps between updates of the sampling weights")
-    epochs: float = Field(default=1.0, gt=0, description="passes over the examples (or prompts)")
     seq_len: int = Field(default=512, ge=8, description="positions of a row")
-    batch_size: int = Field(default=32, ge=1, description="texts per step")
-    packing: bool = Field(default=True, description="several examples per row, with a document mask")
+
+    @model_validator(mode="after")
+    def _known_lengths(self) -> DistilConfig:
+        if self.batch_tokens is not None and self.on_policy_fraction:
+            raise ValueError(
+                f"batch_tokens is {self.batch_tokens} and on_policy_fraction is {self.on_policy_fraction}: the lengths of "
+                "completions are unknown before they are sampled; set batch_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_process(self) -> DistilConfig:
+        self.run.refuse(replicas="distillation trains in one process")
+        return self
 
 
 class StudentConfig(BaseModel):
@@ -161,18 +214,14 @@ class StudentConfig(BaseModel):
         return self
 
 
-class PreferenceStageConfig(StageConfig):
+class PreferenceStageConfig(DatasetStageConfig):
     """Settings of every stage that learns from preferences."""
 
-    epochs: float = Field(default=1.0, gt=0, description="passes over the data")
     seq_len: int = Field(
         default=512, ge=8, description="ids of prompt and completion; longer ones are rejected"
     )
     batch_size: int = Field(default=32, ge=1, description="pairs per step; KTO: completions per step")
     packing: bool = Field(default=False, description="several examples per row, with a document mask")
-    replicas: int | None = Field(
-        default=None, ge=1, description="training processes; default: one per core where that pays"
-    )
 
 
 class PreferenceConfig(PreferenceStageConfig):
@@ -243,6 +292,59 @@ class AsyncRolloutConfig(BaseModel):
         return self
 
 
+class RLRunConfig(RunConfig):
+    """How a stage of reinforcement learning runs."""
+
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU processes that each sample and train a shard of a rollout batch, at most prompts_per_step; "
+        "default: one per core where that pays",
+    )
+    max_train_seconds: float | None = Field(
+        default=None, gt=0, description="training time after which the run ends early"
+    )
+    max_worker_restarts: int = Field(
+        default=3, ge=0, description="restarts of a killed worker before it delivers a rollout batch"
+    )
+    log_rollouts_every: int = Field(default=20, ge=1, description="steps between tables of rollouts")
+
+
+class TaskSamplingConfig(BaseModel):
+    """Which tasks and completions a rollout batch has, and the penalty of long ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    curriculum: Literal["uniform", "variance", "filter", "easy_first"] = Field(
+        default="uniform",
+        description="task sampling: uniform, tasks that are sometimes solved, or easy before hard",
+    )
+    dynamic_sampling_rounds: int | None = Field(
+        default=None,
+        ge=0,
+        description="rounds that replace groups with equal rewards; default: 2 in DAPO",
+    )
+    overlong_buffer: int | None = Field(
+        default=None,
+        ge=0,
+        description="tokens before the limit over which the reward falls; default: a quarter in DAPO",
+    )
+
+
+class PolicyUpdateConfig(BaseModel):
+    """The updates on one rollout batch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: int = Field(default=1, ge=1, description="passes over a rollout batch")
+    minibatches: int = Field(default=1, ge=1, description="steps per pass")
+    clip: tuple[float, float] | None = Field(
+        default=None,
+        description="lower and upper distance of a ratio from 1; default: those of the algorithm",
+    )
+    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="PPO: 1 is Monte Carlo minus the critic")
+
+
 class RLConfig(StageConfig):
     """Reinforcement learning from verifiable rewards."""
 
@@ -259,43 +361,12 @@ class RLConfig(StageConfig):
         default=256, ge=8, description="ids of a whole rollout; tasks with longer prompts are rejected"
     )
     temperature: float = Field(default=1.0, gt=0)
-    update_epochs: int = Field(default=1, ge=1, description="passes over a rollout batch")
-    minibatches: int = Field(default=1, ge=1, description="steps per pass")
-    clip: tuple[float, float] | None = Field(
-        default=None,
-        description="lower and upper distance of a ratio from 1; default: those of the algorithm",
-    )
+    sampling: TaskSamplingConfig = TaskSamplingConfig()
+    update: PolicyUpdateConfig = PolicyUpdateConfig()
     loss: PolicyLossOverrides = PolicyLossOverrides()
-    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="PPO: 1 is Monte Carlo minus the critic")
     kl: KLConfig = KLConfig()
     async_rollout: AsyncRolloutConfig = AsyncRolloutConfig()
-    max_worker_restarts: int = Field(
-        default=3, ge=0, description="restarts of a killed worker before it delivers a rollout batch"
-    )
-    overlong_buffer: int | None = Field(
-        default=None,
-        ge=0,
-        description="tokens before the limit over which the reward falls; default: a quarter in DAPO",
-    )
-    dynamic_sampling_rounds: int | None = Field(
-        default=None,
-        ge=0,
-        description="rounds that replace groups with equal rewards; default: 2 in DAPO",
-    )
-    replicas: int | None = Field(
-        default=None,
-        ge=1,
-        description="CPU processes that each sample and train a shard of a rollout batch, at most prompts_per_step; "
-        "default: one per core where that pays",
-    )
-    curriculum: Literal["uniform", "variance", "filter", "easy_first"] = Field(
-        default="uniform",
-        description="task sampling: uniform, tasks that are sometimes solved, or easy before hard",
-    )
-    log_rollouts_every: int = Field(default=20, ge=1, description="steps between tables of rollouts")
-    max_train_seconds: float | None = Field(
-        default=None, gt=0, description="training time after which the run ends early"
-    )
+    run: RLRunConfig = Field(default=RLRunConfig(), description="checkpoints, memory, processes, log")
 
     @model_validator(mode="after")
     def _possible(self) -> RLConfig:
@@ -310,28 +381,29 @@ class RLConfig(StageConfig):
                 "task and needs at least 2"
             )
         ratio = self.loss.ratio or ("none" if self.algorithm in ("reinforce", "rloo") else "token")
-        if ratio == "none" and (self.clip or self.loss.dual_clip):
+        if ratio == "none" and (self.update.clip or self.loss.dual_clip):
             raise ValueError(
-                f"{'clip' if self.clip else 'loss.dual_clip'} is set, but {self.algorithm} has no ratio to clip: "
-                "set loss.ratio to token or sequence"
+                f"{'update.clip' if self.update.clip else 'loss.dual_clip'} is set, but {self.algorithm} has no ratio to "
+                "clip: set loss.ratio to token or sequence"
             )
         if self.max_completion_tokens >= self.max_seq_len:
             raise ValueError(
                 f"max_seq_len is {self.max_seq_len}: max_completion_tokens ({self.max_completion_tokens}) leaves no room "
                 "for a prompt"
             )
-        if (self.replicas or 1) > 1 and self.async_rollout.workers:
+        if (self.run.replicas or 1) > 1 and self.async_rollout.workers:
             raise ValueError(
-                f"replicas is {self.replicas} and async_rollout.workers is {self.async_rollout.workers}: "
+                f"run.replicas is {self.run.replicas} and async_rollout.workers is {self.async_rollout.workers}: "
                 "use one of them"
             )
-        if self.environment and self.overlong_buffer:
+        if self.environment and self.sampling.overlong_buffer:
             raise ValueError(
-                f"overlong_buffer is {self.overlong_buffer}: replies of an environment have no common limit; remove it"
+                "sampling.overlong_buffer is set: replies of an environment have no common limit; remove it"
             )
-        if (self.overlong_buffer or 0) > self.max_completion_tokens:
+        if (self.sampling.overlong_buffer or 0) > self.max_completion_tokens:
             raise ValueError(
-                f"overlong_buffer ({self.overlong_buffer}) exceeds max_completion_tokens ({self.max_completion_tokens})"
+                f"sampling.overlong_buffer ({self.sampling.overlong_buffer}) exceeds max_completion_tokens "
+                f"({self.max_completion_tokens})"
             )
         return self
 
@@ -342,15 +414,15 @@ class RLConfig(StageConfig):
 
     @property
     def resolved_sampling_rounds(self) -> int:
-        """Return `dynamic_sampling_rounds`, or the algorithm's default."""
+        """Return `sampling.dynamic_sampling_rounds`, or the algorithm's default."""
         return (
             (2 if self.algorithm == "dapo" else 0)
-            if self.dynamic_sampling_rounds is None
-            else self.dynamic_sampling_rounds
+            if self.sampling.dynamic_sampling_rounds is None
+            else self.sampling.dynamic_sampling_rounds
         )
 
     @property
     def resolved_overlong_buffer(self) -> int:
-        """Return `overlong_buffer`, or the algorithm's default; 0 with an environment."""
+        """Return `sampling.overlong_buffer`, or the algorithm's default; 0 with an environment."""
         default = self.max_completion_tokens // 4 if self.algorithm == "dapo" and not self.environment else 0
-        return default if self.overlong_buffer is None else self.overlong_buffer
+        return default if self.sampling.overlong_buffer is None else self.sampling.overlong_buffer

@@ -21,6 +21,8 @@ ENVIRONMENTS = Registry(
     {
         "calculator": "whorl.align.rl.environments.calculator:CalculatorEnv",
         "repair": "whorl.align.rl.environments.repair:RepairEnv",
+        "openenv": "whorl.align.rl.environments.openenv:OpenEnvEnv",
+        "verifiers": "whorl.align.rl.environments.verifiers:VerifiersEnv",
     },
 )
 
@@ -38,6 +40,9 @@ class EnvironmentConfig(BaseModel):
     )
     step_seconds: float = Field(
         default=30.0, gt=0, description="time limit of one step of the environment, without verifiers"
+    )
+    reset_seconds: float = Field(
+        default=60.0, gt=0, description="time limit of the start of a rollout, without verifiers"
     )
     overlap: bool = Field(
         default=False,

@@ -103,9 +103,7 @@ def train(
     token_set = TokenSet(tokens)
     machine = probe()
     job = {"batch_size": 8, "seq_len": 128, **job}
-    shape = decoder_config(width, depth, token_set.vocab_size).model_copy(
-        update={"trained_length": job["seq_len"]}
-    )
+    shape = decoder_config(width, depth, token_set.vocab_size, trained_length=job["seq_len"])
     settings = {
         "tokens": str(tokens), "model": shape, "steps": steps,
         "device": machine.device, "dtype": machine.dtype, "threads": machine.threads, "compile": steps >= 1000, **job,

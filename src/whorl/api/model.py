@@ -25,6 +25,7 @@ from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.model_loading import ModelLocation, load_generation_model
+from whorl.tokens.healing import HealedPrompt
 from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -70,14 +71,11 @@ class Model:
         if isinstance(prompts, str):
             return "".join(self.stream(prompts, **options))
         encoded = [self._entry.encode_healed(prompt) for prompt in prompts]
-        return self._complete(
-            [self._request(ids, prefix, n, options) for n, (ids, prefix) in enumerate(encoded)]
-        )
+        return self._complete([self._request(healed, n, options) for n, healed in enumerate(encoded)])
 
     def stream(self, prompt: str, **options: Any) -> Iterator[str]:
         """Yield the continuation of a text in pieces, as it is sampled. Options are those of `generate`."""
-        ids, forced_prefix = self._entry.encode_healed(prompt)
-        yield from self._stream(self._request(ids, forced_prefix, 0, options))
+        yield from self._stream(self._request(self._entry.encode_healed(prompt), 0, options))
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
         """Answer a conversation: messages with `role` and `content`, or one user message as a text.
@@ -88,8 +86,9 @@ class Model:
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         template = self._entry.chat_template
         stop = (*(text.decode() for text in template.stop), *_texts(options.get("stop", ())))
+        ids = template.encode_prompt(turns)
         request = self._request(
-            template.encode_prompt(turns), b"", 0, {**options, "stop": stop}, template.stop_ids
+            HealedPrompt(ids, b"", len(ids)), 0, {**options, "stop": stop}, template.stop_ids
         )
         return "".join(self._stream(request))
 
@@ -131,8 +130,7 @@ class Model:
 
     def _request(
         self,
-        ids: Sequence[int],
-        forced_prefix: bytes,
+        prompt: HealedPrompt,
         index: int,
         options: Mapping[str, Any],
         stop_ids: frozenset[int] | None = None,
@@ -146,37 +144,34 @@ class Model:
             raise ConfigError(f"{unknown[0]} is not an option of generation", expected=allowed)
         if settings.get("seed") is not None:
             settings["seed"] += index
-        room = self._entry.max_model_len - len(ids)
+        room = self._entry.max_model_len - prompt.n_tokens
         if room < 1:
             raise ConfigError(
-                f"prompt {index} has {len(ids):,} tokens",
+                f"prompt {index} has {prompt.n_tokens:,} tokens",
                 expected=f"at most {self._entry.max_model_len - 1:,}",
             )
         return Request(
             id=str(next(self._request_ids)),
-            ids=tuple(ids),
+            ids=tuple(prompt.ids),
             sampling=SamplingParams(**settings),
             max_tokens=min(max_tokens, room),
             stop=tuple(text.encode() for text in stop),
             stop_ids=frozenset(self.tokenizer.end_ids) if stop_ids is None else stop_ids,
-            forced_prefix=forced_prefix,
+            forced_prefix=prompt.forced_prefix,
         )
 
     def _stream(self, request: Request) -> Iterator[str]:
         """The text of one request; it is aborted when the caller stops reading."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        skip = len(request.forced_prefix)  # the forced prefix repeats the prompt's last bytes
         for delta in self.engine.stream([request]):
-            cut = min(skip, len(delta.text))
-            skip, done = skip - cut, delta.finish_reason is not None
-            if text := decoder.decode(delta.text[cut:], final=done):
+            if text := decoder.decode(delta.text, final=delta.finish_reason is not None):
                 yield text
 
     def _complete(self, requests: Sequence[Request]) -> list[str]:
         texts = {request.id: b"" for request in requests}
         for delta in self.engine.stream(requests):
             texts[delta.request_id] += delta.text
-        return [texts[r.id][len(r.forced_prefix) :].decode("utf-8", "replace") for r in requests]
+        return [texts[request.id].decode("utf-8", "replace") for request in requests]
 
 
 def load(

@@ -20,6 +20,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from whorl.cli.config_options import expand
 from whorl.errors import WhorlError
 
 VERBS = {
@@ -29,6 +30,8 @@ VERBS = {
     "serve": "serving",
     "route": "serving",
     "embed": "models",
+    "classify": "models",
+    "caption": "models",
     "report": "jobs",
     "recipes": "jobs",
     "ls": "artifacts",
@@ -58,7 +61,18 @@ Artifacts are kept in a store (./.whorl, $WHORL_HOME, or --store). A step that i
 
 
 class _Command(TyperCommand):
-    """A verb that refuses its old options and names the new ones."""
+    """A verb that refuses its old options and names the new ones. Options from pydantic models are made at its first use."""
+
+    expanded = False
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        if not self.expanded and self.callback is not None and hasattr(self.callback, "with_options"):
+            app = typer.Typer(add_completion=False, rich_markup_mode=None)
+            app.command()(with_error_handling(expand(self.callback)))
+            made = typer.main.get_command(app)
+            self.params, self.callback = made.params, made.callback
+        self.expanded = True
+        return super().get_params(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from whorl.recipes.renamed import OPTIONS

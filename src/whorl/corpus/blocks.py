@@ -20,6 +20,7 @@ from whorl.data.quarantine import BadRecordError, Quarantine
 from whorl.errors import ConfigError, DataError
 
 MAX_DOCUMENT_BYTES = 1 << 20
+DEFAULT_BLOCK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,20 @@ class FileBlock:
 
 @dataclass(frozen=True)
 class Source:
-    """Files and their weight in the mixture at the beginning and at the end of the run (by default equal)."""
+    """Files and their weight in the mixture at the beginning and at the end of the run (by default equal).
+
+    formats: suffix -> format, for suffixes that are not in `whorl.data.formats.SUFFIXES`.
+    """
 
     files: Sequence[str]
     weight: float = 1.0
     final_weight: float | None = None
     text_field: str = "text"
+    formats: Mapping[str, str] = field(default_factory=dict)
+
+    def open(self, block_bytes: int = DEFAULT_BLOCK_BYTES) -> RawFiles:
+        """Return the blocks of the files. Raises as `RawFiles`."""
+        return RawFiles(self.files, self.text_field, block_bytes, self.formats)
 
 
 @dataclass
@@ -58,7 +67,7 @@ class RawFiles:
 
     files: Sequence[str]
     text_field: str = "text"
-    block_bytes: int = 1 << 18
+    block_bytes: int = DEFAULT_BLOCK_BYTES
     formats: Mapping[str, str] = field(default_factory=dict)
     blocks: list[FileBlock] = field(init=False)
     fingerprint: str = field(init=False)

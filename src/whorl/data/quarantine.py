@@ -31,6 +31,9 @@ REASONS = {
     "too_large": "is longer than the limit",
     "empty": "a text or field is empty or white space",
     "no_text_field": "has no such text field, or no string in it",
+    # of an image
+    "not_an_image": "is in no image format that is read",
+    "bad_channels": "has no grey values or colours of 8 or 16 bits",
     # of a record of alignment data
     "unknown_shape": "matches no known set of fields",
     "bad_field": "a field has the wrong type",

@@ -36,13 +36,13 @@ from whorl.embedding.objective import build_update, collate
 from whorl.embedding.span_pairs import open_pairs
 from whorl.models.encoder import Encoder
 from whorl.tracking.seeds import generator
-from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.config import CheckpointConfig
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.optim.lr_schedule import warmup_stable_decay
-from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
+from whorl.train.trainer import RunOptions, StepFunction, Task, Trainer
 
 
 def build_encoder(job: EmbedJob) -> Encoder:
@@ -84,16 +84,9 @@ def train_embedder(
         ema=job.ema,
         heartbeat_dir=heartbeat_dir,
     )
-    Trainer(task, options, _Observer(observe, task.networks), log=log).fit()
+    callback = StepFunction(lambda step, metrics: observe(step, metrics, task.networks), observe)
+    Trainer(task, options, callback, log=log).fit()
     return task.networks
-
-
-class _Observer(TrainCallback):
-    def __init__(self, observe: Callable[[int, dict[str, float], Encoder], None], encoder: Encoder) -> None:
-        self.observe, self.encoder = observe, encoder
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        self.observe(step, metrics, self.encoder)
 
 
 class EmbedTask(Task[MicroBatch]):

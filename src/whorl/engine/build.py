@@ -6,9 +6,10 @@ import torch
 
 from whorl.engine.cache.block_pool import BlockPool
 from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
+from whorl.engine.cache.layer_cache import page_windows
 from whorl.engine.config import EngineConfig
 from whorl.engine.model.multi_lora import Adapters
-from whorl.engine.model.runner import ModelRunner, layer_windows
+from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native.runner import make_runner
 from whorl.models import LanguageModel
 
@@ -28,11 +29,11 @@ def make_runner_and_cache(
         compile_native: compile the native step now if that has not been done on this machine.
 
     Raises:
-        ConfigError: the engine cannot run this type of model.
+        ConfigError: a mixer declares a cache that the engine does not support.
     """
     tokens = config.kv_cache_tokens or max(max_model_len, config.max_num_seqs * max_model_len // 2)
     pages: dict[int | None, int] = {}
-    for window in {w for w in layer_windows(model) if w != -1} or {None}:
+    for window in page_windows(mixer.cache_spec() for mixer in model.layer_mixers()) or [None]:
         n = tokens
         if window is not None:  # live positions of all sequences, plus prefixes that can be reused
             live = config.max_num_seqs * (window + config.block_size) + config.max_num_batched_tokens + window

@@ -15,7 +15,9 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_num_seqs: int = Field(default=32, ge=1, description="sequences that run at once; others wait")
+    max_num_seqs: int = Field(
+        default=32, ge=1, description="maximum number of running sequences; others wait"
+    )
     max_model_len: int = Field(default=2048, ge=2, description="positions of one sequence, prompt and output")
     kv_cache_tokens: int | None = Field(
         default=None,
@@ -24,16 +26,18 @@ class EngineConfig(BaseModel):
     )
     block_size: int = Field(default=32, ge=1, description="positions per page")
     kv_cache_dtype: Literal["model", "int8"] = Field(
-        default="model", description="keys and values in the model's dtype, or in int8 (kv_int8.py)"
+        default="model", description="type of keys and values: the model's, or int8"
     )
-    max_num_batched_tokens: int = Field(default=512, ge=1, description="maximum positions per step")
+    max_num_batched_tokens: int = Field(
+        default=512, ge=1, description="tokens per engine step; a smaller number bounds the delay by prefills"
+    )
     enable_prefix_caching: bool = Field(default=True, description="reuse the cached pages of a shared prefix")
     preemption: Literal["recompute", "swap"] = "recompute"
     batch_invariant: bool = Field(
         default=False, description="bit-identical tokens for any batch composition (slower)"
     )
     weight_dtype: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
-        default=None, description="weight format of the native CPU step; default: the model's dtype"
+        default=None, description="weight format on a CPU; default: as loaded"
     )
     weight_group_size: int | None = Field(
         default=None, ge=8, description="inputs that share a scale, for int8 and int4"
@@ -41,7 +45,7 @@ class EngineConfig(BaseModel):
     max_decode_slowdown: float = Field(
         default=1.8, ge=1, description="largest slowdown of a decode step by prefill in the same step"
     )
-    seed: int = Field(default=0, description="base seed for requests without a seed; combined with their id")
+    seed: int = Field(default=0, description="seed of requests without one; combined with their id")
     slo_tpot: float | None = Field(default=None, gt=0, description="target seconds per output token (TPOT)")
 
     @classmethod

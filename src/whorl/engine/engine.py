@@ -197,7 +197,9 @@ class Engine:
         if self._board is not None:
             self.sync_weights(self._board)
         if self.proposer is not None:
-            self.proposer.propose([s for s in self.scheduler.running if s.decoding and s.constraint is None])
+            drafting = [s for s in self.scheduler.running if s.decoding and s.constraint is None]
+            with self.stats.timed_drafts(self.clock):
+                self.proposer.propose(drafting)
         schedule = self.scheduler.schedule()
         if not schedule.rows:
             return deltas
@@ -220,22 +222,17 @@ class Engine:
         before = [(sequence, sequence.n_computed) for sequence, _ in schedule.rows]
         deltas += self._process_outputs(schedule, logits, sampled_tokens)
         if hidden is not None and self.proposer is not None:
-            for (sequence, first), at in zip(before, batch.starts, strict=False):
-                if sequence.finish_reason is None:
-                    self.proposer.observe(sequence, hidden[at : at + sequence.n_computed - first])
+            with self.stats.timed_drafts(self.clock):
+                for (sequence, first), at in zip(before, batch.starts, strict=False):
+                    if sequence.finish_reason is None:
+                        self.proposer.observe(sequence, hidden[at : at + sequence.n_computed - first])
         n_decode = schedule.decode_tokens
         done = self.clock()
         self.prefill_budget.record_step(n_decode, schedule.tokens - n_decode, done - started)
         self.stats.record_step(
-            started,
-            schedule,
-            n_decode,
-            model_seconds=model_done - ready,
-            sample_seconds=sample_done - model_done,
-            seconds=done - started,
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-        )
+            started, schedule, n_decode, model_seconds=model_done - ready, sample_seconds=sample_done - model_done,
+            seconds=done - started, running=len(self.scheduler.running), waiting=len(self.scheduler.waiting),
+        )  # fmt: skip
         return deltas
 
     def stream(self, requests: SequenceABC[Request]) -> Iterator[Delta]:
@@ -359,7 +356,7 @@ class Engine:
         first = sequence.n_output == 0
         if first:
             sequence.first_token_time = self.clock()
-        n_drafts = len(sequence.drafts)
+        n_drafts, n_forced = len(sequence.drafts), sequence.n_forced
         accepted, text, finish = accept_tokens(
             sequence, sampled_tokens, self.token_bytes, self._max_positions, self.version
         )
@@ -368,7 +365,9 @@ class Engine:
             self.stats.drafted_tokens += n_drafts
             self.stats.accepted_tokens += max(0, len(accepted) - 1)
         cached = sequence.cached_tokens if first else 0
-        return Delta(sequence.request.id, tuple(accepted), text, finish, cached, prompt_log_probs)
+        return Delta(
+            sequence.request.id, tuple(accepted), text, finish, cached, prompt_log_probs, sequence.n_forced - n_forced
+        )  # fmt: skip
 
     def _finish(self, sequence: Sequence, finish: FinishReason) -> None:
         sequence.finish_reason = finish

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from whorl.machine.device_probe import Machine
-from whorl.models import LanguageModel, ModelConfig, load_model, make_model, read_config
+from whorl.models import LanguageModel, TransformerConfig, load_model, make_model, read_config
 from whorl.nn import Linear
 from whorl.nn.compiler import meta_device
 
@@ -33,7 +33,7 @@ def load_for_sampling(folder: Path, machine: Machine, batch_size: int = 1) -> La
 
 
 @torch.inference_mode()
-def fastest_dtype(config: ModelConfig, machine: Machine, batch_size: int = 1) -> torch.dtype:
+def fastest_dtype(config: TransformerConfig, machine: Machine, batch_size: int = 1) -> torch.dtype:
     """Return the faster compute dtype for decoding `batch_size` sequences of this shape; takes a few milliseconds."""
     if machine.device != "cpu" or machine.torch_dtype == torch.float32:
         return machine.torch_dtype

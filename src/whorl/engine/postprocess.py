@@ -50,12 +50,12 @@ def accept_tokens(
                 if sequence.constraint.mask() is None:
                     sequence.constraint = None
             if token_bytes:
-                text += sequence.stop_checker.add(token_bytes[token.id])
+                text += sequence.stop_checker.add(sequence.skip_forced(token_bytes[token.id]))
             if sequence.stop_checker.matched is not None:
                 finish = "stop"
             elif sequence.constraint is not None and sequence.constraint.ended:
                 finish = "stop" if sequence.constraint.failed is None else "abort"
-            elif sequence.n_output >= request.max_tokens or len(sequence.ids) >= max_positions:
+            elif sequence.n_remaining <= 0 or len(sequence.ids) >= max_positions:
                 finish = "length"
         if finish is not None:
             text += sequence.stop_checker.flush()  # empty if a stop string matched

@@ -53,7 +53,8 @@ class Request(BaseModel):
     stop: tuple[bytes, ...] = Field(default=(), description="stop strings, excluded from the text")
     stop_ids: frozenset[int] = Field(default=frozenset(), description="stop ids, excluded from the text")
     forced_prefix: bytes = Field(
-        default=b"", description="bytes that the output starts with (a healed prompt)"
+        default=b"",
+        description="bytes that the output starts with (a healed prompt); not part of the text and not counted",
     )
     grammar: Grammar | None = None
     priority: int = Field(default=0, description="lower is scheduled first")
@@ -128,6 +129,7 @@ class Delta:
     """The result of one step for one request.
 
     tokens: new tokens, in order. text: bytes that may be shown now. finish_reason: None while the request runs.
+    n_forced: how many of the tokens, the first ones, lie within the forced prefix; `max_tokens` does not count them.
     cached_tokens: prompt positions found in the prefix cache, returned with the first token.
     """
 
@@ -137,11 +139,12 @@ class Delta:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     prompt_log_probs: tuple[float, ...] = ()
+    n_forced: int = 0
 
 
 @dataclass
 class Generation:
-    """A finished request: its tokens with the stop id, and the text without stop ids and stop strings."""
+    """A finished request: its tokens with the stop id, and the text without forced prefix, stop ids and stop strings."""
 
     tokens: list[Token] = field(default_factory=list)
     text: bytes = b""

@@ -47,6 +47,8 @@ class Sequence:
     n_committed_pages: int = 0  # full pages registered in the pool
     slot: int = -1
     cached_tokens: int = 0  # positions found in the prefix cache at first admission
+    n_forced: int = 0  # output ids within the forced prefix
+    forced_bytes_left: int = field(init=False)  # of the forced prefix
     n_preemptions: int = 0
     swapped: Any = None
     drafts: list[int] = field(default_factory=list)  # draft tokens to verify in this step
@@ -58,6 +60,9 @@ class Sequence:
     arrival_time: float = 0.0  # seconds, by the engine's clock
     first_token_time: float = 0.0  # seconds, by the engine's clock
 
+    def __post_init__(self) -> None:
+        self.forced_bytes_left = len(self.request.forced_prefix)
+
     @property
     def n_prompt(self) -> int:
         return len(self.request.ids)
@@ -67,6 +72,11 @@ class Sequence:
         return len(self.ids) - self.n_prompt
 
     @property
+    def n_remaining(self) -> int:
+        """Output ids that `max_tokens` still allows."""
+        return self.request.max_tokens - (self.n_output - self.n_forced)
+
+    @property
     def n_uncomputed(self) -> int:
         """Positions not yet in the cache: 1 while decoding, more during prefill."""
         return len(self.ids) - self.n_computed
@@ -74,6 +84,15 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         return self.n_uncomputed == 1 and self.n_computed > 0
+
+    def skip_forced(self, token_bytes: bytes) -> bytes:
+        """Return the part of a new token behind the forced prefix; a token without such a part is not counted."""
+        if not self.forced_bytes_left:
+            return token_bytes
+        self.n_forced += len(token_bytes) <= self.forced_bytes_left
+        shown = token_bytes[self.forced_bytes_left :]
+        self.forced_bytes_left = max(0, self.forced_bytes_left - len(token_bytes))
+        return shown
 
     def compute_page_hashes(self, page_size: int) -> list[PageHash]:
         """Return the hashes of all full pages of `ids`."""

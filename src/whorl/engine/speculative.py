@@ -27,7 +27,7 @@ from torch import Tensor
 from whorl.engine.cache.block_pool import BlockPool
 from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
 from whorl.engine.model.batch_builder import build_batch
-from whorl.engine.model.runner import ModelRunner, layer_windows
+from whorl.engine.native.runner import make_runner
 from whorl.engine.sampling.sampler import Sampler
 from whorl.engine.scheduling.scheduler import Schedule
 from whorl.engine.sequence import Sequence, SequenceStatus
@@ -124,17 +124,22 @@ class PromptLookup:
 
 def _max_useful_drafts(sequence: Sequence) -> int:
     """Return the number of drafts that still fit before the end of the output."""
-    return sequence.request.max_tokens - sequence.n_output - 1
+    return sequence.n_remaining - 1
 
 
 class DraftModel:
     """Proposes drafts by a smaller model with the same vocabulary.
 
+    It runs by the faster of the torch and the native step, as the engine's model. A sequence without pages, or longer than
+    the draft model allows, decodes without drafts.
+
     Args:
         model: in its compute dtype.
         max_drafts: drafts per step.
         max_num_seqs, max_model_len, page_size: as the engine's.
+        kv_cache_tokens: positions in the cache; default: all sequences at full length.
         banned_ids: ids that are never sampled.
+        compile_native: as in `Engine`.
 
     Raises:
         ConfigError: the model has windows or recurrent states, which cannot be rolled back by a position.
@@ -150,18 +155,25 @@ class DraftModel:
         max_num_seqs: int = 32,
         max_model_len: int = 2048,
         page_size: int = 32,
+        kv_cache_tokens: int | None = None,
         banned_ids: SequenceABC[int] = (),
+        compile_native: bool = True,
     ) -> None:
-        if any(w is not None for w in layer_windows(model)):
+        if not all(mixer.cache_spec().rolls_back for mixer in model.layer_mixers()):
             raise ConfigError(
                 "the draft model has windows or states of fixed size", expected="full attention"
             )
-        pages = max_num_seqs * -(-(max_model_len + max_drafts) // page_size)
         self.model, self.max_drafts = model, max_drafts
-        self.runner = ModelRunner(model, {None: pages}, page_size, max_num_seqs, max_model_len + max_drafts)
+        self.max_length = min(max_model_len + max_drafts, model.max_positions or max_model_len + max_drafts)
+        pages = max_num_seqs * -(-self.max_length // page_size)
+        if kv_cache_tokens is not None:
+            pages = min(pages, max(1, kv_cache_tokens // page_size))
+        self.runner = make_runner(
+            model, {None: pages}, page_size, max_num_seqs, self.max_length, compile_native=compile_native
+        )
         group = KVCacheGroup(None, BlockPool(pages, page_size))
         self.cache = KVCacheManager(
-            [group], max_num_seqs, max_model_len + max_drafts, max_model_len, enable_prefix_caching=False
+            [group], max_num_seqs, self.max_length, self.max_length, enable_prefix_caching=False
         )
         self.sampler = Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device))
         self._free_slots = list(range(max_num_seqs))
@@ -174,9 +186,15 @@ class DraftModel:
             draft_length = self._draft_lengths.setdefault(
                 sequence.arrival_index, AdaptiveDraftLength(self.max_drafts)
             )
-            n_drafts = min(draft_length.next_length(sequence.n_output), _max_useful_drafts(sequence))
-            if n_drafts > 0 and (draft := self._draft_sequence(sequence)) is not None:
-                drafting.append((sequence, draft, n_drafts))
+            room = min(_max_useful_drafts(sequence), self.max_length - len(sequence.ids))
+            n_drafts = min(draft_length.next_length(sequence.n_output), room)
+            if n_drafts > 0:
+                draft = self._draft_sequence(sequence)
+                if draft is not None and self.cache.allocate_slots(draft, len(draft.ids) + n_drafts):
+                    drafting.append((sequence, draft, n_drafts))
+                else:  # no free slot or page
+                    self._release_draft(sequence)
+                    draft_length.cooldown = COOLDOWN_TOKENS
             sequence.drafts = []
         for k in range(max((n_drafts for _, _, n_drafts in drafting), default=0)):
             rows = [(s, draft) for s, draft, n_drafts in drafting if k < n_drafts]
@@ -209,8 +227,6 @@ class DraftModel:
     def _draft_tokens(self, draft_sequences: list[Sequence]) -> list[int]:
         schedule = Schedule([(t, t.n_uncomputed) for t in draft_sequences])
         order = {id(t): n for n, t in enumerate(draft_sequences)}
-        for t in draft_sequences:
-            self.cache.allocate_slots(t, len(t.ids))
         batch, rows = build_batch(
             schedule, self.cache, self.runner.ngram_context, self.model.embedding.device
         )
@@ -226,6 +242,9 @@ class DraftModel:
 
     def release(self, sequence: Sequence) -> None:
         self._draft_lengths.pop(sequence.arrival_index, None)
+        self._release_draft(sequence)
+
+    def _release_draft(self, sequence: Sequence) -> None:
         draft = self._draft_sequences.pop(sequence.arrival_index, None)
         if draft is not None:
             self.cache.release(draft)
@@ -235,26 +254,38 @@ class DraftModel:
 class MultiTokenDraft:
     """Proposes drafts by heads that predict several tokens ahead from the trunk's hidden states.
 
+    The heads see the positions that this engine computed: not a cached prefix, nor a prompt of another process. They
+    then draft from fewer positions, with a lower acceptance rate.
+
     Args:
         heads: trained with the model; the first predicts the next token, as the model does; the others make drafts.
         output_weight: [vocab, d_model], the model's output matrix.
         max_model_len: maximum positions of one sequence.
+        max_drafts: drafts per step, at most one for each head after the first; default: all.
     """
 
     needs_hidden_states = True
 
-    def __init__(self, heads: MultiTokenPrediction, output_weight: Tensor, max_model_len: int = 2048) -> None:
+    def __init__(
+        self,
+        heads: MultiTokenPrediction,
+        output_weight: Tensor,
+        max_model_len: int = 2048,
+        max_drafts: int | None = None,
+    ) -> None:
         if heads.n < 2:
             raise ConfigError("heads look 1 token ahead, as the model does", expected="at least 2")
         self.heads, self.output_weight, self.max_model_len = heads, output_weight, max_model_len
+        self.max_drafts = min(max_drafts or heads.n, heads.n - 1)
         self._states: dict[int, list[KeyValueState]] = {}
+        self._next_position: dict[int, int] = {}
         self._drafts: dict[int, list[int]] = {}
         self._draft_lengths: dict[int, AdaptiveDraftLength] = {}
 
     def propose(self, sequences: SequenceABC[Sequence]) -> None:
         for sequence in sequences:
             draft_length = self._draft_lengths.setdefault(
-                sequence.arrival_index, AdaptiveDraftLength(self.heads.n - 1)
+                sequence.arrival_index, AdaptiveDraftLength(self.max_drafts)
             )
             n_drafts = min(draft_length.next_length(sequence.n_output), _max_useful_drafts(sequence))
             sequence.drafts = self._drafts.get(sequence.arrival_index, [])[: max(0, n_drafts)]
@@ -263,17 +294,23 @@ class MultiTokenDraft:
     @torch.inference_mode()
     def observe(self, sequence: Sequence, hidden: Tensor) -> None:
         """Compute drafts from the hidden states [n, d_model] of the newest computed positions, without rejected drafts."""
-        n, stop = len(hidden), sequence.n_computed
-        states = self._states.get(sequence.arrival_index)
-        if states is None or states[0].length + n > states[0].capacity:
-            device = str(hidden.device)
-            states = self.heads.new_state(1, self.max_model_len, dtype=self.heads.dtype, device=device)
-            self._states[sequence.arrival_index] = states
-        positions = torch.arange(stop - n, stop, device=hidden.device)[None]
-        drafts = self.heads.draft(hidden[None].to(self.heads.dtype), self.output_weight, positions, states)
+        index, stop = sequence.arrival_index, sequence.n_computed
+        start = stop - len(hidden)
+        states = self._states.get(index)
+        if states is None or self._next_position[index] != start:  # new, or preempted and computed again
+            capacity = min(self.max_model_len, sequence.n_prompt + sequence.request.max_tokens)
+            states = self.heads.new_state(
+                1, capacity + self.heads.n, dtype=self.heads.dtype, device=str(hidden.device)
+            )
+            self._states[index] = states
+        positions = torch.arange(start, stop, device=hidden.device)[None]
         # The first head predicts the token that the model itself has sampled.
-        self._drafts[sequence.arrival_index] = drafts[0, 1:].tolist()
+        drafts = self.heads.draft(
+            hidden[None].to(self.heads.dtype), self.output_weight, positions, states, first=2
+        )
+        self._drafts[index] = drafts[0].tolist()
+        self._next_position[index] = stop
 
     def release(self, sequence: Sequence) -> None:
-        for per_sequence in (self._states, self._drafts, self._draft_lengths):
+        for per_sequence in (self._states, self._next_position, self._drafts, self._draft_lengths):
             per_sequence.pop(sequence.arrival_index, None)

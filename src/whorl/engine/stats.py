@@ -6,6 +6,8 @@ Counters only grow, so a client that reads twice can take differences. The timel
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from whorl.engine.scheduling.scheduler import Schedule
@@ -41,8 +43,25 @@ class EngineStats:
     seconds: float = 0.0
     model_seconds: float = 0.0
     sample_seconds: float = 0.0
+    draft_seconds: float = 0.0  # of proposers
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     recent_steps: deque[StepStats] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_STEPS))
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Drafts accepted, as a fraction of the drafts made; 0 without drafts."""
+        return self.accepted_tokens / max(1, self.drafted_tokens)
+
+    @contextmanager
+    def timed_drafts(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Add the time within the context to `draft_seconds`."""
+        began = clock()
+        yield
+        self.draft_seconds += clock() - began
+
+    def counters(self) -> dict[str, float]:
+        """Return the numbers by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
 
     def record_step(
         self,

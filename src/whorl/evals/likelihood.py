@@ -11,7 +11,7 @@ A document longer than a window is scored in windows that overlap by half. Each 
 window that contains it, with at least half a window of context (except near the start).
 
 A batch holds either windows within the trained length or longer ones, because a decoder treats longer rows differently
-(`models/decoder.py`). So a document's score does not depend on its batch.
+(`models/transformer.py`). So a document's score does not depend on its batch.
 """
 
 from __future__ import annotations

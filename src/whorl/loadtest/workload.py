@@ -28,12 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from whorl.data.formats import format_name
 from whorl.data.formats.jsonl import parse_object
 from whorl.data.quarantine import BadRecordError
 from whorl.errors import ConfigError, DataError
+from whorl.loadtest.config import LoadShape
 from whorl.tracking.seeds import numpy_rng
 
 if TYPE_CHECKING:
@@ -92,20 +93,15 @@ def parse_lengths(text: str, field: str = "lengths") -> LengthDistribution:
     return LengthDistribution(kind.strip(), tuple(numbers))
 
 
-class LoadConfig(BaseModel):
+class LoadConfig(LoadShape):
     """One load. Exactly one of `rate` and `concurrency` is set; an infinite rate sends all requests at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    requests: int = Field(default=100, ge=1)
     rate: float | None = Field(default=None, gt=0, description="arrivals per second, open loop")
     concurrency: int | None = Field(
         default=None, ge=1, description="closed loop: callers that wait for each response"
     )
-    burstiness: float = Field(
-        default=1.0, gt=0, description="shape of the gamma distribution of gaps; 1 is Poisson"
-    )
-    seed: int = 0
     prompt_lengths: LengthDistribution = LengthDistribution("lognormal", (128, 0.6, 2048))
     output_lengths: LengthDistribution = LengthDistribution("lognormal", (64, 0.6, 1024))
     length_pairs: tuple[tuple[int, int], ...] = Field(

@@ -91,21 +91,28 @@ class ActivationMemory:
 
 @dataclass(frozen=True)
 class LinearActivationMemory:
-    """`ActivationMemory` for any number of rows: linear through the measurements of one and two rows."""
+    """`ActivationMemory` for any number of rows: as measured for one, and linear through two and three rows.
+
+    One row differs: a product of one row is a view of its operand where several rows need a copy.
+    """
 
     one_row: ActivationMemory
     two_rows: ActivationMemory
+    three_rows: ActivationMemory
 
     def at_rows(self, rows: int) -> ActivationMemory:
         """Return the memory of a forward of `rows` rows."""
 
+        if rows == 1:
+            return self.one_row
+
         def line(a: int, b: int) -> int:
-            return max(0, a + (b - a) * (rows - 1))
+            return max(0, a + (b - a) * (rows - 2))
 
         def lines(a: Iterable[int], b: Iterable[int]) -> tuple[int, ...]:
             return tuple(line(x, y) for x, y in zip(a, b, strict=True))
 
-        a, b = self.one_row, self.two_rows
+        a, b = self.two_rows, self.three_rows
         return ActivationMemory(
             line(a.outside_blocks, b.outside_blocks),
             lines(a.saved, b.saved),
@@ -130,17 +137,17 @@ def min_checkpointed_blocks(memory: ActivationMemory, budget: int) -> int:
 
 
 def measure_activation_memory(model: LanguageModel, length: int) -> LinearActivationMemory:
-    """Measure the activation memory of `model` in rows of `length`, on one and two rows, on the model's own device.
+    """Measure the activation memory of `model` in rows of `length`, on one to three rows, on the model's own device.
 
     Each figure is the larger of two measurements: rows of one document, and packed rows of two documents.
     """
-    one, two = (
+    one, two, three = (
         _elementwise_max(
             _measure_saved(model, rows, length), _measure_saved(model, rows, length, packed=True)
         )
-        for rows in (1, 2)
+        for rows in (1, 2, 3)
     )
-    return LinearActivationMemory(one, two)
+    return LinearActivationMemory(one, two, three)
 
 
 def _elementwise_max(a: ActivationMemory, b: ActivationMemory) -> ActivationMemory:

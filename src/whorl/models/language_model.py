@@ -7,7 +7,7 @@
     state = model.new_state(batch, capacity)     decoding, any number of ids at a time: model(ids[:, :5], state=state)
 
 All models share one state interface (`nn/mixer.py`), whether a layer keeps keys and values, a latent or a state of fixed
-size. Trainer, engine and evaluation are therefore written once. `Decoder` and `Transformer` implement this class.
+size. Trainer, engine and evaluation are therefore written once. `Transformer` implements this class.
 
 Cost accounting lives on the model: `params`, `flops_per_token`, `kv_bytes_per_token`, `activation_bytes`.
 """
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.nn.attention import MultiHeadAttention
 
 
 class ModelState(Protocol):
@@ -50,8 +51,12 @@ class LanguageModel(nn.Module, ABC):
             have a capacity or choose their tokens (`nn/experts/router.py`).
         checkpointed_blocks: number of leading blocks whose activations are recomputed (`activation_checkpointing.py`).
         context_hint: capacity assumed for rows without a state, so that the rotary tables equal those of an engine with that
-            capacity (`decoder.py`); None: the row's length.
+            capacity (`transformer.py`); None: the row's length.
         quantization: format of the matrices (`quantization/weights.py`), or None.
+        own_matrices: names of direct parameters that are weight matrices, where they exist (`train/optim/decay_mask.py`).
+        embedding_norm: norm of the embeddings, or an identity.
+        memory: n-gram embedding, possibly quantized, or None.
+        unexportable: the part of the network that other libraries lack, or None.
     """
 
     config: Any
@@ -65,6 +70,11 @@ class LanguageModel(nn.Module, ABC):
     checkpointed_blocks: int = 0
     context_hint: int | None = None
     quantization: Any = None
+    own_matrices: tuple[str, ...] = ("head",)
+    embedding_norm: nn.Module
+    final_norm: nn.Module
+    memory: Any
+    unexportable: str | None = None
 
     @property
     def eval_window(self) -> int:
@@ -80,6 +90,19 @@ class LanguageModel(nn.Module, ABC):
     def ngram_context(self) -> int:
         """Return the number of ids before a position that its embedding reads."""
         return 0
+
+    def layer_mixers(self) -> list[Any]:
+        """Return each layer's `Mixer`; its `cache_spec` declares what an engine stores for the layer."""
+        blocks: list[Any] = list(self.blocks)
+        return [block.mixer for block in blocks]
+
+    @property
+    def attends_by_distance(self) -> bool:
+        """Whether each layer is attention over keys and values that depends on distances, not on absolute positions."""
+        return all(
+            isinstance(mixer, MultiHeadAttention) and mixer.mask.block is None
+            for mixer in self.layer_mixers()
+        )
 
     @abstractmethod
     def prepare_joined(

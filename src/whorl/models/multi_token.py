@@ -13,23 +13,33 @@ The paper runs the heads one after the other, so that the logits of only one exi
 Subtle point: valid targets. Position t may learn x_(t+i) only if x_(t+i) is in the same row and document and is a target
 itself (`mask`: no prompt, no padding). Document boundaries are counted instead of comparing segment ids, since a row may
 use an id twice.
+
+On disk the heads are two files in the folder of their model: multi_token.json and multi_token.safetensors.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whorl.errors import ConfigError
+from whorl.errors import CheckpointError, ConfigError
 from whorl.models.cost import ProfiledTextModule
 from whorl.models.encoder import EncoderBlock
 from whorl.nn.attention import KeyValueState
 from whorl.nn.kernels.dispatch import logits_step
+from whorl.nn.linear import Linear
 from whorl.nn.mlp import Activation
 from whorl.nn.norm import RMSNorm
 from whorl.nn.positions.rotary import Rotary
 from whorl.objectives.next_token import Loss, next_token
+
+CONFIG_FILE, WEIGHTS_FILE = "multi_token.json", "multi_token.safetensors"
 
 
 class MultiTokenPrediction(ProfiledTextModule):
@@ -66,6 +76,9 @@ class MultiTokenPrediction(ProfiledTextModule):
         self.n, self.d_model, self.dtype = n, d_model, dtype
         rotary = Rotary(d_model // n_heads, rope_base, dtype)
         hidden = mlp_hidden or 4 * d_model
+        self.shape = {
+            "d_model": d_model, "n": n, "n_heads": n_heads, "mlp_hidden": hidden, "mlp": mlp, "rope_base": rope_base
+        }  # fmt: skip
         self.blocks = nn.ModuleList(
             EncoderBlock(
                 d_model, n_heads, hidden, mlp, causal=True, rotary=rotary, bias=False, generator=generator
@@ -137,20 +150,54 @@ class MultiTokenPrediction(ProfiledTextModule):
         output: Tensor,
         positions: Tensor | None = None,
         states: list[KeyValueState] | None = None,
+        first: int = 1,
     ) -> Tensor:
-        """Return the most likely n tokens after the last position, one from each head.
+        """Return the most likely tokens `first` .. n positions after the last one, one from each head.
 
         Args:
             hidden: [B, T, d_model] of all positions so far; with `states`, of the positions that they do not hold yet.
             output: [vocab, d_model].
 
         Returns:
-            [B, n] ids. The heads predict independently: no id depends on another.
+            [B, n - first + 1] ids. The heads predict independently: no id depends on another.
         """
+        offsets = range(first, self.n + 1)
         newest = torch.stack(
-            [h[:, -1] for h in self(hidden, positions, None, states)], dim=1
-        )  # [B, n, d_model]
+            [self.head(offset, hidden, positions, None, states)[:, -1] for offset in offsets], dim=1
+        )  # [B, n - first + 1, d_model]
         return F.linear(newest, output.to(newest.dtype)).float().argmax(dim=-1)
+
+
+def save_multi_token(heads: MultiTokenPrediction, folder: Path) -> None:
+    """Write the heads into the folder of their model."""
+    (folder / CONFIG_FILE).write_text(json.dumps(heads.shape, indent=1) + "\n")
+    save_file(
+        {n: p.detach().cpu().contiguous().clone() for n, p in heads.named_parameters()}, folder / WEIGHTS_FILE
+    )
+
+
+def load_multi_token(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> MultiTokenPrediction:
+    """Return the heads in the folder of a model; weights of matrix products are cast to `dtype`.
+
+    Raises:
+        CheckpointError: there are none, a file is damaged, or a tensor has another shape.
+    """
+    try:
+        shape = json.loads((folder / CONFIG_FILE).read_text())
+        heads = MultiTokenPrediction(**shape, dtype=dtype)
+        heads.load_state_dict(load_file(folder / WEIGHTS_FILE))
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read multi-token heads from {folder}: {error}",
+            expected=f"{CONFIG_FILE} and {WEIGHTS_FILE}",
+            do="use a model of the step `multi_token`",
+        ) from error
+    for layer in heads.modules():
+        if isinstance(layer, Linear):
+            layer.weight.data = layer.weight.data.to(dtype)
+    return heads.to(device).requires_grad_(False).eval()
 
 
 def shift_targets(

@@ -1,59 +1,61 @@
 """Saving and loading of language models: `config.json` (shape) and `model.safetensors` (weights by name).
 
-The config.json of a `Decoder` is its `DecoderConfig`. A `Transformer` is written by `models/exchange` in this package's own
-family ("model_type": "whorl"), so `load_model` also reads folders in Hugging Face format. Fields renamed since a model was
-saved are mapped by `legacy_config.py`.
+Models are written by `models/exchange` in this package's own family ("model_type": "whorl"), so `load_model` also reads
+folders in Hugging Face format. Fields and tensors renamed since a model was saved are mapped by `legacy_config.py`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models.decoder import Decoder, DecoderConfig
 from whorl.models.exchange import convert
 from whorl.models.language_model import LanguageModel
-from whorl.models.legacy_config import upgrade_quantization
+from whorl.models.legacy_config import (
+    upgrade_parameter_name,
+    upgrade_quantization,
+    upgrade_transformer,
+)
 from whorl.models.quantization.weights import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn import Linear
 from whorl.nn.compiler import meta_device
 
-ModelConfig = DecoderConfig | TransformerConfig
-
 
 def make_model(
-    config: ModelConfig, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float32
-) -> LanguageModel:
+    config: TransformerConfig, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float32
+) -> Transformer:
     """Return an untrained model of the shape `config`."""
-    if isinstance(config, DecoderConfig):
-        return Decoder(config, generator, dtype)
     return Transformer(config, generator, dtype)
 
 
 def save_model(model: LanguageModel, folder: Path) -> None:
-    """Write `config.json` and `model.safetensors` into `folder`: weights in fp32, quantized matrices as codes and scales.
+    """Write `config.json` and `model.safetensors` into `folder`; quantized matrices as codes and scales.
+
+    Other files of the folder stay; a model in it is replaced.
 
     Raises:
-        ConfigError: the model is a `Transformer`, and the folder is not empty.
+        ConfigError: the model is no `Transformer`.
     """
     if model.quantization is not None:
         save_quantized(model, folder)
         return
-    if isinstance(model, Transformer):
-        convert.export_model(model, folder)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(model.config.model_dump_json(indent=2) + "\n")
-    weights = {name: p.detach().contiguous().clone() for name, p in model.named_parameters()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if not isinstance(model, Transformer):
+        raise ConfigError(f"a {type(model).__name__} cannot be saved", expected="a Transformer")
+    draft = folder / ".model"
+    shutil.rmtree(draft, ignore_errors=True)
+    convert.export_model(model, draft)
+    for file in sorted(draft.iterdir()):
+        file.replace(folder / file.name)
+    draft.rmdir()
 
 
 def load_model(
@@ -83,11 +85,17 @@ def load_model(
     if "model_type" in data:
         transformer = convert.import_model(folder, dtype=dtype, device=device, to_train=to_train)
         return transformer.train(to_train)
+    return _load_former_decoder(folder, dtype, device, to_train)
+
+
+def _load_former_decoder(folder: Path, dtype: torch.dtype, device: str, to_train: bool) -> LanguageModel:
+    """Load a model of the class that preceded the preset `whorl_decoder`."""
     config = read_config(folder)
     try:
         weights = load_file(folder / "model.safetensors", device=device)
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
+    weights = {upgrade_parameter_name(name): t for name, t in weights.items()}
     with meta_device():
         model = make_model(config, dtype=dtype)
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -110,7 +118,7 @@ def load_model(
     return model.to(device).eval()
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path) -> TransformerConfig:
     """Return the shape of the model of `folder`.
 
     Raises:
@@ -122,8 +130,8 @@ def read_config(folder: Path) -> ModelConfig:
     if "model_type" in data:
         return convert.read_config(data, str(folder / "config.json"))
     try:
-        return DecoderConfig.model_validate(data)
-    except ValidationError as error:
+        return TransformerConfig.model_validate(upgrade_transformer(data))
+    except (ValidationError, TypeError) as error:
         raise _unreadable(folder, error) from error
 
 

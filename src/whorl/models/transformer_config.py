@@ -8,11 +8,15 @@ five sliding-window layers to one global layer, is
     pattern = ("local",) * 5 + ("global",)
 
 `AttentionConfig` and `MLAConfig` have typed fields, because conversion to other formats depends on each of them. Any other
-mixer is a `CustomMixer`: a name in `MIXERS` and the arguments of its class. A new mixer needs its file and one line there.
+mixer is a `CustomMixer`: a name in `MIXERS`, or "module:Class" of a user, and the arguments of its class. A new mixer is one
+file (docs/tutorials/extend.md).
+
+`whorl_decoder` is the project's own shape, that of the quickstart recipe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -20,16 +24,20 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from whorl.errors import one_of
 from whorl.nn.mlp import Activation
 from whorl.nn.positions.rotary import Layout, RopeScaling
+from whorl.registry import Registry
 
-# Other mixers by name -> "module:Class". Constructed as Class(d_model, **options, generator=...).
-MIXERS: dict[str, str] = {
-    "linear": "whorl.nn.attention.linear:LinearAttention",
-    "pointwise": "whorl.nn.attention.hstu:HSTUAttention",
-    "rnn": "whorl.nn.recurrent:RNN",
-    "lstm": "whorl.nn.recurrent:LSTM",
-    "gru": "whorl.nn.recurrent:GRU",
-    "mamba": "whorl.nn.mamba:Mamba",
-}
+# Constructed as Class(d_model, **options, generator=...).
+MIXERS = Registry(
+    "mixer",
+    {
+        "linear": "whorl.nn.attention.linear:LinearAttention",
+        "pointwise": "whorl.nn.attention.hstu:HSTUAttention",
+        "rnn": "whorl.nn.recurrent:RNN",
+        "lstm": "whorl.nn.recurrent:LSTM",
+        "gru": "whorl.nn.recurrent:GRU",
+        "mamba": "whorl.nn.mamba:Mamba",
+    },
+)
 
 
 class _FrozenConfig(BaseModel):
@@ -45,8 +53,22 @@ class Rope(_FrozenConfig):
     layout: Layout = "half"
 
 
-class AttentionConfig(_FrozenConfig):
-    """Multi-head attention (`nn/attention/multi_head.py`). `qk_norm` uses the eps and offset of the model's norm."""
+class _MixerConfig(_FrozenConfig):
+    kind: str
+
+    def describe(self) -> str:
+        """Describe the mixer in a few words."""
+        return self.kind
+
+
+class AttentionConfig(_MixerConfig):
+    """Multi-head attention (`nn/attention/multi_head.py`). `qk_norm` uses the eps and offset of the model's norm.
+
+    fused_qkv: one matrix for queries, keys and values.
+    learned_temperature: one factor per query head in place of `scale` and of the gains of `qk_norm`.
+    backend: "blocked" computes scores in blocks of queries without gradients too, so that scoring and training agree in
+        every bit; "auto" takes the fastest.
+    """
 
     kind: Literal["heads"] = "heads"
     n_heads: int = Field(ge=1)
@@ -64,11 +86,26 @@ class AttentionConfig(_FrozenConfig):
     sink: bool = False
     alibi: bool = False
     smear: bool = False
+    fused_qkv: bool = False
+    learned_temperature: bool = False
+    backend: Literal["auto", "blocked"] = "auto"
 
     @model_validator(mode="after")
     def _validate(self) -> AttentionConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
+        if self.learned_temperature and (self.scale is not None or not self.qk_norm):
+            raise ValueError("learned_temperature needs qk_norm = true, and takes the place of scale")
+        unblocked = (
+            self.softcap,
+            self.window,
+            self.stride,
+            self.block,
+            self.sink or None,
+            self.alibi or None,
+        )
+        if self.backend == "blocked" and any(option is not None for option in unblocked):
+            raise ValueError('backend = "blocked" is for plain causal attention')
         if self.rope is not None:
             rotary_dim = self.rope.rotary_dim or self.head_dim
             if rotary_dim % 2 or rotary_dim > self.head_dim:
@@ -77,8 +114,12 @@ class AttentionConfig(_FrozenConfig):
                 )
         return self
 
+    def describe(self) -> str:
+        """Describe the mixer in a few words."""
+        return f"{self.n_heads} heads of {self.head_dim}"
 
-class MLAConfig(_FrozenConfig):
+
+class MLAConfig(_MixerConfig):
     """Multi-head latent attention (`nn/attention/mla.py`). `eps` belongs to the norms of its latents."""
 
     kind: Literal["latent"] = "latent"
@@ -93,18 +134,17 @@ class MLAConfig(_FrozenConfig):
     eps: float = Field(default=1e-6, gt=0)
 
 
-class CustomMixer(_FrozenConfig):
-    """Any other mixer: its name in `MIXERS`, and the arguments of its class as `options`."""
+class CustomMixer(_MixerConfig):
+    """Any other mixer: its name in `MIXERS` or "module:Class", and the arguments of its class as `options`."""
 
     kind: str
     options: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _validate(self) -> CustomMixer:
-        if self.kind not in MIXERS:
-            raise ValueError(
-                f"kind {self.kind!r}: expected {one_of(self.kind, ['heads', 'latent', *MIXERS])}"
-            )
+        if self.kind not in MIXERS and ":" not in self.kind:
+            known = one_of(self.kind, ["heads", "latent", *MIXERS])
+            raise ValueError(f'kind {self.kind!r}: expected {known}, or "module:Class"')
         return self
 
 
@@ -152,12 +192,22 @@ class MoEConfig(_FrozenConfig):
         return self
 
 
+class NGramConfig(_FrozenConfig):
+    """N-gram embedding (`nn/ngram.py`): its orders, and the rows of each order's table."""
+
+    orders: tuple[int, ...] = Field(default=(2, 3), min_length=1)
+    buckets: int = Field(default=65_536, ge=1)
+
+
 class TransformerConfig(_FrozenConfig):
     """The shape of a transformer.
 
     max_length: longest row of the original training; bounds `learned_positions`, and is written on export.
     post_norm: norms after the residual sums (arXiv:1706.03762).
     kv_sharing_factor: the first of every so many layers computes keys and values; the others of the group reuse them.
+    ngram: embedding rows of the last few ids, added to those of the id.
+    embedding_norm: norm of the embedded ids.
+    trained_length: positions per row in training. Longer rows use YaRN tables (`transformer.py`).
     """
 
     vocab_size: int = Field(ge=2)
@@ -181,6 +231,9 @@ class TransformerConfig(_FrozenConfig):
     embedding_scale: float = Field(default=1.0, gt=0)
     tie_embeddings: bool = False
     logit_softcap: float | None = Field(default=None, gt=0)
+    ngram: NGramConfig | None = None
+    embedding_norm: bool = False
+    trained_length: int | None = Field(default=None, ge=2)
 
     @model_validator(mode="after")
     def _validate(self) -> TransformerConfig:
@@ -193,6 +246,10 @@ class TransformerConfig(_FrozenConfig):
             raise ValueError("parallel, sandwich and post_norm exclude each other")
         if self.kv_sharing_factor > 1:
             self._check_shared_kv()
+        if self.trained_length is not None and (self.shared_rope is None or self.shared_rope[0].scaling):
+            raise ValueError(
+                f"trained_length ({self.trained_length}) needs attention in every layer, with one rope without scaling"
+            )
         if self.norm == "layer" and self.norm_offset:
             raise ValueError(f"norm_offset ({self.norm_offset}) is for norm = 'rms' only")
         if self.experts is not None and any(not 0 <= n < self.n_layers for n in self.experts.dense_layers):
@@ -206,6 +263,8 @@ class TransformerConfig(_FrozenConfig):
         mixers = self.layer_mixers()
         for n, mixer in enumerate(mixers):
             first = mixers[n - n % self.kv_sharing_factor]
+            if isinstance(mixer, AttentionConfig) and mixer.fused_qkv:
+                raise ValueError(f"kv_sharing_factor ({self.kv_sharing_factor}) excludes fused_qkv")
             if not (isinstance(mixer, AttentionConfig) and isinstance(first, AttentionConfig)):
                 raise ValueError(
                     f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} is not multi-head attention"
@@ -234,6 +293,66 @@ class TransformerConfig(_FrozenConfig):
         """Return the configuration of each layer's mixer."""
         return [self.mixers[name] for name in self.layer_names()]
 
+    def describe_layers(self) -> str:
+        """Describe the layers in a few words."""
+        kinds = " and ".join(dict.fromkeys(mixer.describe() for mixer in self.layer_mixers()))
+        experts = self.experts
+        return kinds + (f", {experts.n_experts} experts, top {experts.top_k}" if experts else "")
+
+    def describe_lookups(self) -> str:
+        """Describe the weights that are looked up."""
+        found = [] if self.tie_embeddings else ["embedding"]
+        found += [] if self.ngram is None else [f"{len(self.ngram.orders)} n-gram tables"]
+        return " and ".join(found) or "nothing: tied embedding"
+
+    @property
+    def has_custom_mixers(self) -> bool:
+        """Return whether a layer is a `CustomMixer`, whose cost has no formula."""
+        return any(isinstance(mixer, CustomMixer) for mixer in self.mixers.values())
+
+    @property
+    def shared_rope(self) -> tuple[Rope, int] | None:
+        """Return the rotary positions and the head_dim of every layer, if all are attention and have the same ones."""
+        first, *others = (
+            (m.rope, m.head_dim) if isinstance(m, AttentionConfig) else (None, 0)
+            for m in self.mixers.values()
+        )
+        rope, head_dim = first
+        return None if rope is None or any(other != first for other in others) else (rope, head_dim)
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
+
+
+def whorl_decoder(
+    vocab_size: int,
+    d_model: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int = 64,
+    smear_keys: bool = True,
+    ngram_orders: Sequence[int] = (2, 3),
+    ngram_buckets: int = 65_536,
+    **fields: Any,
+) -> TransformerConfig:
+    """Return the shape of the project's own decoder, tuned as a whole; `fields`: further ones of a `TransformerConfig`.
+
+        x  = rms(embedding[ids] + n-gram embedding[ids])
+        x += attention(rms(x));  x += mlp(rms(x))                                      n_layers times
+
+    Its attention has QK-norm with a learned temperature, smeared keys and one matrix for queries, keys and values. Its MLP
+    has a squared ReLU.
+    """
+    attention = AttentionConfig(
+        n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, qk_norm=True, learned_temperature=True,
+        fused_qkv=True, smear=smear_keys, backend="blocked",
+    )  # fmt: skip
+    ngram = NGramConfig(orders=tuple(ngram_orders), buckets=ngram_buckets) if ngram_orders else None
+    return TransformerConfig.model_validate(
+        {
+            "vocab_size": vocab_size, "d_model": d_model, "n_layers": n_layers, "mixers": {"attention": attention},
+            "mlp": "relu2", "ngram": ngram, "embedding_norm": True, **fields,
+        }
+    )  # fmt: skip

@@ -44,12 +44,16 @@ def inactive_expert_params(model: Transformer) -> int:
     return 0 if e is None else sum(params) * (e.n_experts - e.top_k) // e.n_experts
 
 
+def matrix_params(model: Transformer) -> int:
+    """Count the weights that a token is multiplied with: head included, unused experts and look-ups excluded."""
+    # A [n, 1] parameter (a temperature, a share) is a vector.
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1 and p.shape[-1] > 1)
+    return matrices - inactive_expert_params(model) + model.head_weight.numel()
+
+
 def flops_per_token(model: Transformer, length: int) -> float:
     """Return the FLOPs of one training token in rows of `length` (see the top of this file)."""
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1) - inactive_expert_params(
-        model
-    )
-    flops = 6.0 * (matrices + model.head_weight.numel())
+    flops = 6.0 * matrix_params(model)
     for block, mixer in zip(model.blocks, model.config.layer_mixers(), strict=True):
         if isinstance(mixer, AttentionConfig):
             flops += 6.0 * mixer.n_heads * 2 * mixer.head_dim * mean_keys(mixer, length)
@@ -131,6 +135,8 @@ def activation_bytes(model: Transformer, batch: int, length: int, device: str | 
     e, d, config = model.dtype.itemsize, model.config.d_model, model.config
     on_cpu = (device or model.embedding.device.type).startswith("cpu")
     total, per_position = 0, 8 + 8 * d  # ids, final norm
+    if config.embedding_norm:
+        per_position += 4 * d + 4
     for layer, mixer in enumerate(config.layer_mixers()):
         block: Any = model.blocks[layer]
         norms, inputs = (4, 2) if config.sandwich else (1, 1) if config.parallel else (2, 2)

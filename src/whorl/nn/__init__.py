@@ -4,7 +4,7 @@ Layers do not depend on objectives or optimizers. Weights are kept in fp32 (the 
 the activations where they are used, so a module runs in the type that is fastest on the machine.
 """
 
-from whorl.nn.attention import Attention, LayerState, causal_attention, causal_attention_reference
+from whorl.nn.attention import causal_attention, causal_attention_reference
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP
 from whorl.nn.ngram import NGramEmbedding
@@ -13,8 +13,6 @@ from whorl.nn.positions.rotary import Rotary, apply_rotary, rotary_tables
 
 __all__ = [
     "MLP",
-    "Attention",
-    "LayerState",
     "Linear",
     "NGramEmbedding",
     "RMSNorm",

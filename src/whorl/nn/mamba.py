@@ -38,6 +38,7 @@ from whorl.errors import ConfigError
 from whorl.nn.attention.short_conv import ShortConvolution, ShortConvState
 from whorl.nn.compiler import eager_only
 from whorl.nn.linear import Linear
+from whorl.nn.mixer import StateCacheSpec
 from whorl.nn.recurrent import document_starts, upcast
 
 CHUNK_ELEMENTS = (
@@ -304,6 +305,10 @@ class Mamba(nn.Module):
         self.a_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(inner, 1))
         self.d = nn.Parameter(torch.ones(inner))
         self.out = Linear(inner, d_model, std=0.0)
+
+    def cache_spec(self) -> StateCacheSpec:
+        """Return that a sequence has one state, of fixed size."""
+        return StateCacheSpec()
 
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"

@@ -4,20 +4,88 @@
     state = mixer.new_state(batch, capacity)
     y = mixer(x[:, :5], state=state)               the same outputs, any number of positions at a time
     y = mixer(x[:, 5:6], state=state)
+    spec = mixer.cache_spec()                      what an engine stores for it
 
 A model decodes through this interface with any layer: one that keeps keys and values, a latent, or a state of fixed
 size. A test of each layer compares the two ways.
+
+`new_state` serves rows of equal length. An engine serves many rows of many lengths, so it allocates the memory itself: the
+mixer declares it by `cache_spec`, as the layers of vLLM do, and receives a state over that memory. A mixer whose cache
+grows per token is served by paged memory (`TokenCacheMixer` in `nn/attention/token_cache.py`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """Memory that an engine allocates for one layer. window: positions that a query sees, itself included; None for all.
+
+    paged: whether the memory grows per token, in pages. Pages outside of the window are freed.
+    """
+
+    window: int | None = None
+    paged: ClassVar[bool] = True
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the newest positions can be removed again: neither from a state, nor from a window of freed pages."""
+        return self.paged and self.window is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec(CacheSpec):
+    """Keys and values per token, read through `nn/attention/paged.py:PagedState`.
+
+    raw_keys: also the keys before they are mixed with their predecessors.
+    """
+
+    n_kv_heads: int
+    head_dim: int
+    raw_keys: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentCacheSpec(CacheSpec):
+    """One latent of `width` features per token, read through `nn/attention/paged.py:PagedLatent`."""
+
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCacheSpec(CacheSpec):
+    """Named tensors per token, of the given shapes, read through `nn/attention/token_cache.py:TokenState`."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StateCacheSpec(CacheSpec):
+    """One state per sequence, which `new_state` allocates for the whole capacity: of fixed size in a recurrence."""
+
+    paged: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class SharedCacheSpec(CacheSpec):
+    """No memory: the layer reads the cache of the nearest earlier layer that provides it."""
+
+    paged: ClassVar[bool] = False
+
+    @property
+    def rolls_back(self) -> bool:
+        """True: what it reads rolls back, or not, by its own spec."""
+        return True
 
 
 class MixerState(Protocol):
@@ -32,9 +100,9 @@ class MixerState(Protocol):
 
 
 class PooledState(ABC):
-    """State of several concatenated rows, for a layer whose state has a fixed size.
+    """State of several concatenated rows, for a layer that processes rows of equal length only.
 
-    It runs the mixer on groups of rows (`engine/cache/pages.py`).
+    It runs the mixer on groups of rows (`engine/cache/pages.py`, `engine/cache/token_pages.py`).
     """
 
     length = 0
@@ -66,6 +134,10 @@ class Mixer(Protocol):
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> Any:
         """Return an empty `MixerState` for `batch` rows of up to `capacity` positions."""
+        ...
+
+    def cache_spec(self) -> CacheSpec:
+        """Return what an engine stores for this layer."""
         ...
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError, one_of
 from whorl.nn.compiler import eager_only
 from whorl.nn.linear import Linear
+from whorl.nn.mixer import StateCacheSpec
 
 RecurrentBackend = Literal["auto", "loop", "fused"]
 
@@ -120,6 +121,10 @@ class Recurrent(nn.Module):
             block = self.recurrent.weight.detach()[gate * d_hidden : (gate + 1) * d_hidden]
             nn.init.orthogonal_(block, generator=generator)
         self.out = Linear(d_hidden, d_model, std=0.0) if d_hidden != d_model else None
+
+    def cache_spec(self) -> StateCacheSpec:
+        """Return that a sequence has one state, of fixed size."""
+        return StateCacheSpec()
 
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"

@@ -21,7 +21,7 @@ class PlanConfig(BaseModel):
     vocab_size: int | None = Field(default=None, ge=300, le=65_536)
     model: dict[str, Any] | None = Field(
         default=None,
-        description="fields of a TransformerConfig, to train that network instead of the Decoder (docs/models.md)",
+        description="fields of a TransformerConfig, to train that network instead of whorl_decoder (docs/models.md)",
     )
     seq_len: int = Field(default=256, ge=16, description="tokens per row")
     batch_size: int = Field(default=8, ge=1, description="rows per step")
@@ -30,7 +30,7 @@ class PlanConfig(BaseModel):
     replicas: int | None = Field(default=None, ge=1, description="default: one per core")
     compile: bool | None = Field(default=None, description="default: the faster, by timing")
     optim: OptimConfig | None = Field(
-        default=None, description="default: rates tuned for the Decoder, or for Llama-like models"
+        default=None, description="default: rates tuned for whorl_decoder, or for Llama-like models"
     )
     routing: RoutingConfig = RoutingConfig()
     seed: int = 0

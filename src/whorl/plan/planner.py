@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from whorl.errors import BudgetError
 from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine, usable_cores
-from whorl.models import DecoderConfig, ModelConfig, TransformerConfig
-from whorl.models.decoder import flops_per_token, matrix_params
-from whorl.models.transformer_config import AttentionConfig, MoEConfig
+from whorl.models import TransformerConfig
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import decoder_config, decoder_memory_bytes, training_cost
+from whorl.plan.cost import TrainingCost, decoder_config, training_cost
 from whorl.plan.scaling_law import bytes_per_token, expected_bits_per_byte
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
@@ -51,7 +49,7 @@ LLAMA_OPTIM = OptimConfig(lr_muon=0.01, lr_embedding=0.02)
 class Candidate:
     """A shape with a vocabulary, and its expected result."""
 
-    model: DecoderConfig
+    model: TransformerConfig
     step_seconds: float
     steps: int
     bits_per_byte: float
@@ -85,7 +83,7 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         job = _build_job(config, model, machine, replicas, config.steps, compile=bool(config.compile))
         return _build_plan(config, machine, job, corpus_bytes, None, [])
     candidates: list[Candidate] = []
-    chosen: ModelConfig
+    chosen: TransformerConfig
     if config.model is not None:
         chosen = _fixed_model(config)
     else:
@@ -100,10 +98,7 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         usable = budget.seconds - timing.startup_seconds
         steps = int(usable / (timing.step_seconds * (1 + EVAL_OVERHEAD)))
     else:
-        flops = training_cost(
-            chosen, batch_size=config.batch_size, seq_len=config.seq_len, replicas=replicas
-        ).token_flops
-        steps = int((budget.flops or 0.0) / (flops * config.batch_size * config.seq_len))
+        steps = int((budget.flops or 0.0) / _step_flops(config, _cost(config, chosen, replicas)))
     if steps < MIN_STEPS:
         description = "this model" if config.model is not None else "the smallest model"
         raise BudgetError(
@@ -129,7 +124,7 @@ def _choose_replicas(config: PlanConfig, machine: Machine) -> int:
     return max(n for n in range(1, limit + 1) if config.batch_size % n == 0)
 
 
-def _fixed_model(config: PlanConfig) -> ModelConfig:
+def _fixed_model(config: PlanConfig) -> TransformerConfig:
     if config.model is not None:
         return TransformerConfig.model_validate(config.transformer_fields())
     return decoder_config(
@@ -141,10 +136,16 @@ def _fixed_model(config: PlanConfig) -> ModelConfig:
 
 
 def _build_job(
-    config: PlanConfig, model: ModelConfig, machine: Machine, replicas: int, steps: int, *, compile: bool
+    config: PlanConfig,
+    model: TransformerConfig,
+    machine: Machine,
+    replicas: int,
+    steps: int,
+    *,
+    compile: bool,
 ) -> Job:
     rates = LLAMA_OPTIM
-    if isinstance(model, DecoderConfig):
+    if config.model is None:
         rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.seq_len})
     overrides = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
     return Job(
@@ -173,8 +174,12 @@ def _choose_dtype(config: PlanConfig, machine: Machine) -> str:
     return os.environ.get("WHORL_DTYPE") or ("float32" if machine.device == "cpu" else default)
 
 
-def _step_flops(config: PlanConfig, model: DecoderConfig) -> float:
-    return flops_per_token(model, config.seq_len) * config.batch_size * config.seq_len
+def _cost(config: PlanConfig, model: TransformerConfig, replicas: int) -> TrainingCost:
+    return training_cost(model, batch_size=config.batch_size, seq_len=config.seq_len, replicas=replicas)
+
+
+def _step_flops(config: PlanConfig, cost: TrainingCost) -> float:
+    return cost.token_flops * config.batch_size * config.seq_len
 
 
 def _ladder_shapes(
@@ -187,15 +192,12 @@ def _ladder_shapes(
         if config.d_model in (None, width) or (config.d_model is not None and config.n_layers is None)
     ] or [(config.d_model or 128, config.n_layers or 4)]
     kept: list[tuple[int, int]] = []
-    tokens = config.batch_size * config.seq_len
     for width, depth in dict.fromkeys(ladder):
         model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
-        fits = (
-            decoder_memory_bytes(model, tokens=tokens, seq_len=config.seq_len, replicas=replicas)
-            < 0.6 * machine.ram_bytes
-        )
+        cost = _cost(config, model, replicas)
+        fits = cost.peak_memory_bytes < 0.6 * machine.ram_bytes
         flops = budget.flops or (budget.seconds or 0.0) * machine.peak_flops * 0.5
-        steps = flops / _step_flops(config, model)
+        steps = flops / _step_flops(config, cost)
         # With fewer steps the law would extrapolate too far; the smallest shape always stays.
         if fits and (steps > 400 or not kept):
             kept.append((width, depth))
@@ -216,28 +218,29 @@ def _rank_candidates(
     with progress.task("Timing shapes", total=len(shapes), unit="shapes") as task:
         for width, depth in shapes:
             timed = decoder_config(width, depth, 1024, ngram_buckets=config.ngram_buckets)
+            timed_flops = _step_flops(config, _cost(config, timed, replicas))
             share = config.model_copy(update={"batch_size": max(1, config.batch_size // replicas)})
             if config.deterministic:  # cancels out: a FLOP budget fixes the steps
-                seconds = _step_flops(config, timed) / machine.peak_flops
+                seconds = timed_flops / machine.peak_flops
             else:
                 job = _build_job(share, timed, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
                 seconds = time_steps(job, seconds=0.6).step_seconds * COMPILED_TIME_RATIO
             task.advance(1, note=f"{width} wide, {depth} deep: {seconds * 1e3:.0f} ms")
             for vocabulary in vocabularies:
                 model = decoder_config(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)
+                cost = _cost(config, model, replicas)
+                flops = _step_flops(config, cost)
                 # The vocabulary changes the step time in proportion to its FLOPs.
-                step = seconds * (1 + 0.5 * (_step_flops(config, model) / _step_flops(config, timed) - 1))
+                step = seconds * (1 + 0.5 * (flops / timed_flops - 1))
                 if budget.seconds is not None:
                     steps = int(budget.seconds * 0.93 / step)
                 else:
-                    steps = int((budget.flops or 0.0) / _step_flops(config, model))
+                    steps = int((budget.flops or 0.0) / flops)
                 seen = max(1, steps) * config.batch_size * config.seq_len * bytes_per_token(vocabulary)
-                blocks = matrix_params(model) - model.vocab_size * model.d_model
                 # A repeated epoch is worth less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
                 effective = _effective_bytes(seen, corpus_bytes)
-                found.append(
-                    Candidate(model, step, steps, expected_bits_per_byte(blocks, effective, vocabulary))
-                )
+                bits = expected_bits_per_byte(cost.block_params, effective, vocabulary)
+                found.append(Candidate(model, step, steps, bits))
     return found
 
 
@@ -253,7 +256,7 @@ def _effective_bytes(seen: float, corpus_bytes: int) -> float:
 
 def _choose_compilation(
     config: PlanConfig,
-    model: ModelConfig,
+    model: TransformerConfig,
     machine: Machine,
     replicas: int,
     budget: Budget,
@@ -316,17 +319,17 @@ def _build_plan(
         expected["mfu"] = expected["tokens_per_second"] * flops / machine.peak_flops
     lines = [
         f"machine: {machine.note}",
-        f"shape: {model.n_layers} layers x {model.d_model} wide, {_describe_layers(model)}, vocabulary {model.vocab_size:,}",
+        f"shape: {model.n_layers} layers x {model.d_model} wide, {model.describe_layers()}, vocabulary {model.vocab_size:,}",
         f"parameters: {cost.block_params:,} in blocks + {cost.head_params:,} in the head (multiplied) "
-        f"+ {cost.lookup_params:,} looked up ({_describe_lookups(model)})"
-        + (f"; {cost.total_params:,} in total with every expert" if _expert_config(model) else ""),
+        f"+ {cost.lookup_params:,} looked up ({model.describe_lookups()})"
+        + (f"; {cost.total_params:,} in total with every expert" if model.experts else ""),
         f"FLOPs per token: 6 x {cost.matmul_params:,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
         f"step: {job.batch_size} rows x {job.seq_len} tokens over {job.replicas} replicas of {job.threads} thread(s), "
         f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
         f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
         f"at about {per_token:.2f} bytes per token",
         f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected peak, {cost.activation_bytes / 1e9:.2f} GB of it "
-        "activations (pretrain.activation_budget or pretrain.micro_batch_size lower them)",
+        "activations (pretrain.run.activation_budget or pretrain.train.micro_batch_size lower them)",
     ]
     if timing is not None:
         lines.append(
@@ -337,7 +340,7 @@ def _build_plan(
             f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['mfu']:.0%} of "
             f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured on this machine"
         )
-    if isinstance(model, DecoderConfig):
+    if config.model is None:  # the law is that of the planner's own shapes
         effective = _effective_bytes(tokens * per_token, max(1, corpus_bytes))
         expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, effective, model.vocab_size)
         lines.append(
@@ -350,30 +353,10 @@ def _build_plan(
             "d_model": c.model.d_model,
             "n_layers": c.model.n_layers,
             "vocab_size": c.model.vocab_size,
-            **{k: v for k, v in asdict(c).items() if k != "model"},
+            "step_seconds": c.step_seconds,
+            "steps": c.steps,
+            "bits_per_byte": c.bits_per_byte,
         }
         for c in ranked
     ]
     return TrainingPlan(job.model_dump(mode="json"), model.vocab_size, config.budget, expected, lines, table)
-
-
-def _describe_layers(model: ModelConfig) -> str:
-    """Describe the layers for the plan's text."""
-    if isinstance(model, DecoderConfig):
-        return f"{model.n_heads} heads of {model.head_dim}"
-    kinds = dict.fromkeys(
-        f"{m.n_heads} heads of {m.head_dim}" if isinstance(m, AttentionConfig) else m.kind
-        for m in model.layer_mixers()
-    )
-    experts = _expert_config(model)
-    return " and ".join(kinds) + (f", {experts.n_experts} experts, top {experts.top_k}" if experts else "")
-
-
-def _expert_config(model: ModelConfig) -> MoEConfig | None:
-    return None if isinstance(model, DecoderConfig) else model.experts
-
-
-def _describe_lookups(model: ModelConfig) -> str:
-    if isinstance(model, DecoderConfig):
-        return f"embedding and {len(model.ngram_orders)} n-gram tables"
-    return "nothing: tied embedding" if model.tie_embeddings else "embedding"

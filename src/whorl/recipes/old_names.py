@@ -22,9 +22,9 @@ def current_path(config: type[BaseModel], path: Sequence[str]) -> str:
         if model is None or part not in model.model_fields:
             part = next((KEYS[table][part] for table in tables if part in KEYS.get(table, {})), part)
         found.append(part)
-        nested = None if model is None else _nested_model(model, part)
-        tables = [base.__name__ for base in nested.__mro__] if nested else [f"{tables[0]}.{part}"]
-        model = nested
+        for name in part.split("."):  # a new name may lead into a table: `run.replicas`
+            model = None if model is None else _nested_model(model, name)
+            tables = [base.__name__ for base in model.__mro__] if model else [f"{tables[0]}.{name}"]
     return ".".join(found)
 
 

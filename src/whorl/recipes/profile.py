@@ -55,7 +55,7 @@ def profile_recipe(
     training = find_training_step(recipe, step)
     before = {n: s for n, s in recipe.with_ancestors(training.name).steps.items() if n != training.name}
     result = run_recipe(Recipe(recipe.name, recipe.about, before), store, progress)
-    from whorl.recipes.steps.model import PretrainConfig, build_job
+    from whorl.recipes.steps.pretrain.pretrain import PretrainConfig, build_job
     from whorl.train.profiling.profiler import profile
 
     config = (

@@ -1,7 +1,8 @@
-"""Parts of the steps that train a model further: parents, examples, and one harness.
+"""One harness for the steps that train: measure, train, measure again. Also examples of stages after pretraining.
 
-A step gives what differs: how to train, what to measure, and the note of the progress bar. `train_stage` owns the order
-(measure, train, measure again), the metrics log, the folders of checkpoints and heartbeats, and the time.
+A step gives what differs: how to train, what to measure, and the note of the progress bar. `train_stage` owns the order,
+the metrics and events of the run, the folders of checkpoints and heartbeats, the time, and a panel of the report: loss
+curve and events. A step that reports more adds blocks to `ctx.report`, or replaces it (`write_curve`).
 """
 
 from __future__ import annotations
@@ -10,29 +11,23 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext
-from whorl.report.stages import stage_report
+from whorl.recipes.stage_recorder import StageRecorder, last_values
+from whorl.report.stages import stage_report, training_panel
 
 if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel
-    from whorl.evals.verify.task import VerifiableTask
     from whorl.models import LanguageModel
     from whorl.tokens.shards import TokenSet
 
 STAGE_PARENTS = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
-NOT_HASHED = ("activation_budget", "checkpoint_seconds", "checkpoints", "replicas")
+NOT_HASHED = ("run",)
 HELD_OUT_BYTES = 60_000  # of the pretraining test split, for bits per byte before and after a stage
 Metrics = dict[str, float]
-
-
-class TrainFunction(Protocol):
-    """Train; it takes the arguments that every training function of `align` has in common."""
-
-    def __call__(self, **options: Any) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -40,63 +35,78 @@ class StageResult:
     """The figures of a stage.
 
     evaluation: {"before": metrics, "after": metrics}, empty without an evaluation.
-    bits_per_byte: {"before": value or None, "after": value or None}.
+    bits_per_byte, perplexity: of held-out pretraining text, {"before": value or None, "after": value or None}.
     final: the last value of every metric. seconds: of evaluation and training.
+    trained: the value that the training function returned.
+    curve: records of metrics, evaluations and events, over all attempts of the run.
     """
 
     evaluation: dict[str, Metrics] = field(default_factory=dict)
     bits_per_byte: dict[str, float | None] = field(default_factory=dict)
+    perplexity: dict[str, float | None] = field(default_factory=dict)
     final: Metrics = field(default_factory=dict)
     seconds: float = 0.0
+    trained: Any = None
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def likelihood(self) -> dict[str, dict[str, float | None]]:
+        """Both measures of held-out text, by the names of the summary; empty where they were not measured."""
+        return {"bits_per_byte": self.bits_per_byte, "perplexity": self.perplexity}
 
 
 def train_stage(
     ctx: StepContext,
     title: str,
-    train: TrainFunction,
+    train: Callable[..., object],
     *,
     note: Callable[[Metrics], str],
     evaluate: Callable[[str], Metrics] | None = None,
-    bits_per_byte: Callable[[], float | None] | None = None,
+    likelihood: Callable[[], Likelihood | None] | None = None,
     after_step: Callable[..., None] | None = None,
     total: int | None = None,
     unit: str = "steps",
+    recorder: Callable[..., StageRecorder] = StageRecorder,
 ) -> StageResult:
-    """Measure, train, and measure again; return the figures.
+    """Measure, train, and measure again; return the figures, and add a panel to the report.
 
     Args:
-        title, total, unit: of the progress bar. note: a step's metrics next to the bar.
-        train: called with `callback`, `checkpoint_dir`, `heartbeat_dir` and `log`.
+        title, total, unit: of the progress bar. note: newest value of every metric -> text next to the bar.
+        train: called with `callback`, `checkpoint_dir`, `heartbeat_dir` and `log`. The callback is a `TrainCallback`, and
+            also a function of step and metrics; what follows these goes to `after_step`.
         evaluate: called with "before" and "after"; returns metrics on held-out examples.
-        bits_per_byte: of held-out pretraining text, before and after.
-        after_step: called with the arguments of the callback, after the metrics are logged.
+        likelihood: of held-out pretraining text, before and after.
+        after_step: called with the arguments of the callback, after the metrics are recorded.
+        recorder: makes the callback from `ctx`, the bar, `note` and `after_step`; for derived metrics or fewer records.
     """
-    started, result = time.monotonic(), StageResult()
+    started = time.monotonic()
+    evaluation, bits, each = dict[str, Metrics](), dict[str, float | None](), dict[str, float | None]()
 
     def measure(when: str) -> None:
         if evaluate is not None:
-            result.evaluation[when] = evaluate(when)
-        if bits_per_byte is not None:
-            result.bits_per_byte[when] = bits_per_byte()
+            evaluation[when] = evaluate(when)
+        if likelihood is not None:
+            found = likelihood()
+            bits[when] = None if found is None else found.bits_per_byte
+            each[when] = None if found is None else found.perplexity
 
     measure("before")
-    with ctx.progress.task(title, total=total, unit=unit) as bar, ctx.run.metrics(ctx.name) as log:
-
-        def on_step(step: int, metrics: Metrics, *more: Any) -> None:
-            log.write(step, metrics)
-            result.final.update(metrics)
-            bar.update(done=step, note=note(metrics))
-            if after_step is not None:
-                after_step(step, metrics, *more)
-
-        train(
-            callback=on_step,
-            checkpoint_dir=ctx.scratch,
-            heartbeat_dir=ctx.heartbeat_dir,
-            log=ctx.progress.log,
-        )
+    with ctx.progress.task(title, total=total, unit=unit) as bar:
+        callback = recorder(ctx, bar, note, after_step)
+        try:
+            trained = train(
+                callback=callback,
+                checkpoint_dir=ctx.scratch,
+                heartbeat_dir=ctx.heartbeat_dir,
+                log=ctx.progress.log,
+            )
+        finally:
+            callback.close()
     measure("after")
-    return StageResult(result.evaluation, result.bits_per_byte, result.final, time.monotonic() - started)
+    curve = [*ctx.run.read_metrics(ctx.name)]
+    ctx.report.blocks += training_panel(curve)
+    seconds = time.monotonic() - started
+    return StageResult(evaluation, bits, each, last_values(curve) | callback.last, seconds, trained, curve)
 
 
 def load_sft_examples(
@@ -137,7 +147,7 @@ def load_sft_examples(
 def evaluate_held_out(
     network: PolicyModel,
     example_tokenizer: ExampleTokenizer,
-    tests: Sequence[VerifiableTask],
+    tests: Sequence[Any],
     temperatures: Mapping[str, float | None],
     *,
     max_tasks: int | None = None,
@@ -148,7 +158,7 @@ def evaluate_held_out(
     """Return the accuracy on held-out tasks for each temperature, and the number of tasks; empty without tasks.
 
     Args:
-        temperatures: metric name -> temperature; None decodes greedily.
+        tests: `VerifiableTask`s. temperatures: metric name -> temperature; None decodes greedily.
         max_tasks: upper limit of the tasks that are answered.
     """
     from whorl.align.rl.evaluation import filter_by_length
@@ -169,13 +179,21 @@ def evaluate_held_out(
     return found
 
 
-def held_out_bits_per_byte(
+@dataclass(frozen=True)
+class Likelihood:
+    """Bits per byte of a text, and its perplexity per token (`evals/likelihood.py`)."""
+
+    bits_per_byte: float
+    perplexity: float
+
+
+def held_out_likelihood(
     ctx: StepContext, model: LanguageModel, example_tokenizer: ExampleTokenizer
-) -> float | None:
-    """Return the bits per byte of held-out pretraining text, or None without a parent `tokens`."""
+) -> Likelihood | None:
+    """Return the likelihood of held-out pretraining text, or None without a parent `tokens`."""
     if "tokens" not in ctx.parents:
         return None
-    from whorl.evals.likelihood import bits_per_byte, document_nats
+    from whorl.evals.likelihood import bits_per_byte, document_nats, perplexity
 
     split, chosen, n_bytes = open_token_set(ctx, example_tokenizer).split("test"), [], 0
     for ids in split.iter_documents():
@@ -185,9 +203,10 @@ def held_out_bits_per_byte(
             break
     context_hint, model.context_hint = model.context_hint, None  # the same context as the step `evaluate`
     try:
-        return bits_per_byte(sum(document_nats(model.eval(), chosen, model.eval_window)), n_bytes)
+        nats = sum(document_nats(model.eval(), chosen, model.eval_window))
     finally:
         model.context_hint = context_hint
+    return Likelihood(bits_per_byte(nats, n_bytes), perplexity(nats, sum(len(ids) - 1 for ids in chosen)))
 
 
 def open_token_set(ctx: StepContext, example_tokenizer: ExampleTokenizer) -> TokenSet:
@@ -209,9 +228,14 @@ def open_token_set(ctx: StepContext, example_tokenizer: ExampleTokenizer) -> Tok
     return TokenSet(tokens.path)
 
 
-def format_bits_change(before: float | None, after: float | None) -> str:
-    """Return the end of a headline: `; 1.234 then 1.250 bits per byte`, or nothing if it was not measured."""
-    return "" if before is None or after is None else f"; {before:.3f} then {after:.3f} bits per byte"
+def format_likelihood_change(
+    bits_per_byte: Mapping[str, float | None], perplexity: Mapping[str, float | None]
+) -> str:
+    """Return the end of a headline, `; 1.234 then 1.250 bits per byte, perplexity 3.21 then 3.30`, or nothing."""
+    bits, each = ([found.get(when) for when in ("before", "after")] for found in (bits_per_byte, perplexity))
+    if None in bits or None in each:
+        return ""
+    return f"; {bits[0]:.3f} then {bits[1]:.3f} bits per byte, perplexity {each[0]:.2f} then {each[1]:.2f}"
 
 
 def pad_id_of(example_tokenizer: ExampleTokenizer) -> int:

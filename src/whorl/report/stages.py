@@ -7,7 +7,9 @@ colour vision and for screen readers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from whorl.report.blocks import (
@@ -26,11 +28,13 @@ from whorl.report.blocks import (
 )
 from whorl.report.format import NBSP, format_duration, format_number, format_percent
 from whorl.report.induction_onset import smooth
+from whorl.report.training import event_table
 
 SECTION = "After pretraining"
+LOSSES = ("loss", "nll")  # metrics of a loss, of which a panel shows the first that exists
 _NOTE = (
     "Each stage starts from the previous model. Held-out tasks are answered by sampling and by greedy decoding; bits "
-    "per byte are measured on held-out pretraining text, and a rise means forgetting."
+    "per byte and perplexity are measured on held-out pretraining text, and a rise means forgetting."
 )
 
 
@@ -47,7 +51,7 @@ def stage_report(
     """Return the report of a stage.
 
     Args:
-        summary: figures of the step; `eval` and `bits_per_byte` hold {"before": ..., "after": ...}.
+        summary: figures of the step; `eval`, `bits_per_byte` and `perplexity` hold {"before": ..., "after": ...}.
         curve: metrics of its steps; of a repeated step the last record counts.
         objective: name in `objectives/catalog.py`.
         loss: (metric, description with its unit) of the loss curve.
@@ -57,7 +61,8 @@ def stage_report(
     found: dict[str, Cell] = {
         "Accuracy, sampled": _percent_change(measured, "accuracy"),
         "Accuracy, greedy": _percent_change(measured, "accuracy_greedy"),
-        "Bits per byte": _bits_change(summary.get("bits_per_byte", {})),
+        "Bits per byte": _change(summary.get("bits_per_byte", {}), 3),
+        "Perplexity": _change(summary.get("perplexity", {}), 2),
     }
     table = Table(
         section=SECTION, title="Stages", note=_NOTE,
@@ -68,6 +73,7 @@ def stage_report(
         rows=[[name, trained_on or EMPTY, *found.values(), format_duration(summary["seconds"])]],
     )  # fmt: skip
     blocks: list[Block] = [table, *_objective_table(name, objective), *stage_curves(name, curve, loss)]
+    blocks += event_table(curve, SECTION, f"{name}: events")
     if samples:
         blocks += _answers(name, samples, summary.get("tasks", {}).get("test"))
     cards = []
@@ -76,6 +82,15 @@ def stage_report(
         value = format_percent(measured["after"]["accuracy"])
         cards.append(Card(label="Accuracy on held-out tasks", value=value, more=more))
     return StepReport(cards=cards, blocks=blocks)
+
+
+def training_panel(curve: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    """Yield the panel of any training step: its loss (`loss`, or `nll`), and its events. Both may be absent."""
+    found = (points for metric in LOSSES if (points := metric_points(curve, metric)))
+    if losses := next(found, []):
+        note = "Every step that was recorded, and smoothed."
+        yield smoothed_curve("Training loss", note, "loss", losses, height=190)
+    yield from event_table(curve, "")
 
 
 def _objective_table(name: str, objective: str) -> Iterator[Table]:
@@ -98,7 +113,7 @@ def _percent_change(measured: Mapping[str, Mapping[str, float]], metric: str) ->
     return Change(before=format_percent(before), after=format_percent(after))
 
 
-def _bits_change(measured: Mapping[str, float | None]) -> Cell:
+def _change(measured: Mapping[str, float | None], digits: int) -> Cell:
     before, after = measured.get("before"), measured.get("after")
     if before is None or after is None:
         return EMPTY
@@ -106,17 +121,13 @@ def _bits_change(measured: Mapping[str, float | None]) -> Cell:
     if before:
         per_cent = round(100 * (after / before - 1), 1) + 0.0  # avoids a minus sign before zero
         note = f"({per_cent:+.1f}{NBSP}%)".replace("-", "\N{MINUS SIGN}")
-    return Change(before=f"{before:.3f}", after=f"{after:.3f}", note=note)
+    return Change(before=f"{before:.{digits}f}", after=f"{after:.{digits}f}", note=note)
 
 
 def stage_curves(name: str, curve: Sequence[Mapping[str, Any]], loss: tuple[str, str]) -> Iterator[Curve]:
     """Yield the curves of a stage: its loss, or accuracy and completion length."""
-    records = sorted({record["step"]: record for record in curve}.items())
-
-    def points(metric: str) -> list[tuple[float, float]]:
-        return [(float(step), record[metric]) for step, record in records if metric in record]
-
-    x_range = (0.0, float(records[-1][0]) if records else 1.0)
+    points = partial(metric_points, curve)
+    x_range = (0.0, float(max((record["step"] for record in curve), default=1)))
     if not (passed := points("accuracy")):
         if losses := points(loss[0]):
             note = f"{loss[1]}: every step, and smoothed."
@@ -138,6 +149,21 @@ def stage_curves(name: str, curve: Sequence[Mapping[str, Any]], loss: tuple[str,
             label=f"Mean completion length against step, from {format_number(lengths[0][1])} to "
             f"{format_number(lengths[-1][1])} tokens",
         )  # fmt: skip
+
+
+def metric_points(curve: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[float, float]]:
+    """Return the finite values of a metric as (step, value), in the order of the steps."""
+    found = [(float(step), record[metric]) for step, record in _by_step(curve) if metric in record]
+    return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+def _by_step(curve: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """Return (step, metrics) in order; of a repeated step the last value of each metric counts. Events are left out."""
+    found = dict[int, dict[str, Any]]()
+    for record in curve:
+        if "event" not in record:
+            found.setdefault(record["step"], {}).update(record)
+    return sorted(found.items())
 
 
 def _line(name: str, points: Sequence[tuple[float, float]], style: Any = "main") -> Line:

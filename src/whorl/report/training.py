@@ -89,7 +89,7 @@ def training_blocks(records: Records, objective: str = "") -> Iterator[Block]:
     lines = lines or ["The loss decreased smoothly; no sudden drop was found."]
     yield Text(section="Training", lines=[*objective_lines(objective), *lines])
     yield from _curves(records, points, induction, drop)
-    yield from _events(records)
+    yield from event_table(records)
 
 
 def objective_lines(name: str) -> list[str]:
@@ -192,7 +192,7 @@ def describe_loss_drop(drop: LossDrop) -> str:
     )
 
 
-def _events(records: Records) -> Iterator[Table]:
+def event_table(records: Records, section: str = "Training", title: str = "Events") -> Iterator[Table]:
     """Yield a table of the first failed steps, with the documents of their batches; nothing without one."""
     events = [record for record in records if "event" in record]
     if not events:
@@ -211,7 +211,7 @@ def _events(records: Records) -> Iterator[Table]:
         note += f" And {len(events) - MAX_EVENTS:,} later ones; all are in the metrics of the run."
     names = [Column(name=name) for name in ("Event", "Action", "Documents")]
     yield Table(
-        section="Training", title="Events", note=note, columns=[Column(name="Step", number=True), *names], rows=rows
+        section=section, title=title, note=note, columns=[Column(name="Step", number=True), *names], rows=rows
     )  # fmt: skip
 
 
@@ -255,11 +255,16 @@ def plan_blocks(budget: str, expected: Mapping[str, float], arithmetic: Sequence
     return [Text(section="Plan", lines=[line]), plan_table(expected), lines]
 
 
+def _mixer_text(mixer: Mapping[str, Any]) -> str:
+    heads = mixer["kind"] == "heads"
+    return f"{mixer['n_heads']} heads of {mixer['head_dim']}" if heads else str(mixer["kind"])
+
+
 def model_facts(
     config: Mapping[str, Any], params: Mapping[str, int], checkpoints: Mapping[str, Any] | None = None
 ) -> Facts:
     """Return the shape of a network from its `config.json`, its parameters, and what its checkpoints took."""
-    shape = config.get("transformer", config)
+    shape = config["transformer"]
     rows = {
         "parameters": f"{params['total']:,}",
         "layers": f"{shape['n_layers']}",
@@ -267,14 +272,11 @@ def model_facts(
         "vocabulary": f"{shape['vocab_size']:,}",
         "embedding and head": f"{params['embedding']:,}",
     }
-    if "mixers" in shape:
-        rows["mixers"] = ", ".join(sorted({m["kind"] for m in shape["mixers"].values()}))
-        if experts := shape.get("experts"):
-            rows["experts"] = f"{experts['n_experts']}, {experts['top_k']} per token"
-            rows["active parameters"] = f"{params['active']:,}"
-    else:
-        rows["heads"] = f"{shape['n_heads']} of {shape['head_dim']}"
-        rows["weight matrices"] = f"{params['matmul']:,}"
+    rows["mixers"] = ", ".join(sorted({_mixer_text(m) for m in shape["mixers"].values()}))
+    if experts := shape.get("experts"):
+        rows["experts"] = f"{experts['n_experts']}, {experts['top_k']} per token"
+        rows["active parameters"] = f"{params['active']:,}"
+    if shape.get("ngram"):
         rows["n-gram tables"] = f"{params['ngram']:,}"
     if checkpoints:
         rows["state in training"] = checkpoints["size_report"]

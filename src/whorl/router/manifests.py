@@ -106,7 +106,7 @@ def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
     command += ["--api-key-file", "/keys/keys.json"] if spec.key_secret else ["--no-auth"]
     command += spec.arguments
     route = ["whorl", "route", "--discover", f"{replicas}:{PORT}", "--host", "0.0.0.0", "--port", str(PORT)]
-    route += ["--drain", str(spec.drain_seconds)]
+    route += ["--drain", str(spec.drain_seconds), *([] if spec.key_secret else ["--no-auth"])]
     memory = f"{round(spec.memory_gib * 1024)}Mi"
     sizes = {"cpu": str(spec.cpus), "memory": memory, **({"nvidia.com/gpu": spec.gpus} if spec.gpus else {})}
     live, ready = _probe("/health/live", 10, 6), _probe("/health/ready", 2, 2)

@@ -17,6 +17,7 @@ Everything runs in one event loop. There is no await between a routing decision 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -31,6 +32,7 @@ from whorl.router.breaker import CircuitBreaker, CircuitState, RetryBudget
 from whorl.router.prefix_index import BlockHashes
 from whorl.router.routing_policy import RoutingDecision, RoutingPolicy, Ticket
 
+LOG = logging.getLogger("whorl.router")
 UNHEALTHY_AFTER = 2  # consecutive failed health checks
 HEALTH_CHECK_SECONDS = 1.0
 HEALTH_CHECK_TIMEOUT = 2.0
@@ -52,6 +54,7 @@ class Replica:
     boot_id: Any = None
     evicted_tokens: int = 0
     queue: int | None = None  # queue length from /health, if reported
+    problem: str = ""  # why it is unhealthy although it answers
 
     @property
     def draining(self) -> bool:
@@ -83,6 +86,7 @@ class ReplicaPool:
         self.policy, self.budget, self.clock = policy, budget or RetryBudget(), clock
         self.replicas: dict[str, Replica] = {}
         self.totals = RequestTotals()
+        self.keys_required = False  # use no replica that answers without an API key
         self.snapshots: deque[PoolSnapshot] = deque(maxlen=MAX_SNAPSHOTS)
 
     def add(self, name: str, url: str, breaker: CircuitBreaker | None = None) -> Replica:
@@ -152,6 +156,13 @@ class ReplicaPool:
         if status != 200 and not replica.reports_draining:
             self.on_missed_check(replica)
             return
+        if self.keys_required and body.get("keys_required") is not True:
+            replica.healthy = False
+            if not replica.problem:
+                replica.problem = "it requires no API key, and the router is reachable from other machines"
+                LOG.error("replica %s is not used: %s; see --no-auth", replica.name, replica.problem)
+            return
+        replica.problem = ""
         replica.healthy, replica.missed_checks = True, 0
         boot_id, evicted = body.get("boot_id"), body.get("evicted_tokens", 0)
         if replica.boot_id is not None and boot_id != replica.boot_id:
@@ -218,6 +229,7 @@ class ReplicaPool:
                 "name": r.name,
                 "url": r.url,
                 "healthy": r.healthy,
+                "problem": r.problem,
                 "draining": r.draining,
                 "drained": r.draining and self.policy.loads[r.name].running == 0,
                 "circuit": str(r.breaker.state(now)),

@@ -270,6 +270,7 @@ def serve_replicas(
     port: int = 8000,
     *,
     grace: float = 40.0,
+    no_auth: bool = False,
     **settings: Any,
 ) -> None:
     """Serve on host:port with `n` processes of `command` until SIGTERM or SIGINT; running requests get `grace` seconds.
@@ -282,4 +283,4 @@ def serve_replicas(
         ConfigError: a replica does not become healthy.
     """
     router, _ = make_replicated_router(command, n, grace=grace, **settings)
-    serve_router(router, host, port, grace)
+    serve_router(router, host, port, grace, no_auth=no_auth)

@@ -27,13 +27,11 @@ import hmac
 import ipaddress
 import logging
 import random
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import orjson
@@ -45,6 +43,8 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from whorl.errors import ConfigError
+from whorl.http.connections import uvicorn_limits
+from whorl.http.hosts import cross_site_problem, is_local_name, is_loopback
 from whorl.router.autoscaling_advice import AutoscalingConfig, advise
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO, RouterMetrics
@@ -56,7 +56,6 @@ from whorl.router.routing_policy import RoutingPolicy
 LOG = logging.getLogger("whorl.router")
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0  # within which a request body must arrive
-LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 FOREIGN_HOST = (
     "this router listens on this machine only and accepts only the hosts 127.0.0.1, localhost and [::1]"
@@ -217,7 +216,7 @@ class ReplicaRouter:
         async def checked(request: Request) -> Response:
             if not self._is_local_name(request.scope):
                 return _error_response(403, "foreign_host", FOREIGN_HOST)
-            if problem := _cross_site_problem(request):
+            if problem := cross_site_problem(request.method, request.headers):
                 return _error_response(403, "cross_site_request", problem)
             if self._is_admin(request):
                 return await answer(request)
@@ -230,7 +229,7 @@ class ReplicaRouter:
     def _is_local_name(self, scope: Scope) -> bool:
         """Return whether the Host header is acceptable: any, or a local name if the router is local."""
         host = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"host"), "")
-        return not self.local_only or LOCAL_HOST.fullmatch(host.lower()) is not None
+        return not self.local_only or is_local_name(host)
 
     def _is_admin(self, request: Request) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -291,33 +290,26 @@ class _DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve_router(router: ReplicaRouter, host: str, port: int, grace: float = 40.0) -> None:
+def serve_router(
+    router: ReplicaRouter, host: str, port: int, grace: float = 40.0, *, no_auth: bool = False
+) -> None:
     """Serve until SIGTERM or SIGINT; running requests get `grace` seconds.
+
+    Args:
+        no_auth: replicas without API keys are used also if `host` is reachable from other machines.
 
     Raises:
         ConfigError: the startup failed, because a replica does not become healthy.
     """
-    with suppress(ValueError):
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        router.local_only = loopback and not router.keys_required
+    router.local_only = is_loopback(host) and not router.keys_required
+    router.pool.keys_required = not is_loopback(host) and not no_auth
     config = uvicorn.Config(
-        router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2
+        router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2, **uvicorn_limits()
     )
     with suppress(SystemExit):  # uvicorn raises it if the startup failed
         _DrainingServer(config, router, grace).run()
     if router.startup_error is not None:
         raise router.startup_error
-
-
-def _cross_site_problem(request: Request) -> str:
-    """Return why a request may come from a web page of another site, or ""."""
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        return f"the Origin {origin!r} is another site"
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if request.method == "POST" and kind != "application/json":
-        return "a POST needs the header content-type: application/json"
-    return ""
 
 
 def request_block_hashes(path: str, body: bytes) -> BlockHashes:

@@ -83,14 +83,25 @@ class Confinement:
         self.machine = platform.machine()
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.syscall: Callable[..., int] = self.libc.syscall
+        self.prctl: Callable[..., int] = self.libc.prctl
+        # Held here, because the zygote then hides ctypes from the programs (`hide_modules`).
+        self._char, self._size, self._errno = ctypes.c_char, ctypes.c_size_t, ctypes.get_errno
+        self._address = ctypes.addressof
         self.active: dict[str, str] = {}
         known = self.machine in seccomp.ARCHITECTURES
         self.filters = {
             t: seccomp.seccomp_filter(self.machine, PLACEHOLDER_PID, t) if known else b""
             for t in (False, True)
         }
-        self.version = self.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
+        self.version = self.syscall(LANDLOCK_CREATE, None, self._size(0), 1)
         self.base_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        self.landlock_ruleset = self.read_only_ruleset = -1
+        self.replace_rulesets()
+
+    def replace_rulesets(self) -> None:
+        """Build the Landlock rulesets for the folder that now has the name `folder`."""
+        for rules in {self.landlock_ruleset, self.read_only_ruleset} - {-1}:
+            os.close(rules)
         self.landlock_ruleset = self._build_if_supported("landlock", self._landlock_ruleset, -1)
         self.read_only_ruleset = self._build_if_supported(
             "landlock", lambda: self._landlock_ruleset(read_only=True), -1
@@ -119,7 +130,7 @@ class Confinement:
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(kind, (limit, limit))
         self.active["limits"] = "time, memory, files, descriptors"
-        self._check_call("seccomp", self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        self._check_call("seccomp", self.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         if os.geteuid() == 0 and self.machine in CAPSET:
             header = struct.pack("<Ii", CAPABILITY_VERSION, 0)
             self._check_call("capabilities", self.syscall(CAPSET[self.machine], header, bytes(24)))
@@ -137,13 +148,13 @@ class Confinement:
 
     def die_with_parent(self, parent: int) -> None:
         """Make the kernel kill this process when its parent ends. Exit at once if the parent has already ended."""
-        self.libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+        self.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 
     def _check_call(self, name: str, result: int) -> int:
         if result < 0:
-            raise ProtectionUnavailable(name, os.strerror(ctypes.get_errno()))
+            raise ProtectionUnavailable(name, os.strerror(self._errno()))
         return result
 
     def _install_seccomp(self, threads: bool) -> None:
@@ -152,10 +163,10 @@ class Confinement:
         code = self.filters[threads].replace(
             struct.pack("<I", PLACEHOLDER_PID), struct.pack("<I", os.getpid())
         )
-        array = ctypes.create_string_buffer(code, len(code))
-        header = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(array))  # struct sock_fprog
-        pointer = ctypes.create_string_buffer(header, len(header))
-        self._check_call("seccomp", self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, pointer, 0, 0))
+        array = (self._char * len(code)).from_buffer_copy(code)
+        header = struct.pack("<HxxxxxxQ", len(code) // 8, self._address(array))  # struct sock_fprog
+        pointer = (self._char * len(header)).from_buffer_copy(header)
+        self._check_call("seccomp", self.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, pointer, 0, 0))
 
     def _network_scope(self) -> str:
         return (
@@ -175,7 +186,7 @@ class Confinement:
         fields = [known, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]  # files; TCP; scopes
         attributes = struct.pack(f"<{len(fields)}Q", *fields)
         rules = self._check_call(
-            "landlock", self.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
+            "landlock", self.syscall(LANDLOCK_CREATE, attributes, self._size(len(attributes)), 0)
         )
         folder_rights = READ_FILE | READ_DIR if read_only else WORK_FOLDER_RIGHTS
         for path, rights in [

@@ -19,9 +19,9 @@ class ResourceLimits:
         wall_seconds: from start to end.
         cpu_seconds: CPU time, rounded up, since the kernel counts whole seconds.
         memory_bytes: address space beyond that of the bare interpreter.
-        file_bytes: total size of the files in its folder; 0 forbids files. The kernel enforces it per file; the sum is
-            checked 50 times per second.
-        output_bytes: printed bytes, and as many again in reports.
+        file_bytes: total size of the files in its folder and of unlinked open ones; 0 forbids files. The kernel enforces
+            it per file; the sum is checked up to 50 times per second. A folder counts 4352 bytes, any other entry 256.
+        output_bytes: printed bytes, and as many again in reports and in the output of examples.
         processes: processes and threads, including its own. A program never gets another process. With more than 1 it
             may start threads; their number is checked 50 times per second.
 
@@ -53,8 +53,9 @@ class Program:
 
     Attributes:
         source: untrusted. It runs as a module named `program`, or as `__main__` if there are no checks.
-        tests: trusted source that runs afterwards with the program's names: plain asserts, functions `test_...`, classes
-            `Test...`, unittest cases (`unit_tests.py`). Tests of which none ran have failed.
+        tests: trusted source that runs afterwards, in another process, with values and proxies of the program's names:
+            plain asserts, functions `test_...`, classes `Test...`, unittest cases (`unit_tests.py`). Tests of which none
+            ran have failed.
         examples: trusted statements that run last, in order. `ProgramResult.example_outputs` has their output, and the
             caller compares it: the expected output never enters the process.
     """

@@ -1,29 +1,20 @@
-"""Run a program and its checks inside the confined process, and report.
+"""Run an untrusted program in its confined process, then answer requests about it.
 
-The order makes a verdict hard to fake:
+1. The program's statements run. No test, example or expected value is in the process, or in a pipe that it can read.
+2. The process reports that they are over: one frame of JSON, {"reason": ...}.
+3. It answers requests: calls of the program's functions by the tests, which run in another process (`test_process.py`,
+   `rpc/peer.py`), and examples. Both get values or output, and compare them outside.
 
-1. The program's statements run. The tests are not in the process yet.
-2. The library (`library_snapshot.py`), timers, tracing and the recursion limit are restored.
-3. The tests arrive through a pipe, compiled, and run against the program's names (`unit_tests.py`). A skipped test
-   counts as failed, since a function could raise SkipTest, and so do tests of which none ran. A name of the program
-   that hides a builtin is not visible to the tests.
-4. The examples run. Their output is reported, not compared: the expected output never enters the process.
-5. The library is restored again. If the builtins or unittest were changed, the tests have failed.
-6. The secret is read from the same pipe and written in front of the report. A report without it does not count, so a
-   program that calls os._exit(0) or writes to every descriptor has not passed.
-
-Remaining weakness: a test shares its process with the tested program. A program written against this file can find the
-pipes by trying descriptors, reach the test's objects through the frames on the stack, or return an object that equals
-everything. It then gets a wrong reward, but does not leave the sandbox. Examples are stronger than tests: they are
-compared outside.
+The verdict is decided elsewhere. A program that forges frames, ends the process or changes the library under this
+file can only answer its own calls. `docs/sandbox.md` lists the remaining weaknesses.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import json
-import marshal
 import os
 import random
 import signal
@@ -33,10 +24,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
-from whorl.sandbox.library_snapshot import LibrarySnapshot
-from whorl.sandbox.unit_tests import MAX_ERROR_CHARS, run_tests
+from whorl.sandbox.rpc.peer import Peer, read_frame, write_frame
+from whorl.sandbox.unit_tests import MAX_ERROR_CHARS
 
-SECRET_BYTES = 16
+_to_json = json.JSONEncoder().encode
+_from_json = json.JSONDecoder().decode
+_exit = os._exit
 
 
 def format_exception(error: BaseException) -> str:
@@ -48,74 +41,65 @@ def format_exception(error: BaseException) -> str:
         return "an exception that cannot be formatted"
 
 
+def open_streams() -> io.TextIOWrapper:
+    """Set standard input, output and error of the process, and return the output."""
+    stream = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace")
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it lives as long as the process)
+    sys.stdout = sys.stderr = stream
+    return stream
+
+
 class ProgramRunner:
-    """Runs one program. All functions needed later are bound here, before the program can replace them.
+    """Runs one program and answers requests.
 
     Args:
-        library_snapshot: the library's state, taken in the zygote.
-        control: descriptor from which the tests, then the secret are read.
-        report: descriptor to which the report is written.
+        requests: descriptor from which requests are read.
+        replies: descriptor to which the report and replies are written.
     """
 
-    def __init__(self, library_snapshot: LibrarySnapshot, control: int, report: int) -> None:
-        self.library_snapshot, self.control, self.report = library_snapshot, control, report
-        self.stream = io.TextIOWrapper(
-            io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=False
-        )
+    def __init__(self, requests: int, replies: int) -> None:
+        self.peer = Peer(requests, replies, trusted=False)
+        self.stream = open_streams()
+        # A call of a C method, so that a program that replaces builtins does not break the answers.
+        self.builtins, self.saved_builtins = vars(builtins), dict(vars(builtins))
         self.reset_calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
             (sys.settrace, (None,)),
             (sys.setprofile, (None,)),
+            (sys.setrecursionlimit, (1000,)),
+            *(
+                (signal.setitimer, (t, 0))
+                for t in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+            ),
         ]
-        self.reset_calls.append((sys.setrecursionlimit, (1000,)))
-        timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-        self.reset_calls += [(signal.setitimer, (timer, 0)) for timer in timers]
-        self.read, self.write, self.exit_process = os.read, os.write, os._exit
 
     def run(self, source: str, has_checks: bool) -> NoReturn:
-        """Run the program, then its tests and examples if `has_checks`, write the report, and exit."""
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it lives as long as the process)
-        sys.stdout = sys.stderr = self.stream
+        """Run the program and report; if `has_checks`, answer requests until they end."""
         sys.argv = ["program.py"]
         random.seed(0)  # deterministic verdicts
-        outputs: list[tuple[str, str | None]] = []
         reason, module = self._run_source(source, "program" if has_checks else "__main__")
-        self._restore()
-        work: dict[str, Any] = {"tests": "", "examples": [], "error": ""}
-        if has_checks:
-            work = json.loads(self._read_exactly(int.from_bytes(self._read_exactly(4), "little")))
-        if reason == "passed" and work["tests"]:
-            code = marshal.loads(bytes.fromhex(work["tests"]))
-            builtin = self.library_snapshot.saved_builtins
-            reason = run_tests(code, module, builtin, sys.modules, format_exception)
-        reason = work["error"] if reason == "passed" and work["error"] else reason
-        if reason == "passed":
-            outputs = [self._run_example(text, module) for text in work["examples"]]
-        changed = self._restore()
-        if work["tests"] and changed and reason == "passed":
-            reason = f"failed: the program changed {changed} during its tests"
-        with contextlib.suppress(BaseException):
-            self.stream.flush()
-        report = json.dumps({"reason": reason, "example_outputs": outputs}).encode()
-        unsent = self._read_exactly(SECRET_BYTES) + report
-        while unsent:
-            unsent = unsent[self.write(self.report, unsent) :]
-        self.exit_process(0)
-
-    def _restore(self) -> str:
-        """Restore the library and return the name of one change in builtins or unittest, or ""."""
         for call, arguments in self.reset_calls:
             call(*arguments)
-        changed = self.library_snapshot.restore_builtins()
-        self.library_snapshot.restore()
-        sys.stdout = sys.stderr = self.stream
-        return changed
+        self._write(_to_json({"reason": reason}))
+        if has_checks and reason == "passed":
+            self.peer.export(module)  # number 0
+            with contextlib.suppress(EOFError, BrokenPipeError):
+                while True:
+                    message = _from_json(read_frame(self.peer.receive_fd).decode())
+                    self.builtins.update(self.saved_builtins)
+                    if type(message) is dict:
+                        self._write(
+                            _to_json([self._run_example(text, module) for text in message["examples"]])
+                        )
+                    else:
+                        self._write(_to_json(self.peer.answer(message)))
+        _exit(0)
 
-    def _read_exactly(self, n: int) -> bytes:
-        """Read n bytes from the parent, by the saved `read`: the program may have replaced `os.read`."""
-        taken = b""
-        while len(taken) < n and (part := self.read(self.control, n - len(taken))):
-            taken += part
-        return taken
+    def _write(self, text: str) -> None:
+        """Write one frame, after what the program printed."""
+        self.builtins.update(self.saved_builtins)
+        with contextlib.suppress(BaseException):
+            self.stream.flush()
+        write_frame(self.peer.send_fd, text.encode())
 
     def _run_source(self, source: str, name: str) -> tuple[str, ModuleType]:
         module = ModuleType(name)
@@ -127,7 +111,9 @@ class ProgramRunner:
         try:
             exec(code, vars(module))
         except BaseException as error:
+            self.builtins.update(self.saved_builtins)
             return _failure_reason(error), module
+        self.builtins.update(self.saved_builtins)
         return "passed", module
 
     def _run_example(self, source: str, module: ModuleType) -> tuple[str, str | None]:

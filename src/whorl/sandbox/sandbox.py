@@ -6,10 +6,11 @@ A model writes programs and a reward depends on whether they work. Search finds 
     with Sandbox(ResourceLimits(wall_seconds=1), workers=2) as sandbox:
         results = sandbox.run_all([Program(source, tests="assert add(1, 2) == 3"), ...])
 
-Each worker is a zygote (`zygote.py`), a preloaded process that forks once per program. The fork confines itself
-(`confinement.py`, `seccomp.py`) and then runs program and tests (`program_runner.py`). The protections are
+Each worker is a zygote (`zygote.py`), a preloaded process that forks per program. The fork confines itself
+(`confinement.py`, `seccomp.py`) and runs the program (`program_runner.py`). A second fork runs the tests, which call the
+program's functions from there (`test_process.py`, `rpc/`). The protections are
 
-    a separate process and session that cannot create processes and is killed as a whole
+    separate processes and sessions that cannot create processes and are killed as a whole
     files: read the interpreter's library, read and write the work folder, access no other      (Landlock)
     system calls: no sockets, exec, signals to others, or any call outside a short list         (seccomp)
     no capabilities, no environment, no inherited descriptors; limits on time, memory, files, output
@@ -18,7 +19,7 @@ Each worker applies and *tests* them before its first program; `protections()` r
 required one the sandbox does not start, unless `allow_missing` names it.
 
 A worker that is killed, stopped or stuck is restarted. Its current program counts as crashed; no other is lost. For the
-remaining weaknesses see `confinement.py` and `program_runner.py`. To protect valuable secrets use a virtual machine.
+remaining weaknesses see `confinement.py` and `docs/sandbox.md`. To protect valuable secrets use a virtual machine.
 """
 
 from __future__ import annotations

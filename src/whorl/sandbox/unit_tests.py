@@ -1,7 +1,7 @@
 """Run the tests of a program, and count the checks that ran: tests that check nothing are never a pass.
 
-The zygote compiles the tests (`compile_tests`), before the untrusted program can touch the compiler. Each assertion gets
-a call in front that advances a counter. The fork runs the code (`run_tests`) in this order:
+Each assertion gets a call in front that advances a counter (`compile_tests`). The tests' process, in which no statement
+of the program runs, executes the code (`run_tests`) in this order:
 
 1. the statements of the tests, with the program's names
 2. names that start with `test` and that the tests bind: functions, coroutine functions, generators, wrapped callables
@@ -14,12 +14,15 @@ A test that cannot run (it needs arguments, an event loop, or is marked as an ex
 from __future__ import annotations
 
 import ast
+import builtins
 import itertools
-import marshal
+import sys
 import unittest
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, CoroutineType, GeneratorType, ModuleType
 from typing import Any
+
+from whorl.sandbox.rpc.peer import is_remote
 
 COUNTER = "__count_check__"  # the name of the counter in the tests' module
 MAX_ERROR_CHARS = 300
@@ -84,43 +87,45 @@ class _CountChecks(ast.NodeTransformer):
         return [ast.fix_missing_locations(ast.copy_location(call, statement)), statement]
 
 
-def compile_tests(source: str) -> bytes | str:
-    """Return the tests as marshalled code that counts its checks, or the reason why they do not compile."""
+def compile_tests(source: str) -> CodeType | str:
+    """Return the tests as code that counts its checks, or the reason why they do not compile."""
     try:
         tree = _CountChecks().visit(ast.parse(source, "tests.py"))
-        return marshal.dumps(compile(tree, "tests.py", "exec", dont_inherit=True))
+        code: CodeType = compile(tree, "tests.py", "exec", dont_inherit=True)
+        return code
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"failed: the test source: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
 
 
-def run_tests(
-    code: CodeType,
-    module: ModuleType,
-    builtin: dict[str, Any],
-    modules: dict[str, ModuleType],
-    describe: Callable[[BaseException], str],
-) -> str:
-    """Run compiled tests against a program's names and return the reason: "passed" or "failed: ...".
+def global_names(code: CodeType) -> set[str]:
+    """Return every name that code and the functions in it look up."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= global_names(constant)
+    return names
+
+
+def run_tests(code: CodeType, program: dict[str, Any], describe: Callable[[BaseException], str]) -> str:
+    """Run compiled tests and return the reason: "passed" or "failed: ...".
 
     Args:
         code: of `compile_tests`.
-        module: the program. Its names are visible to the tests, except those that hide a builtin.
-        builtin: the builtins of the snapshot.
-        modules: `sys.modules`, in which the tests are registered as `tests`.
+        program: names of the program that the tests see, as values or proxies.
         describe: formats an exception in one line.
     """
-    program = {n: v for n, v in vars(module).items() if n not in builtin and n[:2] != "__"}
     tests = ModuleType("tests")
     names = vars(tests)
     names.update(program)
     counter = itertools.count()
-    names.update(__name__="tests", __builtins__=builtin)
+    names.update(__name__="tests", __builtins__=builtins)
     names[COUNTER] = counter.__next__
-    modules["tests"] = tests
+    sys.modules["tests"] = tests
     running, n_tests = "the test source", 0
     try:
         exec(code, names)
         bound = {n: v for n, v in names.items() if n not in program or program[n] is not v}
+        bound = {n: v for n, v in bound.items() if not is_remote(v)}
         cases = [v for v in bound.values() if _is_test_case(v)]
         for name, test in _find_tests(bound):
             running = name

@@ -11,26 +11,49 @@ import errno
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 ENTRY_BYTES = 256  # bytes counted per directory entry
+FOLDER_BYTES = 4096  # and in addition per folder: a block on most file systems
 
 
-def used_bytes(folder: Path) -> float:
-    """Return the bytes in a folder; infinite if it is nested too deep to be read."""
+def used_bytes(folder: Path, most: float = float("inf")) -> float:
+    """Return the bytes in a folder, or any number above `most` once they exceed it; infinite if nested too deep."""
     total, pending = 0.0, [str(folder)]
-    while pending:
+    while pending and total <= most:
+        path = pending.pop()
         try:
-            for entry in _entries(pending.pop()):
-                total += ENTRY_BYTES
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-                    else:
-                        total += entry.stat(follow_symlinks=False).st_size
+            with _open_folder(path) as entries:
+                for entry in entries:
+                    total += ENTRY_BYTES
+                    with contextlib.suppress(FileNotFoundError):
+                        if entry.is_dir(follow_symlinks=False):
+                            total += FOLDER_BYTES
+                            pending.append(entry.path)
+                        else:
+                            total += entry.stat(follow_symlinks=False).st_size
+                    if total > most:
+                        break
+        except FileNotFoundError:
+            continue
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 return float("inf")
     return total
+
+
+def has_many(folder: Path, most: int) -> bool:
+    """Return whether a folder and those in it hold more than `most` entries: its removal may take long."""
+    seen, pending = 0, [str(folder)]
+    while pending:
+        with _open_folder(pending.pop()) as entries:
+            for entry in entries:
+                seen += 1
+                if seen > most:
+                    return True
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+    return False
 
 
 def clear(folder: Path) -> None:
@@ -57,10 +80,14 @@ def _unused_path(folder: Path, numbers: itertools.count[int]) -> str:
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:
+    with _open_folder(path) as scan:
+        return list(scan)
+
+
+def _open_folder(path: str) -> Any:
+    """Return an open scan of a folder, after restoring its permissions if a program removed them."""
     try:
-        with os.scandir(path) as scan:
-            return list(scan)
+        return os.scandir(path)
     except PermissionError:
         os.chmod(path, 0o700)  # noqa: PTH101
-        with os.scandir(path) as scan:
-            return list(scan)
+        return os.scandir(path)

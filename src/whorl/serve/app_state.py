@@ -8,23 +8,26 @@ byte of the response. The client then gets status 400 instead of a broken stream
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
 from whorl.engine.request import Request
+from whorl.http.hosts import is_loopback
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
-from whorl.serve.middleware.auth import KeyLimits, KeyStore
+from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyLimits, KeyStore
 from whorl.serve.middleware.metrics import ServerMetrics
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
 from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 
 T = TypeVar("T")
-LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+LIMITS_FOLDER = "WHORL_LIMITS_FOLDER"  # set by `whorl serve --replicas`
 LARGE_TEXT_CHARS = 1 << 16  # characters; larger texts are processed outside the event loop
 
 
@@ -34,6 +37,7 @@ class AppState:
     Args:
         engine: None if only an embedder is served.
         models: the first is the default model.
+        limits_folder: where replicas share the rate limits of a key; by default the variable `LIMITS_FOLDER`.
     """
 
     def __init__(
@@ -41,13 +45,18 @@ class AppState:
         config: ServeConfig,
         models: Sequence[ServedModel | ServedEmbedder],
         engine: EngineProtocol | None,
+        limits_folder: Path | None = None,
     ) -> None:
         self.config, self.models = config, list(models)
         self.metrics = ServerMetrics(config.slo_ttft, config.slo_tpot)
         self.worker = EngineWorker(engine if engine is not None else _NoEngine(), self._on_finish)
         self.metrics.worker = self.worker
-        self.key_store = KeyStore(config.key_file) if config.key_file is not None else None
-        self.local_only = self.key_store is None and config.host in LOOPBACK_HOSTS
+        self.key_store: KeyStore | None = None
+        if config.key_file is not None:
+            shared = os.environ.get(LIMITS_FOLDER)
+            folder = limits_folder or (Path(shared) if shared else None)
+            self.key_store = KeyStore(config.key_file, folder=folder)
+        self.local_only = self.key_store is None and is_loopback(config.host)
         self.draining = False
         self.start_time, self.boot_id = (
             time.time(),
@@ -107,22 +116,24 @@ class AppState:
     async def submit(self, requests: Sequence[Request], http: HttpRequest, n_prompt: int) -> list[Stream]:
         """Submit sequences to the engine. Returns their streams once the engine has admitted all of them.
 
-        n_prompt: prompt tokens; charged to the key now. Generated tokens are charged when a sequence ends.
+        n_prompt: prompt tokens. They and the largest output are charged to the key now; what is not generated is refunded.
 
         Raises:
-            ApiError: 429, 503. WhorlError: the engine rejects a request. In both cases none of them runs.
+            ApiError: 403, 429, 503. WhorlError: the engine rejects a request. In all cases none of them runs.
         """
         self.check_accepting()
-        worker = self.worker
+        worker, limits = self.worker, key_limits(http)
+        if limits is not None:
+            self._check_share(requests, limits)
         if worker.waiting + len(requests) > max(self.config.max_queue, len(requests) * (not worker.streams)):
             raise ApiError(503, "the queue is full", code="queue_full", retry_after=1)
-        limits = self.charge_rate_limit(http, n_prompt)
-        streams = []
+        self.charge_rate_limit(http, n_prompt, sum(request.max_tokens for request in requests))
+        streams: list[Stream] = []
         try:
             for request in requests:
-                streams.append(worker.submit(request))
                 if limits is not None:
                     self._limits_by_request[request.id] = limits
+                streams.append(worker.submit(request))
             for stream in streams:
                 await stream.admitted()
         except BaseException:
@@ -131,49 +142,85 @@ class AppState:
             raise
         return streams
 
-    def charge_rate_limit(self, http: HttpRequest, n_prompt: int) -> KeyLimits | None:
-        """Charge one request and its prompt tokens to the limits of its key; return these limits, or None without a key.
+    def _check_share(self, requests: Sequence[Request], limits: KeyLimits) -> None:
+        """Check that the key may use this priority and these places in the queue.
 
         Raises:
-            ApiError: 429, with the seconds to wait.
+            ApiError: 403, the priority is reserved; 503, the key holds half of the queue.
         """
-        limits: KeyLimits | None = http.scope.get("state", {}).get("key_limits")
+        if requests and requests[0].priority < limits.key.min_priority:
+            raise ApiError(
+                403,
+                f"priority: {requests[0].priority} is not allowed for the key {limits.key.name!r}; its lowest is "
+                f"{limits.key.min_priority} (`whorl keys add --min-priority`)",
+                param="priority",
+            )
+        own = [s for s in self.worker.streams.values() if s.request.client == limits.key.id]
+        waiting = sum(not stream.first_token_time for stream in own)
+        if own and waiting + len(requests) > self.config.max_queue // 2:
+            message = f"the key {limits.key.name!r} holds half of the queue"
+            raise ApiError(503, message, code="queue_full", retry_after=1)
+
+    def charge_rate_limit(self, http: HttpRequest, n_prompt: int, max_output: int = 0) -> None:
+        """Charge one request, its prompt tokens and its largest output to the limits of its key, if it has one.
+
+        Raises:
+            ApiError: 429, with the seconds to wait. The output may exceed what is available, the prompt may not.
+        """
+        limits = key_limits(http)
         if limits is None:
-            return None
-        for unit, bucket, amount in (
-            ("requests", limits.requests, 1),
-            ("tokens", limits.tokens, n_prompt),
-        ):
-            wait = bucket.seconds_until(amount)
-            if wait > 0:
-                never = wait == float("inf")
-                problem = f"this prompt of {n_prompt:,} tokens exceeds" if never else "over"
-                raise ApiError(
-                    429,
-                    f"{problem} the limit of {bucket.limit:,} {unit} per minute for the key {limits.key.name!r}",
-                    code="rate_limit_exceeded",
-                    retry_after=60 if never else wait,
-                    headers=limits.headers,
-                )
-        limits.requests.consume(1)
-        limits.tokens.consume(n_prompt)
-        return limits
+            return
+        with limits.exclusive():
+            for unit, bucket, amount in (
+                ("requests", limits.requests, 1),
+                ("tokens", limits.tokens, n_prompt),
+            ):
+                wait = bucket.seconds_until(amount)
+                if wait > 0:
+                    never = wait == float("inf")
+                    problem = f"this prompt of {n_prompt:,} tokens exceeds" if never else "over"
+                    raise ApiError(
+                        429,
+                        f"{problem} the limit of {bucket.limit:,} {unit} per minute for the key {limits.key.name!r}",
+                        code="rate_limit_exceeded",
+                        retry_after=60 if never else wait,
+                        headers=limits.headers,
+                    )
+            limits.requests.consume(1)
+            limits.tokens.consume(n_prompt + max_output)
+
+    async def end_revoked_streams(self) -> None:
+        """End the sequences of revoked keys, within `RELOAD_SECONDS` of the revocation. Runs until it is cancelled."""
+        while self.key_store is not None:
+            await asyncio.sleep(RELOAD_SECONDS / 2)
+            for stream in list(self.worker.streams.values()):
+                limits = self._limits_by_request.get(stream.request.id)
+                if limits is not None and not self.key_store.is_valid(limits):
+                    error = ApiError(401, "the API key was revoked", code="invalid_api_key")
+                    stream.end_with_error(error)
 
     def _on_finish(self, stream: Stream) -> None:
         self.metrics.observe_finished(stream)
         if limits := self._limits_by_request.pop(stream.request.id, None):
-            limits.tokens.consume(stream.n_tokens)
+            with limits.exclusive():
+                limits.tokens.consume(stream.n_tokens - stream.request.max_tokens)
+
+
+def key_limits(http: HttpRequest) -> KeyLimits | None:
+    """Return the limits of the request's key, or None without keys."""
+    limits: KeyLimits | None = http.scope.get("state", {}).get("key_limits")
+    return limits
 
 
 def rate_limit_headers(http: HttpRequest) -> dict[str, str]:
     """Return the x-ratelimit headers of the request's key."""
-    limits: KeyLimits | None = http.scope.get("state", {}).get("key_limits")
+    limits = key_limits(http)
     return limits.headers if limits is not None else {}
 
 
 def client_id(http: HttpRequest) -> str:
     """Return the unit of fair scheduling: the id of the request's key, or its IP address without keys."""
-    limits: KeyLimits | None = http.scope.get("state", {}).get("key_limits")
+    limits = key_limits(http)
     return limits.key.id if limits is not None else (http.client.host if http.client else "")
 
 

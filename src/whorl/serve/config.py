@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,14 +13,23 @@ class ServeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535, description="0 selects a free port")
-    key_file: Path | None = Field(
-        default=None, description="written by `whorl keys add`; without it no key is required"
+    host: str = Field(
+        default="127.0.0.1",
+        description="address to listen on; other than this machine's, it requires keys",
     )
-    slo_ttft: float = Field(default=0.5, gt=0, description="SLO: seconds to the first token")
-    slo_tpot: float = Field(default=0.1, gt=0, description="SLO: seconds per token after the first")
-    max_queue: int = Field(default=512, ge=1, description="sequences that wait for their first token")
+    port: int = Field(default=8000, ge=0, le=65535, description="port; 0 selects a free one")
+    key_file: Path | None = Field(
+        default=None,
+        description="require the keys of this file, made by `whorl keys add`",
+        json_schema_extra={"option": ["--api-key-file"], "metavar": "FILE"},
+    )
+    slo_ttft: float = Field(
+        default=0.5, gt=0, description="target of the time to first token in seconds, for /metrics"
+    )
+    slo_tpot: float = Field(default=0.1, gt=0, description="target of the time per output token in seconds")
+    max_queue: int = Field(
+        default=512, ge=1, description="maximum number of waiting requests; further ones get status 503"
+    )
     max_choices: int = Field(default=128, ge=1, description="sequences per request")
     max_body: int = Field(default=4 << 20, ge=1024, description="bytes of a request body")
     body_seconds: float = Field(
@@ -29,5 +39,81 @@ class ServeConfig(BaseModel):
         default=60.0, gt=0, description="seconds after which a reader that receives no data is dropped"
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="seconds for running sequences after SIGTERM"
+        default=30.0,
+        ge=0,
+        description="seconds to finish running requests on shutdown",
+        json_schema_extra={"option": ["--drain"]},
+    )
+
+
+class ServedModelConfig(BaseModel):
+    """The served model, and how it is loaded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = Field(
+        default=None, description="name of the model in the API; default: that of the artifact"
+    )
+    embedder: str | None = Field(
+        default=None,
+        description="an embedder to serve with the model",
+        json_schema_extra={"metavar": "ARTIFACT"},
+    )
+    adapter: list[str] = Field(
+        default=[],
+        description="a LoRA adapter, served as model NAME; may be repeated",
+        json_schema_extra={"metavar": "NAME=FOLDER"},
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="maximum tokens of prompt and output; default: the model's"
+    )
+    kv_cache_memory: float | None = Field(
+        default=None,
+        ge=0.001,
+        description="memory of the KV cache; default: a quarter of the free memory",
+        json_schema_extra={"metavar": "GB"},
+    )
+    prompt_lookup: bool = Field(
+        default=False,
+        description="speculative decoding with n-grams of the context; does not change the output",
+        json_schema_extra={"option": ["--prompt-lookup/--no-prompt-lookup"]},
+    )
+    draft: str | None = Field(
+        default=None,
+        description="speculative decoding with a draft model: artifact or folder, with the model's tokenizer",
+        json_schema_extra={"metavar": "MODEL"},
+    )
+    multi_token: bool = Field(
+        default=False, description="speculative decoding with the model's multi-token heads"
+    )
+    max_drafts: int | None = Field(
+        default=None,
+        ge=1,
+        description="draft tokens per step; default: 8 by n-grams, 4 by a draft model, all heads",
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="type of the computation; default: the faster one"
+    )
+    threads: int | None = Field(default=None, ge=1, description="CPU threads; default: the fastest number")
+
+
+class ServerProcessesConfig(BaseModel):
+    """The processes of a server, and their keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    no_auth: bool = Field(default=False, description="no keys, even on a public address")
+    replicas: int = Field(
+        default=1, ge=1, description="server processes with separate cores behind one router"
+    )
+    prefill: int = Field(
+        default=0, ge=0, description="processes that compute prompts only; with it, --decode is at least 1"
+    )
+    decode: int = Field(
+        default=0, ge=0, description="processes that generate only; with it, --prefill is at least 1"
+    )
+    manifest: str | None = Field(
+        default=None,
+        description="print the manifest for kubernetes or ray and exit",
+        json_schema_extra={"metavar": "KIND"},
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import resource
 import socket
@@ -21,9 +20,12 @@ from types import FrameType
 import uvicorn
 
 from whorl.errors import ConfigError
+from whorl.http.connections import uvicorn_limits
+from whorl.http.hosts import is_loopback
 from whorl.serve.api.app import create_app
-from whorl.serve.app_state import LOOPBACK_HOSTS, AppState
+from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
+from whorl.serve.errors import ApiError
 
 LOG = logging.getLogger("whorl.serve")
 FLUSH_SECONDS = 5  # for responses that are written but not yet sent
@@ -62,9 +64,12 @@ class DrainingServer(uvicorn.Server):
         try:
             await asyncio.wait_for(self.state.worker.wait_drained(), self.state.config.drain_seconds)
         except TimeoutError:
-            LOG.warning("%d sequences were truncated", len(self.state.worker.streams))
+            LOG.warning("%d sequences were ended", len(self.state.worker.streams))
+            error = ApiError(
+                503, "the server shut down before the output was complete", code="shutdown", retry_after=1
+            )
             for stream in list(self.state.worker.streams.values()):
-                stream.truncate()
+                stream.end_with_error(error)
         self.should_exit = True
 
 
@@ -89,13 +94,6 @@ def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:
     )
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether the address is reachable only from this machine."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host in LOOPBACK_HOSTS
-
-
 def run_server(
     state: AppState,
     sock: socket.socket,
@@ -115,6 +113,7 @@ def run_server(
             timeout_keep_alive=75,
             timeout_graceful_shutdown=FLUSH_SECONDS,
             server_header=False,
+            **uvicorn_limits(),
         ),
         state,
     )

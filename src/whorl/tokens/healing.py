@@ -2,27 +2,46 @@
 
 A prompt ends where the user stopped typing, not at the end of a token. "def f():" + newline ends in a single newline token.
 In training, the newline was merged with the indentation after it; alone it occurred only at the ends of files, so the model
-predicts the end of the file. So the last pre-token of the prompt is removed, and generation is forced to start with its
-bytes, in any tokens. No token crosses the border before it.
+predicts the end of the file. So the end of the prompt is removed, and generation is forced to start with its bytes, in any
+tokens. The end is the last pre-token, or its last token alone if the pre-token is longer than `MAX_HEALED_BYTES`. An end
+that is still longer is not healed: each healed byte may cost a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from whorl.tokens.pretokens import split_pretokens
 from whorl.tokens.tokenizer import Tokenizer
 
+MAX_HEALED_BYTES = 16
+
 
 class HealedPrompt(NamedTuple):
-    """ids: bos and the text up to the last pre-token. forced_prefix: bytes that generation starts with."""
+    """ids: bos and the text without its end. forced_prefix: bytes of the end, with which generation starts.
+
+    n_tokens: ids of the whole prompt, its end included.
+    """
 
     ids: list[int]
     forced_prefix: bytes
+    n_tokens: int
 
 
 def heal(tokenizer: Tokenizer, text: str) -> HealedPrompt:
     """Return a prompt ready for generation."""
     last = split_pretokens(text)[-1] if text else ""
-    head = text[: len(text) - len(last)]
-    return HealedPrompt([tokenizer.bos_id, *tokenizer.encode(head).tolist()], last.encode())
+    ids = [tokenizer.bos_id, *tokenizer.encode(text[: len(text) - len(last)]).tolist()]
+    end = tokenizer.encode(last).tolist()
+    if len(last.encode()) <= MAX_HEALED_BYTES:
+        return HealedPrompt(ids, last.encode(), len(ids) + len(end))
+    return without_last_token(ids + end, tokenizer.token_bytes)
+
+
+def without_last_token(ids: list[int], token_bytes: Sequence[bytes]) -> HealedPrompt:
+    """Heal the last token of `ids`, if it is at most `MAX_HEALED_BYTES` long."""
+    last = token_bytes[ids[-1]]
+    if len(last) > MAX_HEALED_BYTES:
+        return HealedPrompt(ids, b"", len(ids))
+    return HealedPrompt(ids[:-1], last, len(ids))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import DataError
-from whorl.tokens.healing import HealedPrompt
+from whorl.tokens.healing import HealedPrompt, without_last_token
 from whorl.tokens.tokenizer import BYTE_OF_CHAR, TOKENIZER_FILE, Tokenizer, banned_ids, fit_rows
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -139,8 +139,8 @@ class HFTokenizer:
         ids = self.encode_prompt(text)
         ordinary = [i for i in ids if i not in self.all_special_ids]
         if len(ordinary) < 2:  # the first token may add a space that the text lacks
-            return HealedPrompt(ids, b"")
-        return HealedPrompt(ids[:-1], self.token_bytes[ids[-1]])
+            return HealedPrompt(ids, b"", len(ids))
+        return without_last_token(ids, self.token_bytes)
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:

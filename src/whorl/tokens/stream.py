@@ -139,7 +139,7 @@ class StreamProducer:
 
     def _open_sources(self) -> None:
         c = self.config
-        files = [RawFiles(s.files, s.text_field, c.block_bytes) for s in c.sources]
+        files = [s.open(c.block_bytes) for s in c.sources]
         self._state = {
             "tokenizer": Tokenizer.load(c.tokenizer),
             "files": files,
@@ -199,7 +199,7 @@ def stream_spec(config: StreamConfig) -> Spec[StreamRecord]:
     """Return the slot spec, sized for the largest possible number of rows."""
     max_rows = 0
     for source in config.sources:
-        files = RawFiles(source.files, source.text_field, config.block_bytes)
+        files = source.open(config.block_bytes)
         largest = max(block.size for block in files.blocks) + MAX_DOCUMENT_BYTES
         max_rows = max(max_rows, blocks_per_record(files, config.shuffle_bytes) * largest)
     # A token is at least a byte, each document adds bos and eos, and packed rows are at least half full.
@@ -242,9 +242,7 @@ class StreamBatches:
             rank,
             world_size,
         )
-        fingerprints = [
-            RawFiles(s.files, s.text_field, config.block_bytes).fingerprint for s in config.sources
-        ]
+        fingerprints = [s.open(config.block_bytes).fingerprint for s in config.sources]
         settings: list[Any] = [
             config.seq_len,
             config.seed,

@@ -1,4 +1,10 @@
-"""Settings of optimizers, schedules, routing and the spike guard. Imports no torch, so a recipe can be checked fast."""
+"""Settings that steps which train have in common. Imports no torch, so a recipe can be checked fast.
+
+    train    `TrainConfig`: the update loop (schedule, averaged weights, spike guard); decides the weights
+    run      `RunConfig`: checkpoints, memory and processes; decides no weight and is not part of an address
+
+A step embeds both under these names, and adds the settings of its method.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from whorl.machine.memory import MemoryText
 from whorl.registry import Registry
 
 OPTIMIZERS = (
@@ -163,3 +170,58 @@ class FiniteGuardConfig(SpikeGuardConfig):
         ge=0,
         description="robust standard deviations above the median at which a batch is skipped; 0: never",
     )
+
+
+class TrainConfig(BaseModel):
+    """The update loop: learning-rate schedule, averaged weights, spike guard."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schedule: ScheduleConfig = ScheduleConfig()
+    ema: float = Field(
+        default=0.0, ge=0, lt=1, description="decay per step of averaged weights, which are saved; 0 for none"
+    )
+    spike_guard: SpikeGuardConfig = Field(
+        default=SpikeGuardConfig(), description="skips batches whose loss or gradient norm is far off"
+    )
+
+
+class CheckpointConfig(BaseModel):
+    """Retention of local checkpoints, and remote storage."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keep: int = Field(default=2, ge=1, description="number of checkpoints kept on the local disk")
+    keep_hours: float | None = Field(
+        default=None, gt=0, description="maximum age of these, except the newest"
+    )
+    remote_url: str | None = Field(default=None, description="folder or URL of remote storage")
+    remote_interval: float = Field(default=600.0, ge=0, description="seconds between uploads")
+    remote_keep: int = Field(default=3, ge=1, description="number of checkpoints kept there")
+    remote_keep_hours: float | None = Field(
+        default=None, gt=0, description="maximum age of these, except the newest"
+    )
+
+
+class RunConfig(BaseModel):
+    """How a step runs. No field decides a weight, so an interrupted step continues with other values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    checkpoints: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="how many are kept, and a remote copy"
+    )
+    activation_budget: MemoryText | None = Field(
+        default=None,
+        description="memory for activations, 2GB or 25%; blocks beyond it are recomputed in the backward; default: no limit",
+    )
+    replicas: int | None = Field(
+        default=None, ge=1, description="training processes; default: one per core where that pays"
+    )
+
+    def refuse(self, **unsupported: str) -> None:
+        """Raise ValueError if a field that the step does not support is set; `unsupported` gives the reasons."""
+        for name, why in unsupported.items():
+            if getattr(self, name) is not None:
+                raise ValueError(f"run.{name} is {getattr(self, name)}: {why}; remove it")

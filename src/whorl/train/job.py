@@ -9,11 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from whorl.corpus.blocks import Source
 from whorl.machine.memory import MemoryText
-from whorl.models import DecoderConfig, TransformerConfig
+from whorl.models import TransformerConfig
+from whorl.models.legacy_config import upgrade_transformer
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
 from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, SpikeGuardConfig
@@ -47,16 +48,9 @@ class TextStreamConfig(BaseModel):
     workers: int = Field(default=1, ge=0, description="tokenizing processes per replica")
 
 
-def _model_tag(value: Any) -> str:
-    """Only a transformer's configuration has mixers."""
-    named = "mixers" in value if isinstance(value, dict) else isinstance(value, TransformerConfig)
-    return "transformer" if named else "decoder"
-
-
-TaggedModelConfig = Annotated[
-    Annotated[DecoderConfig, Tag("decoder")] | Annotated[TransformerConfig, Tag("transformer")],
-    Discriminator(_model_tag),
-]
+def _upgrade_model(value: Any) -> Any:
+    """Jobs written before the project's own decoder was a `Transformer` have its flat configuration."""
+    return upgrade_transformer(value) if isinstance(value, dict) and "n_heads" in value else value
 
 
 class Job(BaseModel):
@@ -66,7 +60,7 @@ class Job(BaseModel):
 
     tokens: str = Field(description="folder of the token set")
     stream: TextStreamConfig | None = Field(default=None, description="train on raw files instead")
-    model: TaggedModelConfig
+    model: Annotated[TransformerConfig, BeforeValidator(_upgrade_model)]
     optim: OptimConfig = OptimConfig()
     routing: RoutingConfig = RoutingConfig()
     seq_len: int = Field(ge=2, description="tokens per row")

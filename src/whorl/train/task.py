@@ -11,7 +11,7 @@ Everything else belongs to the trainer (`trainer.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
-from whorl.train.checkpoint.remote import CheckpointConfig
-from whorl.train.config import FiniteGuardConfig, RoutingConfig, SpikeGuardConfig
+from whorl.train.config import CheckpointConfig, FiniteGuardConfig, RoutingConfig, SpikeGuardConfig
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
@@ -105,6 +104,32 @@ class TrainCallback(Protocol):
 
     def on_event(self, step: int, event: dict[str, Any]) -> None:
         return None
+
+
+class StepFunction(TrainCallback):
+    """A callback made of a function of step and metrics.
+
+    receiver: evaluations, checkpoints and events go to its methods of these names, if it has them; default: the function.
+    """
+
+    def __init__(self, function: Callable[[int, dict[str, float]], None], receiver: object = None) -> None:
+        self.function, self.receiver = function, function if receiver is None else receiver
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.function(step, metrics)
+
+    def on_evaluation(self, step: int, metrics: dict[str, float], networks: Any) -> None:
+        self._forward("on_evaluation", step, metrics, networks)
+
+    def on_checkpoint(self, step: int, seconds: float) -> None:
+        self._forward("on_checkpoint", step, seconds)
+
+    def on_event(self, step: int, event: dict[str, Any]) -> None:
+        self._forward("on_event", step, event)
+
+    def _forward(self, name: str, *values: Any) -> None:
+        if (method := getattr(self.receiver, name, None)) is not None:
+            method(*values)
 
 
 class Task(Generic[R]):

@@ -41,9 +41,9 @@ from whorl.train.resilience.preemption import (
 )
 from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
 from whorl.train.resilience.spike_guard import SpikeGuard, event_line
-from whorl.train.task import R, ResumePoint, RunOptions, Task, TrainCallback
+from whorl.train.task import R, ResumePoint, RunOptions, StepFunction, Task, TrainCallback
 
-__all__ = ["R", "RunOptions", "Task", "TrainCallback", "Trainer"]
+__all__ = ["R", "RunOptions", "StepFunction", "Task", "TrainCallback", "Trainer"]
 
 
 class Trainer(Generic[R]):

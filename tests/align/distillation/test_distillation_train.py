@@ -40,7 +40,7 @@ KINDS = pytest.mark.parametrize("kind", ["forward", "reverse", "jensen"])
 def test_first_step_matches_definition(kind: Any, packing: bool) -> None:
     texts, network, teacher = some_texts(8), network_of(), model_of(0)
     want = mean_divergence(network.model, teacher, texts, kind)
-    options = {"divergence": kind, "packing": packing, "micro_batch_tokens": 48}
+    options = {"divergence": kind, "packing": packing, "train": {"micro_batch_tokens": 48}}
     (first,) = learn(network, teacher, texts, epochs=1.0, **options)
     assert first["kl"] == pytest.approx(want, rel=1e-4)
     assert first["loss_tokens"] == sum(int(text.loss_mask.sum()) for text in texts)
@@ -96,7 +96,7 @@ def test_resume_gives_same_bits(tmp_path: Path, own: float, refresh: int) -> Non
 
 
 def test_checkpoint_rejects_other_teacher(tmp_path: Path) -> None:
-    options = {"checkpoint_dir": tmp_path, "checkpoint_seconds": 1e-9}
+    options = {"checkpoint_dir": tmp_path, "run": {"checkpoint_seconds": 1e-9}}
     learn(network_of(), model_of(0), some_texts(16), **options)
     with pytest.raises(CheckpointError, match="teacher differs"):
         learn(network_of(), model_of(5), some_texts(16), **options)
@@ -106,7 +106,14 @@ def test_step_independent_of_micro_batches() -> None:
     found = []
     for micro in (8192, 24):
         network = network_of()
-        learn(network, model_of(0), some_texts(8), epochs=1.0, micro_batch_tokens=micro, divergence="jensen")
+        learn(
+            network,
+            model_of(0),
+            some_texts(8),
+            epochs=1.0,
+            train={"micro_batch_tokens": micro},
+            divergence="jensen",
+        )
         found.append(torch.cat([p.detach().flatten() for p in network.model.parameters()]))
     assert torch.allclose(*found, atol=1e-5)
 

@@ -11,10 +11,11 @@ from tests.support.align.distillation import learn, mean_divergence, model_of, s
 from tests.support.tiny import decoder_config, transformer_config
 
 from whorl.align.config import StudentConfig
-from whorl.align.distillation.student import make_student, scale_width, select_layers, uniform_layers
+from whorl.align.distillation.student import make_student, select_layers, uniform_layers
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError
-from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+from whorl.models import LanguageModel, TransformerConfig, make_model
+from whorl.models.pruning.shapes import scale_width
 from whorl.models.transformer_config import AttentionConfig, MLAConfig, MoEConfig
 from whorl.tracking.seeds import generator
 
@@ -75,8 +76,9 @@ def test_select_layers_rejects_shared_kv() -> None:
 def test_scale_width_half_is_quarter_size() -> None:
     config = decoder_config(d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, mlp_hidden=384)
     half = scale_width(config, 0.5)
-    assert isinstance(half, DecoderConfig)
-    assert (half.d_model, half.mlp_hidden, half.n_heads, half.n_kv_heads) == (64, 192, 2, 1)
+    (heads,) = half.mixers.values()
+    assert isinstance(heads, AttentionConfig)
+    assert (half.d_model, half.mlp_hidden, heads.n_heads, heads.n_kv_heads) == (64, 192, 2, 1)
     small, large = (block_size(make_model(c, generator(0))) for c in (half, config))
     assert small / large == pytest.approx(0.25, abs=0.01)
     thin = scale_width(mixed(), 0.5)

@@ -17,13 +17,13 @@ from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.task import make_learner
 from whorl.errors import ConfigError
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.models.lora import merge_lora
 from whorl.objectives.next_token import Loss
 
 
 def sample(
-    model: Decoder, n: int, *, temperature: float = 1.0, max_length: int = 64, max_tokens: int = 12
+    model: Transformer, n: int, *, temperature: float = 1.0, max_length: int = 64, max_tokens: int = 12
 ) -> tuple[list[TokenizedExample], dict[str, Any]]:
     """Return completions of `n` prompts, and the stream of the log-probabilities with which they were sampled."""
     writer = scribe()

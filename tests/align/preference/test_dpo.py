@@ -55,8 +55,8 @@ def gradients(net: PolicyModel, settings: PreferenceConfig) -> tuple[dict[str, f
 
 
 SPLITS = (
-    {"micro_batch_tokens": 1}, {"micro_batch_tokens": 64}, {"packing": True},
-    {"packing": True, "micro_batch_tokens": 50},
+    {"train": {"micro_batch_tokens": 1}}, {"train": {"micro_batch_tokens": 64}}, {"packing": True},
+    {"packing": True, "train": {"micro_batch_tokens": 50}},
 )  # fmt: skip
 
 
@@ -64,17 +64,34 @@ SPLITS = (
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_step_independent_of_layout_and_split(objective: str, lora: LoRAConfig | None) -> None:
     net = inputs.perturbed(network(lora=lora))
-    want, expected = gradients(net, preference_config(objective, micro_batch_tokens=100_000))
+    want, expected = gradients(net, preference_config(objective, train={"micro_batch_tokens": 100_000}))
     assert want["parts"] == 1 and want["count"] == (24 if objective == "kto" else 12)
     assert want.get("kl", 1.0) > 0
     assert expected.keys() == {n for n, p in net.named_parameters() if p.requires_grad}
     assert all(g.any() for g in expected.values())  # every parameter is trained
     for change in SPLITS:
         result, found = gradients(net, preference_config(objective, **change))
-        assert result.pop("parts") > 1 or "micro_batch_tokens" not in change
+        assert result.pop("parts") > 1 or "train" not in change
         for name, value in result.items():
             assert value == pytest.approx(want[name], rel=1e-4, abs=1e-4), (change, name)
         inputs.assert_gradients_close(found, expected)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_token_budget_over_replicas_and_resume(objective: str, tmp_path: Path) -> None:
+    """Pairs stay whole. Steps of one unit leave the second replica without any."""
+    config = preference_config(objective, epochs=2).model_copy(update={"batch_tokens": 26})
+    data = dpo._PreferenceBatches(letter_pairs(), config, PAD)
+    units = [unit for step in range(data.pair_batches.steps) for unit in data.pair_batches.step_units(step)]
+    assert sorted(units[: len(units) // 2]) == list(range(data.pair_batches.n_units))
+
+    def run(n: int = 1, **rest: Any) -> Any:
+        return train(network(), letter_pairs(), config.model_copy(update={"replicas": n}), **rest)
+
+    check_replicas(run)
+    check_resume(run, tmp_path, kill=3)
+    with pytest.raises(DataError, match="batch_tokens is 5"):
+        train(network(), letter_pairs(), config.model_copy(update={"batch_tokens": 5}))
 
 
 @torch.no_grad()
@@ -205,7 +222,7 @@ def test_kto_replicas_match_single_process() -> None:
     """DPO's are tested with the other tasks (`tests/train/test_tasks.py`)."""
 
     def run(n: int) -> tuple[PolicyModel, History]:
-        config = preference_config("kto", batch_size=5, epochs=2, replicas=n)
+        config = preference_config("kto", batch_size=5, epochs=2, run={"replicas": n})
         other = inputs.other_reference()
         return train(network(), letter_pairs(), config, reference=other)
 

@@ -52,14 +52,18 @@ def test_step_independent_of_layout_and_split(lora: LoRAConfig | None) -> None:
     with torch.no_grad():
         for p in model.factors.values():
             p.add_(0.1)  # an initial adapter is zero, and half of it has no gradient
-    parts, total, expected = gradients(model, given, reward_config(micro_batch_tokens=100_000))
+    parts, total, expected = gradients(model, given, reward_config(train={"micro_batch_tokens": 100_000}))
     assert parts == 1
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained == expected.keys() == model.param_optims(reward_config().optim()).keys()
     assert all(g.any() for g in expected.values()) and "model.head" not in trained
-    for change in ({"micro_batch_tokens": 1}, {"packing": True}, {"packing": True, "micro_batch_tokens": 60}):
+    for change in (
+        {"train": {"micro_batch_tokens": 1}},
+        {"packing": True},
+        {"packing": True, "train": {"micro_batch_tokens": 60}},
+    ):
         n, loss, found = gradients(model, given, reward_config(**change))
-        assert loss == pytest.approx(total, rel=1e-5) and (n > 1 or "micro_batch_tokens" not in change)
+        assert loss == pytest.approx(total, rel=1e-5) and (n > 1 or "train" not in change)
         assert_gradients_close(found, expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from tests.support.align.byte_model import decoder
 from tests.support.align.kill_at_step import check_replicas, check_resume
 from tests.support.align.rl_policies import SMALL, tasks, train
 from tests.support.align.text_envs import ShortReplies, config_of
+from tests.support.configs import updated
 
 from whorl.align.config import AsyncRolloutConfig, RLConfig
 from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
@@ -35,7 +37,7 @@ CHAT = ExampleTokenizer(
 
 
 def changed(environment: EnvironmentConfig, **changes: Any) -> RLConfig:
-    return SMALL.model_copy(update={**LONG, "environment": environment, **changes})
+    return updated(SMALL, **{**LONG, "environment": environment, **changes})
 
 
 @contextmanager
@@ -102,19 +104,36 @@ def test_stop_id_is_not_repeated_after_reply() -> None:
         ("Echo", {"max_turns": 2}, 200, {"turns": 2, "finished": False, "env_errors": 0}),
         ("Faulty", {"way": "long"}, 40, {"turns": 1, "finished": False, "env_errors": 0, "reward": 0.5}),
         ("Faulty", {"way": "ends"}, 200, {"turns": 1, "finished": False, "env_errors": 0, "reward": 1.0}),
-        ("Faulty", {"way": "raises"}, 200, {"reason": "KeyError: 'state'"}),
+        ("Faulty", {"way": "raises"}, 200, {"reason": "step: KeyError: 'state'"}),
+        ("Faulty", {"way": "wrong type"}, 200, {"reason": "step: DataError: step returned str"}),
+        ("Faulty", {"way": "not finite"}, 200, {"reason": "step: DataError: the reward of a turn is nan"}),
+        ("Faulty", {"way": "bad message"}, 200, {"reason": "step: DataError: a message of a turn is {"}),
+        ("Faulty", {"way": "bad count"}, 200, {"reason": "step: DataError: tool_calls of a turn is 'two'"}),
+        ("Faulty", {"way": "hangs", "step_seconds": 0.1}, 200, {"reason": "step took longer than 0.1 s"}),
+        ("Faulty", {"way": "blocks", "step_seconds": 0.1}, 200, {"reason": "step ignores its limit: "}),
+        ("Sync", {}, 200, {"reason": "step: TypeError: object Turn can't be used in 'await' expression"}),
         ("Faulty", {"way": "reset"}, 200, {"reason": "reset: RuntimeError: no such level", "turns": 0}),
-        ("Faulty", {"way": "wrong type"}, 200, {"reason": "DataError: step returned str"}),
-        ("Faulty", {"way": "not finite"}, 200, {"reason": "DataError: the reward of a turn is nan"}),
+        ("Faulty", {"way": "reset exits"}, 200, {"reason": "reset: SystemExit: bye", "turns": 0}),
+        ("Faulty", {"way": "reset type"}, 200, {"reason": "reset: DataError: reset returned int"}),
         (
             "Faulty",
-            {"way": "bad message"},
+            {"way": "reset empty"},
             200,
-            {"reason": "DataError: a message of a turn is {'role': 'tool'}"},
+            {"reason": "reset: DataError: reset returned an empty prompt"},
         ),
-        ("Faulty", {"way": "hangs", "step_seconds": 0.1}, 200, {"reason": "a step took longer than 0.1 s"}),
-        ("Faulty", {"way": "blocks", "step_seconds": 0.1}, 200, {"reason": "a step ignores its limit: "}),
-        ("Sync", {}, 200, {"reason": "TypeError: object Turn can't be used in 'await' expression"}),
+        ("Faulty", {"way": "reset message"}, 200, {"reason": "reset: DataError: a message of the prompt is"}),
+        (
+            "Faulty",
+            {"way": "reset hangs", "reset_seconds": 0.1},
+            200,
+            {"reason": "reset took longer than 0.1 s", "turns": 0},
+        ),
+        (
+            "Faulty",
+            {"way": "reset blocks", "reset_seconds": 0.1},
+            200,
+            {"reason": "reset ignores its limit: ", "turns": 0},
+        ),
     ],
 )
 def test_limits_truncate_and_errors_are_counted(
@@ -130,6 +149,31 @@ def test_limits_truncate_and_errors_are_counted(
         assert {n: getattr(episode, n) for n in wanted if n != "reason"} == {
             n: v for n, v in wanted.items() if n != "reason"
         }
+
+
+def test_error_of_close_is_counted_and_reward_stays() -> None:
+    with runner_of(config_of("Faulty", way="close", max_turns=1)) as runner:
+        (episode,) = runner.run(tasks(1), policy_sampling(1.0), seed=1)
+    assert episode.env_errors == 1 and episode.reason == "close: OSError: no server"
+    assert episode.reward == 0.5 and not episode.failed
+
+
+def test_reset_may_wait_and_run_programs() -> None:
+    """Coroutines of all rollouts wait at the same time; programs run in the sandbox."""
+    config = config_of("Prepared", seconds=0.3)
+    with runner_of(config) as runner:
+        began = time.monotonic()
+        episodes = runner.run(tasks(6), policy_sampling(1.0), seed=1)
+        assert time.monotonic() - began < 6 * 0.3
+    assert [e.prompt for e in episodes] == ["49\n"] * 6 and not any(e.env_errors for e in episodes)
+    assert len(filter_by_length(CHAT, tasks(3), 24, 5, config)[0]) == 3
+
+
+def test_filter_stops_when_no_reset_succeeds() -> None:
+    for way, message in (("reset", "no such level"), ("reset hangs", "took longer than 0.1 s")):
+        config = config_of("Faulty", way=way, reset_seconds=0.1)
+        with pytest.raises(ConfigError, match=f"starts none of 3 tasks: .*{message}"):
+            filter_by_length(CHAT, tasks(3), 64, 5, config)
 
 
 def test_waiting_environment_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +213,7 @@ def test_log_probs_agree_across_turns(chat: bool, folder: Path, tmp_path: Path) 
         assert (experience.turns > 1).any() and (mask.sum(1) == experience.length).all()
 
 
-@pytest.mark.parametrize("change", [{}, {"algorithm": "ppo", "update_epochs": 2}])
+@pytest.mark.parametrize("change", [{}, {"algorithm": "ppo", "update": {"epochs": 2}}])
 def test_resume_with_environment_gives_same_bits(change: Any, folder: Path, tmp_path: Path) -> None:
     config = changed(config_of("Echo"), **change)
     check_resume(partial(train, folder, config, worker_class=ShortReplies), tmp_path, kill=3)
@@ -177,7 +221,7 @@ def test_resume_with_environment_gives_same_bits(change: Any, folder: Path, tmp_
 
 def test_replicas_agree_with_environment(folder: Path) -> None:
     def run(n: int) -> Any:
-        config = changed(config_of("Echo"), replicas=n)
+        config = changed(config_of("Echo"), run={"replicas": n})
         return train(folder, config, worker_class=ShortReplies)[:2]
 
     history = check_replicas(run)
@@ -195,7 +239,7 @@ def test_environment_config_rejects_what_cannot_run() -> None:
     with pytest.raises(ValidationError, match="calculator"):
         RLConfig(environment="calculater")
     with pytest.raises(ValidationError, match="overlong_buffer"):
-        RLConfig(environment="calculator", overlong_buffer=4)
+        RLConfig(environment="calculator", sampling={"overlong_buffer": 4})
     for name, options, message in (
         ("no.such:Env", {}, "cannot be imported"),
         ("tests.support.align.text_envs:Echo", {"depth": 1}, "unexpected keyword argument 'depth'"),

@@ -26,6 +26,7 @@ from tests.support.align.kill_at_step import (
 )
 from tests.support.align.rl_policies import SMALL, tasks, train
 from tests.support.children import children
+from tests.support.configs import updated
 
 from whorl.align.config import AsyncRolloutConfig, KLConfig, LoRAConfig, PolicyLossOverrides, RLConfig
 from whorl.align.model.policy_model import PolicyModel
@@ -49,7 +50,7 @@ LORA = LoRAConfig(rank=2)
 
 
 def changed(**changes: Any) -> RLConfig:
-    return SMALL.model_copy(update=changes)
+    return updated(SMALL, **changes)
 
 
 def workers(**changes: Any) -> AsyncRolloutConfig:
@@ -57,15 +58,17 @@ def workers(**changes: Any) -> AsyncRolloutConfig:
 
 
 LEARN = {"prompts_per_step": 6, "group_size": 8, "max_completion_tokens": 2, "lr_scale": 1.0, "steps": 6}
-LEARNING = changed(**LEARN, curriculum="variance")
+LEARNING = changed(**LEARN, sampling={"curriculum": "variance"})
 LOCKSTEP: dict[str, Any] = {"max_policy_lag": 0, "importance": "none"}
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"])
 def test_every_algorithm_learns_reward(algorithm: str, folder: Path) -> None:
     """The reward is for a completion that starts with a digit, which is rare at first."""
-    schedule = SMALL.schedule.model_copy(update={"kind": "constant", "decay_ratio": 0.5})
-    config = changed(**{**LEARN, "steps": 40, "prompts_per_step": 8}, algorithm=algorithm, schedule=schedule)
+    schedule = SMALL.train.schedule.model_copy(update={"kind": "constant", "decay_ratio": 0.5})
+    config = changed(
+        **{**LEARN, "steps": 40, "prompts_per_step": 8}, algorithm=algorithm, train={"schedule": schedule}
+    )
     before = dict(network().named_parameters())
     net, history, _ = train(folder, config)
     assert np.mean([t["accuracy"] for t in history[:5]]) < 0.3
@@ -79,8 +82,8 @@ VARIANTS = pytest.mark.parametrize(
     "change",
     [
         {},
-        {"algorithm": "ppo", "update_epochs": 2, "minibatches": 2},
-        {"algorithm": "dapo", "dynamic_sampling_rounds": 2, "curriculum": "variance"},
+        {"algorithm": "ppo", "update": {"epochs": 2, "minibatches": 2}},
+        {"algorithm": "dapo", "sampling": {"dynamic_sampling_rounds": 2, "curriculum": "variance"}},
         {"algorithm": "rloo", "kl": KLConfig(coef=0.1, target_kl=0.01), "lora": LORA},
         {"algorithm": "reinforce", "loss": PolicyLossOverrides(baseline="running", scale_rewards="unbiased")},
     ],
@@ -96,7 +99,7 @@ def test_sigterm_between_updates_of_a_step(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four updates use a record. A signal in the second one waits for the others, since a half-used record is no state."""
-    config = changed(algorithm="ppo", update_epochs=2, minibatches=2)
+    config = changed(algorithm="ppo", update={"epochs": 2, "minibatches": 2})
     whole, *_ = train(folder, config)
     accumulate = UpdateState.accumulate
 
@@ -157,7 +160,7 @@ def test_equal_rewards_change_nothing(folder: Path) -> None:
     ("algorithm", "changes", "becomes"),
     [
         ("grpo", {"loss": {"scale_rewards": "none", "aggregation": "constant"}}, "dr_grpo"),
-        ("grpo", {"loss": {"ratio": "sequence"}, "clip": (3e-4, 4e-4)}, "gspo"),
+        ("grpo", {"loss": {"ratio": "sequence"}, "update": {"clip": (3e-4, 4e-4)}}, "gspo"),
         ("reinforce", {"loss": {"baseline": "leave_one_out"}}, "rloo"),
         ("ppo", {"loss": {"baseline": "group", "scale_rewards": "unbiased", "aggregation": "sequence"}}, "grpo"),
         ("gspo", {"loss": {"ratio": "none", "aggregation": "token", "baseline": "batch", "scale_rewards": "none"}},
@@ -167,9 +170,10 @@ def test_equal_rewards_change_nothing(folder: Path) -> None:
 def test_overrides_turn_algorithm_into_another(
     algorithm: str, changes: dict[str, Any], becomes: str, folder: Path
 ) -> None:
-    given = {**SMALL.model_dump(exclude_unset=True), "update_epochs": 2, "steps": 2}
+    given = {**SMALL.model_dump(exclude_unset=True), "steps": 2}
     runs = ({**changes, "algorithm": algorithm}, {"algorithm": becomes}, {"algorithm": algorithm})
-    net, same, plain = (train(folder, RLConfig.model_validate({**given, **run}))[0] for run in runs)
+    given_runs = ({**given, **run, "update": {"epochs": 2, **run.get("update", {})}} for run in runs)
+    net, same, plain = (train(folder, RLConfig.model_validate(run))[0] for run in given_runs)
     assert same_weights(net, same) and not same_weights(net, plain)
 
 
@@ -247,7 +251,7 @@ def test_killed_lockstep_worker_keeps_bits(folder: Path, tmp_path: Path, monkeyp
 
 def test_worker_without_restarts_ends_run_and_resumes(folder: Path, tmp_path: Path) -> None:
     def run(restarts: int, **rest: Any) -> Any:
-        config = changed(async_rollout=workers(), steps=9, max_worker_restarts=restarts)
+        config = changed(async_rollout=workers(), steps=9, run={"max_worker_restarts": restarts})
         return train(folder, config, checkpoint_dir=tmp_path, **rest)
 
     with pytest.raises(ProducerError, match="SIGKILL"):
@@ -267,7 +271,7 @@ def test_invalid_settings_are_rejected(folder: Path) -> None:
     alone = {"group_size": 1, "algorithm": "ppo", "loss": {"baseline": "group"}}
     for wrong, message in (
         (alone, "group compares the completions"),
-        ({"algorithm": "rloo", "clip": (0.2, 0.2)}, "clip is set, but rloo has no ratio"),
+        ({"algorithm": "rloo", "update": {"clip": (0.2, 0.2)}}, "clip is set, but rloo has no ratio"),
         ({"loss": {"ratio": "none", "dual_clip": 3}}, "loss.dual_clip is set"),
         ({"async_rollout": {"importance": "trace", "importance_level": "mean"}}, "a trace needs level token"),
     ):
@@ -288,7 +292,7 @@ def test_replicas_match_single_process(change: dict[str, Any], folder: Path) -> 
     threads, seen = torch.get_num_threads(), list[list[Experience]]()
 
     def run(n: int) -> tuple[PolicyModel, History]:
-        net, history, experiences = train(folder, changed(prompts_per_step=4, replicas=n, **change))
+        net, history, experiences = train(folder, changed(prompts_per_step=4, run={"replicas": n}, **change))
         seen.append(experiences)
         return net, history
 
@@ -301,12 +305,16 @@ def test_replicas_match_single_process(change: dict[str, Any], folder: Path) -> 
 
 
 def test_killed_replica_ends_run_and_resume_works(folder: Path, tmp_path: Path) -> None:
-    run = partial(train, folder, changed(prompts_per_step=4, replicas=2))
+    run = partial(train, folder, changed(prompts_per_step=4, run={"replicas": 2}))
     check_resume(run, tmp_path, OutOfMemoryError, "SIGKILL", at=kill_replicas_at(2))
 
 
 def test_uneven_shards_stop_at_same_time(folder: Path) -> None:
-    change = {"replicas": 3, "steps": 10**6, "max_train_seconds": 0.5, "dynamic_sampling_rounds": 1}
+    change = {
+        "run": {"replicas": 3, "max_train_seconds": 0.5},
+        "steps": 10**6,
+        "sampling": {"dynamic_sampling_rounds": 1},
+    }
     _, history, _ = train(folder, changed(prompts_per_step=4, **change))
     assert 1 <= len(history) < 10**5
 
@@ -315,7 +323,7 @@ def test_replica_error_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch
     wrong = {"tokenizer_path": Path("/nowhere")}
     monkeypatch.setattr(RolloutWorker, "__getstate__", lambda self: {**vars(self), **wrong})
     with pytest.raises(ReplicaError, match=r"replica 1 failed:(.|\n)*nowhere"):
-        train(folder, changed(prompts_per_step=4, replicas=2))
+        train(folder, changed(prompts_per_step=4, run={"replicas": 2}))
 
 
 def test_choose_rl_replicas_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,11 +335,11 @@ def test_choose_rl_replicas_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert choose(steps=SMALL.steps) == 1  # a stage of milliseconds
-    assert choose() == SMALL.prompts_per_step and choose(replicas=2) == 2
+    assert choose() == SMALL.prompts_per_step and choose(run={"replicas": 2}) == 2
     assert choose(uses_reward_model=True) == choose(async_rollout=ahead) == 1
     assert choose(prompts_per_step=12) == 6  # two rounds, as with eight
     with pytest.raises(ValueError, match="use one of them"):
-        RLConfig(replicas=2, async_rollout=ahead)
+        RLConfig(run={"replicas": 2}, async_rollout=ahead)
 
 
 def test_shards_are_contiguous_and_cover_all() -> None:

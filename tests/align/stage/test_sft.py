@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tests.support.align.byte_model import network, sums, tokenizer
 from tests.support.align.kill_at_step import History, check_replicas, check_resume, kill_replicas_at
 from tests.support.align.stage_inputs import MOE, SFT, train_sft, write_replay_tokens
+from tests.support.configs import updated
 
-from whorl.align.config import LoRAConfig, SFTConfig
+from whorl.align.config import DistilConfig, LoRAConfig, SFTConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.io import load_stage_model, save_stage_model
 from whorl.align.stage.sft import fine_tune
@@ -25,7 +27,7 @@ from whorl.train.resilience.oom_advice import OutOfMemoryError
 
 
 def changed(**changes: Any) -> SFTConfig:
-    return SFT.model_copy(update=changes)
+    return updated(SFT, **changes)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -84,14 +86,108 @@ def test_sft_replicas_match_single_process(
     used: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    check_replicas(lambda n: train_sft(changed(**change, epochs=2, replicas=n), log=messages.append, **rest))
+    check_replicas(
+        lambda n: train_sft(changed(**change, epochs=2, run={"replicas": n}), log=messages.append, **rest)
+    )
     assert messages == ["2 replicas train, 1 thread each"] and used[-2:] == [1, 2]  # restored at the end
+
+
+BUDGETS = ({}, {"packing": False}, {"lora": LoRAConfig(rank=2)})
+
+
+@pytest.mark.parametrize("change", BUDGETS)
+def test_token_budget_of_all_equals_a_batch_of_all(change: dict[str, Any]) -> None:
+    """The loss is normalized equally: one step over all texts has the same metrics and weights."""
+    once = changed(epochs=1, batch_size=1000, **change)
+    whole, by_rows = train_sft(once)
+    net, by_tokens = train_sft(once.model_copy(update={"batch_tokens": 100_000}))
+    assert len(by_rows) == len(by_tokens) == 1
+    for name in ("nll", "loss", "loss_tokens"):
+        assert by_tokens[0][name] == pytest.approx(by_rows[0][name], rel=1e-5)
+    for p, q in zip(whole.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_token_budget_resumes_with_same_bits(packing: bool, tmp_path: Path) -> None:
+    config = changed(epochs=3, batch_tokens=60, packing=packing)
+    targets = [int(text.loss_mask.sum()) for text in sums(60)]
+    _, history = train_sft(config)
+    assert sum(step["loss_tokens"] for step in history) == 3 * sum(targets)
+    assert len({step["loss_tokens"] for step in history}) > 1
+    check_resume(partial(train_sft, config), tmp_path, kill=5)
+
+
+def test_token_budget_over_replicas_with_an_idle_one() -> None:
+    """A budget of the longest text: many steps have one row, so the second replica has none."""
+    longest = max(len(text) - 1 for text in sums(60))
+    for packing in (True, False):
+        config = changed(epochs=1, batch_tokens=longest + 4, packing=packing)
+        history = check_replicas(lambda n, c=config: train_sft(c.model_copy(update={"replicas": n})))
+        assert len(history) > 30
+
+
+def test_token_budget_keeps_replay_and_refuses_misfits(tmp_path: Path) -> None:
+    write_replay_tokens(tmp_path)
+    config = changed(epochs=1, batch_tokens=144, replay_fraction=0.3)
+    _, seen = train_sft(config, replay_data=tmp_path)
+    assert all(48 < step["loss_tokens"] <= 144 for step in seen)  # one full row of pretraining, and texts
+    with pytest.raises(ConfigError, match="batch_tokens"):
+        train_sft(changed(batch_tokens=95, replay_fraction=0.3), replay_data=tmp_path)
+    with pytest.raises(DataError, match="lower seq_len"):
+        train_sft(changed(batch_tokens=5))
+    with pytest.raises(ValidationError, match="batch_size is 4 and batch_tokens is 64"):
+        SFTConfig(batch_size=4, batch_tokens=64)
+    with pytest.raises(ValidationError, match="on_policy_fraction"):
+        DistilConfig(batch_tokens=64, on_policy_fraction=0.5)
+
+
+def moe_network() -> PolicyModel:
+    return PolicyModel(make_model(MOE, generator(0, "weights")))
+
+
+def test_routers_are_frozen_from_a_step_of_the_stage() -> None:
+    def routers(config: SFTConfig) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        net, _ = train_sft(config, moe_network())
+        found = {n: p for n, p in net.state_dict().items() if "router" in n}
+        return [p for n, p in found.items() if "bias" not in n], [p for n, p in found.items() if "bias" in n]
+
+    before = [p for n, p in moe_network().state_dict().items() if "router" in n and "bias" not in n]
+    once = changed(epochs=1)
+    never, _ = routers(once)
+    at_start, bias = routers(updated(once, train={"routing": {"freeze_router_step": 0}}))
+    assert all(torch.equal(p, q) for p, q in zip(before, at_start, strict=True))
+    assert not any(b.any() for b in bias)
+    assert not any(torch.equal(p, q) for p, q in zip(before, never, strict=True))
+
+
+def test_expert_rates_apply_to_named_experts() -> None:
+    net, _ = train_sft(changed(epochs=1, train={"expert_lr_scales": {1: 0.0}}), moe_network())
+    for (name, p), (_, q) in zip(net.named_parameters(), moe_network().named_parameters(), strict=True):
+        if ".experts." in name:
+            assert torch.equal(p, q) == name.endswith(".1"), name
+
+
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        ({"routing": {"freeze_router_step": 3}}, "sft.train.routing.freeze_router_step"),
+        ({"routing": {"aux_loss_coef": 0.5}}, "sft.train.routing.aux_loss_coef"),
+        ({"expert_lr_scales": 0.5}, "sft.train.expert_lr_scales"),
+    ],
+)
+def test_expert_settings_need_experts(change: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} is set, and the model has no experts"):
+        train_sft(changed(train=change))
+    if "aux" not in setting:
+        with pytest.raises(ConfigError, match="trains neither routers nor experts"):
+            train_sft(changed(train=change, lora=LoRAConfig(rank=2)), moe_network())
 
 
 def test_experts_are_balanced_over_replicas() -> None:
     def train(n: int) -> tuple[PolicyModel, History]:
         net = PolicyModel(make_model(MOE, generator(0, "weights")))
-        found = train_sft(changed(epochs=1, replicas=n), net)
+        found = train_sft(changed(epochs=1, run={"replicas": n}), net)
         assert any(b.any() for name, b in net.state_dict().items() if "bias" in name)
         return found
 
@@ -99,7 +195,7 @@ def test_experts_are_balanced_over_replicas() -> None:
 
 
 def test_killed_replica_ends_run_and_resume_works(tmp_path: Path) -> None:
-    train = partial(train_sft, changed(epochs=2, replicas=2))
+    train = partial(train_sft, changed(epochs=2, run={"replicas": 2}))
     check_resume(train, tmp_path, OutOfMemoryError, "SIGKILL", at=kill_replicas_at(3))
 
 

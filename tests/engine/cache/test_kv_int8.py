@@ -13,9 +13,9 @@ from tests.support.models.transformer_shapes import made
 
 from whorl.engine.cache.kv_int8 import attend, attend_reference, bytes_per_token, dequantize_kv, quantize_kv
 from whorl.engine.engine import Engine
-from whorl.models import Decoder, LanguageModel
+from whorl.models import LanguageModel, Transformer
 from whorl.models.transformer_config import AttentionConfig
-from whorl.nn.attention import causal
+from whorl.nn.attention import backends
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -61,7 +61,7 @@ G = torch.Generator().manual_seed(4)
 PROMPTS = [torch.randint(48, (n,), generator=G).tolist() for n in (23, 30, 7, 17)]
 
 
-def small_decoder() -> Decoder:
+def small_decoder() -> Transformer:
     return decoder(vocab_size=48, head_dim=16, mlp_hidden=64)
 
 
@@ -74,13 +74,13 @@ def prompt_log_probs(model: LanguageModel, **fields: object) -> list[torch.Tenso
 
 
 def test_int8_engine_matches_forward_with_quantized_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own = small_decoder(), causal.causal_attention
+    model, own = small_decoder(), backends.causal_attention
     found, plain = prompt_log_probs(model, kv_cache_dtype="int8"), prompt_log_probs(model)
 
     def rounded_attention(q: Any, k: Any, v: Any, *more: Any) -> torch.Tensor:
         return own(q, dequantize_kv(quantize_kv(k)), dequantize_kv(quantize_kv(v)), *more)
 
-    monkeypatch.setattr(causal, "causal_attention", rounded_attention)
+    monkeypatch.setattr(backends, "causal_attention", rounded_attention)
     for ids, int8_scores, without in zip(PROMPTS, found, plain, strict=True):
         assert torch.allclose(int8_scores, expected(model, ids, 1), atol=1e-4)
         assert 1e-4 < (int8_scores - without).abs().max() < 0.2

@@ -18,14 +18,14 @@ from torch import Tensor
 from whorl.engine.engine import Engine
 from whorl.engine.model.multi_lora import Adapters, LoRAMapping, lora_delta, lora_delta_reference
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models import Decoder, LanguageModel, Transformer
+from whorl.models import LanguageModel, Transformer
 from whorl.models.lora import LoRA, LoRAFactors, init_lora, load_lora, merge_lora, save_lora, target_modules
 from whorl.models.quantization.gptq import quantize_model
 from whorl.models.quantization.weights import QuantizationConfig
 from whorl.models.transformer_config import AttentionConfig
 
 
-def decoder() -> Decoder:
+def decoder() -> Transformer:
     return parity.decoder(vocab_size=48, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64)
 
 
@@ -161,9 +161,9 @@ def test_saved_lora_loads_with_ranks_and_scales(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == "mine"
     stored = load_file(tmp_path / "adapter_model.safetensors")
-    assert "base_model.model.blocks.0.attention.qkv.lora_A.weight" in stored
+    assert "base_model.model.blocks.0.mixer.qkv.lora_A.weight" in stored
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
-    assert load_lora(tmp_path, model).factors["blocks.0.attention.qkv"].scale == pytest.approx(8 / 2)
+    assert load_lora(tmp_path, model).factors["blocks.0.mixer.qkv"].scale == pytest.approx(8 / 2)
 
 
 def test_load_lora_maps_hugging_face_layer_names(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from whorl.engine.request import Token
 from whorl.engine.sampling_params import SamplingParams
 from whorl.engine.scheduling.prefill_budget import MAX_CONSECUTIVE_MIXED_STEPS, MEDIAN_WINDOW, PrefillBudget
 from whorl.errors import ConfigError
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.slots.board import Board
 
 
@@ -25,7 +25,7 @@ def small_engine(**changes: Any) -> Engine:
 
 
 @pytest.fixture
-def other() -> Decoder:
+def other() -> Transformer:
     """The same model with other weights."""
     model = decoder()
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_abort_ends_request_and_frees_pages() -> None:
     assert engine.cache.groups[0].pool.n_used == 0
 
 
-def test_new_weights_apply_between_steps_with_version(other: Decoder) -> None:
+def test_new_weights_apply_between_steps_with_version(other: Transformer) -> None:
     board = Board.from_tensors(dict(other.named_parameters()))
     board.publish(dict(other.named_parameters()), 3)
     engine = small_engine()
@@ -126,7 +126,7 @@ def test_new_weights_apply_between_steps_with_version(other: Decoder) -> None:
     assert engine.version == 3
 
 
-def test_update_weights_can_recompute_running_requests(other: Decoder) -> None:
+def test_update_weights_can_recompute_running_requests(other: Transformer) -> None:
     engine, one = small_engine(), request("one", range(1, 10))
     engine.add(one)
     before = [t for d in engine.step() for t in d.tokens]

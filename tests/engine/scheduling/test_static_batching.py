@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from bench.engine.support.static_batching import StaticBatchEngine
-from tests.support.engine.parity import config, decoder, request
+from tests.support.engine.parity import config, request
 from tests.support.tiny import make_transformer
 
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
-from whorl.errors import ConfigError
 from whorl.models.transformer import Transformer
 
 VOCAB = 61
@@ -93,8 +92,3 @@ def test_static_batching_counts_wasted_positions() -> None:
     # A padded prefill of 2 x 4, then four steps of two rows.
     assert batcher.computed_positions == 2 * 4 + 4 * 2
     assert batcher.useful_positions == 6 + 4
-
-
-def test_static_batching_rejects_decoder() -> None:
-    with pytest.raises(ConfigError, match="Decoder"):
-        StaticBatchEngine(decoder(), 2)

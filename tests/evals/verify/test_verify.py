@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -26,6 +27,7 @@ from whorl.evals.verify import (
     verdict_metrics,
     verify_all,
 )
+from whorl.evals.verify.program_verifiers import without_examples
 from whorl.evals.verify.text_verifiers import extract_answer, last_number
 from whorl.sandbox import ResourceLimits, Sandbox
 
@@ -120,6 +122,16 @@ def test_text_verifier(verifier: str, answer: str, completion: str, reason: str)
     assert (verdict.reward, verdict.passed) == (float(reason == "passed"), reason == "passed")
 
 
+@pytest.mark.parametrize(
+    "part", ["<answer>", "</answer>", "<answer>1", "####", "1,", "1/", "\\frac{", "1 ", "<answer></"]
+)
+def test_text_verifiers_take_linear_time(part: str) -> None:
+    began = time.process_time()
+    for verifier in ("numeric", "exact"):
+        one(text_task(verifier, "5"), part * 20_000)
+    assert time.process_time() - began < 2
+
+
 def test_format_match_slow_pattern_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whorl.evals.verify.text_verifiers.PATTERN_SECONDS", 0.05)
     assert one(text_task("format", r"(a+)+[^a]\\b"), "a" * 5000).reason.startswith("timeout")
@@ -162,6 +174,11 @@ CHEATS = [
     "    class Any:\n        def __eq__(self, other): return True\n    return Any()\n",
     "    raise SystemExit(0)\n",
     "    pass\nadd.__doc__ = None\n",
+    "    import doctest\n    class Echo:\n        __repr__ = lambda s: next(answers)\n    return Echo()\n"
+    "import doctest\nanswers = (e.want.strip() for e in doctest.DocTestParser().get_examples(add.__doc__))\n",
+    "    import sys\n    f, text = sys._getframe(), ''\n    while f:\n        text += str(f.f_locals.get('source', ''))\n"
+    "        f = f.f_back\n    if isinstance(b, str): raise TypeError(text.split('TypeError: ')[1].split(chr(10))[0])\n"
+    "    return int(text.split('>>> add(1, 2)')[1].split()[0])\n",
 ]
 
 
@@ -178,6 +195,16 @@ def test_doctest_ignores_examples_of_completion(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_doctest_rejects_cheat(sandbox: Sandbox, cheat: str) -> None:
     assert not one(code_task("doctest"), cheat, sandbox).passed
+
+
+def test_docstrings_with_examples_run_empty() -> None:
+    source = 'x = 1; y = 2\n"é"\ndef f():\n    "é" """\n    >>> f()\n    1\n    """; z = "é"\n    return z\n'
+    blank = without_examples(source)
+    assert ">>>" not in blank and blank.count("\n") == source.count("\n") and 'z = "é"' in blank
+    compile(blank, "program", "exec")
+    assert without_examples("def f(:") == "def f(:"
+    kept = 'def f():\r\n    """No example."""\r\n\f'
+    assert without_examples(kept) == kept
 
 
 @linux

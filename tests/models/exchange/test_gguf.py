@@ -250,7 +250,7 @@ def test_gguf_export_rejects_bad_model_and_target(tiny_decoder: Any, tmp_path: P
         (r"dtype is torch\.int8", model, new, {"dtype": torch.int8}),
         (r"weights are torch\.float64", double.double(), new, {}),
         (r"'token_embd.weight' holds 1e\+06", huge, new, {"dtype": torch.float16}),
-        ("is a Decoder", tiny_decoder, new, {}),
+        ("embedding_norm is True", tiny_decoder, new, {}),
     ]
     for message, source, target, options in rejected:
         with pytest.raises(ConfigError, match=message):

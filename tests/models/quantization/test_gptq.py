@@ -17,7 +17,7 @@ from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models import Decoder, Transformer, load_model, save_model
+from whorl.models import Transformer, load_model, save_model
 from whorl.models.pruning.activation_moments import second_moments
 from whorl.models.quantization.gptq import best_scales, gptq, quantize_model
 from whorl.models.quantization.weights import QuantizationConfig, quantizable_layers
@@ -31,8 +31,8 @@ def output_error(weight: Tensor, rounded: Tensor, moments: Tensor) -> float:
     return float(((error @ moments) * error).sum() / ((w @ moments) * w).sum())
 
 
-def decoder(**changes: object) -> Decoder:
-    return add_noise(Decoder(decoder_config(vocab_size=48, **changes), generator(0)), 0.2, generator(1))
+def decoder(**changes: object) -> Transformer:
+    return add_noise(Transformer(decoder_config(vocab_size=48, **changes), generator(0)), 0.2, generator(1))
 
 
 def transformer(**changes: object) -> Transformer:
@@ -107,7 +107,7 @@ def test_second_moments_sum_over_all_inputs() -> None:
         second_moments(model, [], [name])
     with pytest.raises(ConfigError, match="never called"):
         second_moments(model, batches, [name], stop_after=model.blocks[0])
-    with pytest.raises(ConfigError, match="is a DecoderBlock"):
+    with pytest.raises(ConfigError, match="is a TransformerBlock"):
         second_moments(model, batches, ["blocks.0"])
 
 
@@ -179,7 +179,7 @@ def test_quantize_skips_matrices_read_directly(tmp_path: Path) -> None:
 def test_quantize_rejects_bad_input_before_any_work() -> None:
     for message, settings in (
         ("calibrated' without a text", {"format": "int4", "rounding": "calibrated"}),
-        (r"group 64 does not divide the 32 columns of blocks\.0\.attention\.qkv\.weight", {"group_size": 64}),
+        (r"group 64 does not divide the 32 columns of blocks\.0\.mixer\.qkv\.weight", {"group_size": 64}),
     ):
         with pytest.raises(ConfigError, match=message):
             quantize_model(decoder(), QuantizationConfig.model_validate(settings))
@@ -205,10 +205,10 @@ def test_load_names_damaged_quantized_files(tmp_path: Path) -> None:
         return str(error.value)
 
     quantization = config["quantization"]
-    assert "blocks.0.attention.out.scales" in error_of(quantization={**quantization, "group_size": 16})
+    assert "blocks.0.mixer.out.scales" in error_of(quantization={**quantization, "group_size": 16})
     assert "codes" in error_of(quantization={**quantization, "format": "int8"})
     assert "cannot read a model" in error_of(quantization={**quantization, "format": "int3"})
-    assert "blocks.1.attention.out.codes" in error_of(n_layers=1)
+    assert "blocks.1.mixer.out.codes" in error_of(transformer={**config["transformer"], "n_layers": 1})
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-50])
     with pytest.raises(CheckpointError, match="cannot read a model"):

@@ -8,8 +8,10 @@ from tests.support.nn.checks import assert_same_with_gradients, gen, randn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from whorl.nn import Attention, NGramEmbedding, causal_attention, causal_attention_reference, rotary_tables
+from whorl.nn import NGramEmbedding, causal_attention, causal_attention_reference, rotary_tables
+from whorl.nn.attention import MultiHeadAttention
 from whorl.nn.ngram import ngram_bucket_ids
+from whorl.nn.positions.rotary import Rotary
 
 
 @pytest.mark.parametrize("length", [1, 5, 256, 257, 300])
@@ -26,7 +28,10 @@ def test_causal_attention_matches_reference_with_gradients(length: int, packed: 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_grouped_attention_stays_within_segments(kv_heads: int) -> None:
-    layer = Attention(32, 4, kv_heads, 8, generator=gen())
+    layer = MultiHeadAttention(
+        32, 4, n_kv_heads=kv_heads, head_dim=8, rotary=Rotary(8, 1e4, torch.float32), qk_norm=1e-6, scale="learned",
+        smear=True, projections="fused", generator=gen(),
+    )  # fmt: skip
     torch.nn.init.normal_(layer.out.weight, generator=gen(1))
     a, b = randn(1, 10, 32, seed=2), randn(1, 7, 32, seed=3)
 

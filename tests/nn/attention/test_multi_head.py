@@ -82,10 +82,44 @@ def test_cross_attention_matches_torch_and_decodes() -> None:
     assert (packed[:, 9:] == 0).all()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_fused_projections_equal_separate_ones(kv_heads: int) -> None:
+    options: dict[str, Any] = {"rotary": ROTARY, "n_kv_heads": kv_heads, "smear": True, "bias": True}
+    fused, separate = make_layer(projections="fused", **options), make_layer(**options)
+    rows_of = [H * 8, kv_heads * 8, kv_heads * 8]
+    assert fused.qkv is not None
+    for name, weight, bias in zip(
+        "qkv", fused.qkv.weight.split(rows_of), fused.qkv.bias.split(rows_of), strict=True
+    ):
+        copy_values({getattr(separate, name).weight: weight, getattr(separate, name).bias: bias})
+    x = rows().requires_grad_()
+    assert_same_with_gradients(fused(x), separate(x), [x], grad_atol=1e-4)
+    state = fused.new_state(2, T)
+    parts = torch.cat([fused(x[:, :4], state=state), fused(x[:, 4:], state=state)], 1)
+    assert_close(parts, separate(x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocked"])
+def test_learned_scale_is_a_temperature_per_head(backend: str) -> None:
+    layer = make_layer(qk_norm=1e-6, scale="learned", backend=backend)
+    assert layer.temperature is not None
+    nn.init.uniform_(layer.temperature, 0.5, 2.0, generator=gen(3))
+    x = rows()
+
+    def heads(t: Tensor) -> Tensor:
+        return t.view(2, T, H, 8).transpose(1, 2)
+
+    q, k = (F.normalize(heads(made(x)), dim=-1) * 8**0.5 for made in (layer.q, layer.k))
+    scores = layer.temperature[:, :, None] * (q @ k.transpose(-1, -2))
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+    want = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ heads(layer.v(x))
+    assert_close(layer(x), layer.out(want.transpose(1, 2).reshape(2, T, D)), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_shared_kv_uses_keys_of_another_layer(window: int | None) -> None:
     options: dict[str, Any] = {"rotary": ROTARY, "n_kv_heads": 2, "qk_norm": 1e-6, "window": window}
-    first, second = make_layer(0, **options), make_layer(7, has_kv_proj=False, **options)
+    first, second = make_layer(0, **options), make_layer(7, projections="shared", **options)
     x = rows()
     shared = first.project_kv(x)
     y = first(x, shared_kv=shared)

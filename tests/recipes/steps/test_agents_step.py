@@ -22,7 +22,7 @@ environment = "CartPole-v1"
 steps = 8192
 seeds = 2
 episodes = 5
-checkpoint_seconds = 0.05
+run.checkpoint_seconds = 0.05
 settings = { hidden = [16], n_epochs = 2 }
 """
 

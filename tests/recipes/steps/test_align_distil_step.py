@@ -52,8 +52,12 @@ def _in_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     [
         ("distil.student.n_layers=1",),
         ("distil.student.width_multiplier=0.5", "distil.on_policy_fraction=0.5"),
-        ("distil.student.n_heads=1", "distil.student.n_kv_heads=1", "distil.teacher_top_k=8"),
-        ("distil.student.n_layers=1", "distil.completions_from=teacher", "distil.max_completion_tokens=24"),
+        ("distil.student.n_heads=1", "distil.student.n_kv_heads=1", "distil.texts.teacher_top_k=8"),
+        (
+            "distil.student.n_layers=1",
+            "distil.texts.completions_from=teacher",
+            "distil.max_completion_tokens=24",
+        ),
     ],
 )
 def test_distil_trains_every_kind_of_student(sets: tuple[str, ...]) -> None:
@@ -84,14 +88,14 @@ def test_distil_with_given_student_and_errors() -> None:
         (text, ["distil.student.n_layers=1"], "distil has two students"),
         (DISTIL, [], "distil has no student"),
         (alone, ["distil.student.n_layers=1"], "distil has no training texts"),
-        (DISTIL, ["distil.teacher_top_k=4", "distil.on_policy_fraction=0.5"], "cover given texts only"),
+        (DISTIL, ["distil.texts.teacher_top_k=4", "distil.on_policy_fraction=0.5"], "cover given texts only"),
     ):
         with pytest.raises(ConfigError, match=message):
             run_text(recipe, *sets)
 
 
 def test_cached_teacher_logits_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = ("distil.student.n_layers=1", "distil.teacher_top_k=4")
+    sets = ("distil.student.n_layers=1", "distil.texts.teacher_top_k=4")
 
     def interrupt(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
@@ -111,7 +115,7 @@ def test_distil_on_pretraining_documents() -> None:
 parents = ["pretrain", "tokens"]
 student.n_layers = 1
 seq_len = 32
-max_examples = 20
+texts.max_examples = 20
 dtype = "float32"
 """
     found = run_text(text)["distil"]

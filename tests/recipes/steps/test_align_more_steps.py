@@ -162,10 +162,10 @@ def test_killed_stage_resumes_to_same_bits(tmp_path: Path, monkeypatch: pytest.M
     whole = run_text(PREFERENCE)["preference"]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("whorl.train.trainer.CheckpointManager", KillAtStep5)
-        run_text(PREFERENCE, "preference.checkpoint_seconds=1e-9", store=tmp_path)
+        run_text(PREFERENCE, "preference.run.checkpoint_seconds=1e-9", store=tmp_path)
     log: list[str] = []
     monkeypatch.setattr("whorl.tracking.progress.Progress.log", lambda self, text: log.append(text))
-    again = run_text(PREFERENCE, "preference.checkpoint_seconds=3", store=tmp_path)["preference"]
+    again = run_text(PREFERENCE, "preference.run.checkpoint_seconds=3", store=tmp_path)["preference"]
     assert any("at step 5 of 12" in text for text in log)
     assert (again.path / "model.safetensors").read_bytes() == (whole.path / "model.safetensors").read_bytes()
 
@@ -228,11 +228,11 @@ dtype = "float32"
     assert found["talks"].summary["counts"] == {"train": 18, "test": 6}
     sft = found["sft"]
     assert sft.summary["texts"] == 18 and sft.summary["final"]["nll"] < 0.7
-    adapted = run_text(text, "sft.lora.rank=4", 'sft.lora.target_modules=["attention.out"]')["sft"]
+    adapted = run_text(text, "sft.lora.rank=4", 'sft.lora.target_modules=["mixer.out"]')["sft"]
     made = (found["init_model"], sft, adapted)
     before, full, low = (load_file(artifact.file("model.safetensors")) for artifact in made)
     moved = {name for name in before if not before[name].equal(low[name])}
-    assert len(moved) == 2 and all("attention.out" in name for name in moved)
+    assert len(moved) == 2 and all("mixer.out" in name for name in moved)
     assert any(not before[name].equal(full[name]) for name in before.keys() - moved)
     with pytest.raises(ConfigError, match=r"sft\.lora\.rank cannot be 'many'"):
         run_text(text, "sft.lora.rank=many")

@@ -27,7 +27,7 @@ SMALL = (
     "base.seq_len=96", "base.epochs=5",
     "manners.max_train=32", "manners.max_test=6", "manners.levels={0 = 1.0}", "sft.seq_len=96",
     "rl.steps=2", "rl.prompts_per_step=4", "rl.group_size=8", "rl.max_completion_tokens=12",
-    "rl.max_seq_len=24", "rl.log_rollouts_every=1",
+    "rl.max_seq_len=24", "rl.run.log_rollouts_every=1",
 )  # fmt: skip
 SAMPLE = {"prompt", "answer", "reward", "passed", "reason"}
 CODE = '''\

@@ -39,7 +39,7 @@ batch_size = 16
 steps = 30
 evaluations = 3
 threads = 1
-checkpoint_seconds = 0.01
+run.checkpoint_seconds = 0.01
 """
 
 

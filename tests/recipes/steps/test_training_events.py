@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from whorl.recipes.steps.pretrain_observer import PretrainObserver
+from whorl.recipes.steps.pretrain.observer import PretrainObserver, progress_note
 from whorl.report import ReportData
 from whorl.report.blocks import StepReport
 from whorl.report.render import to_html
@@ -33,7 +33,9 @@ def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
     task = SimpleNamespace(update=lambda **_: None)
     machine = SimpleNamespace(flops={"float32": 1.0})
     ctx = SimpleNamespace(run=run, name="pretrain", progress=Progress.silent(), machine=machine)
-    observer = PretrainObserver(ctx, SimpleNamespace(steps=9, dtype="float32"), 1.0, None, task)  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(steps=9, dtype="float32")
+    tokenizer: Any = None
+    observer = PretrainObserver(ctx, task, progress_note, job=job, bytes_per_token=1.0, tokenizer=tokenizer)
     for step in (1, 2, 5, 9):
         observer.on_step(step, {"nll": 5.0 - step / 10, "tokens_per_second": 9.0, "flops_per_second": 0.5})
         if step == 2:

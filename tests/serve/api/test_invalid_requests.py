@@ -95,7 +95,8 @@ def test_json_requires_its_content_type(server: Any) -> None:
 def test_unknown_paths_and_methods_are_rejected(server: Any) -> None:
     error_of(server.get("/v1/nothing"), 404)
     error_of(server.get("/static/../app.py"), 404)
-    error_of(server.get("/static/%2e%2e/app.py"), 404)
+    for name in ("%2e%2e/app.py", "x%00.js", "x" * 5000 + ".js"):
+        error_of(server.get(f"/static/{name}"), 404)
     error_of(httpx.delete(f"{server.url}/v1/completions"), 405)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.serve.live_server import make_state, running
+from tests.support.serve.live_server import Gate, make_state, make_tiny_engine, running
 from typer.testing import CliRunner
 
 from whorl.cli import build_app
@@ -119,6 +124,7 @@ def test_server_requires_key_and_enforces_limits(file: KeyFile) -> None:
         own = {"authorization": f"Bearer {key}"}
         first = complete(own)
         assert first.status_code == 200 and first.headers["x-ratelimit-limit-requests"] == "2"
+        assert server.api.key_store is not None
         account = server.api.key_store.authenticate(key)
         assert account is not None and 49 <= account.tokens.available <= 100  # 40 prompt and 10 output tokens
         second = complete(own, 90)
@@ -157,3 +163,115 @@ def test_keys_verb_adds_lists_and_revokes(file: KeyFile) -> None:
     assert keys("revoke", "alice").exit_code == 0
     assert json.loads(file.path.read_text()) == {"keys": []}
     assert keys("revoke", "alice").exit_code == 2
+
+
+def _add_and_revoke(path: str, first: int) -> None:
+    for n in range(first, first + 5):
+        KeyFile(Path(path)).add(f"key {n}")
+        if n % 2:
+            KeyFile(Path(path)).revoke(f"key {n}")
+
+
+def test_concurrent_changes_of_key_file_lose_none(file: KeyFile) -> None:
+    children = [
+        multiprocessing.Process(target=_add_and_revoke, args=(str(file.path), 5 * k)) for k in range(4)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert {key.name for key in file.read()} == {f"key {n}" for n in range(0, 20, 2)}
+
+
+def test_damaged_key_file_keeps_keys_and_is_logged(file: KeyFile, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    key = file.add("alice")
+    accounts = KeyStore(file.path, clock=lambda: now[0])
+    file.path.write_text("{")
+    for _ in range(3):
+        now[0] += RELOAD_SECONDS
+        assert accounts.authenticate(key) is not None
+    assert len(caplog.records) == 1 and "not a valid key file" in caplog.text
+
+
+def test_stream_of_revoked_key_ends_within_a_second(file: KeyFile) -> None:
+    key, engine = file.add("alice"), make_tiny_engine()
+    with running(make_state(engine, key_file=file.path)) as server:
+        gate = Gate(engine)
+        gate.let(2)
+        body = {"model": "tiny", "prompt": [5], "max_tokens": 50, "stream": True, "ignore_eos": True}
+        url, headers = f"{server.url}/v1/completions", {"authorization": f"Bearer {key}"}
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=30) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            file.revoke("alice")
+            revoked = time.monotonic()
+            *_, last = (line for line in lines if line)
+            assert time.monotonic() - revoked < 2  # a second, and another for a busy machine
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "invalid_api_key"
+        gate.let(10_000)
+
+
+def test_limits_hold_over_processes(file: KeyFile, tmp_path: Path) -> None:
+    """Three replicas with one folder allow what one server allows; without it each has limits of its own."""
+    key, now = file.add("alice", requests_per_minute=6, tokens_per_minute=600), [0.0]
+
+    def allowed(folder: Path | None) -> int:
+        replicas = [KeyStore(file.path, lambda: now[0], folder).authenticate(key) for _ in range(3)]
+        n = 0
+        for k in range(30):
+            limits = replicas[k % 3]
+            assert limits is not None
+            with limits.exclusive():
+                if limits.requests.seconds_until(1) == 0 and limits.tokens.seconds_until(10) == 0:
+                    limits.requests.consume(1)
+                    limits.tokens.consume(10)
+                    n += 1
+        return n
+
+    assert allowed(None) == 18
+    assert allowed(tmp_path) == 6
+    now[0] += 30
+    assert allowed(tmp_path) == 3
+
+
+def test_output_is_charged_before_it_starts_and_refunded(file: KeyFile) -> None:
+    key, engine = file.add("alice", tokens_per_minute=1000), make_tiny_engine()
+    with running(make_state(engine, key_file=file.path)) as server:
+        gate, client = Gate(engine), server.client(key)
+        gate.let(3)
+        stream = client.completions.create(model="tiny", prompt=[5], max_tokens=120, n=8, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError):  # 8 x 120 of 1,000 tokens are reserved
+            client.completions.create(model="tiny", prompt=[5] * 100, max_tokens=1)
+        stream.close()
+        gate.let(10_000)
+        client.with_options(max_retries=5).completions.create(model="tiny", prompt=[5] * 100, max_tokens=1)
+
+
+def test_priority_and_queue_of_a_key_are_bounded(file: KeyFile) -> None:
+    key, engine = file.add("alice"), make_tiny_engine()
+    favoured = file.add("bob", min_priority=-5)
+    with running(make_state(engine, key_file=file.path, max_queue=8)) as server:
+        for owner, priority, status in (
+            (key, -1, 403),
+            (key, 3, 200),
+            (favoured, -5, 200),
+            (favoured, -6, 403),
+        ):
+            body = {"model": "tiny", "prompt": [5], "max_tokens": 1, "priority": priority}
+            answer = server.post("/v1/completions", json=body, headers={"authorization": f"Bearer {owner}"})
+            assert answer.status_code == status
+        gate = Gate(engine)
+        ask = functools.partial(server.client(key).completions.create, model="tiny", prompt=[5], max_tokens=2)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask, n=4)
+            while len(server.api.worker.streams) < 4:
+                time.sleep(0.01)
+            with pytest.raises(openai.InternalServerError, match="half of the queue"):
+                ask()
+            other = pool.submit(
+                server.client(favoured).completions.create, model="tiny", prompt=[5], max_tokens=2
+            )
+            gate.let(10_000)
+            assert len(waiting.result().choices) == 4 and other.result().choices

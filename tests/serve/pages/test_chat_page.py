@@ -244,7 +244,7 @@ def test_draws_once_per_frame_and_announces_sentences(visit: Any, fake: Fake) ->
           return append.apply(this, nodes);
         };"""
     page = visit(before=lambda page: page.add_init_script(counters))
-    pieces = [" word" if i % 10 else ". Word" for i in range(2000)]
+    pieces = [f" word {i}" if i % 10 else ". Word" for i in range(2000)]
     chat(page, fake, "Much!", *pieces)
     assert last(page).inner_text() == "".join(pieces)
     draws, frames, announced = page.evaluate("[window.draws, window.frames_, window.announced]")
@@ -252,3 +252,54 @@ def test_draws_once_per_frame_and_announces_sentences(visit: Any, fake: Fake) ->
     assert announced[-1] == "Response complete."
     assert "".join(announced[:-1]).strip() == "".join(pieces).strip()
     assert all(text.rstrip().endswith(".") for text in announced[:-2])
+
+
+def test_enter_sends_and_shift_enter_breaks_the_line(page: Any, fake: Fake) -> None:
+    fake.set_output("Yes.")
+    page.click("#message")
+    page.keyboard.type("A")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("B?")
+    page.keyboard.press("Enter")
+    answered(page)
+    assert contents(fake) == ["A\nB?"]
+    expect(last(page)).to_have_text("Yes.")
+
+
+def test_code_is_a_block_with_a_copy_button(page: Any, fake: Fake) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    chat(page, fake, "Code?", "So:\n``", "`py\nx =", " 1\n", "```\nDone. `", "inline`")
+    block = page.locator(".code-block")
+    expect(block.locator(".code")).to_have_text("x = 1\n")
+    assert last(page).evaluate("e => e.innerText.includes('Done.')")
+    assert "monospace" in block.evaluate("e => getComputedStyle(e).fontFamily")
+    block.get_by_role("button", name="Copy code").click()
+    expect(block.get_by_role("button")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "x = 1\n"
+    block.locator(".t").first.hover()  # split spans keep their probabilities
+    expect(page.locator("#tooltip")).to_be_visible()
+    page.locator(".message.model .edit").click()
+    text = page.get_by_label("Edit the response").input_value()
+    assert text == "So:\n```py\nx = 1\n```\nDone. `inline`"
+    page.reload()
+    answered(page)
+    expect(block.locator(".code")).to_have_text("x = 1\n")
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_repeating_text_is_stopped(page: Any, fake: Fake, guard: bool) -> None:
+    if not guard:
+        press(page, "Settings")
+        page.uncheck("#repeats")
+        press(page, "Close")
+    chat(page, fake, "Again?", *["and again\n"] * 60)
+    assert (len(last(page).inner_text()) < 300) == guard
+    expect(page.locator(".stats").first).to_contain_text("repeats itself" if guard else "60 tokens")
+
+
+def test_untaught_model_is_said_to_be_one(visit: Any, fake: Fake) -> None:
+    fake.models = [{"id": "base", "whorl": {"chat": False}}]
+    page = visit()
+    expect(page.locator("#untaught")).to_contain_text("not trained to chat")
+    page.get_by_role("radio", name="Chat").check(force=True)
+    expect(page.locator("#untaught")).to_contain_text("little sense")

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,28 +22,13 @@ from unittest.mock import Mock
 import httpx
 import pytest
 from tests.support.router.harness import async_test
-from tests.support.serve.live_server import Running, make_state, make_tiny_engine, running
+from tests.support.serve.live_server import Gate, Running, make_state, make_tiny_engine, running
 
 from whorl.engine.request import Delta, Request, Token
 from whorl.serve.api.sse import EventStream
 from whorl.serve.worker.worker import EngineWorker
 
 STREAM = {"model": "tiny", "prompt": "def ", "max_tokens": 200, "stream": True, "ignore_eos": True}
-
-
-class Gate:
-    """Releases the steps of an engine one by one."""
-
-    def __init__(self, engine: Any) -> None:
-        self.turns, self.real = threading.Semaphore(0), engine.step
-        engine.step = self.step
-
-    def step(self) -> list[Delta]:
-        assert self.turns.acquire(timeout=60)
-        return list(self.real())
-
-    def let(self, n: int) -> None:
-        self.turns.release(n)
 
 
 @pytest.fixture
@@ -197,14 +181,15 @@ def test_sigterm_drains_running_and_rejects_new_requests() -> None:
         process.kill()
 
 
-def test_drain_timeout_truncates_sequences() -> None:
+def test_drain_timeout_ends_streams_with_an_error() -> None:
     engine = make_tiny_engine()
     gate = Gate(engine)
     server = Running(make_state(engine, drain_seconds=0))
     gate.let(2)
     with open_stream(server.url) as lines:
         server.in_loop(server.server.drain)
-        assert finish_reason(lines) == "length"
+        *_, event = filter(None, lines)
+        assert json.loads(event.removeprefix("data: "))["error"]["code"] == "shutdown"
     gate.let(10_000)
     server.thread.join(60)
     assert not server.thread.is_alive() and engine.stats.finished == {"abort": 1}

@@ -72,8 +72,6 @@ def test_load_generation_model_sizes_the_kv_cache(folder: Path) -> None:
     for wrong in ("=x", "a=", "a", "small=x"):
         with pytest.raises(ConfigError, match="--adapter"):
             load(folder, adapters=[wrong])
-    with pytest.raises(ConfigError, match="--weight-dtype is 'int3'"):
-        model_loading.engine_config({"weight_dtype": "int3"})
 
 
 def test_embedder_only_server_rejects_generation(tmp_path: Path) -> None:

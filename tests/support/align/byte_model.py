@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.tiny import BYTE_VOCAB, make_byte_tokenizer, make_decoder
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.models import Decoder, LanguageModel
+from whorl.models import LanguageModel, Transformer
 from whorl.tokens.tokenizer import Tokenizer
 
 VOCAB = BYTE_VOCAB
@@ -31,7 +31,7 @@ def scribe() -> ExampleTokenizer:
     return ExampleTokenizer(tokenizer())
 
 
-def decoder(d_model: int = 32, n_layers: int = 2, seed: int = 0) -> Decoder:
+def decoder(d_model: int = 32, n_layers: int = 2, seed: int = 0) -> Transformer:
     """Return a decoder with random weights, including zero-initialized ones."""
     return make_decoder(seed, d_model=d_model, n_layers=n_layers, mlp_hidden=2 * d_model)
 

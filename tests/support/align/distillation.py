@@ -15,7 +15,7 @@ from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.distillation.train import train_student
 from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.models import DecoderConfig, LanguageModel, make_model
+from whorl.models import LanguageModel, make_model, whorl_decoder
 from whorl.objectives.distil import divergence
 from whorl.tracking.seeds import generator
 
@@ -25,7 +25,7 @@ PAD = TOKENIZER.pad_id
 
 
 def model_of(seed: int, width: int = 16, layers: int = 1) -> LanguageModel:
-    config = DecoderConfig(
+    config = whorl_decoder(
         vocab_size=VOCAB, d_model=width, n_layers=layers, n_heads=2, n_kv_heads=2, head_dim=8, mlp_hidden=2 * width,
         ngram_orders=(2,), ngram_buckets=64,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.align.byte_model import decoder, network
 from tests.support.align.kill_at_step import record
-from whorl.align.config import RLConfig
+from whorl.align.config import RLConfig, RLRunConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.model.policy_model import frozen_reference
 from whorl.align.rl.experience import Experience
@@ -17,7 +17,7 @@ from whorl.evals.verify.task import VerifiableTask
 
 SMALL = RLConfig(
     steps=4, prompts_per_step=3, group_size=4, max_completion_tokens=5, max_seq_len=24, lr_scale=0.2,
-    optimizer="adamw", checkpoint_seconds=1e-9,
+    optimizer="adamw", run=RLRunConfig(checkpoint_seconds=1e-9),
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def train(
     given = tasks(verifier=verifier)
     worker = worker_class(
         net.model.config, "float32", folder, given, config.group_size, config.max_completion_tokens, config.max_seq_len,
-        config.temperature, Curriculum([0.0] * len(given), rule=config.curriculum), config.resolved_sampling_rounds,
+        config.temperature, Curriculum([0.0] * len(given), rule=config.sampling.curriculum), config.resolved_sampling_rounds,
         config.async_rollout.update_in_flight, threads=1 if config.async_rollout.workers else None,
         environment=config.environment,
     )  # fmt: skip

@@ -12,16 +12,22 @@ from torch import Tensor
 from tests.support.align.byte_model import network, scribe, sums, tokenizer
 from tests.support.align.kill_at_step import History, record
 from tests.support.tiny import make_document, transformer_config
-from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig
+from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig, StageTrainConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference.pairs import PreferencePair
 from whorl.align.stage.sft import fine_tune
 from whorl.models.transformer_config import MoEConfig
 from whorl.tokens.shards import write_shards
+from whorl.train.config import RunConfig
 
 PAD = tokenizer().pad_id
 SFT = SFTConfig(
-    lr_scale=0.5, epochs=8, seq_len=48, batch_size=4, checkpoint_seconds=1e-9, micro_batch_tokens=96
+    lr_scale=0.5,
+    epochs=8,
+    seq_len=48,
+    batch_size=4,
+    run=RunConfig(checkpoint_seconds=1e-9),
+    train=StageTrainConfig(micro_batch_tokens=96),
 )
 PREFERENCE: dict[str, Any] = {"seq_len": 32, "lr_scale": 0.1, "optimizer": "adamw"}
 MOE = transformer_config(mlp_hidden=32, experts=MoEConfig(n_experts=4, top_k=2, hidden=16, bias_balance=True))

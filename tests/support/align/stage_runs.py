@@ -35,7 +35,7 @@ from whorl.tracking.seeds import generator
 
 LORA = configs.LoRAConfig(rank=2)
 COMMON: dict[str, Any] = {
-    "dtype": "float32", "checkpoint_seconds": 1e-9, "micro_batch_tokens": 96, "lr_scale": 0.2,
+    "dtype": "float32", "run": {"checkpoint_seconds": 1e-9}, "train": {"micro_batch_tokens": 96}, "lr_scale": 0.2,
 }  # fmt: skip
 PAIRED: dict[str, Any] = {"seq_len": 32, "batch_size": 4, "optimizer": "adamw", **COMMON}
 PAIRS = [make_pair(f"{i}>", str(i) * (1 + i % 3), "zz") for i in range(10)]
@@ -176,7 +176,7 @@ STAGES: dict[str, Callable[[StageRun], PolicyModel]] = {
     "reward": _reward,
     "reward-adapter": lambda run: _reward(run, LORA),
     "grpo": lambda run: _rlvr(run, kl=KL),
-    "ppo": lambda run: _rlvr(run, algorithm="ppo", update_epochs=2, minibatches=2, kl=KL),
+    "ppo": lambda run: _rlvr(run, algorithm="ppo", update={"epochs": 2, "minibatches": 2}, kl=KL),
     "rloo-reward-model": lambda run: _rlvr(run, reward_model_verifier=True, algorithm="rloo", lora=LORA),
     "distil-on-policy": lambda run: _distil(run, on_policy_fraction=0.5, sync_every=2),
     "distil-cached": lambda run: _distil(run, top=6, student={"mlp_hidden": 24}),

@@ -11,6 +11,9 @@ from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.example import Message
 from whorl.align.rl.environment import Reply, TextEnv, Turn
 from whorl.align.rl.rollout import RolloutWorker
+from whorl.sandbox import Program
+
+LIMITS = ("max_turns", "step_seconds", "reset_seconds", "overlap")
 
 
 class ShortReplies(RolloutWorker):
@@ -41,7 +44,7 @@ class Echo(TextEnv):
 
 
 class Faulty(TextEnv):
-    """Fails in a way of choice on the first reply."""
+    """Fails in a way of choice: in `reset`, on the first reply, or in `close`."""
 
     def __init__(self, services: Any, way: str) -> None:
         super().__init__(services)
@@ -50,7 +53,18 @@ class Faulty(TextEnv):
     def reset(self, task: Any) -> Any:
         if self.way == "reset":
             raise RuntimeError("no such level")
-        return super().reset(task)
+        if self.way == "reset exits":
+            raise SystemExit("bye")
+        if self.way == "reset hangs":
+            return asyncio.sleep(60)
+        if self.way == "reset blocks":
+            time.sleep(3)
+        wrong = {"reset type": 3, "reset empty": "", "reset message": [{"content": "hi"}]}
+        return wrong.get(self.way, super().reset(task))
+
+    async def close(self) -> None:
+        if self.way == "close":
+            raise OSError("no server")
 
     async def step(self, messages: Sequence[Message], reply: Reply) -> Any:
         if self.way == "hangs":
@@ -63,8 +77,26 @@ class Faulty(TextEnv):
             "wrong type": "good",
             "not finite": Turn(reward=float("nan")),
             "bad message": Turn([{"role": "tool"}]),
+            "bad count": Turn(info={"tool_calls": "two"}),
             "ends": Turn(reward=1.0, truncated=True),
         }.get(self.way, Turn([{"role": "tool", "content": "x" * 40}], 0.5))
+
+
+class Prepared(TextEnv):
+    """Waits in `reset`, runs a program, and gives its output as the prompt."""
+
+    needs_sandbox = True
+
+    def __init__(self, services: Any, seconds: float) -> None:
+        super().__init__(services)
+        self.seconds = seconds
+
+    async def reset(self, task: Any) -> str:
+        await asyncio.sleep(self.seconds)
+        return (await self.services.run(Program("print(7 * 7)"))).output
+
+    async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
+        return Turn(done=True)
 
 
 class Sync(TextEnv):
@@ -75,5 +107,5 @@ class Sync(TextEnv):
 
 
 def config_of(name: str, **changes: Any) -> EnvironmentConfig:
-    limits = {name: changes.pop(name) for name in ("max_turns", "step_seconds", "overlap") if name in changes}
+    limits = {name: changes.pop(name) for name in LIMITS if name in changes}
     return EnvironmentConfig(name=f"{__name__}:{name}", options=changes, **limits)

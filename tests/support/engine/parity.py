@@ -7,30 +7,41 @@ from typing import Any
 
 import torch
 
-from tests.support.models.transformer_shapes import KINDS, made
+from tests.support.models.transformer_shapes import HEADS, KINDS, made
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Request, Token
 from whorl.engine.sampling_params import SamplingParams
-from whorl.models import Decoder, DecoderConfig, LanguageModel
+from whorl.models import LanguageModel, Transformer, whorl_decoder
+from whorl.models.transformer_config import CustomMixer
 
 GREEDY = SamplingParams(temperature=0)
 G = torch.Generator().manual_seed(3)
 PROMPTS = [torch.randint(0, 50, (n,), generator=G).tolist() for n in (1, 2, 5, 9, 17, 33)]
 
 
-def decoder(**changes: Any) -> Decoder:
+def decoder(**changes: Any) -> Transformer:
     shape = {"vocab_size": 50, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
-    config = DecoderConfig(**{**shape, "mlp_hidden": 40, "ngram_buckets": 64, **changes})
-    model = Decoder(config, torch.Generator().manual_seed(0))
+    config = whorl_decoder(**{**shape, "mlp_hidden": 40, "ngram_buckets": 64, **changes})
+    model = Transformer(config, torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.15)
     return model.eval()
 
 
+def additive(window: int | None = None) -> CustomMixer:
+    """A mixer from outside the package, with a cache of its own that grows per token."""
+    address = "tests.support.engine.additive_attention:AdditiveAttention"
+    return CustomMixer(kind=address, options={"window": window})
+
+
+OWN_CACHE = {
+    "own cache": {"mixers": {"own": additive()}},
+    "own cache, windows": {"mixers": {"near": additive(5), "far": additive(), "heads": HEADS}},
+}
 FAMILIES = {
-    **{kind: lambda kind=kind: made(**KINDS[kind]).eval() for kind in KINDS},
+    **{kind: lambda shape=shape: made(**shape).eval() for kind, shape in {**KINDS, **OWN_CACHE}.items()},
     "decoder": decoder,
     "decoder without memory": lambda: decoder(ngram_orders=(), smear_keys=False, tie_embeddings=True),
 }

@@ -1,4 +1,4 @@
-"""Tiny models that several rooms test: a `Decoder`, and a `Transformer` of each kind of layer."""
+"""Tiny models that several rooms test: a `Transformer` of each kind of layer."""
 
 from __future__ import annotations
 

@@ -134,7 +134,10 @@ def reports() -> list[tuple[str, StepReport]]:
         [*points(), *held_out],
         {"seconds": 309.2, "steps": 2400, "tokens": 4_915_200, "tokens_per_second": 15_900, "params": params,
          "peak_memory_bytes": 1_240_000_000},
-        config={"n_layers": 4, "d_model": 128, "vocab_size": 1024, "n_heads": 4, "head_dim": 32},
+        config={"transformer": {
+            "n_layers": 4, "d_model": 128, "vocab_size": 1024,
+            "mixers": {"a": {"kind": "heads", "n_heads": 4, "head_dim": 32}},
+        }},
         expected=EXPECTED, objective="next_token",
     )  # fmt: skip
     evaluation = {

@@ -18,7 +18,8 @@ import uvicorn
 from tests.support.tiny import decoder_config
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.models import Decoder
+from whorl.engine.request import Delta
+from whorl.models import Transformer
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
@@ -36,10 +37,10 @@ def make_tokenizer(specials: tuple[str, ...] = MARKS) -> Tokenizer:
     return Tokenizer.train([TEXT * 20], 300, special_tokens=specials)
 
 
-def make_tiny_decoder(tokenizer: Tokenizer) -> Decoder:
+def make_tiny_decoder(tokenizer: Tokenizer) -> Transformer:
     """A decoder with random weights that samples varied text."""
     generator = torch.Generator().manual_seed(0)
-    model = Decoder(decoder_config(vocab_size=tokenizer.vocab_size), generator)
+    model = Transformer(decoder_config(vocab_size=tokenizer.vocab_size), generator)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.2)
@@ -135,3 +136,18 @@ def server() -> Iterator[Running]:
         one.ask(lambda engine: engine.check_integrity())
         assert one.ask(lambda engine: engine.busy) is False
         assert one.api.worker.streams == {} and one.api._limits_by_request == {}
+
+
+class Gate:
+    """Releases the steps of an engine one by one."""
+
+    def __init__(self, engine: Any) -> None:
+        self.turns, self.real = threading.Semaphore(0), engine.step
+        engine.step = self.step
+
+    def step(self) -> list[Delta]:
+        assert self.turns.acquire(timeout=60)
+        return list(self.real())
+
+    def let(self, n: int) -> None:
+        self.turns.release(n)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from tests.support.train.tiny import Notes, doubled_letters
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.train.job import Job
 from whorl.train.lm.pretrain import pretrain
 
 
-def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object) -> Decoder:
+def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object) -> Transformer:
     return pretrain(wanted, scratch, notes or Notes(), **more)  # type: ignore[arg-type]
 
 
@@ -40,7 +40,7 @@ def assert_close(a: nn.Module, b: nn.Module) -> None:
     torch.testing.assert_close(weights(a), weights(b), atol=2e-4, rtol=1e-3)
 
 
-def assert_resume_is_exact(wanted: Job, scratch: Path, stop: int, notes: Notes | None = None) -> Decoder:
+def assert_resume_is_exact(wanted: Job, scratch: Path, stop: int, notes: Notes | None = None) -> Transformer:
     """Train without and with an interruption after `stop` steps, and return the model of the former."""
     whole = train(wanted, scratch / "whole", notes)
     train(wanted, scratch / "resumed", stop_after=stop, checkpoint_seconds=0.0)

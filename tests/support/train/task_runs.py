@@ -20,7 +20,10 @@ from tests.support.align import distillation, text_envs
 from tests.support.align.byte_model import decoder, network, sums, tokenizer
 from tests.support.align.rl_policies import SMALL, tasks
 from tests.support.align.stage_inputs import PAD, SFT, letter_pairs, preference_config, reward_config
+from tests.support.configs import updated
+from tests.support.images import write_half_dark
 from tests.support.train import tiny
+from tests.support.vision_tasks import caption_task, classifier_task, contrastive_task
 from whorl.agents.config import make_config
 from whorl.agents.train import train as train_agent
 from whorl.align.data.curriculum import Curriculum
@@ -35,6 +38,8 @@ from whorl.embedding.config import EmbedJob
 from whorl.embedding.train import train_embedder
 from whorl.models.encoder import EncoderConfig
 from whorl.train.lm.pretrain import pretrain
+from whorl.vision.image_set import ImageSet
+from whorl.vision.train import VisionTask, train_vision
 
 OFTEN = 1e-9  # seconds between checkpoints
 STEPS = 16  # of every task; the weights are copied for rollbacks after every second one
@@ -71,8 +76,10 @@ class Run:
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write the token set and the tokenizers that the tasks read."""
+    """Write the token set, the tokenizers and the sets of images that the tasks read."""
     tiny.make_tokens(folder / "tokens")
+    write_half_dark(folder / "labelled")
+    write_half_dark(folder / "captioned", captions=True)
     (folder / "policy").mkdir()
     tokenizer(folder / "policy")
     return folder
@@ -89,22 +96,24 @@ def _pretrain(run: Run) -> torch.nn.Module:
 
 
 def _sft(run: Run) -> torch.nn.Module:
-    config = SFT.model_copy(update={"epochs": STEPS / 4, "packing": False, "replicas": run.replicas})
+    config = updated(SFT, epochs=STEPS / 4, packing=False, run={"replicas": run.replicas})
     return fine_tune(network(), sums(16), config, pad_id=PAD, **run.stage)
 
 
 def _preference(run: Run) -> torch.nn.Module:
-    config = preference_config(epochs=STEPS / 3, replicas=run.replicas, checkpoint_seconds=OFTEN)
+    config = preference_config(epochs=STEPS / 3, run={"replicas": run.replicas, "checkpoint_seconds": OFTEN})
     return train_preferences(network(), letter_pairs(), config, pad_id=PAD, **run.stage)
 
 
 def _reward_model(run: Run) -> torch.nn.Module:
-    config = reward_config(batch_size=4, epochs=STEPS / 3, replicas=run.replicas, checkpoint_seconds=OFTEN)
+    config = reward_config(
+        batch_size=4, epochs=STEPS / 3, run={"replicas": run.replicas, "checkpoint_seconds": OFTEN}
+    )
     return train_reward_model(RewardModel(decoder()), letter_pairs(), config, pad_id=PAD, **run.stage)
 
 
 def _rl(run: Run, worker_class: type[RolloutWorker] = RolloutWorker, **changes: Any) -> torch.nn.Module:
-    config = SMALL.model_copy(update={"steps": STEPS, "replicas": run.replicas, **changes})
+    config = updated(SMALL, **{"steps": STEPS, "run": {"replicas": run.replicas}, **changes})
     net, given = network(), tasks()
     worker = worker_class(
         net.model.config, "float32", run.folder / "policy", given, config.group_size, config.max_completion_tokens,
@@ -121,7 +130,11 @@ def _rl_environment(run: Run) -> torch.nn.Module:
 
 def _distil(run: Run) -> torch.nn.Module:
     config = distillation.config_of(
-        batch_size=8, epochs=STEPS / 3, on_policy_fraction=0.5, sync_every=1, checkpoint_seconds=OFTEN
+        batch_size=8,
+        epochs=STEPS / 3,
+        on_policy_fraction=0.5,
+        sync_every=1,
+        run={"checkpoint_seconds": OFTEN},
     )
     teacher = LiveTeacher(distillation.model_of(2))
     return train_student(
@@ -148,6 +161,25 @@ def _agent(run: Run) -> torch.nn.Module:
     return train_agent(config, observe, **run.often)
 
 
+def _image_classifier(run: Run) -> torch.nn.Module:
+    settings = {"steps": STEPS, "replicas": run.replicas, "max_shift": 1, "flip": True}
+    return _images(run, classifier_task(ImageSet(run.folder / "labelled"), **settings)[0])
+
+
+def _clip(run: Run) -> torch.nn.Module:
+    return _images(run, contrastive_task(ImageSet(run.folder / "captioned"), steps=STEPS)[0])
+
+
+def _captioner(run: Run) -> torch.nn.Module:
+    images = ImageSet(run.folder / "captioned")
+    return _images(run, caption_task(images, steps=STEPS, replicas=run.replicas)[0])
+
+
+def _images(run: Run, task: VisionTask) -> torch.nn.Module:
+    train_vision(task, **run.stage)
+    return task.networks
+
+
 TASKS: dict[str, Callable[[Run], torch.nn.Module]] = {
     "pretrain": _pretrain,
     "sft": _sft,
@@ -158,6 +190,9 @@ TASKS: dict[str, Callable[[Run], torch.nn.Module]] = {
     "distil": _distil,
     "embedder": _embedder,
     "agent": _agent,
+    "image_classifier": _image_classifier,
+    "clip": _clip,
+    "captioner": _captioner,
 }
 
 

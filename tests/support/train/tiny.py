@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.tiny import decoder_config, make_document
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.train.job import Job
@@ -59,7 +59,7 @@ class Notes:
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
 
-    def on_evaluation(self, step: int, metrics: dict[str, float], model: Decoder) -> None:
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: Transformer) -> None:
         self.evaluations.append(metrics)
 
     def on_checkpoint(self, step: int, seconds: float) -> None:

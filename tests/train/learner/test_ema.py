@@ -9,7 +9,7 @@ from tests.support.train.pretraining import assert_close, assert_resume_is_exact
 from tests.support.train.tiny import Notes, job
 from torch import Tensor
 
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.train.checkpoint.format import load_latest
 from whorl.train.learner.ema import UPDATE_INTERVAL
 from whorl.train.lm.pretrain import build_model
@@ -22,7 +22,7 @@ class Watching(Notes):
         super().__init__()
         self.seen: dict[int, dict[str, Tensor]] = {}
 
-    def on_evaluation(self, step: int, metrics: dict[str, float], model: Decoder) -> None:
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: Transformer) -> None:
         self.seen[step] = weights(model)
 
 

@@ -12,7 +12,7 @@ from tests.support.train.pretraining import train_notes
 from tests.support.train.tiny import job
 from torch import nn
 
-from whorl.models import Decoder, DecoderConfig, TransformerConfig, make_model
+from whorl.models import Transformer, TransformerConfig, make_model, whorl_decoder
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.multi_token import MultiTokenPrediction
 from whorl.models.vision.clip import DualEncoder
@@ -61,8 +61,8 @@ def transformer(mixer: str = "heads", **more: Any) -> nn.Module:
     return make_model(TransformerConfig.model_validate({**base, **more}))
 
 
-def decoder() -> Decoder:
-    return Decoder(DecoderConfig(vocab_size=50, **SMALL, **HEADS, mlp="swiglu", ngram_buckets=16))
+def decoder() -> Transformer:
+    return Transformer(whorl_decoder(vocab_size=50, **SMALL, **HEADS, mlp="swiglu", ngram_buckets=16))
 
 
 def encoder(classes: int | None = 3) -> Encoder:

@@ -20,7 +20,7 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models import load_model
 from whorl.recipes.recipe import load_recipe, parse_recipe
 from whorl.recipes.runner import run_recipe
-from whorl.recipes.steps import pretrain_observer
+from whorl.recipes.steps.pretrain import observer
 from whorl.store import Store
 from whorl.tracking.progress import Progress
 from whorl.train.checkpoint.format import load
@@ -138,7 +138,10 @@ def test_branch_rolls_back_to_its_start(
         ("decay_branches=[0.5,1.0]", "decay_branches: 1 is not a fraction of the run: between 0 and 1"),
         ("decay_branches=[0.5,0.5]", r"decay_branches: \[0.5, 0.5\] contains a duplicate"),
         ("decay_branches=[0.03,0.5]", r"decay_branches: 0.03 would decay within the warm-up: above 0.04"),
-        ("decay_branches=[0.5] schedule.kind=cosine", "plateau, which a schedule with kind = 'cosine' does"),
+        (
+            "decay_branches=[0.5] train.schedule.kind=cosine",
+            "plateau, which a schedule with kind = 'cosine' does",
+        ),
     ],
 )
 def test_check_fractions_invalid_raises(sets: str, words: str) -> None:
@@ -182,8 +185,8 @@ fraction = 0.5
 
 
 def test_decay_branch_step_makes_model_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain_observer, "_memory_in_use", lambda: 0)  # saves seconds
-    monkeypatch.setattr(pretrain_observer.PretrainObserver, "_sample", lambda *_: "")
+    monkeypatch.setattr(observer, "_memory_in_use", lambda: 0)  # saves seconds
+    monkeypatch.setattr(observer.PretrainObserver, "_sample", lambda *_: "")
     (tmp_path / "code").mkdir()
     for n in range(40):
         text = "".join(f"def f{n}_{i}(x):\n    return x + {i * n}\n\n" for i in range(60))

@@ -11,7 +11,7 @@ import torch
 from tests.support.train.pretraining import assert_equal, train, train_notes, weights
 from tests.support.train.tiny import Notes, job
 
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.metrics import layer_stats as figures
 from whorl.train.metrics.layer_stats import layer_group
@@ -30,7 +30,7 @@ def looks(notes: Notes) -> list[dict[str, float]]:
 def test_layer_group_from_parameter_name() -> None:
     assert layer_group("embedding") == "embedding"
     assert layer_group("memory.tables.0") == "memory"
-    assert layer_group("blocks.3.attention.qkv.weight") == "blocks.3.attention"
+    assert layer_group("blocks.3.mixer.qkv.weight") == "blocks.3.mixer"
     for norm in ("attention_norm", "mlp_norm"):
         assert layer_group(f"blocks.3.{norm}.weight") == "blocks.3.norms"
 
@@ -104,9 +104,9 @@ def test_layer_stats_activations_match_forward(tokens: Path, tmp_path: Path) -> 
         x, where = model.prepare(row)
         x = model.embedding_norm(x)
         for number, block in enumerate(model.blocks):
-            mixed = x + block.attention(block.attention_norm(x), where)
+            mixed = x + block.mixer(block.mixer_norm(x), where)
             inside = torch.relu(block.mlp.up(block.mlp_norm(mixed)))
-            x = block(x, where, None, None)
+            x = block(x, where, None, None, None, [])
             rms, found = float(x.square().mean().sqrt()), f"activations/{number}"
             outliers, zeros = (x.abs() > 6 * rms).float().mean(), (inside == 0).float().mean()
             assert last[f"{found}/rms"] == pytest.approx(rms, rel=1e-4)
@@ -116,7 +116,7 @@ def test_layer_stats_activations_match_forward(tokens: Path, tmp_path: Path) -> 
 
 
 def test_layer_stats_learning_rates_and_flops_every_step(tokens: Path, tmp_path: Path) -> None:
-    flops = Decoder(job(tokens).model).flops_per_token(32)  # type: ignore[arg-type]
+    flops = Transformer(job(tokens).model).flops_per_token(32)  # type: ignore[arg-type]
     for m in train_notes(job(tokens, steps=4), tmp_path).steps:
         assert m["learning_rate/embedding"] / m["learning_rate"] == pytest.approx(0.006 / 0.02)
         assert m["learning_rate/ngram"] / m["learning_rate"] == pytest.approx(0.05 / 0.02)

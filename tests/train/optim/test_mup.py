@@ -10,7 +10,7 @@ from tests.support.train.pretraining import weights
 from tests.support.train.tiny import job
 
 from whorl.errors import ConfigError
-from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+from whorl.models import LanguageModel, TransformerConfig, make_model, whorl_decoder
 from whorl.nn import Linear
 from whorl.objectives.next_token import next_token
 from whorl.plan.config import PlanConfig
@@ -29,9 +29,10 @@ VOCAB = 64
 def built(shape: str, width: int) -> LanguageModel:
     heads = {"n_heads": width // 32, "n_kv_heads": width // 32, "head_dim": 32}
     base = {"vocab_size": VOCAB, "d_model": width, "n_layers": 2, "mlp_hidden": 2 * width}
-    kind = DecoderConfig if shape == "decoder" else TransformerConfig
-    more = {**heads, "ngram_orders": ()} if shape == "decoder" else {"mixers": {"m": heads}}
-    config = kind.model_validate({**base, **more})
+    if shape == "decoder":
+        config = whorl_decoder(**base, **heads, ngram_orders=())
+    else:
+        config = TransformerConfig.model_validate({**base, "mixers": {"m": heads}})
     return make_model(config, generator(0, "weights"), torch.float32)
 
 
@@ -102,7 +103,7 @@ def test_mup_keeps_lr_times_decay_and_scalar_rates() -> None:
     optim = OptimConfig(optimizer="adamw", mup_base_width=64, weight_decay=0.1)
     narrow, wide = (param_optims(built("decoder", w), optim) for w in (64, 256))
     matrix = {n for n, t in narrow.items() if t.decay_scale}
-    assert "head" in matrix and "embedding" not in matrix and "blocks.0.attention.temperature" not in matrix
+    assert "head" in matrix and "embedding" not in matrix and "blocks.0.mixer.temperature" not in matrix
     for name, t in narrow.items():
         assert wide[name].lr == pytest.approx(t.lr / 4 if name in matrix else t.lr)
         assert wide[name].lr * wide[name].decay_scale == pytest.approx(t.lr * t.decay_scale)

@@ -7,7 +7,7 @@ import torch
 from tests.support.train import reference_optim as reference
 from tests.support.train.reference_optim import BETAS, EPS
 
-from whorl.models import Decoder
+from whorl.models import Transformer
 from whorl.plan.cost import decoder_config
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import Update
@@ -112,7 +112,7 @@ def test_muon_groups_take_turns_with_larger_steps() -> None:
 
 
 def test_partition_is_balanced_for_any_replica_count() -> None:
-    model = Decoder(decoder_config(64, 3, 256), torch.Generator().manual_seed(0))
+    model = Transformer(decoder_config(64, 3, 256), torch.Generator().manual_seed(0))
     shapes = {n: p.shape for n, p in model.named_parameters()}
     update = Update(lambda part: None, param_optims(model, OptimConfig()), muon_every=2)  # type: ignore[arg-type, return-value]
     muon = update.names_for("muon")

@@ -13,7 +13,7 @@ from tests.support.train.tiny import Notes, job
 
 from whorl.errors import ConfigError
 from whorl.models import load_model, save_model
-from whorl.recipes.steps.model import PretrainConfig
+from whorl.recipes.steps.pretrain.pretrain import PretrainTrainConfig
 from whorl.train.learner.update import ParamOptim
 from whorl.train.lm.precision import make_rounding
 from whorl.train.lm.pretrain import allocate_shared, build_model
@@ -127,6 +127,6 @@ def test_rounding_invalid_settings_raise(tokens: Path) -> None:
         make_rounding("stochastic", 0, {"a": ParamOptim("adamw", 0.1)})
     assert make_rounding(None, 0, {}) is None
     with pytest.raises(ValidationError, match="nearest"):
-        PretrainConfig(bf16_weights="up")  # type: ignore[arg-type]
+        PretrainTrainConfig(bf16_weights="up")  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="bfloat16"):
         job(tokens, dtype="float61")

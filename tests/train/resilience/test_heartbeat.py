@@ -98,7 +98,7 @@ OUT_OF_MEMORY = [
 def test_oom_errors_are_recognized(tokens: Path, error: BaseException) -> None:
     assert is_out_of_memory(error)
     words = str(suggest(error, job(tokens, replicas=2)))
-    assert "pretrain.micro_batch_size=2 (now 4" in words and "plan.batch_size=4 (now 8" in words
+    assert "pretrain.train.micro_batch_size=2 (now 4" in words and "plan.batch_size=4 (now 8" in words
     assert "plan.seq_len=16 (now 32" in words and "plan.replicas=1" in words
 
 
@@ -122,7 +122,7 @@ def test_torch_allocator_error_gets_oom_advice(
         torch.empty(1 << 60)
 
     monkeypatch.setattr(LMObjective, "__call__", greedy)
-    with pytest.raises(OutOfMemoryError, match=r"pretrain\.micro_batch_size=4 \(now 8"):
+    with pytest.raises(OutOfMemoryError, match=r"pretrain\.train\.micro_batch_size=4 \(now 8"):
         train(job(tokens), tmp_path)
     with pytest.raises(OutOfMemoryError) as raised:
         train(job(tokens, batch_size=1), tmp_path / "one")

@@ -68,11 +68,9 @@ def test_activation_budget_larger_recomputes_less(tokens: Path) -> None:
 def test_activation_budget_too_small_names_remedies(tokens: Path) -> None:
     wanted = job(tokens)
     half = f"{least(wanted) // 2}B"
-    with pytest.raises(BudgetError, match=r"pretrain\.activation_budget is") as raised:
+    with pytest.raises(BudgetError, match=r"pretrain\.run\.activation_budget is") as raised:
         build_model(within(wanted, half))
-    remedies = (
-        r"--set pretrain\.activation_budget=([^;]+); --set pretrain\.micro_batch_size=(\d+) \(now 8 rows"
-    )
+    remedies = r"--set pretrain\.run\.activation_budget=([^;]+); --set pretrain\.train\.micro_batch_size=(\d+) \(now 8 rows"
     budget, rows = re.findall(remedies, str(raised.value))[0]
     assert build_model(within(wanted, budget)).checkpointed_blocks > 0, "what is typed suffices"
     build_model(within(wanted, half, micro_batch_size=int(rows)))
@@ -82,6 +80,8 @@ def test_activation_budget_too_small_names_remedies(tokens: Path) -> None:
 
 
 def test_oom_advice_names_activation_budget(tokens: Path) -> None:
-    assert "pretrain.activation_budget=25% (now none" in str(suggest(MemoryError(), job(tokens)))
+    assert "pretrain.run.activation_budget=25% (now none" in str(suggest(MemoryError(), job(tokens)))
     tight = job(tokens, activation_budget="2GB")
-    assert "pretrain.activation_budget=1000000000B (now 2000000000B)" in str(suggest(MemoryError(), tight))
+    assert "pretrain.run.activation_budget=1000000000B (now 2000000000B)" in str(
+        suggest(MemoryError(), tight)
+    )

@@ -52,7 +52,9 @@ def test_spike_guard_rejects_spikes_not_ripples() -> None:
 
 def test_stage_guard_keeps_outliers_unless_a_threshold_is_set() -> None:
     """Another setting of the guard does not turn the skipping of outliers on."""
-    config = StageConfig.model_validate({"spike_guard": {"window": 64, "patience": 4}}).spike_guard
+    config = StageConfig.model_validate(
+        {"train": {"spike_guard": {"window": 64, "patience": 4}}}
+    ).train.spike_guard
     guard = SpikeGuard(config, uniform_loss=None, steps=1000)
     assert all(guard.accept_step(f) for f in [*map(ripple, range(80)), step_metrics(1e9, 1e9)])
     assert not guard.accept_step(step_metrics(math.nan))

@@ -19,7 +19,6 @@ the metrics `logprob_diff_max` and `logprob_diff_mean`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,7 @@ from whorl.align.stage.task import (
     micro_batch_rows,
     run_stage,
 )
-from whorl.data.epoch_order import EpochOrder
+from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.errors import ConfigError, DataError
 from whorl.objectives.log_probs import token_log_probs
 from whorl.objectives.next_token import Loss
@@ -108,7 +107,7 @@ class DistillationTask(DatasetTask):
             network,
             config,
             steps=data.steps,
-            positions=config.batch_size * row_length,
+            positions=max(config.batch_size, data.batch_size) * row_length,
             rows=data.batch_size,
             row_length=row_length,
         )
@@ -216,7 +215,6 @@ class _DistillationBatches:
         pad_id: int,
     ) -> None:
         self.network, self.teacher, self.texts, self.config = network, teacher, texts, config
-        self.order = EpochOrder(config.seed, "distil", "order", n=len(texts))
         self.example_tokenizer, self.pad_id = example_tokenizer, pad_id
         if not texts:
             raise DataError("there are no examples", expected="at least one")
@@ -232,9 +230,13 @@ class _DistillationBatches:
             raise DataError(
                 "the cached teacher has other examples", expected="the examples of its folder, in order"
             )
-        self.batch_size = min(config.batch_size, len(texts))
+        self.order = StepOrder(
+            EpochOrder(config.seed, "distil", "order", n=len(texts)), epochs=config.epochs,
+            batch_size=min(config.batch_size, len(texts)), batch_tokens=config.batch_tokens,
+            sizes=np.array([max(1, len(text) - 1) for text in texts]),
+        )  # fmt: skip
+        self.steps, self.batch_size = self.order.steps, self.order.largest
         self.n_on_policy = round(config.on_policy_fraction * self.batch_size)
-        self.steps = max(1, math.ceil(config.epochs * len(texts) / self.batch_size))
         vocab = int(network.model.config.vocab_size)
         banned = example_tokenizer.banned_ids(vocab)
         banned_mask = torch.zeros(vocab, dtype=torch.bool)
@@ -253,12 +255,12 @@ class _DistillationBatches:
         config = self.config
         waiting: list[tuple[TokenizedExample, np.ndarray[Any, Any], bool]] = []
         for step in range(first, self.steps):
-            numbers = self._step_indices(step)
+            numbers = self.order[step]
             fresh = bool(self.n_on_policy) and step % config.sync_every == 0
             if fresh:
                 steps = range(step, min(step + config.sync_every, self.steps))
                 waiting = self._sample_on_policy(
-                    [n for s in steps for n in self._step_indices(s)[: self.n_on_policy]], step
+                    [n for s in steps for n in self.order[s][: self.n_on_policy]], step
                 )
             on_policy, waiting = waiting[: self.n_on_policy], waiting[self.n_on_policy :]
             off_policy = [self.texts[n] for n in numbers[self.n_on_policy :]]
@@ -300,7 +302,3 @@ class _DistillationBatches:
             log_probs = np.array([0.0] * len(prompt) + completion.log_probs, np.float32)
             samples.append((concat(prompt, completion.ids), log_probs, completion.finished))
         return samples
-
-    def _step_indices(self, step: int) -> list[int]:
-        places = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return [self.order[place] for place in places]

@@ -101,6 +101,11 @@ def _fill_rows(
     return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
+def round_up_8(n: int) -> int:
+    """Return the next multiple of 8: the length of a padded row."""
+    return max(8, -(-n // 8) * 8)
+
+
 def micro_batches(batch: MicroBatch, batch_size: int) -> Iterator[dict[str, Tensor]]:
     """Yield micro-batches of `batch_size` rows, without trailing columns that are padding in all rows."""
     for i in range(0, len(batch["tokens"]), batch_size):

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from whorl.models import Decoder, LanguageModel, Transformer
-from whorl.models.transformer_config import AttentionConfig
+from whorl.models import LanguageModel
 from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.paged import PagedState
@@ -88,13 +87,7 @@ def find_shared_prefixes(batch: MicroBatch) -> SharedPrefixBatch | None:
 
 def supports_shared_prefix(model: LanguageModel) -> bool:
     """Return whether the layers allow it: attention over the whole past, or over a window of it."""
-    if model.checkpointed_blocks or not model.batch_independent:
-        return False
-    if isinstance(model, Decoder):
-        return True
-    return isinstance(model, Transformer) and all(
-        isinstance(mixer, AttentionConfig) and mixer.block is None for mixer in model.config.layer_mixers()
-    )
+    return not model.checkpointed_blocks and model.batch_independent and model.attends_by_distance
 
 
 def shared_prefix_hidden(model: LanguageModel, batch: MicroBatch, prefixes: SharedPrefixBatch) -> Tensor:

@@ -16,9 +16,9 @@ rounding (tested).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from whorl.align.config import PreferenceStageConfig
 from whorl.align.data.formats import Preference, TextOrMessages, UnpairedPreference
-from whorl.align.model.batch import pack, pad
+from whorl.align.model.batch import pack, pad, round_up_8
 from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel
-from whorl.data.epoch_order import EpochOrder
+from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.errors import DataError
 from whorl.parallel.process_group import ProcessGroup
 
@@ -147,7 +147,10 @@ class PairBatches:
         examples_per_unit: 2 for pairs.
         name: of the stage, for its random stream.
 
-    steps: of all epochs. positions: of a step, at most.
+    steps: of all epochs. positions: of a step, at most. batch_size: units of a step, at most.
+
+    Raises:
+        DataError: from `steps` and the rest, a unit has more than `config.batch_tokens` tokens.
     """
 
     def __init__(
@@ -167,14 +170,31 @@ class PairBatches:
         )
         self.n_units = len(examples) // examples_per_unit
         self.sizes = np.array([len(text) - 1 for text in examples]).reshape(self.n_units, examples_per_unit)
-        self.batch_size = min(config.batch_size, self.n_units)
-        self.steps = max(1, math.ceil(config.epochs * self.n_units / self.batch_size))
-        self.positions = self.batch_size * examples_per_unit * self._row_length(int(self.sizes.max()))
-        self.order = EpochOrder(config.seed, self.name, "order", n=self.n_units)
+
+    @cached_property
+    def order(self) -> StepOrder:
+        """Units of each step. Scoring needs none, so that the budget applies to training only."""
+        config = self.config
+        return StepOrder(
+            EpochOrder(config.seed, self.name, "order", n=self.n_units), epochs=config.epochs,
+            batch_size=min(config.batch_size, self.n_units), batch_tokens=config.batch_tokens, sizes=self.sizes.sum(1),
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> int:
+        return self.order.steps
+
+    @property
+    def batch_size(self) -> int:
+        return self.order.largest
+
+    @property
+    def positions(self) -> int:
+        return self.batch_size * self.examples_per_unit * self._row_length(int(self.sizes.max()))
 
     def step_units(self, step: int) -> list[int]:
         """Return the units of a step."""
-        return [self.order[place] for place in range(step * self.batch_size, (step + 1) * self.batch_size)]
+        return self.order[step]
 
     def shard(self, units: Sequence[int], group: ProcessGroup) -> list[int]:
         """Return this replica's units; each replica gets short and long ones."""
@@ -207,12 +227,12 @@ class PairBatches:
         group: list[int] = []
         used = 0
         for unit in sorted(units, key=lambda unit: int(self.sizes[unit].max())):
-            longest = self.examples_per_unit * _round_up_8(int(self.sizes[unit].max()))
+            longest = self.examples_per_unit * round_up_8(int(self.sizes[unit].max()))
             if self.config.packing:
                 used += int(self.sizes[unit].sum())
             else:
                 used = (len(group) + 1) * longest  # all rows are as long as the last
-            if group and used > self.config.micro_batch_tokens:
+            if group and used > self.config.train.micro_batch_tokens:
                 yield group
                 group, used = [], int(self.sizes[unit].sum()) if self.config.packing else longest
             group.append(unit)
@@ -221,11 +241,7 @@ class PairBatches:
 
     def _row_length(self, longest: int) -> int:
         """Return the length of a row in positions."""
-        return max(self.config.seq_len, longest) if self.config.packing else _round_up_8(longest)
-
-
-def _round_up_8(n: int) -> int:
-    return max(8, -(-n // 8) * 8)
+        return max(self.config.seq_len, longest) if self.config.packing else round_up_8(longest)
 
 
 def sequence_log_probs(network: PolicyModel, texts: Sequence[TokenizedExample], pad_id: int) -> Tensor:

@@ -58,8 +58,8 @@ def resolve_method(config: RLConfig) -> PolicyLossConfig:
     for name in ("ratio", "dual_clip", "aggregation", "baseline", "scale_rewards", "scale_over"):
         if (given := getattr(config.loss, name)) is not None:
             changed[name] = given
-    if config.clip is not None:
-        changed["clip_low"], changed["clip_high"] = config.clip
+    if config.update.clip is not None:
+        changed["clip_low"], changed["clip_high"] = config.update.clip
     if changed.get("aggregation", method.aggregation) == "constant":
         turns = config.environment.max_turns if config.environment else 1
         changed["constant"] = float(config.max_completion_tokens * turns)
@@ -167,7 +167,7 @@ def compute_advantages(config: RLConfig, experience: Experience, state: RLState)
         nonempty = mask.any(1)
         token_rewards[nonempty.nonzero()[:, 0], last[nonempty]] += reward[nonempty]
         advantage, target = token_gae(
-            token_rewards[mask], batch["old_value"][mask], rows, lambda_=config.gae_lambda
+            token_rewards[mask], batch["old_value"][mask], rows, lambda_=config.update.gae_lambda
         )
         streams = {"advantage": to_grid(whiten(advantage)), "value_target": to_grid(target)}
     else:

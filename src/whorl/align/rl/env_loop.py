@@ -1,14 +1,15 @@
 """The event loop in which environments step, with their verifiers and programs in batches.
 
     loop = EnvLoop(verify, sandbox)
+    prompts = loop.reset_all(envs, tasks, seconds)       prompts, or a StepError with the reason
     loop.submit(key, env, messages, reply, seconds)      starts `env.step` in the loop's thread
-    key, turn = loop.take(timeout=1.0)                   a Turn, or a StepError with the reason
+    key, turn = loop.take(timeout=1.0)                   a Turn, or a StepError
     loop.flush()                                         runs the verifiers and programs that steps await
 
 The loop has a separate thread, so the engine samples other rollouts meanwhile. A step that exceeds its limit is
 cancelled. `verify` and `run` do not count, since they have separate limits and wait for their batch.
 
-The subtle point is a step that blocks the thread: no other step can continue, and Python cannot stop it. `abandon`
+The subtle point is a step or reset that blocks the thread: no other can continue, and Python cannot stop it. `abandon`
 then leaves the thread behind and reports every step in it as failed.
 """
 
@@ -16,29 +17,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.example import Message
-from whorl.align.rl.environment import Reply, TextEnv, Turn, check_turn, load_environment
+from whorl.align.rl.environment import (
+    Prompt,
+    Reply,
+    TextEnv,
+    Turn,
+    check_prompt,
+    check_turn,
+    load_environment,
+)
 from whorl.errors import ConfigError
 from whorl.evals.verify import needs_sandbox, verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import Program, ProgramResult, Sandbox
 
 VerifyBatch = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Verdict]]
+T = TypeVar("T")
+POLL_SECONDS = 0.002  # between two looks for requests of steps while the engine is idle
+GRACE_SECONDS = 1.0  # beyond a limit
+BLOCKED = "{} ignores its limit: it blocks the event loop (use asyncio.to_thread) or is not cancellable"
 _limit: ContextVar[asyncio.Timeout | None] = ContextVar("limit", default=None)
 
 
 @dataclass(frozen=True)
 class StepError:
-    """A step that raised, took too long or returned something else than a valid Turn."""
+    """A step, reset or close that raised, took too long or returned a wrong type."""
 
     reason: str
 
@@ -77,6 +92,17 @@ class EnvLoop:
         """Start a step; `take` returns its result. key: unique. seconds: its limit."""
         self.running.add(key)
         self._call(self._step(key, env, messages, reply, seconds))
+
+    def reset_all(
+        self, envs: Sequence[TextEnv], tasks: Sequence[VerifiableTask], seconds: float | None
+    ) -> list[Prompt | StepError]:
+        """Start the rollouts of tasks and return their prompts, in order. seconds: limit of each."""
+        calls = [partial(_reset, env, task) for env, task in zip(envs, tasks, strict=True)]
+        return self._call_all("reset", calls, seconds)
+
+    def close_all(self, envs: Sequence[TextEnv], seconds: float | None) -> list[StepError | None]:
+        """Release what rollouts hold. seconds: limit of each."""
+        return self._call_all("close", [env.close for env in envs], seconds)
 
     def take(self, timeout: float | None = None) -> tuple[int, Turn | StepError] | None:
         """Return one result, or None. timeout: seconds to wait.
@@ -131,13 +157,8 @@ class EnvLoop:
     def abandon(self) -> None:
         """Report all running steps as failed and continue with a new loop, because steps ignore their limit."""
         self._stop_loop()
-        with self._lock:
-            self._requests = []
-        reason = (
-            "a step ignores its limit: it blocks the event loop (use asyncio.to_thread) or is not cancellable"
-        )
         for key in sorted(self.running):
-            self._results.put((key, StepError(reason)))
+            self._results.put((key, StepError(BLOCKED.format("step"))))
 
     def close(self) -> None:
         """Stop the loop and the sandbox."""
@@ -147,6 +168,8 @@ class EnvLoop:
 
     def _stop_loop(self) -> None:
         loop, self._loop = self._loop, None
+        with self._lock:
+            self._requests = []
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
@@ -197,17 +220,56 @@ class EnvLoop:
     async def _step(
         self, key: int, env: TextEnv, messages: Sequence[Message], reply: Reply, seconds: float | None
     ) -> None:
-        result: Turn | StepError
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                _limit.set(limit)
-                result = check_turn(await env.step(messages, reply))
-        except Exception as error:  # of foreign code
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            if isinstance(error, TimeoutError) and limit.expired():
-                reason = f"a step took longer than {seconds:g} s"
-            result = StepError(reason)
-        self._results.put((key, result))
+        async def step() -> Turn:
+            return check_turn(await env.step(messages, reply))
+
+        self._results.put((key, await _limited("step", step, seconds)))
+
+    def _call_all(
+        self, what: str, calls: Sequence[Callable[[], Awaitable[T]]], seconds: float | None
+    ) -> list[T | StepError]:
+        """Return the results of `calls` in order, each of them run in the loop with its limit."""
+        results: queue.SimpleQueue[tuple[int, T | StepError]] = queue.SimpleQueue()
+
+        async def run(n: int, call: Callable[[], Awaitable[T]]) -> None:
+            results.put((n, await _limited(what, call, seconds)))
+
+        for n, call in enumerate(calls):
+            self._call(run(n, call))
+        found: dict[int, T | StepError] = {}
+        progress = time.monotonic()
+        while len(found) < len(calls):
+            try:
+                n, found_now = results.get(timeout=POLL_SECONDS)
+                found[n] = found_now
+            except queue.Empty:
+                if self._requests:
+                    self.flush()
+                elif seconds is None or time.monotonic() - progress < seconds + GRACE_SECONDS:
+                    continue
+                else:
+                    self._stop_loop()
+                    break
+            progress = time.monotonic()
+        blocked = StepError(BLOCKED.format(what))
+        return [found.get(n, blocked) for n in range(len(calls))]
+
+
+async def _limited(what: str, call: Callable[[], Awaitable[T]], seconds: float | None) -> T | StepError:
+    """Return the result of a call of foreign code, or its error."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            _limit.set(limit)
+            return await call()
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            return StepError(f"{what} took longer than {seconds:g} s")
+        return StepError(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
+
+
+async def _reset(env: TextEnv, task: VerifiableTask) -> Prompt:
+    prompt = env.reset(task)
+    return check_prompt(await prompt if inspect.isawaitable(prompt) else prompt)
 
 
 def make_env_loop(

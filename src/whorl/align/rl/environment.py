@@ -1,8 +1,9 @@
 """Environments of language models: conversations in which a program answers the policy.
 
     env = MyEnv(services, **options)                    one instance per rollout
-    prompt = env.reset(task)                            a conversation, or a text to continue
+    prompt = env.reset(task)                            a conversation, or a text to continue; may be a coroutine
     turn = await env.step(messages, reply)              after each reply, until `turn.done`
+    await env.close()                                   once, after the last turn
 
 A verifier is the environment of one turn (`VerifierEnv`). `rl/episodes.py` drives the turns; the messages of a turn are
 tokenized once and never enter the loss.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,10 +32,20 @@ Prompt = str | Sequence[Message]
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply of the policy. text: without its stop id. finished: it ended with a stop id, not at a length limit."""
+    """A reply of the policy.
+
+    Attributes:
+        text: without its stop id.
+        finished: it ended with a stop id, not at a length limit.
+        prompt_ids: all ids before the reply, as the engine read them.
+        ids, log_probs: as sampled, with the stop id.
+    """
 
     text: str
     finished: bool
+    prompt_ids: Sequence[int] = ()
+    ids: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,11 @@ class TextEnv(ABC):
     def __init__(self, services: EnvServices) -> None:
         self.services = services
 
-    def reset(self, task: VerifiableTask) -> Prompt:
-        """Start the rollout of a task and return its prompt, which depends on the task alone."""
+    def reset(self, task: VerifiableTask) -> Prompt | Awaitable[Prompt]:
+        """Start the rollout of a task and return its prompt, which depends on the task alone.
+
+        It has a time limit (`EnvironmentConfig.reset_seconds`). One that waits is a coroutine, as a step.
+        """
         self.task = task
         return task.prompt or task.messages
 
@@ -89,6 +103,10 @@ class TextEnv(ABC):
 
         messages: the conversation before the reply; without entries for a text to continue.
         """
+
+    async def close(self) -> None:
+        """Release what the rollout holds. Called once, also after an error of `reset` or a step."""
+        return
 
 
 class VerifierEnv(TextEnv):
@@ -135,6 +153,22 @@ def load_environment(config: EnvironmentConfig | None) -> EnvFactory:
     return make
 
 
+def check_prompt(prompt: object) -> Prompt:
+    """Return the result of a reset if it is valid.
+
+    Raises:
+        DataError: it is neither a text nor messages with a role, or it is empty.
+    """
+    if isinstance(prompt, str | list | tuple) and prompt:
+        if not isinstance(prompt, str):
+            _check_messages(
+                prompt, "the prompt", needs_text=False
+            )  # the chat template may take more than text
+        return prompt
+    what = "an empty prompt" if isinstance(prompt, str | list | tuple) else type(prompt).__name__
+    raise DataError(f"reset returned {what}", expected="a text to continue, or messages")
+
+
 def check_turn(turn: object) -> Turn:
     """Return the result of a step if it is valid.
 
@@ -145,12 +179,19 @@ def check_turn(turn: object) -> Turn:
         raise DataError(f"step returned {type(turn).__name__}", expected="a Turn")
     if not isinstance(turn.reward, int | float) or not math.isfinite(turn.reward):
         raise DataError(f"the reward of a turn is {turn.reward!r}", expected="a finite number")
-    for message in turn.messages:
-        valid = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not valid or not isinstance(message.get("content"), str):
-            raise DataError(
-                f"a message of a turn is {message!r}"[:200], expected="a role and a text `content`"
-            )
+    _check_messages(turn.messages, "a turn")
     if not isinstance(turn.info, Mapping):
         raise DataError(f"the info of a turn is {type(turn.info).__name__}", expected="a mapping")
+    for name in ("tool_calls", "malformed_calls"):
+        if not isinstance(turn.info.get(name, 0), int):
+            raise DataError(f"{name} of a turn is {turn.info[name]!r}"[:200], expected="a count")
     return turn
+
+
+def _check_messages(messages: Sequence[Any], where: str, *, needs_text: bool = True) -> None:
+    for message in messages:
+        valid = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not valid or (needs_text and not isinstance(message.get("content"), str)):
+            raise DataError(
+                f"a message of {where} is {message!r}"[:200], expected="a role and a text `content`"
+            )

@@ -12,7 +12,7 @@ With `overlap`, the engine samples rows whose environment has answered while oth
 
     done                                           terminated
     max_turns, context, length of a reply          truncated: `finished` is False, and rewards so far count
-    a step raises, hangs, returns no Turn          `failed`: reward 0, counted in env_errors
+    a step or reset raises, hangs, returns no Turn `failed`: reward 0, counted in env_errors
 
 The subtle point is seeds. Turn t of row n has a separate seed, so with `overlap` a reply does not depend on which
 environment answered first, except for ties decided by rounding.
@@ -27,7 +27,7 @@ from itertools import count
 
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.example import ExampleTokenizer, Message
-from whorl.align.rl.env_loop import EnvLoop, StepError
+from whorl.align.rl.env_loop import GRACE_SECONDS, POLL_SECONDS, EnvLoop, StepError
 from whorl.align.rl.environment import Prompt, Reply, TextEnv, Turn, load_environment
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Request
@@ -35,9 +35,6 @@ from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.tracking.seeds import derive
-
-POLL_SECONDS = 0.002  # between two looks for requests of steps while the engine is idle
-GRACE_SECONDS = 1.0  # beyond a step's limit
 
 
 @dataclass
@@ -140,7 +137,27 @@ class EpisodeRunner:
             ConfigError: a prompt is too long; a verifier is unknown.
         """
         self.sampling, self.seed, self.first_index = sampling, seed, first_index
-        self.episodes = [self._start(task) for task in tasks]
+        envs = [self._make(self.loop) for _ in tasks]
+        try:
+            prompts = self.loop.reset_all(envs, tasks, self.config.reset_seconds if self.config else None)
+            self.episodes = [self._start(*row) for row in zip(tasks, envs, prompts, strict=True)]
+            self._run_episodes()
+        finally:
+            closed = self._close(envs)
+        for episode, error in zip(self.episodes, closed, strict=True):
+            if error is not None and not episode.env_errors:
+                episode.env_errors, episode.reason = 1, error.reason
+        return self.episodes
+
+    def _close(self, envs: Sequence[TextEnv]) -> list[StepError | None]:
+        own = [n for n, env in enumerate(envs) if type(env).close is not TextEnv.close]
+        closed = self.loop.close_all(
+            [envs[n] for n in own], self.config.step_seconds if self.config else None
+        )
+        errors = dict(zip(own, closed, strict=True))
+        return [errors.get(n) for n in range(len(envs))]
+
+    def _run_episodes(self) -> None:
         self.active = {n for n, episode in enumerate(self.episodes) if not episode.failed}
         self.stepping: dict[int, int] = {}  # key of a step -> episode
         self.ready: set[int] = set()  # episodes whose next turn begins when no step is running
@@ -167,22 +184,19 @@ class EpisodeRunner:
                 for n in sorted(self.ready):
                     self._submit(n)
                 self.ready.clear()
-        return self.episodes
 
-    def _start(self, task: VerifiableTask) -> Episode:
-        episode = Episode(self._make(self.loop))
-        known = self._prompt_ids.get(id(task))
-        try:
-            episode.prompt = episode.env.reset(task)
-            ids = (
-                known[1]
-                if known is not None
-                else self.example_tokenizer.prompt(episode.prompt, episode.env.tools)
-            )
-        except Exception as error:  # of foreign code
+    def _start(self, task: VerifiableTask, env: TextEnv, prompt: Prompt | StepError) -> Episode:
+        episode, known = Episode(env), self._prompt_ids.get(id(task))
+        if not isinstance(prompt, StepError):
+            try:
+                ids = known[1] if known is not None else self.example_tokenizer.prompt(prompt, env.tools)
+            except Exception as error:  # of a chat template, or foreign messages
+                prompt = StepError(f"reset: {type(error).__name__}: {error}".splitlines()[0])
+        if isinstance(prompt, StepError):
             episode.append([self.example_tokenizer.tokenizer.end_ids[0]])
-            episode.fail(f"reset: {type(error).__name__}: {error}".splitlines()[0])
+            episode.fail(prompt.reason)
             return episode
+        episode.prompt = prompt
         if len(ids) >= self.engine.max_positions:
             raise ConfigError(
                 f"the prompt of task {task.id!r} has {len(ids):,} ids, and the engine holds "
@@ -223,8 +237,11 @@ class EpisodeRunner:
 
     def _step_environment(self, n: int, delta: Delta) -> None:
         episode, key = self.episodes[n], next(self._keys)
-        text = self.example_tokenizer.decode(episode.ids[episode.reply_start :])
-        episode.reply = Reply(text, delta.finish_reason == "stop")
+        start = episode.reply_start
+        text = self.example_tokenizer.decode(episode.ids[start:])
+        episode.reply = Reply(
+            text, delta.finish_reason == "stop", episode.ids[:start], episode.ids[start:], episode.log_probs[start:]
+        )  # fmt: skip
         episode.turns += 1
         self.stepping[key] = n
         seconds = self.config.step_seconds if self.config else None

@@ -10,12 +10,14 @@ from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import rollout_engine
-from whorl.align.rl.env_loop import make_env_loop
-from whorl.align.rl.environment import load_environment
+from whorl.align.rl.env_loop import StepError, make_env_loop
+from whorl.align.rl.environment import Prompt, TextEnv, load_environment
 from whorl.align.rl.episodes import EpisodeRunner
 from whorl.engine.sampling_params import SamplingParams
-from whorl.errors import DataError
+from whorl.errors import ConfigError, DataError
 from whorl.evals.verify.task import Verdict, VerifiableTask
+
+RESETS = 64  # environments that start at a time
 
 
 def filter_by_length(
@@ -25,24 +27,49 @@ def filter_by_length(
     max_tokens: int,
     environment: EnvironmentConfig | None = None,
 ) -> tuple[list[VerifiableTask], dict[str, int]]:
-    """Return (tasks whose prompt leaves room for a completion, counts of the others by reason)."""
-    make, services = load_environment(environment), make_env_loop(None, [])
-    found: list[VerifiableTask] = []
-    rejected: dict[str, int] = {}
-    for task in tasks:
-        try:
-            env = make(services)
-            n = len(example_tokenizer.prompt(env.reset(task), env.tools))
-        except DataError as error:
-            reason = str(error).splitlines()[0]
-            rejected[reason] = rejected.get(reason, 0) + 1
-            continue
-        if n + max_tokens <= length:
-            found.append(task)
-        else:
-            reason = f"prompt longer than {length - max_tokens:,} ids"
-            rejected[reason] = rejected.get(reason, 0) + 1
+    """Return (tasks whose prompt leaves room for a completion, counts of the others by reason).
+
+    Raises:
+        ConfigError: `reset` of the environment fails for all of the first tasks.
+    """
+    make, found, rejected = load_environment(environment), list[VerifiableTask](), dict[str, int]()
+    with closing(make_env_loop(environment, [])) as loop:
+        for start in range(0, len(tasks), RESETS):
+            part = tasks[start : start + RESETS]
+            envs = [make(loop) for _ in part]
+            prompts = loop.reset_all(envs, part, environment.reset_seconds if environment else None)
+            for task, env, prompt in zip(part, envs, prompts, strict=True):
+                reason = _reject_reason(example_tokenizer, prompt, env, length - max_tokens)
+                if reason:
+                    rejected[reason] = rejected.get(reason, 0) + 1
+                else:
+                    found.append(task)
+            if environment is not None:
+                loop.close_all(envs, environment.step_seconds)
+                first = prompts[0]
+                if (
+                    start == 0
+                    and isinstance(first, StepError)
+                    and all(isinstance(p, StepError) for p in prompts)
+                ):
+                    raise ConfigError(
+                        f"the environment {environment.name!r} starts none of {len(part)} tasks: {first.reason}",
+                        do="correct the environment, or raise environment.reset_seconds",
+                    )
     return found, rejected
+
+
+def _reject_reason(
+    example_tokenizer: ExampleTokenizer, prompt: Prompt | StepError, env: TextEnv, room: int
+) -> str:
+    """Return why a prompt is rejected; empty if it has at most `room` ids."""
+    if isinstance(prompt, StepError):
+        return prompt.reason
+    try:
+        too_long = len(example_tokenizer.prompt(prompt, env.tools)) > room
+    except DataError as error:
+        return str(error).splitlines()[0]
+    return f"prompt longer than {room:,} ids" if too_long else ""
 
 
 def evaluate_episodes(

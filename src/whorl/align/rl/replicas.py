@@ -42,14 +42,16 @@ def choose_rl_replicas(
     if config.async_rollout.workers:
         return 1
     rows = config.prompts_per_step * config.group_size
-    most = min(config.prompts_per_step, rows // config.minibatches)
-    if uses_reward_model and config.replicas is None:
+    most = min(config.prompts_per_step, rows // config.update.minibatches)
+    if uses_reward_model and config.run.replicas is None:
         return 1
     n = choose_replicas(
-        network, config.replicas, positions=rows * length * config.steps, length=length, max_replicas=most
+        network, config.run.replicas, positions=rows * length * config.steps, length=length, max_replicas=most
     )
     return (
-        n if config.replicas is not None else -(-config.prompts_per_step // -(-config.prompts_per_step // n))
+        n
+        if config.run.replicas is not None
+        else -(-config.prompts_per_step // -(-config.prompts_per_step // n))
     )
 
 

@@ -40,7 +40,7 @@ from whorl.align.rl.replicas import ReplicaGroup
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError
 from whorl.evals.verify.task import Verdict, VerifiableTask
-from whorl.models import ModelConfig, make_model
+from whorl.models import TransformerConfig, make_model
 from whorl.slots import BoardReader, Slot, Spec
 from whorl.tracking.seeds import derive
 
@@ -115,7 +115,7 @@ class RolloutWorker:
         device: of the engine and the reward model (see `assign_devices`).
     """
 
-    model_config: ModelConfig
+    model_config: TransformerConfig
     dtype: str
     tokenizer_path: Path
     tasks: Sequence[VerifiableTask]

@@ -42,14 +42,14 @@ from whorl.align.rl.rollout import (
     rollout_spec,
     shared_rollout_buffers,
 )
-from whorl.align.stage.task import Log, StageTask, StepFunction, micro_batch_rows, run_options
+from whorl.align.stage.task import Log, StageTask, micro_batch_rows, run_options
 from whorl.objectives.next_token import Loss
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import generator
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import StopTraining, Stopwatch
 from whorl.train.learner.update import MicroBatch
-from whorl.train.trainer import Trainer
+from whorl.train.trainer import StepFunction, Trainer
 
 RolloutCallback = Callable[[int, dict[str, float], Experience], None]
 
@@ -95,11 +95,11 @@ def train_policy(
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         callback(step, metrics, task.experience)
-        if config.max_train_seconds is not None and metrics["time/total"] > config.max_train_seconds:
+        if config.run.max_train_seconds is not None and metrics["time/total"] > config.run.max_train_seconds:
             log(f"ends after {step:,} of {config.steps:,} steps: max_train_seconds is reached")
             raise StopTraining  # the other ranks end when their pipes close
 
-    Trainer(task, options, StepFunction(on_step), log=log).fit()
+    Trainer(task, options, StepFunction(on_step, callback), log=log).fit()
     return network
 
 
@@ -127,20 +127,15 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
             row_length=worker.max_seq_len,
         )
         self.worker, self.reference, self.state = worker, reference, RLState(config)
+        self.updates_per_step = config.update.epochs * config.update.minibatches
         self.buffers: dict[str, Tensor] = {}
         self.seconds = 0.0  # of training before this start
-        if (
-            config.update_epochs * config.minibatches > 1
-        ):  # after the first update a backward cannot be repeated
+        if self.updates_per_step > 1:  # after the first update a backward cannot be repeated
             self.interruptible = ("data",)
 
     @property
     def identity(self) -> dict[str, Any]:
         return {"stage": self.name, "config": self.settings(), "tasks": len(self.worker.tasks)}
-
-    def settings(self) -> dict[str, Any]:
-        settings = super().settings()
-        return {n: v for n, v in settings.items() if n not in ("max_train_seconds", "max_worker_restarts")}
 
     def share_buffers(self, replicas: int) -> None:
         """Allocate the memory in which replicas gather their rows."""
@@ -254,12 +249,12 @@ def _producer_class(config: RLConfig, log: Callable[[str], None]) -> Any:
     if not config.async_rollout.workers:
         return SerialProducer
     if config.async_rollout.backend == "process":
-        return partial(ProducerProcess, restarts=config.max_worker_restarts, log=log)
+        return partial(ProducerProcess, restarts=config.run.max_worker_restarts, log=log)
     from whorl.slots.ray import RayProducer, init_ray
 
     init_ray()
     options = {"num_gpus": 1} if config.async_rollout.device == "cuda" else None
-    return partial(RayProducer, restarts=config.max_worker_restarts, log=log, options=options)
+    return partial(RayProducer, restarts=config.run.max_worker_restarts, log=log, options=options)
 
 
 def rollout_minibatches(
@@ -283,7 +278,7 @@ def rollout_minibatches(
     groups = torch.arange(experience.rows) // config.group_size
     batch["group"] = groups[:, None].expand_as(batch["tokens"])
     stale = bool((batch["version"][batch["loss_mask"]] != version).any())
-    if network.value is not None or stale or config.update_epochs * config.minibatches > 1:
+    if network.value is not None or stale or config.update.epochs * config.update.minibatches > 1:
         scored = _score_sharded(network, batch, replicas, "")
         batch["proximal_log_prob"] = scored["log_prob"]
         state.compare_log_probs(batch, scored["log_prob"], version)
@@ -295,9 +290,9 @@ def rollout_minibatches(
         batch["reference_log_prob"] = _score_sharded(reference, batch, replicas, "reference_")["log_prob"]
     batch |= compute_advantages(config, experience, state)
     rng = generator(config.seed, "minibatches", record_index)
-    for _ in range(config.update_epochs):
+    for _ in range(config.update.epochs):
         order = torch.randperm(experience.rows, generator=rng)
-        for chosen in order.tensor_split(config.minibatches):
+        for chosen in order.tensor_split(config.update.minibatches):
             rows = replicas.shard_rows(sort_by_group({name: t[chosen] for name, t in batch.items()}))
             yield list(micro_batches(rows, micro_batch_rows(config, rows)))
 

@@ -10,6 +10,9 @@ the batch. Rows are packed, with a document mask between texts. A step equals on
 With `replay_fraction`, a share of each step's rows comes from pretraining data. It reduces forgetting. A large share
 mixes instructions into late pretraining.
 
+With `batch_tokens` a step takes as many texts as the budget holds, and packs or pads them alone. The divisor is still
+the number of targets in the step.
+
 A long stage on several cores starts replicas, each with its rows of every step (`stage/task.py`). The steps agree
 up to the rounding of sums. A script that calls this needs `if __name__ == "__main__":`.
 
@@ -19,15 +22,16 @@ Batches depend only on the configuration and the step number, so a resumed run e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from whorl.align.config import SFTConfig
-from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
+from whorl.align.model.batch import micro_batches, pack, pad, round_up_8, sort_by_length
 from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.task import (
@@ -38,7 +42,7 @@ from whorl.align.stage.task import (
     micro_batch_rows,
     run_stage,
 )
-from whorl.data.epoch_order import EpochOrder
+from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.errors import ConfigError, DataError
 from whorl.objectives.next_token import Loss
 from whorl.tokens.loader import open_batches
@@ -85,7 +89,7 @@ def fine_tune(
     task = SFTTask(network, examples, config, pad_id, replay_data)
     run_stage(
         task, callback, checkpoint_dir, log, heartbeat_dir,
-        requested_replicas=config.replicas, max_replicas=task.n_own,
+        requested_replicas=config.run.replicas, max_replicas=task.n_own,
     )  # fmt: skip
     return network
 
@@ -105,31 +109,27 @@ class SFTTask(DatasetTask):
         replay: Path | None,
     ) -> None:
         self.replay_data, self.fingerprint = replay, dataset_fingerprint(texts)
-        self.batch: dict[str, Tensor] = (
-            pack(texts, config.seq_len, pad_id) if config.packing else pad(texts, pad_id)
-        )
-        self.n_rows = len(self.batch["tokens"])
-        self.n_replay = 0
-        if config.replay_fraction:
-            if config.batch_size < 2:
-                raise ConfigError(
-                    f"replay_fraction is {config.replay_fraction:g} and batch_size {config.batch_size}",
-                    expected="at least 2 rows per step: one of each kind",
-                )
-            self.n_replay = min(
-                max(1, round(config.batch_size * config.replay_fraction)), config.batch_size - 1
-            )
-        self.n_own = min(config.batch_size - self.n_replay, self.n_rows)
-        self.order = EpochOrder(config.seed, "sft", "order", n=self.n_rows)
-        width = self.batch["tokens"].shape[1]
+        self.config, self.texts, self.pad_id, self.batch = config, texts, pad_id, dict[str, Tensor]()
+        self.n_replay = n_replay = replay_rows(config)
+        if config.batch_tokens is None:
+            self.batch = self._rows(range(len(texts)))
+            n_rows, width = self.batch["tokens"].shape
+            n_own = min(config.batch_size - n_replay, n_rows)
+            order = EpochOrder(config.seed, self.name, "order", n=n_rows)
+            self.order = StepOrder(order, epochs=config.epochs, batch_size=n_own)
+        else:
+            sizes = np.array([max(1, len(text) - 1) for text in texts])
+            budget = config.batch_tokens - n_replay * config.seq_len
+            order = EpochOrder(config.seed, self.name, "order", n=len(texts))
+            self.order = StepOrder(order, epochs=config.epochs, batch_tokens=budget, sizes=sizes)
+            n_own, width = self.order.largest, round_up_8(int(sizes.max()))
+            if config.packing:  # best fit leaves at most one row that is less than half full
+                n_own, width = min(n_own, 2 * budget // config.seq_len + 1), config.seq_len
+        self.n_own = n_own  # rows of a step, at most
         super().__init__(
-            network,
-            config,
-            steps=max(1, math.ceil(config.epochs * self.n_rows / self.n_own)),
-            positions=self.n_own * width + self.n_replay * config.seq_len,
-            rows=self.n_own + self.n_replay,
-            row_length=width,
-        )
+            network, config, steps=self.order.steps, rows=n_own + n_replay, row_length=width,
+            positions=n_own * width + n_replay * config.seq_len,
+        )  # fmt: skip
         self.uniform_loss = math.log(network.model.config.vocab_size)
 
     @property
@@ -171,12 +171,44 @@ class SFTTask(DatasetTask):
                 )
             )  # fmt: skip
         for step in range(first, self.steps):
-            numbers = [self.order[place] for place in range(step * self.n_own, (step + 1) * self.n_own)]
-            rows = {name: t[torch.tensor(numbers)] for name, t in self.batch.items()}
+            numbers = self.order[step]
+            rows = {name: t[torch.tensor(numbers)] for name, t in self.batch.items()} or self._rows(numbers)
             found = [rows if self.config.packing else sort_by_length(rows)]
             if replay is not None:
                 found.append(_pretraining_batch(next(replay).tensors()))
             yield found
+
+    def _rows(self, numbers: Iterable[int]) -> dict[str, Tensor]:
+        """Return some texts as rows: packed, or one text each."""
+        texts = [self.texts[number] for number in numbers]
+        return (
+            pack(texts, self.config.seq_len, self.pad_id) if self.config.packing else pad(texts, self.pad_id)
+        )
+
+
+def replay_rows(config: SFTConfig) -> int:
+    """Return the rows of pretraining data in a step.
+
+    Raises:
+        ConfigError: no place is left for a row of each kind.
+    """
+    share = config.replay_fraction
+    if not share:
+        return 0
+    if config.batch_tokens is not None:
+        if config.batch_tokens < 2 * config.seq_len:
+            raise ConfigError(
+                f"replay_fraction is {share:g} and batch_tokens {config.batch_tokens:,}",
+                expected=f"at least two rows of {config.seq_len:,} positions per step: one of each kind",
+            )
+        most = config.batch_tokens // config.seq_len - 1
+        return min(max(1, round(config.batch_tokens * share / config.seq_len)), most)
+    if config.batch_size < 2:
+        raise ConfigError(
+            f"replay_fraction is {share:g} and batch_size {config.batch_size}",
+            expected="at least 2 rows per step: one of each kind",
+        )
+    return min(max(1, round(config.batch_size * share)), config.batch_size - 1)
 
 
 def _pretraining_batch(views: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from whorl.align.config import StageConfig
 from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
+from whorl.align.stage.experts import check_expert_settings, stage_param_optims
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.learner import Learner, SharedState
@@ -35,12 +36,12 @@ from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.optim.lr_schedule import lr_scale
 from whorl.train.resilience.memory_budget import apply_activation_checkpointing
 from whorl.train.resilience.oom_advice import OutOfMemoryError, describe
-from whorl.train.trainer import R, RunOptions, Task, TrainCallback, Trainer
+from whorl.train.trainer import R, RunOptions, StepFunction, Task, Trainer
 
 StepCallback = Callable[[int, dict[str, float]], None]
 Log = Callable[[str], None]
 PRECOMPUTED_PREFIX = "once/"
-NON_IDENTITY_FIELDS = ("activation_budget", "checkpoint_seconds", "checkpoints", "replicas")
+NON_IDENTITY_FIELDS = ("run",)
 MIN_REPLICA_FLOPS = 1e13  # FLOPs of a stage, about half a minute; starting processes for less does not pay
 MAX_REPLICA_PARAMS = (
     5e7  # parameters; above, operations are long enough to be split, and extra engines cost memory
@@ -75,17 +76,18 @@ def make_learner(
     world: ProcessGroup | None = None,
     accept_step: AcceptStep = accept_if_finite,
     loss_scaler: LossScaler | None = None,
+    updates_per_step: int = 1,
 ) -> Learner:
     """Return a learner with one update of all trained parameters, with pretraining's optimizers at scaled rates.
 
     objective: of a micro-batch on the network's device; it is moved there (`PolicyModel.to_device`).
     positions: of a step, at most; bounds the rows of embedding tables that a step can touch. shared, world: of
-    replicas.
+    replicas. updates_per_step: optimizer steps per step of the stage, which counts `train.routing.freeze_router_step`.
     """
     optim = config.optim()
     update = Update(
         lambda part: objective(network.to_device(part)),
-        network.param_optims(optim),
+        stage_param_optims(network, config, updates_per_step),
         clip_norm=optim.clip_norm,
         momentum=optim.momentum,
         muon_every=optim.muon_every,
@@ -109,7 +111,7 @@ def make_shared_state(
 
 def micro_batch_rows(config: StageConfig, batch: MicroBatch) -> int:
     """Return the rows of a forward pass with gradients."""
-    return max(1, config.micro_batch_tokens // batch["tokens"].shape[1])
+    return max(1, config.train.micro_batch_tokens // batch["tokens"].shape[1])
 
 
 def dataset_fingerprint(examples: Sequence[TokenizedExample]) -> str:
@@ -124,10 +126,15 @@ class StageTask(Task[R]):
     """Base class of the stages. A subclass has an objective, and the minibatches of each record.
 
     name: of the stage. positions: of a step, at most. rows: of a step, for the noise scale. row_length: in positions.
+    updates_per_step: optimizer steps of a step.
+
+    Raises:
+        ConfigError: a setting of experts has no effect (`check_expert_settings`).
     """
 
     name = ""
     networks: PolicyModel
+    updates_per_step = 1
 
     def __init__(
         self,
@@ -139,6 +146,7 @@ class StageTask(Task[R]):
         rows: int,
         row_length: int,
     ) -> None:
+        check_expert_settings(network.model, config, self.name)
         self.networks = self.network = network
         self.config, self.steps, self.positions = config, steps, positions
         self.rows, self.row_length = rows, row_length
@@ -160,9 +168,9 @@ class StageTask(Task[R]):
         """
         length = self.row_length
         apply_activation_checkpointing(
-            self.network.model, self.config.activation_budget, length=length,
-            rows=max(1, self.config.micro_batch_tokens // length), replicas=replicas, step=self.name,
-            rows_setting=("micro_batch_tokens", length),
+            self.network.model, self.config.run.activation_budget, length=length,
+            rows=max(1, self.config.train.micro_batch_tokens // length), replicas=replicas, step=self.name,
+            rows_setting=("train.micro_batch_tokens", length),
         )  # fmt: skip
 
     def allocate(self, replicas: int) -> SharedState:
@@ -173,7 +181,7 @@ class StageTask(Task[R]):
         learner = make_learner(
             self.network, self._balanced_objective, self.config, positions=self.positions,
             steps_done=trainer.rounds_done, shared=trainer.shared, world=trainer.group,
-            accept_step=trainer.accept_step, loss_scaler=trainer.loss_scaler,
+            accept_step=trainer.accept_step, loss_scaler=trainer.loss_scaler, updates_per_step=self.updates_per_step,
         )  # fmt: skip
         self.network.train()
         return learner
@@ -195,14 +203,14 @@ class StageTask(Task[R]):
         )
 
     def lr_scale(self, step: int) -> float:
-        return lr_scale(step, self.steps, self.config.schedule)
+        return lr_scale(step, self.steps, self.config.train.schedule)
 
     def out_of_memory(self, error: Exception) -> OutOfMemoryError:
-        now = self.config.micro_batch_tokens
+        now = self.config.train.micro_batch_tokens
         what, remedies = describe(error, self.network.device.type)
         remedies += [
-            f"--set {self.name}.micro_batch_tokens={max(1, now // 2)} (now {now}; the same steps up to rounding)",
-            f"--set {self.name}.activation_budget=25%",
+            f"--set {self.name}.train.micro_batch_tokens={max(1, now // 2)} (now {now}; the same steps up to rounding)",
+            f"--set {self.name}.run.activation_budget=25%",
             f"--set {self.name}.lora.rank=16 (an adapter has few moments)",
         ]
         return OutOfMemoryError(
@@ -248,24 +256,15 @@ def run_options(
     """Return the options of a stage. Replicas share torch's threads."""
     return RunOptions(
         scratch=checkpoint_dir,
-        checkpoint_seconds=config.checkpoint_seconds,
-        checkpoint_config=config.checkpoints,
+        checkpoint_seconds=config.run.checkpoint_seconds,
+        checkpoint_config=config.run.checkpoints,
         replicas=replicas,
         threads=max(1, torch.get_num_threads() // replicas) if replicas > 1 else None,
-        spike_guard=config.spike_guard,
-        ema=config.ema,
+        spike_guard=config.train.spike_guard,
+        ema=config.train.ema,
+        routing=config.train.routing,
         heartbeat_dir=heartbeat_dir,
     )
-
-
-class StepFunction(TrainCallback):
-    """A callback that receives the metrics of every step."""
-
-    def __init__(self, on_step: StepCallback) -> None:
-        self._on_step = on_step
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        self._on_step(step, metrics)
 
 
 def run_stage(

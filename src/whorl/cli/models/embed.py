@@ -1,4 +1,4 @@
-"""`whorl embed`: vectors of texts, or the texts nearest to a query."""
+"""`whorl embed`: vectors of texts or images, or those nearest to a query."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from whorl.cli.options import RefArgument, StoreOption
 
 if TYPE_CHECKING:
     from whorl.embedding.embedder import Vectors
+    from whorl.store import Artifact
 
 Source = dict[str, str | int]  # {"file": path} or {"line": number}
+Group = tuple[list[tuple[Source, bytes]], "Vectors"]  # sources with their texts, and vectors [n, d]
 READ_BATCH = 1024
 MAX_LINE_CHARS = 100  # shown characters of a matching line
 
@@ -25,21 +27,32 @@ def embed(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[FILE...]", help="One text per file; without files, one per line of standard input."
+            metavar="[FILE...]",
+            help="One text or image per file; without files, one text per line of standard input.",
         ),
     ] = None,
     query: Annotated[
-        str | None, typer.Option("--query", "-q", metavar="TEXT", help="Print the texts nearest to this one.")
+        str | None,
+        typer.Option("--query", "-q", metavar="TEXT", help="Print the texts or images nearest to this one."),
     ] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="Number of nearest texts.")] = 5,
-    batch: Annotated[int, typer.Option(min=1, help="Windows per batch.")] = 64,
+    k: Annotated[int, typer.Option("-k", min=1, help="Number of nearest texts or images.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Windows of texts per batch.")] = 64,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npy", help="Write the vectors [n, d] as a numpy file; only the sources are printed."
+        ),
+    ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Turn texts into unit vectors, or find the texts nearest to a query.
+    """Turn texts or images into unit vectors, or find those nearest to a query.
 
     Prints one JSON object per line: the source ("file" or "line") and its "vector". With --query it prints the nearest texts
     with their cosines, best first. A text longer than the window of the embedder becomes the average over its windows. Empty
     and unreadable texts are skipped, listed and counted on standard error.
+
+    An image model (of `classify-digits` or `caption-scenes`, or imported) embeds image files. A CLIP compares them with a
+    query in words.
 
     Examples:
 
@@ -48,43 +61,125 @@ def embed(
         whorl embed embedder src/*.py --query "parse a date from a string" -k 3
 
         git log --format=%s | whorl embed embedder --query "make it faster"
+
+        whorl embed caption-scenes/clip photos/*.png --out vectors.npy
     """
     import numpy as np
 
-    from whorl.embedding.embedder import Embedder, nearest
-    from whorl.errors import ConfigError, DataError
-    from whorl.machine.device_probe import probe
+    from whorl.embedding.embedder import nearest
+    from whorl.errors import ConfigError
     from whorl.store import Store
-    from whorl.tokens.tokenizer import Tokenizer
 
     found = Store(store).open(artifact)
-    if found.kind != "embedder":
+    if found.kind not in ("embedder", "vision"):
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="an embedder", do="list the artifacts with `whorl ls`"
+            f"{found.name} is a {found.kind}",
+            expected="an embedder, or an image model",
+            do="list the artifacts with `whorl ls`",
         )
     if query is not None and not query.strip():
         raise ConfigError("--query is empty", expected="a text")
-    found.check()
-    machine = probe()
-    machine.apply()
-    embedder = Embedder.load(found.path, Tokenizer.load(found.path), machine.device)
-    texts = _TextReader(files or [])
-    sources: list[str] = []
+    if query is not None and out is not None:
+        raise ConfigError("--query and --out are both given", expected="one of them")
+    if out is not None and (out.suffix != ".npy" or not out.absolute().parent.is_dir()):
+        raise ConfigError(f"--out {out}", expected="a name that ends in .npy, in an existing folder")
+    inputs = _Texts(found, files or [], batch) if found.kind == "embedder" else _Images(found, files or [])
+    wanted = inputs.embed_query(query) if query is not None else None
+    names: list[str] = []
     rows: list[Vectors] = []
-    while group := list(islice(texts, READ_BATCH)):
-        vectors = embedder.embed([text for _, text in group], batch)
-        if query is None:
+    for group, vectors in inputs:
+        if query is None and out is None:
             _print_vectors([source for source, _ in group], vectors)
-        else:
-            sources += [_display_name(source, text) for source, text in group]
-            rows.append(vectors)
-    if texts.skipped:
-        print(f"{texts.skipped:,} of {texts.seen:,} texts skipped", file=sys.stderr)
-    if texts.skipped == texts.seen:
-        raise DataError("no text to embed", expected="a non-empty file or line")
-    if query is not None:
-        for row, cosine in nearest(np.concatenate(rows), embedder.embed([query])[0], k):
-            print(f"{cosine:6.3f}  {sources[row]}")
+            continue
+        if out is not None:
+            _print_sources([source for source, _ in group], len(names))
+        names += [_display_name(source, text) for source, text in group]
+        rows.append(vectors)
+    if wanted is not None:
+        for row, cosine in nearest(np.concatenate(rows), wanted, k):
+            print(f"{cosine:6.3f}  {names[row]}")
+    if out is not None:
+        _save(np.concatenate(rows), out)
+
+
+class _Texts:
+    """Groups of (source, text) with their vectors; skipped texts are counted on standard error."""
+
+    def __init__(self, found: Artifact, files: Sequence[Path], batch: int) -> None:
+        from whorl.embedding.embedder import Embedder
+        from whorl.machine.device_probe import probe
+        from whorl.tokens.tokenizer import Tokenizer
+
+        found.check()
+        machine = probe()
+        machine.apply()
+        self.embedder = Embedder.load(found.path, Tokenizer.load(found.path), machine.device)
+        self.texts, self.batch = _TextReader(files), batch
+
+    def embed_query(self, text: str) -> Vectors:
+        """Return the vector [d] of a query."""
+        vector: Vectors = self.embedder.embed([text])[0]
+        return vector
+
+    def __iter__(self) -> Iterator[Group]:
+        """Raises DataError: there is no text."""
+        from whorl.errors import DataError
+
+        texts = self.texts
+        while group := list(islice(texts, READ_BATCH)):
+            yield group, self.embedder.embed([text for _, text in group], self.batch)
+        if texts.skipped:
+            print(f"{texts.skipped:,} of {texts.seen:,} texts skipped", file=sys.stderr)
+        if texts.skipped == texts.seen:
+            raise DataError("no text to embed", expected="a non-empty file or line")
+
+
+class _Images:
+    """As `_Texts`, for image files."""
+
+    def __init__(self, found: Artifact, files: Sequence[Path]) -> None:
+        from whorl.cli.images import open_vision
+        from whorl.errors import ConfigError
+
+        if not files:
+            raise ConfigError(
+                f"{found.name} embeds images, and no file is given", expected="image files",
+                do=f"whorl embed {found.name} photos/*.png",
+            )  # fmt: skip
+        self.model, self.files = open_vision(found), files
+
+    def embed_query(self, text: str) -> Vectors:
+        """Return the vector [d] of a query. Raises ConfigError: the model is no CLIP."""
+        vector: Vectors = self.model.embed_texts([text])[0]
+        return vector
+
+    def __iter__(self) -> Iterator[Group]:
+        """Raises DataError: no file is an image."""
+        from whorl.cli.images import read_files
+
+        good, pixels = read_files(self.files, self.model)
+        yield [({"file": str(path)}, b"") for path in good], self.model.embed(pixels)
+
+
+def _save(vectors: Vectors, out: Path) -> None:
+    """Write a numpy file. Raises ConfigError: the file cannot be written."""
+    import numpy as np
+
+    from whorl.errors import ConfigError
+
+    try:
+        np.save(out, vectors)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
+    print(f"{vectors.shape[0]:,} vectors of {vectors.shape[1]}: {out}", file=sys.stderr)
+
+
+def _print_sources(sources: Sequence[Source], first: int) -> None:
+    """Print one JSON object per line: the row of the numpy file, and its source."""
+    import orjson
+
+    for row, source in enumerate(sources, first):
+        sys.stdout.write(orjson.dumps({"row": row, **source}).decode() + "\n")
 
 
 def _print_vectors(sources: Sequence[Source], vectors: Vectors) -> None:

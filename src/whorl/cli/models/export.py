@@ -43,7 +43,7 @@ def export(
     import torch
 
     from whorl.errors import ConfigError, one_of
-    from whorl.models import Transformer, load_model
+    from whorl.models import load_model
     from whorl.models.exchange import (
         FAMILIES,
         VISION_FAMILIES,
@@ -67,6 +67,12 @@ def export(
         )
     found.check()
     weights = kinds[dtype] if dtype else None
+    if found.kind == "vision" and "family" not in found.summary:
+        raise ConfigError(
+            f"{found.name} was trained by Whorl, and its format is not that of transformers",
+            expected="an imported ViT or CLIP",
+            do="call whorl.models.exchange.export_vision on the network of whorl.vision.load.load_vision(folder)",
+        )
     if found.kind == "vision":
         vision_model = import_vision(found.path)
         family = str(found.summary["family"]) if to == "hf" else to
@@ -76,9 +82,9 @@ def export(
         print(f"{family}: {target}")
         return
     model = load_model(found.path)
-    if not isinstance(model, Transformer):
+    if model.unexportable is not None:
         raise ConfigError(
-            f"{found.name} is Whorl's own decoder, whose n-gram memories and smeared keys {to} cannot represent",
+            f"{found.name} is Whorl's own decoder, whose {model.unexportable} {to} cannot represent",
             expected="a model with an architecture of transformers",
             do="train one with `whorl run llama`, or with [steps.plan.model] in a recipe (docs/models.md)",
         )

@@ -70,7 +70,7 @@ def sample(
     rows = model.config.vocab_size
     engine = Engine(
         model,
-        EngineConfig.for_batch(1, min(len(healed.ids) + max_tokens, model.max_positions or sys.maxsize)),
+        EngineConfig.for_batch(1, min(healed.n_tokens + max_tokens, model.max_positions or sys.maxsize)),
         token_bytes=tokenizer.text_bytes(rows),
         banned_ids=tokenizer.banned_ids(rows),
         compile_native=False,  # the first token does not wait for a compiler
@@ -86,14 +86,13 @@ def sample(
         stop_ids=frozenset(tokenizer.end_ids),
         forced_prefix=healed.forced_prefix,
     )
-    # Decode incrementally: the forced prefix may start inside a character.
     given = text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     fits = given.endswith(healed.forced_prefix)  # false if the tokenizer normalizes text
-    start = given.removesuffix(healed.forced_prefix) if fits else tokenizer.decode(healed.ids)
+    start = given if fits else tokenizer.decode(healed.ids) + healed.forced_prefix
     began, count = time.perf_counter(), 0
     for delta in engine.stream([request]):
-        count += len(delta.tokens)
+        count += len(delta.tokens) - delta.n_forced
         sys.stdout.write(decoder.decode(start + delta.text))
         sys.stdout.flush()
         start = b""

@@ -6,78 +6,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from whorl.cli.config_options import Configs, config_options
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from rich.table import Table
 
+    from whorl.loadtest.config import LoadOptions, OutputOptions, RequestOptions
     from whorl.loadtest.runs import LoadResult
     from whorl.loadtest.summary import LoadSummary
     from whorl.loadtest.workload import LoadConfig, Prompt
 
 
+def _configs() -> Configs:
+    from whorl.loadtest.config import LoadOptions, OutputOptions, RequestOptions
+
+    return {"load": (LoadOptions, ()), "request": (RequestOptions, ()), "output": (OutputOptions, ())}
+
+
+@config_options(_configs)
 def bench_serve(
     url: Annotated[str, typer.Argument(help="The server's address, without /v1.")] = "http://127.0.0.1:8000",
-    rate: Annotated[float | None, typer.Option(help="Requests per second (open loop).")] = None,
-    rates: Annotated[
-        str | None, typer.Option(metavar="1,2,4", help="Several request rates, one after another.")
-    ] = None,
-    concurrency: Annotated[
-        str | None,
-        typer.Option(metavar="8", help="Concurrent clients (closed loop); or several: 1,8,32."),
-    ] = None,
-    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="Requests per load.")] = 100,
-    burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma distribution of arrival gaps; 1 is Poisson.")
-    ] = 1.0,
-    prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Prompts: one per line, or JSON lines (GSM8K, ShareGPT)."),
-    ] = None,
-    text: Annotated[str | None, typer.Option(metavar="FILE", help="Text to cut prompts from.")] = None,
-    length_pairs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Pairs of prompt and output lengths, one per line.")
-    ] = None,
-    input_length: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="128, uniform:16,512 or lognormal:128,0.6,2048.")
-    ] = "lognormal:128,0.6,2048",
-    output_length: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="Output tokens, in the format of --input-length.")
-    ] = "lognormal:64,0.6,1024",
-    prefix: Annotated[
-        str | None,
-        typer.Option(metavar="512:4", help="Shared prefixes: 512 tokens, 4 different ones."),
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
-    model: Annotated[str | None, typer.Option(help="Default: the first model of the server.")] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate up to the length limit.")
-    ] = False,
-    extra: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Additional request fields: '{\"temperature\": 0}'.")
-    ] = None,
-    key: Annotated[str | None, typer.Option(envvar="WHORL_API_KEY", help="API key.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of arrivals, lengths and prompts.")] = 0,
-    same_prompts: Annotated[
-        bool, typer.Option("--same-prompts", help="The same prompts in every load.")
-    ] = False,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests before the measurement.")] = 2,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Timeout of a request in seconds.")] = 600.0,
-    slo_ttft: Annotated[
-        float | None, typer.Option(help="Target of the time to first token, in seconds.")
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(help="Target of the time per output token, in seconds.")
-    ] = None,
-    cost_per_hour: Annotated[float | None, typer.Option(min=0, help="Cost of the machine per hour.")] = None,
-    save: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write every request as a JSON line.")
-    ] = None,
-    page: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write figures and charts as one HTML file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of tables.")] = False,
+    *,
+    load: LoadOptions,
+    request: RequestOptions,
+    output: OutputOptions,
 ) -> None:
     """Send load to a server and measure latency and throughput.
 
@@ -96,7 +51,6 @@ def bench_serve(
     """
     import json
     import sys
-    from pathlib import Path
 
     from whorl.errors import ConfigError
     from whorl.loadtest.runs import LoadTest, run_load_test_sync, to_jsonl
@@ -104,35 +58,28 @@ def bench_serve(
     from whorl.loadtest.summary import LatencySLO
     from whorl.tracking.progress import Progress
 
-    if prompts is not None and (text or length_pairs or prefix):
-        raise ConfigError(
-            "--prompts was given with --text, --length-pairs or --prefix",
-            expected="prompts from a file, or synthetic ones",
-        )
-    extra_fields = _parse_extra(extra) | ({"ignore_eos": True} if ignore_eos else {})
-    slo = LatencySLO(slo_ttft, slo_tpot) if slo_ttft is not None or slo_tpot is not None else None
-    loads = _build_loads(
-        rate, rates, concurrency, requests=requests, burstiness=burstiness, seed=seed,
-        lengths=length_pairs, input_=input_length, output=output_length, prefix=prefix,
-    )  # fmt: skip
+    has_slo = output.slo_ttft is not None or output.slo_tpot is not None
+    loads = _build_loads(load)
     test = LoadTest(
-        _base_url(url), _prompt_source(prompts, text), loads, model=model, endpoint="chat" if chat else "completions",
-        extra_fields=tuple(extra_fields.items()), timeout_seconds=timeout, api_key=key, warmup_requests=warm_up,
-        new_prompts_per_load=not same_prompts, slo=slo, cost_per_hour=cost_per_hour,
+        _base_url(url), _prompt_source(load), loads, model=request.model,
+        endpoint="chat" if request.chat else "completions", extra_fields=tuple(request.extra_fields.items()),
+        timeout_seconds=request.timeout, api_key=request.key, warmup_requests=request.warm_up,
+        new_prompts_per_load=not load.same_prompts, cost_per_hour=output.cost_per_hour,
+        slo=LatencySLO(output.slo_ttft, output.slo_tpot) if has_slo else None,
     )  # fmt: skip
-    with Progress(sys.stderr).task("Requests", len(loads) * requests, "requests") as task:
+    with Progress(sys.stderr).task("Requests", len(loads) * load.requests, "requests") as task:
         found = run_load_test_sync(test, on_done=lambda record: task.advance())
-    if save is not None:
-        save_lines(found, Path(save))
-    if page is not None:
-        _write_page(found, Path(page), url)
-    if as_json:
+    if output.save is not None:
+        save_lines(found, output.save)
+    if output.page is not None:
+        _write_page(found, output.page, url)
+    if output.as_json:
         for line in to_jsonl(found):
             if json.loads(line)["kind"] == "load":
                 print(line)
     else:
         _print_tables(found)
-    if all(load.summary.finished == 0 for load in found):
+    if all(one.summary.finished == 0 for one in found):
         raise ConfigError(
             f"no request succeeded: {dict(found[0].summary.errors)}",
             expected="responses",
@@ -140,36 +87,29 @@ def bench_serve(
         )
 
 
-def _build_loads(
-    rate: float | None, rates: str | None, concurrency: str | None, *, requests: int, burstiness: float, seed: int,
-    lengths: str | None, input_: str, output: str, prefix: str | None,
-) -> list[LoadConfig]:  # fmt: skip
+def _build_loads(options: LoadOptions) -> list[LoadConfig]:
     """Return one load for each rate or concurrency."""
-    from pathlib import Path
-
     from pydantic import ValidationError
 
     from whorl.errors import ConfigError
     from whorl.loadtest.workload import LoadConfig, parse_lengths, read_length_pairs
 
-    if sum(x is not None for x in (rate, rates, concurrency)) > 1:
-        raise ConfigError("several of --rate, --rates and --concurrency", expected="one of them")
-    tokens, _, kinds = (prefix or "0").partition(":")
+    tokens, _, kinds = (options.prefix or "0").partition(":")
     points: list[dict[str, Any]]
     try:
-        if concurrency is not None:
-            points = [{"concurrency": int(part)} for part in concurrency.split(",")]
+        if options.concurrency is not None:
+            points = [{"concurrency": int(part)} for part in options.concurrency.split(",")]
         else:
-            points = [
-                {"rate": float(part)} for part in (rates or str(rate if rate is not None else 1)).split(",")
-            ]
+            rates = options.rates or str(1 if options.rate is None else options.rate)
+            points = [{"rate": float(part)} for part in rates.split(",")]
         shared = {"prefix_tokens": int(tokens), "n_prefixes": int(kinds or 1)}
-        pairs = read_length_pairs(Path(lengths)) if lengths is not None else ()
-        ins, outs = parse_lengths(input_, "--input-length"), parse_lengths(output, "--output-length")
+        pairs = read_length_pairs(options.length_pairs) if options.length_pairs is not None else ()
+        ins = parse_lengths(options.input_length, "--input-length")
+        outs = parse_lengths(options.output_length, "--output-length")
         return [
             LoadConfig(
-                requests=requests, burstiness=burstiness, seed=seed, length_pairs=pairs, prompt_lengths=ins,
-                output_lengths=outs, **shared, **point,
+                requests=options.requests, burstiness=options.burstiness, seed=options.seed, length_pairs=pairs,
+                prompt_lengths=ins, output_lengths=outs, **shared, **point,
             )
             for point in points
         ]  # fmt: skip
@@ -192,42 +132,23 @@ def _base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _prompt_source(prompts: str | None, text: str | None) -> str | Sequence[tuple[Prompt, int | None]]:
+def _prompt_source(load: LoadOptions) -> str | Sequence[tuple[Prompt, int | None]]:
     """Return prompts, or a text to cut them from: the given file, else the help topics of Python."""
-    from pathlib import Path
-
     from whorl.errors import DataError
     from whorl.loadtest.workload import read_prompts
 
-    if prompts is not None:
-        return read_prompts(Path(prompts))
-    if text is None:
+    if load.prompts is not None:
+        return read_prompts(load.prompts)
+    if load.text is None:
         from pydoc_data.topics import topics
 
         return "\n".join(text for _, text in sorted(topics.items()))
     try:
-        found = Path(text).read_text(encoding="utf-8")
+        found = load.text.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise DataError(f"{text} cannot be read: {error}", expected="a UTF-8 text file") from error
+        raise DataError(f"{load.text} cannot be read: {error}", expected="a UTF-8 text file") from error
     if not found:
-        raise DataError(f"{text} is empty", expected="text to cut prompts from")
-    return found
-
-
-def _parse_extra(extra: str | None) -> dict[str, Any]:
-    """Parse the fields of --extra."""
-    import json
-
-    from whorl.errors import ConfigError
-
-    try:
-        found = json.loads(extra or "{}")
-        if not isinstance(found, dict):
-            raise ValueError
-    except ValueError:
-        raise ConfigError(
-            f"--extra is {extra!r}", expected='a JSON object, e.g. {"temperature": 0}'
-        ) from None
+        raise DataError(f"{load.text} is empty", expected="text to cut prompts from")
     return found
 
 

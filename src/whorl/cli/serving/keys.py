@@ -19,6 +19,9 @@ def add(
     tokens_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Prompt and output tokens together; default: no limit.")
     ] = None,
+    min_priority: Annotated[
+        int, typer.Option(min=-1000, max=1000, help="Lowest priority of its requests; lower is served first.")
+    ] = 0,
 ) -> None:
     """Make a key. It is shown only now; the file keeps its hash.
 
@@ -30,7 +33,7 @@ def add(
     """
     from whorl.serve.middleware.auth import KeyFile
 
-    key = KeyFile(file).add(name, requests_per_minute, tokens_per_minute)
+    key = KeyFile(file).add(name, requests_per_minute, tokens_per_minute, min_priority)
     print(f"key of {name}, shown only now (serve with --api-key-file {file}):", file=sys.stderr)
     print(key)
 

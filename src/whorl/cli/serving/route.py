@@ -28,6 +28,9 @@ def route(
     drain: Annotated[
         float, typer.Option(min=0, help="Seconds to finish running requests on shutdown.")
     ] = 30.0,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Use servers without API keys although --host is public.")
+    ] = False,
     admin_key_sha256: Annotated[
         str | None,
         typer.Option(
@@ -39,7 +42,8 @@ def route(
 
     A request goes to the server that has the start of its prompt in its cache, unless that server's queue is too long. A
     failing server gets no requests for a while. A drained one (/v1/router/drain) finishes its running requests.
-    /v1/router/advice returns the recommended number of servers and the reason.
+    /v1/router/advice returns the recommended number of servers and the reason. On an address that other machines reach, only
+    servers with API keys are used, unless --no-auth is given.
 
     Examples:
 
@@ -79,4 +83,4 @@ def route(
     )
     if discover is not None:
         router.outer_context = dns_discovery(router.pool, discover)
-    serve_router(router, host, port, drain)
+    serve_router(router, host, port, drain, no_auth=no_auth)

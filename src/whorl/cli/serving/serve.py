@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
+import tempfile
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from whorl.cli.config_options import Configs, config_options
 from whorl.cli.options import StoreOption
 
+if TYPE_CHECKING:
+    from whorl.engine.config import EngineConfig
+    from whorl.machine.device_probe import Machine
+    from whorl.serve.config import ServeConfig, ServedModelConfig, ServerProcessesConfig
+    from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
+    from whorl.serve.worker.model_loading import ModelLocation
 
+SERVER_OPTIONS = ("host", "port", "key_file", "slo_ttft", "slo_tpot", "max_queue", "drain_seconds")
+ENGINE_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "weight_dtype", "kv_cache_dtype", "seed")
+
+
+def _configs() -> Configs:
+    from whorl.engine.config import EngineConfig
+    from whorl.serve.config import ServeConfig, ServedModelConfig, ServerProcessesConfig
+
+    return {
+        "server": (ServeConfig, SERVER_OPTIONS),
+        "served": (ServedModelConfig, ()),
+        "engine": (EngineConfig, ENGINE_OPTIONS),
+        "processes": (ServerProcessesConfig, ()),
+    }
+
+
+@config_options(_configs)
 def serve(
     model: Annotated[
         str,
@@ -19,75 +43,10 @@ def serve(
             help="An artifact (quickstart/pretrain), or a folder in the format of transformers.",
         ),
     ],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; other than this machine's, it requires keys.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 selects a free one.")] = 8000,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Require the keys of this file, made by `whorl keys add`."),
-    ] = None,
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="No keys, even on a public address.")] = False,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the model in the API; default: that of the artifact.")
-    ] = None,
-    embedder: Annotated[
-        str | None, typer.Option(metavar="ARTIFACT", help="An embedder to serve with the model.")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Maximum tokens of prompt and output; default: the model's.")
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")] = 32,
-    max_num_batched_tokens: Annotated[
-        int,
-        typer.Option(min=1, help="Tokens per engine step; a smaller number bounds the delay by prefills."),
-    ] = 512,
-    kv_cache_memory: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB", min=0.001, help="Memory of the KV cache; default: a quarter of the free memory."
-        ),
-    ] = None,
-    max_queue: Annotated[
-        int, typer.Option(min=1, help="Maximum number of waiting requests; further ones get status 503.")
-    ] = 512,
-    slo_ttft: Annotated[
-        float, typer.Option(help="Target of the time to first token in seconds, for /metrics.")
-    ] = 0.5,
-    slo_tpot: Annotated[float, typer.Option(help="Target of the time per output token in seconds.")] = 0.1,
-    drain: Annotated[
-        float, typer.Option(min=0, help="Seconds to finish running requests on shutdown.")
-    ] = 30.0,
-    weight_dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, int8 or int4: weight format on a CPU; default: as loaded."),
-    ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="model or int8: type of keys and values.")] = "model",
-    prompt_lookup: Annotated[
-        bool,
-        typer.Option(help="Speculative decoding with n-grams of the context; does not change the output."),
-    ] = False,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter, served as model NAME; may be repeated."),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the faster one.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; default: the fastest number.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of requests without one.")] = 0,
-    replicas: Annotated[
-        int, typer.Option(min=1, help="Server processes with separate cores behind one router.")
-    ] = 1,
-    prefill: Annotated[
-        int, typer.Option(min=0, help="Processes that compute prompts only; with it, --decode is at least 1.")
-    ] = 0,
-    decode: Annotated[
-        int, typer.Option(min=0, help="Processes that generate only; with it, --prefill is at least 1.")
-    ] = 0,
-    manifest: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Print the manifest for kubernetes or ray and exit.")
-    ] = None,
+    server: ServeConfig,
+    served: ServedModelConfig,
+    engine: EngineConfig,
+    processes: ServerProcessesConfig,
     store: StoreOption = None,
 ) -> None:
     """Serve a model: a chat page and an API compatible with OpenAI's.
@@ -101,6 +60,8 @@ def serve(
         whorl serve ./Qwen3-0.6B --max-model-len 8192 --kv-cache-memory 4 --weight-dtype int8
 
         whorl serve ./Qwen3-0.6B --adapter sql=./sql-lora
+
+        whorl serve mine/pretrain --draft mine/draft
 
         curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "pretrain", "prompt": "def "}'
 
@@ -130,71 +91,28 @@ def serve(
             expected="the extra 'serve'",
             do="pip install 'whorl[serve]'",
         ) from error
-    if manifest is not None:
-        from whorl.router.manifests import DeploymentSpec, manifest_for_command
-
-        own = ("--manifest", "--replicas", "--max-num-seqs", "--drain", "--host", "--port")
-        what = DeploymentSpec(
-            model=model, replicas=replicas, max_num_seqs=max_num_seqs, drain_seconds=max(1, int(drain))
-        )
-        print(manifest_for_command(manifest, what, sys.argv[1:], own), end="")
+    if processes.manifest is not None:
+        _print_manifest(model, server, engine, processes)
         return
-    from whorl.engine.engine import Engine
-    from whorl.engine.speculative import PromptLookup
+    check_auth_required(server, processes.no_auth)
+    if processes.replicas > 1:
+        _serve_replicas(server, processes)
+        return
     from whorl.machine.device_probe import probe
     from whorl.serve.app_state import AppState
-    from whorl.serve.config import ServeConfig
     from whorl.serve.server import run_server as run
-    from whorl.serve.worker.disaggregated import DisaggregatedEngine
-    from whorl.serve.worker.disaggregated_model import ModelEngineFactory, load_disaggregated_model
-    from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
-    from whorl.serve.worker.model_loading import ModelLocation, engine_config, load_embedder
+    from whorl.serve.worker.model_entry import ServedModel
+    from whorl.serve.worker.model_loading import ModelLocation, load_embedder
 
-    config = ServeConfig(
-        host=host,
-        port=port,
-        key_file=api_key_file,
-        slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot,
-        max_queue=max_queue,
-        drain_seconds=drain,
-    )
-    check_auth_required(config, no_auth)
-    if replicas > 1:
-        from whorl.router.metrics import SLO
-        from whorl.router.replica_processes import drop_options, serve_replicas
-
-        same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
-        print(f"{replicas} replicas behind http://{host}:{port}", file=sys.stderr, flush=True)
-        command, slo = [sys.executable, "-m", "whorl.cli", *same], SLO(slo_ttft, slo_tpot)
-        keys_required = config.key_file is not None
-        serve_replicas(command, replicas, host, port, grace=drain + 10, slo=slo, keys_required=keys_required)
-        return
-    listening = bind_socket(config)  # before the model is loaded, so that a used port is reported at once
-    machine = probe(dtype=dtype, threads=threads)
+    listening = bind_socket(server)  # before the model is loaded, so that a used port is reported at once
+    machine = probe(dtype=served.dtype, threads=served.threads)
     machine.apply()
-    place = ModelLocation(model, store, name)
-    models: list[ServedModel | ServedEmbedder] = []
-    engine: Engine | DisaggregatedEngine | None = None
-    if place.kind == "model" or prefill or decode:
-        sizes = engine_config(
-            {
-                "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "seed": seed,
-                "slo_tpot": slo_tpot, "weight_dtype": weight_dtype, "kv_cache_dtype": kv_cache_dtype,
-            }
-        )  # fmt: skip
-        memory = None if kv_cache_memory is None else int(kv_cache_memory * 1e9)
-        make = ModelEngineFactory(
-            place, machine, sizes, max_model_len, memory, tuple(adapter or ()), PromptLookup() if prompt_lookup else None
-        )  # fmt: skip
-        writers, engine = (
-            load_disaggregated_model(make, prefill, decode) if prefill or decode else make.load()
-        )
-        models += writers
-    else:
-        models.append(load_embedder(place, machine))
-    if embedder is not None:
-        models.append(load_embedder(ModelLocation(embedder, store), machine))
+    draft = ModelLocation(served.draft, store) if served.draft else None
+    models, made = _load_models(
+        ModelLocation(model, store, served.name), draft, machine, server, served, engine, processes
+    )
+    if served.embedder is not None:
+        models.append(load_embedder(ModelLocation(served.embedder, store), machine))
 
     def ready(url: str) -> None:
         first = models[0]
@@ -206,7 +124,73 @@ def serve(
         print(f"API     {url}/v1", file=sys.stderr, flush=True)
 
     try:
-        run(AppState(config, models, engine), listening, ready)
+        run(AppState(server, models, made), listening, ready)
     finally:
-        if isinstance(engine, DisaggregatedEngine):
-            engine.close()
+        if processes.prefill or processes.decode:
+            made.close()
+
+
+def _load_models(
+    place: ModelLocation,
+    draft: ModelLocation | None,
+    machine: Machine,
+    server: ServeConfig,
+    served: ServedModelConfig,
+    engine: EngineConfig,
+    processes: ServerProcessesConfig,
+) -> tuple[list[ServedModel | ServedEmbedder], Any]:
+    """Return the entries of the model and its engine, or of an embedder and None."""
+    from whorl.engine.speculation.load import Speculation
+    from whorl.serve.worker.disaggregated_model import ModelEngineFactory, load_disaggregated_model
+    from whorl.serve.worker.model_loading import load_embedder
+
+    speculation = Speculation(
+        served.prompt_lookup, draft.folder if draft else None, served.multi_token, served.max_drafts
+    )
+    n_prefill, n_decode = processes.prefill, processes.decode
+    if place.kind != "model" and not (n_prefill or n_decode):
+        return [load_embedder(place, machine)], None
+    memory = None if served.kv_cache_memory is None else int(served.kv_cache_memory * 1e9)
+    make = ModelEngineFactory(
+        place, machine, engine.model_copy(update={"slo_tpot": server.slo_tpot}), served.max_model_len, memory,
+        tuple(served.adapter), speculation,
+    )  # fmt: skip
+    if n_prefill or n_decode:
+        models, disaggregated = load_disaggregated_model(make, n_prefill, n_decode)
+        return [*models], disaggregated
+    entries, one = make.load()
+    return [*entries], one
+
+
+def _print_manifest(
+    model: str, server: ServeConfig, engine: EngineConfig, processes: ServerProcessesConfig
+) -> None:
+    """Print the manifest for `processes.manifest`."""
+    from whorl.router.manifests import DeploymentSpec, manifest_for_command
+
+    own = ("--manifest", "--replicas", "--max-num-seqs", "--drain", "--host", "--port")
+    what = DeploymentSpec(
+        model=model, replicas=processes.replicas, max_num_seqs=engine.max_num_seqs,
+        drain_seconds=max(1, int(server.drain_seconds)),
+    )  # fmt: skip
+    print(manifest_for_command(processes.manifest or "", what, sys.argv[1:], own), end="")
+
+
+def _serve_replicas(server: ServeConfig, processes: ServerProcessesConfig) -> None:
+    """Run several servers, each with the same options, behind a router."""
+    from whorl.router.metrics import SLO
+    from whorl.router.replica_processes import drop_options, serve_replicas
+    from whorl.serve.app_state import LIMITS_FOLDER
+
+    same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
+    print(
+        f"{processes.replicas} replicas behind http://{server.host}:{server.port}",
+        file=sys.stderr,
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="whorl-limits-") as folder:
+        serve_replicas(
+            [sys.executable, "-m", "whorl.cli", *same], processes.replicas, server.host, server.port,
+            grace=server.drain_seconds + 10, slo=SLO(server.slo_ttft, server.slo_tpot), no_auth=processes.no_auth,
+            keys_required=server.key_file is not None, env={LIMITS_FOLDER: folder},
+        )  # fmt: skip

@@ -22,6 +22,7 @@ FORMATS = Registry(
         "parquet": "whorl.data.formats.parquet:Parquet",
         "arrow": "whorl.data.formats.parquet:Arrow",
         "tar": "whorl.data.formats.tar:Tar",
+        "image_folder": "whorl.data.formats.image_folder:ImageFolder",
     },
 )
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".tar": "tar"}

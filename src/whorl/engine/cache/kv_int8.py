@@ -4,7 +4,7 @@
 
 A scale per position is computed when the position is, so earlier contents never change: pages can be shared, moved and
 evicted. Scales per channel fit the outliers of keys better (Liu et al. 2024, KIVI, arXiv:2402.02750), but need many
-positions at once. Keys normalized over head_dim, as in `Decoder`, have no such channels.
+positions at once. Keys normalized over head_dim, as in `whorl_decoder`, have no such channels.
 
 Attention need not dequantize, because a scale is a factor of a whole row:
 

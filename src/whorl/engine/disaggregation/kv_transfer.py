@@ -211,7 +211,7 @@ def _write_block(engine: Engine, header_fields: dict[str, Any], page_lists: list
             for number, pages in enumerate(page_lists):
                 # No full copy: a long prompt's pages may be as large as a model.
                 for t, (begin, shape_of_pages) in zip(
-                    engine.runner.page_tensors(number), places[number], strict=True
+                    engine.runner.caches.page_tensors(number), places[number], strict=True
                 ):
                     if pages:
                         index = torch.tensor(pages, device=t.device)
@@ -293,7 +293,7 @@ def _compatibility_fields(engine: Engine) -> dict[str, Any]:
 
 def _tensor_specs(engine: Engine, group: int) -> list[list[Any]]:
     """(dtype, shape of a page) of every page tensor of the group, layer by layer."""
-    tensors = engine.runner.page_tensors(group)
+    tensors = engine.runner.caches.page_tensors(group)
     return [[str(t.dtype).removeprefix("torch."), list(t.shape[1:])] for t in tensors]
 
 

@@ -33,7 +33,7 @@ struct Model {
     const float* positions;  // [max_length][d_model], learned, or null
     float embedding_scale;
     float logit_softcap;     // 0: none
-    Norm first_norm, final_norm;  // first: of the embedded ids, in `Decoder`
+    Norm first_norm, final_norm;  // first: of the embedded ids; kind 0: none
     Matrix head;
     const Layer* layers;
     int64_t parallel;        // attention and MLP read the same norm

@@ -57,7 +57,7 @@ class NativeRunner(ModelRunner):
         """As `ModelRunner.run`. A row's bits never depend on other rows, so `invariant` has no cost."""
         if self._needs_torch(batch):
             return super().run(batch)
-        return self.native_step.run(batch, self.layers, self.group_of)  # type: ignore[arg-type]
+        return self.native_step.run(batch, self.layers, self.group_of)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class NativeRunner(ModelRunner):
             return super().hidden(batch)
         hidden = torch.empty(len(batch.ids), self.model.config.d_model)
         no_logits = InputBatch(**{**vars(batch), "logit_indices": batch.logit_indices[:0]})
-        self.native_step.run(no_logits, self.layers, self.group_of, hidden)  # type: ignore[arg-type]
+        self.native_step.run(no_logits, self.layers, self.group_of, hidden)
         return hidden
 
     def refresh(self) -> None:
@@ -156,7 +156,7 @@ def autotune(runner: NativeRunner, native_only: bool = False) -> dict[str, float
 
 def _timing_batch(runner: ModelRunner, batch_size: int) -> InputBatch:
     """A decode step of rows at their first position, each in a separate page as far as there are pages."""
-    n_pages = min(len(layer.tensors[0]) for layer in runner.layers)  # type: ignore[union-attr]
+    n_pages = min(len(layer.tensors[0]) for layer in runner.layers)
     pages = (np.arange(batch_size, dtype=np.int32) % n_pages)[:, None]
     previous_ids = torch.full((batch_size, runner.ngram_context), -1) if runner.ngram_context else None
     return InputBatch(

@@ -1,6 +1,6 @@
 // One step of a dense decoder over a batch of ragged rows, from ids to logits: prefill chunks and decoding tokens together.
 //
-// It is the torch model's forward (models/transformer.py, models/decoder.py) with three differences. The residual stream and
+// It is the torch model's forward (models/transformer.py) with three differences. The residual stream and
 // everything between two products is fp32, for any type of the products. Keys and values go to the pages of a cache, and
 // attention reads them there. The step is one call: a token of a small model takes some hundred operations of a few
 // microseconds each, and calling them from Python costs more than running them.

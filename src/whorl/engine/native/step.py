@@ -57,7 +57,7 @@ class NativeStep:
         weight_dtype: of the packed weights: float32, bfloat16, int8, int4; default the model's compute dtype.
         weight_group_size: for int8 and int4, how many inputs share a scale; default all for int8, 32 for int4.
         threads: default torch's number.
-        max_positions: of a row; `Decoder` uses other rotary tables for long rows.
+        max_positions: of a row; with a trained length, longer rows have other rotary tables.
 
     Raises:
         ConfigError: the model is not supported (`unsupported_reason`); unknown weight_dtype or group size.

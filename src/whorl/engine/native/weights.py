@@ -1,6 +1,6 @@
 """A model packed for the native step: matrices packed, vectors in fp32, its shape in structures.
 
-The native step supports dense models: `Decoder`, and a `Transformer` of attention and dense MLPs, with the options of
+The native step supports dense models: a `Transformer` of attention and dense MLPs, with the options of
 `nn/attention/multi_head.py` and `nn/mlp.py` except those that `unsupported_model_reason` lists. Other models use torch.
 
 Queries, keys and values are one matrix, so one product computes all three. Vectors (gains, biases, fractions) are copied in
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from whorl.engine.native import layout
-from whorl.models import Decoder, LanguageModel, Transformer
-from whorl.models.transformer_config import AttentionConfig
+from whorl.models import LanguageModel
+from whorl.nn.attention import MultiHeadAttention
+from whorl.nn.experts import MixtureOfExperts
 from whorl.nn.linear import Linear
 from whorl.nn.ngram import NGramEmbedding
-from whorl.nn.norm import EPS, LayerNorm, RMSNorm
+from whorl.nn.norm import LayerNorm, RMSNorm
 from whorl.nn.positions.rotary import Rotary
 
 RMS_NORM, LAYER_NORM = 1, 2  # of NormKind in model.h
@@ -36,31 +37,30 @@ def unsupported_model_reason(model: LanguageModel) -> str | None:
         return f"the model is on {model.embedding.device.type}"
     if any(isinstance(m, Linear) and m.matmul is not None for m in model.modules()):
         return "its matrix products are replaced (fp8)"
-    if isinstance(model, Decoder):
-        c = model.config
-        if model.memory is not None and not isinstance(model.memory, NGramEmbedding):
+    if (memory := model.memory) is not None:
+        if not isinstance(memory, NGramEmbedding):
             return "its n-gram embedding is quantized"
-        if len(c.ngram_orders) > layout.MAX_NGRAM_ORDERS or max(c.ngram_orders, default=0) > MAX_NGRAM_ORDER:
-            return f"n-grams of orders {c.ngram_orders}"
-        return f"head_dim is {c.head_dim}" if c.head_dim > MAX_HEAD_DIM else None
-    if not isinstance(model, Transformer):
-        return f"a {type(model).__name__} is not a dense decoder"
-    t = model.config
-    if t.experts is not None:
+        if len(memory.orders) > layout.MAX_NGRAM_ORDERS or max(memory.orders) > MAX_NGRAM_ORDER:
+            return f"n-grams of orders {memory.orders}"
+    blocks: list[Any] = list(model.blocks)
+    return next(filter(None, map(_unsupported_block_reason, blocks)), None)
+
+
+def _unsupported_block_reason(block: Any) -> str | None:
+    if isinstance(block.mlp, MixtureOfExperts):
         return "a mixture of experts"
-    if t.post_norm:
+    if block.post_norm:
         return "norms after the residual sums (post_norm)"
-    if t.kv_sharing_factor > 1:
+    mixer = block.mixer
+    if type(mixer) is not MultiHeadAttention:  # nor a subclass, whose forward may differ
+        return f"a layer with {type(mixer).__name__}"
+    if not mixer.has_kv_proj:
         return "keys shared between layers (kv_sharing_factor)"
-    for mixer in t.layer_mixers():
-        if not isinstance(mixer, AttentionConfig):
-            return f"a {mixer.kind} layer"
-        for name in ("stride", "block", "alibi"):
-            if getattr(mixer, name):
-                return f"attention with {name}"
-        if mixer.head_dim > MAX_HEAD_DIM:
-            return f"head_dim is {mixer.head_dim}"
-    return None
+    options = {"stride": mixer.mask.stride, "block": mixer.mask.block, "alibi": mixer.slopes}
+    for name, value in options.items():
+        if value is not None:
+            return f"attention with {name}"
+    return f"head_dim is {mixer.head_dim}" if mixer.head_dim > MAX_HEAD_DIM else None
 
 
 class PackedWeights:
@@ -98,10 +98,7 @@ class PackedWeights:
         self.struct = layout.ModelStruct()
         with torch.no_grad():
             for block, layer in zip(self._blocks, self.layers, strict=True):
-                if isinstance(model, Decoder):
-                    self._decoder_layer(block, layer)
-                else:
-                    self._transformer_layer(block, layer)
+                self._layer(block, layer)
             self._set_model_fields()
             self.arena = layout.Arena(library, [m for m, _ in self._matrices])
             self.refresh()
@@ -157,12 +154,12 @@ class PackedWeights:
             return layout.Norm(gain, self._vector(lambda: bias), module.eps, LAYER_NORM)
         return layout.Norm()
 
-    def _transformer_layer(self, block: Any, layer: layout.Layer) -> None:
+    def _layer(self, block: Any, layer: layout.Layer) -> None:
         a, mlp = block.mixer, block.mlp
         layer.mixer_norm, layer.mixer_after = self._norm(block.mixer_norm), self._norm(block.mixer_after)
         layer.mlp_norm, layer.mlp_after = self._norm(block.mlp_norm), self._norm(block.mlp_after)
-        parts = a.q, a.k, a.v
-        biases: TensorGetter = lambda: None if a.q.bias is None else torch.cat([p.bias for p in parts])  # noqa: E731
+        parts = (a.q, a.k, a.v) if a.qkv is None else (a.qkv,)
+        biases: TensorGetter = lambda: None if parts[0].bias is None else torch.cat([p.bias for p in parts])  # noqa: E731
         self._set_matrix(layer.qkv, lambda: torch.cat([p.weight for p in parts]), biases)
         self._set_matrix(layer.out, lambda: a.out.weight, lambda: a.out.bias)
         self._mlp(mlp, layer)
@@ -171,28 +168,15 @@ class PackedWeights:
             a.n_heads, a.n_kv_heads, a.head_dim, self.page_size, a.mask.window or 0, scale, a.softcap or 0.0,
             self._vector(lambda: a.sink),
         )  # fmt: skip
-        if a.q_norm is not None:
+        if a.temperature is not None:  # the gain of the queries' norm
+            gain = self._vector(lambda: a.temperature.expand(-1, a.head_dim))
+            layer.q_norm = layout.Norm(gain, None, a.eps, RMS_NORM)
+            layer.k_norm = layout.Norm(None, None, a.eps, RMS_NORM)
+        elif a.q_norm is not None:
             layer.q_norm, layer.k_norm = self._norm(a.q_norm, a.n_heads), self._norm(a.k_norm, a.n_kv_heads)
         layer.smear = self._vector(lambda: None if a.smear is None else torch.sigmoid(a.smear.share))
         if a.rotary is not None:
-            self._rotary(a.rotary, layer)
-
-    def _decoder_layer(self, block: Any, layer: layout.Layer) -> None:
-        a = block.attention
-        layer.mixer_norm, layer.mlp_norm = self._norm(block.attention_norm), self._norm(block.mlp_norm)
-        self._set_matrix(layer.qkv, lambda: a.qkv.weight)
-        self._set_matrix(layer.out, lambda: a.out.weight)
-        self._mlp(block.mlp, layer)
-        # The temperature is folded into the gain of the queries' norm and replaces a scale.
-        layer.heads = layout.Heads(a.n_heads, a.n_kv_heads, a.head_dim, self.page_size, 0, 1.0, 0.0, None)
-        gain = self._vector(lambda: a.temperature.expand(-1, a.head_dim))
-        layer.q_norm, layer.k_norm = (
-            layout.Norm(gain, None, EPS, RMS_NORM),
-            layout.Norm(None, None, EPS, RMS_NORM),
-        )
-        layer.smear = self._vector(lambda: None if a.smear is None else torch.sigmoid(a.smear))
-        assert isinstance(self.model, Decoder)
-        self._rotary(self.model.rotary_for(self.max_positions), layer)
+            self._rotary(a.rotary.for_capacity(self.max_positions), layer)
 
     def _mlp(self, mlp: Any, layer: layout.Layer) -> None:
         layer.activation = layout.ACTIVATIONS[mlp.kind]
@@ -208,31 +192,28 @@ class PackedWeights:
         """Set the fields that a model has once."""
         model, c, to = self.model, self.model.config, self.struct
         to.vocab, to.d_model, to.n_layers = c.vocab_size, c.d_model, len(self._blocks)
-        to.logit_softcap, to.embedding_scale = model.logit_softcap or 0.0, 1.0
-        to.final_norm = self._norm(model.final_norm)  # type: ignore[arg-type]
+        to.logit_softcap = model.logit_softcap or 0.0
+        to.embedding_scale = float(torch.tensor(c.embedding_scale, dtype=model.dtype))
+        to.parallel = int(c.parallel)
+        to.final_norm = self._norm(model.final_norm)
         to.layers = ctypes.addressof(self.layers)
-        if isinstance(model, Decoder):
-            to.first_norm = self._norm(model.embedding_norm)
-            to.n_orders = len(c.ngram_orders)
-            to.orders[: to.n_orders] = c.ngram_orders
-            to.buckets = c.ngram_buckets
-        else:
-            to.embedding_scale = float(torch.tensor(c.embedding_scale, dtype=model.dtype))
-            to.parallel = int(c.parallel)
+        to.first_norm = self._norm(model.embedding_norm)
+        if c.ngram is not None:
+            to.n_orders, to.buckets = len(c.ngram.orders), c.ngram.buckets
+            to.orders[: to.n_orders] = c.ngram.orders
         self._set_matrix(to.head, lambda: model.head_weight)
 
     def _set_table_pointers(self) -> None:
         """Set the addresses of the id and position tables."""
         model, to = self.model, self.struct
-        self._table_tensors = [
-            t for t in (model.embedding, getattr(model, "positions", None)) if t is not None
-        ]
-        if isinstance(model, Decoder) and model.memory is not None:
-            self._table_tensors += list(model.memory.tables)
+        positions: nn.Parameter | None = getattr(model, "positions", None)
+        found = [model.embedding, *([] if positions is None else [positions])]
+        if isinstance(model.memory, NGramEmbedding):
+            found += list(model.memory.tables)
         # No copy of fp32 tables.
-        tables = self._table_tensors = [t.detach().float().contiguous() for t in self._table_tensors]
+        tables = self._table_tensors = [t.detach().float().contiguous() for t in found]
         to.embedding = tables[0].data_ptr()
-        if isinstance(model, Decoder):
-            to.tables[: to.n_orders] = [t.data_ptr() for t in tables[1:]]
-        elif len(tables) > 1:
+        if positions is not None:
             to.positions = tables[1].data_ptr()
+        if to.n_orders:
+            to.tables[: to.n_orders] = [t.data_ptr() for t in tables[-to.n_orders :]]

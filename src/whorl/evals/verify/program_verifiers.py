@@ -5,7 +5,8 @@ the whole answer if nothing is fenced. Parsing needs no sandbox; running does.
 
 The subtle part of doctest is the source of the examples: a model could write passing ones. So they come from the task's
 answer or, if that is empty, from docstrings that end within the prompt. Their output is compared in this process
-(`doctest.OutputChecker`), so the program's process never holds the expected text.
+(`doctest.OutputChecker`), and docstrings with examples are empty in the program that runs (`without_examples`), so the
+program's process never holds the expected text.
 """
 
 from __future__ import annotations
@@ -129,9 +130,34 @@ def doctest_examples(task: VerifiableTask, completion: str) -> list[doctest.Exam
     return examples
 
 
+def without_examples(source: str) -> str:
+    """Return a program with every docstring that has examples replaced by an empty one of as many lines.
+
+    The prompt's docstring is part of the program, which could otherwise look up what it should print.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return source
+    # Lines as the parser counts them: str.splitlines also splits at form feeds and other characters.
+    lines = [line.encode() for line in re.split(r"(?<=\n)|(?<=\r)(?!\n)", source)]
+    documented = [
+        node.body[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, *_DEFINITIONS)) and ">>>" in (ast.get_docstring(node) or "")
+    ]
+    for text in sorted(documented, key=lambda s: (s.lineno, s.col_offset), reverse=True):
+        first, last = text.lineno - 1, (text.end_lineno or text.lineno) - 1
+        before, after = lines[first][: text.col_offset], lines[last][text.end_col_offset or 0 :]
+        lines[first : last + 1] = [before + b'"""' + b"\n" * (last - first) + b'"""' + after]
+    return b"".join(lines).decode()
+
+
 def _examples_program(task: VerifiableTask, completion: str) -> Program:
     return Program(
-        program_source(task, completion),
+        without_examples(program_source(task, completion)),
         examples=tuple(e.source for e in doctest_examples(task, completion)) or ("None",),
     )
 

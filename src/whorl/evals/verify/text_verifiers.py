@@ -29,13 +29,17 @@ _NUMBER = re.compile(
     rf"(?:[eE](?P<power>[-+]?\d{{1,3}})(?!\w)|\s?/\s?(?P<bottom>{_DIGITS}))?"
 )
 _FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(text: str) -> str:
     """Return the answer part of a completion; see the top of this file."""
-    tagged: list[str] = _ANSWER.findall(text)
-    return (tagged[-1] if tagged else text.rpartition("####")[2]).strip()
+    for part in reversed(
+        text.split("</answer>")[:-1]
+    ):  # a pattern would take quadratic time on unclosed tags
+        _, opened, inside = part.partition("<answer>")
+        if opened:
+            return inside.strip()
+    return text.rpartition("####")[2].strip()
 
 
 def last_number(text: str) -> Fraction | None:

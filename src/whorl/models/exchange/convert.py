@@ -47,9 +47,9 @@ from whorl.models.exchange.weights import (
     unmatched_tensors,
     write_folder,
 )
+from whorl.models.language_model import LanguageModel
 from whorl.models.legacy_config import upgrade_transformer
-from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import TransformerConfig
+from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn.compiler import meta_device
 
 SPECIAL_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -134,6 +134,8 @@ def import_model(
     names = _file_names(shards, family)
     _check(shards, names, expected_shapes(rules, own), family, config)
     low = set() if to_train else matmul_weights(model) | {"embedding", "positions", "head"}
+    if config.embedding_norm:  # which reads the embedding in fp32
+        low -= {"embedding"}
     state = load_tensors(shards, names, rules, own, low, dtype, device)
     if any(name not in own for name, _ in model.named_buffers()):
         model = Transformer(config, dtype=dtype)  # buffers that are not stored must be computed
@@ -142,7 +144,7 @@ def import_model(
 
 
 def export_model(
-    model: Transformer,
+    model: LanguageModel,
     folder: Path,
     family: str = "whorl",
     *,

@@ -59,8 +59,9 @@ def config_differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
 
 
 def _canonical(mixer: Any) -> dict[str, Any]:
-    """Return a mixer's fields with defaults of the scaling filled in, and without a rotary fraction of 1."""
+    """Return a mixer's fields with defaults of the scaling filled in, without the backend and a rotary fraction of 1."""
     fields: dict[str, Any] = mixer.model_dump()
+    fields.pop("backend", None)  # another order of the same sums
     rope = getattr(mixer, "rope", None)
     if isinstance(mixer, AttentionConfig) and rope is not None and rope.rotary_dim == mixer.head_dim:
         fields["rope"]["rotary_dim"] = None

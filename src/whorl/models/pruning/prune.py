@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
-from whorl.models.decoder import Decoder
 from whorl.models.language_model import LanguageModel
 from whorl.models.pruning.activation_moments import second_moments
 from whorl.models.transformer import Transformer
@@ -161,10 +160,8 @@ class _LayerShape:
 
 def _layer_shape(model: LanguageModel, n: int) -> _LayerShape:
     c = model.config
-    if isinstance(model, Decoder):
-        return _LayerShape(c.n_heads, c.n_kv_heads, c.head_dim, c.mlp_hidden)
     if not isinstance(model, Transformer):
-        raise ConfigError(f"a {type(model).__name__} cannot be pruned", expected="a Decoder or a Transformer")
+        raise ConfigError(f"a {type(model).__name__} cannot be pruned", expected="a Transformer")
     mixer = c.layer_mixers()[n]
     hidden = 0 if c.has_experts(n) else c.mlp_hidden
     if not isinstance(mixer, AttentionConfig):
@@ -201,17 +198,16 @@ def _target(
                 f"heads is {heads}",
                 expected=f"a multiple of kv_heads ({kv_heads}), at most {kv_heads * each}",
             )
-        if isinstance(model, Transformer):
-            attention = [m for m in model.config.layer_mixers() if isinstance(m, AttentionConfig)]
-            if any(m.alibi for m in attention):
-                raise ConfigError(
-                    "heads cannot be removed with alibi",
-                    expected="positions that do not depend on the number of heads",
-                )
-            if model.config.kv_sharing_factor > 1 and kv_heads != first.n_kv_heads:
-                raise ConfigError(
-                    "kv_heads cannot be removed: layers share them", expected="kv_sharing_factor = 1"
-                )
+        attention = [m for m in model.config.layer_mixers() if isinstance(m, AttentionConfig)]
+        if any(m.alibi for m in attention):
+            raise ConfigError(
+                "heads cannot be removed with alibi",
+                expected="positions that do not depend on the number of heads",
+            )
+        if model.config.kv_sharing_factor > 1 and kv_heads != first.n_kv_heads:
+            raise ConfigError(
+                "kv_heads cannot be removed: layers share them", expected="kv_sharing_factor = 1"
+            )
     if mlp_hidden is not None:
         if not all(s.mlp_hidden for s in shapes):
             raise ConfigError("mlp_hidden cannot shrink in a mixture of experts", expected="plain MLPs")
@@ -223,9 +219,8 @@ def _target(
 def _prunable_weights(model: LanguageModel, n: int) -> tuple[str, str]:
     """Return the names of the matrices behind heads and channels; "" where none can be pruned."""
     shape = _layer_shape(model, n)
-    mixer = "attention" if isinstance(model, Decoder) else "mixer"
     return (
-        f"blocks.{n}.{mixer}.out" if shape.n_heads else "",
+        f"blocks.{n}.mixer.out" if shape.n_heads else "",
         f"blocks.{n}.mlp.down" if shape.mlp_hidden else "",
     )
 
@@ -303,14 +298,12 @@ def _config(model: LanguageModel, target: _LayerShape) -> Any:
     """Return the configuration of the pruned model."""
     changes: dict[str, Any] = {"mlp_hidden": target.mlp_hidden} if target.mlp_hidden else {}
     head_counts = {"n_heads": target.n_heads, "n_kv_heads": target.n_kv_heads} if target.n_heads else {}
-    if isinstance(model, Transformer) and head_counts:
+    if head_counts:
         mixers = model.config.mixers
         changes["mixers"] = {
             name: m.model_copy(update=head_counts) if isinstance(m, AttentionConfig) else m
             for name, m in mixers.items()
         }
-    else:
-        changes |= head_counts
     return type(model.config).model_validate(model.config.model_copy(update=changes).model_dump())
 
 
@@ -330,22 +323,16 @@ def _slice_layer(
             -1, shape.head_dim
         )
         q, kv = features[kept.heads].flatten(), features[kept.kv_heads].flatten()
-        if isinstance(model, Decoder):
-            first, second = (
-                shape.n_heads * shape.head_dim,
-                (shape.n_heads + shape.n_kv_heads) * shape.head_dim,
-            )
-            rows("attention.qkv", torch.cat([q, first + kv, second + kv]))
-            rows("attention.temperature", kept.heads)
-            rows("attention.smear", kept.kv_heads)
-            state[f"{prefix}attention.out.weight"] = kept.out
-        else:
-            rows("mixer.q", q)
-            rows("mixer.k", kv)
-            rows("mixer.v", kv)
-            rows("mixer.sink", kept.heads)
-            rows("mixer.smear.share", kept.kv_heads)
-            state[f"{prefix}mixer.out.weight"] = kept.out
+        keys = shape.n_heads * shape.head_dim  # the first row of keys in `qkv`
+        values = keys + shape.n_kv_heads * shape.head_dim
+        rows("mixer.qkv", torch.cat([q, keys + kv, values + kv]))
+        rows("mixer.q", q)
+        rows("mixer.k", kv)
+        rows("mixer.v", kv)
+        rows("mixer.sink", kept.heads)
+        rows("mixer.temperature", kept.heads)
+        rows("mixer.smear.share", kept.kv_heads)
+        state[f"{prefix}mixer.out.weight"] = kept.out
     if shape.mlp_hidden:
         gated = model.config.mlp in GATED
         rows(

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whorl.errors import CheckpointError, ConfigError
+from whorl.models.legacy_config import has_former_decoder, upgrade_parameter_name
 from whorl.nn.attention import MultiHeadLatentAttention
 from whorl.nn.compiler import meta_device
 from whorl.nn.linear import Linear
@@ -119,8 +120,7 @@ def save_quantized(model: LanguageModel, folder: Path) -> None:
     scheme = model.quantization
     assert isinstance(scheme, QuantizationConfig)
     config = model.config.model_dump(mode="json")
-    if type(model).__name__ == "Transformer":
-        config = {"architectures": ["Transformer"], "model_type": "whorl", "transformer": config}
+    config = {"architectures": ["Transformer"], "model_type": "whorl", "transformer": config}
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**config, CONFIG_KEY: scheme.model_dump(mode="json")}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -148,6 +148,8 @@ def load_quantized(
     try:
         scheme = QuantizationConfig.model_validate(config_data)
         found: Mapping[str, Tensor] = load_file(where, device=device)
+        if has_former_decoder(found):
+            found = {upgrade_parameter_name(name): t for name, t in found.items()}
     except (OSError, ValueError, SafetensorError, ValidationError) as error:
         raise CheckpointError(
             f"cannot read a model from {folder}: {error}",

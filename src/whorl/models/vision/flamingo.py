@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from whorl.errors import ConfigError
 from whorl.models.cost import ProfiledTextModule
-from whorl.models.decoder import Decoder, DecoderState
+from whorl.models.language_model import LanguageModel
+from whorl.models.transformer import Transformer, TransformerState
+from whorl.models.transformer_config import AttentionConfig
 from whorl.models.vision.vit import ViT
 from whorl.nn.attention import MultiHeadAttention
 from whorl.nn.mlp import MLP, Activation
@@ -76,13 +78,13 @@ class Captioner(ProfiledTextModule):
         cross_attn_every: a new layer precedes every so-many-th block, beginning with the first.
 
     Raises:
-        ConfigError: `cross_attn_every` is below 1, or n_heads does not divide the decoder's width.
+        ConfigError: a model of another type; `cross_attn_every` is below 1; n_heads does not divide the decoder's width.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
-        image: ViT,
+        decoder: LanguageModel,
+        image: nn.Module,
         *,
         n_heads: int | None = None,
         mlp_hidden: int | None = None,
@@ -90,11 +92,23 @@ class Captioner(ProfiledTextModule):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(decoder, Transformer):
+            raise ConfigError(
+                f"the language model is a {type(decoder).__name__}",
+                expected="a Transformer: cross-attention precedes its blocks",
+            )
+        if not isinstance(image, ViT):
+            raise ConfigError(
+                f"the image network is a {type(image).__name__}",
+                expected="a ViT, which gives a vector per patch",
+            )
         c = decoder.config
-        n_heads = c.n_heads if n_heads is None else n_heads
+        first = c.layer_mixers()[0]
+        if n_heads is None and isinstance(first, AttentionConfig):
+            n_heads = first.n_heads
         if cross_attn_every < 1:
             raise ConfigError(f"cross_attn_every is {cross_attn_every}", expected="at least 1")
-        if n_heads < 1 or c.d_model % n_heads:
+        if n_heads is None or n_heads < 1 or c.d_model % n_heads:
             raise ConfigError(f"n_heads is {n_heads}", expected=f"a divisor of d_model, {c.d_model}")
         self.decoder, self.image, self.cross_attn_every = (
             decoder.requires_grad_(False),
@@ -130,7 +144,7 @@ class Captioner(ProfiledTextModule):
         """Encode images [B, C, H, W] -> [B, N, d_image]. The tower is frozen, so the result can be cached."""
         return self.image.tokens(images)
 
-    def forward(self, ids: Tensor, context: Tensor, state: DecoderState | None = None) -> Tensor:
+    def forward(self, ids: Tensor, context: Tensor, state: TransformerState | None = None) -> Tensor:
         """Compute hidden states [B, T, d_model] of ids [B, T] and context [B, N, d_image] from `encode_images`.
 
         state: of `decoder.new_state`, read and extended in place; the image needs none.
@@ -141,13 +155,13 @@ class Captioner(ProfiledTextModule):
         if context.ndim != 3 or len(context) != len(ids):
             raise ConfigError(f"context is {list(context.shape)}", expected=f"[{len(ids)}, N, d_image]")
         d = self.decoder
-        embedded, rotary = d.prepare(ids, state=state)
+        embedded, positions = d.prepare(ids, state=state)
         h = d.embedding_norm(embedded).to(d.dtype)
         context = context.to(d.dtype)
         for number, block in enumerate(d.blocks):
             if number % self.cross_attn_every == 0:
                 h = self.bridges[number // self.cross_attn_every](h, context)
-            h = block(h, rotary, None, None if state is None else state.layers[number])
+            h = block(h, positions, None, None if state is None else state.layers[number], None, [])
         return cast(Tensor, d.final_norm(h))
 
     @torch.no_grad()

@@ -8,11 +8,12 @@ hstu.py         HSTU: SiLU in place of the softmax, biases by distance and by ti
 mask.py         which keys a query may attend to
 backends.py     softmax attention by several backends
 state.py        the KV cache of one layer; paged.py: its paged form
+token_cache.py  base of mixers that keep other tensors per token
 short_conv.py   smeared keys and short causal convolutions
 """
 
 from whorl.nn.attention.backends import BACKENDS, attend
-from whorl.nn.attention.causal import Attention, LayerState, causal_attention, causal_attention_reference
+from whorl.nn.attention.causal import causal_attention, causal_attention_reference
 from whorl.nn.attention.hstu import HSTUAttention, HSTUState
 from whorl.nn.attention.linear import LinearAttention, LinearState
 from whorl.nn.attention.mask import Mask
@@ -23,13 +24,11 @@ from whorl.nn.attention.state import KeyValues, KeyValueState
 
 __all__ = [
     "BACKENDS",
-    "Attention",
     "HSTUAttention",
     "HSTUState",
     "KeyValueState",
     "KeyValues",
     "LatentState",
-    "LayerState",
     "LinearAttention",
     "LinearState",
     "Mask",

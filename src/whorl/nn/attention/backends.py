@@ -133,8 +133,11 @@ def _can_be_blocked(q: Tensor, k: Tensor, mask: Mask) -> bool:
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     """Return causal attention in blocks of queries: 3 times as fast as sdpa on a CPU with gradients."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    return causal_attention(q * scale, k, v, mask.key_segments)
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        # Repeated in the layout [B, T, H, d] of the projections, so that gradients have that layout too.
+        k, v = (t.transpose(1, 2).repeat_interleave(group, dim=2).transpose(1, 2) for t in (k, v))
+    return causal_attention(q if scale == 1.0 else q * scale, k, v, mask.key_segments)
 
 
 def _triton(

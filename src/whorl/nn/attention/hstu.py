@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.nn.attention.state import extend_segments
 from whorl.nn.linear import Linear
-from whorl.nn.mixer import check_state
+from whorl.nn.mixer import StateCacheSpec, check_state
 
 QUERY_BLOCK = (
     256  # queries per block; each block uses the keys up to its end, so half of all pairs are skipped
@@ -177,6 +177,10 @@ class HSTUAttention(nn.Module):
         self.out = Linear(n_heads * self.v_dim, d_model, std=0.0)
         self.position_bias = nn.Parameter(torch.zeros(n_heads, max_distance))
         self.time_bias = nn.Parameter(torch.zeros(n_heads, n_time_buckets)) if n_time_buckets else None
+
+    def cache_spec(self) -> StateCacheSpec:
+        """Return that a sequence has one state, for its whole capacity: distances are counted along a row."""
+        return StateCacheSpec()
 
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.linear import Linear
-from whorl.nn.mixer import check_state
+from whorl.nn.mixer import StateCacheSpec, check_state
 
 CHUNK = 64  # at C = d, the quadratic part of a chunk costs as much as the rest
 EPS = 1e-6
@@ -205,6 +205,10 @@ class LinearAttention(nn.Module):
         # sigmoid(decay) = g
         start = torch.logit(1 - 2.0 ** (-5 - torch.arange(n_heads, dtype=torch.float64)))
         self.decay = nn.Parameter(start.float()) if decay else None
+
+    def cache_spec(self) -> StateCacheSpec:
+        """Return that a sequence has one state, of fixed size."""
+        return StateCacheSpec()
 
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"

@@ -37,7 +37,7 @@ from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.paged import PagedLatent
 from whorl.nn.attention.state import extend_segments
 from whorl.nn.linear import Linear
-from whorl.nn.mixer import check_state
+from whorl.nn.mixer import LatentCacheSpec, check_state
 from whorl.nn.norm import RMSNorm
 from whorl.nn.positions.rotary import Rotary
 
@@ -130,6 +130,10 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_a, self.kv_a_norm = linear(d_model, kv_rank + rope_dim), RMSNorm(kv_rank, eps)
         self.kv_b = linear(kv_rank, n_heads * (nope_dim + v_dim))
         self.out = Linear(n_heads * v_dim, d_model, std=0.0)
+
+    def cache_spec(self) -> LatentCacheSpec:
+        """Return the latent of a token: the normed latent and the rotated shared key."""
+        return LatentCacheSpec(width=self.kv_rank + self.rope_dim)
 
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"

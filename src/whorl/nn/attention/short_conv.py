@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.paged import PagedState
@@ -116,11 +117,20 @@ class Smear(nn.Module):
         self, x: Tensor, segments: Tensor | None = None, state: ShortConvState | PagedState | None = None
     ) -> Tensor:
         """Return x mixed with its predecessors. segments: [B, T] or None; state: of 1 position, [n_heads, d] each."""
+        share = torch.sigmoid(self.share).to(x.dtype)
+        there: Tensor | None = (
+            None  # [B or 1, T], whether a position has a predecessor; None: all take `previous`
+        )
         if isinstance(state, PagedState):
-            return x + torch.sigmoid(self.share).to(x.dtype) * (state.predecessors(x) - x)
-        ((previous, there),) = predecessors(x, 1, segments, state)
-        share = torch.sigmoid(self.share).to(x.dtype) * there[:, :, None, None].to(x.dtype)
-        return x + share * (previous - x)
+            previous = state.predecessors(x)
+        elif state is not None:
+            ((previous, there),) = predecessors(x, 1, segments, state)
+        else:  # without the copies of `predecessors`
+            previous = torch.cat([x[:, :1], x[:, :-1]], dim=1)
+            if segments is not None:
+                there = F.pad(segments[:, 1:] == segments[:, :-1], (1, 0), value=False)
+        mixed = x + share * (previous - x)
+        return mixed if there is None else torch.where(there[:, :, None, None], mixed, x)
 
     def new_state(
         self,

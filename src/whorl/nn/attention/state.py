@@ -93,14 +93,17 @@ class KeyValueState:
         self.check(k.shape[0], n_new)
         with_grad = torch.is_grad_enabled()  # then a graph may hold these keys while the next call writes
         self.length += n_new
-        whole = [_append(self.k, k, held, with_grad, 2), _append(self.v, v, held, with_grad, 2)]
+        whole = [
+            append_positions(self.k, k, held, with_grad, 2),
+            append_positions(self.v, v, held, with_grad, 2),
+        ]
         ids = None
         if segments is not None and self.segments is not None:
-            ids = _append(self.segments, segments.to(self.segments.dtype), held, False, 1)
+            ids = append_positions(self.segments, segments.to(self.segments.dtype), held, False, 1)
         return KeyValues(whole[0], whole[1], ids, None, start)
 
 
-def _append(kept: Tensor, new: Tensor, held: int, copy: bool, dim: int) -> Tensor:
+def append_positions(kept: Tensor, new: Tensor, held: int, copy: bool, dim: int) -> Tensor:
     """Write `new` after the first `held` positions of `kept`, dropping the oldest when full.
 
     Returns [.., held + new, ..], the held and the new positions: a view of `kept` where all fit, or a copy with `copy`.

@@ -31,6 +31,7 @@ from whorl.nn.kernels import dispatch
 
 Layout = Literal["half", "interleaved"]
 RopeScalingKind = Literal["linear", "ntk", "yarn", "llama3"]
+Positions = Tensor | tuple[Tensor, Tensor] | None  # integers, or their rotary tables; None: 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,9 @@ class Rotary:
     Args:
         head_dim, base, dtype, scaling, layout, rotary_dim: as in `rotary_tables`.
 
+    Attributes:
+        extended: tables with a scaling, for rows longer than its `original_length`; None: these serve all rows.
+
     Raises:
         ConfigError: as `rotary_tables`.
     """
@@ -199,7 +203,18 @@ class Rotary:
         self.rotary_dim = _check_dim(head_dim, rotary_dim)
         self.head_dim, self.base, self.dtype = head_dim, base, dtype
         self.scaling, self.layout = scaling, layout
+        self.extended: Rotary | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    def for_capacity(self, capacity: int) -> Rotary:
+        """Return the tables for rows of up to `capacity` positions.
+
+        They depend on the capacity of a row and not on its current length, since a cache holds rotated keys.
+        """
+        scaling = None if self.extended is None else self.extended.scaling
+        if self.extended is None or scaling is None or capacity <= (scaling.original_length or 0):
+            return self
+        return self.extended
 
     def tables_upto(self, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) of positions 0 .. at least `stop` - 1, each [>= stop, 1, rotary_dim]."""

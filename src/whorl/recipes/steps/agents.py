@@ -8,21 +8,24 @@ interrupted seed continues from its newest checkpoint.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.recipes.registry import StepContext, step
-from whorl.report import Curve, Facts, Line, ReportData, render
-from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.recipes.stage import train_stage
+from whorl.recipes.stage_recorder import StageRecorder
+from whorl.report import Curve, Facts, Line, ReportData, StepReport, render
+from whorl.report.stages import metric_points
+from whorl.train.config import RunConfig
 
 if TYPE_CHECKING:
     from whorl.agents.config import AgentConfig
     from whorl.agents.networks import ActorCritic
-    from whorl.agents.train import TrainingProgress as Training
-    from whorl.tracking.progress import ProgressTask
-    from whorl.tracking.run import MetricsLog
+    from whorl.agents.train import TrainingProgress
 
 CURVE_POINTS = 500
 
@@ -40,11 +43,16 @@ class AgentsConfig(BaseModel):
     seed: int = Field(default=0, ge=0, description="the first seed")
     seeds: int = Field(default=5, ge=1, description="independent runs")
     episodes: int = Field(default=20, ge=1, description="evaluation episodes per seed")
-    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
-    checkpoints: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="how many are kept, and a remote copy"
-    )
+    run: RunConfig = Field(default=RunConfig(), description="checkpoints")
     settings: dict[str, Any] = Field(default={}, description="overrides of the algorithm's preset")
+
+    @model_validator(mode="after")
+    def _validate(self) -> AgentsConfig:
+        self.run.refuse(
+            replicas="networks this small gain nothing from replicas; set settings.actors",
+            activation_budget="networks this small recompute nothing",
+        )
+        return self
 
     def agent(self, seed: int) -> AgentConfig:
         """Return all settings of one seed.
@@ -68,7 +76,7 @@ def _with_preset(config: AgentsConfig) -> AgentsConfig:
     return config.model_copy(update={"settings": settings, "steps": preset["steps"]})
 
 
-@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("checkpoints",), version=2)
+@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("run",), version=2)
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
@@ -128,60 +136,38 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
         ctx.progress.log(f"    seed {seed}: return {stored['score']:.1f}, finished earlier")
         return stored
     agent = config.agent(seed)
-    title = f"{config.algorithm} on {config.environment}, seed {seed}"
-    with ctx.progress.task(title, total=agent.steps, unit="steps") as task:
-        observer = _AgentObserver(
-            ctx, f"{ctx.name}-seed-{seed}", task, max(1, agent.n_rollouts // CURVE_POINTS)
-        )
-        networks = train(
-            agent,
-            observer,
-            scratch=Path(ctx.scratch) / f"seed-{seed}",
-            checkpoint_seconds=config.checkpoint_seconds,
-            log=ctx.progress.log,
-            heartbeat_dir=ctx.heartbeat_dir,
-            checkpoint_config=config.checkpoints,
-        )
-    curve = observer.close()
-    returns = evaluate(networks, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31))
-    score, lag = float(np.mean(returns)), observer.mean_policy_lag
+    lags = list[float]()
+
+    def fit(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> ActorCritic:
+        def observe(training: TrainingProgress, _networks: ActorCritic) -> None:
+            lags.append(training.metrics["policy_lag/mean"])
+            found = {"return": training.mean_return} if training.returns else {}
+            callback(training.steps, {**found, **training.metrics})
+
+        return train(
+            agent, observe, scratch=checkpoint_dir, checkpoint_seconds=config.run.checkpoint_seconds, log=log,
+            heartbeat_dir=heartbeat_dir, checkpoint_config=config.run.checkpoints,
+        )  # fmt: skip
+
+    every = max(1, agent.n_rollouts // CURVE_POINTS)
+    result = train_stage(
+        replace(ctx, name=f"{ctx.name}-seed-{seed}", scratch=ctx.scratch / f"seed-{seed}", report=StepReport()),
+        f"{config.algorithm} on {config.environment}, seed {seed}", fit, total=agent.steps,
+        note=lambda metrics: f"return {metrics['return']:.1f}" if "return" in metrics else "",
+        recorder=partial(
+            StageRecorder, log_if=lambda steps, found: "return" in found and steps // agent.rollout_steps % every == 0
+        ),
+    )  # fmt: skip
+    returns = evaluate(
+        result.trained, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31)
+    )
+    score, lag = float(np.mean(returns)), sum(lags) / max(1, len(lags))
     lag_note = f", mean policy lag {lag:.1f}" if agent.actors else ""
     ctx.progress.log(f"    seed {seed}: return {score:.1f} (mean of {config.episodes} episodes{lag_note})")
     save_file(
-        {n: p.detach() for n, p in networks.named_parameters()}, ctx.scratch / f"seed-{seed}.safetensors"
+        {n: p.detach() for n, p in result.trained.named_parameters()},
+        ctx.scratch / f"seed-{seed}.safetensors",
     )
-    result = {"seed": seed, "score": score, "lag": lag, "curve": curve}
-    write_json(done, result)
-    return result
-
-
-class _AgentObserver:
-    """Writes metrics and updates the progress bar after each record."""
-
-    def __init__(self, ctx: StepContext, name: str, task: ProgressTask, every: int) -> None:
-        self.ctx, self.name, self.task, self.log_interval = ctx, name, task, every
-        self.log: MetricsLog | None = None
-        self.n_calls, self.total_lag = 0, 0.0
-
-    def __call__(self, training: Training, _networks: ActorCritic) -> None:
-        if self.log is None:
-            self.log = self.ctx.run.metrics(self.name, resume_at=training.steps)
-        self.n_calls += 1
-        self.total_lag += training.metrics["policy_lag/mean"]
-        if not training.returns:
-            self.task.update(done=training.steps)
-            return
-        self.task.update(done=training.steps, note=f"return {training.mean_return:.1f}")
-        if self.n_calls % self.log_interval == 0:
-            self.log.write(training.steps, {"return": training.mean_return, **training.metrics})
-
-    @property
-    def mean_policy_lag(self) -> float:
-        """Mean number of versions by which the acting weights were behind."""
-        return self.total_lag / max(1, self.n_calls)
-
-    def close(self) -> list[tuple[int, float]]:
-        """Return the learning curve [(steps, return)], including the part before an interruption."""
-        if self.log is not None:
-            self.log.close()
-        return [(record["step"], record["return"]) for record in self.ctx.run.read_metrics(self.name)]
+    stored = {"seed": seed, "score": score, "lag": lag, "curve": metric_points(result.curve, "return")}
+    write_json(done, stored)
+    return stored

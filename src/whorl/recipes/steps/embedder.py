@@ -6,22 +6,22 @@ the learning curve. `whorl embed` computes vectors with it and finds the nearest
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.recipes.registry import StepContext, step
+from whorl.recipes.stage import train_stage
+from whorl.recipes.stage_recorder import Metrics, StageRecorder
 from whorl.report import Curve, Facts, Line, ReportData, render
-from whorl.train.checkpoint.remote import CheckpointConfig
-from whorl.train.config import FiniteGuardConfig
+from whorl.report.stages import metric_points
+from whorl.train.config import FiniteGuardConfig, RunConfig
 
 if TYPE_CHECKING:
     from whorl.embedding.config import EmbedJob
     from whorl.models.encoder import Encoder
-    from whorl.tracking.progress import ProgressTask
-    from whorl.tracking.run import MetricsLog
 
 CURVE_POINTS = 500
 
@@ -69,13 +69,14 @@ class EmbedderConfig(BaseModel):
     ema: float = Field(
         default=0.0, ge=0, lt=1, description="decay per step of averaged weights, which are saved; 0 for none"
     )
-    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
-    checkpoints: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="how many are kept, and a remote copy"
-    )
+    run: RunConfig = Field(default=RunConfig(), description="checkpoints")
 
     @model_validator(mode="after")
     def _validate(self) -> EmbedderConfig:
+        self.run.refuse(
+            replicas="the loss compares all pairs of a batch",
+            activation_budget="the encoder recomputes nothing",
+        )
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model ({self.d_model}) must be a multiple of n_heads ({self.n_heads})")
         if self.min_span > self.max_length:
@@ -88,7 +89,7 @@ class EmbedderConfig(BaseModel):
     config=EmbedderConfig,
     parents={"tokens": "tokens", "tokenizer": "tokenizer"},
     version=3,
-    not_hashed=("checkpoints",),
+    not_hashed=("run",),
 )
 def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     """Train an embedder by contrasting two spans of one document with those of others."""
@@ -102,59 +103,50 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     job = _build_job(ctx, config)
     pairs, held_out = open_pairs(job)
-    started = time.monotonic()
-    with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
-        observer = _EmbedderObserver(ctx, task, job.steps)
-        encoder = train_embedder(
-            job,
-            observer,
-            scratch=Path(ctx.scratch),
-            checkpoint_seconds=config.checkpoint_seconds,
-            heartbeat_dir=ctx.heartbeat_dir,
-            checkpoint_config=config.checkpoints,
-            log=ctx.progress.log,
-        )
-    observer.close()
-    Embedder(encoder, tokenizer).save(ctx.out)
-    curve = list(ctx.run.read_metrics(ctx.name))
+
+    def train(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> Encoder:
+        return train_embedder(
+            job, callback, scratch=checkpoint_dir, checkpoint_seconds=config.run.checkpoint_seconds, log=log,
+            heartbeat_dir=heartbeat_dir, checkpoint_config=config.run.checkpoints,
+        )  # fmt: skip
+
+    every = max(1, job.steps // CURVE_POINTS)
+    result = train_stage(
+        ctx, "Training", train, note=_progress_note, total=job.steps,
+        recorder=partial(StageRecorder, log_if=lambda step, found: step % every == 0 or "recall_at_10" in found),
+    )  # fmt: skip
+    Embedder(result.trained, tokenizer).save(ctx.out)
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2, exclude={"tokens"}) + "\n")
-    evaluations = [record for record in curve if "recall_at_10" in record]
-    final = (
-        {name: evaluations[-1][name] for name in ("recall_at_1", "recall_at_10")}
-        if held_out is not None
-        else {}
-    )
-    result = (
-        f"held-out recall@1 {final['recall_at_1']:.3f}, recall@10 {final['recall_at_10']:.3f} "
-        f"among {len(held_out):,} documents"
-        if held_out is not None
-        else "no held-out documents to measure recall on"
-    )
+    final, headline = dict[str, float](), "no held-out documents to measure recall on"
+    title = "Finding the other span of a document"
     if held_out is not None:
+        final = {name: result.final[name] for name in ("recall_at_1", "recall_at_10")}
+        headline = f"held-out recall@1 {final['recall_at_1']:.3f}, recall@10 {final['recall_at_10']:.3f} "
+        headline += f"among {len(held_out):,} documents"
         facts = [
             ("documents", f"{len(pairs):,}"),
             ("held out", f"{len(held_out):,}"),
             ("steps", f"{job.steps:,}"),
+            ("result", headline),
         ]
-        at = [float(record["step"]) for record in evaluations]
         lines = [
-            Line(name=f"recall@{k}", x=at, y=[record[f"recall_at_{k}"] for record in evaluations])
+            Line(name=f"recall@{k}", x=[x for x, _ in points], y=[y for _, y in points])
             for k in (1, 10)
+            if (points := metric_points(result.curve, f"recall_at_{k}"))
         ]
-        title = "Finding the other span of a document"
         ctx.report.blocks += [
-            Facts(section=title, rows=[*facts, ("result", result)]),
+            Facts(section=title, rows=facts),
             Curve(section=title, title="Recall among held-out documents", lines=lines, x_label="steps"),
         ]
-        render(ReportData(title=title, reports=[(ctx.name, ctx.report)]), ctx.out / "curve.html")
+    render(ReportData(title=title, reports=[(ctx.name, ctx.report)]), ctx.out / "curve.html")
     ctx.summary.update(
         documents=len(pairs),
         skipped=pairs.skipped,
         held_out=len(held_out) if held_out is not None else 0,
         steps=job.steps,
-        seconds=time.monotonic() - started,
+        seconds=result.seconds,
         final=final,
-        headline=f"{result}; {pairs.skipped:,} documents too short for two spans",
+        headline=f"{headline}; {pairs.skipped:,} documents too short for two spans",
     )
 
 
@@ -178,8 +170,7 @@ def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
         "n_heads",
         "mlp_hidden",
         "max_length",
-        "checkpoint_seconds",
-        "checkpoints",
+        "run",
         "threads",
     }
     return EmbedJob(
@@ -199,26 +190,7 @@ def _trainable_dtype(dtype: str) -> str:
     return {"float16": "float32", "float8": "bfloat16"}.get(dtype, dtype)
 
 
-class _EmbedderObserver:
-    """Writes metrics and updates the progress bar after each step."""
-
-    def __init__(self, ctx: StepContext, task: ProgressTask, steps: int) -> None:
-        self.ctx, self.task, self.log_interval = ctx, task, max(1, steps // CURVE_POINTS)
-        self.log: MetricsLog | None = None
-        self.recall = ""
-
-    def __call__(self, done: int, metrics: dict[str, float], _encoder: Encoder) -> None:
-        if self.log is None:
-            self.log = self.ctx.run.metrics(self.ctx.name, resume_at=done)
-        if "recall_at_10" in metrics:
-            self.recall = f", held-out recall@10 {metrics['recall_at_10']:.3f}"
-        self.task.update(
-            done=done,
-            note=f"loss {metrics['loss']:.3f}, {metrics['pairs_per_second']:,.0f} pairs/s{self.recall}",
-        )
-        if done % self.log_interval == 0 or "recall_at_10" in metrics:
-            self.log.write(done, metrics)
-
-    def close(self) -> None:
-        if self.log is not None:
-            self.log.close()
+def _progress_note(metrics: Metrics) -> str:
+    note = f"loss {metrics['loss']:.3f}, {metrics['pairs_per_second']:,.0f} pairs/s"
+    recall = metrics.get("recall_at_10")
+    return note if recall is None else f"{note}, held-out recall {recall:.3f}"

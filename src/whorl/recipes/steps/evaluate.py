@@ -187,10 +187,7 @@ def _completions(
         )
         speed["seconds"] += time.perf_counter() - began
         speed["tokens"] += sum(len(end.tokens) for end in ends)
-        return [
-            end.text[len(h.forced_prefix) :] + (END_OF_DOCUMENT if end.finish_reason == "stop" else b"")
-            for h, end in zip(healed, ends, strict=True)
-        ]
+        return [end.text + (END_OF_DOCUMENT if end.finish_reason == "stop" else b"") for end in ends]
 
     with ctx.progress.task("Completing held-out functions", total=None):
         found = parse_rate(chosen, generate)

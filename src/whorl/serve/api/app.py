@@ -42,6 +42,7 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
+PAGE_FILES = frozenset(path.name for path in PAGES_FOLDER.iterdir() if path.suffix in MEDIA_TYPES)
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'"
@@ -126,7 +127,9 @@ def create_app(state: AppState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.worker.start()
+        revocation = asyncio.create_task(state.end_revoked_streams())
         yield
+        revocation.cancel()
         await state.worker.stop()
 
     app = FastAPI(
@@ -166,12 +169,12 @@ def _add_generation_routes(app: FastAPI, state: AppState) -> None:
         return await embeddings.create_embeddings(state, body, request)
 
     @app.post("/tokenize", tags=["tokens"])
-    async def tokenize(body: TokenizeRequest) -> Response:
-        return await embeddings.tokenize(state, body)
+    async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
+        return await embeddings.tokenize(state, body, request)
 
     @app.post("/detokenize", tags=["tokens"])
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        return await embeddings.detokenize(state, body)
+    async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
+        return await embeddings.detokenize(state, body, request)
 
 
 def _add_model_routes(app: FastAPI, state: AppState) -> None:
@@ -191,6 +194,7 @@ def _add_monitoring_routes(app: FastAPI, state: AppState) -> None:
         body = {
             "status": state.status,
             "boot_id": state.boot_id,
+            "keys_required": state.key_store is not None,
             "uptime": round(time.time() - state.start_time, 3),
             "running": worker.running,
             "queue": worker.waiting,
@@ -230,13 +234,9 @@ def _add_monitoring_routes(app: FastAPI, state: AppState) -> None:
 
 def _add_page_routes(app: FastAPI) -> None:
     def page(name: str) -> Response:
-        path = (PAGES_FOLDER / name).resolve()
-        if (
-            not path.is_relative_to(PAGES_FOLDER.resolve())
-            or not path.is_file()
-            or path.suffix not in MEDIA_TYPES
-        ):
-            raise ApiError(404, f"no page {name!r}")
+        if name not in PAGE_FILES:
+            raise ApiError(404, f"no page {name[:200]!r}")
+        path = PAGES_FOLDER / name
         headers = {
             "content-security-policy": CONTENT_SECURITY_POLICY,
             "x-content-type-options": "nosniff",

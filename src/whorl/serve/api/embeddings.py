@@ -59,8 +59,9 @@ async def create_embeddings(state: AppState, body: EmbeddingsRequest, http: Http
     )
 
 
-async def tokenize(state: AppState, body: TokenizeRequest) -> Response:
+async def tokenize(state: AppState, body: TokenizeRequest, http: HttpRequest) -> Response:
     """Return the ids of a prompt, or of a conversation."""
+    state.charge_rate_limit(http, 0)
     model = state.find_model(body.model)
     if body.messages is not None:
         chat_model, messages = state.generation_model(body.model), template_messages(body.messages)
@@ -79,8 +80,9 @@ async def tokenize(state: AppState, body: TokenizeRequest) -> Response:
     return OrjsonResponse({"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len})
 
 
-async def detokenize(state: AppState, body: DetokenizeRequest) -> Response:
+async def detokenize(state: AppState, body: DetokenizeRequest, http: HttpRequest) -> Response:
     """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
+    state.charge_rate_limit(http, 0)
     model = state.find_model(body.model)
     if body.tokens:
         check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")

@@ -29,10 +29,15 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """One prompt. text: its bytes; required: the end of `text` that the output must repeat (token healing)."""
+    """One prompt.
+
+    ids: without the healed end. text: its bytes. n_tokens: ids of the whole prompt.
+    required: the end of `text` that the output must repeat (token healing).
+    """
 
     ids: list[int]
-    text: bytes = b""
+    text: bytes
+    n_tokens: int
     required: bytes = b""
 
 
@@ -48,7 +53,7 @@ class ParsedRequest:
     @property
     def n_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
-        return sum(len(prompt.ids) for prompt in self.prompts)
+        return sum(prompt.n_tokens for prompt in self.prompts)
 
 
 def parse_completion(
@@ -75,7 +80,7 @@ def parse_completion(
         raise ApiError(400, "max_tokens: 0 is allowed only with echo", param="max_tokens")
     requests = []
     for prompt in prompts:
-        max_tokens = _max_new_tokens(prompt.ids, max(1, requested), served, "max_tokens", "prompt")
+        max_tokens = _max_new_tokens(prompt.n_tokens, max(1, requested), served, "max_tokens", "prompt")
         for i in range(best):
             requests.append(
                 _request(
@@ -122,7 +127,7 @@ def parse_chat(
     ids = served.chat_template.encode_prompt(template_messages(body.messages), tools, variables=variables)
     which = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     max_tokens = _max_new_tokens(
-        ids, body.max_tokens or body.max_completion_tokens, served, which, "messages"
+        len(ids), body.max_tokens or body.max_completion_tokens, served, which, "messages"
     )
     requests = [
         _request(
@@ -139,7 +144,7 @@ def parse_chat(
         )
         for i in range(n)
     ]
-    return ParsedRequest([ParsedPrompt(ids)], requests, n, n)
+    return ParsedRequest([ParsedPrompt(ids, b"", len(ids))], requests, n, n)
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
@@ -298,28 +303,29 @@ def _prompt_list(
 def _prompt(given: str | list[int], served: ServedModel, heal: bool) -> ParsedPrompt:
     if isinstance(given, str):
         if heal:
-            ids, required = served.encode_healed(given)
-            return ParsedPrompt(ids, given.encode(), required)
-        return ParsedPrompt(served.encode_prompt(given), given.encode())
+            healed = served.encode_healed(given)
+            return ParsedPrompt(healed.ids, given.encode(), healed.n_tokens, healed.forced_prefix)
+        ids = served.encode_prompt(given)
+        return ParsedPrompt(ids, given.encode(), len(ids))
     check_ids(given, served.vocab_size, "prompt")
     decodable = (i for i in given if i < served.tokenizer.vocab_size)
-    return ParsedPrompt(given, served.tokenizer.decode(decodable))
+    return ParsedPrompt(given, served.tokenizer.decode(decodable), len(given))
 
 
 def _max_new_tokens(
-    ids: Sequence[int], requested: int | None, served: ServedModel, param: str, source: str
+    n_prompt: int, requested: int | None, served: ServedModel, param: str, source: str
 ) -> int:
     """Return the number of tokens to generate: the requested number, or the remaining context.
 
     Raises:
         ApiError: the prompt and the requested tokens exceed the context.
     """
-    remaining = served.max_model_len - len(ids)
+    remaining = served.max_model_len - n_prompt
     if remaining < (requested or 1):
         output = f" and {requested:,} for the output ({param})" if requested else ""
         raise ApiError(
             400,
-            f"This model's context is {served.max_model_len:,} tokens; the request has {len(ids):,} in {source}{output}.",
+            f"This model's context is {served.max_model_len:,} tokens; the request has {n_prompt:,} in {source}{output}.",
             param=source if remaining < 1 else param,
             code="context_length_exceeded",
         )

@@ -3,8 +3,8 @@
 The engine returns bytes, and a character may be split across deltas, so bytes pass through an incremental decoder. Bytes
 that are not UTF-8 become U+FFFD in the text and are kept in the `bytes` field of log-probabilities.
 
-With token healing the model generates the last token of the prompt again (docs/tokens.md). These bytes belong to the prompt
-and are removed from the output.
+With token healing the model generates the end of the prompt again (docs/tokens.md). The engine leaves these bytes out of the
+text; here the tokens within them are removed, too.
 
 Log-probabilities are the model's own (`raw_log_prob`), in the two formats of OpenAI. The chat format also has
 `sampled_logprob`: the log-probability under the distribution that was sampled from, which training on these tokens needs.
@@ -49,7 +49,7 @@ class StreamDecoder:
 
     def __init__(self, stream: Stream, tokenizer: AnyTokenizer) -> None:
         self.stream, self.tokenizer = stream, tokenizer
-        self._skip_bytes = self._skip_token_bytes = len(stream.request.forced_prefix)
+        self._forced_bytes_left = len(stream.request.forced_prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     async def next(self) -> TextDelta:
@@ -61,17 +61,12 @@ class StreamDecoder:
         delta = await self.stream.next()
         if delta.finish_reason == "abort":
             raise ApiError(503, "the engine aborted this request", code="aborted", retry_after=1)
-        cut = min(self._skip_bytes, len(delta.text))
-        self._skip_bytes -= cut
-        text = self._decoder.decode(delta.text[cut:], final=delta.finish_reason is not None)
-        tokens, prompt_bytes = list(delta.tokens), 0
-        while tokens and self._skip_token_bytes:
-            size = len(_token_bytes(tokens[0].id, self.tokenizer))
-            if size > self._skip_token_bytes:
-                prompt_bytes, self._skip_token_bytes = self._skip_token_bytes, 0
-                break
-            self._skip_token_bytes -= size
-            del tokens[0]
+        text = self._decoder.decode(delta.text, final=delta.finish_reason is not None)
+        tokens, prompt_bytes = list(delta.tokens[delta.n_forced :]), 0
+        for token in delta.tokens[: delta.n_forced]:
+            self._forced_bytes_left -= len(_token_bytes(token.id, self.tokenizer))
+        if tokens:
+            prompt_bytes, self._forced_bytes_left = self._forced_bytes_left, 0
         if delta.finish_reason == "stop" and tokens and tokens[-1].id in self.stream.request.stop_ids:
             del tokens[-1]  # a stop token is not part of the output
         return TextDelta(text, tokens, prompt_bytes, delta.finish_reason, list(delta.prompt_log_probs))

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from whorl.http.hosts import is_local_name
 from whorl.serve.errors import ApiError, to_api_error
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PUBLIC_PREFIXES = ("/health", "/static/", "/openapi.json")
 PAGE_PATHS = ("/", "/engine", "/favicon.ico")
-LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
 DISCARD_FACTOR = 8  # times the limit
 
 
@@ -75,10 +75,9 @@ class AdmissionMiddleware:
     def _check(self, scope: Scope) -> None:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         path = scope["path"]
-        if self.state.local_only and _strip_port(headers.get("host", "")) not in LOCAL_HOSTS:
-            raise ApiError(
-                403, f"this server accepts the hosts 127.0.0.1 and localhost, not {headers.get('host')!r}"
-            )
+        host = headers.get("host", "")
+        if self.state.local_only and not is_local_name(host):
+            raise ApiError(403, f"this server accepts the hosts 127.0.0.1 and localhost, not {host[:200]!r}")
         if path in PAGE_PATHS or path.startswith(PUBLIC_PREFIXES):
             return
         if self.state.key_store is not None:
@@ -116,11 +115,3 @@ class AdmissionMiddleware:
         if size > limit:
             raise ApiError(413, f"the request is larger than {limit:,} bytes", code="request_too_large")
         return b"".join(parts)
-
-
-def _strip_port(header: str) -> str:
-    """Return a Host header without its port."""
-    if header.startswith("["):
-        name, _, port = header.partition("]")
-        return name + "]" if not port or (port[0] == ":" and port[1:].isdigit()) else header
-    return header.partition(":")[0].lower()

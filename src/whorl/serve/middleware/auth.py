@@ -6,36 +6,41 @@ The key file (JSON, mode 0600) holds sha256(key) in hex. A slow, salted hash as 
 cannot be enumerated, and a slow hash would delay every request. Hashes are compared in constant time. The ID selects the
 hash to compare with; an unknown ID costs the same comparison.
 
-Rate limits are token buckets (`rate_limit.py`). The server reloads the file when it changes, at most once per second, so
-that a revoked key stops working without a restart.
+Rate limits are token buckets (`rate_limit.py`). The server reloads the file when it changes, at most twice per second, so
+that a revoked key stops working without a restart. A file that became unreadable changes nothing: the keys that were read
+last stay valid, and the reason is logged.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import json
+import logging
 import math
 import os
 import secrets
 import string
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from whorl.errors import ConfigError
-from whorl.serve.middleware.rate_limit import TokenBucket
+from whorl.serve.middleware.rate_limit import SharedLevels, TokenBucket
 
+LOG = logging.getLogger("whorl.serve")
 DEFAULT_KEY_FILE = "whorl-keys.json"
 ID_CHARS = string.ascii_lowercase + string.digits
-RELOAD_SECONDS = 1.0
+RELOAD_SECONDS = 0.5
 DUMMY_HASH = "0" * 64
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """The stored part of a key. A limit of None is no limit."""
+    """The stored part of a key. A limit of None is no limit. min_priority: lowest `priority` of its requests."""
 
     id: str
     name: str
@@ -43,6 +48,7 @@ class ApiKey:
     created: int
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    min_priority: int = 0
 
 
 class KeyFile:
@@ -73,24 +79,30 @@ class KeyFile:
         return keys
 
     def add(
-        self, name: str, requests_per_minute: int | None = None, tokens_per_minute: int | None = None
+        self,
+        name: str,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        min_priority: int = 0,
     ) -> str:
-        """Create a key and return its full text, name_or_id is not stored.
+        """Create a key and return its full text, which is not stored.
 
         Raises:
             ConfigError: the name is empty or taken.
         """
-        keys = self.read()
-        if not name.strip() or any(key.name == name for key in keys):
-            raise ConfigError(
-                f"the name {name!r} is {'taken' if name.strip() else 'empty'}", expected="a unique name"
+        with self._locked():
+            keys = self.read()
+            if not name.strip() or any(key.name == name for key in keys):
+                raise ConfigError(
+                    f"the name {name!r} is {'taken' if name.strip() else 'empty'}", expected="a unique name"
+                )
+            key_id = "".join(secrets.choice(ID_CHARS) for _ in range(8))
+            full_key = f"wk-{key_id}-{secrets.token_urlsafe(32)}"
+            created = int(time.time())
+            entry = ApiKey(
+                key_id, name, _hash(full_key), created, requests_per_minute, tokens_per_minute, min_priority
             )
-        key_id = "".join(secrets.choice(ID_CHARS) for _ in range(8))
-        full_key = f"wk-{key_id}-{secrets.token_urlsafe(32)}"
-        entry = ApiKey(
-            key_id, name, _hash(full_key), int(time.time()), requests_per_minute, tokens_per_minute
-        )
-        self._write([*keys, entry])
+            self._write([*keys, entry])
         return full_key
 
     def revoke(self, name_or_id: str) -> ApiKey:
@@ -99,30 +111,59 @@ class KeyFile:
         Raises:
             ConfigError: no such key.
         """
-        keys = self.read()
-        matches = [key for key in keys if name_or_id in (key.name, key.id)]
-        if len(matches) != 1:
-            known = ", ".join(key.name for key in keys) or "none"
-            raise ConfigError(f"no key {name_or_id!r}", expected=f"one of: {known}")
-        self._write([key for key in keys if key is not matches[0]])
+        with self._locked():
+            keys = self.read()
+            matches = [key for key in keys if name_or_id in (key.name, key.id)]
+            if len(matches) != 1:
+                known = ", ".join(key.name for key in keys) or "none"
+                raise ConfigError(f"no key {name_or_id!r}", expected=f"one of: {known}")
+            self._write([key for key in keys if key is not matches[0]])
         return matches[0]
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the file's lock from reading to writing, so that no change of another process is lost."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written: {error.strerror}", expected="a file in a writable folder"
+            ) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
     def _write(self, keys: list[ApiKey]) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f".{self.path.name}.new")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             json.dump({"keys": [asdict(key) for key in keys]}, out, indent=1)
+            out.flush()
+            os.fsync(out.fileno())
         temporary.replace(self.path)
 
 
 class KeyLimits:
-    """The rate limits of a key in use: one bucket of requests, one of tokens."""
+    """The rate limits of a key in use: one bucket of requests, one of tokens.
 
-    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        folder: where processes share the levels of their buckets; None for one process.
+    """
+
+    def __init__(
+        self, key: ApiKey, clock: Callable[[], float] = time.monotonic, folder: Path | None = None
+    ) -> None:
         self.key = key
         self.requests = TokenBucket(key.requests_per_minute, clock)
         self.tokens = TokenBucket(key.tokens_per_minute, clock)
+        self._shared = SharedLevels(folder / key.id, [self.requests, self.tokens]) if folder else None
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """A context in which the levels are current and no other process changes them."""
+        return nullcontext() if self._shared is None else self._shared.exclusive()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -137,14 +178,17 @@ class KeyLimits:
 
 
 class KeyStore:
-    """The keys of a file as the server uses them, reloaded when the file changes."""
+    """The keys of a file as the server uses them, reloaded when the file changes. folder: as in `KeyLimits`."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.file, self.clock = KeyFile(path), clock
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.monotonic, folder: Path | None = None
+    ) -> None:
+        self.file, self.clock, self.folder = KeyFile(path), clock, folder
         self._limits_by_key: dict[str, KeyLimits] = {}
         self._file_state: object = None
         self._last_check = -math.inf
-        self._reload_if_changed()
+        self._file_state = self._stat()
+        self._use(self.file.read())  # a damaged file is an error at the start
 
     def authenticate(self, key: str) -> KeyLimits | None:
         """Return the limits of a key, given its full text, or None if the key is unknown."""
@@ -154,23 +198,40 @@ class KeyStore:
         same = hmac.compare_digest(_hash(key), limits.key.hash if limits else DUMMY_HASH)
         return limits if same else None
 
+    def is_valid(self, limits: KeyLimits) -> bool:
+        """Return whether the key of these limits is still in the file."""
+        self._reload_if_changed()
+        current = self._limits_by_key.get(limits.key.id)
+        return current is not None and current.key.hash == limits.key.hash
+
     def _reload_if_changed(self) -> None:
         now = self.clock()
         if now - self._last_check < RELOAD_SECONDS:
             return
         self._last_check = now
+        if (file_state := self._stat()) == self._file_state:
+            return
+        self._file_state = file_state
+        try:
+            self._use(self.file.read())
+        except ConfigError as error:
+            LOG.error("%s; the keys that were read before stay valid", error.what)
+
+    def _stat(self) -> object:
         try:
             status = self.file.path.stat()
-            file_state: object = (status.st_mtime_ns, status.st_size, status.st_ino)
         except OSError:
-            file_state = "gone"
-        if file_state == self._file_state:
-            return
+            return "gone"
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _use(self, keys: list[ApiKey]) -> None:
         fresh = {}
-        for key in self.file.read():
+        for key in keys:
             old = self._limits_by_key.get(key.id)
-            fresh[key.id] = old if old is not None and old.key == key else KeyLimits(key, self.clock)
-        self._limits_by_key, self._file_state = fresh, file_state
+            fresh[key.id] = (
+                old if old is not None and old.key == key else KeyLimits(key, self.clock, self.folder)
+            )
+        self._limits_by_key = fresh
 
 
 def _hash(key: str) -> str:

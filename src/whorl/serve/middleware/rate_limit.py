@@ -1,16 +1,24 @@
 """Token buckets for requests and tokens per minute.
 
 A bucket holds at most one minute of its limit and refills at limit / 60 per second. A request consumes 1 from the request
-bucket and its prompt length from the token bucket. Generated tokens are consumed when the sequence ends, and may take the
-bucket below zero. A burst is therefore at most one minute of prompts, and the long-run mean is the limit.
+bucket. From the token bucket it consumes its prompt and its `max_tokens` when it starts, and gets back what it did not
+generate. It may start while the prompt alone is available, so the bucket may go below zero by the output of one request.
+
+The processes of `whorl serve --replicas` share the levels of a key in a small file, so its limits hold for all together.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
+import struct
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass
@@ -50,3 +58,31 @@ class TokenBucket:
         now = self.clock()
         self.available = min(self.limit, self.available + (now - self.last_refill) * self.limit / 60)
         self.last_refill = now
+
+
+class SharedLevels:
+    """The levels of buckets in a file that several processes read and write.
+
+    All use `time.monotonic`, which on Linux is one clock for all processes.
+    """
+
+    def __init__(self, path: Path, buckets: Sequence[TokenBucket]) -> None:
+        self.buckets, self._format = buckets, struct.Struct(f"{2 * len(buckets)}d")
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        weakref.finalize(self, os.close, self._file)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Load the levels, hold the file's lock, and store the levels at the end."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            stored = os.pread(self._file, self._format.size, 0)
+            if len(stored) == self._format.size:
+                levels = self._format.unpack(stored)
+                for n, bucket in enumerate(self.buckets):
+                    bucket.available, bucket.last_refill = levels[2 * n : 2 * n + 2]
+            yield
+            levels = tuple(x for bucket in self.buckets for x in (bucket.available, bucket.last_refill))
+            os.pwrite(self._file, self._format.pack(*levels), 0)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)

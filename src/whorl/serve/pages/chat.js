@@ -49,6 +49,12 @@ function showPane(mode, focus = false) {
   for (const radio of radios) radio.checked = radio.value === mode;
   find("#chat-pane").hidden = mode !== "chat";
   find("#completion-pane").hidden = mode !== "complete";
+  find(".keys .ctrl").hidden = mode === "chat"; // there Enter alone sends
+  const untaught = models.find((model) => model.id === select.value)?.chat === false;
+  find("#untaught").hidden = !untaught;
+  find("#untaught").textContent = mode === "chat"
+    ? "This model was not trained to chat. It continues the conversation as a text, and its answers will make little sense."
+    : "This model was not trained to chat, so the page opens in Complete: write the beginning of a text.";
   page.tooltip.hide();
   if (focus && !matchMedia("(pointer: coarse)").matches) find(mode === "chat" ? "#message" : "#text").focus();
 }

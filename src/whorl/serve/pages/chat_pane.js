@@ -3,6 +3,7 @@
 // Editing a message or regenerating a response starts a branch. The element of a message is created once and reused as long as
 // its node exists; switching the branch replaces the list of elements.
 
+import { copyText, formatCode } from "./code_blocks.js";
 import { createElement, find } from "./dom.js";
 import { Generation } from "./generation.js";
 import { readStorage, writeStorage } from "./settings.js";
@@ -32,11 +33,18 @@ export class ChatPane {
       else this.#submit();
     });
     this.input.addEventListener("input", () => this.#updateButtons());
+    section.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.isComposing || event.shiftKey || event.ctrlKey || event.metaKey) return;
+      if (event.target.tagName !== "TEXTAREA" || matchMedia("(pointer: coarse)").matches) return; // a phone has a Send button
+      if (event.target.getAttribute("aria-label") === "Edit the response") return; // long texts, saved by their button
+      event.preventDefault();
+      this.submit();
+    });
     this.#render();
     this.#updateButtons();
   }
 
-  /** Ctrl + Enter in this pane. */
+  /** Enter or Ctrl + Enter in this pane. */
   submit() {
     const editor = document.activeElement?.closest?.("form.editor");
     if (editor) editor.requestSubmit();
@@ -91,7 +99,7 @@ export class ChatPane {
     this.#render();
     const element = this.elements.get(node);
     const text = find(".text", element);
-    const generation = new Generation((pieces) => {
+    const generation = new Generation(page.settings.stopRepeats, (pieces) => {
       const follow = this.#atEnd();
       appendPieces(text, pieces);
       node.text = generation.tokenText.text;
@@ -104,6 +112,7 @@ export class ChatPane {
     const done = generation.run("chat", { model: page.model, messages, ...body }, page.settings.key).then(() => {
       this.running = null;
       element.classList.remove("writing");
+      formatCode(text);
       node.error = generation.error;
       page.announcer.end(node.error ? "" : generation.finish === "stopped" ? "Stopped." : "Response complete.");
       page.busy(false);
@@ -150,6 +159,7 @@ export class ChatPane {
     const user = node.role === "user";
     const text = createElement("div", { class: "text", dataset: user ? {} : { tokens: "" } });
     text.append(node.text);
+    if (!user) formatCode(text);
     if (!user) Object.entries({ role: "group", "aria-label": "Response; use the arrow keys to move between tokens" }).forEach(([key, value]) => text.setAttribute(key, value));
     return createElement("li", { class: `message ${user ? "user" : "model"}` },
       createElement("h2", { class: "who" }, user ? "You" : node.model ?? "Model"),
@@ -159,7 +169,7 @@ export class ChatPane {
         createElement("span", { class: "branches" }),
         createElement("button", { class: "quiet edit", type: "button", onclick: () => this.#edit(node) }, "Edit"),
         user ? "" : createElement("button", { class: "quiet regenerate", type: "button", onclick: () => this.#regenerate(node) }, "Regenerate"),
-        createElement("button", { class: "quiet copy", type: "button", onclick: (event) => this.#copy(node, event.target) }, "Copy"),
+        createElement("button", { class: "quiet copy", type: "button", onclick: (event) => copyText(node.text, event.target) }, "Copy"),
         user ? "" : createElement("span", { class: "stats note" })));
   }
 
@@ -243,13 +253,4 @@ export class ChatPane {
     area.focus();
   }
 
-  async #copy(node, button) {
-    try {
-      await navigator.clipboard.writeText(node.text);
-      button.textContent = "Copied";
-    } catch {
-      button.textContent = "Not allowed"; // browsers allow the clipboard only on https and localhost
-    }
-    button.addEventListener("blur", () => { button.textContent = "Copy"; }, { once: true });
-  }
 }

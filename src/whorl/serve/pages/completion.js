@@ -69,7 +69,7 @@ export class CompletionPane {
       this.versions = [];
     } else this.#setText(this.baseText, this.baseSpans);
     const base = this.baseText;
-    const generation = new Generation((pieces) => {
+    const generation = new Generation(page.settings.stopRepeats, (pieces) => {
       const follow = this.scroller.scrollHeight - this.scroller.scrollTop - this.scroller.clientHeight < 60;
       this.#append(pieces);
       page.announcer.push(pieces.map((piece) => piece.text).join(""));

@@ -7,9 +7,23 @@ import { stream } from "./client.js";
 import { count, formatNumber, formatSeconds } from "./dom.js";
 import { TokenText } from "./tokens.js";
 
+const REPEATED = 240; // characters that repeat one unit ...
+const REPEATS = 6; // ... at least so often: a table, a ruler or a short list is no loop
+const MAX_UNIT = 200; // characters of the unit
+
+/** Whether a text ends in one unit, a line or a phrase, over and over. */
+export function repeats(text) {
+  for (let unit = 1; unit <= MAX_UNIT; unit += 1) {
+    const length = Math.max(REPEATED, unit * REPEATS);
+    if (text.length >= length + unit && text.slice(-length) === text.slice(-length - unit, -unit)) return true;
+  }
+  return false;
+}
+
 export class Generation {
-  /** draw(pieces, generation): called with the new pieces of text, in order; may be empty. */
-  constructor(draw) {
+  /** stopRepeats: end when the text only repeats itself. draw(pieces): called with the new pieces of text; may be empty. */
+  constructor(stopRepeats, draw) {
+    this.stopRepeats = stopRepeats;
     this.draw = draw;
     this.tokenText = new TokenText();
     this.controller = new AbortController();
@@ -35,6 +49,11 @@ export class Generation {
         this.finish = chunk.finish ?? this.finish;
         this.usage = chunk.usage ?? this.usage;
         this.frame ||= requestAnimationFrame(() => this.#draw());
+        if (this.stopRepeats && repeats(this.tokenText.text)) {
+          this.finish = "repeats";
+          this.controller.abort();
+          break;
+        }
       }
     } catch (error) {
       if (error.name === "AbortError") this.finish = "stopped";
@@ -65,6 +84,7 @@ export class Generation {
   summary() {
     const parts = [];
     if (this.finish === "stopped") parts.push("stopped");
+    if (this.finish === "repeats") parts.push("stopped, because the text repeats itself");
     if (this.finish === "length") parts.push("token limit reached");
     if (this.tokens) parts.push(count(this.tokens, "token"));
     const duration = (this.lastTokenAt - this.started) / 1000;

@@ -73,6 +73,10 @@ export class Settings extends EventTarget {
     return this.form.elements.key.value.trim();
   }
 
+  get stopRepeats() {
+    return this.form.elements.repeats.checked;
+  }
+
   get system() {
     return this.form.elements.system.value;
   }

@@ -18,6 +18,17 @@ export function spanOf(piece) {
   return span;
 }
 
+/** Splits a span at a position of its text and returns the second half; both show the whole piece's tooltip. */
+export function splitSpan(span, position) {
+  const rest = span.cloneNode(false);
+  rest.textContent = span.textContent.slice(position);
+  rest.tabIndex = -1;
+  span.textContent = span.textContent.slice(0, position);
+  pieceOf.set(rest, pieceOf.get(span));
+  span.after(rest);
+  return rest;
+}
+
 const formatProbability = (logprob) => (logprob === null || logprob === undefined ? "–" : formatPercent(Math.exp(logprob)));
 const same = (a, b) => a.length === b.length && a.every((byte, i) => byte === b[i]);
 

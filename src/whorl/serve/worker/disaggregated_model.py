@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import psutil
 
+from whorl.align.distillation.teacher import check_same_vocabulary
 from whorl.engine.config import EngineConfig
 from whorl.engine.disaggregation.workers import Role
 from whorl.engine.engine import Engine
+from whorl.engine.speculation.load import NO_SPECULATION, Speculation
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import Machine
 from whorl.serve.worker.disaggregated import DisaggregatedEngine
@@ -23,7 +24,7 @@ from whorl.tokens.hf_tokenizer import load_tokenizer
 class ModelEngineFactory:
     """Builds the engine of one process; picklable. Fields as in `load_generation_model`.
 
-    proposer: drafts tokens in the decode processes; a prefill process samples nothing.
+    speculation: of the decode processes; a prefill process samples nothing.
     """
 
     location: ModelLocation
@@ -32,10 +33,18 @@ class ModelEngineFactory:
     max_model_len: int | None = None
     cache_bytes: int | None = None
     adapters: tuple[str, ...] = ()
-    proposer: Any = None
+    speculation: Speculation = NO_SPECULATION
 
     def load(self, role: Role | None = None) -> tuple[list[ServedModel], Engine]:
-        """Return the entries of the model, and an engine: of one role, or for both."""
+        """Return the entries of the model, and an engine: of one role, or for both.
+
+        Raises:
+            ConfigError: the draft model has another vocabulary; or as `load_generation_model`.
+        """
+        draft = self.speculation.draft
+        if draft is not None:
+            names = self.location.names[0], f"the draft model {draft}"
+            check_same_vocabulary(load_tokenizer(self.location.folder), load_tokenizer(draft), names=names)
         return load_generation_model(
             self.location,
             self.machine,
@@ -43,7 +52,7 @@ class ModelEngineFactory:
             max_model_len=self.max_model_len,
             cache_bytes=self.cache_bytes,
             adapters=self.adapters,
-            proposer=self.proposer if role != "prefill" else None,
+            speculation=self.speculation if role != "prefill" else NO_SPECULATION,
         )
 
     def __call__(self, role: Role) -> Engine:

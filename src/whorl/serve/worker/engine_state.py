@@ -29,6 +29,8 @@ def engine_counters(engine: Any) -> dict[str, float]:
         "output_tokens": stats.output_tokens,
         "drafted_tokens": stats.drafted_tokens,
         "accepted_tokens": stats.accepted_tokens,
+        "acceptance_rate": stats.acceptance_rate,
+        "draft_seconds": stats.draft_seconds,
         "preemptions": stats.n_preemptions,
         "step_seconds": stats.seconds,
         "model_seconds": stats.model_seconds,

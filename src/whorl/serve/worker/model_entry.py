@@ -11,7 +11,7 @@ import torch
 
 from whorl.models import LanguageModel
 from whorl.tokens.chat import ChatTemplate
-from whorl.tokens.healing import heal
+from whorl.tokens.healing import HealedPrompt, heal
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -43,11 +43,10 @@ class ServedModel:
             return self.tokenizer.encode_prompt(text)
         return [self.tokenizer.bos_id, *self.tokenizer.encode(text).tolist()]
 
-    def encode_healed(self, text: str) -> tuple[list[int], bytes]:
-        """Return (ids, forced prefix) with token healing: the model generates the last token of the prompt again."""
+    def encode_healed(self, text: str) -> HealedPrompt:
+        """Return a prompt with token healing: the model generates its end again."""
         tokenizer = self.tokenizer
-        healed = tokenizer.heal_prompt(text) if isinstance(tokenizer, HFTokenizer) else heal(tokenizer, text)
-        return healed.ids, healed.forced_prefix
+        return tokenizer.heal_prompt(text) if isinstance(tokenizer, HFTokenizer) else heal(tokenizer, text)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""

@@ -7,20 +7,20 @@ a quarter of the free memory, and never more than all sequences at full length c
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from pydantic import ValidationError
 
 from whorl.embedding.embedder import Embedder, embed_ids
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.load import load_for_sampling
 from whorl.engine.sampling.grammar import GrammarCompiler
+from whorl.engine.speculation.load import NO_SPECULATION, Speculation, make_proposer
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel
@@ -69,6 +69,7 @@ def load_generation_model(
     max_model_len: int | None = None,
     cache_bytes: int | None = None,
     adapters: Sequence[str] = (),
+    speculation: Speculation = NO_SPECULATION,
     **engine_kwargs: Any,
 ) -> tuple[list[ServedModel], Engine]:
     """Load a language model. Returns one entry for it and one per adapter, and the engine that runs all of them.
@@ -77,6 +78,7 @@ def load_generation_model(
         max_model_len: positions per sequence; by default the model's limit.
         cache_bytes: size of the KV cache; by default a share of the free memory.
         adapters: NAME=FOLDER for each adapter.
+        speculation: what drafts tokens.
         engine_kwargs: further arguments of `Engine`.
 
     Raises:
@@ -86,7 +88,9 @@ def load_generation_model(
     for text, (name, _, folder) in zip(adapters, loras, strict=True):
         if not name or not folder or name in location.names:
             raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER; the name must be unique")
-    model = load_for_sampling(location.folder, machine, batch_size=min(8, config.max_num_seqs))
+    rows = min(8, config.max_num_seqs)
+    model = load_for_sampling(location.folder, machine, batch_size=rows)
+    draft = speculation.load_draft(model, machine, rows)
     tokenizer = load_tokenizer(location.folder)
     gc.collect()
     bound = model.max_positions or model.default_context or DEFAULT_MAX_MODEL_LEN
@@ -97,7 +101,7 @@ def load_generation_model(
                 expected=f"at most {model.max_positions:,}, the model's limit",
             )
         bound = max_model_len
-    each = model.kv_bytes_per_token() or 1
+    each = (model.kv_bytes_per_token() or 1) + (draft.kv_bytes_per_token() if draft is not None else 0)
     memory = cache_bytes or int(psutil.virtual_memory().available * CACHE_MEMORY_FRACTION)
     tokens = min(config.max_num_seqs * bound, memory // each)
     if tokens < config.block_size:
@@ -108,27 +112,15 @@ def load_generation_model(
         )
     sizes = config.model_copy(update={"max_model_len": bound, "kv_cache_tokens": tokens})
     chat = load_chat_template(location.folder, tokenizer)
-    engine = make_engine(model, tokenizer, chat, sizes, **engine_kwargs)
+    banned = tokenizer.banned_ids(model.config.vocab_size)
+    proposer = make_proposer(speculation, location.folder, model, draft, sizes, banned)
+    engine = make_engine(model, tokenizer, chat, sizes, proposer=proposer, **engine_kwargs)
     base = served_model(location.names, tokenizer, chat, engine)
     models = [base]
     for name, _, folder in loras:
         engine.adapters.add(name, load_lora(Path(folder).expanduser(), model))
         models.append(replace(base, name=name, aliases=frozenset(), adapter=name, embed=None))
     return models, engine
-
-
-def engine_config(given: Mapping[str, Any]) -> EngineConfig:
-    """Build the engine's configuration from command-line options.
-
-    Raises:
-        ConfigError: names the first invalid option.
-    """
-    try:
-        return EngineConfig(**given)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = "--" + str(problem["loc"][0]).replace("_", "-")
-        raise ConfigError(f"{name} is {problem['input']!r}", expected=str(problem["msg"]).lower()) from error
 
 
 def make_engine(

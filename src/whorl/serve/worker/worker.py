@@ -60,11 +60,12 @@ class Stream:
         self.first_token_time = self.last_token_time = (
             0.0  # times of the first and the latest token; 0: no token yet
         )
-        self.n_tokens = self.cached_tokens = 0
+        self.n_tokens = self.cached_tokens = 0  # n_tokens: generated, without the forced prefix
         self.finish: FinishReason | None = None
         self.closed = False
         self._worker = worker
         self._tokens: list[Token] = []
+        self._n_forced = 0  # of `_tokens`
         self._text = bytearray()
         self._prompt_log_probs: list[float] = []
         self._has_output = False
@@ -91,10 +92,12 @@ class Stream:
             self.request.id,
             tuple(self._tokens),
             bytes(self._text),
-            self.finish,
+            None if self._error is not None else self.finish,
             self.cached_tokens,
             tuple(self._prompt_log_probs),
+            self._n_forced,
         )
+        self._n_forced = 0
         self._tokens.clear()
         self._text.clear()
         self._prompt_log_probs.clear()
@@ -107,19 +110,18 @@ class Stream:
             self.closed = True
             self._worker._abort_stream(self)
 
-    def truncate(self) -> None:
-        """End the sequence from the server's side: its reader gets the available output with finish reason "length"."""
+    def end_with_error(self, error: Exception) -> None:
+        """End the sequence from the server's side: its reader gets the available output, then the error."""
         if not self.closed:
-            self.closed, self._has_output = True, True
-            self._worker._abort_stream(self)
-            self.finish = "length"
-            self._event.set()
+            self.close()
+            self._fail(error)
 
     def _push(self, delta: Delta, now: float) -> None:
         if delta.tokens:
             self.first_token_time = self.first_token_time or now
             self.last_token_time = now
-            self.n_tokens += len(delta.tokens)
+            self.n_tokens += len(delta.tokens) - delta.n_forced
+            self._n_forced += delta.n_forced
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.finish = delta.finish_reason
         self._tokens += delta.tokens

@@ -25,30 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.writer import INDEX
+from whorl.train.config import CheckpointConfig
 
 NAME_PATTERN = re.compile(r"step-(\d{8,})\.(\d+)\.([0-9a-f]+)")
 HOUR = 3600.0
-
-
-class CheckpointConfig(BaseModel):
-    """Retention of local checkpoints, and remote storage."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    keep: int = Field(default=2, ge=1, description="number of checkpoints kept on the local disk")
-    keep_hours: float | None = Field(
-        default=None, gt=0, description="maximum age of these, except the newest"
-    )
-    remote_url: str | None = Field(default=None, description="folder or URL of remote storage")
-    remote_interval: float = Field(default=600.0, ge=0, description="seconds between uploads")
-    remote_keep: int = Field(default=3, ge=1, description="number of checkpoints kept there")
-    remote_keep_hours: float | None = Field(
-        default=None, gt=0, description="maximum age of these, except the newest"
-    )
 
 
 @dataclass(frozen=True)

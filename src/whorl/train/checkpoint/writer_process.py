@@ -76,7 +76,8 @@ class WriterWorker:
         if self.upload_thread is not None and self.upload_thread.is_alive():
             self.notify({"tier": "remote", "step": step, "deferred": True})
             return
-        from whorl.train.checkpoint.remote import CheckpointConfig, Uploader
+        from whorl.train.checkpoint.remote import Uploader
+        from whorl.train.config import CheckpointConfig
 
         uploads = self.uploader = self.uploader or Uploader(
             CheckpointConfig.model_validate(request["config"]), request["job_id"], self.notify

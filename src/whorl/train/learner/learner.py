@@ -314,10 +314,12 @@ class UpdateState:
             skipped = 1 if `accept_step` rejected the step: then no weight and no moment has changed on any replica.
         """
         filled = float(max(self.row_counts.values(), default=0))
+        if self.no_gradients:  # a rank without micro-batches, never rank 0
+            for name in self.named.keys() & self.shared.gradients.keys():
+                self.shared.gradients[name][self.process_group.rank].zero_()
         all_values = self.process_group.all_gather_scalars(*self.metric_sums.values(), filled)
-        sums = dict(
-            zip(self.metric_sums, (sum(column) for column in zip(*all_values, strict=True)), strict=False)
-        )
+        columns = zip(*(each for each in all_values if len(each) > 1), strict=True)
+        sums = dict(zip(self.metric_sums or ("loss", "loss_tokens"), map(sum, columns), strict=False))
         divisor = max(sums["loss_tokens"], 1.0)
         gradients, dense = self.reduced_gradients, self.flat_gradients
         if self.process_group.size > 1:
@@ -350,9 +352,8 @@ class UpdateState:
         for name, value in frozen.items():
             self.named[name].data.copy_(value)
         self._set_steps(self.steps + 1)
-        sizes = [int(each[-1]) for each in all_values]
         for name, table in self.sparse_tables:
-            self._step_sparse(name, table, sizes, divisor, lr_scale)
+            self._step_sparse(name, table, [int(each[-1]) for each in all_values], divisor, lr_scale)
         self._reset()
         if scaler is not None:
             scaler.on_step_end()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whorl.models import LanguageModel
 from whorl.nn import Linear
@@ -72,11 +72,11 @@ def _expert_scales(model: LanguageModel, scales: float | Mapping[int, float]) ->
 
 
 def freeze_routers_from(
-    model: LanguageModel, param_optims: Mapping[str, ParamOptim], step: int | None
+    network: nn.Module, param_optims: Mapping[str, ParamOptim], step: int | None
 ) -> dict[str, ParamOptim]:
     """Return `param_optims` with the parameters of all routers frozen from `step` on; None changes nothing."""
-    frozen = {n: replace(param_optims[n], freeze_step=step) for n in router_parameter_names(model)}
-    return {**param_optims, **frozen}
+    trained = (n for n in router_parameter_names(network) if n in param_optims)
+    return {**param_optims, **{n: replace(param_optims[n], freeze_step=step) for n in trained}}
 
 
 class LMObjective:

@@ -25,7 +25,7 @@ from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive, generator
 from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
-from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.config import CheckpointConfig
 from whorl.train.determinism import deterministic
 from whorl.train.job import Job, identity, stream_config
 from whorl.train.learner.learner import Learner, SharedState

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from whorl.models.language_model import LanguageModel
 from whorl.nn.convolution import Conv2d, ConvTranspose2d
 from whorl.nn.experts import Experts, MoERouter
 from whorl.nn.linear import Linear
@@ -37,6 +36,5 @@ def decayed_parameters(networks: nn.Module) -> set[str]:
             found |= {prefix + name for name, _ in module.named_parameters()}
         elif isinstance(module, MATRIX_LAYERS):
             found.add(f"{prefix}weight")
-        elif isinstance(module, LanguageModel) and module.head is not None:
-            found.add(f"{prefix}head")
+        found |= {prefix + name for name in getattr(module, "own_matrices", ())}
     return found & {name for name, _ in networks.named_parameters()}

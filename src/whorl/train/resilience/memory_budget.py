@@ -54,7 +54,7 @@ def apply_activation_checkpointing(
     rows: int,
     replicas: int,
     step: str = "pretrain",
-    rows_setting: tuple[str, int] = ("micro_batch_size", 1),
+    rows_setting: tuple[str, int] = ("train.micro_batch_size", 1),
 ) -> LanguageModel:
     """Set the number of recomputed blocks of `model` so that its forward passes stay within a budget; return it.
 
@@ -86,7 +86,7 @@ def blocks_to_checkpoint(
     replicas: int = 1,
     *,
     step: str = "pretrain",
-    rows_setting: tuple[str, int] = ("micro_batch_size", 1),
+    rows_setting: tuple[str, int] = ("train.micro_batch_size", 1),
 ) -> int:
     """Return the number of blocks, counted from the first, to recompute in forward passes of `rows` rows.
 
@@ -103,14 +103,14 @@ def blocks_to_checkpoint(
     if activations.min_peak <= budget_bytes:
         return min_checkpointed_blocks(activations, budget_bytes)
     fewer = [n for n in range(1, rows) if measured.at_rows(n).min_peak <= budget_bytes]
-    remedies = [f"--set {step}.activation_budget={megabytes(activations.min_peak * replicas)}MB"]
+    remedies = [f"--set {step}.run.activation_budget={megabytes(activations.min_peak * replicas)}MB"]
     if fewer:
         remedies.append(
             f"--set {step}.{rows_setting[0]}={fewer[-1] * rows_setting[1]} (now {rows} rows per forward; the same steps "
             "up to rounding)"
         )
     raise BudgetError(
-        f"{step}.activation_budget is {megabytes(budget_bytes * replicas, up=False)} MB"
+        f"{step}.run.activation_budget is {megabytes(budget_bytes * replicas, up=False)} MB"
         + (f" for {replicas} replicas" if replicas > 1 else "")
         + f", but {rows} rows per forward need more, even if all blocks are recomputed",
         expected=f"at least {megabytes(activations.min_peak * replicas)} MB; no block is recomputed from "

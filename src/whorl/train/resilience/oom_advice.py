@@ -64,15 +64,16 @@ def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
     what, remedies = describe(error, job.device)
     if micro > 1:
         remedies.append(
-            f"--set pretrain.micro_batch_size={micro // 2} (now {micro} rows per forward; the same steps up to rounding)"
+            f"--set pretrain.train.micro_batch_size={micro // 2} (now {micro} rows per forward; "
+            "the same steps up to rounding)"
         )
     if job.activation_budget is None:
         remedies.append(
-            "--set pretrain.activation_budget=25% (now none: no activation is recomputed to save memory)"
+            "--set pretrain.run.activation_budget=25% (now none: no activation is recomputed to save memory)"
         )
     else:
         less = Memory.parse(job.activation_budget).halved()
-        remedies.append(f"--set pretrain.activation_budget={less} (now {job.activation_budget})")
+        remedies.append(f"--set pretrain.run.activation_budget={less} (now {job.activation_budget})")
     if job.batch_size > job.replicas:
         remedies.append(
             f"--set plan.batch_size={max(job.replicas, job.batch_size // 2)} (now {job.batch_size} rows per step)"

@@ -32,6 +32,7 @@ from whorl.errors import ConfigError
 from whorl.models.exchange.gguf.architecture import GGUFModel, attention_configs, write_fields
 from whorl.models.exchange.gguf.vocabulary import read_vocabulary
 from whorl.models.exchange.rules import ConversionRule
+from whorl.models.language_model import LanguageModel
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, MLAConfig
 from whorl.nn.positions.rotary import rotary_frequencies, to_interleaved
@@ -43,7 +44,7 @@ FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 
 
 def export_gguf(
-    model: Transformer, file: Path, *, source: Path | None = None, dtype: torch.dtype | None = None
+    model: LanguageModel, file: Path, *, source: Path | None = None, dtype: torch.dtype | None = None
 ) -> None:
     """Write a model as one GGUF file. Memory: one tensor in addition to the model.
 
@@ -62,7 +63,6 @@ def export_gguf(
         raise ConfigError(
             f"the model is a {type(model).__name__}",
             expected="a Transformer",
-            do="a Decoder has n-gram embeddings and smeared keys, which llama.cpp lacks",
         )
     if file.exists():
         raise ConfigError(f"{file} exists", expected="a new file", do="name another, or remove it first")

@@ -56,6 +56,8 @@ class SetConfig(BaseModel):
     @model_validator(mode="after")
     def _validate(self) -> SetConfig:
         source = getattr(self, "source", "")
+        if (source in ("reasoning_gym", "verifiers")) != bool(getattr(self, "dataset", "")):
+            raise ValueError('dataset and source = "reasoning_gym" or "verifiers" must be given together')
         if (source == "files") != bool(self.path):
             raise ValueError('path and source = "files" must be given together')
         return self
@@ -64,13 +66,18 @@ class SetConfig(BaseModel):
 class TasksConfig(SetConfig):
     """Tasks, solutions or conversations."""
 
-    source: Literal["python", "arithmetic", "files"] = "python"
+    source: Literal["python", "arithmetic", "reasoning_gym", "verifiers", "files"] = "python"
     shape: Literal["conversations", "pairs", "tasks"] = Field(
         default="conversations", description="files: type of the records"
     )
     levels: dict[int, float] = Field(
         default={1: 2.0, 2: 1.0, 5: 1.0},
-        description="arithmetic: level -> weight (align/data/arithmetic.py)",
+        description="arithmetic, reasoning_gym: level -> weight (align/data/arithmetic.py)",
+    )
+    dataset: str = Field(default="", description="reasoning_gym: a generator; verifiers: a taskset")
+    options: dict[str, Any] = Field(default={}, description="reasoning_gym, verifiers: its settings")
+    chat: bool = Field(
+        default=False, description="reasoning_gym: conversations in place of texts to continue"
     )
     columns: bool = Field(default=True, description="arithmetic: solve digit by digit")
     answer_only_fraction: float = Field(
@@ -109,6 +116,7 @@ def _with_content_hashes(config: Any) -> Any:
 def tasks(ctx: StepContext, config: TasksConfig) -> None:
     """Make tasks with a verifier, and solutions to train on."""
     from whorl.align.data.dataset_files import write_dataset
+    from whorl.recipes.steps.align.generated_tasks import generated_tasks
 
     if config.source == "files":
         made = _read_files(ctx, config, needs_test=config.shape == "tasks")
@@ -119,13 +127,14 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
         }
         _write_summary(ctx, counts, config.shape)
         return
-    splits = _python_tasks(ctx, config) if config.source == "python" else _arithmetic_tasks(config)
+    splits = _python_tasks(ctx, config) if config.source == "python" else generated_tasks(ctx, config)
     counts = {}
     for split, (found, solutions) in splits.items():
         if not found:
             raise _empty_split_error(ctx, f"{split} task")
         counts[split] = write_dataset(ctx.out, "tasks", split, found)
-        write_dataset(ctx.out, "pairs", split, solutions)
+        if solutions:
+            write_dataset(ctx.out, "conversations" if config.chat else "pairs", split, solutions)
     _write_summary(ctx, counts)
 
 
@@ -268,28 +277,6 @@ def _python_preferences(ctx: StepContext, config: PreferencesConfig) -> dict[str
             raise _empty_split_error(ctx, f"function to {split} with in which a bug can be injected")
     ctx.summary["bug_kinds"] = bug_kinds
     return made
-
-
-def _arithmetic_tasks(config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
-    from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic
-    from whorl.align.data.formats import PromptCompletion
-    from whorl.tracking.seeds import numpy_rng
-
-    source = Arithmetic(seed=config.seed, weights=config.levels, digit_by_digit=config.columns)
-    rng = numpy_rng(config.seed, "tasks", "short")
-
-    def pair(problem: Any) -> PromptCompletion:
-        if rng.random() < config.answer_only_fraction:
-            return PromptCompletion(
-                source.prompt(problem), f"{ANSWER_PREFIX}{problem.answer}", "arithmetic", problem.id
-            )
-        return source.prompt_completion(problem)
-
-    train, test = source.problems(config.first_problem, config.max_train), source.distinct(config.max_test)
-    return {
-        "train": ([source.task(p) for p in train], [pair(p) for p in train]),
-        "test": ([source.task(p) for p in test], [source.prompt_completion(p) for p in test]),
-    }
 
 
 def _open_parent_corpus(ctx: StepContext) -> Corpus:

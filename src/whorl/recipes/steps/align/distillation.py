@@ -3,15 +3,15 @@
     [steps.distil]
     parents = ["rl", "tasks"]               # the teacher, and the tasks whose prompts are completed
     student = {n_layers = 2}                # or width_multiplier, or n_heads, mlp_hidden (pruning)
-    completions_from = "teacher"            # "solutions": the solutions of the tasks
+    texts.completions_from = "teacher"            # "solutions": the solutions of the tasks
     on_policy_fraction = 0.5                # share of a step's prompts that the student completes
 
     [steps.smaller]
     uses = "distil"
     parents = {model = "pretrain", tokens = "tokens", student = "other"}
 
-Without tasks the student trains on pretraining documents. With `teacher_top_k` the teacher's likeliest logits are computed
-once, before the first step, and cached in the scratch folder, where a resumed run finds them.
+Without tasks the student trains on pretraining documents. With `texts.teacher_top_k` the teacher's likeliest logits are
+computed once, before the first step, and cached in the scratch folder, where a resumed run finds them.
 
 The teacher has the role `model`: the result counts as a stage of the teacher and keeps its tokenizer.
 """
@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.align.config import DistilConfig, StudentConfig
 from whorl.errors import ConfigError, DataError
@@ -32,8 +32,8 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import (
     NOT_HASHED,
     evaluate_held_out,
-    format_bits_change,
-    held_out_bits_per_byte,
+    format_likelihood_change,
+    held_out_likelihood,
     load_sft_examples,
     open_token_set,
     pad_id_of,
@@ -50,29 +50,42 @@ if TYPE_CHECKING:
 PRUNING_EXAMPLES = 64  # texts that measure the importance of heads and channels
 
 
+class TextSourceConfig(BaseModel):
+    """The training texts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    completions_from: Literal["solutions", "teacher"] = Field(
+        default="solutions",
+        description="completions of the task prompts: the given solutions, or sampled from the teacher",
+    )
+    max_examples: int = Field(default=2000, ge=1, description="training texts, at most")
+
+
+class DistilTextsConfig(TextSourceConfig):
+    """The training texts, and the logits of the teacher for them."""
+
+    teacher_top_k: int = Field(
+        default=0,
+        ge=0,
+        description="logits per position that the teacher caches before training; 0: it runs in every step",
+    )
+
+
 class DistilStepConfig(DistilConfig):
     """The student, and the texts it trains on."""
 
     student: StudentConfig | None = Field(
         default=None, description="shape derived from the teacher; alternatively a parent `student`"
     )
-    completions_from: Literal["solutions", "teacher"] = Field(
-        default="solutions",
-        description="completions of the task prompts: the given solutions, or sampled from the teacher",
-    )
-    teacher_top_k: int = Field(
-        default=0,
-        ge=0,
-        description="logits per position that the teacher caches before training; 0: it runs in every step",
-    )
-    max_examples: int = Field(default=2000, ge=1, description="training texts, at most")
+    texts: DistilTextsConfig = Field(default=DistilTextsConfig(), description="the training texts")
 
     @model_validator(mode="after")
     def _validate(self) -> DistilStepConfig:
-        if self.teacher_top_k and self.on_policy_fraction:
+        if self.texts.teacher_top_k and self.on_policy_fraction:
             raise ValueError(
-                f"on_policy_fraction is {self.on_policy_fraction:g} and teacher_top_k is {self.teacher_top_k}: cached "
-                "teacher logits cover given texts only; set teacher_top_k to 0"
+                f"on_policy_fraction is {self.on_policy_fraction:g} and texts.teacher_top_k is {self.texts.teacher_top_k}: "
+                "cached teacher logits cover given texts only; set texts.teacher_top_k to 0"
             )
         return self
 
@@ -100,7 +113,8 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     tokenizer = load_example_tokenizer(folder)
     model = load_stage_model(folder, config, machine)
     model.context_hint = config.seq_len + 1
-    texts, left = _load_examples(ctx, config, tokenizer, model)
+    needs_prompts = config.texts.completions_from == "teacher" or config.on_policy_fraction > 0
+    texts, left = load_texts(ctx, config, tokenizer, model, needs_prompts=needs_prompts)
     student, origin = _make_student(ctx, config, tokenizer, model, texts)
     network = make_policy_model(
         student, tokenizer, config, context_hint=config.seq_len + 1, temperature=config.temperature
@@ -137,7 +151,7 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     )
     result = train_stage(
         ctx, "Distilling", train, note=note, evaluate=lambda _: evaluate(network),
-        bits_per_byte=lambda: held_out_bits_per_byte(ctx, network.model, tokenizer),
+        likelihood=lambda: held_out_likelihood(ctx, network.model, tokenizer),
     )  # fmt: skip
     measured = {"teacher": of_teacher, **result.evaluation}
     save_stage_model(network, origin, ctx.out)
@@ -153,8 +167,8 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
         )
     ctx.summary.update(
         summary, texts=len(texts), left_out=left, final=result.final, sizes=sizes, params=student.params(),
-        bits_per_byte=result.bits_per_byte, seconds=result.seconds,
-        headline=headline + format_bits_change(**result.bits_per_byte),
+        **result.likelihood, seconds=result.seconds,
+        headline=headline + format_likelihood_change(**result.likelihood),
     )  # fmt: skip
     write_curve(
         ctx, objective=config.divergence, trained_on=f"{len(texts):,} texts",
@@ -162,13 +176,33 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     )  # fmt: skip
 
 
-def _load_examples(
-    ctx: StepContext, config: DistilStepConfig, tokenizer: ExampleTokenizer, teacher: LanguageModel
+class TextsConfig(Protocol):
+    """The settings of training texts."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def texts(self) -> TextSourceConfig: ...
+    @property
+    def max_completion_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def load_texts(
+    ctx: StepContext,
+    config: TextsConfig,
+    tokenizer: ExampleTokenizer,
+    teacher: LanguageModel,
+    *,
+    needs_prompts: bool,
 ) -> tuple[list[TokenizedExample], dict[str, int]]:
     """Return (training texts, reason -> number of rejected texts) from the tasks, else from pretraining documents.
 
     Raises:
-        ConfigError: neither is a parent.
+        ConfigError: neither is a parent, or documents where prompts are needed.
         DataError: no text is left.
     """
     if "tasks" not in ctx.parents and "tokens" not in ctx.parents:
@@ -177,13 +211,13 @@ def _load_examples(
             do=f'add "tasks" to the parents of {ctx.name}',
         )  # fmt: skip
     if "tasks" not in ctx.parents:
-        if config.completions_from == "teacher" or config.on_policy_fraction:
+        if needs_prompts:
             raise ConfigError(
                 f"{ctx.name}: pretraining documents have no prompts to complete",
-                expected='a parent that makes tasks, for completions_from = "teacher" or on_policy_fraction above 0',
+                expected='a parent that makes tasks, for texts.completions_from = "teacher" or on_policy_fraction above 0',
             )
         return _pretraining_examples(ctx, config, tokenizer), {}
-    if config.completions_from == "teacher":
+    if config.texts.completions_from == "teacher":
         texts, left = _teacher_completions(ctx, config, tokenizer, teacher)
     else:
         texts, length_filter = load_sft_examples(ctx, tokenizer, config.seq_len + 1)
@@ -194,11 +228,11 @@ def _load_examples(
             f"no text is left to distil with: {why}", expected="at least one",
             do=f"raise {ctx.name}.seq_len or max_completion_tokens",
         )  # fmt: skip
-    return texts[: config.max_examples], left
+    return texts[: config.texts.max_examples], left
 
 
 def _pretraining_examples(
-    ctx: StepContext, config: DistilStepConfig, tokenizer: ExampleTokenizer
+    ctx: StepContext, config: TextsConfig, tokenizer: ExampleTokenizer
 ) -> list[TokenizedExample]:
     """Return the first pretraining documents, each cut to one row."""
     import numpy as np
@@ -206,7 +240,9 @@ def _pretraining_examples(
     from whorl.align.model.example import TokenizedExample
 
     found = []
-    for ids in islice(open_token_set(ctx, tokenizer).split("train").iter_documents(), config.max_examples):
+    for ids in islice(
+        open_token_set(ctx, tokenizer).split("train").iter_documents(), config.texts.max_examples
+    ):
         taken = np.asarray(ids[: config.seq_len + 1], np.int64)
         mask = np.ones(len(taken), np.bool_)
         mask[0] = False
@@ -216,7 +252,7 @@ def _pretraining_examples(
 
 
 def _teacher_completions(
-    ctx: StepContext, config: DistilStepConfig, tokenizer: ExampleTokenizer, teacher: LanguageModel
+    ctx: StepContext, config: TextsConfig, tokenizer: ExampleTokenizer, teacher: LanguageModel
 ) -> tuple[list[TokenizedExample], dict[str, int]]:
     """Return the teacher's completions of the task prompts; deterministic in the seed, so a resumed run gets the same."""
     from whorl.align.distillation.teacher import sample_teacher_completions
@@ -226,7 +262,7 @@ def _teacher_completions(
 
     ctx.parents["tasks"].check()
     length = config.seq_len + 1
-    tasks = read_tasks(ctx.parents["tasks"].path, "train")[: config.max_examples]
+    tasks = read_tasks(ctx.parents["tasks"].path, "train")[: config.texts.max_examples]
     kept, left = filter_by_length(tokenizer, tasks, length, config.max_completion_tokens)
     prompts = [tokenizer.prompt(task.prompt or task.messages) for task in kept]
     if not prompts:
@@ -296,7 +332,7 @@ def _make_teacher(
     from whorl.align.stage.task import dataset_fingerprint
 
     fingerprint = tokenizer_fingerprint(tokenizer.tokenizer)
-    if not config.teacher_top_k:
+    if not config.texts.teacher_top_k:
         return LiveTeacher(model, fingerprint), texts
     folder = ctx.scratch / "teacher_logits"
     if (folder / MANIFEST).is_file():
@@ -305,7 +341,7 @@ def _make_teacher(
             return cached, list(cached.examples)
     with ctx.progress.task("Caching teacher logits", total=len(texts), unit="texts") as bar:
         cached = cache_teacher_logits(
-            model, texts, pad_id=pad_id_of(tokenizer), top_k=config.teacher_top_k, temperature=config.temperature,
+            model, texts, pad_id=pad_id_of(tokenizer), top_k=config.texts.teacher_top_k, temperature=config.temperature,
             vocab_fingerprint=fingerprint, teacher_name=ctx.parents["model"].address, on_progress=bar.advance,
         )  # fmt: skip
     cached.save(folder)

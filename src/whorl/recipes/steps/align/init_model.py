@@ -39,12 +39,12 @@ class InitModelConfig(BaseModel):
 @step("model", config=InitModelConfig, version=2)
 def init_model(ctx: StepContext, config: InitModelConfig) -> None:
     """Initialize a byte-level model without training it."""
-    from whorl.models import DecoderConfig, make_model, save_model
+    from whorl.models import make_model, save_model, whorl_decoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator
 
     tokenizer = Tokenizer([bytes([i]) for i in range(256)])
-    shape = DecoderConfig(
+    shape = whorl_decoder(
         vocab_size=-(-tokenizer.vocab_size // 8) * 8, d_model=config.d_model, n_layers=config.n_layers,
         n_heads=config.n_heads, n_kv_heads=config.n_heads, head_dim=config.head_dim,
         mlp_hidden=config.mlp_hidden, ngram_buckets=512,

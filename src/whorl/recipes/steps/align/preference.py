@@ -28,8 +28,8 @@ from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import (
     NOT_HASHED,
-    format_bits_change,
-    held_out_bits_per_byte,
+    format_likelihood_change,
+    held_out_likelihood,
     pad_id_of,
     train_stage,
     write_curve,
@@ -83,7 +83,7 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     result = train_stage(
         ctx, "Preference", partial(train_preferences, network, train, config, pad_id=pad),
         evaluate=lambda _: _evaluate_held_out(network, reference, test, config, pad),
-        bits_per_byte=lambda: held_out_bits_per_byte(ctx, network.model, tokenizer),
+        likelihood=lambda: held_out_likelihood(ctx, network.model, tokenizer),
         note=lambda metrics: f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}, "
         f"margin {metrics['rewards/margin']:.3f}",
     )  # fmt: skip
@@ -97,8 +97,8 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     ctx.summary.update(
         objective=config.objective, items={"train": len(train), "test": len(test)}, left_out=length_filter.rejected,
         final=result.final, held_out=result.evaluation,
-        bits_per_byte=result.bits_per_byte, seconds=result.seconds,
-        params=network.model.params(), headline=headline + format_bits_change(**result.bits_per_byte),
+        **result.likelihood, seconds=result.seconds,
+        params=network.model.params(), headline=headline + format_likelihood_change(**result.likelihood),
     )  # fmt: skip
     noun = "completion" if config.objective == "kto" else "pair"
     write_curve(

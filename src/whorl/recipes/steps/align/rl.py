@@ -21,8 +21,8 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import (
     NOT_HASHED,
     STAGE_PARENTS,
-    format_bits_change,
-    held_out_bits_per_byte,
+    format_likelihood_change,
+    held_out_likelihood,
     train_stage,
     write_curve,
 )
@@ -47,7 +47,7 @@ class _Tasks:
     "model",
     config=RLConfig,
     parents={**STAGE_PARENTS, "reward_model?": "reward_model"},
-    not_hashed=(*NOT_HASHED, "max_train_seconds", "max_worker_restarts"),
+    not_hashed=NOT_HASHED,
     version=2,
 )
 def rl(ctx: StepContext, config: RLConfig) -> None:
@@ -78,7 +78,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     worker = RolloutWorker(
         network.model.config, str(network.model.dtype).removeprefix("torch."), folder, tasks.train, config.group_size,
         config.max_completion_tokens, config.max_seq_len, config.temperature,
-        Curriculum([task.difficulty for task in tasks.train], rule=config.curriculum),
+        Curriculum([task.difficulty for task in tasks.train], rule=config.sampling.curriculum),
         config.resolved_sampling_rounds, config.async_rollout.update_in_flight,
         threads=1 if config.async_rollout.workers else None, reward_model=reward_model, environment=config.environment,
     )  # fmt: skip
@@ -92,22 +92,22 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         return text
 
     def after_step(step: int, metrics: dict[str, float], experience: Experience) -> None:
-        if step % config.log_rollouts_every == 0 and step < config.steps:
+        if step % config.run.log_rollouts_every == 0 and step < config.steps:
             table = rollout_table(tokenizer, tasks.train, experience, config.group_size)
             ctx.progress.log(f"    step {step}: {note(metrics)}\n{table}")
 
     result = train_stage(
         ctx, "Policy", partial(train_policy, network, worker, config, reference=reference), note=note,
-        evaluate=evaluate, bits_per_byte=lambda: held_out_bits_per_byte(ctx, network.model, tokenizer),
+        evaluate=evaluate, likelihood=lambda: held_out_likelihood(ctx, network.model, tokenizer),
         after_step=after_step, total=config.steps,
     )  # fmt: skip
     save_stage_model(network, folder, ctx.out)
     (ctx.out / "samples.json").write_text(json.dumps(samples, indent=1))
     ctx.summary.update(
-        eval=result.evaluation, bits_per_byte=result.bits_per_byte,
+        eval=result.evaluation, **result.likelihood,
         tasks={"train": len(tasks.train), "test": len(tasks.test)}, left_out=tasks.rejected,
         seconds=result.seconds, params=network.model.params(),
-        headline=_headline(**result.evaluation) + format_bits_change(**result.bits_per_byte),
+        headline=_headline(**result.evaluation) + format_likelihood_change(**result.likelihood),
     )  # fmt: skip
     write_curve(
         ctx, objective=config.algorithm, loss=("loss", "Loss in nats per trained token"),

@@ -20,8 +20,8 @@ from whorl.recipes.stage import (
     NOT_HASHED,
     STAGE_PARENTS,
     evaluate_held_out,
-    format_bits_change,
-    held_out_bits_per_byte,
+    format_likelihood_change,
+    held_out_likelihood,
     load_sft_examples,
     pad_id_of,
     train_stage,
@@ -71,7 +71,7 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     train = partial(fine_tune, network, examples, config, pad_id=pad_id_of(tokenizer), replay_data=replay)
     result = train_stage(
         ctx, "Fine-tuning", train, evaluate=evaluate, unit="",
-        bits_per_byte=lambda: held_out_bits_per_byte(ctx, network.model, tokenizer),
+        likelihood=lambda: held_out_likelihood(ctx, network.model, tokenizer),
         note=lambda metrics: f"loss {metrics['nll']:.3f}, epoch {metrics['epoch']:.2f}",
     )  # fmt: skip
     measured = result.evaluation
@@ -83,8 +83,8 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
         headline += f"; greedy accuracy on held-out tasks {passed[0]}, then {passed[1]}"
     ctx.summary.update(
         summary, texts=len(examples), left_out=length_filter.rejected, final=result.final, seconds=result.seconds,
-        params=network.model.params(), bits_per_byte=result.bits_per_byte,
-        headline=headline + format_bits_change(**result.bits_per_byte),
+        params=network.model.params(), **result.likelihood,
+        headline=headline + format_likelihood_change(**result.likelihood),
     )  # fmt: skip
     write_curve(
         ctx, objective="sft", loss=("nll", "Loss in nats per trained token"),

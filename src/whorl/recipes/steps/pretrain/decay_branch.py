@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import json
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.model import train_and_save
-from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.recipes.steps.pretrain.train_job import train_and_save
+from whorl.train.config import RunConfig
 
 
 class DecayBranchConfig(BaseModel):
@@ -32,16 +32,20 @@ class DecayBranchConfig(BaseModel):
     fraction: float = Field(
         default=0.5, gt=0, lt=1, description="of the pretraining steps; one of its `decay_branches`"
     )
-    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
-    checkpoints: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="how many are kept, and a remote copy"
-    )
+    run: RunConfig = Field(default=RunConfig(), description="checkpoints")
+
+    @model_validator(mode="after")
+    def _validate(self) -> DecayBranchConfig:
+        self.run.refuse(
+            **dict.fromkeys(("activation_budget", "replicas"), "it is that of the pretraining run")
+        )
+        return self
 
 
 @step(
     "model",
     config=DecayBranchConfig,
-    not_hashed=("checkpoint_seconds", "checkpoints"),
+    not_hashed=("run",),
     parents={"model": "model", "tokens": "tokens", "tokenizer": "tokenizer"},
     version=2,
 )
@@ -68,8 +72,7 @@ def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
     train_and_save(
         ctx,
         job,
-        config.checkpoints,
-        checkpoint_seconds=config.checkpoint_seconds,
+        config.run,
         start=start,
         previous_curve=[record for record in curve if record["step"] <= at],
     )

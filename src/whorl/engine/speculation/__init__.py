@@ -1,0 +1,1 @@
+"""Loading what drafts tokens for an engine, and measuring it."""

@@ -1,0 +1,71 @@
+"""Bounds on open connections: clients that never send a whole request, and the limit of file descriptors.
+
+    a connection without a whole header after `header_seconds`     closed
+    more connections than `max_connections`                        the one that has waited longest is closed
+
+So a client that opens connections and sends nothing cannot use up the descriptors: it closes its own oldest ones. Bodies
+have a separate time limit, set by the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 15.0
+RESERVED_DESCRIPTORS = 64  # for files, pipes and connections to replicas
+MAX_BACKLOG = 2048
+
+
+def uvicorn_limits() -> dict[str, Any]:
+    """Return the arguments `http` and `backlog` of `uvicorn.Config` for this process's limit of descriptors.
+
+    The event loop accepts up to `backlog` connections before it closes any, so several times that many stay free.
+    """
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    backlog = max(16, min(MAX_BACKLOG, descriptors // 16))
+    limit = max(16, descriptors - RESERVED_DESCRIPTORS - 3 * backlog)
+    return {"http": bounded_protocol(limit), "backlog": backlog}
+
+
+def bounded_protocol(max_connections: int, header_seconds: float = HEADER_SECONDS) -> type[H11Protocol]:
+    """Return a protocol class whose connections share these bounds."""
+    # Connections without a request in progress, longest waiting first. None: kept alive, closed by uvicorn's own timer.
+    waiting: dict[H11Protocol, asyncio.TimerHandle | None] = {}
+
+    class BoundedProtocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._limit_header_time()
+            if len(self.connections) > max_connections:
+                next(iter(waiting)).transport.close()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_waiting()
+            elif waiting.get(self) is None and not self.transport.is_closing():
+                self._limit_header_time()  # the first bytes of the next request
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete and not self.transport.is_closing():  # no next request has begun
+                waiting.setdefault(self, None)
+
+        def _limit_header_time(self) -> None:
+            waiting.pop(self, None)
+            waiting[self] = self.loop.call_later(header_seconds, self.transport.close)
+
+        def _stop_waiting(self) -> None:
+            timer = waiting.pop(self, None)
+            if timer is not None:
+                timer.cancel()
+
+    return BoundedProtocol

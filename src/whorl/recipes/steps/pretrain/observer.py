@@ -1,0 +1,100 @@
+"""Metrics and samples of a pretraining run, for the steps `pretrain` and `decay_branch`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from whorl.recipes.stage_recorder import Metrics, StageRecorder
+
+if TYPE_CHECKING:
+    from whorl.models import LanguageModel
+    from whorl.tokens.tokenizer import Tokenizer
+    from whorl.train.job import Job
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 48
+
+
+class PretrainObserver(StageRecorder):
+    """Adds to the records of training: MFU, seconds, bits per byte, perplexity, memory and samples.
+
+    bytes_per_token: of the training split. Further arguments are those of `StageRecorder`.
+    """
+
+    def __init__(self, *inputs: Any, job: Job, bytes_per_token: float, tokenizer: Tokenizer) -> None:
+        super().__init__(*inputs)
+        self.steps, self.bytes_per_token, self.tokenizer = job.steps, bytes_per_token, tokenizer
+        flops = self.ctx.machine.flops  # for the planned type, which may differ from the machine's choice
+        self.peak_flops = flops.get(job.dtype, flops["float32"])  # denominator of `mfu`
+        self.started = time.monotonic()
+
+    def step_values(self, metrics: Metrics) -> Metrics:
+        mfu = metrics["flops_per_second"] / self.peak_flops
+        return {**metrics, "mfu": mfu, "seconds": time.monotonic() - self.started}
+
+    def evaluation_values(
+        self, step: int, metrics: Metrics, networks: LanguageModel
+    ) -> dict[str, float | str]:
+        values: dict[str, float | str] = dict(metrics)
+        if "held_out_nll" in metrics:
+            values["held_out_bits_per_byte"] = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
+            from whorl.evals.likelihood import perplexity  # not above: a run of lookups imports no torch
+
+            values["held_out_perplexity"] = perplexity(metrics["held_out_nll"], 1)
+        if step * 4 // self.steps > (step - max(1, self.steps // 40)) * 4 // self.steps:
+            values["sample"] = self._sample(networks, step)
+            values["memory_bytes"] = _memory_in_use()  # takes 0.02 s for each process
+        return values
+
+    def _sample(self, model: LanguageModel, step: int) -> str:
+        from whorl.engine import EngineConfig, SamplingParams
+        from whorl.engine.engine import Engine
+        from whorl.tokens.healing import heal
+        from whorl.tracking.seeds import derive
+
+        t, rows = self.tokenizer, model.config.vocab_size
+        healed = heal(t, SAMPLE_PROMPT)
+        engine = Engine(
+            model,
+            EngineConfig.for_batch(1, len(healed.ids) + SAMPLE_TOKENS),
+            token_bytes=t.text_bytes(rows),
+            banned_ids=t.banned_ids(rows),
+            compile_native=False,  # training does not wait for a compiler
+        )
+        (completion,) = engine.generate(
+            [healed.ids],
+            SamplingParams(seed=derive(0, "sample", step)),
+            max_tokens=SAMPLE_TOKENS,
+            stop_ids=t.end_ids,
+            forced_prefixes=[healed.forced_prefix],
+        )
+        text = SAMPLE_PROMPT + completion.text.decode("utf-8", "replace")
+        self.ctx.progress.log(f"    step {step:,}: " + text.replace("\n", "\n      "))
+        return text
+
+
+def progress_note(metrics: Mapping[str, float]) -> str:
+    """Return the text next to the bar: loss, speed, and both measures of the last evaluation after the first one."""
+    note = f"loss {metrics['nll']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s"
+    if "held_out_bits_per_byte" not in metrics:
+        return note
+    bits, per_token = metrics["held_out_bits_per_byte"], metrics["held_out_perplexity"]
+    return f"{note}, held-out {bits:.3f} bits per byte, perplexity {per_token:.2f}"
+
+
+def _memory_in_use() -> int:
+    """Return the bytes held by this process and its children; shared pages count once where the system reports them."""
+    import psutil
+
+    parent = psutil.Process()
+    total = 0
+    for process in [parent, *parent.children(recursive=True)]:
+        try:
+            info = process.memory_full_info()
+            total += getattr(info, "pss", 0) or info.uss
+        except psutil.Error:
+            continue  # the process ended in the meantime
+    return total

@@ -1,0 +1,156 @@
+"""The step `pretrain`: from a plan to a trained model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from whorl.corpus.blocks import Source, expand_globs
+from whorl.recipes.registry import StepContext, step
+from whorl.recipes.steps.pretrain.train_job import train_and_save
+from whorl.recipes.steps.tokens import read_plan
+from whorl.train.config import RunConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from whorl.train.job import Job
+
+
+class PretrainStreamConfig(BaseModel):
+    """Raw files that are tokenized during training, instead of the training split of the token set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sources: list[Source] = Field(
+        min_length=1, description="files (patterns, URLs), weight, final_weight, formats"
+    )
+    shuffle_bytes: int = Field(
+        default=1 << 19, ge=1, description="bytes of raw text that are shuffled together"
+    )
+    block_bytes: int = Field(
+        default=1 << 14,
+        ge=1,
+        description="raw text per read; for remote files use 1000000",
+    )
+    mixture_warmup_records: int = Field(
+        default=1000, ge=1, description="records over which the weights change to final_weight"
+    )
+    workers: int = Field(default=1, ge=1, description="tokenizing processes per replica")
+    fingerprints: list[str] = Field(default=[], description="of the files; computed")
+
+
+class PretrainTrainConfig(TrainConfig):
+    """The update loop of pretraining; the plan decides learning rates and the compute type."""
+
+    micro_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="rows per forward pass and replica; fewer need less memory; default: all",
+    )
+    bf16_weights: Literal["nearest", "stochastic"] | None = Field(
+        default=None,
+        description="store the weight matrices of the blocks in bfloat16 with this rounding; default: fp32 master weights",
+    )
+
+
+class PretrainConfig(BaseModel):
+    """Execution of the planned run; the plan decides model, data and number of steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    stream: PretrainStreamConfig | None = Field(
+        default=None, description="train on raw files, tokenized during training, instead of the token set"
+    )
+
+    seed: int | None = Field(default=None, description="default: the seed of the plan")
+    decay_branches: list[float] = Field(
+        default=[],
+        description="fractions of the steps at which a step `decay_branch` may start to decay",
+    )
+    deterministic: bool = Field(default=False, description="no timing affects the result")
+    serial_loader: bool = Field(
+        default=False, description="fill batches in the training process, for debugging"
+    )
+    train: PretrainTrainConfig = Field(default=PretrainTrainConfig(), description="the update loop")
+    run: RunConfig = Field(default=RunConfig(), description="checkpoints and memory")
+
+    @model_validator(mode="after")
+    def _validate(self) -> PretrainConfig:
+        self.run.refuse(replicas="the plan decides it: set plan.replicas")
+        if self.decay_branches:
+            from whorl.train.lm.decay_branches import check_fractions  # imports torch
+
+            check_fractions(self.decay_branches, self.train.schedule)
+        return self
+
+
+def _with_file_hashes(config: PretrainConfig) -> PretrainConfig:
+    """Replace patterns by files and add their fingerprints, so that the address changes with the content."""
+    if config.stream is None:
+        return config
+    sources = [replace(source, files=expand_globs(source.files)) for source in config.stream.sources]
+    fingerprints = [source.open().fingerprint for source in sources]
+    stream = config.stream.model_copy(update={"sources": sources, "fingerprints": fingerprints})
+    return config.model_copy(update={"stream": stream})
+
+
+@step(
+    "model",
+    config=PretrainConfig,
+    complete_config=_with_file_hashes,
+    not_hashed=("run", "serial_loader"),
+    parents={"plan": "plan", "tokens": "tokens", "tokenizer": "tokenizer"},
+    version=3,
+)
+def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
+    """Train the planned model."""
+    from whorl.train.lm import decay_branches as branches
+
+    job = build_job(ctx, config)
+    points = {share: branches.branch_step(job, share) for share in config.decay_branches}
+    train_and_save(
+        ctx,
+        job,
+        config.run,
+        branch_steps=[*points.values()],
+    )
+    if points:
+        ctx.summary["branches"] = branches.export_branches(ctx.scratch, ctx.out, points, ctx.progress.log)
+
+
+def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
+    """Return the planned job on the parents' tokens; `pretrain` trains it and `whorl profile` measures it."""
+    from whorl.tokens.shards import TokenSet
+    from whorl.train.job import Job
+
+    for role in ("tokens", "tokenizer"):
+        ctx.parents[role].check()
+    planned = read_plan(ctx)["job"]
+    job = Job.model_validate(
+        {
+            **planned,
+            "tokens": str(ctx.parents["tokens"].path),
+            "serial_loader": config.serial_loader,
+            "stream": _stream_settings(ctx, config),
+            "bf16_weights": config.train.bf16_weights,
+            "schedule": config.train.schedule,
+            "ema": config.train.ema,
+            "spike_guard": config.train.spike_guard,
+            "deterministic": config.deterministic or planned.get("deterministic", False),
+            "activation_budget": config.run.activation_budget,
+            "micro_batch_size": config.train.micro_batch_size,
+            **({"seed": config.seed} if config.seed is not None else {}),
+        }
+    )
+    vocab_size = TokenSet(ctx.parents["tokens"].path).vocab_size
+    if vocab_size > job.model.vocab_size:
+        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": vocab_size})})
+    return job
+
+
+def _stream_settings(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
+    if config.stream is None:
+        return None
+    tokenizer = str(ctx.parents["tokenizer"].path)
+    return {**config.stream.model_dump(mode="json", exclude={"fingerprints"}), "tokenizer": tokenizer}

@@ -1,0 +1,91 @@
+"""Train a pretraining job in the harness of the steps, and save the model; for the steps `pretrain` and `decay_branch`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whorl.recipes.registry import StepContext
+from whorl.recipes.stage import train_stage
+from whorl.recipes.stage_recorder import last_values
+from whorl.recipes.steps.pretrain.observer import PretrainObserver, progress_note
+from whorl.report.training import training_report
+from whorl.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from whorl.models import LanguageModel
+    from whorl.train.job import Job
+
+
+def train_and_save(
+    ctx: StepContext,
+    job: Job,
+    run: RunConfig,
+    *,
+    branch_steps: Collection[int] = (),
+    start: Path | None = None,
+    previous_curve: Iterable[dict[str, Any]] = (),
+) -> None:
+    """Train `job` and write the model, its tokenizer, its curve and a summary.
+
+    Args:
+        branch_steps, start: `branch_points` and `branch_start` of `train.lm.pretrain.pretrain`.
+        previous_curve: metrics of the run that the job continues.
+    """
+    from whorl.models import save_model
+    from whorl.tokens.shards import TokenSet
+    from whorl.tokens.tokenizer import Tokenizer
+    from whorl.train.checkpoint.manager import CheckpointStats
+    from whorl.train.lm.pretrain import pretrain as run_training
+
+    split = TokenSet(ctx.parents["tokens"].path).split("train")
+    tokenizer, stats = Tokenizer.load(ctx.parents["tokenizer"].path), CheckpointStats()
+    bytes_per_token = split.n_bytes / max(1, len(split))
+
+    def train(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> LanguageModel:
+        return run_training(
+            job, checkpoint_dir, callback, checkpoint_seconds=run.checkpoint_seconds, checkpoint_config=run.checkpoints,
+            checkpoint_stats=stats, log=log, branch_points=branch_steps, branch_start=start, folder=heartbeat_dir,
+        )  # fmt: skip
+
+    result = train_stage(
+        ctx, "Training", train, note=progress_note, total=job.steps,
+        recorder=partial(PretrainObserver, job=job, bytes_per_token=bytes_per_token, tokenizer=tokenizer),
+    )  # fmt: skip
+    model = result.trained
+    save_model(model, ctx.out)
+    tokenizer.save(ctx.out)
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    (ctx.out / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
+    curve = [*previous_curve, *result.curve]
+    (ctx.out / "curve.json").write_text(json.dumps(curve))
+    (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
+    last = last_values(curve)
+    speeds = sorted(record["tokens_per_second"] for record in curve if "tokens_per_second" in record)
+    speed = speeds[len(speeds) // 2] if speeds else 0.0
+    ctx.summary.update(
+        seconds=result.seconds,
+        steps=job.steps,
+        tokens=job.steps * job.batch_size * job.seq_len,
+        params=model.params(),
+        peak_memory_bytes=max((record.get("memory_bytes", 0) for record in curve), default=0),
+        events=sum("event" in record for record in curve),
+        final=last,
+        tokens_per_second=speed,
+        checkpoints=stats.to_json(),
+        headline=(
+            f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
+            f"bits per byte, perplexity {last.get('held_out_perplexity', 0):.2f}; {speed:,.0f} tokens/s"
+        ),
+    )
+    ctx.report = training_report(
+        curve, ctx.summary, config=json.loads((ctx.out / "config.json").read_text()), objective="next_token",
+        expected=ctx.parents["plan"].summary["expected"] if "plan" in ctx.parents else {},
+    )  # fmt: skip

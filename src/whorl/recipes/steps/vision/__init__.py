@@ -1,0 +1,1 @@
+"""Steps of images: sets of images, classifiers, CLIP, captioners."""

@@ -1,0 +1,299 @@
+"""Calls between two processes over two pipes, one call at a time, with calls back while a call runs.
+
+    request  ["?", operation, target, arguments, named arguments, patches, updates]
+    reply    ["=", value, changed]    or ["!", error, changed]
+
+The process of the tests calls the program's functions and gets values back (`codec.py`). It never runs a statement of
+the program, so the program cannot reach the tests, their expected values, or the verdict. A list, dict or set that a
+function changes in place is copied back into the caller's (`changed`: argument's index and new content). A container
+that tests read as an attribute and then change is written back with the next request (`updates`: number, new content).
+
+The program may call back functions and objects that tests passed to it. Only operations on such objects are answered
+(`_check_incoming`): a public attribute of an object of the tests' own classes, but no attribute of a function, since
+`f.__globals__` leads to everything.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import random
+import sys
+import time
+from collections import deque
+from types import ModuleType
+from typing import Any
+
+from whorl.sandbox.rpc.codec import MUTABLE, Codec
+from whorl.sandbox.rpc.proxies import OPERATIONS, RemoteMeta, RemoteProxy
+
+# Names that tests replace (by mock.patch, redirect_stdout) and the program then sees replaced during a call.
+PATCHABLE: tuple[tuple[ModuleType, str], ...] = (
+    *((builtins, name) for name in ("input", "print", "open")),
+    *((sys, name) for name in ("stdin", "stdout", "stderr", "argv")),
+    *((time, name) for name in ("time", "sleep", "monotonic", "perf_counter")),
+    *(
+        (random, name)
+        for name in ("random", "randint", "choice", "shuffle", "uniform", "randrange", "sample")
+    ),
+)
+_read, _write = os.read, os.write  # bound here: a program may replace those of `os`
+_to_json = json.JSONEncoder(check_circular=False).encode
+_from_json = json.JSONDecoder().decode
+MAX_LIVE = 32  # containers of the program whose changes by the tests are written back
+_HIDDEN = ("_", "gi_", "cr_", "ag_", "tb_", "f_")  # attributes that lead to frames, globals and classes
+
+
+class ProgramEnded(BaseException):
+    """The program's process has ended or has sent what is no message."""
+
+
+def write_frame(descriptor: int, data: bytes) -> None:
+    unsent = memoryview(len(data).to_bytes(4, "little") + data)
+    while unsent:
+        unsent = unsent[_write(descriptor, unsent) :]
+
+
+def read_frame(descriptor: int) -> bytes:
+    """Read one frame. Raises EOFError if the stream ends."""
+    size = _read_exactly(descriptor, 4)
+    return _read_exactly(descriptor, int.from_bytes(size, "little"))
+
+
+def _read_exactly(descriptor: int, n: int) -> bytes:
+    parts = []
+    while n > 0:
+        part = _read(descriptor, min(n, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        n -= len(part)
+    return b"".join(parts)
+
+
+class Peer(Codec):
+    """One end of the connection.
+
+    Args:
+        receive_fd: descriptor of the other side's messages.
+        send_fd: descriptor of this side's messages.
+        trusted: whether this side runs the tests.
+
+    Attributes:
+        failure: why the verdict cannot be a pass, even if the tests caught it: the other side ended, sent what is no
+            message, or an assertion failed in a function that it called back.
+        passes_operands: whether the program may see the other operand of its objects' operators.
+    """
+
+    def __init__(self, receive_fd: int, send_fd: int, trusted: bool) -> None:
+        super().__init__(trusted)
+        self.receive_fd, self.send_fd = receive_fd, send_fd
+        self.failure = ""
+        self.passes_operands = not trusted
+        self._live: dict[
+            int, tuple[Any, Any]
+        ] = {}  # number: a container of the other side as copied, and encoded
+        self._originals = [(module, name, getattr(module, name)) for module, name in PATCHABLE]
+
+    def request(self, operation: str, target: Any, *arguments: Any, **named: Any) -> Any:
+        """Apply an operation of `OPERATIONS` to an object of the other side and return its value.
+
+        Raises:
+            ProgramEnded: the other side has ended.
+            BaseException: what the operation raised there.
+        """
+        if self.failure:
+            raise ProgramEnded(self.failure)
+        encoded = [self.encode(a) for a in arguments]
+        named_encoded = {n: self.encode(v) for n, v in named.items()}
+        patches = [
+            [i, self.encode(getattr(module, name))]
+            for i, (module, name, original) in enumerate(self._originals)
+            if self.trusted and getattr(module, name) is not original
+        ]
+        self._send(["?", operation, self.encode(target), encoded, named_encoded, patches, self._updates()])
+        while True:
+            message = self._receive()
+            if message[0] != "?":
+                break
+            self._send(self.answer(message))
+        try:
+            kind, value, changed = message
+            for i, content in changed:
+                _replace_content(arguments[i] if type(i) is int else named[i], self.decode(content))
+            if type(value) is list and value[0] == "argument":
+                return arguments[value[1]]
+            result = self._decode_live(value) if operation == "getattr" else self.decode(value)
+            if kind == "!" and not isinstance(result, BaseException):
+                raise TypeError("an exception was expected")
+        except Exception as error:
+            self.failure = f"crashed: the program sent a malformed value ({type(error).__name__})"
+            raise ProgramEnded(self.failure) from None
+        if kind == "!":
+            raise result
+        return result
+
+    def answer(self, message: list[Any]) -> list[Any]:
+        """Apply the operation of a request to an object of this side and return the reply."""
+        changed: list[Any] = []
+        replaced: list[tuple[ModuleType, str, Any]] = []
+        arguments: list[Any] = []
+        named: dict[str, Any] = {}
+        encoded: Any = []
+        try:
+            _, operation, described, encoded, encoded_named, patches, updates = message
+            if self.trusted:
+                self._check_incoming(operation, described, encoded, [*patches, *updates])
+            for number, content in updates:
+                _replace_content(self.exported[number], self.decode(content))
+            target = self.decode(described)
+            arguments = [self.decode(a) for a in encoded]
+            named = {n: self.decode(v) for n, v in encoded_named.items()}
+            for i, value in patches:
+                module, name, _ = self._originals[i]
+                replaced.append((module, name, getattr(module, name)))
+                setattr(module, name, self.decode(value))
+            result = OPERATIONS[operation](target, *arguments, **named)
+            reply = ["=", self._encode_result(operation, result, arguments), changed]
+        except ProgramEnded:
+            raise
+        except BaseException as error:
+            if self.trusted and isinstance(error, AssertionError):
+                self.failure = f"failed: {error}"
+            reply = ["!", self.encode_error(error), changed]
+        for module, name, value in reversed(replaced):
+            setattr(module, name, value)
+        changed += self._changes(enumerate(arguments), encoded) + self._changes(named.items(), message[4])
+        return reply
+
+    def check_operand(self, proxy: Any, other: Any) -> None:
+        """Raise TypeError if an operator of a proxy would show a value of the tests to the program."""
+        if not self.passes_operands and not isinstance(other, RemoteProxy):
+            name = type(proxy).__name__
+            raise TypeError(f"the program returned its own object ({name}) where a builtin value is compared")
+
+    def _encode_result(self, operation: str, result: Any, arguments: list[Any]) -> Any:
+        if type(result) in MUTABLE:
+            for i, argument in enumerate(arguments):
+                if argument is result:
+                    return ["argument", i]
+            if operation == "getattr":
+                return ["live", self.export(result), self.encode(result)]
+        return self.encode(result)
+
+    def _decode_live(self, value: Any) -> Any:
+        """Return an attribute; a container that was read before is the same object with new content."""
+        if type(value) is not list or value[0] != "live":
+            return self.decode(value)
+        _, number, encoded = value
+        content = self.decode(encoded)
+        if number in self._live and type(self._live[number][0]) is type(content):
+            _replace_content(self._live[number][0], content)
+            content = self._live.pop(number)[0]
+        self._live[number] = (content, self.encode(content))
+        if len(self._live) > MAX_LIVE:
+            del self._live[next(iter(self._live))]
+        return content
+
+    def _updates(self) -> list[Any]:
+        found = []
+        for number, (content, before) in list(self._live.items()):
+            now = self.encode(content)
+            if now != before:
+                self._live[number] = (content, now)
+                found.append([number, now])
+        return found
+
+    def _changes(self, items: Any, encoded: Any) -> list[Any]:
+        found = []
+        for i, value in items:
+            if type(value) in MUTABLE:
+                now = self.encode(value)
+                if now != encoded[i]:
+                    found.append([i, now])
+        return found
+
+    def _check_incoming(self, operation: Any, described: Any, arguments: Any, patches: Any) -> None:
+        """Raise AttributeError unless a request of the program is one that passing an object to it allows."""
+        target = self.exported[described[1]] if described[0] == "mine" else None
+        allowed = operation not in ("lookup", "seed") and not patches and target is not None
+        if operation in ("getattr", "setattr", "delattr", "dir"):
+            readable = type(target).__module__ in ("tests", "unittest.mock", "_io")
+            hidden = any(type(a) is not str or a.startswith(_HIDDEN) for a in arguments[:1])
+            allowed = allowed and ((readable and not hidden) or arguments in (["__name__"], ["__qualname__"]))
+        if not allowed:
+            raise AttributeError("the tests did not pass this to the program")
+
+    def _send(self, message: list[Any]) -> None:
+        try:
+            write_frame(self.send_fd, _to_json(message).encode())
+        except BrokenPipeError:
+            self._end()
+
+    def _receive(self) -> Any:
+        try:
+            data = read_frame(self.receive_fd)
+        except EOFError:
+            self._end()
+        try:
+            message = _from_json(data.decode())
+        except (ValueError, RecursionError):
+            message = None
+        if type(message) is not list or not message or message[0] not in ("?", "=", "!"):
+            self.failure = "crashed: the program sent what is no message"
+            raise ProgramEnded(self.failure)
+        return message
+
+    def _end(self) -> Any:
+        self.failure = "exited"
+        raise ProgramEnded("the program ended during its tests")
+
+
+def _replace_content(old: Any, new: Any) -> None:
+    """Give a mutable argument the content that it has on the other side; inner containers are kept where possible."""
+    if type(old) is not type(new) or type(old) not in MUTABLE:
+        raise TypeError("the content of an argument changed its type")
+    if (type(old) is list and len(old) == len(new)) or (isinstance(old, dict) and old.keys() == new.keys()):
+        for key in range(len(old)) if type(old) is list else list(old):
+            if type(old[key]) in MUTABLE and type(old[key]) is type(new[key]):
+                _replace_content(old[key], new[key])
+            else:
+                old[key] = new[key]
+    elif isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, deque):
+        old.clear()
+        old.extend(new)
+    else:
+        old.clear()
+        old.update(new)
+
+
+class ProgramModule(ModuleType):
+    """The module `program` of the tests: its names are those of the program."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__("program")
+        vars(self)["_whorl_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        module = vars(self)["_whorl_module"]
+        if name == "__all__":
+            return [n for n in dir(module) if n[:1] != "_"]
+        if name[:2] == "__":
+            raise AttributeError(name)
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name[:2] == "__":  # the import system's own
+            vars(self)[name] = value
+        else:
+            setattr(vars(self)["_whorl_module"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(vars(self)["_whorl_module"], name)
+
+
+def is_remote(value: Any) -> bool:
+    return issubclass(type(value), (RemoteProxy, RemoteMeta))

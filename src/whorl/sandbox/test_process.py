@@ -1,0 +1,70 @@
+"""Run the tests of a program in a separate process, confined as the program's.
+
+The process is forked when the program's statements are over. Names of the program are values or proxies
+(`rpc/proxies.py`); each call of a proxy runs in the program's process. The reason goes through a pipe that only this
+process and the zygote hold.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import os
+import random
+import sys
+from types import CodeType
+from typing import Any, NoReturn
+
+from whorl.sandbox.program_runner import format_exception, open_streams
+from whorl.sandbox.rpc.codec import MUTABLE
+from whorl.sandbox.rpc.peer import Peer, ProgramModule, write_frame
+from whorl.sandbox.unit_tests import global_names, run_tests
+
+
+def run(code: CodeType, replies: int, requests: int, verdict: int) -> NoReturn:
+    """Run tests, write the reason as one frame of JSON, and exit.
+
+    Args:
+        code: the tests, of `compile_tests`.
+        replies: descriptor of the program's replies.
+        requests: descriptor of the requests to it.
+        verdict: descriptor of the reason.
+    """
+    stream = open_streams()
+    random.seed(0)  # deterministic verdicts
+    peer = Peer(replies, requests, trusted=True)
+    try:
+        reason = run_tests(code, _program_names(peer, global_names(code)), format_exception)
+    except BaseException as error:
+        reason = f"failed: {format_exception(error)}"
+    with contextlib.suppress(Exception):
+        stream.flush()
+    write_frame(verdict, json.dumps({"reason": peer.failure or reason}).encode())
+    os._exit(0)
+
+
+def _program_names(peer: Peer, names: set[str]) -> dict[str, Any]:
+    """Return the values of the program's names that the tests use, and make it importable as `program`.
+
+    A name of the program that hides a builtin is not visible. A capitalised name is taken for a class of the program:
+    its objects then see the operands of their operators.
+    """
+    module = peer.decode(["object", 0, ["class", -1, "module", [], []]])
+    sys.modules["program"] = ProgramModule(module)
+    wanted = sorted(n for n in names if n[:2] != "__" and not hasattr(builtins, n))
+    found = peer.request("lookup", module, wanted)
+    if type(found) is not dict or not found.keys() <= set(wanted):
+        raise TypeError("the program's names were expected")
+    for name, value in found.items():
+        if type(value) in MUTABLE:
+            found[name] = getattr(module, name)  # changes are written back
+    seed = random.seed
+
+    def seed_both(*arguments: Any) -> None:
+        seed(*arguments)
+        peer.request("seed", module, *arguments)
+
+    random.seed = seed_both  # type: ignore[assignment]
+    peer.passes_operands = any(n[:1].isupper() and isinstance(v, type) for n, v in found.items())
+    return found
