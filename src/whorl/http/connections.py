@@ -35,20 +35,27 @@ def bounded_protocol(max_connections: int, header_seconds: float = HEADER_SECOND
     """Return a protocol class whose connections share these bounds."""
     # Connections without a request in progress, longest waiting first. None: kept alive, closed by uvicorn's own timer.
     waiting: dict[H11Protocol, asyncio.TimerHandle | None] = {}
+    closing: set[H11Protocol] = set()  # told to close here; the event loop does it in its next turn
 
     class BoundedProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._limit_header_time()
-            if len(self.connections) > max_connections:
-                next(iter(waiting)).transport.close()
+            if len(self.connections) - len(closing) > max_connections:
+                oldest, timer = next(iter(waiting.items()))
+                del waiting[oldest]  # so that the next arrival of the same turn closes another one
+                if timer is not None:
+                    timer.cancel()
+                closing.add(oldest)
+                oldest.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            closing.discard(self)
             super().connection_lost(exc)
 
-        def handle_events(self) -> None:
-            super().handle_events()
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
             elif waiting.get(self) is None and not self.transport.is_closing():
