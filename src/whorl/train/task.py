@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from whorl.errors import ConfigError
 from whorl.train.checkpoint.format import Checkpoint
-from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
+from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig, FiniteGuardConfig, RoutingConfig, SpikeGuardConfig
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch

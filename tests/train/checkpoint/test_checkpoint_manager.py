@@ -21,9 +21,10 @@ from tests.support.train.tiny import Notes, job
 
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import NewerFormatError, load_latest, save
-from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
+from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.remote import RemoteStore
 from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
+from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
 from whorl.train.learner.ema import allocate_ema
 from whorl.train.lm.pretrain import allocate_shared, build_model

@@ -86,6 +86,26 @@ def check_shared_kv(keys: KeyValues, shape: tuple[int, int, int], length: int) -
         )
 
 
+def check_context(context: Tensor, batch: int, context_dim: int | None) -> None:
+    """Raise ConfigError unless the context has the shape [batch, Tc, context_dim]."""
+    if context.dim() != 3 or context.shape[0] != batch or context.shape[2] != context_dim:
+        raise ConfigError(
+            f"context has the shape {list(context.shape)}", expected=f"[{batch}, Tc, {context_dim}]"
+        )
+
+
+def check_new_state(batch: int, capacity: int, *, causal: bool) -> None:
+    """Raise ConfigError unless a state of this size can be decoded with. causal: no key comes after its query."""
+    if not causal:
+        raise ConfigError(
+            "causal is False",
+            expected="causal=True: decoding appends positions and never sees later ones",
+        )
+    for name, value in (("batch", batch), ("capacity", capacity)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}", expected="at least 1")
+
+
 def mask_of_keys(
     mask: Mask, keys: KeyValues, segments: Tensor | None, offset: int, length: int, *, cross: bool
 ) -> Mask:

@@ -34,8 +34,10 @@ from whorl.errors import ConfigError, one_of
 from whorl.nn.attention.backends import BACKENDS, attend
 from whorl.nn.attention.checks import (
     Projections,
+    check_context,
     check_cross_attention,
     check_heads,
+    check_new_state,
     check_projections,
     check_shared_kv,
     mask_of_keys,
@@ -275,14 +277,13 @@ class MultiHeadAttention(nn.Module):
             raise ConfigError(
                 f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
             )
+        if key_allowed is not None and isinstance(state, KeyValueState):
+            raise ConfigError(
+                "key_allowed is given with a state", expected="segments: padding as a separate document"
+            )
         start = 0
         smear_state = state if isinstance(state, PagedState) or state is None else state.smear_state
         if isinstance(state, KeyValueState):
-            if key_allowed is not None:
-                raise ConfigError(
-                    "key_allowed is given with a state",
-                    expected="segments: padding as a separate document",
-                )
             state.check(batch, length)
             segments = state.resolve_segments(segments, batch, length)
             start = state.length
@@ -335,14 +336,7 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ConfigError: `batch` or `capacity` below 1; the layer is not causal, so later positions change earlier ones.
         """
-        if self.context_dim is None and not self.mask.causal:
-            raise ConfigError(
-                "causal is False",
-                expected="causal=True: decoding appends positions and never sees later ones",
-            )
-        for name, value in (("batch", batch), ("capacity", capacity)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}", expected="at least 1")
+        check_new_state(batch, capacity, causal=self.mask.causal or self.context_dim is not None)
         size = capacity
         if self.context_dim is not None or not self.has_kv_proj:
             size = 0
@@ -386,10 +380,7 @@ class MultiHeadAttention(nn.Module):
             if state is None or state.context is None:
                 raise ConfigError("context is missing", expected="[B, Tc, context_dim]")
             return state.context
-        if context.dim() != 3 or context.shape[0] != batch or context.shape[2] != self.context_dim:
-            raise ConfigError(
-                f"context has the shape {list(context.shape)}", expected=f"[{batch}, Tc, {self.context_dim}]"
-            )
+        check_context(context, batch, self.context_dim)
         k, v = (made(context).view(batch, -1, self.n_kv_heads, self.head_dim) for made in (self.k, self.v))
         keys = KeyValues(self._norm_keys(k).transpose(1, 2), v.transpose(1, 2), segments, allowed)
         if state is not None:

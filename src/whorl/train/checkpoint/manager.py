@@ -22,7 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,9 @@ from whorl.train.checkpoint.rng_state import (
     rng_tensors,
     without_rng_state,
 )
-from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
+from whorl.train.checkpoint.size_report import bytes_per_parameter
 from whorl.train.checkpoint.staging import Layout, StagingBuffer, copy_pool, copy_to_staging
+from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.checkpoint.writer_process import AsyncWriter
 from whorl.train.config import CheckpointConfig
 
@@ -53,47 +54,6 @@ def branch_folder(scratch: Path, step: int) -> Path:
 
 
 UPLOAD_TIMEOUT = 60.0  # seconds for an upload after the end of training
-
-
-@dataclass
-class CheckpointStats:
-    """Statistics over all starts of a run."""
-
-    written: int = 0
-    deferred: int = 0  # due while the previous one was being written
-    stall_seconds: float = 0.0  # total stall of training steps for copies
-    max_stall_seconds: float = 0.0
-    write_seconds: float = 0.0  # of the writer, in total
-    last_bytes: int = 0  # size of the last one
-    remote_written: int = 0
-    remote_failed: int = 0
-    last_remote_time: float = 0.0  # of the last upload request, in seconds since 1970
-    remote_error: str = ""  # of the last failure; empty after a success
-    resumes: int = 0
-    rejected: list[str] = field(default_factory=list)
-    size_report: list[dict[str, Any]] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all figures, and the two lines that a report shows."""
-        return {**asdict(self), "line": self.summary(), "size_report": format_line(self.size_report)}
-
-    def summary(self) -> str:
-        """One line for a report."""
-        text = (
-            f"{self.written:,} of {self.last_bytes / 1e6:,.1f} MB; stalls {self.stall_seconds:.2f} s in total"
-        )
-        if self.deferred:
-            text += f"; {self.deferred:,} deferred during an earlier write"
-        if self.resumes:
-            text += f"; resumed {self.resumes:,} times"
-        if self.rejected:
-            text += f"; rejected: {self.rejected[-1]}"
-        if self.remote_written or self.remote_failed:
-            text += f"; {self.remote_written:,} in remote storage"
-        if self.remote_failed:
-            last = f", the last: {self.remote_error}" if self.remote_error else ", and succeeded later"
-            text += f" ({self.remote_failed:,} failed{last})"
-        return text
 
 
 class CheckpointManager:
@@ -146,15 +106,7 @@ class CheckpointManager:
         if found is None:
             return None
         self._check_identity(found, self.folder, "remove that folder to train from the start")
-        for each in fields(CheckpointStats):
-            if each.name != "rejected":
-                setattr(
-                    self.stats,
-                    each.name,
-                    found.metadata["stats"].get(each.name, getattr(self.stats, each.name)),
-                )
-        self.stats.rejected = [*found.metadata["stats"]["rejected"], *self.stats.rejected]
-        self.stats.resumes += 1
+        self.stats.resume(found.metadata["stats"])
         if self.stats.written:
             self.expected_write_seconds = self.stats.write_seconds / self.stats.written
         restore_rng_state(found)

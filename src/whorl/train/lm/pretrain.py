@@ -24,7 +24,8 @@ from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive, generator
 from whorl.train.checkpoint.format import Checkpoint
-from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
+from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
 from whorl.train.determinism import deterministic
 from whorl.train.job import Job, identity, stream_config

@@ -38,7 +38,7 @@ def train_and_save(
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train.checkpoint.manager import CheckpointStats
+    from whorl.train.checkpoint.stats import CheckpointStats
     from whorl.train.lm.pretrain import pretrain as run_training
 
     split = TokenSet(ctx.parents["tokens"].path).split("train")
