@@ -35,10 +35,11 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     """Run one seed in this process and return its results."""
     import torch
 
-    from whorl.align.config import RLConfig, SFTConfig
+    from whorl.align.config import SFTConfig
     from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic
     from whorl.align.data.curriculum import Curriculum
     from whorl.align.model.example import ExampleTokenizer
+    from whorl.align.rl.config import RLConfig
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import evaluate_tasks, make_policy_model

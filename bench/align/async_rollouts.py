@@ -30,10 +30,11 @@ from bench._run import claim, parse, sized
 from bench.align import _workload as work
 from bench.align._ours import CONSTANT, DTYPES, LR_SCALE, DelayedWorker
 
-from whorl.align.config import AsyncRolloutConfig, RLConfig, RLRunConfig, StageTrainConfig
+from whorl.align.config import StageTrainConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
+from whorl.align.rl.config import AsyncRolloutConfig, RLConfig, RLRunConfig
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.train import train_policy
 from whorl.evals.verify.task import VerifiableTask

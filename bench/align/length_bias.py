@@ -64,9 +64,10 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
     """Train both algorithms from one SFT model and return their curves."""
     import torch
 
-    from whorl.align.config import RLConfig, SFTConfig
+    from whorl.align.config import SFTConfig
     from whorl.align.data.curriculum import Curriculum
     from whorl.align.model.example import ExampleTokenizer
+    from whorl.align.rl.config import RLConfig
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import make_policy_model

@@ -124,10 +124,11 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
     """Run one seed in this process and return its results."""
     import torch
 
-    from whorl.align.config import RLConfig, SFTConfig
+    from whorl.align.config import SFTConfig
     from whorl.align.data.curriculum import Curriculum
     from whorl.align.environments import EnvironmentConfig
     from whorl.align.model.example import ExampleTokenizer
+    from whorl.align.rl.config import RLConfig
     from whorl.align.rl.evaluation import evaluate_episodes
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy

@@ -20,6 +20,7 @@ from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.preference.dpo import train_preferences
 from whorl.align.preference.pairs import PreferencePair
 from whorl.align.preference.reward_model import RewardModel, train_reward_model
+from whorl.align.rl import config as rl_settings
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
@@ -91,9 +92,9 @@ def _grpo(**options: Any) -> Result:
         "max_seq_len": 24,
         "optimizer": "adamw",
         "run": {"replicas": 1},
-        "kl": settings.KLConfig(coef=0.1),
+        "kl": rl_settings.KLConfig(coef=0.1),
     }
-    config = settings.RLConfig(algorithm="grpo", **sizes, **more, **COMMON, **options)
+    config = rl_settings.RLConfig(algorithm="grpo", **sizes, **more, **COMMON, **options)
     digits = "format(.*[0-9].*)"
     tasks = [
         VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier=digits, answer=str(i + 1)) for i in range(12)
@@ -112,7 +113,7 @@ def _grpo(**options: Any) -> Result:
 
 case("grpo")(_grpo)
 # One worker process in lockstep: it samples with the weights that were just published.
-LOCKSTEP = settings.AsyncRolloutConfig(workers=1, max_policy_lag=0)
+LOCKSTEP = rl_settings.AsyncRolloutConfig(workers=1, max_policy_lag=0)
 case("grpo-one-worker")(partial(_grpo, async_rollout=LOCKSTEP))
 
 

@@ -11,7 +11,8 @@ from typing import get_args
 import pytest
 
 from whorl.agents.config import Algorithm as AgentAlgorithm
-from whorl.align.config import PREFERENCE_OBJECTIVES, Algorithm, Divergence
+from whorl.align.config import PREFERENCE_OBJECTIVES, Divergence
+from whorl.align.rl.config import Algorithm
 from whorl.objectives.catalog import CATALOG, ObjectiveInfo
 from whorl.objectives.llm_policy import PRESETS
 

@@ -26,8 +26,9 @@ from whorl.recipes.steps.agents import AgentsConfig
 from whorl.store import Store
 
 CONFIG_MODULES = (
-    "whorl.agents.config", "whorl.align.config", "whorl.corpus.config", "whorl.models.quantization.weights",
-    "whorl.models.transformer_config", "whorl.plan.config", "whorl.train.checkpoint.remote", "whorl.train.config",
+    "whorl.agents.config", "whorl.align.config", "whorl.align.rl.config", "whorl.corpus.config",
+    "whorl.models.quantization.weights", "whorl.models.transformer_config", "whorl.plan.config",
+    "whorl.train.checkpoint.remote", "whorl.train.config",
 )  # fmt: skip
 CHECKED_ELSEWHERE = {  # tables that another class validates
     "PlanConfig.model": "TransformerConfig",

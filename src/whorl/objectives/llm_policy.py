@@ -81,7 +81,7 @@ class PolicyLossConfig:
     reward.
 
     baseline, scale_rewards, scale_over: see `advantages/group_advantages.py`. Two parts of DAPO belong to its rollouts
-    (`align/config.py`): resampling of groups with equal rewards, and `overlong_reward`.
+    (`align/rl/config.py`): resampling of groups with equal rewards, and `overlong_reward`.
     """
 
     ratio: RatioLevel = "none"

@@ -17,11 +17,11 @@ from tests.support.align.rl_policies import SMALL, tasks, train
 from tests.support.align.text_envs import ShortReplies, config_of
 from tests.support.configs import updated
 
-from whorl.align.config import AsyncRolloutConfig, RLConfig
 from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.sampling import policy_sampling, rollout_engine
 from whorl.align.rl.advantages import resolve_method
+from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.rl.env_loop import make_env_loop
 from whorl.align.rl.environment import load_environment
 from whorl.align.rl.episodes import EpisodeRunner

@@ -28,9 +28,10 @@ from tests.support.align.rl_policies import SMALL, tasks, train
 from tests.support.children import children
 from tests.support.configs import updated
 
-from whorl.align.config import AsyncRolloutConfig, KLConfig, LoRAConfig, PolicyLossOverrides, RLConfig
+from whorl.align.config import KLConfig, LoRAConfig, PolicyLossOverrides
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.advantages import resolve_method
+from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas

@@ -17,8 +17,8 @@ from tests.support.align.stage_inputs import MOE
 from tests.support.align.stage_runs import STAGES, Killed, StageRun, ahead, begin, weights
 from torch import Tensor
 
-from whorl.align.config import AsyncRolloutConfig
 from whorl.align.data.curriculum import Curriculum
+from whorl.align.rl.config import AsyncRolloutConfig
 from whorl.align.rl.rollout import RolloutWorker, assign_devices
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe

@@ -7,9 +7,9 @@ from typing import Any
 
 from tests.support.align.byte_model import decoder, network
 from tests.support.align.kill_at_step import record
-from whorl.align.config import RLConfig, RLRunConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.model.policy_model import frozen_reference
+from whorl.align.rl.config import RLConfig, RLRunConfig
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy

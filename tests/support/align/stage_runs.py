@@ -26,6 +26,7 @@ from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.preference import reward_model as rewards
 from whorl.align.preference.dpo import evaluate_preferences, train_preferences
 from whorl.align.preference.reward_report import evaluate_reward_model
+from whorl.align.rl import config as rl_configs
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.io import evaluate_tasks, load_stage_model, make_policy_model, save_stage_model
@@ -123,7 +124,7 @@ def _reward_folder(run: StageRun, config: Any) -> Path:
 
 
 def _rlvr(run: StageRun, reward_model_verifier: bool = False, **options: Any) -> PolicyModel:
-    config = configs.RLConfig(
+    config = rl_configs.RLConfig(
         steps=3, prompts_per_step=2, group_size=4, max_completion_tokens=4, max_seq_len=24,
         optimizer="adamw", **COMMON, **options,
     )  # fmt: skip
@@ -145,7 +146,7 @@ def _rlvr(run: StageRun, reward_model_verifier: bool = False, **options: Any) ->
 
 def ahead(run: StageRun, device: Any = "auto") -> PolicyModel:
     """Run RL with a worker process in lockstep, so that every rollout batch has `logprob_diff_max`."""
-    return _rlvr(run, async_rollout=configs.AsyncRolloutConfig(workers=1, max_policy_lag=0, device=device))
+    return _rlvr(run, async_rollout=rl_configs.AsyncRolloutConfig(workers=1, max_policy_lag=0, device=device))
 
 
 def _distil(run: StageRun, top: int = 0, student: Any = None, **options: Any) -> PolicyModel:
@@ -164,7 +165,7 @@ def _distil(run: StageRun, top: int = 0, student: Any = None, **options: Any) ->
     return network
 
 
-KL = configs.KLConfig(coef=0.1)
+KL = rl_configs.KLConfig(coef=0.1)
 NARROW = {"width_multiplier": 0.5}
 STAGES: dict[str, Callable[[StageRun], PolicyModel]] = {
     "sft": _sft,

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.align.config import RLConfig
 from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel
+from whorl.align.rl.config import RLConfig
 from whorl.align.rl.experience import Experience
 from whorl.errors import ConfigError
 from whorl.objectives.advantages.group_advantages import group_advantages, update_running_mean

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 
-from whorl.align.config import RLConfig
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import rollout_engine
+from whorl.align.rl.config import RLConfig
 from whorl.align.rl.env_loop import StepError, make_env_loop
 from whorl.align.rl.environment import Prompt, TextEnv, load_environment
 from whorl.align.rl.episodes import EpisodeRunner

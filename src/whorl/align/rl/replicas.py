@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from whorl.align.config import RLConfig
 from whorl.align.model.policy_model import PolicyModel
+from whorl.align.rl.config import RLConfig
 from whorl.align.stage.task import choose_replicas
 from whorl.parallel.process_group import ProcessGroup
 

@@ -29,11 +29,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whorl.align.config import AsyncRolloutConfig
 from whorl.align.data.curriculum import Curriculum, resample
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.sampling import policy_sampling, rollout_engine
 from whorl.align.preference.reward_model import load_reward_verifier
+from whorl.align.rl.config import AsyncRolloutConfig
 from whorl.align.rl.env_loop import make_env_loop
 from whorl.align.rl.episodes import Episode, EpisodeRunner
 from whorl.align.rl.replicas import ReplicaGroup

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.align.config import RLConfig
 from whorl.align.model.batch import micro_batches, sort_by_group
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.advantages import RLState, check_method, compute_advantages, policy_loss_of
+from whorl.align.rl.config import RLConfig
 from whorl.align.rl.experience import Experience, read_rollouts, rollout_metrics
 from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
 from whorl.align.rl.rollout import (

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whorl.align.config import RLConfig
+from whorl.align.rl.config import RLConfig
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import (
