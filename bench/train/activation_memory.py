@@ -32,7 +32,7 @@ from whorl.models.language_model import saved_bytes
 from whorl.parallel.process_group import ProcessGroup
 from whorl.plan.cost import decoder_config
 from whorl.train.job import Job
-from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.profiling.step_timer import random_batch
 
 BYTES_BAR, TIME_BAR = 1 / 3, 1.5

@@ -28,7 +28,7 @@ from whorl.tracking.dashboard import Dashboard
 from whorl.tracking.progress import Progress
 from whorl.tracking.seeds import generator
 from whorl.train.job import Job
-from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.profiling.step_timer import random_batch
 

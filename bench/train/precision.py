@@ -48,7 +48,8 @@ from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.progress import Progress
 from whorl.train.job import Job
 from whorl.train.lm import pretrain as training
-from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model, pretrain
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
+from whorl.train.lm.pretrain import pretrain
 from whorl.train.profiling.step_timer import random_batch
 
 WORDS = 512

@@ -26,7 +26,7 @@ from whorl.plan.cost import decoder_config
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.config import SpikeGuardConfig
 from whorl.train.job import Job
-from whorl.train.lm.pretrain import allocate_shared, build_model
+from whorl.train.lm.build import allocate_shared, build_model
 from whorl.train.profiling.step_timer import time_steps
 from whorl.train.resilience.heartbeat import Heartbeat
 from whorl.train.resilience.rollback import RollbackStore

@@ -12,7 +12,7 @@ from tests.support.train.tiny import job
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.config import SpikeGuardConfig
 from whorl.train.job import Job, identity
-from whorl.train.lm.pretrain import allocate_shared, build_model
+from whorl.train.lm.build import allocate_shared, build_model
 from whorl.train.resilience.spike_guard import SpikeGuard
 
 

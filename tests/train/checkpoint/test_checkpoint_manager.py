@@ -27,7 +27,7 @@ from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
 from whorl.train.learner.ema import allocate_ema
-from whorl.train.lm.pretrain import allocate_shared, build_model
+from whorl.train.lm.build import allocate_shared, build_model
 from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
 
 

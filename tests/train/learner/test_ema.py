@@ -12,7 +12,7 @@ from torch import Tensor
 from whorl.models import Transformer
 from whorl.train.checkpoint.format import load_latest
 from whorl.train.learner.ema import UPDATE_INTERVAL
-from whorl.train.lm.pretrain import build_model
+from whorl.train.lm.build import build_model
 
 
 class Watching(Notes):

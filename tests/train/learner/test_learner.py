@@ -18,7 +18,7 @@ from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, ParamOptim, TargetNetwork, Update, all_adamw
-from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.profiling.step_timer import random_batch
 
 

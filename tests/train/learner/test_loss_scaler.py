@@ -26,7 +26,7 @@ from whorl.train.job import Job
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loss_scaler import MAX_SCALE, MIN_SCALE, LossScaler
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
-from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.profiling.step_timer import random_batch
 from whorl.train.resilience.spike_guard import SpikeGuard
 

@@ -18,8 +18,8 @@ from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.update import MicroBatch, Update
+from whorl.train.lm.build import build_model
 from whorl.train.lm.objective import param_optims
-from whorl.train.lm.pretrain import build_model
 from whorl.train.optim import mup
 
 WIDTHS = (64, 256)

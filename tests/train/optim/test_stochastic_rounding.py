@@ -15,8 +15,8 @@ from whorl.errors import ConfigError
 from whorl.models import load_model, save_model
 from whorl.recipes.steps.pretrain.pretrain import PretrainTrainConfig
 from whorl.train.learner.update import ParamOptim
+from whorl.train.lm.build import allocate_shared, build_model
 from whorl.train.lm.precision import make_rounding
-from whorl.train.lm.pretrain import allocate_shared, build_model
 from whorl.train.optim.optimizers import Muon
 from whorl.train.optim.stochastic_rounding import Rounding, stochastic_bf16
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.objectives.next_token import next_token
 from whorl.train.lm import objective as language
-from whorl.train.lm.pretrain import build_model
+from whorl.train.lm.build import build_model
 from whorl.train.profiling import trace
 from whorl.train.profiling.inductor import classify_kernel, part_of_traces
 from whorl.train.profiling.profiler import Profile, mfu_by_class, profile

@@ -13,7 +13,7 @@ from tests.support.train.tiny import job
 from whorl.errors import BudgetError
 from whorl.models.activation_checkpointing import measure_activation_memory
 from whorl.train.job import Job, identity
-from whorl.train.lm.pretrain import build_model
+from whorl.train.lm.build import build_model
 from whorl.train.resilience.memory_budget import (
     blocks_to_checkpoint,
     job_activation_checkpointing,

@@ -16,34 +16,29 @@ import torch
 from torch import Tensor
 
 from whorl.errors import BudgetError
-from whorl.models import LanguageModel, make_model
-from whorl.nn.float8 import use_float8
+from whorl.models import LanguageModel
 from whorl.parallel.process_group import ProcessGroup
 from whorl.slots import Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.stream import StreamBatches
-from whorl.tracking.seeds import derive, generator
+from whorl.tracking.seeds import derive
 from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
-from whorl.train.determinism import deterministic
 from whorl.train.job import Job, identity, stream_config
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
-from whorl.train.learner.loss_scaler import LossScaler
-from whorl.train.learner.update import AcceptStep, MicroBatch, Update, accept_if_finite
+from whorl.train.learner.update import MicroBatch
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.decay_branches import load_branch
-from whorl.train.lm.objective import LMObjective, freeze_routers_from, param_optims
-from whorl.train.lm.precision import activation_dtype, make_rounding, muon_dtype
+from whorl.train.lm.precision import activation_dtype
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.metrics.meter import Meter
-from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.metrics.validation import Validator
 from whorl.train.optim import mup
 from whorl.train.optim.lr_schedule import check_warmup as check_schedule
 from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
-from whorl.train.resilience.memory_budget import job_activation_checkpointing
 from whorl.train.resilience.oom_advice import OutOfMemoryError, suggest
 from whorl.train.resilience.provenance import documents_in_batch
 from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
@@ -54,22 +49,6 @@ UNPACKED_FIELDS = (
     "targets",
     "loss_mask",
 )  # the fields of a batch whose rows hold one document each
-
-
-def build_model(job: Job) -> LanguageModel:
-    """Return the untrained model of `job`; the seed determines its bits.
-
-    Raises:
-        BudgetError: the activations do not fit into `activation_budget`.
-    """
-    with deterministic(job.deterministic):
-        model = make_model(job.model, generator(job.seed, "weights"), activation_dtype(job.dtype)).to(
-            job.device
-        )
-        mup.scale_head_init(model, job.optim)
-        if job.dtype == "float8":
-            use_float8(model)
-        return job_activation_checkpointing(model, job)
 
 
 def pretrain(
@@ -254,51 +233,6 @@ def _batches(job: Job, process_group: ProcessGroup, first: int, stream_state: di
         state=stream_state,
         rank=process_group.rank,
         world_size=process_group.size,
-    )
-
-
-def allocate_shared(model: LanguageModel, job: Job) -> SharedState:
-    """Allocate the memory that all replicas of `job` share."""
-    rows = job.batch_size // job.replicas * job.seq_len
-    return SharedState.allocate(
-        model, param_optims(model, job.optim), job.replicas, rows, bf16_matrices=bool(job.bf16_weights)
-    )
-
-
-def build_learner(
-    model: LanguageModel,
-    job: Job,
-    shared: SharedState,
-    process_group: ProcessGroup,
-    moe: MoEBalancer | None = None,
-    steps_done: int = 0,
-    accept_step: AcceptStep = accept_if_finite,
-    loss_scaler: LossScaler | None = None,
-) -> Learner:
-    """Return the learner of a language model: one update, next-token prediction."""
-    optim = job.optim
-    treated = freeze_routers_from(model, param_optims(model, optim), job.routing.freeze_router_step)
-    update = Update(
-        LMObjective(
-            model,
-            moe or MoEBalancer(model, job.routing, process_group),
-            z_loss=job.z_loss,
-            compile=job.compile,
-        ),
-        treated,
-        clip_norm=optim.clip_norm,
-        momentum=optim.momentum,
-        muon_every=optim.muon_every,
-        weight_decay=optim.weight_decay,
-        betas=(0.8, 0.95),
-        eps=1e-10,
-        fused=optim.fused,
-        accept_step=accept_step,
-        loss_scaler=loss_scaler or (LossScaler() if job.dtype == "float16" else None),
-        rounding=make_rounding(job.bf16_weights, job.seed, treated),
-    )
-    return Learner(
-        model, [update], shared, process_group, dtype=muon_dtype(model.dtype), steps_done=steps_done
     )
 
 

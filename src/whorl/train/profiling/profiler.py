@@ -36,8 +36,9 @@ from whorl.train.job import Job
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.lm import objective as language
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.objective import LMObjective
-from whorl.train.lm.pretrain import _batches, _micro_batches, allocate_shared, build_learner, build_model
+from whorl.train.lm.pretrain import _batches, _micro_batches
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
 from whorl.train.profiling.inductor import KernelInstrumentation

@@ -17,7 +17,7 @@ from whorl.train.determinism import deterministic
 from whorl.train.job import Job
 from whorl.train.learner.learner import SharedState
 from whorl.train.learner.update import MicroBatch
-from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.resilience.oom_advice import is_out_of_memory, suggest
 
 WARMUP_STEPS = 3
