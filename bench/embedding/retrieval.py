@@ -38,8 +38,8 @@ import torch
 from bench._run import claim, parse, sized, smoke
 from bench.plan._tiny_store import small_sources
 
-from whorl.embedding.config import EmbedJob
 from whorl.embedding.embedder import embed_ids
+from whorl.embedding.job import EmbedJob
 from whorl.embedding.span_pairs import SpanPairs, recall
 from whorl.embedding.train import build_encoder, train_embedder
 from whorl.models.encoder import EncoderConfig

@@ -19,11 +19,13 @@ from whorl.nn.experts import Routing
 from whorl.objectives.next_token import Loss, next_token
 from whorl.objectives.routing import load_balance
 from whorl.tracking.seeds import generator
+from whorl.train.config import ScheduleConfig
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
-from whorl.train.optim.lr_schedule import warmup_stable_decay
+from whorl.train.optim.lr_schedule import lr_scale
 
+SCHEDULE = ScheduleConfig(warmup_ratio=0.05)
 RATES = sized((3e-4, 1e-3, 3e-3, 1e-2), (3e-3,))
 
 
@@ -140,7 +142,7 @@ def train(
         done, total = step, steps
         if seconds < math.inf:  # in milliseconds
             done, total = int(1000 * (time.process_time() - began)), int(1000 * seconds)
-        return max(0.0, warmup_stable_decay(done, total, 0.05, 0.5))
+        return max(0.0, lr_scale(done, total, SCHEDULE))
 
     def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
         nonlocal n_steps, began

@@ -15,17 +15,19 @@ from pydantic import ValidationError
 from tests.support.models.initialization import add_noise, generator
 from tests.support.tiny import make_document
 
-from whorl.embedding.config import EmbedJob
 from whorl.embedding.embedder import embed_ids
+from whorl.embedding.job import EmbedJob
 from whorl.embedding.objective import build_update, collate, encode_in_buckets
 from whorl.embedding.span_pairs import SpanPairs, open_pairs, recall
-from whorl.embedding.train import build_encoder, train_embedder
-from whorl.errors import CheckpointError, DataError
+from whorl.embedding.train import EmbedTask, build_encoder, train_embedder
+from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.objectives.contrastive import info_nce
 from whorl.tokens.shards import TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import numpy_rng
+from whorl.train.config import ScheduleConfig
+from whorl.train.optim.lr_schedule import lr_scale
 
 TOPICS, SYNONYMS = 24, 30
 
@@ -173,6 +175,15 @@ def test_training_raises_recall(optimizer: str, topics: Path) -> None:
         assert untrained["recall_at_1"] < 0.35 and evaluations[80]["recall_at_1"] > 0.8
         assert evaluations[80]["recall_at_10"] > 0.95 and evaluations[80]["correct"] > 0.3
         assert not any(torch.equal(p, after[n]) for n, p in before.named_parameters())
+
+
+def test_learning_rate_follows_the_schedule(topics: Path) -> None:
+    schedule = ScheduleConfig(kind="cosine", warmup_ratio=0.25, min_lr_ratio=0.0)
+    task = EmbedTask(job(topics, train={"schedule": schedule}))
+    assert [task.lr_scale(step) for step in range(12)] == [lr_scale(step, 12, schedule) for step in range(12)]
+    assert task.lr_scale(6) != EmbedTask(job(topics)).lr_scale(6)
+    with pytest.raises(ConfigError, match=r"warmup_steps is 13"):
+        train_embedder(job(topics, train={"schedule": {"warmup_steps": 13}}))
 
 
 def test_training_repeats_bit_for_bit(topics: Path) -> None:

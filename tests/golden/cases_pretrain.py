@@ -15,7 +15,7 @@ from golden_inputs import SHAPES, scratch
 from tests.support.train.model_shapes import shape as transformer
 from tests.support.train.tiny import Notes, job, make_tokens
 
-from whorl.embedding.config import EmbedJob
+from whorl.embedding.job import EmbedJob
 from whorl.embedding.train import train_embedder
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.tokens.shards import TokenSet

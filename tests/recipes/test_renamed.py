@@ -28,7 +28,7 @@ from whorl.store import Store
 CONFIG_MODULES = (
     "whorl.agents.config", "whorl.align.config", "whorl.align.rl.config", "whorl.corpus.config",
     "whorl.models.quantization.weights", "whorl.models.transformer_config", "whorl.plan.config",
-    "whorl.train.checkpoint.remote", "whorl.train.config",
+    "whorl.train.checkpoint.remote", "whorl.train.config", "whorl.vision.config",
 )  # fmt: skip
 CHECKED_ELSEWHERE = {  # tables that another class validates
     "PlanConfig.model": "TransformerConfig",
@@ -64,6 +64,13 @@ def test_renamed_keys_exist_and_old_ones_do_not(table: str) -> None:
         assert old not in fields, old
         for name in new.split(" and "):
             assert has_field(config_classes()[CHECKED_ELSEWHERE.get(table, table)], name), new
+
+
+def test_changelog_lists_every_renamed_key() -> None:
+    changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
+    for table, keys in KEYS.items():
+        listed = ", ".join(f"`{old}` → `{new}`" for old, new in sorted(keys.items()))
+        assert f"| `{table}` | {listed} |" in changelog, table
 
 
 def test_renamed_steps_and_kinds_exist() -> None:

@@ -20,7 +20,11 @@ from whorl.vision.model import VisionConfig, VisionModel, build_clip, build_netw
 from whorl.vision.train import CaptionTask, ClassifierTask, ContrastiveTask, encode_captions
 
 VIT = ViTShape(patch=4, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16)
-SMALL: dict[str, Any] = {"steps": 16, "batch_size": 12, "lr": 1e-3, "threads": 1, "checkpoint_seconds": 1e-9}
+SMALL: dict[str, Any] = {"steps": 16, "batch_size": 12, "lr": 1e-3, "threads": 1}
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    return {**SMALL, **settings, "run": {"checkpoint_seconds": 1e-9, **settings.get("run", {})}}
 
 
 @cache
@@ -48,7 +52,7 @@ def caption_decoder() -> Transformer:
 
 def classifier_task(images: ImageSet, **settings: Any) -> tuple[ClassifierTask, VisionModel]:
     """A classifier of the images' classes, by default a ViT."""
-    config = ImageClassifierConfig(**{**SMALL, "network": VIT, **settings})
+    config = ImageClassifierConfig(**_settings({"network": VIT, **settings}))
     info = images.info
     shape = VisionConfig(
         kind="classifier", network=config.network, width=len(info.classes), preprocessing=info.preprocessing,
@@ -61,7 +65,7 @@ def classifier_task(images: ImageSet, **settings: Any) -> tuple[ClassifierTask, 
 
 def contrastive_task(images: ImageSet, **settings: Any) -> tuple[ContrastiveTask, VisionModel]:
     """A CLIP over bytes."""
-    config = ContrastiveConfig(**{**SMALL, "network": VIT, "d_joint": 8, **settings})
+    config = ContrastiveConfig(**_settings({"network": VIT, "d_joint": 8, **settings}))
     tokenizer = make_byte_tokenizer()
     text = EncoderConfig(
         vocab_size=tokenizer.vocab_size, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16, max_length=24, causal=True,
@@ -81,7 +85,7 @@ def caption_task(
     images: ImageSet, preprocessing: Any = None, **settings: Any
 ) -> tuple[CaptionTask, VisionModel]:
     """A captioner of an untrained ViT and a language model over bytes that writes captions, both frozen."""
-    config = CaptionerConfig(**{**SMALL, "max_length": 24, **settings})
+    config = CaptionerConfig(**_settings({"max_length": 24, **settings}))
     info = images.info
     shape = VisionConfig(
         kind="captioner",

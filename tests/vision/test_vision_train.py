@@ -117,10 +117,10 @@ def test_long_captions_keep_their_end() -> None:
 def test_replicas_are_refused_where_they_change_the_loss(
     labelled: ImageSet, captioned: ImageSet, tmp_path: Path
 ) -> None:
-    task, _ = contrastive_task(captioned, replicas=2)
+    task, _ = contrastive_task(captioned, run={"replicas": 2})
     with pytest.raises(ConfigError, match=r"replicas is 2.*compares all pairs"):
         train_vision(task)
-    task, _ = classifier_task(labelled, network=RESNET, replicas=2)
+    task, _ = classifier_task(labelled, network=RESNET, run={"replicas": 2})
     with pytest.raises(ConfigError, match="differ between 2 replicas"):
         train_vision(task)
 

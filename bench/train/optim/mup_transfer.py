@@ -40,10 +40,10 @@ from whorl.models import whorl_decoder
 from whorl.objectives.next_token import next_token
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng
-from whorl.train.config import OptimConfig
+from whorl.train.config import OptimConfig, ScheduleConfig
 from whorl.train.job import Job
-from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
-from whorl.train.optim.lr_schedule import warmup_stable_decay
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
+from whorl.train.optim.lr_schedule import lr_scale
 
 WIDTHS, BASE = (64, 128, 256, 512), 64
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,6 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
 POWERS = {"AdamW": range(-3, 5), "AdamW, muP": range(-1, 5), "Muon": range(-2, 4), "Muon, muP": range(-2, 4)}
 SEEDS = {64: 4, 128: 3, 256: 2, 512: 1}  # narrow models are cheap and vary more
 LENGTH, ROWS = 64, 8
+SCHEDULE = ScheduleConfig(warmup_ratio=0.1)
 RATES = ("lr_muon", "lr_adamw", "lr_embedding", "lr_scalar")
 MOST_LOSS = 0.02  # relative loss from using the rate of width 64 at 512
 
@@ -83,7 +84,7 @@ def train(way: str, width: int, power: int, seed: int, steps: int, text: Path, d
                 {"tokens": part["tokens"], "targets": part["targets"], "loss_mask": part["mask"]}
             )
         )
-        losses.append(update.step(warmup_stable_decay(step, steps, 0.1, 0.5))["nll"])
+        losses.append(update.step(lr_scale(step, steps, SCHEDULE))["nll"])
         if not losses[-1] < 20.0:  # diverged, or NaN
             break
     with torch.no_grad():

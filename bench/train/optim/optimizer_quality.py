@@ -40,14 +40,15 @@ from whorl.machine.device_probe import probe
 from whorl.models import Transformer, whorl_decoder
 from whorl.objectives.next_token import next_token
 from whorl.tracking.seeds import generator, numpy_rng
-from whorl.train.config import OptimConfig
+from whorl.train.config import OptimConfig, ScheduleConfig
 from whorl.train.lm.objective import param_optims
-from whorl.train.optim.lr_schedule import warmup_stable_decay
+from whorl.train.optim.lr_schedule import lr_scale
 from whorl.train.optim.optimizers import AdamW, Muon, NamedTensors
 from whorl.train.optim.soap import SOAP
 
 LENGTH, ROWS, TUNING_SEED = 128, 8, 100
 BETAS = (0.9, 0.95)
+SCHEDULE = ScheduleConfig(warmup_ratio=0.05)
 START = {
     "AdamW": 0.004,
     "Muon": 0.02,
@@ -159,7 +160,7 @@ def train(kind: str, rate: float, seed: int, steps: int, how: str, text: Path, d
     torch.set_num_threads(1)
     trainer, began, last = Trainer(kind, rate, seed, text, dtype), time.process_time(), 0.0
     for step in range(steps):
-        last = trainer.step(warmup_stable_decay(step, steps, 0.05, 0.5))
+        last = trainer.step(lr_scale(step, steps, SCHEDULE))
         if not last < 20.0:
             break
     loss = trainer.held_out_loss() if last < 20.0 else 99.0

@@ -12,13 +12,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from whorl.registry import Registry
 from whorl.train.config import (
-    FiniteGuardConfig,
+    FiniteTrainConfig,
     OptimConfig,
     OptimizerName,
     RoutingConfig,
     RunConfig,
     ScheduleConfig,
-    TrainConfig,
 )
 
 PREFERENCE_OBJECTIVES = Registry(
@@ -45,14 +44,10 @@ class LoRAConfig(BaseModel):
     )
 
 
-class StageTrainConfig(TrainConfig):
+class StageTrainConfig(FiniteTrainConfig):
     """The update loop of a stage after pretraining."""
 
     schedule: ScheduleConfig = ScheduleConfig(warmup_ratio=0.05)
-    spike_guard: FiniteGuardConfig = Field(
-        default=FiniteGuardConfig(),
-        description="skips non-finite batches; with a threshold also batches whose loss or gradient norm is far off",
-    )
     clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient")
     micro_batch_tokens: int = Field(
         default=8192, ge=1, description="approximate positions of a forward pass with gradients"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whorl.embedding.config import EmbedJob
 from whorl.embedding.embedder import pad
+from whorl.embedding.job import EmbedJob
 from whorl.embedding.span_pairs import Spans
 from whorl.models.encoder import Encoder
 from whorl.objectives.contrastive import info_nce
@@ -31,7 +31,11 @@ def build_update(encoder: Encoder, job: EmbedJob) -> Update:
         lr = job.lr_muon if rule == "muon" else job.lr_adamw
         treatments[name] = ParamOptim(rule, lr, float(name in decaying))
     return Update(
-        objective, treatments, clip_norm=job.clip_norm, weight_decay=job.weight_decay, betas=(0.9, 0.98)
+        objective,
+        treatments,
+        clip_norm=job.train.clip_norm,
+        weight_decay=job.train.weight_decay,
+        betas=(0.9, 0.98),
     )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.data.epoch_order import EpochOrder
-from whorl.embedding.config import EmbedJob
 from whorl.embedding.embedder import Vectors
+from whorl.embedding.job import EmbedJob
 from whorl.errors import DataError
 from whorl.tokens.shards import TokenSet, TokenSplit
 from whorl.tokens.tokenizer import Ids

@@ -30,8 +30,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from whorl.embedding.config import EmbedJob
 from whorl.embedding.embedder import embed_ids
+from whorl.embedding.job import EmbedJob
 from whorl.embedding.objective import build_update, collate
 from whorl.embedding.span_pairs import open_pairs
 from whorl.models.encoder import Encoder
@@ -41,7 +41,7 @@ from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
 from whorl.train.metrics.layer_stats import LayerStats
-from whorl.train.optim.lr_schedule import warmup_stable_decay
+from whorl.train.optim.lr_schedule import check_warmup, lr_scale
 from whorl.train.trainer import RunOptions, StepFunction, Task, Trainer
 
 
@@ -73,15 +73,17 @@ def train_embedder(
     Raises:
         DataError: no training split, or fewer long enough documents than a batch needs.
         CheckpointError: the checkpoint in `scratch` is of another job.
+        ConfigError: a warm-up in steps that does not fit into the run.
     """
+    check_warmup(job.steps, job.train.schedule)
     task = EmbedTask(job, log)
     options = RunOptions(
         scratch=scratch,
         checkpoint_seconds=checkpoint_seconds,
         checkpoint_config=checkpoint_config,
         threads=job.threads,
-        spike_guard=job.spike_guard,
-        ema=job.ema,
+        spike_guard=job.train.spike_guard,
+        ema=job.train.ema,
         heartbeat_dir=heartbeat_dir,
     )
     callback = StepFunction(lambda step, metrics: observe(step, metrics, task.networks), observe)
@@ -129,8 +131,7 @@ class EmbedTask(Task[MicroBatch]):
         return [[record]]
 
     def lr_scale(self, step: int) -> float:
-        job = self.job
-        return warmup_stable_decay(step, job.steps, job.warmup_ratio, job.decay_ratio)
+        return lr_scale(step, self.job.steps, self.job.train.schedule)
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
         clock.pop_seconds()

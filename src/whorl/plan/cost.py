@@ -34,8 +34,8 @@ class TrainingCost:
         total_params: all weights, unused experts included.
         token_flops: per token, forward + backward.
         peak_memory_bytes: of training.
-        activation_bytes: part of them that the forward keeps for the backward; `pretrain.activation_budget` and
-            `pretrain.micro_batch_size` lower it.
+        activation_bytes: part of them that the forward keeps for the backward; `pretrain.run.activation_budget` and
+            `pretrain.train.micro_batch_size` lower it.
     """
 
     block_params: int

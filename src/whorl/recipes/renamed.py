@@ -80,10 +80,12 @@ KEYS: dict[str, dict[str, str]] = {
         "batch": "batch_size",
         "checkpoint_seconds": "run.checkpoint_seconds",
         "checkpoints": "run.checkpoints",
+        "ema": "train.ema",
         "least": "min_span",
         "muon_rate": "lr_muon",
         "optimiser": "optimizer",
         "rate": "lr_adamw",
+        "spike_guard": "train.spike_guard",
         "window": "max_length",
     },
     "KLConfig": {"place": "apply_to", "target": "target_kl", "weight": "coef"},
@@ -197,6 +199,14 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "TasksConfig": {"short": "answer_only_fraction", "start": "first_problem"},
     "TokenizerConfig": {"specials": "special_tokens"},
+    "VisionTrainConfig": {
+        "checkpoint_seconds": "run.checkpoint_seconds",
+        "checkpoints": "run.checkpoints",
+        "ema": "train.ema",
+        "replicas": "run.replicas",
+        "schedule": "train.schedule",
+        "spike_guard": "train.spike_guard",
+    },
 }
 
 OPTIONS: dict[str, dict[str, str]] = {  # verb -> old option -> new option

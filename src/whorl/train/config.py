@@ -186,6 +186,15 @@ class TrainConfig(BaseModel):
     )
 
 
+class FiniteTrainConfig(TrainConfig):
+    """The update loop of methods whose losses have outliers: the spike guard skips non-finite batches only."""
+
+    spike_guard: FiniteGuardConfig = Field(
+        default=FiniteGuardConfig(),
+        description="skips non-finite batches; with a threshold also batches whose loss or gradient norm is far off",
+    )
+
+
 class CheckpointConfig(BaseModel):
     """Retention of local checkpoints, and remote storage."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.data.images import MAX_PIXELS
-from whorl.train.config import CheckpointConfig, FiniteGuardConfig, ScheduleConfig
+from whorl.train.config import FiniteTrainConfig, RunConfig, ScheduleConfig
 
 NATIVE_SIZE = {"digits": 8, "scenes": 32, "files": 64}  # default side of an image, by source
 
@@ -122,6 +122,12 @@ class TextTowerShape(BaseModel):
     )
 
 
+class ImageTrainConfig(FiniteTrainConfig):
+    """The update loop of image models."""
+
+    schedule: ScheduleConfig = ScheduleConfig(kind="cosine", warmup_ratio=0.05)
+
+
 class VisionTrainConfig(BaseModel):
     """Training of an image model with AdamW."""
 
@@ -137,26 +143,22 @@ class VisionTrainConfig(BaseModel):
     flip: bool = Field(
         default=False, description="augmentation: mirror half of the images; not where left and right matter"
     )
-    schedule: ScheduleConfig = ScheduleConfig(kind="cosine", warmup_ratio=0.05)
     seed: int = Field(default=0, ge=0)
-    spike_guard: FiniteGuardConfig = Field(
-        default=FiniteGuardConfig(), description="skips non-finite batches; with a threshold also outliers"
-    )
-    ema: float = Field(
-        default=0.0, ge=0, lt=1, description="decay per step of averaged weights, which are saved; 0 for none"
-    )
-    replicas: int = Field(
-        default=1, ge=1, description="training processes; not for CLIP and networks with batch norm"
-    )
     threads: int | None = Field(
         default=None,
         ge=1,
         description="default: the fastest number for large matrix products; 1 suits tiny networks",
     )
-    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
-    checkpoints: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="how many are kept, and a remote copy"
+    train: ImageTrainConfig = Field(default=ImageTrainConfig(), description="the update loop")
+    run: RunConfig = Field(
+        default=RunConfig(),
+        description="checkpoints and processes; CLIP and networks with batch norm have no replicas",
     )
+
+    @model_validator(mode="after")
+    def _validate(self) -> VisionTrainConfig:
+        self.run.refuse(activation_budget="image models recompute nothing")
+        return self
 
 
 class ImageClassifierConfig(VisionTrainConfig):
@@ -188,4 +190,4 @@ class CaptionerConfig(VisionTrainConfig):
     )
 
 
-NOT_HASHED = ("checkpoint_seconds", "checkpoints", "replicas", "threads")
+NOT_HASHED = ("run", "threads")

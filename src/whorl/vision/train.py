@@ -143,7 +143,7 @@ class VisionTask(Task[MicroBatch]):
         return [[record]]
 
     def lr_scale(self, step: int) -> float:
-        return lr_scale(step, self.steps, self.config.schedule)
+        return lr_scale(step, self.steps, self.config.train.schedule)
 
 
 class ClassifierTask(VisionTask):
@@ -268,9 +268,11 @@ def train_vision(
         CheckpointError: the checkpoint is of another job.
     """
     c = task.config
-    threads = c.threads or max(1, torch.get_num_threads() // c.replicas)
+    replicas = c.run.replicas or 1
+    threads = c.threads or max(1, torch.get_num_threads() // replicas)
     options = RunOptions(
-        scratch=checkpoint_dir, checkpoint_seconds=c.checkpoint_seconds, checkpoint_config=c.checkpoints,
-        replicas=c.replicas, threads=threads, spike_guard=c.spike_guard, ema=c.ema, heartbeat_dir=heartbeat_dir,
+        scratch=checkpoint_dir, checkpoint_seconds=c.run.checkpoint_seconds, checkpoint_config=c.run.checkpoints,
+        replicas=replicas, threads=threads, spike_guard=c.train.spike_guard, ema=c.train.ema,
+        heartbeat_dir=heartbeat_dir,
     )  # fmt: skip
     Trainer(task, options, _Steps(callback), log=log).fit()

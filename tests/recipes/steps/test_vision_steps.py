@@ -29,7 +29,7 @@ steps = 100
 batch_size = 12
 lr = 1e-2
 threads = 1
-checkpoint_seconds = 0.01
+run.checkpoint_seconds = 0.01
 [steps.report]
 parents = ["image_classifier"]
 """

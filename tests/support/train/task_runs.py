@@ -34,7 +34,7 @@ from whorl.align.preference.reward_model import RewardModel, train_reward_model
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
-from whorl.embedding.config import EmbedJob
+from whorl.embedding.job import EmbedJob
 from whorl.embedding.train import train_embedder
 from whorl.models.encoder import EncoderConfig
 from whorl.train.lm.pretrain import pretrain
@@ -162,7 +162,7 @@ def _agent(run: Run) -> torch.nn.Module:
 
 
 def _image_classifier(run: Run) -> torch.nn.Module:
-    settings = {"steps": STEPS, "replicas": run.replicas, "max_shift": 1, "flip": True}
+    settings = {"steps": STEPS, "run": {"replicas": run.replicas}, "max_shift": 1, "flip": True}
     return _images(run, classifier_task(ImageSet(run.folder / "labelled"), **settings)[0])
 
 
@@ -172,7 +172,7 @@ def _clip(run: Run) -> torch.nn.Module:
 
 def _captioner(run: Run) -> torch.nn.Module:
     images = ImageSet(run.folder / "captioned")
-    return _images(run, caption_task(images, steps=STEPS, replicas=run.replicas)[0])
+    return _images(run, caption_task(images, steps=STEPS, run={"replicas": run.replicas})[0])
 
 
 def _images(run: Run, task: VisionTask) -> torch.nn.Module:

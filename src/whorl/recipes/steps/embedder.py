@@ -10,26 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from whorl.embedding.config import EmbedConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import train_stage
 from whorl.recipes.stage_recorder import Metrics, StageRecorder
 from whorl.report import Curve, Facts, Line, ReportData, render
 from whorl.report.stages import metric_points
-from whorl.train.config import FiniteGuardConfig, RunConfig
+from whorl.train.config import RunConfig
 
 if TYPE_CHECKING:
-    from whorl.embedding.config import EmbedJob
+    from whorl.embedding.job import EmbedJob
     from whorl.models.encoder import Encoder
 
 CURVE_POINTS = 500
 
 
-class EmbedderConfig(BaseModel):
-    """Shape and training of the embedder; the objective is described in `embedding/train.py`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class EmbedderConfig(EmbedConfig):
+    """Shape and training of the embedder."""
 
     d_model: int = Field(default=128, ge=8, description="length of a vector")
     n_layers: int = Field(default=1, ge=1)
@@ -38,36 +37,12 @@ class EmbedderConfig(BaseModel):
     max_length: int = Field(
         default=64, ge=2, description="ids per window; longer texts are averaged over windows"
     )
-    min_span: int = Field(
-        default=16, ge=1, description="ids of the shortest span; documents need twice as many"
-    )
-    batch_size: int = Field(
-        default=128, ge=2, description="documents per step; each is contrasted with all others"
-    )
-    steps: int = Field(default=2000, ge=1)
-    temperature: float = Field(default=0.05, gt=0, description="divisor of the cosines")
-    optimizer: Literal["muon", "adamw"] = Field(
-        default="muon", description="for the weight matrices of the blocks"
-    )
-    lr_muon: float = Field(default=0.02, gt=0, description="peak learning rate under Muon")
-    lr_adamw: float = Field(default=0.01, gt=0, description="peak learning rate under AdamW")
-    held_out: int = Field(default=512, ge=2, description="documents among which recall is measured, at most")
-    evaluations: int = Field(
-        default=10, ge=1, description="evaluations on held-out documents during training"
-    )
-    seed: int = Field(default=0, ge=0)
     dtype: Literal["float32", "bfloat16", "machine"] = Field(
         default="float32",
         description='compute type; "machine": the fastest type of the machine, worthwhile from a width of about 256',
     )
     threads: int | None = Field(
         default=None, ge=1, description="default: the fastest number for matrix products"
-    )
-    spike_guard: FiniteGuardConfig = Field(
-        default=FiniteGuardConfig(), description="skips non-finite batches; with a threshold also outliers"
-    )
-    ema: float = Field(
-        default=0.0, ge=0, lt=1, description="decay per step of averaged weights, which are saved; 0 for none"
     )
     run: RunConfig = Field(default=RunConfig(), description="checkpoints")
 
@@ -151,7 +126,7 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
 
 
 def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
-    from whorl.embedding.config import EmbedJob
+    from whorl.embedding.job import EmbedJob
     from whorl.models.encoder import EncoderConfig
     from whorl.tokens.shards import TokenSet
 
@@ -164,24 +139,13 @@ def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
         mlp_hidden=config.mlp_hidden,
         max_length=config.max_length,
     )
-    shapes = {
-        "d_model",
-        "n_layers",
-        "n_heads",
-        "mlp_hidden",
-        "max_length",
-        "run",
-        "threads",
-    }
     return EmbedJob(
         tokens=str(folder),
         encoder=shape,
         threads=config.threads or ctx.machine.threads,
         device=ctx.machine.device,
-        **{
-            **config.model_dump(exclude=shapes),
-            "dtype": config.dtype if config.dtype != "machine" else _trainable_dtype(ctx.machine.dtype),
-        },
+        dtype=config.dtype if config.dtype != "machine" else _trainable_dtype(ctx.machine.dtype),
+        **{name: getattr(config, name) for name in EmbedConfig.model_fields},
     )
 
 

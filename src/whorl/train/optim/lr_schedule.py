@@ -22,19 +22,12 @@ import math
 from whorl.errors import ConfigError
 from whorl.train.config import ScheduleConfig
 
-MIN_LR_RATIO = 0.02  # final learning rate as a fraction of the peak
-
 
 def lr_scale(step: int, total: int, config: ScheduleConfig) -> float:
     """Return the factor, above 0 and at most 1, at `step` (from 0) of `total`."""
     warm = warmup_steps(total, config)
     falling = config.decay_ratio * total if config.kind == "wsd" else total - warm
     return _lr_scale(config.kind, step, total, warm, falling, config.min_lr_ratio)
-
-
-def warmup_stable_decay(step: int, total: int, warmup_ratio: float = 0.02, decay_ratio: float = 0.5) -> float:
-    """Return the wsd factor with explicit ratios, and `MIN_LR_RATIO` as the minimum."""
-    return _lr_scale("wsd", step, total, warmup_ratio * total, decay_ratio * total, MIN_LR_RATIO)
 
 
 def _lr_scale(
