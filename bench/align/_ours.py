@@ -118,9 +118,7 @@ def sft(gate: Gate, folder: Path, kind: str, texts: work.Rows, rows: int, length
         mask[0] = False
         examples.append(TokenizedExample(np.array(ids, np.int64), mask))
     config = SFTConfig(
-        epochs=1e6,
-        seq_len=length,
-        batch_size=rows,
+        data={"epochs": 1e6, "seq_len": length, "batch_size": rows},
         optimizer="adamw",
         lr_scale=LR_SCALE,
         train=StageTrainConfig(schedule=CONSTANT),

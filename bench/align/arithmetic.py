@@ -73,7 +73,9 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
 
     def train(stage: str, texts: list[Any], lr_scale: float, epochs: float = 1.0) -> None:
         began = time.perf_counter()
-        config = SFTConfig(lr_scale=lr_scale, epochs=epochs, seq_len=256, batch_size=4, seed=seed)
+        config = SFTConfig(
+            lr_scale=lr_scale, data={"epochs": epochs, "seq_len": 256, "batch_size": 4}, seed=seed
+        )
         fine_tune(network, texts, config, pad_id=pad)
         result["seconds"][stage] = time.perf_counter() - began
         evaluate(stage)

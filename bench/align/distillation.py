@@ -126,8 +126,8 @@ def fine_tuned(
 ) -> LanguageModel:
     """Fine-tune `model` in place for `steps` steps and return it."""
     config = SFTConfig(
-        lr_scale=1.0, epochs=steps * rows / len(texts), seq_len=LENGTH, batch_size=rows, packing=False, seed=seed,
-        dtype="float32",
+        lr_scale=1.0, seed=seed, model={"dtype": "float32"},
+        data={"epochs": steps * rows / len(texts), "seq_len": LENGTH, "batch_size": rows, "packing": False},
     )  # fmt: skip
     fine_tune(PolicyModel(model), texts, config, pad_id=TOKENIZER.pad_id)
     return model
@@ -151,7 +151,8 @@ def arm(
 
     config = DistilConfig(
         lr_scale=1.0, divergence=divergence, on_policy_fraction=fraction, max_completion_tokens=MAX_COMPLETION,
-        epochs=steps * BATCH / len(texts), seq_len=LENGTH, batch_size=BATCH, packing=False, seed=seed, dtype="float32",
+        data={"epochs": steps * BATCH / len(texts), "seq_len": LENGTH, "batch_size": BATCH, "packing": False},
+        seed=seed, model={"dtype": "float32"},
     )  # fmt: skip
     began = time.process_time()
     train_student(

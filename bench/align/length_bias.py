@@ -105,7 +105,9 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
     fine_tune(
         network,
         texts,
-        SFTConfig(lr_scale=0.7, seq_len=128, batch_size=8, seed=seed, dtype="float32"),
+        SFTConfig(
+            lr_scale=0.7, data={"seq_len": 128, "batch_size": 8}, seed=seed, model={"dtype": "float32"}
+        ),
         pad_id=tokenizer.pad_id,
     )
     VERIFIERS["prediction"] = lambda task, completion: Verdict(
@@ -127,7 +129,7 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
             config = RLConfig(
                 algorithm=algorithm, steps=steps, prompts_per_step=GROUPS, group_size=GROUP_SIZE,  # type: ignore[arg-type]
                 max_completion_tokens=MAX_COMPLETION, max_seq_len=96, lr_scale=0.1, optimizer="adamw", seed=seed,
-                dtype="float32",
+                model={"dtype": "float32"},
             )  # fmt: skip
             worker = RolloutWorker(
                 shape,

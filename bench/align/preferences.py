@@ -58,7 +58,7 @@ CONFIG = whorl_decoder(
 )  # fmt: skip
 # Overrides of each objective. All train on the same pairs, for two epochs unless overridden.
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "dpo": {}, "ipo": {}, "kto": {"batch_size": 128}, "simpo": {}, "orpo": {"beta": 1.0, "epochs": 4.0},
+    "dpo": {}, "ipo": {}, "kto": {"data": {"batch_size": 128}}, "simpo": {}, "orpo": {"beta": 1.0, "data": {"epochs": 4.0}},
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ class Contest:
         texts = limit.tokenize(texts, lambda text: text)
         began = time.perf_counter()
         net = self.network()
-        sft = SFTConfig(lr_scale=1.0, seq_len=24, packing=False, batch_size=32, seed=seed)
+        sft = SFTConfig(lr_scale=1.0, data={"seq_len": 24, "packing": False, "batch_size": 32}, seed=seed)
         fine_tune(net, texts, sft, pad_id=self.pad_id)
         self.seconds = {"sft": time.perf_counter() - began}
         self.weights = {name: t.clone() for name, t in net.merged_weights().items()}
@@ -176,8 +176,10 @@ class Contest:
 
     def learn(self, objective: str) -> dict[str, Any]:
         net, seen = self.network(self.weights), list[dict[str, float]]()
-        given = {"lr_scale": 0.3, "epochs": 2.0, "batch_size": 64, "seq_len": 40, "seed": self.seed}
-        config = PreferenceConfig.model_validate({"objective": objective, **given, **OBJECTIVES[objective]})
+        change = OBJECTIVES[objective]
+        rows = {"epochs": 2.0, "batch_size": 64, "seq_len": 40, **change.get("data", {})}
+        given = {"objective": objective, "lr_scale": 0.3, "seed": self.seed, **change, "data": rows}
+        config = PreferenceConfig.model_validate(given)
         began = time.perf_counter()
         train_preferences(net, self.pairs, config, pad_id=self.pad_id, callback=lambda _, m: seen.append(m))
         seconds = time.perf_counter() - began
@@ -198,7 +200,9 @@ class Contest:
     def reward(self) -> dict[str, Any]:
         """Train a reward model on the same pairs; return its accuracy on other pairs and its best-of-four win rate."""
         model = RewardModel(self.model(self.weights), seed=self.seed)
-        config = RewardConfig(lr_scale=0.3, epochs=2, batch_size=64, seq_len=40, seed=self.seed)
+        config = RewardConfig(
+            lr_scale=0.3, data={"epochs": 2, "batch_size": 64, "seq_len": 40}, seed=self.seed
+        )
         began = time.perf_counter()
         train_reward_model(model, self.pairs, config, pad_id=self.pad_id)
         seconds = time.perf_counter() - began

@@ -169,7 +169,7 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
             return sum(v.passed for v in verdicts) / len(verdicts)
 
         began = time.perf_counter()
-        sft = SFTConfig(lr_scale=0.7, epochs=epochs, seq_len=length, batch_size=8, seed=seed)
+        sft = SFTConfig(lr_scale=0.7, data={"epochs": epochs, "seq_len": length, "batch_size": 8}, seed=seed)
         texts = [example_tokenizer.conversation(messages) for messages in conversations[arm]]
         fine_tune(network, texts, sft, pad_id=tokenizer.pad_id)
         result[arm] = {"sft": accuracy(), "sft_seconds": time.perf_counter() - began}

@@ -34,23 +34,23 @@ steps.sums = {{ uses = "tasks", source = "arithmetic", max_train = {examples}, m
 [steps.target]
 uses = "sft"
 parents = ["init_model", "sums"]
-seq_len = 256
+data.seq_len = 256
 lr_scale = 1.0
-batch_tokens = 4096
-epochs = {epochs}
+data.batch_tokens = 4096
+data.epochs = {epochs}
 [steps.draft]
 parents = ["target", "sums"]
-seq_len = 256
+data.seq_len = 256
 lr_scale = 0.5
-batch_tokens = 4096
+data.batch_tokens = 4096
 texts.max_examples = {examples}
-epochs = {epochs}
+data.epochs = {epochs}
 [steps.multi_token]
 parents = ["target", "sums"]
-seq_len = 256
-batch_tokens = 4096
+data.seq_len = 256
+data.batch_tokens = 4096
 n_predict = 4
-epochs = {epochs}
+data.epochs = {epochs}
 """
 
 

@@ -26,7 +26,7 @@ SMALL = [
     "images.train_scenes=128",
     "images.test_scenes=32",
     "clip.steps=3",
-    "sft.epochs=1",
+    "sft.data.epochs=1",
     "captioner.steps=3",
 ]
 # (step, its figure) -> (name, bar)

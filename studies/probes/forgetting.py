@@ -4,7 +4,7 @@
 
 A stage trains on a few narrow texts, and its loss does not measure the rest (McCloskey and Cohen 1989; for fine-tuning:
 Kirkpatrick et al. 2017, arXiv:1612.00796). Bits per byte is more sensitive than task accuracy: it shows drift long
-before an answer changes. Remedies are a lower rate, rows of pretraining data (`SFTConfig.replay_fraction`), and
+before an answer changes. Remedies are a lower rate, rows of pretraining data (`data.replay_fraction` of SFT), and
 possibly a low-rank adapter, which loses less of both old and new knowledge (Biderman et al. 2024, arXiv:2405.09673).
 
 The subtle point: both values use the same documents and windows, each without other context. An adapter that is not

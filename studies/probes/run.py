@@ -37,7 +37,7 @@ from studies.probes.forgetting import forgetting
 from studies.probes.greedy_answers import GreedyAnswers
 from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 
-from whorl.align.config import LoRAConfig, SFTConfig
+from whorl.align.config import LoRAConfig, ModelConfig, SFTConfig
 from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
@@ -120,8 +120,11 @@ def reader(example_tokenizer: ExampleTokenizer, texts: Sequence[str], tokens: in
                 count += len(piece)
             if count >= tokens:
                 break
-    config = SFTConfig(lr_scale=0.5, epochs=1, seq_len=256, batch_size=2, seed=seed)
+    config = SFTConfig(lr_scale=0.5, data={"epochs": 1, "seq_len": 256, "batch_size": 2}, seed=seed)
     return fine_tune(model, examples, config, pad_id=tokenizer.pad_id)
+
+
+ROWS = {"epochs": 2, "seq_len": 256, "batch_size": 2}  # of SFT
 
 
 def measure_forgetting(seeds: range, quick: bool) -> None:
@@ -130,8 +133,8 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
     ways: dict[str, dict[str, object]] = {
         "rate 0.3": {"lr_scale": 0.3},
         "rate 0.1": {"lr_scale": 0.1},
-        "rate 0.3, half of it replay": {"lr_scale": 0.3, "replay_fraction": 0.5},
-        "rate 0.3, LoRA of rank 8": {"lr_scale": 0.3, "lora": LoRAConfig(rank=8)},
+        "rate 0.3, half of it replay": {"lr_scale": 0.3, "data": {**ROWS, "replay_fraction": 0.5}},
+        "rate 0.3, LoRA of rank 8": {"lr_scale": 0.3, "model": ModelConfig(lora=LoRAConfig(rank=8))},
     }
     costs: dict[str, list[float]] = {way: [] for way in ways}
     for seed in seeds:
@@ -150,15 +153,14 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
             write_shards(documents, tokenizer, Path(folder), "train")  # type: ignore[arg-type]
             for way, options in ways.items():
                 started = time.perf_counter()
-                net = network(example_tokenizer, seed, options.get("lora"))  # type: ignore[arg-type]
+                config = SFTConfig.model_validate({"data": ROWS, "seed": seed, **options})
+                net = network(example_tokenizer, seed, config.model.lora)
                 with torch.no_grad():
                     for name, p in net.model.named_parameters():
                         p.copy_(base[name])
-                config = SFTConfig(epochs=2, seq_len=256, batch_size=2, seed=seed, **options)  # type: ignore[arg-type]
-
                 stage = partial(
                     fine_tune, examples=examples, config=config, pad_id=tokenizer.pad_id,
-                    replay_data=Path(folder) if config.replay_fraction else None,
+                    replay_data=Path(folder) if config.data.replay_fraction else None,
                 )  # fmt: skip
                 found = forgetting(net, tokenizer, held, stage, 256)
                 answers = GreedyAnswers(
@@ -282,7 +284,9 @@ def train_base(seed: int, quick: bool) -> BaseModel:
     texts += [example_tokenizer.conversation(q.conversation().messages) for q in questions]
     net = network(example_tokenizer, seed)
     config = SFTConfig(
-        lr_scale=0.2, epochs=sized(24, 1) if quick else 32, seq_len=256, batch_size=1, seed=seed
+        lr_scale=0.2,
+        data={"epochs": sized(24, 1) if quick else 32, "seq_len": 256, "batch_size": 1},
+        seed=seed,
     )
     fine_tune(net, texts, config, pad_id=tokenizer.pad_id)
     weights = {name: tensor.clone() for name, tensor in net.merged_weights().items()}
@@ -307,7 +311,9 @@ def measure_facts(seeds: range, quick: bool) -> None:
         base_model = train_base(seed, quick)
         test_questions = base_model.world.questions("known_test", "stranger_test")
         config = SFTConfig(
-            lr_scale=0.1, epochs=sized(8, 1) if quick else 12, seq_len=256, batch_size=1, seed=seed
+            lr_scale=0.1,
+            data={"epochs": sized(8, 1) if quick else 12, "seq_len": 256, "batch_size": 1},
+            seed=seed,
         )
         for facts in ("known", "new"):
             train_questions = make_lesson(base_model.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
@@ -352,7 +358,9 @@ def measure_refusal(seeds: range, quick: bool) -> None:
     for seed in seeds:
         started = time.perf_counter()
         base_model = train_base(seed, quick)
-        config = SFTConfig(lr_scale=0.1, epochs=sized(8, 1), seq_len=256, batch_size=1, seed=seed)
+        config = SFTConfig(
+            lr_scale=0.1, data={"epochs": sized(8, 1), "seq_len": 256, "batch_size": 1}, seed=seed
+        )
         rows = refusal_rates(
             base_model.base,
             base_model.example_tokenizer,

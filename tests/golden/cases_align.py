@@ -8,6 +8,7 @@ from typing import Any
 
 from golden_case import Result, case, weight_hash
 from golden_inputs import decoder, scratch, scribe, sums
+from tests.support.configs import nested
 from tests.support.tiny import BYTE_VOCAB
 from torch import nn
 
@@ -62,7 +63,7 @@ def _pairs() -> list[PreferencePair]:
 
 
 def _sft(lora: settings.LoRAConfig | None) -> Result:
-    config = settings.SFTConfig(epochs=4, seq_len=48, lora=lora, **STAGE)
+    config = settings.SFTConfig(**nested(epochs=4, seq_len=48, lora=lora, **STAGE))
     return _trained(_network(lora=lora), "nll", fine_tune, sums(96), config)
 
 
@@ -72,7 +73,7 @@ case("sft-lora")(partial(_sft, settings.LoRAConfig(rank=2)))
 
 def _preference(objective: Any, epochs: int) -> Result:
     changes = {"objective": objective, "epochs": epochs, "optimizer": "adamw"}
-    config = settings.PreferenceConfig(seq_len=32, **changes, **STAGE)
+    config = settings.PreferenceConfig(**nested(seq_len=32, **changes, **STAGE))
     return _trained(_network(), "loss", train_preferences, _pairs(), config)
 
 
@@ -82,7 +83,7 @@ case("kto")(partial(_preference, "kto", epochs=2))
 
 @case("reward-model")
 def _reward() -> Result:
-    config = settings.RewardConfig(epochs=4, seq_len=32, **STAGE)
+    config = settings.RewardConfig(**nested(epochs=4, seq_len=32, **STAGE))
     return _trained(RewardModel(decoder(), seed=3), "loss", train_reward_model, _pairs(), config)
 
 
@@ -94,7 +95,7 @@ def _grpo(**options: Any) -> Result:
         "run": {"replicas": 1},
         "kl": rl_settings.KLConfig(coef=0.1),
     }
-    config = rl_settings.RLConfig(algorithm="grpo", **sizes, **more, **COMMON, **options)
+    config = rl_settings.RLConfig(algorithm="grpo", **nested(**sizes, **more, **COMMON, **options))
     digits = "format(.*[0-9].*)"
     tasks = [
         VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier=digits, answer=str(i + 1)) for i in range(12)
@@ -119,7 +120,7 @@ case("grpo-one-worker")(partial(_grpo, async_rollout=LOCKSTEP))
 
 def _distil(**options: Any) -> Result:
     sizes = {"epochs": 5, "batch_size": 12, "seq_len": 24, "max_completion_tokens": 5}
-    config = settings.DistilConfig(**sizes, **COMMON, **options)
+    config = settings.DistilConfig(**nested(**sizes, **COMMON, **options))
     teacher = decoder(seed=7)
     network = _network(make_student(teacher, settings.StudentConfig(n_layers=1)))
     inputs = (LiveTeacher(teacher), sums(48), config)

@@ -161,7 +161,7 @@ def test_plan_of_given_transformer_fills_budget() -> None:
         ({"mixers": {"m": {"kind": "mamba", "options": {"heads": 2}}}}, {}, "options of 'mamba'"),
         ({"mixers": {"m": {"kind": "linear", "options": {"n_heads": 3}}}}, {}, "n_heads"),
         ({"mixers": {"m": {"kind": "mamba", "options": {"d_state": "x"}}}}, {}, "wrong type"),
-        ({"learned_positions": True, "max_length": 128}, {"seq_len": 256}, "max_length"),
+        ({"learned_positions": True, "max_length": 128}, {"data": {"seq_len": 256}}, "max_length"),
     ],
 )
 def test_plan_config_names_bad_field(model: dict[str, Any], more: dict[str, Any], field: str) -> None:

@@ -23,7 +23,7 @@ PLACES = 12
 
 
 def train(net: PolicyModel, examples: list[TokenizedExample], **settings: int) -> None:
-    fine_tune(net, examples, SFTConfig(lr_scale=1.0, **settings), pad_id=tokenizer().pad_id)
+    fine_tune(net, examples, SFTConfig(lr_scale=1.0, data=settings), pad_id=tokenizer().pad_id)
 
 
 def sampled(net: PolicyModel, prompts: list[list[int]], temperature: float = 1.0) -> list[list[int]]:

@@ -18,7 +18,7 @@ SHARES: dict[PersonGroup, float] = {
     "known_train": 0.2, "known_test": 0.2, "new": 0.2, "stranger_train": 0.2, "stranger_test": 0.2,
 }  # fmt: skip
 WORLD = Biographies(10, seed=0, fractions=SHARES)
-SETTINGS = SFTConfig(lr_scale=1.0, epochs=40, seq_len=128, batch_size=2)
+SETTINGS = SFTConfig(lr_scale=1.0, data={"epochs": 40, "seq_len": 128, "batch_size": 2})
 
 
 @pytest.fixture(scope="module")

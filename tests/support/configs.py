@@ -6,7 +6,20 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from whorl.align.config import ModelConfig, SFTDataConfig
+
+TABLES = {
+    name: table for table, c in (("data", SFTDataConfig), ("model", ModelConfig)) for name in c.model_fields
+}
 Config = TypeVar("Config", bound=BaseModel)
+
+
+def nested(**settings: Any) -> dict[str, Any]:
+    """Return settings of a stage by table: `nested(seq_len=8, seed=1)` is {"data": {"seq_len": 8}, "seed": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        (found.setdefault(TABLES[name], {}) if name in TABLES else found)[name] = value
+    return found
 
 
 def updated(config: Config, **changes: Any) -> Config:

@@ -12,7 +12,7 @@ steps.report.parents = ["ingest", "curate", "plan", "tokenizer", "tokens", "pret
 parents = ["ingest", "curate"]
 steps = 60
 vocab_size = 400
-seq_len = 128
+data.seq_len = 128
 replicas = 2
 compile = false
 [steps.plan.model]

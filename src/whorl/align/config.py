@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from whorl.registry import Registry
 from whorl.train.config import (
+    DataConfig,
     FiniteTrainConfig,
     OptimConfig,
     OptimizerName,
@@ -44,6 +45,17 @@ class LoRAConfig(BaseModel):
     )
 
 
+class ModelConfig(BaseModel):
+    """How a stage loads and adapts the model that it starts from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lora: LoRAConfig | None = Field(default=None, description="train an adapter instead of the weights")
+    dtype: DType | None = Field(
+        default=None, description="compute dtype; default: the fastest on this machine"
+    )
+
+
 class StageTrainConfig(FiniteTrainConfig):
     """The update loop of a stage after pretraining."""
 
@@ -67,11 +79,8 @@ class StageConfig(BaseModel):
 
     lr_scale: float = Field(default=0.1, gt=0, description="multiple of pretraining's learning rates")
     optimizer: OptimizerName = Field(default="muon", description="optimizer of the blocks' matrices")
-    lora: LoRAConfig | None = Field(default=None, description="train an adapter instead of the weights")
-    dtype: DType | None = Field(
-        default=None, description="compute dtype; default: the fastest on this machine"
-    )
     seed: int = 0
+    model: ModelConfig = Field(default=ModelConfig(), description="adapter and compute dtype")
     train: StageTrainConfig = Field(default=StageTrainConfig(), description="the update loop")
     run: RunConfig = Field(default=RunConfig(), description="checkpoints, memory and processes")
 
@@ -93,20 +102,23 @@ class StageConfig(BaseModel):
         )
 
 
-class DatasetStageConfig(StageConfig):
-    """Settings of every stage over a data set of texts: how many of them a step has."""
+class StageDataConfig(DataConfig):
+    """The texts of a stage: how many a step has, and how often each is read."""
 
-    epochs: float = Field(default=1.0, gt=0, description="passes over the examples (or prompts)")
+    seq_len: int = Field(
+        default=512, ge=8, description="positions of a row; longer texts are rejected and counted"
+    )
     batch_size: int = Field(default=32, ge=1, description="texts per step")
     batch_tokens: int | None = Field(
         default=None,
         ge=1,
         description="tokens of a step without padding, at most, in place of batch_size",
     )
-    packing: bool = Field(default=True, description="several examples per row, with a document mask")
+    epochs: float = Field(default=1.0, gt=0, description="passes over the texts")
+    packing: bool = Field(default=True, description="several texts per row, with a document mask")
 
     @model_validator(mode="after")
-    def _one_batch_limit(self) -> DatasetStageConfig:
+    def _one_batch_limit(self) -> StageDataConfig:
         if self.batch_tokens is not None and self.batch_size != type(self).model_fields["batch_size"].default:
             raise ValueError(
                 f"batch_size is {self.batch_size} and batch_tokens is {self.batch_tokens}: set one of them"
@@ -114,12 +126,9 @@ class DatasetStageConfig(StageConfig):
         return self
 
 
-class SFTConfig(DatasetStageConfig):
-    """Supervised fine-tuning."""
+class SFTDataConfig(StageDataConfig):
+    """The texts of supervised fine-tuning, and those of pretraining between them."""
 
-    seq_len: int = Field(
-        default=512, ge=8, description="positions of a row; longer examples are rejected and counted"
-    )
     batch_size: int = Field(default=16, ge=1, description="rows per step")
     replay_fraction: float = Field(
         default=0.0,
@@ -127,6 +136,31 @@ class SFTConfig(DatasetStageConfig):
         lt=1,
         description="share of a step's rows (or tokens) from pretraining data, against forgetting",
     )
+
+
+class PreferenceDataConfig(StageDataConfig):
+    """Preferences: a row is a prompt with one of its completions."""
+
+    batch_size: int = Field(default=32, ge=1, description="pairs per step; KTO: completions per step")
+    packing: bool = Field(default=False, description="several texts per row, with a document mask")
+
+
+class DatasetStageConfig(StageConfig):
+    """Settings of every stage over a data set of texts."""
+
+    data: StageDataConfig = Field(default=StageDataConfig(), description="the texts of a step")
+
+
+class SFTConfig(DatasetStageConfig):
+    """Supervised fine-tuning."""
+
+    data: SFTDataConfig = Field(default=SFTDataConfig(), description="the texts of a step")
+
+
+class MultiTokenModelConfig(ModelConfig):
+    """How the trunk of multi-token heads is loaded."""
+
+    lora: None = Field(default=None, description="unsupported: heads are trained in full")
 
 
 class MultiTokenConfig(SFTConfig):
@@ -138,7 +172,7 @@ class MultiTokenConfig(SFTConfig):
     )
     mlp_hidden: int | None = Field(default=None, ge=1, description="of each head; default: 4 times the width")
     train_trunk: bool = Field(default=False, description="train the model too, with its own next-token loss")
-    lora: None = Field(default=None, description="unsupported: heads are trained in full")
+    model: MultiTokenModelConfig = Field(default=MultiTokenModelConfig(), description="compute dtype")
 
 
 class DistilConfig(DatasetStageConfig):
@@ -160,14 +194,13 @@ class DistilConfig(DatasetStageConfig):
     )
     max_completion_tokens: int = Field(default=64, ge=1, description="ids of an on-policy completion")
     sync_every: int = Field(default=1, ge=1, description="steps between updates of the sampling weights")
-    seq_len: int = Field(default=512, ge=8, description="positions of a row")
 
     @model_validator(mode="after")
     def _known_lengths(self) -> DistilConfig:
-        if self.batch_tokens is not None and self.on_policy_fraction:
+        if self.data.batch_tokens is not None and self.on_policy_fraction:
             raise ValueError(
-                f"batch_tokens is {self.batch_tokens} and on_policy_fraction is {self.on_policy_fraction}: the lengths of "
-                "completions are unknown before they are sampled; set batch_size"
+                f"data.batch_tokens is {self.data.batch_tokens} and on_policy_fraction is {self.on_policy_fraction}: "
+                "the lengths of completions are unknown before they are sampled; set data.batch_size"
             )
         return self
 
@@ -209,11 +242,9 @@ class StudentConfig(BaseModel):
 class PreferenceStageConfig(DatasetStageConfig):
     """Settings of every stage that learns from preferences."""
 
-    seq_len: int = Field(
-        default=512, ge=8, description="ids of prompt and completion; longer ones are rejected"
+    data: PreferenceDataConfig = Field(
+        default=PreferenceDataConfig(), description="the preferences of a step"
     )
-    batch_size: int = Field(default=32, ge=1, description="pairs per step; KTO: completions per step")
-    packing: bool = Field(default=False, description="several examples per row, with a document mask")
 
 
 class PreferenceConfig(PreferenceStageConfig):

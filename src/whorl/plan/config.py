@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from whorl.machine.budget import Budget, BudgetText
-from whorl.train.config import OptimConfig, RoutingConfig
+from whorl.train.config import DataConfig, OptimConfig, RoutingConfig
 
 
 class PlanConfig(BaseModel):
@@ -23,8 +23,7 @@ class PlanConfig(BaseModel):
         default=None,
         description="fields of a TransformerConfig, to train that network instead of whorl_decoder (docs/models.md)",
     )
-    seq_len: int = Field(default=256, ge=16, description="tokens per row")
-    batch_size: int = Field(default=8, ge=1, description="rows per step")
+    data: DataConfig = Field(default=DataConfig(), description="length and number of the rows of a step")
     ngram_buckets: int = Field(default=65_536, ge=16)
     steps: int | None = Field(default=None, ge=1, description="if given, nothing is timed")
     replicas: int | None = Field(default=None, ge=1, description="default: one per core")
@@ -62,8 +61,10 @@ class PlanConfig(BaseModel):
                     f"optim.mup_base_width ({self.optim.mup_base_width}) with model.tie_embeddings: muP has different rates "
                     "for embedding and head; set model.tie_embeddings = false or omit optim.mup_base_width"
                 )
-            if shape.learned_positions and self.seq_len > shape.max_length:
-                raise ValueError(f"seq_len ({self.seq_len}) exceeds model.max_length ({shape.max_length})")
+            if shape.learned_positions and self.data.seq_len > shape.max_length:
+                raise ValueError(
+                    f"data.seq_len ({self.data.seq_len}) exceeds model.max_length ({shape.max_length})"
+                )
             if shape.experts is not None and shape.experts.routing == "expert_choice":
                 raise ValueError(
                     "model.experts.routing: expert_choice routes by later tokens, so a language model would see its "

@@ -121,7 +121,7 @@ def _choose_replicas(config: PlanConfig, machine: Machine) -> int:
     if machine.device != "cpu":
         return 1
     limit = usable_cores() if config.deterministic else machine.threads
-    return max(n for n in range(1, limit + 1) if config.batch_size % n == 0)
+    return max(n for n in range(1, limit + 1) if config.data.batch_size % n == 0)
 
 
 def _fixed_model(config: PlanConfig) -> TransformerConfig:
@@ -146,15 +146,15 @@ def _build_job(
 ) -> Job:
     rates = LLAMA_OPTIM
     if config.model is None:
-        rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.seq_len})
+        rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.data.seq_len})
     overrides = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
     return Job(
         tokens="",
         model=model,
         optim=rates.model_copy(update=overrides),
         routing=config.routing,
-        seq_len=config.seq_len,
-        batch_size=config.batch_size,
+        seq_len=config.data.seq_len,
+        batch_size=config.data.batch_size,
         steps=steps,
         seed=config.seed,
         replicas=replicas,
@@ -175,11 +175,13 @@ def _choose_dtype(config: PlanConfig, machine: Machine) -> str:
 
 
 def _cost(config: PlanConfig, model: TransformerConfig, replicas: int) -> TrainingCost:
-    return training_cost(model, batch_size=config.batch_size, seq_len=config.seq_len, replicas=replicas)
+    return training_cost(
+        model, batch_size=config.data.batch_size, seq_len=config.data.seq_len, replicas=replicas
+    )
 
 
 def _step_flops(config: PlanConfig, cost: TrainingCost) -> float:
-    return cost.token_flops * config.batch_size * config.seq_len
+    return cost.token_flops * config.data.batch_size * config.data.seq_len
 
 
 def _ladder_shapes(
@@ -219,7 +221,8 @@ def _rank_candidates(
         for width, depth in shapes:
             timed = decoder_config(width, depth, 1024, ngram_buckets=config.ngram_buckets)
             timed_flops = _step_flops(config, _cost(config, timed, replicas))
-            share = config.model_copy(update={"batch_size": max(1, config.batch_size // replicas)})
+            rows = config.data.model_copy(update={"batch_size": max(1, config.data.batch_size // replicas)})
+            share = config.model_copy(update={"data": rows})
             if config.deterministic:  # cancels out: a FLOP budget fixes the steps
                 seconds = timed_flops / machine.peak_flops
             else:
@@ -236,7 +239,9 @@ def _rank_candidates(
                     steps = int(budget.seconds * 0.93 / step)
                 else:
                     steps = int((budget.flops or 0.0) / flops)
-                seen = max(1, steps) * config.batch_size * config.seq_len * bytes_per_token(vocabulary)
+                seen = (
+                    max(1, steps) * config.data.batch_size * config.data.seq_len * bytes_per_token(vocabulary)
+                )
                 # A repeated epoch is worth less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
                 effective = _effective_bytes(seen, corpus_bytes)
                 bits = expected_bits_per_byte(cost.block_params, effective, vocabulary)

@@ -1,9 +1,10 @@
 """Settings that steps which train have in common. Imports no torch, so a recipe can be checked fast.
 
+    data     `DataConfig`: length and number of the rows of text of a step
     train    `TrainConfig`: the update loop (schedule, averaged weights, spike guard); decides the weights
     run      `RunConfig`: checkpoints, memory and processes; decides no weight and is not part of an address
 
-A step embeds both under these names, and adds the settings of its method.
+A step embeds them under these names, and adds the settings of its method. Stages also have `model` (`align/config.py`).
 """
 
 from __future__ import annotations
@@ -170,6 +171,15 @@ class FiniteGuardConfig(SpikeGuardConfig):
         ge=0,
         description="robust standard deviations above the median at which a batch is skipped; 0: never",
     )
+
+
+class DataConfig(BaseModel):
+    """Rows of token ids: their length, and their number in a step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seq_len: int = Field(default=256, ge=8, description="positions of a row")
+    batch_size: int = Field(default=8, ge=1, description="rows per step")
 
 
 class TrainConfig(BaseModel):

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from tests.support.align.byte_model import decoder, sums
 from tests.support.align.kill_at_step import check_replicas, check_resume
 from tests.support.align.stage_inputs import MOE, SFT, train_sft, train_stage
-from tests.support.configs import updated
+from tests.support.configs import nested, updated
 
-from whorl.align.config import MultiTokenConfig, StageTrainConfig
+from whorl.align.config import MultiTokenConfig, SFTDataConfig, StageTrainConfig
 from whorl.align.distillation.multi_token import MultiTokenModel, train_multi_token
 from whorl.errors import DataError
 from whorl.models import LanguageModel, make_model
@@ -22,13 +22,14 @@ from whorl.tracking.seeds import generator
 from whorl.train.config import RunConfig
 
 CONFIG = MultiTokenConfig(
-    n_predict=3, mlp_hidden=32, epochs=4, seq_len=48, batch_size=4, run=RunConfig(checkpoint_seconds=1e-9),
+    n_predict=3, mlp_hidden=32, data=SFTDataConfig(epochs=4, seq_len=48, batch_size=4),
+    run=RunConfig(checkpoint_seconds=1e-9),
     train=StageTrainConfig(micro_batch_tokens=96),
 )  # fmt: skip
 
 
 def train(model: LanguageModel | None = None, texts: int = 60, rest: Any = None, **change: Any) -> Any:
-    config = updated(CONFIG, **change)
+    config = updated(CONFIG, **nested(**change))
     net = MultiTokenModel(model or decoder(), config)
     return train_stage(train_multi_token, net, sums(texts), config, **(rest or {}))
 
@@ -70,6 +71,6 @@ def test_frozen_trunk_keeps_the_bias_of_its_experts() -> None:
 
 def test_multi_token_refuses_adapters_and_empty_data() -> None:
     with pytest.raises(ValidationError, match="lora"):
-        MultiTokenConfig.model_validate({"lora": {"rank": 2}})
+        MultiTokenConfig.model_validate({"model": {"lora": {"rank": 2}}})
     with pytest.raises(DataError, match="no examples"):
         partial(train, texts=0)()

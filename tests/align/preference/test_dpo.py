@@ -13,6 +13,7 @@ from tests.support.align import stage_inputs as inputs
 from tests.support.align.byte_model import BANNED, network, scribe, target_log_probs
 from tests.support.align.kill_at_step import History, check_replicas, check_resume
 from tests.support.align.stage_inputs import PAD, letter_pairs, preference_config
+from tests.support.configs import updated
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -80,18 +81,18 @@ def test_step_independent_of_layout_and_split(objective: str, lora: LoRAConfig |
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_token_budget_over_replicas_and_resume(objective: str, tmp_path: Path) -> None:
     """Pairs stay whole. Steps of one unit leave the second replica without any."""
-    config = preference_config(objective, epochs=2).model_copy(update={"batch_tokens": 26})
+    config = updated(preference_config(objective, epochs=2), data={"batch_tokens": 26})
     data = dpo._PreferenceBatches(letter_pairs(), config, PAD)
     units = [unit for step in range(data.pair_batches.steps) for unit in data.pair_batches.step_units(step)]
     assert sorted(units[: len(units) // 2]) == list(range(data.pair_batches.n_units))
 
     def run(n: int = 1, **rest: Any) -> Any:
-        return train(network(), letter_pairs(), config.model_copy(update={"replicas": n}), **rest)
+        return train(network(), letter_pairs(), updated(config, run={"replicas": n}), **rest)
 
     check_replicas(run)
     check_resume(run, tmp_path, kill=3)
     with pytest.raises(DataError, match="batch_tokens is 5"):
-        train(network(), letter_pairs(), config.model_copy(update={"batch_tokens": 5}))
+        train(network(), letter_pairs(), updated(config, data={"batch_tokens": 5}))
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from tests.support.align.kill_at_step import (
 )
 from tests.support.align.rl_policies import SMALL, tasks, train
 from tests.support.children import children
-from tests.support.configs import updated
+from tests.support.configs import nested, updated
 
 from whorl.align.config import KLConfig, LoRAConfig, PolicyLossOverrides
 from whorl.align.model.policy_model import PolicyModel
@@ -51,7 +51,7 @@ LORA = LoRAConfig(rank=2)
 
 
 def changed(**changes: Any) -> RLConfig:
-    return updated(SMALL, **changes)
+    return updated(SMALL, **nested(**changes))
 
 
 def workers(**changes: Any) -> AsyncRolloutConfig:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tests.support.align.byte_model import network, sums, tokenizer
 from tests.support.align.kill_at_step import History, check_replicas, check_resume, kill_replicas_at
 from tests.support.align.stage_inputs import MOE, SFT, train_sft, write_replay_tokens
-from tests.support.configs import updated
+from tests.support.configs import nested, updated
 
 from whorl.align.config import DistilConfig, LoRAConfig, SFTConfig
 from whorl.align.model.policy_model import PolicyModel
@@ -27,7 +27,7 @@ from whorl.train.resilience.oom_advice import OutOfMemoryError
 
 
 def changed(**changes: Any) -> SFTConfig:
-    return updated(SFT, **changes)
+    return updated(SFT, **nested(**changes))
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -100,7 +100,7 @@ def test_token_budget_of_all_equals_a_batch_of_all(change: dict[str, Any]) -> No
     """The loss is normalized equally: one step over all texts has the same metrics and weights."""
     once = changed(epochs=1, batch_size=1000, **change)
     whole, by_rows = train_sft(once)
-    net, by_tokens = train_sft(once.model_copy(update={"batch_tokens": 100_000}))
+    net, by_tokens = train_sft(updated(once, data={"batch_tokens": 100_000}))
     assert len(by_rows) == len(by_tokens) == 1
     for name in ("nll", "loss", "loss_tokens"):
         assert by_tokens[0][name] == pytest.approx(by_rows[0][name], rel=1e-5)
@@ -123,7 +123,7 @@ def test_token_budget_over_replicas_with_an_idle_one() -> None:
     longest = max(len(text) - 1 for text in sums(60))
     for packing in (True, False):
         config = changed(epochs=1, batch_tokens=longest + 4, packing=packing)
-        history = check_replicas(lambda n, c=config: train_sft(c.model_copy(update={"replicas": n})))
+        history = check_replicas(lambda n, c=config: train_sft(updated(c, run={"replicas": n})))
         assert len(history) > 30
 
 
@@ -137,9 +137,9 @@ def test_token_budget_keeps_replay_and_refuses_misfits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lower seq_len"):
         train_sft(changed(batch_tokens=5))
     with pytest.raises(ValidationError, match="batch_size is 4 and batch_tokens is 64"):
-        SFTConfig(batch_size=4, batch_tokens=64)
+        SFTConfig(data={"batch_size": 4, "batch_tokens": 64})
     with pytest.raises(ValidationError, match="on_policy_fraction"):
-        DistilConfig(batch_tokens=64, on_policy_fraction=0.5)
+        DistilConfig(data={"batch_tokens": 64}, on_policy_fraction=0.5)
 
 
 def moe_network() -> PolicyModel:

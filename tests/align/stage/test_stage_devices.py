@@ -178,10 +178,10 @@ name = "away"
 [steps]
 init_model = {d_model = 32, n_layers = 2, n_heads = 2, mlp_hidden = 32}
 sums = {uses = "tasks", source = "arithmetic", max_train = 24, max_test = 4, levels = {0 = 1.0}, columns = false}
-taught = {uses = "sft", parents = ["init_model", "sums"], seq_len = 64, batch_size = 4}
+taught = {uses = "sft", parents = ["init_model", "sums"], data.seq_len = 64, data.batch_size = 4}
 likes = {uses = "preferences", source = "files", path = "likes.jsonl", test_fraction = 0.25}
-reward_model = {parents = ["taught", "likes"], seq_len = 32}
-preference = {parents = ["taught", "likes"], seq_len = 32, lora = {rank = 2, merge = false}}
+reward_model = {parents = ["taught", "likes"], data.seq_len = 32}
+preference = {parents = ["taught", "likes"], data.seq_len = 32, model.lora = {rank = 2, merge = false}}
 [steps.rl]
 parents = ["preference", "sums", "reward_model"]
 algorithm = "grpo"
@@ -194,10 +194,10 @@ max_seq_len = 40
 [steps.distil]
 parents = ["rl", "sums"]
 student = {n_layers = 1}
-seq_len = 64
+data.seq_len = 64
 on_policy_fraction = 0.5
 max_completion_tokens = 4
-batch_size = 6
+data.batch_size = 6
 """
 
 

@@ -23,19 +23,19 @@ DISTIL = f"""{INIT_MODEL}{ARITHMETIC}
 [steps.teacher]
 uses = "sft"
 parents = ["init_model", "sums"]
-seq_len = 64
-batch_size = 4
-epochs = 5
+data.seq_len = 64
+data.batch_size = 4
+data.epochs = 5
 lr_scale = 1.0
-dtype = "float32"
+model.dtype = "float32"
 [steps.distil]
 parents = ["teacher", "sums"]
-seq_len = 64
-epochs = 4
+data.seq_len = 64
+data.epochs = 4
 lr_scale = 0.5
-batch_size = 8
+data.batch_size = 8
 max_completion_tokens = 4
-dtype = "float32"
+model.dtype = "float32"
 """
 
 
@@ -114,9 +114,9 @@ def test_distil_on_pretraining_documents() -> None:
 [steps.distil]
 parents = ["pretrain", "tokens"]
 student.n_layers = 1
-seq_len = 32
+data.seq_len = 32
 texts.max_examples = 20
-dtype = "float32"
+model.dtype = "float32"
 """
     found = run_text(text)["distil"]
     assert found.summary["texts"] == 20 and "eval" not in found.summary

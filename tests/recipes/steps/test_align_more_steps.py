@@ -30,9 +30,11 @@ from whorl.report.blocks import Curve, StepReport
 from whorl.train.checkpoint.manager import CheckpointManager
 
 pytestmark = pytest.mark.xdist_group("more_steps")  # one shared store
-SETTINGS = 'parents = ["init_model", "likes"]\nseq_len = 16\nbatch_size = 12\ndtype = "float32"\n'
-PREFERENCE = f"{INIT_MODEL}{PREFERENCES}[steps.preference]\n{SETTINGS}epochs = 4\nlr_scale = 0.3\n"
-REWARD_MODEL = f"{INIT_MODEL}{PREFERENCES}[steps.reward_model]\n{SETTINGS}epochs = 6\nlr_scale = 0.5\n"
+SETTINGS = (
+    'parents = ["init_model", "likes"]\ndata.seq_len = 16\ndata.batch_size = 12\nmodel.dtype = "float32"\n'
+)
+PREFERENCE = f"{INIT_MODEL}{PREFERENCES}[steps.preference]\n{SETTINGS}data.epochs = 4\nlr_scale = 0.3\n"
+REWARD_MODEL = f"{INIT_MODEL}{PREFERENCES}[steps.reward_model]\n{SETTINGS}data.epochs = 6\nlr_scale = 0.5\n"
 
 
 def pairs(prompts: Iterable[str]) -> list[dict[str, str]]:
@@ -147,7 +149,7 @@ def test_unpaired_completions_need_kto() -> None:
 def test_preference_refuses_only_too_long_pairs() -> None:
     write_jsonl("long.jsonl", pairs(f"{i:07}?" for i in range(48)))
     with pytest.raises(DataError, match=r"no example is left to train; 36 rejected: longer than 8 ids"):
-        run_text(PREFERENCE.replace("likes.jsonl", "long.jsonl"), "preference.seq_len=8")
+        run_text(PREFERENCE.replace("likes.jsonl", "long.jsonl"), "preference.data.seq_len=8")
 
 
 def test_killed_stage_resumes_to_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +181,7 @@ prompts_per_step = 2
 group_size = 4
 max_completion_tokens = 6
 max_seq_len = 64
-dtype = "float32"
+model.dtype = "float32"
 """
     found = run_text(text)
     reward, rl = found["reward_model"], found["rl"]
@@ -221,21 +223,21 @@ steps.talks = {{ uses = "tasks", source = "files", path = "talks.parquet" }}
 [steps.sft]
 parents = ["init_model", "talks"]
 lr_scale = 1.0
-dtype = "float32"
+model.dtype = "float32"
 {settings}"""
     found = run_text(text)
     assert found["talks"].summary["quarantine"] == {"accepted": 24, "empty": 1}
     assert found["talks"].summary["counts"] == {"train": 18, "test": 6}
     sft = found["sft"]
     assert sft.summary["texts"] == 18 and sft.summary["final"]["nll"] < 0.7
-    adapted = run_text(text, "sft.lora.rank=4", 'sft.lora.target_modules=["mixer.out"]')["sft"]
+    adapted = run_text(text, "sft.model.lora.rank=4", 'sft.model.lora.target_modules=["mixer.out"]')["sft"]
     made = (found["init_model"], sft, adapted)
     before, full, low = (load_file(artifact.file("model.safetensors")) for artifact in made)
     moved = {name for name in before if not before[name].equal(low[name])}
     assert len(moved) == 2 and all("mixer.out" in name for name in moved)
     assert any(not before[name].equal(full[name]) for name in before.keys() - moved)
-    with pytest.raises(ConfigError, match=r"sft\.lora\.rank cannot be 'many'"):
-        run_text(text, "sft.lora.rank=many")
+    with pytest.raises(ConfigError, match=r"sft\.model\.lora\.rank cannot be 'many'"):
+        run_text(text, "sft.model.lora.rank=many")
     with pytest.raises(DataError, match="has texts to learn from, but no tasks"):
         run_text(text.replace(settings, 'uses = "rl"\nmax_completion_tokens = 8\n'))
 
@@ -244,7 +246,7 @@ def test_sft_needs_solutions() -> None:
     tasks = [{"prompt": f"{i}+1=", "verifier": "numeric", "answer": i + 1} for i in range(8)]
     write_jsonl("own.jsonl", tasks)
     own = 'steps.own = { uses = "tasks", source = "files", path = "own.jsonl", shape = "tasks" }\n'
-    learn = '[steps.sft]\nparents = ["init_model", "own"]\nseq_len = 32\n'
+    learn = '[steps.sft]\nparents = ["init_model", "own"]\ndata.seq_len = 32\n'
     with pytest.raises(DataError, match="has tasks but no solutions"):
         run_text(INIT_MODEL + own + learn)
     with pytest.raises(ConfigError, match=r'path and source = "files"'):
@@ -255,7 +257,7 @@ def test_sft_needs_solutions() -> None:
 
 
 def test_align_code_chains_all_stages() -> None:
-    recipe = load_recipe("align-code", sets=["sft.lora.rank=8", "distil.student.n_layers=3"])
+    recipe = load_recipe("align-code", sets=["sft.model.lora.rank=8", "distil.student.n_layers=3"])
     stages = ["pretrain", "midtrain", "sft", "preference", "rl", "distil"]
     assert [recipe.steps[b].parents["model"] for b in stages[1:]] == stages[:-1]
-    assert recipe.steps["sft"].config.lora.rank == 8  # type: ignore[attr-defined]
+    assert recipe.steps["sft"].config.model.lora.rank == 8  # type: ignore[attr-defined]

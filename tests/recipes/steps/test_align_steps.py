@@ -24,8 +24,8 @@ from whorl.tracking.progress import Progress
 SMALL = (
     "lessons.max_train=300", "lessons.max_test=6", "lessons.levels={0 = 1.0}", "lessons.answer_only_fraction=1.0",
     "init_model.d_model=32", "init_model.n_layers=1", "init_model.n_heads=1", "init_model.mlp_hidden=32",
-    "base.seq_len=96", "base.epochs=5",
-    "manners.max_train=32", "manners.max_test=6", "manners.levels={0 = 1.0}", "sft.seq_len=96",
+    "base.data.seq_len=96", "base.data.epochs=5",
+    "manners.max_train=32", "manners.max_test=6", "manners.levels={0 = 1.0}", "sft.data.seq_len=96",
     "rl.steps=2", "rl.prompts_per_step=4", "rl.group_size=8", "rl.max_completion_tokens=12",
     "rl.max_seq_len=24", "rl.run.log_rollouts_every=1",
 )  # fmt: skip
@@ -165,7 +165,7 @@ def test_stages_refuse_too_short_sequences(store: Store, done: RunResult) -> Non
     with pytest.raises(DataError, match=r"(?s)no task fits.*at most 2 ids.*raise rl.max_seq_len"):
         run(store, "rl.max_seq_len=14")
     with pytest.raises(DataError, match=r"(?s)there are no examples"):
-        run(store, "sft.seq_len=8")
+        run(store, "sft.data.seq_len=8")
 
 
 def test_rl_without_model_is_refused() -> None:

@@ -33,25 +33,25 @@ RECIPE = f"""{INIT_MODEL}{ARITHMETIC}
 [steps.target]
 uses = "sft"
 parents = ["init_model", "sums"]
-seq_len = 64
-batch_size = 4
-epochs = 6
+data.seq_len = 64
+data.batch_size = 4
+data.epochs = 6
 lr_scale = 1.0
-dtype = "float32"
+model.dtype = "float32"
 [steps.draft]
 parents = ["target", "sums"]
-seq_len = 64
-epochs = 4
+data.seq_len = 64
+data.epochs = 4
 lr_scale = 0.5
-batch_tokens = 200
-dtype = "float32"
+data.batch_tokens = 200
+model.dtype = "float32"
 texts = {{ held_out_prompts = 4, held_out_tokens = 16 }}
 [steps.multi_token]
 parents = ["target", "sums"]
-seq_len = 64
-epochs = 6
+data.seq_len = 64
+data.epochs = 6
 n_predict = 3
-dtype = "float32"
+model.dtype = "float32"
 texts = {{ held_out_prompts = 4, held_out_tokens = 16 }}
 """
 

@@ -54,8 +54,8 @@ n_heads = 2
 mlp_hidden = 16
 [steps.sft]
 parents = ["init_model", "image_captions"]
-seq_len = 64
-dtype = "float32"
+data.seq_len = 64
+model.dtype = "float32"
 eval_tasks = 0
 [steps.captioner]
 parents = ["images", "clip", "sft"]

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.align.byte_model import BANNED, VOCAB, scribe, target_log_probs
 from tests.support.align.kill_at_step import History, record
+from tests.support.configs import nested
 from whorl.align.config import DistilConfig
 from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.distillation.train import train_student
@@ -51,7 +52,7 @@ def some_texts(n: int = 24) -> list[TokenizedExample]:
 
 def config_of(**options: Any) -> DistilConfig:
     usual = {"lr_scale": 0.5, "epochs": 2.0, "batch_size": 8, "seq_len": 24, "max_completion_tokens": 8}
-    return DistilConfig.model_validate({**usual, "dtype": "float32", **options})
+    return DistilConfig.model_validate(nested(**{**usual, "dtype": "float32", **options}))
 
 
 def learn(

@@ -36,7 +36,7 @@ def train(
     **rest: Any,
 ):  # type: ignore[no-untyped-def]
     """Train on 12 tasks; return the policy, the metrics and the experience of each step. kill: as in `record`."""
-    net = network(temperature=config.temperature, lora=config.lora, critic=config.uses_critic)
+    net = network(temperature=config.temperature, lora=config.model.lora, critic=config.uses_critic)
     seen: list[Experience] = []
     history, callback = record(kill, at)
     given = tasks(verifier=verifier)

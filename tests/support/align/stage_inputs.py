@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tests.support.align.byte_model import network, scribe, sums, tokenizer
 from tests.support.align.kill_at_step import History, record
+from tests.support.configs import nested
 from tests.support.tiny import make_document, transformer_config
-from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig, StageTrainConfig
+from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig, SFTDataConfig, StageTrainConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference.pairs import PreferencePair
 from whorl.align.stage.sft import fine_tune
@@ -23,9 +24,7 @@ from whorl.train.config import RunConfig
 PAD = tokenizer().pad_id
 SFT = SFTConfig(
     lr_scale=0.5,
-    epochs=8,
-    seq_len=48,
-    batch_size=4,
+    data=SFTDataConfig(epochs=8, seq_len=48, batch_size=4),
     run=RunConfig(checkpoint_seconds=1e-9),
     train=StageTrainConfig(micro_batch_tokens=96),
 )
@@ -50,15 +49,17 @@ def train_stage(
 
 def train_sft(config: SFTConfig, net: PolicyModel | None = None, **rest: Any) -> tuple[PolicyModel, History]:
     """Fine-tune on 60 sums. `rest` as in `train_stage`."""
-    return train_stage(fine_tune, net or network(lora=config.lora), sums(60), config, **rest)
+    return train_stage(fine_tune, net or network(lora=config.model.lora), sums(60), config, **rest)
 
 
 def preference_config(objective: str = "dpo", **change: Any) -> PreferenceConfig:
-    return PreferenceConfig.model_validate({"objective": objective, **PREFERENCE, "batch_size": 4, **change})
+    return PreferenceConfig.model_validate(
+        nested(**{"objective": objective, **PREFERENCE, "batch_size": 4, **change})
+    )
 
 
 def reward_config(**change: Any) -> RewardConfig:
-    return RewardConfig.model_validate({**PREFERENCE, "batch_size": 8, **change})
+    return RewardConfig.model_validate(nested(**{**PREFERENCE, "batch_size": 8, **change}))
 
 
 def make_pair(prompt: str, good: str, bad: str) -> PreferencePair:

@@ -16,6 +16,7 @@ from tests.support.align.byte_model import decoder, scribe, sums, tokenizer
 from tests.support.align.kill_at_step import VARYING, Killed
 from tests.support.align.rl_policies import tasks
 from tests.support.align.stage_inputs import PAD, make_pair
+from tests.support.configs import nested, updated
 from whorl.align import config as configs
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.distillation.student import make_student
@@ -36,9 +37,9 @@ from whorl.tracking.seeds import generator
 
 LORA = configs.LoRAConfig(rank=2)
 COMMON: dict[str, Any] = {
-    "dtype": "float32", "run": {"checkpoint_seconds": 1e-9}, "train": {"micro_batch_tokens": 96}, "lr_scale": 0.2,
+    "model": {"dtype": "float32"}, "run": {"checkpoint_seconds": 1e-9}, "train": {"micro_batch_tokens": 96}, "lr_scale": 0.2,
 }  # fmt: skip
-PAIRED: dict[str, Any] = {"seq_len": 32, "batch_size": 4, "optimizer": "adamw", **COMMON}
+PAIRED: dict[str, Any] = {"data": {"seq_len": 32, "batch_size": 4}, "optimizer": "adamw", **COMMON}
 PAIRS = [make_pair(f"{i}>", str(i) * (1 + i % 3), "zz") for i in range(10)]
 TASKS = tasks(6)
 
@@ -88,7 +89,7 @@ def weights(network: PolicyModel) -> dict[str, Tensor]:
 
 
 def _sft(run: StageRun, **options: Any) -> PolicyModel:
-    config = configs.SFTConfig(epochs=2, seq_len=48, batch_size=4, **COMMON, **options)
+    config = updated(configs.SFTConfig(**COMMON), **nested(epochs=2, seq_len=48, batch_size=4, **options))
     network = run.network(config)
     fine_tune(network, sums(24), config, pad_id=PAD, **run.usual)
     save_stage_model(network, run.folder, run.beside(f"out-{len(options)}"))
@@ -105,7 +106,7 @@ def _prefer(run: StageRun, objective: Any) -> PolicyModel:
 
 
 def _reward(run: StageRun, lora: configs.LoRAConfig | None = None) -> PolicyModel:
-    config = configs.RewardConfig(lora=lora, **PAIRED)
+    config = updated(configs.RewardConfig(**PAIRED), model={"lora": lora})
     model = rewards.RewardModel(run.model(config), lora=lora, seed=3)
     rewards.train_reward_model(model, PAIRS, config, pad_id=PAD, **run.usual)
     run.history.append({"rewards/margin": evaluate_reward_model(model, PAIRS).margin})
@@ -126,7 +127,7 @@ def _reward_folder(run: StageRun, config: Any) -> Path:
 def _rlvr(run: StageRun, reward_model_verifier: bool = False, **options: Any) -> PolicyModel:
     config = rl_configs.RLConfig(
         steps=3, prompts_per_step=2, group_size=4, max_completion_tokens=4, max_seq_len=24,
-        optimizer="adamw", **COMMON, **options,
+        optimizer="adamw", **{**COMMON, **options},
     )  # fmt: skip
     network = run.network(config, critic=config.algorithm == "ppo")
     reference = frozen_reference(run.model(config), network) if config.kl.coef else None
@@ -151,8 +152,9 @@ def ahead(run: StageRun, device: Any = "auto") -> PolicyModel:
 
 def _distil(run: StageRun, top: int = 0, student: Any = None, **options: Any) -> PolicyModel:
     """Distil into `student` (fields of `StudentConfig`). top: logits that are cached; 0 keeps a live teacher."""
-    config = configs.DistilConfig(
-        epochs=2, batch_size=6, seq_len=24, max_completion_tokens=5, **COMMON, **options
+    config = updated(
+        configs.DistilConfig(**COMMON),
+        **nested(epochs=2, batch_size=6, seq_len=24, max_completion_tokens=5, **options),
     )
     teacher, texts = run.model(config), sums(12)
     teacher.context_hint = 48
@@ -178,7 +180,9 @@ STAGES: dict[str, Callable[[StageRun], PolicyModel]] = {
     "reward-adapter": lambda run: _reward(run, LORA),
     "grpo": lambda run: _rlvr(run, kl=KL),
     "ppo": lambda run: _rlvr(run, algorithm="ppo", update={"epochs": 2, "minibatches": 2}, kl=KL),
-    "rloo-reward-model": lambda run: _rlvr(run, reward_model_verifier=True, algorithm="rloo", lora=LORA),
+    "rloo-reward-model": lambda run: _rlvr(
+        run, reward_model_verifier=True, algorithm="rloo", model={"lora": LORA, "dtype": "float32"}
+    ),
     "distil-on-policy": lambda run: _distil(run, on_policy_fraction=0.5, sync_every=2),
     "distil-cached": lambda run: _distil(run, top=6, student={"mlp_hidden": 24}),
     "distil-narrow": lambda run: _distil(run, packing=False, student=NARROW, on_policy_fraction=1.0),

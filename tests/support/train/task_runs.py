@@ -96,7 +96,7 @@ def _pretrain(run: Run) -> torch.nn.Module:
 
 
 def _sft(run: Run) -> torch.nn.Module:
-    config = updated(SFT, epochs=STEPS / 4, packing=False, run={"replicas": run.replicas})
+    config = updated(SFT, data={"epochs": STEPS / 4, "packing": False}, run={"replicas": run.replicas})
     return fine_tune(network(), sums(16), config, pad_id=PAD, **run.stage)
 
 

@@ -194,7 +194,7 @@ def test_decay_branch_step_makes_model_artifact(tmp_path: Path, monkeypatch: pyt
     sets = [
         f'ingest.sources=["{tmp_path / "code"}"]', 'ingest.include=["*.py"]', "curate.validation_bytes=3000",
         "curate.test_bytes=3000", "plan.steps=24", "plan.d_model=32", "plan.n_layers=1", "plan.vocab_size=300",
-        "plan.seq_len=32", "plan.ngram_buckets=64", "plan.replicas=1", "plan.deterministic=true",
+        "plan.data.seq_len=32", "plan.ngram_buckets=64", "plan.replicas=1", "plan.deterministic=true",
         "pretrain.serial_loader=true",
     ]  # fmt: skip
     recipe = parse_recipe(RECIPE, "budgets.toml", sets=sets)

@@ -98,8 +98,8 @@ OUT_OF_MEMORY = [
 def test_oom_errors_are_recognized(tokens: Path, error: BaseException) -> None:
     assert is_out_of_memory(error)
     words = str(suggest(error, job(tokens, replicas=2)))
-    assert "pretrain.train.micro_batch_size=2 (now 4" in words and "plan.batch_size=4 (now 8" in words
-    assert "plan.seq_len=16 (now 32" in words and "plan.replicas=1" in words
+    assert "pretrain.train.micro_batch_size=2 (now 4" in words and "plan.data.batch_size=4 (now 8" in words
+    assert "plan.data.seq_len=16 (now 32" in words and "plan.replicas=1" in words
 
 
 def test_other_errors_get_no_oom_advice(
@@ -127,7 +127,7 @@ def test_torch_allocator_error_gets_oom_advice(
     with pytest.raises(OutOfMemoryError) as raised:
         train(job(tokens, batch_size=1), tmp_path / "one")
     words = str(raised.value)
-    assert "micro_batch_size" not in words and "plan.seq_len=16" in words, "what is left to change"
+    assert "micro_batch_size" not in words and "plan.data.seq_len=16" in words, "what is left to change"
 
 
 KILLS = [

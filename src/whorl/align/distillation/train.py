@@ -69,7 +69,7 @@ def train_student(
 
     Args:
         examples: texts to learn from, or to take prompts of (all ids before the first one in the loss). For a
-            `CachedTeacher` its own examples. None longer than `config.seq_len` + 1.
+            `CachedTeacher` its own examples. None longer than `config.data.seq_len` + 1.
         example_tokenizer: of the student.
         callback: called after each step with kl (the divergence, nats per target), loss_tokens, grad_norm, positions
             (including padding) and time/*. With on-policy texts also on_policy_tokens, completion_length/on_policy,
@@ -102,12 +102,12 @@ class DistillationTask(DatasetTask):
         self.teacher, self.data, self.fingerprint = teacher, data, fingerprint
         self.logprob_diff = LogProbDiff()
         config = data.config
-        row_length = -(-config.seq_len // 8) * 8  # rows are rounded up to 8 (`pad`)
+        row_length = -(-config.data.seq_len // 8) * 8  # rows are rounded up to 8 (`pad`)
         super().__init__(
             network,
             config,
             steps=data.steps,
-            positions=max(config.batch_size, data.batch_size) * row_length,
+            positions=max(config.data.batch_size, data.batch_size) * row_length,
             rows=data.batch_size,
             row_length=row_length,
         )
@@ -219,9 +219,9 @@ class _DistillationBatches:
         if not texts:
             raise DataError("there are no examples", expected="at least one")
         for n, text in enumerate(texts):
-            if len(text) > config.seq_len + 1:
+            if len(text) > config.data.seq_len + 1:
                 raise DataError(
-                    f"example {n} has {len(text):,} ids, and a row holds {config.seq_len + 1:,}",
+                    f"example {n} has {len(text):,} ids, and a row holds {config.data.seq_len + 1:,}",
                     expected="shorter examples", do="filter it (`LengthFilter`), or increase seq_len",
                 )  # fmt: skip
         if isinstance(teacher, CachedTeacher) and dataset_fingerprint(
@@ -231,8 +231,8 @@ class _DistillationBatches:
                 "the cached teacher has other examples", expected="the examples of its folder, in order"
             )
         self.order = StepOrder(
-            EpochOrder(config.seed, "distil", "order", n=len(texts)), epochs=config.epochs,
-            batch_size=min(config.batch_size, len(texts)), batch_tokens=config.batch_tokens,
+            EpochOrder(config.seed, "distil", "order", n=len(texts)), epochs=config.data.epochs,
+            batch_size=min(config.data.batch_size, len(texts)), batch_tokens=config.data.batch_tokens,
             sizes=np.array([max(1, len(text) - 1) for text in texts]),
         )  # fmt: skip
         self.steps, self.batch_size = self.order.steps, self.order.largest
@@ -244,7 +244,7 @@ class _DistillationBatches:
         self.banned_mask = banned_mask.to(network.device)
         if self.n_on_policy:
             self.engine = rollout_engine(
-                network.eval_copy(), example_tokenizer, sequences=64, max_length=config.seq_len + 1
+                network.eval_copy(), example_tokenizer, sequences=64, max_length=config.data.seq_len + 1
             )
 
     def batches_from(self, first: int) -> Iterator[_StepBatch]:
@@ -271,8 +271,8 @@ class _DistillationBatches:
                 streams["behaviour_log_prob"] = [p for _, p, _ in on_policy] + zeros
                 streams["sampled"] = [text.loss_mask.astype(np.float32) for text, _, _ in on_policy] + zeros
             batch = (
-                pack(texts, config.seq_len, self.pad_id, streams)
-                if config.packing
+                pack(texts, config.data.seq_len, self.pad_id, streams)
+                if config.data.packing
                 else sort_by_length(pad(texts, self.pad_id, streams))
             )
             if isinstance(self.teacher, CachedTeacher):

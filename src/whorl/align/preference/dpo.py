@@ -65,7 +65,7 @@ def train_preferences(
 
     Args:
         items: pairs. For KTO labelled completions, or pairs, which count as one desirable and one undesirable
-            completion. None longer than `config.seq_len` ids (`tokenize_pairs` ensures it).
+            completion. None longer than `config.data.seq_len` ids (`tokenize_pairs` ensures it).
         reference: default, the initial network.
         callback: called after each step with loss, rewards/chosen, rewards/rejected, rewards/margin, rewards/accuracy,
             logps/chosen, logps/rejected, loss_tokens, grad_norm and time/*; KTO adds kl.
@@ -99,7 +99,7 @@ class PreferenceTask(DatasetTask):
             steps=batches.steps,
             positions=batches.positions,
             rows=batches.batch_size,
-            row_length=data.config.seq_len,
+            row_length=data.config.data.seq_len,
         )
         self.data, self.reference = data, reference
 
@@ -323,7 +323,7 @@ def mismatched_examples(
     ]:  # two passes: in the first one the last texts have no successor
         source = texts[other if prompts[n] == prompts[successor] else successor]
         own, start = texts[n].prompt_length, source.prompt_length
-        stop = start + max(1, config.seq_len - own)
+        stop = start + max(1, config.data.seq_len - own)
         ids = np.concatenate([texts[n].ids[:own], source.ids[start:stop]])
         found[n] = TokenizedExample(
             ids, np.concatenate([np.zeros(own, np.bool_), source.loss_mask[start:stop]])

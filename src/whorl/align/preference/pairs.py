@@ -150,7 +150,7 @@ class PairBatches:
     steps: of all epochs. positions: of a step, at most. batch_size: units of a step, at most.
 
     Raises:
-        DataError: from `steps` and the rest, a unit has more than `config.batch_tokens` tokens.
+        DataError: from `steps` and the rest, a unit has more than `config.data.batch_tokens` tokens.
     """
 
     def __init__(
@@ -176,8 +176,9 @@ class PairBatches:
         """Units of each step. Scoring needs none, so that the budget applies to training only."""
         config = self.config
         return StepOrder(
-            EpochOrder(config.seed, self.name, "order", n=self.n_units), epochs=config.epochs,
-            batch_size=min(config.batch_size, self.n_units), batch_tokens=config.batch_tokens, sizes=self.sizes.sum(1),
+            EpochOrder(config.seed, self.name, "order", n=self.n_units), epochs=config.data.epochs,
+            batch_size=min(config.data.batch_size, self.n_units), batch_tokens=config.data.batch_tokens,
+            sizes=self.sizes.sum(1),
         )  # fmt: skip
 
     @property
@@ -215,7 +216,7 @@ class PairBatches:
                 unit * self.examples_per_unit + i for unit in group for i in range(self.examples_per_unit)
             ]
             texts = [self.examples[number] for number in numbers]
-            if self.config.packing:
+            if self.config.data.packing:
                 part = pack(texts, self._row_length(max(len(text) - 1 for text in texts)), self.pad_id)
             else:
                 part = pad(texts, self.pad_id)
@@ -228,20 +229,20 @@ class PairBatches:
         used = 0
         for unit in sorted(units, key=lambda unit: int(self.sizes[unit].max())):
             longest = self.examples_per_unit * round_up_8(int(self.sizes[unit].max()))
-            if self.config.packing:
+            if self.config.data.packing:
                 used += int(self.sizes[unit].sum())
             else:
                 used = (len(group) + 1) * longest  # all rows are as long as the last
             if group and used > self.config.train.micro_batch_tokens:
                 yield group
-                group, used = [], int(self.sizes[unit].sum()) if self.config.packing else longest
+                group, used = [], int(self.sizes[unit].sum()) if self.config.data.packing else longest
             group.append(unit)
         if group:
             yield group
 
     def _row_length(self, longest: int) -> int:
         """Return the length of a row in positions."""
-        return max(self.config.seq_len, longest) if self.config.packing else round_up_8(longest)
+        return max(self.config.data.seq_len, longest) if self.config.data.packing else round_up_8(longest)
 
 
 def sequence_log_probs(network: PolicyModel, texts: Sequence[TokenizedExample], pad_id: int) -> Tensor:

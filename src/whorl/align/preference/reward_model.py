@@ -137,7 +137,7 @@ def train_reward_model(
     """Train on pairs and return the model; resumes from the newest checkpoint.
 
     Args:
-        pairs: none longer than `config.seq_len` ids (`tokenize_pairs` ensures it).
+        pairs: none longer than `config.data.seq_len` ids (`tokenize_pairs` ensures it).
         callback: called after each step with loss, rewards/chosen, rewards/rejected, rewards/margin, rewards/accuracy,
             loss_tokens, grad_norm and time/*.
         checkpoint_dir, heartbeat_dir: folders of checkpoints and of the heartbeat; None for neither.
@@ -176,7 +176,7 @@ class RewardTask(DatasetTask):
             steps=pair_batches.steps,
             positions=pair_batches.positions,
             rows=pair_batches.batch_size,
-            row_length=config.seq_len,
+            row_length=config.data.seq_len,
         )
 
     @property

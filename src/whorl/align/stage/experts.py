@@ -40,9 +40,9 @@ def check_expert_settings(model: LanguageModel, config: StageConfig, stage: str)
             do=f"remove {changed[0]}",
         )
     of_weights = [name for name in changed if name in TRAINED]
-    if of_weights and config.lora is not None:
+    if of_weights and config.model.lora is not None:
         raise ConfigError(
-            f"{stage}.{of_weights[0]} is set, and {stage}.lora trains neither routers nor experts",
+            f"{stage}.{of_weights[0]} is set, and {stage}.model.lora trains neither routers nor experts",
             expected="one of the two",
             do=f"remove {of_weights[0]}",
         )

@@ -50,11 +50,11 @@ def load_example_tokenizer(folder: Path) -> ExampleTokenizer:
 def load_stage_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:
     """Return the model of a folder for training, on the machine's device.
 
-    It computes in the fastest dtype there, or in `config.dtype`. Adapter, critic, optimizer state and
+    It computes in the fastest dtype there, or in `config.model.dtype`. Adapter, critic, optimizer state and
     engine use the same device. An adapter that an earlier stage saved next to its model (`lora.merge = false`) is
     merged.
     """
-    dtype = machine.torch_dtype if config.dtype is None else getattr(torch, config.dtype)
+    dtype = machine.torch_dtype if config.model.dtype is None else getattr(torch, config.model.dtype)
     model = load_model(folder, dtype, machine.device, to_train=True)
     if (folder / ADAPTER).is_dir():
         merge_lora(model, load_lora(folder / ADAPTER, model))
@@ -77,7 +77,12 @@ def make_policy_model(
     model.context_hint = context_hint
     banned = example_tokenizer.banned_ids(model.config.vocab_size)
     return PolicyModel(
-        model, temperature=temperature, banned_ids=banned, lora=config.lora, critic=critic, seed=config.seed
+        model,
+        temperature=temperature,
+        banned_ids=banned,
+        lora=config.model.lora,
+        critic=critic,
+        seed=config.seed,
     )
 
 

@@ -68,8 +68,8 @@ def fine_tune(
     """Train `network` on `examples` and return it; resumes from the newest checkpoint.
 
     Args:
-        examples: none longer than `config.seq_len` + 1 (`LengthFilter` ensures it).
-        replay_data: token set of pretraining, needed if `config.replay_fraction` is above 0.
+        examples: none longer than `config.data.seq_len` + 1 (`LengthFilter` ensures it).
+        replay_data: token set of pretraining, needed if `config.data.replay_fraction` is above 0.
         callback: called after each step with nll (nats per trained token), loss_tokens, grad_norm, epoch and time/*.
         checkpoint_dir: folder of checkpoints; None keeps none.
         heartbeat_dir: where the heartbeat and stack traces of a stall are written; None for neither.
@@ -81,9 +81,9 @@ def fine_tune(
         raise DataError(
             "there are no examples", expected="at least one", do="check the rejected ones and their reasons"
         )
-    if config.replay_fraction and replay_data is None:
+    if config.data.replay_fraction and replay_data is None:
         raise DataError(
-            f"replay_fraction is {config.replay_fraction:g}, and there is no pretraining token set",
+            f"replay_fraction is {config.data.replay_fraction:g}, and there is no pretraining token set",
             expected="the token set as a parent", do="add it, or set replay_fraction to 0",
         )  # fmt: skip
     task = SFTTask(network, examples, config, pad_id, replay_data)
@@ -111,24 +111,24 @@ class SFTTask(DatasetTask):
         self.replay_data, self.fingerprint = replay, dataset_fingerprint(texts)
         self.config, self.texts, self.pad_id, self.batch = config, texts, pad_id, dict[str, Tensor]()
         self.n_replay = n_replay = replay_rows(config)
-        if config.batch_tokens is None:
+        if config.data.batch_tokens is None:
             self.batch = self._rows(range(len(texts)))
             n_rows, width = self.batch["tokens"].shape
-            n_own = min(config.batch_size - n_replay, n_rows)
+            n_own = min(config.data.batch_size - n_replay, n_rows)
             order = EpochOrder(config.seed, self.name, "order", n=n_rows)
-            self.order = StepOrder(order, epochs=config.epochs, batch_size=n_own)
+            self.order = StepOrder(order, epochs=config.data.epochs, batch_size=n_own)
         else:
             sizes = np.array([max(1, len(text) - 1) for text in texts])
-            budget = config.batch_tokens - n_replay * config.seq_len
+            budget = config.data.batch_tokens - n_replay * config.data.seq_len
             order = EpochOrder(config.seed, self.name, "order", n=len(texts))
-            self.order = StepOrder(order, epochs=config.epochs, batch_tokens=budget, sizes=sizes)
+            self.order = StepOrder(order, epochs=config.data.epochs, batch_tokens=budget, sizes=sizes)
             n_own, width = self.order.largest, round_up_8(int(sizes.max()))
-            if config.packing:  # best fit leaves at most one row that is less than half full
-                n_own, width = min(n_own, 2 * budget // config.seq_len + 1), config.seq_len
+            if config.data.packing:  # best fit leaves at most one row that is less than half full
+                n_own, width = min(n_own, 2 * budget // config.data.seq_len + 1), config.data.seq_len
         self.n_own = n_own  # rows of a step, at most
         super().__init__(
             network, config, steps=self.order.steps, rows=n_own + n_replay, row_length=width,
-            positions=n_own * width + n_replay * config.seq_len,
+            positions=n_own * width + n_replay * config.data.seq_len,
         )  # fmt: skip
         self.uniform_loss = math.log(network.model.config.vocab_size)
 
@@ -146,7 +146,7 @@ class SFTTask(DatasetTask):
     _balanced_objective = objective  # which balances the experts itself
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
-        epoch = steps_done / self.steps * self.config.epochs
+        epoch = steps_done / self.steps * self.config.data.epochs
         return super().report(steps_done, {**metrics, "epoch": epoch}, clock)
 
     def batches_from(self, first: int) -> Iterator[list[MicroBatch]]:
@@ -166,14 +166,14 @@ class SFTTask(DatasetTask):
         if self.n_replay and self.replay_data is not None:
             replay = iter(
                 open_batches(
-                    self.replay_data, "train", seq_len=self.config.seq_len, batch_size=self.n_replay,
+                    self.replay_data, "train", seq_len=self.config.data.seq_len, batch_size=self.n_replay,
                     seed=self.config.seed, start=first, serial=True, rank=0, world_size=1,
                 )
             )  # fmt: skip
         for step in range(first, self.steps):
             numbers = self.order[step]
             rows = {name: t[torch.tensor(numbers)] for name, t in self.batch.items()} or self._rows(numbers)
-            found = [rows if self.config.packing else sort_by_length(rows)]
+            found = [rows if self.config.data.packing else sort_by_length(rows)]
             if replay is not None:
                 found.append(_pretraining_batch(next(replay).tensors()))
             yield found
@@ -182,7 +182,9 @@ class SFTTask(DatasetTask):
         """Return some texts as rows: packed, or one text each."""
         texts = [self.texts[number] for number in numbers]
         return (
-            pack(texts, self.config.seq_len, self.pad_id) if self.config.packing else pad(texts, self.pad_id)
+            pack(texts, self.config.data.seq_len, self.pad_id)
+            if self.config.data.packing
+            else pad(texts, self.pad_id)
         )
 
 
@@ -192,23 +194,23 @@ def replay_rows(config: SFTConfig) -> int:
     Raises:
         ConfigError: no place is left for a row of each kind.
     """
-    share = config.replay_fraction
+    share = config.data.replay_fraction
     if not share:
         return 0
-    if config.batch_tokens is not None:
-        if config.batch_tokens < 2 * config.seq_len:
+    if config.data.batch_tokens is not None:
+        if config.data.batch_tokens < 2 * config.data.seq_len:
             raise ConfigError(
-                f"replay_fraction is {share:g} and batch_tokens {config.batch_tokens:,}",
-                expected=f"at least two rows of {config.seq_len:,} positions per step: one of each kind",
+                f"replay_fraction is {share:g} and batch_tokens {config.data.batch_tokens:,}",
+                expected=f"at least two rows of {config.data.seq_len:,} positions per step: one of each kind",
             )
-        most = config.batch_tokens // config.seq_len - 1
-        return min(max(1, round(config.batch_tokens * share / config.seq_len)), most)
-    if config.batch_size < 2:
+        most = config.data.batch_tokens // config.data.seq_len - 1
+        return min(max(1, round(config.data.batch_tokens * share / config.data.seq_len)), most)
+    if config.data.batch_size < 2:
         raise ConfigError(
-            f"replay_fraction is {share:g} and batch_size {config.batch_size}",
+            f"replay_fraction is {share:g} and batch_size {config.data.batch_size}",
             expected="at least 2 rows per step: one of each kind",
         )
-    return min(max(1, round(config.batch_size * share)), config.batch_size - 1)
+    return min(max(1, round(config.data.batch_size * share)), config.data.batch_size - 1)
 
 
 def _pretraining_batch(views: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -211,7 +211,7 @@ class StageTask(Task[R]):
         remedies += [
             f"--set {self.name}.train.micro_batch_tokens={max(1, now // 2)} (now {now}; the same steps up to rounding)",
             f"--set {self.name}.run.activation_budget=25%",
-            f"--set {self.name}.lora.rank=16 (an adapter has few moments)",
+            f"--set {self.name}.model.lora.rank=16 (an adapter has few moments)",
         ]
         return OutOfMemoryError(
             what,

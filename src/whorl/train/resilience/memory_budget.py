@@ -115,7 +115,7 @@ def blocks_to_checkpoint(
         + f", but {rows} rows per forward need more, even if all blocks are recomputed",
         expected=f"at least {megabytes(activations.min_peak * replicas)} MB; no block is recomputed from "
         f"{megabytes(activations.peak(0) * replicas)} MB up",
-        do="one of: " + "; ".join(remedies) + "; --set plan.seq_len=... (shorter rows)",
+        do="one of: " + "; ".join(remedies) + "; --set plan.data.seq_len=... (shorter rows)",
     )
 
 

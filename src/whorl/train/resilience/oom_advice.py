@@ -76,9 +76,9 @@ def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
         remedies.append(f"--set pretrain.run.activation_budget={less} (now {job.activation_budget})")
     if job.batch_size > job.replicas:
         remedies.append(
-            f"--set plan.batch_size={max(job.replicas, job.batch_size // 2)} (now {job.batch_size} rows per step)"
+            f"--set plan.data.batch_size={max(job.replicas, job.batch_size // 2)} (now {job.batch_size} rows per step)"
         )
-    remedies.append(f"--set plan.seq_len={max(16, job.seq_len // 2)} (now {job.seq_len} tokens per row)")
+    remedies.append(f"--set plan.data.seq_len={max(16, job.seq_len // 2)} (now {job.seq_len} tokens per row)")
     if job.replicas > 1:
         remedies.append(
             f"--set plan.replicas={job.replicas // 2} (now {job.replicas}, each with separate activations)"

@@ -112,23 +112,26 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     model = load_stage_model(folder, config, machine)
-    model.context_hint = config.seq_len + 1
+    model.context_hint = config.data.seq_len + 1
     needs_prompts = config.texts.completions_from == "teacher" or config.on_policy_fraction > 0
     texts, left = load_texts(ctx, config, tokenizer, model, needs_prompts=needs_prompts)
     student, origin = _make_student(ctx, config, tokenizer, model, texts)
     network = make_policy_model(
-        student, tokenizer, config, context_hint=config.seq_len + 1, temperature=config.temperature
+        student, tokenizer, config, context_hint=config.data.seq_len + 1, temperature=config.temperature
     )
     tests = read_tasks(ctx.parents["tasks"].path, "test") if "tasks" in ctx.parents else []
     teacher, texts = _make_teacher(ctx, config, tokenizer, model, texts)
     teacher_policy = make_policy_model(
-        model, tokenizer, config.model_copy(update={"lora": None}), context_hint=config.seq_len + 1
+        model,
+        tokenizer,
+        config.model_copy(update={"model": config.model.model_copy(update={"lora": None})}),
+        context_hint=config.data.seq_len + 1,
     )
 
     def evaluate(policy: PolicyModel) -> dict[str, float]:
         return evaluate_held_out(
             policy, tokenizer, tests, {"accuracy": config.temperature, "accuracy_greedy": None},
-            max_tokens=config.max_completion_tokens, length=config.seq_len + 1, seed=config.seed,
+            max_tokens=config.max_completion_tokens, length=config.data.seq_len + 1, seed=config.seed,
         )  # fmt: skip
 
     of_teacher = evaluate(teacher_policy)
@@ -220,13 +223,13 @@ def load_texts(
     if config.texts.completions_from == "teacher":
         texts, left = _teacher_completions(ctx, config, tokenizer, teacher)
     else:
-        texts, length_filter = load_sft_examples(ctx, tokenizer, config.seq_len + 1)
+        texts, length_filter = load_sft_examples(ctx, tokenizer, config.data.seq_len + 1)
         left = length_filter.rejected
     if not texts:
         why = "; ".join(f"{n:,} {reason}" for reason, n in left.items())
         raise DataError(
             f"no text is left to distil with: {why}", expected="at least one",
-            do=f"raise {ctx.name}.seq_len or max_completion_tokens",
+            do=f"raise {ctx.name}.data.seq_len or max_completion_tokens",
         )  # fmt: skip
     return texts[: config.texts.max_examples], left
 
@@ -243,7 +246,7 @@ def _pretraining_examples(
     for ids in islice(
         open_token_set(ctx, tokenizer).split("train").iter_documents(), config.texts.max_examples
     ):
-        taken = np.asarray(ids[: config.seq_len + 1], np.int64)
+        taken = np.asarray(ids[: config.data.seq_len + 1], np.int64)
         mask = np.ones(len(taken), np.bool_)
         mask[0] = False
         if len(taken) > 1:
@@ -261,7 +264,7 @@ def _teacher_completions(
     from whorl.tracking.seeds import derive
 
     ctx.parents["tasks"].check()
-    length = config.seq_len + 1
+    length = config.data.seq_len + 1
     tasks = read_tasks(ctx.parents["tasks"].path, "train")[: config.texts.max_examples]
     kept, left = filter_by_length(tokenizer, tasks, length, config.max_completion_tokens)
     prompts = [tokenizer.prompt(task.prompt or task.messages) for task in kept]

@@ -67,7 +67,7 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     network = make_policy_model(
-        load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.seq_len
+        load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.data.seq_len
     )
     reference = network  # unused by reference-free objectives
     if get_objective(config).needs_reference:
@@ -117,7 +117,7 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
     folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
-    model = RewardModel(load_stage_model(folder, config, machine), lora=config.lora, seed=config.seed)
+    model = RewardModel(load_stage_model(folder, config, machine), lora=config.model.lora, seed=config.seed)
     train, test, length_filter = _load_examples(ctx, tokenizer, config, pairs_only=True)
     result = train_stage(
         ctx, "Reward model", partial(train_reward_model, model, train, config, pad_id=pad_id_of(tokenizer)),
@@ -171,7 +171,7 @@ def _load_examples(
 
     given = ctx.parents["preferences"]
     given.check()
-    length_filter, found = LengthFilter(config.seq_len), dict[str, list[Any]]()
+    length_filter, found = LengthFilter(config.data.seq_len), dict[str, list[Any]]()
     paired = bool(read_preferences(given.path, "train"))
     if not paired and (pairs_only or getattr(config, "objective", "") != "kto"):
         raise DataError(
@@ -186,7 +186,7 @@ def _load_examples(
         if not found[split]:
             raise DataError(
                 f"{given.name}: no example is left to {split}; {length_filter.summary}", expected="at least one",
-                do=f"raise {ctx.name}.seq_len, now {config.seq_len}",
+                do=f"raise {ctx.name}.data.seq_len, now {config.data.seq_len}",
             )  # fmt: skip
     if length_filter.summary:
         ctx.progress.log(f"    {length_filter.summary}")

@@ -2,7 +2,7 @@
 
     [steps.sft]
     parents = ["pretrain", "tasks"]
-    lora = {rank = 16}                  # train an adapter instead of all weights; --set sft.lora.rank=16
+    model.lora = {rank = 16}            # train an adapter instead of all weights; --set sft.model.lora.rank=16
 
 Every stage takes a model and leaves a model with its lineage. `whorl sample`, `whorl serve` and `whorl export` accept any.
 """
@@ -52,15 +52,15 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     network = make_policy_model(
-        load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.seq_len
+        load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.data.seq_len
     )
-    examples, length_filter = load_sft_examples(ctx, tokenizer, config.seq_len + 1)
+    examples, length_filter = load_sft_examples(ctx, tokenizer, config.data.seq_len + 1)
     tests = read_tasks(ctx.parents["tasks"].path, "test")
 
     def evaluate(when: str) -> dict[str, float]:
         found = evaluate_held_out(
             network, tokenizer, tests, {"accuracy_greedy": None}, max_tasks=config.eval_tasks,
-            max_tokens=config.max_completion_tokens, length=config.seq_len, seed=config.seed,
+            max_tokens=config.max_completion_tokens, length=config.data.seq_len, seed=config.seed,
         )  # fmt: skip
         if when == "before" and tests and config.eval_tasks and not found:
             limit = f"{ctx.name}.max_completion_tokens: {config.max_completion_tokens}"

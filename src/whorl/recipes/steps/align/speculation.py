@@ -125,7 +125,7 @@ def multi_token(ctx: StepContext, config: MultiTokenStepConfig) -> None:
     machine.apply()
     tokenizer = load_example_tokenizer(folder)
     model = load_stage_model(folder, config, machine)
-    model.context_hint = config.seq_len + 1
+    model.context_hint = config.data.seq_len + 1
     texts, left = load_texts(
         ctx, config, tokenizer, model, needs_prompts=config.texts.completions_from == "teacher"
     )
