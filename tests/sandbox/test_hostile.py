@@ -171,7 +171,9 @@ def test_time_limit_holds_under_full_load(bomb: str) -> None:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         with Sandbox(ResourceLimits(file_bytes=1 << 30), workers=1) as sandbox:
-            root = Path(sandbox._workers[0].root)  # type: ignore[union-attr]
+            (worker,) = sandbox._workers
+            assert worker is not None
+            root = Path(worker.root)
             began = time.monotonic()
             result = sandbox.run(BOMBS[bomb])
             took = time.monotonic() - began

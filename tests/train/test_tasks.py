@@ -148,6 +148,7 @@ def test_replicas_agree(name: str, folder: Path, undisturbed: Callable[[str], to
 
 class Refusing(Task[Any]):
     steps = 1
+    identity = allocate = make_learner = batches = minibatches = None  # refused before they are called
     unsupported = {"replicas": "the loss compares all pairs of a batch", "ema": "there is no average"}  # noqa: RUF012
 
 

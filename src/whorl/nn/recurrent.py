@@ -25,6 +25,7 @@ Shapes: x [B, T, d_model]; gates [B, T, n_gates * d_hidden]; hidden states [B, d
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -78,7 +79,7 @@ class RecurrentState:
         return sum(m.nbytes for m in self.hidden) + (0 if self.segment is None else self.segment.nbytes)
 
 
-class Recurrent(nn.Module):
+class Recurrent(nn.Module, ABC):
     """Base of the recurrent layers, a `Mixer`: x [B, T, d_model] -> [B, T, d_model].
 
     Weights: `inward` [n_gates * d_hidden, d_model] with a bias, `recurrent` [n_gates * d_hidden, d_hidden]; gates in torch's
@@ -208,11 +209,11 @@ class Recurrent(nn.Module):
             outputs.append(memory[0])
         return torch.stack(outputs, dim=1), memory
 
+    @abstractmethod
     def _cell(
         self, from_input: Tensor, from_memory: Tensor, memory: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Return the new hidden states after one step. from_input, from_memory: [B, n_gates * d_hidden], with biases."""
-        raise NotImplementedError
 
     def _fused(self, x: Tensor, memory: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the outputs by torch's kernel."""
@@ -228,10 +229,11 @@ class Recurrent(nn.Module):
         y, *memory_out = self._kernel(x, held, weights, how)
         return y, tuple(m[0] for m in memory_out)
 
+    @abstractmethod
     def _kernel(
         self, x: Tensor, held: list[Tensor], weights: list[Tensor], how: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        raise NotImplementedError
+        """Return the result of torch's kernel: outputs, then the last hidden states."""
 
 
 class RNN(Recurrent):

@@ -11,6 +11,7 @@ Everything else belongs to the trainer (`trainer.py`).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class StepFunction(TrainCallback):
             method(*values)
 
 
-class Task(Generic[R]):
+class Task(ABC, Generic[R]):
     """Networks, data and state of one kind of training. `R` is a record of `batches`.
 
     The task of rank 0 is pickled for the other replicas, before `make_learner`. So what cannot be pickled, such as
@@ -154,9 +155,9 @@ class Task(Generic[R]):
     unsupported: ClassVar[Mapping[str, str]] = {}
 
     @property
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """JSON that must be equal for a checkpoint to fit: everything that decides the weights."""
-        raise NotImplementedError
 
     # Rank 0, before the replicas start.
 
@@ -167,23 +168,23 @@ class Task(Generic[R]):
     def prepare(self) -> None:
         """Compute what later steps need from the initial networks. Not called for a resumed run: see `tensors`."""
 
+    @abstractmethod
     def allocate(self, replicas: int) -> SharedState:
         """Allocate weights, gradients and optimizer state of `networks`."""
-        raise NotImplementedError
 
     # Every rank.
 
+    @abstractmethod
     def make_learner(self, trainer: Trainer[R]) -> Learner:
         """Return the learner on `trainer.shared`, with `trainer.accept_step` and `trainer.loss_scaler` in each update."""
-        raise NotImplementedError
 
+    @abstractmethod
     def batches(self, first: int) -> AbstractContextManager[Iterator[R]]:
         """Return a context that yields the records from number `first` on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def minibatches(self, record: R) -> Iterable[Sequence[MicroBatch]]:
         """Yield the passes over a record, each a list of this rank's micro-batches."""
-        raise NotImplementedError
 
     def lr_scale(self, step: int) -> float:
         """Return the factor on every learning rate at a step."""

@@ -14,6 +14,7 @@ statistics of every forward pass. Both refuse them.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -94,9 +95,9 @@ class VisionTask(Task[MicroBatch]):
         self.order = EpochOrder(config.seed, self.name, "order", n=len(self.pixels))
         self.rank, self.replicas = 0, 1
 
+    @abstractmethod
     def objective(self, batch: MicroBatch) -> Loss:
         """Return the loss of images [N, C, H, W] with their targets."""
-        raise NotImplementedError
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -50,9 +50,9 @@ def test_layer_stats_do_not_change_training(
 
 
 def test_layer_stats_norms_match_weights_and_gradient(tokens: Path, tmp_path: Path, often: None) -> None:
-    notes, squares = Notes(), Counter[str]()
+    notes, squares = Notes(), defaultdict[str, float](float)
     for name, p in train(job(tokens), tmp_path, notes).named_parameters():
-        squares[layer_group(name)] += float(p.detach().double().square().sum())  # type: ignore[assignment]
+        squares[layer_group(name)] += float(p.detach().double().square().sum())
     assert [n for n, m in enumerate(notes.steps, start=1) if m in looks(notes)] == [4, 8, 12]
     last = notes.steps[-1]
     for group, square in squares.items():
@@ -116,7 +116,7 @@ def test_layer_stats_activations_match_forward(tokens: Path, tmp_path: Path) -> 
 
 
 def test_layer_stats_learning_rates_and_flops_every_step(tokens: Path, tmp_path: Path) -> None:
-    flops = Transformer(job(tokens).model).flops_per_token(32)  # type: ignore[arg-type]
+    flops = Transformer(job(tokens).model).flops_per_token(32)
     for m in train_notes(job(tokens, steps=4), tmp_path).steps:
         assert m["learning_rate/embedding"] / m["learning_rate"] == pytest.approx(0.006 / 0.02)
         assert m["learning_rate/ngram"] / m["learning_rate"] == pytest.approx(0.05 / 0.02)

@@ -127,6 +127,6 @@ def test_rounding_invalid_settings_raise(tokens: Path) -> None:
         make_rounding("stochastic", 0, {"a": ParamOptim("adamw", 0.1)})
     assert make_rounding(None, 0, {}) is None
     with pytest.raises(ValidationError, match="nearest"):
-        PretrainTrainConfig(bf16_weights="up")  # type: ignore[arg-type]
+        PretrainTrainConfig.model_validate({"bf16_weights": "up"})
     with pytest.raises(ValidationError, match="bfloat16"):
         job(tokens, dtype="float61")

@@ -14,6 +14,7 @@ where there is no checkpoint.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -156,9 +157,9 @@ class StageTask(Task[R]):
         """Return the configuration, without the fields that decide no weight."""
         return self.config.model_dump(mode="json", exclude=set(NON_IDENTITY_FIELDS))
 
+    @abstractmethod
     def objective(self, batch: MicroBatch) -> Loss:
         """Return the loss of a micro-batch on the network's device."""
-        raise NotImplementedError
 
     def apply_activation_budget(self, replicas: int) -> None:
         """Recompute as many blocks as the budget requires.
@@ -225,9 +226,9 @@ class DatasetTask(StageTask[Sequence[MicroBatch]]):
 
     precomputed: Mapping[str, Tensor] = {}
 
+    @abstractmethod
     def batches_from(self, first: int) -> Iterator[Sequence[MicroBatch]]:
         """Yield this rank's micro-batches of step `first` and of all later steps."""
-        raise NotImplementedError
 
     def precompute(self) -> dict[str, Tensor]:
         """Return what later steps need from the initial weights."""

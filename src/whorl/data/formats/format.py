@@ -8,6 +8,7 @@ cannot be divided (any compressed file) has one block.
 from __future__ import annotations
 
 import tarfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class Record:
     end: int
 
 
-class Format:
+class Format(ABC):
     """A format of files. A subclass implements `read`, and `blocks` if its files can be divided.
 
     Args:
@@ -62,9 +63,9 @@ class Format:
         """The field that holds the text of a record without fields."""
         return self.fields[0] if self.fields else DEFAULT_FIELD
 
+    @abstractmethod
     def read(self, uri: str, start: int, stop: int | None) -> Iterator[Record]:
         """Yield the records that begin in [start, stop), in order. OSError and ValueError mean damage."""
-        raise NotImplementedError
 
     def blocks(self, uri: str, block_bytes: int) -> Iterator[Block]:
         """Yield blocks of about `block_bytes` that cover the file, in order. Raises as `read`."""

@@ -69,12 +69,12 @@ class Speculation:
                 expected="one vocabulary",
                 do="train a draft of this model with the step `draft`",
             )
-        ours, theirs = found.params()["total"], model.params()["total"]
-        if ours >= theirs:
+        draft_parameters, model_parameters = found.params()["total"], model.params()["total"]
+        if draft_parameters >= model_parameters:
             LOG.warning(
                 "the draft model has %s parameters and the model %s: drafts cost more than they save",
-                f"{ours:,}",
-                f"{theirs:,}",
+                f"{draft_parameters:,}",
+                f"{model_parameters:,}",
             )
         return found
 

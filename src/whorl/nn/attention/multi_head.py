@@ -186,24 +186,26 @@ class MultiHeadAttention(nn.Module):
         if bias is not None and self.slopes is not None:
             raise ConfigError("bias is given to a layer with alibi", expected="one bias")
         fused = self._split_qkv(x)
-        if isinstance(state, PagedState) or isinstance(shared_kv, PagedState):
-            if shared_kv is None:
-                shared_kv = self.project_kv(x, positions, state=state, fused=fused)
-            return self._forward_paged(x, positions, shared_kv, fused)
+        keys: KeyValues | PagedState
         if self.context_dim is not None:
+            assert not isinstance(state, PagedState)
             keys = self._context_kv(batch, length, state, context, context_allowed, context_segments)
         elif context is not None or context_allowed is not None or context_segments is not None:
             raise ConfigError(
                 "context is given, and context_dim is not", expected="a layer built with context_dim"
             )
-        elif shared_kv is not None:
+        elif shared_kv is None or isinstance(shared_kv, PagedState):
+            keys = shared_kv or self.project_kv(
+                x, positions, segments, state, key_allowed=key_allowed, fused=fused
+            )
+        else:
             keys = KeyValues(*shared_kv)
             check_shared_kv(keys, (batch, self.n_kv_heads, self.head_dim), length)
-            if state is not None and not self.has_kv_proj:
+            if isinstance(state, KeyValueState) and not self.has_kv_proj:
                 state.check(batch, length)
                 state.length += length  # equal in all layers; the keys are in the other layer's state
-        else:
-            keys = self.project_kv(x, positions, segments, state, key_allowed=key_allowed, fused=fused)  # type: ignore[assignment]
+        if isinstance(keys, PagedState):
+            return self._forward_paged(x, positions, keys, fused)
         offset = 0 if self.context_dim is not None else keys.k.shape[2] - length
         q = self._queries(x, positions, keys.start + offset, fused)
         mask = mask_of_keys(self.mask, keys, segments, offset, length, cross=self.context_dim is not None)
@@ -245,10 +247,9 @@ class MultiHeadAttention(nn.Module):
         return self._rotate(q, positions, start)
 
     def _forward_paged(
-        self, x: Tensor, positions: Positions, keys: object, fused: tuple[Tensor, ...] | None
+        self, x: Tensor, positions: Positions, keys: PagedState, fused: tuple[Tensor, ...] | None
     ) -> Tensor:
         """Return the attention of concatenated rows with a paged cache. x: [1, N, d_model]."""
-        assert isinstance(keys, PagedState)
         q = self._queries(x, positions, 0, fused).transpose(1, 2)
         backend = "auto" if self.backend == "blocked" else self.backend
         y = keys.attend(q, self.mask, self.scale, self.slopes, self.softcap, self.sink, backend)

@@ -7,6 +7,7 @@ A new optimizer is one file and one entry there. One outside of the package need
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -60,7 +61,7 @@ class OptimizerInputs:
     allocate: Allocator
 
 
-class Optimizer:
+class Optimizer(ABC):
     """Updates parameters from gradients of the *mean* loss, in place.
 
     width_scaled: the best rate is inverse to the width, as Adam's (`mup.py`).
@@ -71,9 +72,9 @@ class Optimizer:
     steps: int = 0
 
     @classmethod
+    @abstractmethod
     def state_spec(cls, shape: Shape) -> dict[str, Shape]:
         """Return the shapes of a parameter's moments, by name."""
-        raise NotImplementedError
 
     @classmethod
     def cost(cls, shape: Shape) -> float:
@@ -86,13 +87,13 @@ class Optimizer:
         return [list(shapes)]
 
     @classmethod
+    @abstractmethod
     def make(cls, inputs: OptimizerInputs) -> Optimizer:
         """Return the optimizer of one rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, gradients: Mapping[str, Tensor], lr_scale: float) -> None:
         """Apply one update. lr_scale: times the peak learning rates. gradients: also of other parameters."""
-        raise NotImplementedError
 
 
 def get_optimizer(name: str) -> type[Optimizer]:
