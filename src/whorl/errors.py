@@ -53,6 +53,10 @@ class DataError(WhorlError):
     """Input data as a whole cannot be used. Single bad records go to quarantine instead."""
 
 
+class NotApplicableError(DataError):
+    """A step has nothing to work on in this data. A run leaves it out, with the steps that need its result."""
+
+
 class StoreError(WhorlError):
     """The artifact store cannot be read or written."""
 

@@ -344,6 +344,10 @@ def test_find_induction_onset_needs_clear_drop() -> None:
     slow = [InductionPoint(step=s, nll=7.0 - s / 2000) for s in range(100, 1001, 100)]
     assert find_induction_onset(slow, points) is None
     assert find_induction_onset([], points) is None
+    rising = [InductionPoint(step=s, nll=6.4 + s / 140) for s in range(0, 1001, 100)]
+    assert find_induction_onset(rising, points) is None  # more memorized, less copied
+    back = find_induction_onset([*induction, InductionPoint(step=1100, nll=9.0)], points)
+    assert back is not None and (back.before, back.after, back.end_step) == (7.0, 2.0, 400)
 
 
 def test_expert_loads_are_drawn_and_described() -> None:

@@ -53,8 +53,7 @@ def profile_recipe(
         trace: path of the trace; default: in the run folder.
     """
     training = find_training_step(recipe, step)
-    before = {n: s for n, s in recipe.with_ancestors(training.name).steps.items() if n != training.name}
-    result = run_recipe(Recipe(recipe.name, recipe.about, before), store, progress)
+    result = run_recipe(recipe, store, progress, until=training.parents.values())
     from whorl.recipes.steps.pretrain.pretrain import PretrainConfig, build_job
     from whorl.train.profiling.profiler import profile
 

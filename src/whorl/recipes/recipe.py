@@ -70,19 +70,30 @@ class Recipe:
         }
         return {"name": self.name, "about": self.about, "steps": steps}
 
-    def with_ancestors(self, name: str) -> Recipe:
-        """Return the recipe reduced to the step `name` and its ancestors. Raises ConfigError for an unknown step."""
-        if name not in self.steps:
-            if STEPS.get(name) in self.steps:
-                raise ConfigError(f"--until {name}: the step `{name}` is now `{STEPS[name]}`")
-            raise ConfigError(f"--until {name}: no such step", expected=one_of(name, list(self.steps)))
-        needed, pending = set[str](), [name]
+    def with_ancestors(self, *names: str) -> Recipe:
+        """Return the recipe reduced to some steps and their ancestors. Raises ConfigError for an unknown step."""
+        for name in names:
+            if name not in self.steps:
+                if STEPS.get(name) in self.steps:
+                    raise ConfigError(f"--until {name}: the step `{name}` is now `{STEPS[name]}`")
+                raise ConfigError(f"--until {name}: no such step", expected=one_of(name, list(self.steps)))
+        needed, pending = set[str](), [*names]
         while pending:
             step = pending.pop()
             needed.add(step)
             pending += self.steps[step].parents.values()
         kept = {key: step for key, step in self.steps.items() if key in needed}
         return Recipe(self.name, self.about, kept, self.log)
+
+    def dependants(self, name: str) -> list[str]:
+        """Return the steps that cannot be made without the result of a step, in their order."""
+        found = [name]
+        for step in self.steps.values():
+            roles = step.kind.parent_roles()
+            needed = [p for role, p in step.parents.items() if role in roles and not roles[role][1]]
+            if any(parent in found for parent in needed):
+                found.append(step.name)
+        return found[1:]
 
 
 def ready_recipes() -> dict[str, str]:

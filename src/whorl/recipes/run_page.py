@@ -24,7 +24,7 @@ def with_ancestors(artifacts: Iterable[Artifact], store: Store) -> list[Artifact
 
 def next_commands(stage: Artifact) -> list[str]:
     """Return commands that sample from the model of the last stage and show its lineage."""
-    prompt = "def "
+    prompt = stage.summary.get("sample_prompt", "def ")
     if "samples.json" in stage.files:
         asked = [sample["prompt"] for sample in json.loads(stage.file("samples.json").read_text())["before"]]
         prompt = next((text for text in asked if len(text) <= MAX_PROMPT_CHARS), prompt)

@@ -4,27 +4,27 @@ The runner has no state. The store decides which steps are done, and an interrup
 folder. So the same command continues after Ctrl-C or kill -9. Two concurrent runs on one store share the work: the second
 waits for the lock of the first and then looks up the artifact.
 
-`RUN/steps.json` records the result of each step for the report:
-{step: {"address", "kind", "state": "made" | "looked up", "seconds"}}.
+A step that has nothing to work on in the data (`NotApplicableError`) is left out, with the steps that need its result.
+`RUN/steps.json` records what became of each step (`step_records.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from whorl.errors import WhorlError
+from whorl.errors import NotApplicableError, WhorlError
 from whorl.machine.device_probe import restore_threads
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
+from whorl.recipes.step_records import FAILED, LEFT_OUT, StepRecords
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
 from whorl.tracking.progress import Progress, format_duration
-from whorl.tracking.run import Run, write_json
+from whorl.tracking.run import Run
 from whorl.tracking.sinks import SafeSinks, Sink
 
 
@@ -48,13 +48,14 @@ def run_recipe(
     store: Store,
     progress: Progress,
     *,
-    until: str | None = None,
+    until: str | Collection[str] | None = None,
     sinks: Iterable[Sink] = (),
     existing: Mapping[str, Artifact] | None = None,
 ) -> RunResult:
     """Make or look up every step of a recipe, or only the steps that `until` needs.
 
     Args:
+        until: one step, or several.
         sinks: further receivers of the metrics; their failures do not stop the run.
         existing: name -> artifact of parents that no step of the recipe makes.
 
@@ -62,7 +63,8 @@ def run_recipe(
         WhorlError: from a step or the store; finished steps are kept.
     """
     start = time.monotonic()
-    selected = recipe.with_ancestors(until) if until is not None else recipe
+    wanted = [until] if isinstance(until, str) else [*(until or ())]
+    selected = recipe.with_ancestors(*wanted) if until is not None else recipe
     safe_sinks = SafeSinks(sinks, progress.log)
     try:
         store.make_folders()
@@ -74,21 +76,33 @@ def run_recipe(
         steps = "1 step" if len(selected.steps) == 1 else f"{len(selected.steps)} steps"
         progress.log(f"{recipe.name}: {steps}; store {store.location}; run {run.dir}")
         artifacts: dict[str, Artifact] = dict(existing or {})
-        records: dict[str, Any] = {}
+        records, left_out = StepRecords(run.dir, recipe), set[str]()
         for number, step in enumerate(selected.steps.values(), start=1):
+            if step.name in left_out:
+                continue
             label = f"[{number}/{len(selected.steps)}] {step.name}"
             started = time.monotonic()
-            artifact, state = _run_step(recipe, step, artifacts, store, run, progress, label)
+            try:
+                artifact, state = _run_step(recipe, step, artifacts, store, run, progress, label)
+            except NotApplicableError as error:
+                without = [step.name, *selected.dependants(step.name)]
+                left_out.update(without)
+                if left_out & {*wanted} or not selected.steps.keys() - artifacts.keys() - left_out:
+                    records.set_reason(step.name, FAILED, error)
+                    raise
+                for name in without:
+                    records.set_reason(name, LEFT_OUT, error)
+                also = f", and with it {', '.join(without[1:])}" if without[1:] else ""
+                progress.log(f"{label}: left out{also}: {error.what}")
+                continue
+            except Exception as error:
+                if getattr(error, "exit_code", 1) <= 128:  # else stopped by a signal
+                    records.set_reason(step.name, FAILED, error)
+                raise
             artifacts[step.name] = artifact
             outcome = f"made in {format_duration(time.monotonic() - started)}" if state == "made" else state
             progress.log(f"{label}: {outcome}. {artifact.summary.get('headline', '')}".rstrip())
-            records[step.name] = {
-                "address": artifact.address,
-                "kind": artifact.kind,
-                "state": state,
-                "seconds": artifact.seconds,
-            }
-            write_json(run.dir / "steps.json", records)
+            records.set_artifact(step.name, artifact, state)
     finally:
         safe_sinks.close()
         progress.sinks.remove(run.log)
@@ -106,7 +120,7 @@ def _run_step(
 ) -> tuple[Artifact, str]:
     kind = step.kind
     config = kind.complete_config(step.config) if kind.complete_config is not None else step.config
-    parents = {role: artifacts[parent] for role, parent in step.parents.items()}
+    parents = {role: artifacts[parent] for role, parent in step.parents.items() if parent in artifacts}
     try:
         with store.build(
             kind=kind.output_kind,
@@ -125,6 +139,8 @@ def _run_step(
                 )
                 kind.function(ctx, config)
                 ctx.report.write(build.path)
+    except NotApplicableError:
+        raise
     except WhorlError as error:
         verb = "stopped" if error.exit_code > 128 else "failed"  # stopped by a signal
         progress.log(f"{label}: {verb}; finished steps are kept")

@@ -59,6 +59,7 @@ class ReportData(_ReportModel):
 
     reports: (name of the step, its blocks), in the order of their making.
     missing: steps that the run has not reached.
+    left_out, failed: step -> reason.
     next_commands: shell commands shown at the end.
     """
 
@@ -68,6 +69,8 @@ class ReportData(_ReportModel):
     created: str = ""
     reports: list[tuple[str, StepReport]] = []
     missing: list[str] = []
+    left_out: dict[str, str] = {}
+    failed: dict[str, str] = {}
     time: TimeSection | None = None
     lineage: LineageNode | None = None
     environment: dict[str, str] = {}

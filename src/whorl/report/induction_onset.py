@@ -5,7 +5,8 @@ copy the token that followed an earlier occurrence of the current one (Olsson et
 Induction Heads", arXiv:2209.11895). The loss then drops within a few per cent of the run.
 
 `find_induction_onset` uses the induction loss (rows that repeat shuffled tokens) if training measured it. The onset is the
-step at which this loss crosses the middle between its highest and lowest value, if it falls by more than a quarter.
+step at which this loss crosses the middle between its lowest value and the highest value before that, if it falls by more
+than a quarter. A curve that rises has no onset.
 
 `find_loss_drop` uses the training loss alone: it looks for the steepest slope over the logarithm of the step. The start
 (token frequencies) and the decay of the learning rate are steep in every run, so both are excluded. A drop is reported only
@@ -49,7 +50,8 @@ class InductionPoint:
 class LossDrop:
     """The marked drop: the step in the middle of the steepest stretch, and the losses at its ends.
 
-    from_copy_loss: found on the induction loss; `before` and `after` are then its highest and lowest value.
+    from_copy_loss: found on the induction loss; `before` and `after` are then its highest value before the lowest one, and
+    the lowest one, which is reached at `end_step`.
     """
 
     step: int
@@ -57,6 +59,7 @@ class LossDrop:
     after: float
     seconds: float | None
     from_copy_loss: bool = False
+    end_step: int = 0
 
 
 def find_induction_onset(
@@ -65,13 +68,14 @@ def find_induction_onset(
     """Return the onset found on the induction loss, or None without one; `points` give the time."""
     if not induction:
         return None
-    high = max(point.nll for point in induction)
-    low = min(point.nll for point in induction)
+    end = min(range(len(induction)), key=lambda i: induction[i].nll)
+    begin = max(range(end + 1), key=lambda i: induction[i].nll)
+    high, low = induction[begin].nll, induction[end].nll
     if low > _MAX_COPY_LOSS_RATIO * high:
         return None
-    step = next(point.step for point in induction if point.nll < (high + low) / 2)
+    step = next(point.step for point in induction[begin:] if point.nll < (high + low) / 2)
     nearest = min(points, key=lambda point: abs(point.step - step))
-    return LossDrop(step, high, low, nearest.seconds, from_copy_loss=True)
+    return LossDrop(step, high, low, nearest.seconds, from_copy_loss=True, end_step=induction[end].step)
 
 
 def smooth(values: Sequence[float], half_life: float) -> npt.NDArray[np.float64]:

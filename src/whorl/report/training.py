@@ -181,14 +181,13 @@ def describe_loss_drop(drop: LossDrop) -> str:
     after = f" ({format_duration(drop.seconds)} into training)" if drop.seconds is not None else ""
     if drop.from_copy_loss:
         return (
-            f"around step {drop.step:,}{after} attention learned to copy the token that followed an earlier "
-            f"occurrence: on repeated shuffled tokens the loss went from {drop.before:.2f} to "
-            f"{drop.after:.2f} nats per token."
+            f"on repeated shuffled tokens the loss went from {drop.before:.2f} to {drop.after:.2f} nats per token until "
+            f"step {drop.end_step:,}, and was halfway around step {drop.step:,}{after}. Only attention that copies the "
+            "token after an earlier occurrence can lower it."
         )
     return (
         f"around step {drop.step:,}{after} the loss went from {drop.before:.2f} to {drop.after:.2f} nats a "
-        "token in the steepest stretch of the run. In small language models such a drop occurs when attention "
-        "learns to copy the token that followed an earlier occurrence of the current one."
+        "token in the steepest stretch of the run."
     )
 
 

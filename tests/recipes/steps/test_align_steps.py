@@ -11,7 +11,7 @@ from tests.support.recipes.align_steps import run_text
 
 from whorl.align.stage.io import read_prompt_completions, read_tasks
 from whorl.cli.jobs.report import report
-from whorl.errors import ConfigError, DataError
+from whorl.errors import ConfigError, DataError, NotApplicableError
 from whorl.evals.verify import verify_all
 from whorl.models import load_model
 from whorl.recipes import RunResult, load_recipe, parse_recipe, run_recipe
@@ -241,5 +241,17 @@ def test_tasks_from_python_files(code: str) -> None:
 def test_python_tasks_need_corpus_and_functions() -> None:
     with pytest.raises(ConfigError, match=r"(?s)no parent 'documents'.*\"ingest\", \"curate\""):
         run_text("[steps.tasks]")
-    with pytest.raises(DataError, match=r"(?s)there is no train task.*tasks.max_prompt_bytes"):
+    with pytest.raises(
+        NotApplicableError, match=r"(?s)no Python function for a train task.*tasks.max_prompt_bytes"
+    ):
         run_text(MINED, "tasks.max_prompt_bytes=20")
+
+
+@pytest.mark.usefixtures("code")
+def test_python_tasks_from_records() -> None:
+    texts = [CODE.format(i=i) for i in range(12)]
+    lines = [json.dumps({"text": text}) for text in [*texts, "Some prose about def and class.\n" * 9]]
+    Path("records.jsonl").write_text("\n".join(lines))
+    mined = MINED.replace('["code"], include = ["**/*.py", "*.py"]', '["records.jsonl"]')
+    counts = run_text(mined)["tasks"].summary["counts"]
+    assert counts["train"] == 12 and counts["test"]

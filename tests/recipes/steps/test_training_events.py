@@ -35,7 +35,9 @@ def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
     ctx = SimpleNamespace(run=run, name="pretrain", progress=Progress.silent(), machine=machine)
     job: Any = SimpleNamespace(steps=9, dtype="float32")
     tokenizer: Any = None
-    observer = PretrainObserver(ctx, task, progress_note, job=job, bytes_per_token=1.0, tokenizer=tokenizer)
+    observer = PretrainObserver(
+        ctx, task, progress_note, job=job, bytes_per_token=1.0, tokenizer=tokenizer, prompt=""
+    )
     for step in (1, 2, 5, 9):
         observer.on_step(step, {"nll": 5.0 - step / 10, "tokens_per_second": 9.0, "flops_per_second": 0.5})
         if step == 2:

@@ -32,6 +32,7 @@ def report(
 
     from whorl.errors import ConfigError
     from whorl.recipes.old_names import refuse_old_run
+    from whorl.recipes.step_records import FAILED, LEFT_OUT, STEPS_FILE, read_step_records, steps_in_state
     from whorl.recipes.steps.report import ReportConfig, report_data
     from whorl.report import render
     from whorl.store import Store
@@ -40,8 +41,9 @@ def report(
     folders = opened.root / "runs"
     choices = [Path(run), folders / run]
     if Path(run).name == run:  # the name of a recipe
-        choices += sorted(folders.glob(f"{run}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
-    folder = next((p for p in choices if (p / "steps.json").is_file()), None)
+        finished = [path.parent for path in folders.glob(f"{run}-*/{STEPS_FILE}")]
+        choices += sorted(finished, key=lambda p: (p / STEPS_FILE).stat().st_mtime, reverse=True)
+    folder = next((p for p in choices if (p / STEPS_FILE).is_file()), None)
     if folder is None:
         known = sorted(p.name for p in folders.glob("*")) if folders.exists() else []
         raise ConfigError(
@@ -49,14 +51,18 @@ def report(
             expected=f"one of: {', '.join(known)}" if known else "a run; none exists yet",
             do="start one: whorl run quickstart",
         )
-    steps = json.loads((folder / "steps.json").read_text())
+    steps = read_step_records(folder)
     refuse_old_run(folder.name, json.loads((folder / "config.json").read_text()))
-    made = {name: opened.find(entry["address"]) for name, entry in steps.items()}
+    made = {name: opened.find(entry["address"]) for name, entry in steps.items() if "address" in entry}
     # The parents of the recipe's step `report` are the content of the page; without that step it is the whole run.
     recipe = json.loads((folder / "config.json").read_text()).get("steps", {})
     parents = next((step["parents"] for step in recipe.values() if step.get("uses") == "report"), None)
     shown = [*parents.values()] if parents is not None else [*recipe]
     artifacts = [found for name in shown if (found := made.get(name)) is not None and found.kind != "report"]
-    missing = [name for name in shown if made.get(name) is None]
-    render(report_data(artifacts, opened, ReportConfig(), run=folder.name, missing=missing), out)
+    left_out, failed = steps_in_state(steps, LEFT_OUT), steps_in_state(steps, FAILED)
+    missing = [name for name in shown if made.get(name) is None and name not in {*left_out, *failed}]
+    data = report_data(
+        artifacts, opened, ReportConfig(), run=folder.name, missing=missing, left_out=left_out, failed=failed
+    )
+    render(data, out)
     print(f"wrote {out} ({out.stat().st_size / 1e3:.0f} kB): open it in a browser")

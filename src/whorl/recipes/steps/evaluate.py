@@ -15,18 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
+from whorl.recipes.steps.generations import CHECKED_TEXTS, complete_functions, draw_samples
 from whorl.report.scores import evaluation_report
 
 if TYPE_CHECKING:
     from whorl.corpus import Document
-    from whorl.models import LanguageModel
-    from whorl.tokens.tokenizer import Tokenizer
-
-TOP_LOGPROBS = 5  # alternatives per token of a sample
-
-
-COMPLETION_WINDOW = 512  # tokens of a prompt and its completion
-COMPLETION_ROWS = 64  # completed at once
 
 
 class EvaluateConfig(BaseModel):
@@ -112,8 +105,14 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
         )  # fmt: skip
     with torch.inference_mode():
         if config.completions:
-            result["completions"] = _completions(ctx, config, model, tokenizer, held_out)
-        result["samples"] = _samples(ctx, config, tokenizer, held_out)
+            result["completions"] = complete_functions(
+                ctx, model, tokenizer, held_out, n=config.completions, max_tokens=config.completion_tokens,
+                window=config.window, seed=config.seed,
+            )  # fmt: skip
+        result["samples"] = draw_samples(
+            ctx, tokenizer, [d.text for d in held_out[: max(CHECKED_TEXTS, config.samples)]], n=config.samples,
+            max_tokens=config.sample_tokens, seed=config.seed,
+        )  # fmt: skip
     (ctx.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     headline = f"{score:.3f} bits per byte (perplexity {per_token:.2f}) on {len(held_out)} held-out files"
     best = {b["name"]: b["bits_per_byte"] for b in result.get("baselines", [])}
@@ -140,122 +139,3 @@ def _by_domain(documents: list[Document], nats: list[float]) -> list[dict[str, A
         {"domain": domain, "bytes": int(n), "bits_per_byte": cost / math.log(2) / max(1.0, n)}
         for domain, (cost, n) in sorted(sums.items(), key=lambda item: -item[1][1])
     ]
-
-
-def _completions(
-    ctx: StepContext,
-    config: EvaluateConfig,
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    held_out: list[Document],
-) -> dict[str, Any] | None:
-    from whorl.engine import EngineConfig, SamplingParams
-    from whorl.engine.engine import Engine
-    from whorl.evals.parse_rate import (
-        END_OF_DOCUMENT,
-        parse_rate,
-        reference_parse_rate,
-        sample_function_prompts,
-    )
-    from whorl.tokens.healing import heal
-    from whorl.tracking.seeds import derive
-
-    try:
-        chosen = sample_function_prompts(
-            ((d.id, d.text.encode()) for d in held_out), config.completions, config.seed
-        )
-    except DataError:
-        return None  # no Python in this corpus
-    context = max(1, min(config.window or COMPLETION_WINDOW, COMPLETION_WINDOW) - config.completion_tokens)
-    speed = {"tokens": 0, "seconds": 0.0}
-
-    def generate(texts: list[bytes]) -> list[bytes]:
-        healed, rows = [heal(tokenizer, t.decode()) for t in texts], model.config.vocab_size
-        engine = Engine(
-            model,
-            EngineConfig.for_batch(min(len(texts), COMPLETION_ROWS), context + config.completion_tokens),
-            token_bytes=tokenizer.text_bytes(rows),
-            banned_ids=tokenizer.banned_ids(rows),
-        )
-        began = time.perf_counter()
-        ends = engine.generate(
-            [h.ids[-context:] for h in healed],
-            SamplingParams(seed=derive(config.seed, "completions")),
-            max_tokens=config.completion_tokens,
-            stop_ids=tokenizer.end_ids,
-            forced_prefixes=[h.forced_prefix for h in healed],
-        )
-        speed["seconds"] += time.perf_counter() - began
-        speed["tokens"] += sum(len(end.tokens) for end in ends)
-        return [end.text + (END_OF_DOCUMENT if end.finish_reason == "stop" else b"") for end in ends]
-
-    with ctx.progress.task("Completing held-out functions", total=None):
-        found = parse_rate(chosen, generate)
-    reference = reference_parse_rate(chosen)
-    return {
-        "prompts": found.n,
-        "parsed": found.parsed,
-        "unfinished": found.unfinished,
-        "median_bytes": found.median_bytes,
-        "real_parsed": reference.parsed,
-        "tokens_per_second": speed["tokens"] / max(1e-9, speed["seconds"]),
-    }
-
-
-def _samples(
-    ctx: StepContext,
-    config: EvaluateConfig,
-    tokenizer: Tokenizer,
-    held_out: list[Document],
-) -> list[dict[str, Any]]:
-    """Return samples with the probability of every token: two fixed prompts, then the start of held-out files."""
-    from whorl.engine import EngineConfig, SamplingParams, load_for_sampling
-    from whorl.engine.engine import Engine
-    from whorl.tokens.healing import heal
-    from whorl.tracking.seeds import derive
-
-    model = load_for_sampling(ctx.parent_folder("model"), ctx.machine)
-    texts = [b"def ", b'class Node:\n    """', *(d.text.encode()[:300] for d in held_out)][: config.samples]
-    sampling, rows = SamplingParams(), model.config.vocab_size
-    prompts = [heal(tokenizer, text.decode("utf-8", "ignore")) for text in texts]
-    if not prompts:
-        return []
-    room = max(len(healed.ids) for healed in prompts)
-    if model.max_positions is not None:
-        room = max(1, min(room, model.max_positions - config.sample_tokens))
-    engine = Engine(
-        model,
-        EngineConfig.for_batch(len(prompts), room + config.sample_tokens),
-        token_bytes=tokenizer.text_bytes(rows),
-        banned_ids=tokenizer.banned_ids(rows),
-    )
-    completions = engine.generate(
-        [healed.ids[-room:] for healed in prompts],
-        [sampling.model_copy(update={"seed": derive(config.seed, "report", n)}) for n in range(len(prompts))],
-        max_tokens=config.sample_tokens,
-        stop_ids=tokenizer.end_ids,
-        forced_prefixes=[healed.forced_prefix for healed in prompts],
-        top_log_probs=TOP_LOGPROBS,
-    )
-    out = []
-    for text, healed, completion in zip(texts, prompts, completions, strict=True):
-        kept = text[: len(text) - len(healed.forced_prefix)]
-        tokens = []
-        for token in completion.tokens[: -1 if completion.finish_reason == "stop" else None]:
-            tokens.append(
-                {
-                    "hex": tokenizer.decode([token.id]).hex(),
-                    "probability": math.exp(token.raw_log_prob),
-                    "alternatives": [
-                        [tokenizer.decode([i]).hex(), math.exp(p)] for i, p in token.alternatives
-                    ],
-                }
-            )
-        out.append(
-            {
-                "prompt": kept.decode("utf-8", "replace"),
-                "tokens": tokens,
-                "note": f"temperature {sampling.temperature}, top-p {sampling.top_p}, seed {config.seed}",
-            }
-        )
-    return out

@@ -10,13 +10,14 @@ change here. A parent that is not made yet is named on the page. The page can be
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import ANY_PARENTS, StepContext, step
 from whorl.recipes.run_page import next_commands, with_ancestors
+from whorl.recipes.step_records import LEFT_OUT, read_step_records, steps_in_state
 from whorl.report import ReportData, render
 from whorl.report.blocks import REPORT_FILE, StepReport
 from whorl.store import Artifact, Store
@@ -39,7 +40,8 @@ def report(ctx: StepContext, config: ReportConfig) -> None:
     """Write the report: inputs, plan, and results."""
     for artifact in ctx.parents.values():
         artifact.check()
-    data = report_data(ctx.parents.values(), ctx.store, config, run=str(ctx.run.name))
+    left_out = steps_in_state(read_step_records(ctx.run.dir), LEFT_OUT)
+    data = report_data(ctx.parents.values(), ctx.store, config, run=str(ctx.run.name), left_out=left_out)
     render(data, ctx.out / "report.html")
     size = (ctx.out / "report.html").stat().st_size
     ctx.summary.update(bytes=size, headline=f"report.html, {size / 1e3:.0f} kB, opens offline")
@@ -52,11 +54,14 @@ def report_data(
     *,
     run: str = "",
     missing: Collection[str] = (),
+    left_out: Mapping[str, str] | None = None,
+    failed: Mapping[str, str] | None = None,
 ) -> ReportData:
     """Collect the content of the page from `artifacts` and their ancestors.
 
     Args:
         missing: names of the steps that the run has not reached.
+        left_out, failed: step -> reason.
     """
     made = with_ancestors(artifacts, store)
     models = [artifact for artifact in made if artifact.kind == "model"]
@@ -71,6 +76,8 @@ def report_data(
             if REPORT_FILE in artifact.files
         ],
         "missing": [*missing],
+        "left_out": dict(left_out or {}),
+        "failed": dict(failed or {}),
         "time": {
             "steps": [{"step": step_name(a), "seconds": a.seconds, "bytes": a.manifest.size} for a in made],
             "budget_seconds": _budget_seconds(made),

@@ -17,12 +17,13 @@ The content of the files is part of the address: a changed file gives a new data
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.errors import ConfigError, DataError
+from whorl.errors import ConfigError, DataError, NotApplicableError
 from whorl.recipes.registry import StepContext, step
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
     counts = {}
     for split, (found, solutions) in splits.items():
         if not found:
-            raise _empty_split_error(ctx, f"{split} task")
+            raise _empty_split_error(ctx, config, f"{split} task")
         counts[split] = write_dataset(ctx.out, "tasks", split, found)
         if solutions:
             write_dataset(ctx.out, "conversations" if config.chat else "pairs", split, solutions)
@@ -170,11 +171,16 @@ def _write_summary(ctx: StepContext, counts: dict[str, int], noun: str = "") -> 
     ctx.summary.update(counts=counts, headline=headline)
 
 
-def _empty_split_error(ctx: StepContext, what: str) -> DataError:
-    return DataError(
-        f"there is no {what}", expected="at least one",
-        do=f"give more text, or raise {ctx.name}.max_prompt_bytes and {ctx.name}.max_completion_bytes",
-    )  # fmt: skip
+def _empty_split_error(ctx: StepContext, config: SetConfig, what: str) -> DataError:
+    if getattr(config, "source", "") != "python":
+        return DataError(f"there is no {what}", expected="at least one", do=f"raise {ctx.name}.max_train")
+    return NotApplicableError(
+        f"the corpus has no Python function for a {what}",
+        expected=f"functions with a docstring, a header of at most {config.max_prompt_bytes} bytes and a body of at most "
+        f"{config.max_completion_bytes}",
+        do=f"give Python code or raise {ctx.name}.max_prompt_bytes and {ctx.name}.max_completion_bytes; for other texts, "
+        f'set {ctx.name}.source = "files"',
+    )
 
 
 def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str, list[Any]]:
@@ -218,10 +224,15 @@ def _python_functions(
     ctx: StepContext, config: SetConfig, split: str
 ) -> tuple[list[Any], list[PythonFunction]]:
     """Return (Python files of a split, functions in some of them)."""
-    from whorl.align.data.code.functions import extract_functions
+    from whorl.align.data.code.functions import extract_functions, parse_or_none
     from whorl.tracking.seeds import derive
 
-    sources = [(d.path, d.text) for d in _open_parent_corpus(ctx).documents(split) if d.path.endswith(".py")]
+    corpus = _open_parent_corpus(ctx)
+    sources = [(d.path, d.text) for d in corpus.documents(split) if d.path.endswith(".py")]
+    if not sources:  # records of JSONL and Parquet have no suffix that gives their language
+        records = (d for d in corpus.documents(split) if d.language is None and "def " in d.text)
+        parsed = ((f"{d.path}#{d.offset}", d.text) for d in records if parse_or_none(d.text) is not None)
+        sources = list(islice(parsed, config.max_files))
     files = sorted(sources, key=lambda file: derive(config.seed, file[0]))[: config.max_files]
     found = extract_functions(
         files,
@@ -274,7 +285,7 @@ def _python_preferences(ctx: StepContext, config: PreferencesConfig) -> dict[str
         ]
         bug_kinds[split] = dict(sorted(counts.items()))
         if not made[split]:
-            raise _empty_split_error(ctx, f"function to {split} with in which a bug can be injected")
+            raise _empty_split_error(ctx, config, f"{split} pair")
     ctx.summary["bug_kinds"] = bug_kinds
     return made
 

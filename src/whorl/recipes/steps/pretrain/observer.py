@@ -14,19 +14,21 @@ if TYPE_CHECKING:
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.train.job import Job
 
-SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
 
 
 class PretrainObserver(StageRecorder):
     """Adds to the records of training: MFU, seconds, bits per byte, perplexity, memory and samples.
 
-    bytes_per_token: of the training split. Further arguments are those of `StageRecorder`.
+    bytes_per_token: of the training split. prompt: of the samples. Further arguments are those of `StageRecorder`.
     """
 
-    def __init__(self, *inputs: Any, job: Job, bytes_per_token: float, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, *inputs: Any, job: Job, bytes_per_token: float, tokenizer: Tokenizer, prompt: str
+    ) -> None:
         super().__init__(*inputs)
         self.steps, self.bytes_per_token, self.tokenizer = job.steps, bytes_per_token, tokenizer
+        self.prompt = prompt
         flops = self.ctx.machine.flops  # for the planned type, which may differ from the machine's choice
         self.peak_flops = flops.get(job.dtype, flops["float32"])  # denominator of `mfu`
         self.started = time.monotonic()
@@ -56,7 +58,7 @@ class PretrainObserver(StageRecorder):
         from whorl.tracking.seeds import derive
 
         t, rows = self.tokenizer, model.config.vocab_size
-        healed = heal(t, SAMPLE_PROMPT)
+        healed = heal(t, self.prompt)
         engine = Engine(
             model,
             EngineConfig.for_batch(1, len(healed.ids) + SAMPLE_TOKENS),
@@ -71,7 +73,7 @@ class PretrainObserver(StageRecorder):
             stop_ids=t.end_ids,
             forced_prefixes=[healed.forced_prefix],
         )
-        text = SAMPLE_PROMPT + completion.text.decode("utf-8", "replace")
+        text = self.prompt + completion.text.decode("utf-8", "replace")
         self.ctx.progress.log(f"    step {step:,}: " + text.replace("\n", "\n      "))
         return text
 

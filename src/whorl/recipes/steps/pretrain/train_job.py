@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +36,19 @@ def train_and_save(
         branch_steps, start: `branch_points` and `branch_start` of `train.lm.pretrain.pretrain`.
         previous_curve: metrics of the run that the job continues.
     """
+    from whorl.evals.prompts import CHECKED_TEXTS, first_prompt
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.train.checkpoint.stats import CheckpointStats
     from whorl.train.lm.pretrain import pretrain as run_training
 
-    split = TokenSet(ctx.parents["tokens"].path).split("train")
+    token_set = TokenSet(ctx.parents["tokens"].path)
+    split = token_set.split("train")
     tokenizer, stats = Tokenizer.load(ctx.parents["tokenizer"].path), CheckpointStats()
+    held_out = token_set.split("validation") if "validation" in token_set.splits else split
+    texts = [tokenizer.decode(ids[1:-1]) for ids in islice(held_out.iter_documents(), CHECKED_TEXTS)]
+    prompt = first_prompt([text.decode("utf-8", "replace") for text in texts])
     bytes_per_token = split.n_bytes / max(1, len(split))
 
     def train(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> LanguageModel:
@@ -53,7 +59,7 @@ def train_and_save(
 
     result = train_stage(
         ctx, "Training", train, note=progress_note, total=job.steps,
-        recorder=partial(PretrainObserver, job=job, bytes_per_token=bytes_per_token, tokenizer=tokenizer),
+        recorder=partial(PretrainObserver, job=job, bytes_per_token=bytes_per_token, tokenizer=tokenizer, prompt=prompt),
     )  # fmt: skip
     model = result.trained
     save_model(model, ctx.out)
@@ -72,6 +78,7 @@ def train_and_save(
     speed = speeds[len(speeds) // 2] if speeds else 0.0
     ctx.summary.update(
         seconds=result.seconds,
+        sample_prompt=prompt,
         steps=job.steps,
         tokens=job.steps * job.batch_size * job.seq_len,
         params=model.params(),

@@ -1,0 +1,40 @@
+"""Prompts for the samples of a model: Python definitions for Python, otherwise how texts of the corpus begin."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Sequence
+
+PYTHON_PROMPTS = ("def ", 'class Node:\n    """')
+CHECKED_TEXTS = 8
+OPENING_CHARACTERS = 40
+
+
+def is_python(texts: Sequence[str]) -> bool:
+    """Return whether most of the first texts define something and parse as Python."""
+    checked = texts[:CHECKED_TEXTS]
+    return 2 * sum(_parses(text) for text in checked) > len(checked)
+
+
+def first_prompt(texts: Sequence[str]) -> str:
+    """Return the prompt of a short sample: `def ` for Python, else the first words of a text."""
+    if is_python(texts):
+        return PYTHON_PROMPTS[0]
+    lines = (line.strip() for text in texts for line in text.splitlines())
+    line = max((line for line, _ in zip(lines, range(50), strict=False)), key=len, default="")
+    if len(line) <= OPENING_CHARACTERS:
+        return line
+    return line[:OPENING_CHARACTERS].rpartition(" ")[0] or line[:OPENING_CHARACTERS]
+
+
+def _parses(text: str) -> bool:
+    if "def " not in text and "class " not in text:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    return True
