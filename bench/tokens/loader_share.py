@@ -22,7 +22,7 @@ from bench.plan.scaling_sweep import SilentCallback
 
 from whorl.corpus import Corpus
 from whorl.corpus.blocks import Source
-from whorl.train.job import Job, TextStreamConfig
+from whorl.train.job import Job, JobStreamConfig
 from whorl.train.lm.pretrain import pretrain
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         with jsonl.open("w") as file:
             file.writelines(json.dumps({"text": d.text}) + "\n" for d in corpus.documents("train"))
         tokenizer = str(store.open("quickstart/tokenizer").path)
-        stream = TextStreamConfig(tokenizer=tokenizer, sources=[Source([str(jsonl)])])
+        stream = JobStreamConfig(tokenizer=tokenizer, sources=[Source([str(jsonl)])])
         for name, one in (("ready shards", job), ("raw text", job.model_copy(update={"stream": stream}))):
             recorder = WaitRecorder()
             pretrain(one, Path(folder) / name, recorder, checkpoint_seconds=1e9, stop_after=a.steps)

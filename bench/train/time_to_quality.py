@@ -125,7 +125,7 @@ def main() -> None:
         config = PlanConfig.model_validate(fixed if smoke() else {"budget": f"{seconds:.0f}s"})
         plan = make_plan(config, machine, size, Progress.silent())
         tokens = token_set(store, plan.vocab_size, cache)
-        return Job.model_validate({**plan.job, "tokens": str(tokens)}), tokens
+        return plan.job.model_copy(update={"tokens": str(tokens)}), tokens
 
     job, _ = planned(a.seconds)
     peers: dict[int, Peer] = {}

@@ -14,6 +14,7 @@ from whorl.plan import planner
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import decoder_config, training_cost
 from whorl.plan.scaling_law import expected_bits_per_byte, fitted_law
+from whorl.plan.training_plan import TrainingPlan
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
@@ -42,22 +43,19 @@ def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "time_steps", lambda *_, **__: pytest.fail("timed"))
 
 
-def plan(machine: Machine = MACHINE, **config: object) -> planner.TrainingPlan:
+def plan(machine: Machine = MACHINE, **config: object) -> TrainingPlan:
     return planner.make_plan(PlanConfig.model_validate(config), machine, 30_000_000, Progress.silent())
-
-
-def planned_job(made: planner.TrainingPlan) -> Job:
-    return Job.model_validate({**made.job, "tokens": ""})
 
 
 def test_plan_fills_time_budget() -> None:
     for budget, seconds in (("60s", 60), ("5m", 300), ("1h", 3600)):
         made = plan(budget=budget)
         assert made.expected["seconds"] == pytest.approx(seconds, rel=0.02)
-        job = planned_job(made)
+        job = made.job
         assert made.expected["tokens"] == job.steps * job.batch_size * job.seq_len
         assert made.vocab_size == job.model.vocab_size
         assert any("FLOPs per token" in line for line in made.arithmetic)
+        assert TrainingPlan.model_validate_json(made.model_dump_json()) == made
 
 
 def test_plan_larger_budget_gives_larger_better_model() -> None:
@@ -73,9 +71,9 @@ def test_plan_fills_flop_budget() -> None:
 
 def test_plan_keeps_given_values_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(vocab_size=2048, d_model=128, n_layers=2)
-    assert (made.vocab_size, made.job["model"]["d_model"], made.job["model"]["n_layers"]) == (2048, 128, 2)
+    assert (made.vocab_size, made.job.model.d_model, made.job.model.n_layers) == (2048, 128, 2)
     forbid_timing(monkeypatch)
-    assert plan(steps=7, d_model=64).job["steps"] == 7
+    assert plan(steps=7, d_model=64).job.steps == 7
 
 
 def test_plan_rejects_too_small_budget_with_advice() -> None:
@@ -84,9 +82,9 @@ def test_plan_rejects_too_small_budget_with_advice() -> None:
 
 
 def test_plan_without_compiler_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan().job["compile"] is True
+    assert plan().job.compile is True
     monkeypatch.setattr(planner, "can_compile", lambda: False)
-    assert plan().job["compile"] is False
+    assert plan().job.compile is False
     with pytest.raises(BudgetError, match="no C\\+\\+ compiler"):
         plan(compile=True)
 
@@ -99,12 +97,12 @@ def test_plan_deterministic_times_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     other = replace(MACHINE, dtype="bfloat16", threads=1, flops={"float32": 1e10, "bfloat16": 9e11})
     again = plan(other, budget="2e13flops", deterministic=True)
     assert made.job == again.job, "the plan depends on measurements"
-    job = planned_job(made)
+    job = made.job
     assert job.deterministic and not job.compile
     assert (job.dtype, job.threads, job.replicas) == ("float32", 1, 4)
     monkeypatch.setenv("WHORL_DTYPE", "bfloat16")
     forced = plan(steps=30, deterministic=True, compile=True, replicas=2).job
-    assert (forced["dtype"], forced["compile"], forced["replicas"]) == ("bfloat16", True, 2)
+    assert (forced.dtype, forced.compile, forced.replicas) == ("bfloat16", True, 2)
     with pytest.raises(ValueError, match=r"a budget of 300s needs timing(.|\n)*--budget 1e14flops"):
         plan(deterministic=True)
     with pytest.raises(BudgetError, match="give more FLOPs"):
@@ -140,7 +138,7 @@ EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 32}
 def test_plan_of_given_transformer_fills_budget() -> None:
     for change in ({}, {"experts": EXPERTS}):
         made = plan(budget="60s", vocab_size=512, model=LLAMA | change)
-        job = planned_job(made)
+        job = made.job
         assert isinstance(job.model, TransformerConfig) and made.vocab_size == job.model.vocab_size == 512
         assert job.optim == planner.LLAMA_OPTIM and "bits_per_byte" not in made.expected
         assert job.optim.lr_muon != OptimConfig().lr_muon
@@ -171,4 +169,4 @@ def test_plan_config_names_bad_field(model: dict[str, Any], more: dict[str, Any]
 
 def test_plan_optim_override_keeps_other_defaults() -> None:
     made = plan(steps=5, vocab_size=512, model=LLAMA, optim={"weight_decay": 0.1})
-    assert made.job["optim"] == {**planner.LLAMA_OPTIM.model_dump(), "weight_decay": 0.1}
+    assert made.job.optim == planner.LLAMA_OPTIM.model_copy(update={"weight_decay": 0.1})

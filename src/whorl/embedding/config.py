@@ -17,7 +17,7 @@ class EmbedTrainConfig(FiniteTrainConfig):
 
 
 class EmbedConfig(BaseModel):
-    """What the step `embedder` and its job have in common; the objective is described in `embedding/train.py`."""
+    """Training of an embedder, for the step and its job; the objective is described in `embedding/train.py`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -28,6 +28,7 @@ from whorl.models import TransformerConfig
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import TrainingCost, decoder_config, training_cost
 from whorl.plan.scaling_law import bytes_per_token, expected_bits_per_byte
+from whorl.plan.training_plan import TrainingPlan
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
@@ -53,18 +54,6 @@ class Candidate:
     step_seconds: float
     steps: int
     bits_per_byte: float
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """The chosen run, and the numbers behind the choice."""
-
-    job: dict[str, Any]  # a `Job` without its tokens
-    vocab_size: int
-    budget: str
-    expected: dict[str, float]
-    arithmetic: list[str]
-    candidates: list[dict[str, Any]]
 
 
 def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress: Progress) -> TrainingPlan:
@@ -309,7 +298,7 @@ def _build_plan(
     per_token = bytes_per_token(model.vocab_size)
     cost = training_cost(model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=job.replicas)
     flops = cost.token_flops
-    expected: dict[str, float] = {
+    expected: dict[str, int | float] = {
         "parameters": cost.total_params,
         "matrix_parameters": cost.matmul_params,
         "flops_per_token": flops,
@@ -353,7 +342,7 @@ def _build_plan(
             "(law fitted on the sweep of bench/plan/scaling_sweep.py)"
         )
     ranked = sorted(candidates, key=lambda c: c.bits_per_byte)[:12]
-    table = [
+    table: list[dict[str, Any]] = [
         {
             "d_model": c.model.d_model,
             "n_layers": c.model.n_layers,
@@ -364,4 +353,4 @@ def _build_plan(
         }
         for c in ranked
     ]
-    return TrainingPlan(job.model_dump(mode="json"), model.vocab_size, config.budget, expected, lines, table)
+    return TrainingPlan(job=job, budget=config.budget, expected=expected, arithmetic=lines, candidates=table)

@@ -1,7 +1,8 @@
 """A job: everything that decides the weights of a pretrained language model, as one frozen record.
 
-It is the result of a plan, the identity of a checkpoint and the argument of every replica. It also holds fields that
-decide no weight: paths, the number of replicas, activation checkpointing. `identity` leaves these out.
+It is the result of a plan (`plan/training_plan.py`), the identity of a checkpoint and the argument of every replica.
+It also holds fields that decide no weight: paths, the number of replicas, activation checkpointing. `identity` leaves
+these out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from whorl.corpus.blocks import Source
 from whorl.machine.memory import MemoryText
 from whorl.models import TransformerConfig
 from whorl.models.legacy_config import upgrade_transformer
@@ -19,6 +19,7 @@ from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
 from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, SpikeGuardConfig
 from whorl.train.optim.stochastic_rounding import RoundingMode
+from whorl.train.stream_config import TextStreamConfig
 
 NON_IDENTITY_FIELDS = {
     "tokens",
@@ -31,21 +32,10 @@ NON_IDENTITY_FIELDS = {
 }
 
 
-class TextStreamConfig(BaseModel):
-    """Raw text files, tokenized during training, in place of the token set's training split."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class JobStreamConfig(TextStreamConfig):
+    """The raw text of a job, with the tokenizer that encodes it."""
 
     tokenizer: str = Field(description="folder of the tokenizer")
-    sources: list[Source] = Field(min_length=1)
-    shuffle_bytes: int = Field(
-        default=1 << 19, ge=1, description="bytes of raw text whose documents are shuffled together"
-    )
-    block_bytes: int = Field(default=1 << 14, ge=1, description="bytes of raw text per read")
-    mixture_warmup_records: int = Field(
-        default=1000, ge=1, description="records over which mixture weights reach their final values"
-    )
-    workers: int = Field(default=1, ge=0, description="tokenizing processes per replica")
 
 
 def _upgrade_model(value: Any) -> Any:
@@ -59,7 +49,7 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokens: str = Field(description="folder of the token set")
-    stream: TextStreamConfig | None = Field(default=None, description="train on raw files instead")
+    stream: JobStreamConfig | None = Field(default=None, description="train on raw files instead")
     model: Annotated[TransformerConfig, BeforeValidator(_upgrade_model)]
     optim: OptimConfig = OptimConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -92,7 +82,7 @@ class Job(BaseModel):
     serial_loader: bool = Field(default=False, description="fill batches in the training process itself")
 
 
-def stream_config(job: Job, stream: TextStreamConfig) -> StreamConfig:
+def stream_config(job: Job, stream: JobStreamConfig) -> StreamConfig:
     """The stream settings of a job that trains on raw text."""
     return StreamConfig(
         Path(stream.tokenizer),

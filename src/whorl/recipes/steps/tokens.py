@@ -6,9 +6,8 @@ embedding and head.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,6 +19,9 @@ from whorl.report import Bar, Block, Column, Histogram, StepReport, Text
 from whorl.report.format import format_si
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from whorl.plan.training_plan import TrainingPlan
 
 
 class TokenizerConfig(BaseModel):
@@ -35,9 +37,11 @@ class TokenizerConfig(BaseModel):
     )
 
 
-def read_plan(ctx: StepContext) -> dict[str, Any]:
-    """Return the content of the parent plan's `plan.json`."""
-    return dict(json.loads(ctx.parents["plan"].file("plan.json").read_text()))
+def read_plan(ctx: StepContext) -> TrainingPlan:
+    """Return the plan that the parent `plan` made."""
+    from whorl.plan.training_plan import TrainingPlan
+
+    return TrainingPlan.model_validate_json(ctx.parents["plan"].file("plan.json").read_bytes())
 
 
 @step("tokenizer", config=TokenizerConfig, parents={**CORPUS_PARENTS, "plan?": "plan"}, version=2)
@@ -50,7 +54,7 @@ def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
                 f"the step {ctx.name} has neither a plan nor a vocab_size",
                 do=f'add "plan" to its parents, or --set {ctx.name}.vocab_size=4096',
             )
-        size = int(read_plan(ctx)["vocab_size"])
+        size = read_plan(ctx).vocab_size
     corpus = open_corpus(ctx)
     with ctx.progress.task("Training BPE", size, "tokens") as task:
         trained = Tokenizer.train(

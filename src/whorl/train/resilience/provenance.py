@@ -12,7 +12,7 @@ from typing import Any
 from whorl.errors import WhorlError
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamProducer
-from whorl.train.job import Job, TextStreamConfig, stream_config
+from whorl.train.job import Job, JobStreamConfig, stream_config
 
 MAX_DOCUMENTS = 20  # listed at most; all are counted
 
@@ -47,7 +47,7 @@ def _from_tokens(job: Job, batch_index: int) -> list[dict[str, Any]]:
 
 
 def _from_stream(
-    job: Job, stream: TextStreamConfig, stream_state: dict[str, Any] | None
+    job: Job, stream: JobStreamConfig, stream_state: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
     producer = StreamProducer(stream_config(job, stream))
     source, blocks = producer.blocks_in_record(int(stream_state["record"]) if stream_state else 0)

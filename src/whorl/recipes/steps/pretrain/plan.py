@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.report.training import plan_blocks
 
 
-@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=5)
+@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=6)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time training steps on this machine and choose the configuration for the budget."""
     from whorl.plan.planner import make_plan
 
     corpus = open_corpus(ctx)
     made = make_plan(config, ctx.machine, corpus.bytes("train"), ctx.progress)
-    (ctx.out / "plan.json").write_text(json.dumps(asdict(made), indent=2) + "\n")
+    (ctx.out / "plan.json").write_text(made.model_dump_json(indent=2) + "\n")
     for line in made.arithmetic:
         ctx.progress.log(f"    {line}")
     job = made.job
     headline = (
-        f"{job['model']['n_layers']} x {job['model']['d_model']}, vocabulary {made.vocab_size:,}, "
-        f"{job['steps']:,} steps"
+        f"{job.model.n_layers} x {job.model.d_model}, vocabulary {made.vocab_size:,}, {job.steps:,} steps"
     )
     if "seconds" in made.expected:
         headline += f", {made.expected['seconds']:.0f} s expected"

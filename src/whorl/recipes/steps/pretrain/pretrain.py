@@ -7,36 +7,20 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.corpus.blocks import Source, expand_globs
+from whorl.corpus.blocks import expand_globs
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.pretrain.train_job import train_and_save
 from whorl.recipes.steps.tokens import read_plan
 from whorl.train.config import RunConfig, TrainConfig
+from whorl.train.stream_config import TextStreamConfig
 
 if TYPE_CHECKING:
     from whorl.train.job import Job
 
 
-class PretrainStreamConfig(BaseModel):
-    """Raw files that are tokenized during training, instead of the training split of the token set."""
+class PretrainStreamConfig(TextStreamConfig):
+    """Raw files that are tokenized during training; their content is part of the address."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    sources: list[Source] = Field(
-        min_length=1, description="files (patterns, URLs), weight, final_weight, formats"
-    )
-    shuffle_bytes: int = Field(
-        default=1 << 19, ge=1, description="bytes of raw text that are shuffled together"
-    )
-    block_bytes: int = Field(
-        default=1 << 14,
-        ge=1,
-        description="raw text per read; for remote files use 1000000",
-    )
-    mixture_warmup_records: int = Field(
-        default=1000, ge=1, description="records over which the weights change to final_weight"
-    )
-    workers: int = Field(default=1, ge=1, description="tokenizing processes per replica")
     fingerprints: list[str] = Field(default=[], description="of the files; computed")
 
 
@@ -126,21 +110,17 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
 
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
-    planned = read_plan(ctx)["job"]
+    planned = read_plan(ctx).job
     job = Job.model_validate(
         {
-            **planned,
+            **dict(planned),
+            **dict(config.train),
             "tokens": str(ctx.parents["tokens"].path),
-            "serial_loader": config.serial_loader,
             "stream": _stream_settings(ctx, config),
-            "bf16_weights": config.train.bf16_weights,
-            "schedule": config.train.schedule,
-            "ema": config.train.ema,
-            "spike_guard": config.train.spike_guard,
-            "deterministic": config.deterministic or planned.get("deterministic", False),
+            "serial_loader": config.serial_loader,
             "activation_budget": config.run.activation_budget,
-            "micro_batch_size": config.train.micro_batch_size,
-            **({"seed": config.seed} if config.seed is not None else {}),
+            "deterministic": config.deterministic or planned.deterministic,
+            "seed": planned.seed if config.seed is None else config.seed,
         }
     )
     vocab_size = TokenSet(ctx.parents["tokens"].path).vocab_size
