@@ -149,9 +149,9 @@ def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
     )
 
 
-def _trainable_dtype(dtype: str) -> str:
+def _trainable_dtype(dtype: str) -> Literal["float32", "bfloat16"]:
     """Return the machine's type, or the next wider one that needs no loss scaling."""
-    return {"float16": "float32", "float8": "bfloat16"}.get(dtype, dtype)
+    return "bfloat16" if dtype in ("bfloat16", "float8") else "float32"
 
 
 def _progress_note(metrics: Metrics) -> str:

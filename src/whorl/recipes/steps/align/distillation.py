@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel
     from whorl.models import LanguageModel
+    from whorl.train.config import DataConfig
 
 PRUNING_EXAMPLES = 64  # texts that measure the importance of heads and channels
 
@@ -183,7 +184,7 @@ class TextsConfig(Protocol):
     """The settings of training texts."""
 
     @property
-    def seq_len(self) -> int: ...
+    def data(self) -> DataConfig: ...
     @property
     def texts(self) -> TextSourceConfig: ...
     @property
