@@ -194,23 +194,24 @@ def replay_rows(config: SFTConfig) -> int:
     Raises:
         ConfigError: no place is left for a row of each kind.
     """
-    share = config.data.replay_fraction
+    data = config.data
+    share = data.replay_fraction
     if not share:
         return 0
-    if config.data.batch_tokens is not None:
-        if config.data.batch_tokens < 2 * config.data.seq_len:
+    if data.batch_tokens is not None:
+        if data.batch_tokens < 2 * data.seq_len:
             raise ConfigError(
-                f"replay_fraction is {share:g} and batch_tokens {config.data.batch_tokens:,}",
-                expected=f"at least two rows of {config.data.seq_len:,} positions per step: one of each kind",
+                f"replay_fraction is {share:g} and batch_tokens {data.batch_tokens:,}",
+                expected=f"at least two rows of {data.seq_len:,} positions per step: one of each kind",
             )
-        most = config.data.batch_tokens // config.data.seq_len - 1
-        return min(max(1, round(config.data.batch_tokens * share / config.data.seq_len)), most)
-    if config.data.batch_size < 2:
+        most = data.batch_tokens // data.seq_len - 1
+        return min(max(1, round(data.batch_tokens * share / data.seq_len)), most)
+    if data.batch_size < 2:
         raise ConfigError(
-            f"replay_fraction is {share:g} and batch_size {config.data.batch_size}",
+            f"replay_fraction is {share:g} and batch_size {data.batch_size}",
             expected="at least 2 rows per step: one of each kind",
         )
-    return min(max(1, round(config.data.batch_size * share)), config.data.batch_size - 1)
+    return min(max(1, round(data.batch_size * share)), data.batch_size - 1)
 
 
 def _pretraining_batch(views: dict[str, Tensor]) -> dict[str, Tensor]:
