@@ -217,7 +217,7 @@ def test_sft_trains_on_conversations_from_parquet() -> None:
     talks = [[("user", f"Say {word}."), ("assistant", word)] for word in colours]
     messages = [[{"role": role, "content": content} for role, content in talk] for talk in talks]
     pq.write_table(pa.table({"messages": [*messages, []]}), "talks.parquet")
-    settings = "seq_len = 64\nbatch_size = 3\nepochs = 12\n"
+    settings = "data.seq_len = 64\ndata.batch_size = 3\ndata.epochs = 12\n"
     text = f"""{INIT_MODEL}
 steps.talks = {{ uses = "tasks", source = "files", path = "talks.parquet" }}
 [steps.sft]

@@ -131,7 +131,7 @@ def test_torch_allocator_error_gets_oom_advice(
 
 
 KILLS = [
-    (signal.SIGKILL, OutOfMemoryError, r"killed by SIGKILL(.|\n)*plan\.batch_size=4"),
+    (signal.SIGKILL, OutOfMemoryError, r"killed by SIGKILL(.|\n)*plan\.data\.batch_size=4"),
     (signal.SIGABRT, ReplicaError, "killed by SIGABRT"),
 ]
 
