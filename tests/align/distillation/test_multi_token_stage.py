@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from tests.support.align.stage_inputs import MOE, SFT, train_sft, train_stage
 from tests.support.configs import nested, updated
 
 from whorl.align.config import MultiTokenConfig, SFTDataConfig, StageTrainConfig
-from whorl.align.distillation.multi_token import MultiTokenModel, train_multi_token
+from whorl.align.distillation.multi_token import MultiTokenModel, MultiTokenTask
+from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
 from whorl.models import LanguageModel, make_model
 from whorl.tracking.seeds import generator
@@ -31,16 +33,16 @@ CONFIG = MultiTokenConfig(
 def train(model: LanguageModel | None = None, texts: int = 60, rest: Any = None, **change: Any) -> Any:
     config = updated(CONFIG, **nested(**change))
     net = MultiTokenModel(model or decoder(), config)
-    return train_stage(train_multi_token, net, sums(texts), config, **(rest or {}))
+    return train_stage(fine_tune, net, sums(texts), config, task_type=MultiTokenTask, **(rest or {}))
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_heads_learn_and_a_frozen_trunk_keeps_its_bits(packing: bool) -> None:
+@pytest.mark.parametrize(("packing", "epochs"), [(True, 48), (False, 12)])
+def test_heads_learn_and_a_frozen_trunk_keeps_its_bits(packing: bool, epochs: int) -> None:
     trunk = train_sft(SFT)[0].model
     before = {name: p.detach().clone() for name, p in trunk.named_parameters()}
-    net, seen = train(trunk, packing=packing, epochs=12)
+    net, seen = train(trunk, packing=packing, epochs=epochs)
     for n in (2, 3):
-        assert seen[-1][f"nll/{n}"] < 0.85 * seen[0][f"nll/{n}"], n  # digits of a sum are hard to see ahead
+        assert seen[-1][f"nll/{n}"] < 0.6 * seen[0][f"nll/{n}"] < math.log(10), n  # better than any digit
     assert all(torch.equal(p, before[name]) for name, p in net.model.named_parameters())
     begun = MultiTokenModel(decoder(), CONFIG).heads
     assert not any(torch.equal(p, q) for p, q in zip(net.heads.parameters(), begun.parameters(), strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.notes import TRAINING_RECIPE, write_notes
-from tests.support.recipes.align_recipes import ARITHMETIC, INIT_MODEL
+from tests.support.recipes.align_recipes import ARITHMETIC, INIT_MODEL, TRAINED
 from tests.support.recipes.align_steps import run_text
 
 from whorl.align.stage.io import load_example_tokenizer
@@ -19,17 +19,9 @@ from whorl.report.blocks import Curve, StepReport
 
 # One worker, so that the teacher of the shared store is trained once.
 pytestmark = pytest.mark.xdist_group("distil_step")
-DISTIL = f"""{INIT_MODEL}{ARITHMETIC}
-[steps.teacher]
-uses = "sft"
-parents = ["init_model", "sums"]
-data.seq_len = 64
-data.batch_size = 4
-data.epochs = 5
-lr_scale = 1.0
-model.dtype = "float32"
+DISTIL = f"""{INIT_MODEL}{ARITHMETIC}{TRAINED}
 [steps.distil]
-parents = ["teacher", "sums"]
+parents = ["trained", "sums"]
 data.seq_len = 64
 data.epochs = 4
 lr_scale = 0.5
@@ -78,12 +70,12 @@ def test_distil_trains_every_kind_of_student(sets: tuple[str, ...]) -> None:
 
 
 def test_distil_with_given_student_and_errors() -> None:
-    text = DISTIL.replace('["teacher", "sums"]', '["teacher", "other", "sums"]')
+    text = DISTIL.replace('["trained", "sums"]', '["trained", "other", "sums"]')
     other = 'steps.other = { uses = "init_model", d_model = 16, n_layers = 2, n_heads = 2, mlp_hidden = 16 }'
     text = other + text
     found = run_text(text)
     assert found["distil"].summary["sizes"]["student"] == found["other"].summary["params"]["total"]
-    alone = DISTIL.replace('["teacher", "sums"]', '["teacher"]')
+    alone = DISTIL.replace('["trained", "sums"]', '["trained"]')
     for recipe, sets, message in (
         (text, ["distil.student.n_layers=1"], "distil has two students"),
         (DISTIL, [], "distil has no student"),

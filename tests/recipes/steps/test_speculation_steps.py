@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.notes import write_notes
-from tests.support.recipes.align_recipes import ARITHMETIC, INIT_MODEL
+from tests.support.recipes.align_recipes import ARITHMETIC, INIT_MODEL, TRAINED
 from tests.support.recipes.align_steps import run_text
 from tests.support.serve.live_server import running
 from tests.support.tiny import make_decoder
@@ -29,17 +29,9 @@ from whorl.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.xdist_group("speculation_steps")
 MACHINE = dataclasses.replace(probe(), device="cpu", dtype="float32")
-RECIPE = f"""{INIT_MODEL}{ARITHMETIC}
-[steps.target]
-uses = "sft"
-parents = ["init_model", "sums"]
-data.seq_len = 64
-data.batch_size = 4
-data.epochs = 6
-lr_scale = 1.0
-model.dtype = "float32"
+RECIPE = f"""{INIT_MODEL}{ARITHMETIC}{TRAINED}
 [steps.draft]
-parents = ["target", "sums"]
+parents = ["trained", "sums"]
 data.seq_len = 64
 data.epochs = 4
 lr_scale = 0.5
@@ -47,7 +39,7 @@ data.batch_tokens = 200
 model.dtype = "float32"
 texts = {{ held_out_prompts = 4, held_out_tokens = 16 }}
 [steps.multi_token]
-parents = ["target", "sums"]
+parents = ["trained", "sums"]
 data.seq_len = 64
 data.epochs = 6
 n_predict = 3
@@ -76,7 +68,7 @@ def test_step_reports_acceptance_and_speed(made: dict[str, Artifact], name: str)
 
 def test_draft_is_smaller_and_heads_keep_the_model(made: dict[str, Artifact]) -> None:
     assert read_config(made["draft"].path).n_layers == 1
-    files = [made[name].path / "model.safetensors" for name in ("target", "multi_token")]
+    files = [made[name].path / "model.safetensors" for name in ("trained", "multi_token")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -89,8 +81,8 @@ def factory(folder: Path, **speculation: Any) -> ModelEngineFactory:
 @pytest.mark.parametrize("kind", ["draft", "multi_token"])
 def test_served_text_equals_that_without_drafts(made: dict[str, Artifact], kind: str) -> None:
     given: dict[str, Any] = {"draft": made["draft"].path} if kind == "draft" else {"multi_token": True}
-    folder = made["target" if kind == "draft" else "multi_token"].path
-    models, engine = factory(made["target"].path).load()
+    folder = made["trained" if kind == "draft" else "multi_token"].path
+    models, engine = factory(made["trained"].path).load()
     others, speculative = factory(folder, **given).load("decode")
     assert factory(folder, **given).load("prefill")[1].proposer is None
     with (
@@ -119,6 +111,6 @@ def test_draft_of_another_tokenizer_is_refused(made: dict[str, Artifact], tmp_pa
     save_model(make_decoder(d_model=16, n_layers=1), tmp_path)
     Tokenizer([*(bytes([i]) for i in range(256)), b"1+"]).save(tmp_path)
     with pytest.raises(ConfigError, match=r"the draft model .* id 256 is"):
-        factory(made["target"].path, draft=tmp_path).load()
+        factory(made["trained"].path, draft=tmp_path).load()
     with pytest.raises(ConfigError, match="no multi-token heads"):
-        factory(made["target"].path, multi_token=True).load()
+        factory(made["trained"].path, multi_token=True).load()

@@ -10,6 +10,17 @@ steps.init_model = { d_model = 32, n_layers = 2, n_heads = 2, mlp_hidden = 32 }
 ARITHMETIC = """
 steps.sums = { uses = "tasks", source = "arithmetic", max_train = 40, max_test = 6, levels = { 1 = 1.0 }, columns = false }
 """
+# A model that writes sums, as the parent of steps that distil it or draft for it.
+TRAINED = """
+[steps.trained]
+uses = "sft"
+parents = ["init_model", "sums"]
+data.seq_len = 64
+data.batch_size = 4
+data.epochs = 6
+lr_scale = 1.0
+model.dtype = "float32"
+"""
 PREFERENCES = """
 steps.likes = { uses = "preferences", source = "files", path = "likes.jsonl", test_fraction = 0.25 }
 """

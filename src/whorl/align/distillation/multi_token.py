@@ -11,17 +11,12 @@ The count is the number of predictions of all heads (and of the model), so the m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import torch
 
 from whorl.align.config import MultiTokenConfig
-from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import SFTTask
-from whorl.align.stage.task import Log, StageTask, StepCallback, run_stage
-from whorl.errors import DataError
+from whorl.align.stage.task import StageTask
 from whorl.models import LanguageModel
 from whorl.models.multi_token import MultiTokenPrediction, multi_token_loss
 from whorl.nn.kernels.dispatch import logits_step
@@ -67,7 +62,7 @@ class MultiTokenModel(PolicyModel):
 
 
 class MultiTokenTask(SFTTask):
-    """Training of the heads."""
+    """Training of the heads, by `fine_tune`. Its callback receives nll, nll/1 .. nll/n, grad_norm, epoch and time/*."""
 
     name = "multi_token"
     network: MultiTokenModel
@@ -110,32 +105,3 @@ class MultiTokenTask(SFTTask):
                 offset = name.removeprefix("count_")
                 found[f"nll/{offset}"] = metrics[f"nll_{offset}"] / count
         return super().report(steps_done, {**found, "nll": metrics["loss"]}, clock)
-
-
-def train_multi_token(
-    network: MultiTokenModel,
-    examples: Sequence[TokenizedExample],
-    config: MultiTokenConfig,
-    *,
-    pad_id: int,
-    replay_data: Path | None = None,
-    callback: StepCallback = lambda step, metrics: None,
-    checkpoint_dir: Path | None = None,
-    log: Log = lambda text: None,
-    heartbeat_dir: Path | None = None,
-) -> MultiTokenModel:
-    """Train the heads of `network` on `examples` and return it; resumes from the newest checkpoint.
-
-    Arguments as of `fine_tune`. The callback receives nll, nll/1 .. nll/n, loss_tokens, grad_norm, epoch and time/*.
-
-    Raises:
-        DataError: there are no examples.
-    """
-    if not examples:
-        raise DataError("there are no examples", expected="at least one")
-    task = MultiTokenTask(network, examples, config, pad_id, replay_data)
-    run_stage(
-        task, callback, checkpoint_dir, log, heartbeat_dir,
-        requested_replicas=config.run.replicas, max_replicas=task.n_own,
-    )  # fmt: skip
-    return network

@@ -64,6 +64,7 @@ def fine_tune(
     checkpoint_dir: Path | None = None,
     log: Log = lambda text: None,
     heartbeat_dir: Path | None = None,
+    task_type: type[SFTTask] | None = None,
 ) -> PolicyModel:
     """Train `network` on `examples` and return it; resumes from the newest checkpoint.
 
@@ -73,6 +74,7 @@ def fine_tune(
         callback: called after each step with nll (nats per trained token), loss_tokens, grad_norm, epoch and time/*.
         checkpoint_dir: folder of checkpoints; None keeps none.
         heartbeat_dir: where the heartbeat and stack traces of a stall are written; None for neither.
+        task_type: a stage with another objective on the same rows, such as `MultiTokenTask`; default: `SFTTask`.
 
     Raises:
         DataError: there are no examples, or replay is requested without a token set.
@@ -86,7 +88,7 @@ def fine_tune(
             f"replay_fraction is {config.data.replay_fraction:g}, and there is no pretraining token set",
             expected="the token set as a parent", do="add it, or set replay_fraction to 0",
         )  # fmt: skip
-    task = SFTTask(network, examples, config, pad_id, replay_data)
+    task = (task_type or SFTTask)(network, examples, config, pad_id, replay_data)
     run_stage(
         task, callback, checkpoint_dir, log, heartbeat_dir,
         requested_replicas=config.run.replicas, max_replicas=task.n_own,

@@ -116,8 +116,9 @@ def draft(ctx: StepContext, config: DraftStepConfig) -> None:
 @step("model", config=MultiTokenStepConfig, parents=DRAFT_PARENTS, not_hashed=NOT_HASHED)
 def multi_token(ctx: StepContext, config: MultiTokenStepConfig) -> None:
     """Train heads that predict several tokens ahead, and measure their acceptance rate and speed."""
-    from whorl.align.distillation.multi_token import MultiTokenModel, train_multi_token
+    from whorl.align.distillation.multi_token import MultiTokenModel, MultiTokenTask
     from whorl.align.stage.io import load_example_tokenizer, load_stage_model, save_stage_model
+    from whorl.align.stage.sft import fine_tune
     from whorl.engine.speculation.load import Speculation
     from whorl.models.multi_token import save_multi_token
 
@@ -132,8 +133,8 @@ def multi_token(ctx: StepContext, config: MultiTokenStepConfig) -> None:
     network = MultiTokenModel(model.train(), config)
     replay = ctx.parents["tokens"].path if "tokens" in ctx.parents else None
     train = partial(
-        train_multi_token, network, texts, config, pad_id=pad_id_of(tokenizer), replay_data=replay
-    )
+        fine_tune, network, texts, config, pad_id=pad_id_of(tokenizer), replay_data=replay, task_type=MultiTokenTask
+    )  # fmt: skip
     result = train_stage(
         ctx, "Multi-token heads", train,
         note=lambda metrics: f"loss {metrics['nll']:.3f}, epoch {metrics['epoch']:.2f}",
