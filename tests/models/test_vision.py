@@ -1,9 +1,8 @@
-"""Vision models: against `transformers` and formulas, cost against torch's counter, and learning digits."""
+"""Vision models: against `transformers` and formulas, and cost against torch's counter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,21 +220,3 @@ def test_pre_activation_block_matches_formula() -> None:
     y = norm(block.norm2, F.conv2d(h, block.convolution1.weight, stride=2, padding=1)).relu()
     want = F.conv2d(h, block.shortcut.weight, stride=2) + F.conv2d(y, block.convolution2.weight, padding=1)
     torch.testing.assert_close(block(x), want, atol=1e-5, rtol=1e-4)
-
-
-PLANNED = [("ResNet", 12, 0.96), ("ViT", 20, 0.85), ("MLPMixer", 12, 0.85)]
-
-
-@pytest.mark.parametrize(("name", "epochs", "bar"), PLANNED)
-def test_networks_learn_digits(name: str, epochs: int, bar: float) -> None:
-    """A short run of bench/models/digits.py."""
-    pytest.importorskip("sklearn")
-    from bench.models.digits import PLANS, accuracy, digits, train
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # networks this small are slower on more
-    try:
-        data = digits()
-        assert accuracy(train(replace(PLANS[name], epochs=epochs), data, seed=0), data) >= bar
-    finally:
-        torch.set_num_threads(threads)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench.vision._recipes import run_seed
+from bench.vision.digits import NETWORKS
 from tests.support.cli import kill_when, output_of
 from tests.support.images import write_class_folders
 from tests.support.recipes.align_steps import run_text
@@ -162,6 +164,30 @@ def test_labels_and_captions_are_not_confused() -> None:
     classify = '[steps.image_classifier]\nparents = ["images"]\n'
     with pytest.raises(ConfigError, match=r"(?s)image_classifier needs labels.*captions only"):
         run_text(SCENES[: SCENES.index("[steps.clip]")] + classify)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "bar"), [("resnet", 260, 0.95), ("vit", 300, 0.8), ("mixer", 200, 0.8)]
+)
+def test_classify_digits_learns_with_every_network(name: str, steps: int, bar: float, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    sets = [setting for setting in NETWORKS[name] if ".steps" not in setting]
+    made = run_seed("classify-digits", 0, tmp_path, [*sets, f"classifier.steps={steps}"], "classifier")
+    (accuracy,) = made["classifier"].summary["eval"]["after"].values()
+    assert accuracy >= bar
+
+
+def test_caption_scenes_learns_new_captions(tmp_path: Path) -> None:
+    """Chance is 1 of 112."""
+    made = run_seed(
+        "caption-scenes",
+        0,
+        tmp_path,
+        ["images.train_scenes=1500", "images.test_scenes=200", "clip.steps=200"],
+        "clip",
+    )
+    trained, new = made["clip"].summary["eval"]["after"].values()
+    assert trained > 0.4 and new > 0.1
 
 
 def test_shipped_recipes_have_the_documented_steps() -> None:
