@@ -49,6 +49,12 @@ def parse(
     return args
 
 
+def parse_quick(doc: str | None) -> bool:
+    """Whether `--quick` or `--smoke` is given to a script without further arguments."""
+    options = parse(doc, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True})
+    return bool(options.quick)
+
+
 def smoke() -> bool:
     """Whether `--smoke` was given to this process or to the one that started it."""
     return os.environ.get(SMOKE) == "1" or "--smoke" in sys.argv

@@ -12,15 +12,19 @@ measure several settings and compare with the fastest.
     packing     of SFT: "bfd", whole texts, best fit; "wrapped": one stream cut at any place, without document masks
 
 A step contains only TRL's work, timers around TRL's methods, and `gate`. The report of a step holds the seconds of each
-part, loss, gradient norm and mean reward.
+part, loss, gradient norm and mean reward. `parse_options`, `measure` and `best_of` run the comparison with Whorl.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
+import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +34,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
-from bench._turns import Gate
+from bench._run import parse, sized, smoke
+from bench._turns import Gate, Step, Turn, in_turn
 from bench.align import _workload as work
 
+from whorl.machine.device_probe import usable_cores
+
 FOREVER = 10_000  # steps; the gate ends the run earlier
+KINDS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # dtype of the comparison -> kinds of `Setting`
 
 
 @dataclass(frozen=True)
@@ -246,3 +254,72 @@ def sft(
         return {"tokens": tokens}
 
     _run(trainer, clocks, gate, report)
+
+
+def parse_options(
+    doc: str | None, add: Callable[[argparse.ArgumentParser], Any], smoke_sizes: Mapping[str, Any]
+) -> argparse.Namespace:
+    """The arguments of the script; exits with 77 if TRL is to run and is not installed.
+
+    Args:
+        add: adds the script's own arguments.
+        smoke_sizes: their values under `--smoke`.
+    """
+
+    def arguments(options: argparse.ArgumentParser) -> None:
+        options.add_argument("--quick", action="store_true")
+        options.add_argument("--kind", choices=tuple(KINDS), help="dtype of both sides; default: all")
+        options.add_argument("--only", choices=("trl", "ours"))
+        options.add_argument("--plain", action="store_true", help="TRL with the default allocator, too")
+        options.add_argument("--rounds", type=int)
+        add(options)
+
+    given = parse(doc, arguments, smoke={"quick": True, "kind": "fp32", "rounds": 2, **smoke_sizes})
+    if smoke():
+        given.only = given.only or "ours"
+    if given.only != "ours" and importlib.util.find_spec("trl") is None:
+        print("skipped: needs trl (pip install trl)")
+        sys.exit(77)
+    return given
+
+
+def measure(
+    given: argparse.Namespace,
+    settings: Callable[[list[str], bool], list[Setting]],
+    run_trl: Callable[..., None],
+    run_ours: Callable[..., None],
+    make_job: Callable[[Path], tuple[Any, ...]],
+) -> dict[str, list[Step]]:
+    """The timed steps of every contender, in turn: "TRL, SETTING" or "ours, KIND" -> steps.
+
+    Args:
+        settings: of TRL, for its names of the dtypes and `--quick`.
+        run_trl, run_ours: of `_trl.py` and `_ours.py`.
+        make_job: the arguments of both, from the folder of the model.
+    """
+    threads, kinds = usable_cores(), [given.kind] if given.kind else list(KINDS)
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = work.write(Path(name) / "hf"), Path(name) / "out"
+        job = make_job(folder)
+        turns: dict[str, Turn] = {}
+        if given.only != "ours":
+            for setting in settings([k for kind in kinds for k in KINDS[kind]], given.quick):
+                for keep in (True, False) if given.plain else (True,):
+                    turns[f"TRL, {setting}{'' if keep else ', default allocator'}"] = Turn(
+                        run_trl, folder, out, setting, *job, threads=threads, keep_memory=keep
+                    )
+        if given.only != "trl":
+            for kind in kinds:
+                turns[f"ours, {kind}"] = Turn(run_ours, folder, kind, *job, threads=threads)
+        return in_turn(turns, warm=sized(2, 0), rounds=given.rounds or (3 if given.quick else 7))
+
+
+def best_of(
+    steps: Mapping[str, list[Step]], score: Callable[[list[Step]], float]
+) -> dict[str, tuple[str, float]]:
+    """The best contender of each side and its score: "ours" or "TRL" -> (name, score); a side that did not run has 0."""
+    found = {}
+    for side in ("ours", "TRL"):
+        scores = {name: score(timed) for name, timed in steps.items() if name.startswith(side)}
+        found[side] = max(scores.items(), key=lambda item: item[1], default=(f"{side} (not run)", 0.0))
+    return found

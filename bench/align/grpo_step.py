@@ -19,21 +19,16 @@ part. `--smoke` runs Whorl alone, because TRL takes half a minute to start; `--s
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim, parse, sized, smoke
-from bench._turns import Step, Turn, in_turn, table
+from bench._run import claim, sized, smoke
+from bench._turns import Step, table
 from bench.align import _ours as ours
 from bench.align import _trl as trl
 from bench.align import _workload as work
-
-from whorl.machine.device_probe import usable_cores
 
 PROMPTS, GROUP, NEW = sized((16, 8, 32), (2, 2, 8))
 BAR = 4.0
@@ -46,7 +41,6 @@ PARTS = (
     "backward",
     "optimizer",
 )
-KINDS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # TRL's names
 
 
 def settings(kinds: list[str], quick: bool) -> list[trl.Setting]:
@@ -69,37 +63,18 @@ def median(steps: list[Step]) -> float:
 
 
 def main() -> None:
-    def arguments(options: argparse.ArgumentParser) -> None:
-        options.add_argument("--quick", action="store_true")
-        options.add_argument("--kind", choices=tuple(KINDS), help="dtype of both sides; default: all")
-        options.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
-        options.add_argument("--beta", type=float, default=0.0)
-        options.add_argument("--only", choices=("trl", "ours"))
-        options.add_argument("--plain", action="store_true")
-        options.add_argument("--rounds", type=int)
-
-    given = parse(__doc__, arguments, smoke={"quick": True, "kind": "fp32", "rounds": 2})
-    if smoke():
-        given.only = given.only or "ours"
-    if given.only != "ours" and importlib.util.find_spec("trl") is None:
-        print("skipped: needs trl (pip install trl)")
-        sys.exit(77)
-    rounds, threads = given.rounds or (3 if given.quick else 7), usable_cores()
-    kinds = [given.kind] if given.kind else list(KINDS)
-    with tempfile.TemporaryDirectory() as name:
-        folder, out = work.write(Path(name) / "hf"), Path(name) / "out"
-        job = (work.prompts(folder, PROMPTS, given.prompt), GROUP, NEW, given.beta)
-        turns: dict[str, Turn] = {}
-        if given.only != "ours":
-            for setting in settings([k for kind in kinds for k in KINDS[kind]], given.quick):
-                for keep in (True, False) if given.plain else (True,):
-                    turns[f"TRL, {setting}{'' if keep else ', default allocator'}"] = Turn(
-                        trl.grpo, folder, out, setting, *job, threads=threads, keep_memory=keep
-                    )
-        if given.only != "trl":
-            for kind in kinds:
-                turns[f"ours, {kind}"] = Turn(ours.grpo, folder, kind, *job, threads=threads)
-        steps = in_turn(turns, warm=sized(2, 0), rounds=rounds)
+    given = trl.parse_options(
+        __doc__,
+        lambda p: (
+            p.add_argument("--prompt", type=int, default=32, help="tokens of each prompt"),
+            p.add_argument("--beta", type=float, default=0.0),
+        ),
+        {},
+    )
+    steps = trl.measure(
+        given, settings, trl.grpo, ours.grpo,
+        lambda folder: (work.prompts(folder, PROMPTS, given.prompt), GROUP, NEW, given.beta),
+    )  # fmt: skip
     for name, timed in steps.items():
         rewards = " to ".join(f"{s.report['reward']:.3f}" for s in (timed[0], timed[-1]))
         difference = max(s.report.get("logprob_diff", 0.0) for s in timed)
@@ -107,17 +82,13 @@ def main() -> None:
         print(table(name, timed, PARTS) + f", reward {rewards}{suffix}")
     if given.only and not smoke():
         return
-    best = {
-        side: min((n for n in steps if n.startswith(side)), key=lambda n: median(steps[n]))
-        for side in ("ours", "TRL")
-        if any(n.startswith(side) for n in steps)
-    }
-    a, b = (median(steps[best[side]]) if side in best else 0.0 for side in ("ours", "TRL"))
+    best = trl.best_of(steps, lambda timed: -median(timed))
+    (a_name, a), (b_name, b) = ((name, -score) for name, score in (best["ours"], best["TRL"]))
     ratio = b / a if a else 0.0
     claim(
         f"GRPO step, {PROMPTS} prompts of {given.prompt} tokens x {GROUP} completions of {NEW}, beta {given.beta:g}: "
-        f"{best.get('ours', 'ours not run')}",
-        peer_name=best.get("TRL", "TRL (not run)"), variant=str(given.prompt),
+        f"{a_name}",
+        peer_name=b_name, variant=str(given.prompt),
         ours=a, peer=b, unit="s", ratio=ratio, bar=BAR, ok=ratio >= BAR,
         samples=[[n, *(round(s.seconds, 4) for s in timed)] for n, timed in steps.items()], quick=given.quick,
     )  # fmt: skip

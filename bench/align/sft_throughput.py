@@ -19,25 +19,19 @@ half a minute to start; `--smoke --only trl` runs TRL.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim, parse, sized, smoke
-from bench._turns import Step, Turn, in_turn, table
+from bench._run import claim, sized, smoke
+from bench._turns import Step, table
 from bench.align import _ours as ours
 from bench.align import _trl as trl
 from bench.align import _workload as work
 
-from whorl.machine.device_probe import usable_cores
-
 LENGTH, TOKENS = sized((512, 200_000), (128, 4_000))
 PARTS = ("data", "forward", "logprobs", "backward", "optimizer")
-KINDS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # TRL's names
 
 
 def bar() -> float:
@@ -67,52 +61,25 @@ def rate(steps: list[Step]) -> float:
 
 
 def main() -> None:
-    def arguments(options: argparse.ArgumentParser) -> None:
-        options.add_argument("--quick", action="store_true")
-        options.add_argument("--kind", choices=tuple(KINDS), help="dtype of both sides; default: all")
-        options.add_argument("--rows", type=int, default=8, help="packed rows per step")
-        options.add_argument("--only", choices=("trl", "ours"))
-        options.add_argument("--plain", action="store_true")
-        options.add_argument("--rounds", type=int)
-
-    given = parse(__doc__, arguments, smoke={"quick": True, "kind": "fp32", "rounds": 2, "rows": 2})
-    if smoke():
-        given.only = given.only or "ours"
-    if given.only != "ours" and importlib.util.find_spec("trl") is None:
-        print("skipped: needs trl (pip install trl)")
-        sys.exit(77)
-    rounds, threads = given.rounds or (3 if given.quick else 7), usable_cores()
-    kinds = [given.kind] if given.kind else list(KINDS)
-    with tempfile.TemporaryDirectory() as name:
-        folder, out = work.write(Path(name) / "hf"), Path(name) / "out"
-        job = (work.texts(folder, TOKENS, LENGTH), given.rows, LENGTH)
-        turns: dict[str, Turn] = {}
-        if given.only != "ours":
-            for setting in settings([k for kind in kinds for k in KINDS[kind]], given.quick):
-                for keep in (True, False) if given.plain else (True,):
-                    turns[f"TRL, {setting}{'' if keep else ', default allocator'}"] = Turn(
-                        trl.sft, folder, out, setting, *job, threads=threads, keep_memory=keep
-                    )
-        if given.only != "trl":
-            for kind in kinds:
-                turns[f"ours, {kind}"] = Turn(ours.sft, folder, kind, *job, threads=threads)
-        steps = in_turn(turns, warm=sized(2, 0), rounds=rounds)
+    given = trl.parse_options(
+        __doc__,
+        lambda p: p.add_argument("--rows", type=int, default=8, help="packed rows per step"),
+        {"rows": 2},
+    )
+    steps = trl.measure(
+        given, settings, trl.sft, ours.sft, lambda folder: (work.texts(folder, TOKENS, LENGTH), given.rows, LENGTH)
+    )  # fmt: skip
     for name, timed in steps.items():
         losses = " to ".join(f"{s.report['loss']:.3f}" for s in (timed[0], timed[-1]))
         print(f"{table(name, timed, PARTS)}, {rate(timed):.0f} tokens/s, loss {losses}")
     if given.only and not smoke():
         return
-    best = {
-        side: max((n for n in steps if n.startswith(side)), key=lambda n: rate(steps[n]))
-        for side in ("ours", "TRL")
-        if any(n.startswith(side) for n in steps)
-    }
-    a, b = (rate(steps[best[side]]) if side in best else 0.0 for side in ("ours", "TRL"))
+    best = trl.best_of(steps, rate)
+    (a_name, a), (b_name, b) = best["ours"], best["TRL"]
     ratio = a / b if b else 0.0
     claim(
-        f"SFT packed at {LENGTH}, {given.rows} rows per step: {best.get('ours', 'ours not run')}",
-        ours=a, peer=b, peer_name=best.get("TRL", "TRL (not run)"), unit="tokens/s", ratio=ratio, bar=bar(),
-        ok=ratio >= bar(),
+        f"SFT packed at {LENGTH}, {given.rows} rows per step: {a_name}",
+        ours=a, peer=b, peer_name=b_name, unit="tokens/s", ratio=ratio, bar=bar(), ok=ratio >= bar(),
         samples=[[n, *(round(s.report["tokens"] / s.seconds) for s in timed)] for n, timed in steps.items()],
         quick=given.quick,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
@@ -95,9 +95,7 @@ def play(engine: Any, tokens: int, prompts: int, turn: int) -> dict[str, float]:
 
 
 def main() -> None:
-    quick = parse(
-        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
-    ).quick
+    quick = parse_quick(__doc__)
     tokens, prompts, rounds = sized((120, 3, 1) if quick else (240, 6, 3), (16, 2, 1))
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     mixed, unpaced = make("both"), make("both", slowdown=1e9)

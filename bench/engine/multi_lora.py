@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 from whorl.engine.model.multi_lora import Adapters
 from whorl.models import Transformer, whorl_decoder
@@ -25,9 +25,7 @@ ROWS, RANK = 32, 16
 
 
 def main() -> None:
-    quick = parse(
-        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
-    ).quick
+    quick = parse_quick(__doc__)
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
     width = sized(768, 128)

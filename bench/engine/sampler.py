@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 from whorl.engine import Sampler, SamplerRow, SamplingParams
 from whorl.engine.sampling.penalties import TokenCounts
@@ -107,9 +107,7 @@ def rows_of(kind: str, vocab: int) -> list[SamplerRow]:
 
 
 def main() -> None:
-    quick = parse(
-        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
-    ).quick
+    quick = parse_quick(__doc__)
     vocabs = sized((8_192, 32_000), (256, 512))
     torch.set_num_threads(1)
     g, found = generator(0, "bench"), []

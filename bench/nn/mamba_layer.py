@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim, parse
+from bench._run import claim, parse_quick
 from torch import Tensor, nn
 
 from whorl.machine.device_probe import probe
@@ -88,12 +88,7 @@ def scans(times: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    args = parse(
-        __doc__,
-        lambda p: p.add_argument("--quick", action="store_true", help="fewer sizes"),
-        smoke={"quick": True},
-    )
-    quick = args.quick
+    quick = parse_quick(__doc__)
     machine = probe()
     machine.apply()
     lengths = [256, 512, 1024] if quick else [256, 512, 1024, 2048, 4096]

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim, parse
+from bench._run import claim, parse_quick
 
 from whorl.machine.device_probe import probe
 from whorl.nn.attention.mla import MultiHeadLatentAttention
@@ -33,12 +33,7 @@ def filled(layer, batch: int, context: int, room: int, dtype: torch.dtype):
 
 
 def main() -> None:
-    args = parse(
-        __doc__,
-        lambda p: p.add_argument("--quick", action="store_true", help="fewer sizes"),
-        smoke={"quick": True},
-    )
-    quick = args.quick
+    quick = parse_quick(__doc__)
     machine = probe()
     machine.apply()
     dtype, batch = machine.torch_dtype, 1

@@ -21,7 +21,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 from torch import nn
 
 from whorl.machine.device_probe import probe
@@ -69,12 +69,7 @@ def step(module: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> float:
 
 
 def main() -> None:
-    args = parse(
-        __doc__,
-        lambda p: p.add_argument("--quick", action="store_true", help="fewer sizes"),
-        smoke={"quick": True},
-    )
-    quick = args.quick
+    quick = parse_quick(__doc__)
     machine = probe()
     machine.apply()
     torch.manual_seed(0)

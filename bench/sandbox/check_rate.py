@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 from whorl.sandbox import Program, Sandbox
 
@@ -46,9 +46,7 @@ def fresh(source: str) -> bool:
 
 
 def main() -> None:
-    quick = parse(
-        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
-    ).quick
+    quick = parse_quick(__doc__)
     sources = [SOURCE.format(divisor=4 if i % 4 == 3 else "len(values)") for i in range(CHECKS)]
     right = [i % 4 != 3 for i in range(CHECKS)]
     with Sandbox(workers=2) as sandbox, ThreadPoolExecutor(2) as pool:

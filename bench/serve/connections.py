@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import psutil
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 BAR = 2.0  # median latency with N open connections, relative to none
 ROUNDS = sized(15, 3)
@@ -111,9 +111,7 @@ async def measured(n: int, port: int, server: psutil.Process) -> dict[str, objec
 
 
 def main() -> None:
-    quick = parse(
-        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
-    ).quick
+    quick = parse_quick(__doc__)
     n = sized(1_000 if quick else 10_000, 40)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < n + 100:

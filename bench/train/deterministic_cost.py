@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 from whorl.machine.device_probe import probe
 from whorl.models import TransformerConfig
@@ -28,13 +28,13 @@ ROUNDS = 5
 
 
 def main() -> None:
-    a = parse(__doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True})
+    quick = parse_quick(__doc__)
     machine = probe()
     heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 32}
     experts = {"n_experts": 8, "top_k": 2, "hidden": 128}
-    width, rounds, seconds = (64, 1, sized(0.5, 0.02)) if a.quick else (128, ROUNDS, 3.0)
+    width, rounds, seconds = (64, 1, sized(0.5, 0.02)) if quick else (128, ROUNDS, 3.0)
     shapes = {
-        "decoder": decoder_config(width, 3, 1024, ngram_buckets=4096 if a.quick else 65_536),
+        "decoder": decoder_config(width, 3, 1024, ngram_buckets=4096 if quick else 65_536),
         "experts": TransformerConfig.model_validate(
             {"vocab_size": 1024, "d_model": width, "n_layers": 3, "mlp_hidden": 4 * width, "mixers": {"m": heads},
              "experts": experts}
@@ -54,7 +54,7 @@ def main() -> None:
             "plain": base.model_copy(update={"dtype": machine.dtype}),
             "deterministic": base.model_copy(update={"deterministic": True}),
         }
-        if can_compile() and not a.quick and name == "decoder":  # the planner never compiles experts
+        if can_compile() and not quick and name == "decoder":  # the planner never compiles experts
             ways["compiled"] = ways["plain"].model_copy(update={"compile": True})
             ways["deterministic, compiled"] = ways["deterministic"].model_copy(update={"compile": True})
         times: dict[str, list[float]] = {way: [] for way in ways}
@@ -67,7 +67,7 @@ def main() -> None:
         claim(
             f"a deterministic step, {name}", ours=middle["deterministic"] * 1e3, peer=best * 1e3,
             peer_name="default settings", variant=name, unit="ms per step",
-            ratio=middle["deterministic"] / best, bar=0.0, ok=True, samples=[times], quick=a.quick,
+            ratio=middle["deterministic"] / best, bar=0.0, ok=True, samples=[times], quick=quick,
         )  # fmt: skip
 
 

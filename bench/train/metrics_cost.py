@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 from whorl.machine.device_probe import probe
 from whorl.models import whorl_decoder
@@ -56,9 +56,7 @@ def dashboard_share() -> float:
 
 
 def main() -> None:
-    quick = parse(
-        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
-    ).quick
+    quick = parse_quick(__doc__)
     machine = probe()
     torch.set_num_threads(1)
     model_config = whorl_decoder(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 from whorl.machine.device_probe import probe
 from whorl.plan.cost import decoder_config
@@ -53,16 +53,16 @@ def guard_seconds(steps: int, folder: Path) -> float:
 
 
 def main() -> None:
-    a = parse(__doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True})
+    quick = parse_quick(__doc__)
     machine = probe()
-    model = decoder_config(64, 2, 512, ngram_buckets=4096) if a.quick else decoder_config(192, 3, 2048)
-    replicas = 1 if a.quick else machine.threads
+    model = decoder_config(64, 2, 512, ngram_buckets=4096) if quick else decoder_config(192, 3, 2048)
+    replicas = 1 if quick else machine.threads
     job = Job(tokens="", model=model, seq_len=sized(256, 64), batch_size=8, steps=STEPS, replicas=replicas,
               dtype=machine.dtype,
-              compile=not a.quick)  # fmt: skip
+              compile=not quick)  # fmt: skip
     samples = []
-    for _ in range(1 if a.quick else ROUNDS):
-        step = time_steps(job, seconds=sized(0.5, 0.02) if a.quick else 3.0).step_seconds
+    for _ in range(1 if quick else ROUNDS):
+        step = time_steps(job, seconds=sized(0.5, 0.02) if quick else 3.0).step_seconds
         with tempfile.TemporaryDirectory() as folder:
             guard = guard_seconds(STEPS, Path(folder))
             tensors = allocate_shared(build_model(job), job).tensors()
@@ -84,7 +84,7 @@ def main() -> None:
         peer_name="training step", unit="us per step", ratio=added / middle["step"], bar=BAR,
         ok=added / middle["step"] <= BAR,
         samples=samples,
-        quick=a.quick,
+        quick=quick,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from bench._run import claim, parse, sized
+from bench._run import claim, parse_quick, sized
 
 from whorl.train.optim.optimizers import AdamW
 
@@ -88,9 +88,7 @@ def measure(size: str, rounds: int, steps: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    quick = parse(
-        __doc__, lambda p: p.add_argument("--quick", action="store_true"), smoke={"quick": True}
-    ).quick
+    quick = parse_quick(__doc__)
     torch.set_num_threads(1)
     rounds = sized(5, 1) if quick else 21
     found = {
