@@ -139,7 +139,7 @@ def test_unpaired_completions_need_kto() -> None:
     answers = ({"completion": "nay", "label": False}, {"completion": "yes", "label": True})
     write_jsonl("unpaired.jsonl", [{"prompt": f"{i}?", **answer} for i in range(24) for answer in answers])
     text = PREFERENCE.replace('likes.jsonl"', 'unpaired.jsonl", shape = "unpaired"')
-    with pytest.raises(DataError, match="single completions with a label, but preference needs pairs"):
+    with pytest.raises(DataError, match=r'(?s)but preference needs pairs.*preference\.objective = "kto"'):
         run_text(text)
     found = run_text(text, "preference.objective=kto")["preference"]
     assert found.summary["held_out"]["after"]["rewards/margin"] > 0

@@ -176,7 +176,8 @@ def _load_examples(
     if not paired and (pairs_only or getattr(config, "objective", "") != "kto"):
         raise DataError(
             f"{given.name} has single completions with a label, but {ctx.name} needs pairs",
-            expected="chosen and rejected", do='set {ctx.name}.objective = "kto", or give pairs',
+            expected="chosen and rejected",
+            do="give pairs" if pairs_only else f'give pairs, or set {ctx.name}.objective = "kto"',
         )  # fmt: skip
     for split in ("train", "test"):
         if paired:
