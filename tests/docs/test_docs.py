@@ -7,19 +7,22 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
+from pydantic import BaseModel
 
 from whorl.cli import build_app
 from whorl.recipes import load_recipe, ready_recipes
+from whorl.recipes.registry import step_kinds
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "whorl"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|toml|json|jsonl|js|html|h|cpp|png))`")
+SETTING = re.compile(r"`(?:--set )?([a-z_]+)\.([a-z_0-9]+(?:\.[a-z_0-9]+)*)(?:=[^`]*| = [^`]*)?`")  # a step's
 MADE_BY_RUNS = ("artifacts/", "metrics/", "runs/", ".whorl/", "notes", "small/", "v1/")  # by a user's run
 each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
@@ -124,6 +127,33 @@ def test_readme_figures_equal_results() -> None:
             for record in records
         )
         assert fits, f"README: {what} {figures} is no figure of {script} in bench/results"
+
+
+def has_field(kind: Any, path: list[str]) -> bool:
+    """Whether a type, or a member of a union, has the field; keys of a mapping are free."""
+    if not path or kind is Any or getattr(kind, "__origin__", kind) is dict:
+        return True
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        field = kind.model_fields.get(path[0])
+        return field is not None and has_field(field.annotation, path[1:])
+    return any(has_field(member, path) for member in get_args(kind))
+
+
+@each_page
+def test_named_settings_exist(page: Path) -> None:
+    steps = step_kinds()
+    for step, path in re.findall(
+        r"`(?:--set )?([a-z_]+)\.([a-z_0-9]+(?:\.[a-z_0-9]+)*)(?:=[^`]*| = [^`]*)?`", text_of(page)
+    ):
+        if step in steps and path not in ("js", "json", "length", "png", "py", "safetensors"):
+            assert has_field(steps[step].config, path.split(".")), f"{page.name} names {step}.{path}"
+
+
+def test_new_modules_of_the_changelog_exist() -> None:
+    table = text_of(ROOT / "CHANGELOG.md").split("### Modules")[1].split("###")[0]
+    for name in re.findall(r"\| `([\w.]+)` \|$", table, re.MULTILINE):
+        places = (PACKAGE / name.replace(".", "/"), ROOT / name.replace(".", "/"))
+        assert any(p.is_dir() or p.with_suffix(".py").exists() for p in places), name
 
 
 def test_benchmarks_page_is_generated() -> None:

@@ -35,7 +35,7 @@ def bounded_protocol(max_connections: int, header_seconds: float = HEADER_SECOND
     """Return a protocol class whose connections share these bounds."""
     # Connections without a request in progress, longest waiting first. None: kept alive, closed by uvicorn's own timer.
     waiting: dict[H11Protocol, asyncio.TimerHandle | None] = {}
-    closing: set[H11Protocol] = set()  # told to close here; the event loop does it in its next turn
+    closing: set[H11Protocol] = set()  # closed here; the event loop ends them in its next turn
 
     class BoundedProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:

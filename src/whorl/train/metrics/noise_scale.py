@@ -17,7 +17,7 @@ For equal parts these are the paper's estimators. Both are unbiased for any spli
 be negative, so both are averaged over measurements before the division. Tokens of a row are dependent, so micro-batches
 must consist of whole rows. The scale is that of plain SGD over the dense parameters; Muon and AdamW rescale the
 gradient, so it is an order of magnitude. A single micro-batch on one replica has no variance estimate (set
-`pretrain.micro_batch_size`).
+`pretrain.train.micro_batch_size`).
 """
 
 from __future__ import annotations
