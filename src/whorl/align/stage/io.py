@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,6 +85,18 @@ def make_policy_model(
         critic=critic,
         seed=config.seed,
     )
+
+
+def open_policy(
+    folder: Path, config: StageConfig, machine: Machine, **options: Any
+) -> tuple[ExampleTokenizer, PolicyModel]:
+    """Return the tokenizer and the model of a folder, as a stage on `machine` trains it.
+
+    options: of `make_policy_model`.
+    """
+    machine.apply()
+    tokenizer, model = load_example_tokenizer(folder), load_stage_model(folder, config, machine)
+    return tokenizer, make_policy_model(model, tokenizer, config, **options)
 
 
 def save_stage_model(network: PolicyModel, base: Path, out: Path) -> None:

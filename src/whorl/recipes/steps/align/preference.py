@@ -56,19 +56,10 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     """Train the model to prefer one of two completions."""
     from whorl.align.model.policy_model import frozen_reference
     from whorl.align.preference.dpo import get_objective, train_preferences
-    from whorl.align.stage.io import (
-        load_example_tokenizer,
-        load_stage_model,
-        make_policy_model,
-        save_stage_model,
-    )
+    from whorl.align.stage.io import load_stage_model, open_policy, save_stage_model
 
     folder, machine = ctx.parent_folder("model"), ctx.machine
-    machine.apply()
-    tokenizer = load_example_tokenizer(folder)
-    network = make_policy_model(
-        load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.data.seq_len
-    )
+    tokenizer, network = open_policy(folder, config, machine, context_hint=config.data.seq_len)
     reference = network  # unused by reference-free objectives
     if get_objective(config).needs_reference:
         reference = frozen_reference(load_stage_model(folder, config, machine), network)

@@ -57,18 +57,11 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.samples import rollout_table
     from whorl.align.rl.train import train_policy
-    from whorl.align.stage.io import (
-        load_example_tokenizer,
-        load_stage_model,
-        make_policy_model,
-        save_stage_model,
-    )
+    from whorl.align.stage.io import load_stage_model, open_policy, save_stage_model
 
     folder, machine = ctx.parent_folder("model"), ctx.machine
-    machine.apply()
-    tokenizer = load_example_tokenizer(folder)
-    network = make_policy_model(
-        load_stage_model(folder, config, machine), tokenizer, config,
+    tokenizer, network = open_policy(
+        folder, config, machine,
         context_hint=config.max_seq_len, temperature=config.temperature, critic=config.uses_critic,
     )  # fmt: skip
     reference = (

@@ -39,21 +39,11 @@ class SFTStepConfig(SFTConfig):
 @step("model", config=SFTStepConfig, parents=STAGE_PARENTS, not_hashed=NOT_HASHED, version=2)
 def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     """Fine-tune on solutions; only completion tokens and their end token are trained."""
-    from whorl.align.stage.io import (
-        load_example_tokenizer,
-        load_stage_model,
-        make_policy_model,
-        read_tasks,
-        save_stage_model,
-    )
+    from whorl.align.stage.io import open_policy, read_tasks, save_stage_model
     from whorl.align.stage.sft import fine_tune
 
-    folder, machine = ctx.parent_folder("model"), ctx.machine
-    machine.apply()
-    tokenizer = load_example_tokenizer(folder)
-    network = make_policy_model(
-        load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.data.seq_len
-    )
+    folder = ctx.parent_folder("model")
+    tokenizer, network = open_policy(folder, config, ctx.machine, context_hint=config.data.seq_len)
     examples, length_filter = load_sft_examples(ctx, tokenizer, config.data.seq_len + 1)
     tests = read_tasks(ctx.parents["tasks"].path, "test")
 
