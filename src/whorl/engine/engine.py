@@ -10,7 +10,7 @@
 In each step the scheduler selects rows, `build_batch` makes an `InputBatch`, the runner computes logits, and the sampler
 draws tokens. `step` returns one `Delta` per sequence that advanced. The engine neither blocks nor starts threads.
 
-Drafts. A sequence may have draft tokens (`speculative.py`). They are computed as extra positions of its row. Every
+Drafts. A sequence may have draft tokens (`speculation/proposers.py`). They are computed as extra positions of its row. Every
 position's token is then sampled as if there were no drafts, with the random number of that position. Drafts are kept as
 long as they equal the sampled tokens. So drafts never change a token: the same seed gives the same text with and without.
 
@@ -52,7 +52,7 @@ from whorl.tracking.seeds import derive
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens (`speculative.py`). needs_hidden_states: `observe` needs the hidden states."""
+    """Proposes draft tokens (`speculation/proposers.py`). needs_hidden_states: `observe` needs the hidden states."""
 
     needs_hidden_states: bool
 

@@ -1,1 +1,1 @@
-"""Loading what drafts tokens for an engine, and measuring it."""
+"""What drafts tokens for an engine: the proposers, loading and measuring them."""

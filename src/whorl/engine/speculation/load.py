@@ -1,6 +1,6 @@
 """Loads what drafts tokens for an engine: prompt lookup, a draft model, or the heads in the model's folder.
 
-The proposers are in `engine/speculative.py`; drafts never change a token.
+The proposers are in `proposers.py`; drafts never change a token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Proposer
 from whorl.engine.load import load_for_sampling
-from whorl.engine.speculative import DraftModel, MultiTokenDraft, PromptLookup
+from whorl.engine.speculation.proposers import DraftModel, MultiTokenDraft, PromptLookup
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel

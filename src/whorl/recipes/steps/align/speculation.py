@@ -116,8 +116,8 @@ def draft(ctx: StepContext, config: DraftStepConfig) -> None:
 @step("model", config=MultiTokenStepConfig, parents=DRAFT_PARENTS, not_hashed=NOT_HASHED)
 def multi_token(ctx: StepContext, config: MultiTokenStepConfig) -> None:
     """Train heads that predict several tokens ahead, and measure their acceptance rate and speed."""
-    from whorl.align.distillation.multi_token import MultiTokenModel, MultiTokenTask
     from whorl.align.stage.io import load_example_tokenizer, load_stage_model, save_stage_model
+    from whorl.align.stage.multi_token import MultiTokenModel, MultiTokenTask
     from whorl.align.stage.sft import fine_tune
     from whorl.engine.speculation.load import Speculation
     from whorl.models.multi_token import save_multi_token

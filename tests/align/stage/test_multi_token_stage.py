@@ -16,7 +16,7 @@ from tests.support.align.stage_inputs import MOE, SFT, train_sft, train_stage
 from tests.support.configs import nested, updated
 
 from whorl.align.config import MultiTokenConfig, SFTDataConfig, StageTrainConfig
-from whorl.align.distillation.multi_token import MultiTokenModel, MultiTokenTask
+from whorl.align.stage.multi_token import MultiTokenModel, MultiTokenTask
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
 from whorl.models import LanguageModel, make_model
