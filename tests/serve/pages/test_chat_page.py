@@ -301,5 +301,7 @@ def test_untaught_model_is_said_to_be_one(visit: Any, fake: Fake) -> None:
     fake.models = [{"id": "base", "whorl": {"chat": False}}]
     page = visit()
     expect(page.locator("#untaught")).to_contain_text("not trained to chat")
+    edge = "getComputedStyle(document.querySelector('#untaught')).paddingLeft"
+    assert float(page.evaluate(edge).removesuffix("px")) >= 12  # the text does not touch the window's edge
     page.get_by_role("radio", name="Chat").check(force=True)
     expect(page.locator("#untaught")).to_contain_text("little sense")
