@@ -13,12 +13,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from whorl.errors import ConfigError
 from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
+from whorl.nn.kernels.tiled_attention import tiled_attention
 
 B, H, T, D, DV = 2, 4, 9, 8, 6
 SEGMENTS = torch.tensor([[1, 1, 1, 2, 3, 3, 3, 3, 3], [7, 7, 7, 7, 7, 7, 8, 8, 8]])
 PADDED = torch.tensor([[False] * 9, [False, False] + [True] * 7])  # one row is padding only
+# Queries without a key: the second, and the fourth of the second head.
+PAIRS = torch.rand(T, T, generator=gen(9)) > 0.4
+PAIRS[1] = False
+BY_HEAD = torch.rand(B, H, T, T, generator=gen(9)) > 0.4
+BY_HEAD[:, 1, 3] = False
 MASKS = {
     "causal": Mask(),
     "open": Mask(causal=False),
@@ -30,6 +37,9 @@ MASKS = {
     "decoding": Mask(offset=6),
     "newest": Mask(offset=8),
     "packed window": Mask(offset=6, window=2, query_segments=SEGMENTS[:, 6:], key_segments=SEGMENTS),
+    "pairs": Mask(causal=False, allowed=PAIRS),
+    "pairs by head": Mask(allowed=BY_HEAD),
+    "pairs, packed": Mask(query_segments=SEGMENTS, key_segments=SEGMENTS, allowed=PAIRS[None]),
 }
 
 BLOCKED = ("causal", "packed", "decoding")
@@ -66,7 +76,7 @@ def test_attend_backends_match_loop_with_gradients(name: str, kv_heads: int) -> 
     want = attend_by_loop(*leaves, mask)
     with torch.no_grad():
         assert_close(attend(*leaves, mask, backend="flex"), want, atol=1e-5, rtol=1e-4)
-    for backend in ("reference", "sdpa", "auto", *(("blocked",) if name in BLOCKED else ())):
+    for backend in ("reference", "sdpa", "tiled", "auto", *(("blocked",) if name in BLOCKED else ())):
         assert_same_with_gradients(attend(*leaves, mask, backend=backend), want, leaves)
     if name in BLOCKED:
         assert torch.equal(attend(*leaves, mask), attend(*leaves, mask, backend="blocked"))
@@ -92,15 +102,60 @@ def test_attend_supports_bias_softcap_and_sink(name: str, kind: str, options: tu
         assert_same_with_gradients(y, want, (q, k, v, bias, *([sink] if "sink" in options else [])))
 
 
-def test_rows_without_allowed_keys_are_zero_with_gradients() -> None:
-    mask = MASKS["padded"]
-    for backend in ("reference", "sdpa"):
-        q, k, v = inputs(2, mask)
-        y = attend(q, k, v, mask, backend=backend)
-        assert (y[0] == 0).all() and (y[1, :, :2] == 0).all() and (y[1, :, 2:] != 0).any()
-        d_q, d_k, d_v = torch.autograd.grad(y.sum(), (q, k, v))
-        assert (d_q[0] == 0).all() and (d_k[0] == 0).all() and (d_v[0] == 0).all()
-        assert (d_v[1, :, :2] == 0).all() and d_v.isfinite().all() and d_k.isfinite().all()
+@pytest.mark.parametrize("by", ["mask", "bias", "both"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sink": torch.zeros(H)}], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "auto", "flex", "tiled"])
+def test_rows_without_allowed_keys_are_zero_with_gradients(backend: str, options: Any, by: str) -> None:
+    """Query 4 has no key, by the mask or by a bias of -inf."""
+    if (options and backend in ("sdpa", "tiled")) or (by != "mask" and backend == "tiled"):
+        return  # not supported
+    pairs = torch.ones(T, T, dtype=torch.bool)
+    pairs[4, 3 if by == "both" else 0 :] = False
+    bias = torch.zeros(H, T, T).index_put((torch.arange(H), torch.tensor(4)), torch.tensor(float("-inf")))
+    given = dict(options) if by == "mask" else {**options, "bias": bias.requires_grad_(backend != "flex")}
+    q, k, v = leaves = inputs(2, Mask(), grad=backend != "flex")
+    y = attend(q, k, v, pairs if by != "bias" else None, backend=backend, **given)
+    rest = [t[:, :, [0, 1, 2, 3, 5, 6, 7, 8]] for t in (q, y)]
+    want = attend(rest[0], k, v, backend="reference", **options)
+    assert (y[:, :, 4] == 0).all()
+    assert_close(rest[1], want, atol=1e-5, rtol=1e-4)
+    if backend != "flex":  # without a backward on a CPU
+        upstream = randn(*y.shape, seed=6)
+        found = torch.autograd.grad(y, [*leaves, *([bias] if "bias" in given else [])], upstream)
+        assert all(g.isfinite().all() for g in found) and (found[0][:, :, 4] == 0).all()
+        theirs = torch.autograd.grad(want, leaves, upstream[:, :, [0, 1, 2, 3, 5, 6, 7, 8]])
+        assert_close(found[:3], theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_attend_takes_torchs_boolean_mask() -> None:
+    q, k, v = inputs(4, Mask(), grad=False)
+    for allowed in (PAIRS, BY_HEAD, PADDED[1, None, None, None, :], BY_HEAD[:1, :, :, :1]):
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        assert_close(attend(q, k, v, allowed), want.nan_to_num(), atol=1e-5, rtol=1e-4)
+    for bad in (PAIRS.float(), PAIRS[0], PAIRS[:, 1:], BY_HEAD[:, 1:]):
+        with pytest.raises(ConfigError, match=r"allowed|heads"):
+            attend(q, k, v, bad)
+
+
+def test_queries_of_other_documents_than_the_last_keys() -> None:
+    """The blocked path reads the queries' documents from the keys, so "auto" must not select it here."""
+    mask = Mask(query_segments=SEGMENTS.roll(1, 1), key_segments=SEGMENTS)
+    leaves = inputs(2, mask)
+    assert_same_with_gradients(attend(*leaves, mask), attend_by_loop(*leaves, mask), leaves)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_tiled_attention_returns_logsumexp_in_nats(name: str) -> None:
+    mask = MASKS[name]
+    leaves = inputs(2, mask)
+    q, k, _ = leaves
+    y, lse = tiled_attention(*leaves, mask, blocks=(2, 4))
+    scores = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) / math.sqrt(D)
+    seen = mask.dense(q.shape[2], T)
+    want = scores.masked_fill(~seen, -1e30).logsumexp(dim=-1)
+    assert torch.equal(lse.isneginf(), (~seen.any(dim=-1)).expand_as(lse))
+    both = [t.masked_fill(lse.isneginf(), 0.0) for t in (lse, want)]
+    assert_same_with_gradients(both[0] + y.sum(-1), both[1] + attend(*leaves, mask).sum(-1), leaves)
 
 
 def test_attend_computes_softmax_in_fp32_for_bf16() -> None:

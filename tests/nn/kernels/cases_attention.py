@@ -13,8 +13,9 @@ from torch.testing import assert_close
 from whorl.errors import ConfigError
 from whorl.nn.attention import MultiHeadAttention, attend
 from whorl.nn.attention.mask import Mask
-from whorl.nn.kernels.attention import attention, supports
+from whorl.nn.kernels.attention import attention, attention_with_lse, supports
 from whorl.nn.kernels.mask_bounds import PADDING_DOCUMENT, document_bounds
+from whorl.nn.kernels.tiled_attention import tiled_attention
 
 B, H, T, D, DV = 2, 4, 37, 24, 17
 SEGMENTS = torch.tensor([[1] * 5 + [2] * 20 + [3] * 12, [9] * 16 + [4] * 14 + [9] * 7])  # an id may return
@@ -54,6 +55,9 @@ def test_attention_matches_reference_for_every_mask(name: str) -> None:
     theirs = with_gradients(attend(*inputs, mask, backend="reference"), inputs)
     assert all(t.any() and not t.isnan().any() for t in ours)
     assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    y, lse = attention_with_lse(*inputs, mask, D**-0.5, (16, 16))
+    assert torch.equal(y, ours[0])
+    assert_close(lse, tiled_attention(*inputs, mask)[1], atol=1e-5, rtol=1e-4)  # in nats; -inf without a key
     if name == "padded":  # queries without allowed keys: exact zeros, and no gradient
         for a in (ours[0][0, :, :18], ours[0][1], ours[1][0, :, :18], ours[1][1], ours[2][1], ours[3][1]):
             assert not a.any()
@@ -146,9 +150,9 @@ def test_multi_head_triton_backend_matches_reference() -> None:
 
 def test_attention_raises_for_unsupported_options() -> None:
     q, k, v = draw(Mask(), 2)
-    for mask in (Mask(stride=3), Mask(causal=False, block=4)):
+    for mask in (Mask(stride=3), Mask(causal=False, block=4), Mask(allowed=torch.ones(T, T) > 0)):
         assert not supports(q, k, v, mask)
-        with pytest.raises(ConfigError, match="no stride and no block"):
+        with pytest.raises(ConfigError, match="no stride, block or allowed"):
             attend(q, k, v, mask, backend="triton")
     for more in ({"softcap": 2.0}, {"sink": torch.zeros(H)}, {"bias": torch.ones(H)}):
         with pytest.raises(ConfigError, match="without bias, softcap and sink"):

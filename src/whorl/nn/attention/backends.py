@@ -6,6 +6,7 @@
 - "flex": torch's flex_attention (Dong et al. 2024, arXiv:2412.05496). The mask stays a function, and fully masked
   blocks are skipped. It is compiled on CUDA. On a CPU only the forward pass exists.
 - "blocked": causal rows on a CPU, with gradients, in blocks of queries (`nn/attention/causal.py`).
+- "tiled": FlashAttention-2 in torch (`nn/kernels/tiled_attention.py`): any mask, memory linear in the length.
 - "triton": FlashAttention-2 as a Triton kernel (`nn/kernels/attention.py`) on a GPU. It supports causal, window, document
   and padding masks; no bias, softcap or sink. "auto" uses it where it was measured to be faster than "sdpa".
 
@@ -17,8 +18,9 @@ Scores are computed in this order:
     p = exp(s) / (exp(sink) + sum exp(s))   a learned logit per head without a value (Xiao et al. 2023, arXiv:2309.17453;
                                             learned as in gpt-oss, arXiv:2508.10925)
 
-The subtle part is a query without any allowed key (padding). Its softmax is 0 / 0, and a NaN that is overwritten in the
-output still reaches the gradient. Such a row therefore attends to every key, and its output is set to 0 afterwards.
+The subtle part is a query without any allowed key: padding, or a bias of -inf at each key. Its softmax is 0 / 0, and a
+NaN that is overwritten in the output still reaches the gradient. Such a row therefore attends to every key, and its
+output is set to 0 afterwards. Every backend returns 0 for it, with zero gradients.
 
 Grouped queries (arXiv:2305.13245): KV heads divide H; query head h uses key head h // (H / KV).
 """
@@ -40,7 +42,7 @@ from whorl.nn.attention.causal import causal_attention
 from whorl.nn.attention.mask import Mask
 from whorl.nn.kernels import dispatch
 
-BACKENDS = ("auto", "reference", "sdpa", "flex", "blocked", "triton")
+BACKENDS = ("auto", "reference", "sdpa", "flex", "blocked", "tiled", "triton")
 MAX_BLOCKED_LENGTH = 2048  # positions; the blocked path keeps all probabilities for its backward
 
 
@@ -48,7 +50,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     scale: float | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
@@ -60,9 +62,11 @@ def attend(
     q: [B, H, Tq, d]; k: [B, KV, Tk, d]; v: [B, KV, Tk, dv].
 
     Args:
-        mask: which keys each query may attend to; None allows all.
+        mask: which keys each query may attend to: a `Mask`, or a bool tensor that broadcasts to [B, H, Tq, Tk], True =
+            attend. None allows all.
         scale: factor of the products; None is d^-0.5.
-        bias: added to the scores: [H] slopes, or a tensor that broadcasts to [H, Tq, Tk] or [B, H, Tq, Tk].
+        bias: added to the scores: [H] slopes, or a tensor that broadcasts to [H, Tq, Tk] or [B, H, Tq, Tk]. -inf excludes
+            a key.
         softcap: bound of the scores.
         sink: [H] logits.
         backend: "auto" selects the fastest backend that supports all options.
@@ -70,8 +74,11 @@ def attend(
     Raises:
         ConfigError: shapes that do not fit; an unknown backend; a backend that does not support the options.
     """
-    mask = mask if mask is not None else Mask(causal=False)
+    if not isinstance(mask, Mask):
+        mask = Mask(causal=False, allowed=mask)
     _check(q, k, v, bias, softcap, sink)
+    if mask.n_heads not in (None, q.shape[1]):
+        raise ConfigError(f"the mask has {mask.n_heads} heads", expected=f"1 or {q.shape[1]}, as q")
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}", expected=one_of(backend, BACKENDS))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -79,8 +86,14 @@ def attend(
         backend = _select_backend(q, k, mask, bias, softcap, sink)
         if backend == "sdpa" and bias is None and q.is_cuda and not torch.compiler.is_compiling():
             return dispatch.attention(q, k, v, mask, scale, lambda q, k, v: _sdpa(q, k, v, mask, scale, None))
-    if backend == "triton":
-        return _triton(q, k, v, mask, scale, bias, softcap, sink)
+    if backend in ("tiled", "triton"):
+        if bias is not None or softcap is not None or sink is not None:
+            raise ConfigError(
+                f'backend is "{backend}"',
+                expected="attention without bias, softcap and sink",
+                do='backend = "auto" selects a backend that can',
+            )
+        return _triton(q, k, v, mask, scale) if backend == "triton" else _tiled(q, k, v, mask, scale)
     if backend == "sdpa":
         for name, option in (("softcap", softcap), ("sink", sink)):
             if option is not None:
@@ -128,7 +141,16 @@ def _select_backend(
 
 def _can_be_blocked(q: Tensor, k: Tensor, mask: Mask) -> bool:
     last = mask.offset == k.shape[2] - q.shape[2]  # the queries are the newest positions
-    return last and mask.causal and replace(mask, query_segments=None, key_segments=None).is_causal_only
+    plain = replace(mask, query_segments=None, key_segments=None).is_causal_only
+    return last and mask.causal and plain and _queries_end_the_keys(mask)
+
+
+def _queries_end_the_keys(mask: Mask) -> bool:
+    """Whether the documents of the queries are those of the last keys. Layers pass one tensor or slices of one."""
+    queries, keys = mask.query_segments, mask.key_segments
+    if queries is None or keys is None or queries is keys or torch.compiler.is_compiling():
+        return True
+    return torch.equal(queries, keys[:, mask.offset :])
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -140,26 +162,17 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tenso
     return causal_attention(q if scale == 1.0 else q * scale, k, v, mask.key_segments)
 
 
-def _triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float,
-    bias: Tensor | None,
-    softcap: float | None,
-    sink: Tensor | None,
-) -> Tensor:
+def _triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     from whorl.nn.kernels.attention import attention
 
-    if bias is not None or softcap is not None or sink is not None:
-        raise ConfigError(
-            'backend is "triton"',
-            expected="attention without bias, softcap and sink",
-            do='backend = "auto" selects a backend that can',
-        )
     y: Tensor = attention(q, k, v, mask, scale)
     return y
+
+
+def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    from whorl.nn.kernels.tiled_attention import tiled_attention
+
+    return tiled_attention(q, k, v, mask, scale)[0]
 
 
 def _reference(
@@ -181,6 +194,8 @@ def _reference(
         scores = scores + _dense_bias(bias, scores, mask)
     n_queries, n_keys = scores.shape[-2:]
     allowed = mask.dense(n_queries, n_keys, q.device)
+    if bias is not None and bias.dim() != 1:
+        allowed = allowed & (bias > float("-inf"))
     scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     if sink is not None:
         column = sink.float()[:, None, None].expand(*scores.shape[:-1], 1)
@@ -206,8 +221,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, bias: Tenso
     empty = ~allowed.any(dim=-1, keepdim=True)  # [B, 1, Tq, 1]
     seen = allowed | empty
     if bias is not None:
-        dense = _dense_bias(bias, q, mask, n_keys).to(q.dtype)
-        seen = dense.masked_fill(~seen, float("-inf"))
+        seen = _dense_bias(bias, q, mask, n_keys).to(q.dtype).masked_fill(~allowed, float("-inf"))
+        empty = (seen == float("-inf")).all(dim=-1, keepdim=True)  # [B, H, Tq, 1]
+        seen = seen.masked_fill(empty, 0.0)
     return fused(q, k, v, attn_mask=seen).masked_fill(empty, 0.0)
 
 
@@ -225,7 +241,9 @@ def _flex(
 
     n_queries, n_keys = q.shape[2], k.shape[2]
     mask.check(n_queries, n_keys)
-    blocks = create_block_mask(mask.mask_mod(), mask.batch_size, None, n_queries, n_keys, device=q.device)
+    blocks = create_block_mask(
+        mask.mask_mod(), mask.batch_size, mask.n_heads, n_queries, n_keys, device=q.device
+    )
     added = bias if bias is None or bias.dim() == 1 else bias.expand(*q.shape[:3], n_keys)
 
     def modified(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

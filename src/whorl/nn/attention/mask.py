@@ -12,6 +12,7 @@ of the key, and d = i - j:
 - block b:     i // b and j // b are neighbors in `layout`, a matrix [blocks, blocks]; without one, i // b = j // b
 - segments:    query and key are in the same document of a packed row
 - key_allowed: the key is not padding
+- allowed:     True at the pair in a matrix of one's own
 
 The subtle part is the position. In decoding, query i of a call is at `offset` + i among the keys. Distances need no
 more than that. Blocks are counted from the start of each document, so that packed rows equal separate documents.
@@ -45,6 +46,7 @@ class Mask:
         key_allowed: [B, Tk] bool, False where a key is padding.
         offset: position of the first query among the keys.
         layout: [blocks, blocks] bool, the blocks of keys (columns) that a block of queries (rows) may attend to.
+        allowed: bool, broadcasts to [B, H, Tq, Tk], as the mask of torch's scaled_dot_product_attention.
 
     Raises:
         ConfigError: a size below 1; a negative offset; one of a pair only; a tensor of another shape or type.
@@ -59,6 +61,7 @@ class Mask:
     key_allowed: Tensor | None = None
     offset: int = 0
     layout: Tensor | None = None
+    allowed: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "stride", "block"):
@@ -83,6 +86,14 @@ class Mask:
             self.block is None or self.layout.dim() != 2 or self.layout.dtype != torch.bool
         ):
             raise ConfigError("layout does not fit", expected="a bool [blocks, blocks], together with block")
+        if self.allowed is not None and (
+            self.allowed.dtype != torch.bool or not 2 <= self.allowed.dim() <= 4
+        ):
+            raise ConfigError(
+                f"allowed is {self.allowed.dtype} {list(self.allowed.shape)}",
+                expected="bool, True = attend, that broadcasts to [rows, heads, queries, keys]",
+                do="pass numbers that are added to the scores as bias",
+            )
 
     @property
     def batch_size(self) -> int | None:
@@ -90,12 +101,19 @@ class Mask:
         for tensor in (self.key_segments, self.key_allowed):
             if tensor is not None:
                 return tensor.shape[0]
-        return None
+        rows = 1 if self.allowed is None or self.allowed.dim() < 4 else self.allowed.shape[0]
+        return rows if rows > 1 else None
+
+    @property
+    def n_heads(self) -> int | None:
+        """Number of heads, if `allowed` differs between them; else None."""
+        heads = 1 if self.allowed is None or self.allowed.dim() < 3 else self.allowed.shape[-3]
+        return heads if heads > 1 else None
 
     @property
     def is_causal_only(self) -> bool:
         """Whether `causal` is the only limit."""
-        parts = (self.window, self.stride, self.block, self.key_segments, self.key_allowed)
+        parts = (self.window, self.stride, self.block, self.key_segments, self.key_allowed, self.allowed)
         return all(part is None for part in parts)
 
     def allows_all(self, n_queries: int, n_keys: int) -> bool:
@@ -103,24 +121,24 @@ class Mask:
         return self.is_causal_only and (not self.causal or (n_queries == 1 and self.offset >= n_keys - 1))
 
     def dense(self, n_queries: int, n_keys: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return the mask as a bool tensor, [B or 1, 1, n_queries, n_keys].
+        """Return the mask as a bool tensor, [B or 1, H or 1, n_queries, n_keys].
 
         Raises:
             ConfigError: segments or padding of another length.
         """
         self.check(n_queries, n_keys)
         row = torch.arange(self.batch_size or 1, device=device)[:, None, None, None]
+        head = torch.arange(self.n_heads or 1, device=device)[:, None, None]
         query = torch.arange(n_queries, device=device)[:, None]
         key = torch.arange(n_keys, device=device)
-        allowed = self.mask_mod()(row, torch.zeros_like(row), query, key)
-        return allowed.expand(self.batch_size or 1, 1, n_queries, n_keys)
+        allowed = self.mask_mod()(row, head, query, key)
+        return allowed.expand(self.batch_size or 1, self.n_heads or 1, n_queries, n_keys)
 
     def mask_mod(self) -> MaskMod:
         """Return the mask as a function of (row, head, query, key) index tensors, a `mask_mod` of `flex_attention`."""
         document = None if self.key_segments is None else _position_in_document(self.key_segments)  # [B, Tk]
 
         def allows(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            del head  # all heads have the same mask
             at = query + self.offset
             distance = at - key
             allowed = distance >= 0 if self.causal else distance == distance
@@ -140,6 +158,10 @@ class Mask:
                 allowed = allowed & (self.query_segments[row, query] == self.key_segments[row, key])
             if self.key_allowed is not None:
                 allowed = allowed & self.key_allowed[row, key]
+            if self.allowed is not None:
+                table = self.allowed.view(*[1] * (4 - self.allowed.dim()), *self.allowed.shape)
+                indices = zip((row, head, query, key), table.shape, strict=True)
+                allowed = allowed & table[tuple(at if n > 1 else torch.zeros_like(at) for at, n in indices)]
             return allowed
 
         return allows
@@ -153,6 +175,17 @@ class Mask:
             if tensor.shape[1] != want or tensor.shape[0] != self.batch_size:
                 raise ConfigError(
                     f"{name} has the shape {list(tensor.shape)}", expected=f"[{self.batch_size}, {want}]"
+                )
+        if self.allowed is not None:
+            rows = self.allowed.shape[0] if self.allowed.dim() == 4 else 1
+            given = (rows, *self.allowed.shape[-2:])
+            if any(
+                n not in (1, want)
+                for n, want in zip(given, (self.batch_size, n_queries, n_keys), strict=True)
+            ):
+                raise ConfigError(
+                    f"allowed has the shape {list(self.allowed.shape)}",
+                    expected=f"one that broadcasts to [{self.batch_size or 'rows'}, heads, {n_queries}, {n_keys}]",
                 )
         if self.block is not None and self.key_segments is not None and self.offset + n_queries > n_keys:
             raise ConfigError(

@@ -52,7 +52,7 @@ LOG2_E = math.log2(math.e)
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> bool:
     """Return whether the kernel supports these shapes, this type and this mask."""
     narrow = max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM
-    plain = mask.stride is None and mask.block is None
+    plain = mask.stride is None and mask.block is None and mask.allowed is None
     known = q.dtype in (torch.float16, torch.bfloat16, torch.float32) and q.dtype == k.dtype == v.dtype
     return narrow and plain and known and min(q.numel(), k.numel(), v.numel()) > 0
 
@@ -181,7 +181,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, blocks: tuple[int, int]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         batch, heads, n_queries, _ = q.shape
         seen = make_mask_bounds(mask, q, k, blocks)
@@ -197,7 +197,8 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
         ctx.save_for_backward(q, k, v, o, logs)
         ctx.seen, ctx.scale, ctx.blocks = seen, scale, blocks
-        return o
+        ctx.mark_non_differentiable(logs)
+        return o, logs
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -224,19 +225,39 @@ def attention(
     """Return attention [B, H, Tq, dv] of q's type, with gradients. q: [B, H, Tq, d]; k: [B, KV, Tk, d]; v: [B, KV, Tk, dv].
 
     Args:
-        mask: without stride and block; see `supports`.
+        mask: without stride, block and allowed; see `supports`.
         scale: of the products.
         blocks: queries and keys per block, powers of 2 from 16; None for sizes that fit.
 
     Raises:
         ConfigError: a mask or shapes that the kernel does not support, no Triton, or no GPU.
     """
+    return _checked_attention(q, k, v, mask, scale, blocks)[0]
+
+
+@eager_only
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, blocks: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (attention [B, H, Tq, dv], its log-sum-exp [B, H, Tq] in nats, fp32, without a gradient).
+
+    The log-sum-exp of a query without any allowed key is -inf. Arguments and errors as of `attention`.
+    """
+    y, logs = _checked_attention(q, k, v, mask, scale, blocks)
+    lse = torch.where(logs == float("inf"), float("-inf"), logs * math.log(2))
+    return y, lse.view(q.shape[:3])
+
+
+def _checked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, blocks: tuple[int, int] | None
+) -> tuple[Tensor, Tensor]:
+    """Return the attention and the kernel's logarithms to the base 2, [B * H, Tq]."""
     require_triton(q)
     if not supports(q, k, v, mask):
         raise ConfigError(
             f"Triton attention of q {list(q.shape)} {q.dtype} and v {list(v.shape)}",
-            expected=f"one type of 16 or 32 bits, up to {MAX_HEAD_DIM} features, no stride and no block in the mask",
+            expected=f"one type of 16 or 32 bits, up to {MAX_HEAD_DIM} features, no stride, block or allowed in the mask",
             do='backend = "auto" selects a backend that can',
         )
-    y: Tensor = _Attention.apply(q, k, v, mask, scale, blocks or block_sizes(q, v))
-    return y
+    result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, mask, scale, blocks or block_sizes(q, v))
+    return result
