@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from torch import nn
 
 from whorl.errors import ConfigError
 from whorl.models.activation_checkpointing import LiveTensorTracker
+from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
-from whorl.train.learner.learner import Learner
+from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, ParamOptim, TargetNetwork, Update, all_adamw
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
@@ -137,3 +140,88 @@ def test_step_reuses_memory(tokens: Path) -> None:
         peaks.append(alive.peak)
     assert len(places) == 1 and left == [0] * 6, "what a step makes does not outlive it"
     assert peaks[:2] * 3 == peaks, "and every second step is alike"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap"])
+def test_parameter_without_gradient_is_skipped(optimizer: str) -> None:
+    """Value and moments stay, in spite of momentum and decay, and other parameters are updated as without it."""
+    nets, alone = (nn.ModuleDict({n: nn.Linear(3, 3, bias=False) for n in "ab"}) for _ in range(2))
+    alone.load_state_dict(nets.state_dict())
+    given = {"weight_decay": 0.1, "clip_norm": 0.01}
+    rules = {f"{n}.weight": ParamOptim(optimizer, 0.1, decay_scale=1.0) for n in "ab"}
+    learner = Learner(nets, [Update(lambda part: None, rules, **given)])  # type: ignore[arg-type, return-value]
+    without = Learner(alone, [Update(lambda part: None, {"a.weight": rules["a.weight"]}, **given)])  # type: ignore[arg-type, return-value]
+
+    def step(to: Learner, names: str, seed: int) -> None:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+        for name in names:  # one micro-batch for each network
+            to.updates[0].accumulate(Loss(to.networks[name](x).square().sum(), torch.tensor(4.0)))
+        to.updates[0].step(1.0)
+
+    for seed in range(3):
+        step(learner, "ba", seed)
+    without.shared.weights["a.weight"].copy_(learner.weights["a.weight"])
+    for name, moment in without.shared.state.items():
+        moment.copy_(learner.shared.state[name])
+    without.updates[0]._set_steps(3)
+    kept = {n: t.clone() for n, t in learner.shared.tensors().items() if "/b." in n}
+    for seed in range(3, 6):
+        step(learner, "a", seed)
+        step(without, "a", seed)
+    tensors = learner.shared.tensors()
+    assert len(kept) >= 2 and all(torch.equal(tensors[n], t) for n, t in kept.items())
+    assert torch.equal(learner.weights["a.weight"], without.weights["a.weight"])
+    step(learner, "ab", 6)
+    assert not any(torch.equal(learner.shared.tensors()[n], t) for n, t in kept.items() if "weights" in n)
+
+
+def test_learner_without_gradients_matches_torch() -> None:
+    """torch skips a parameter whose gradient is None. Its count of steps is set to the learner's."""
+    nets, other = networks(), networks()
+    both = [*other["a"].parameters(), *other["b"].parameters()]
+    update = Update(
+        lambda part: None, all_adamw(nets, 0.05, "a.") | all_adamw(nets, 0.05, "b."), clip_norm=0.1
+    )  # type: ignore[arg-type, return-value]
+    learner, theirs = Learner(nets, [update]), torch.optim.Adam(both, lr=0.05)
+    for seed, names in enumerate(["ab", "a", "a", "b", "ab", "b"]):
+        theirs.zero_grad()
+        for name in names:
+            learner.updates[0].accumulate(squared(nets[name])(part(seed=seed)))
+            squared(other[name])(part(seed=seed)).total.div(8 * len(names)).backward()
+        learner.updates[0].step(1.0)
+        torch.nn.utils.clip_grad_norm_(both, 0.1)
+        for p in both:
+            if p.grad is not None and seed:
+                theirs.state[p]["step"].fill_(seed)
+        theirs.step()
+        for name in "ab":
+            torch.testing.assert_close(nets[name].weight, other[name].weight, atol=2e-5, rtol=1e-4)
+
+
+def test_gradient_on_one_replica_moves_a_parameter() -> None:
+    """Replica 1 alone has a gradient of `b`; none has one of `target`, which would decay."""
+    ends = []
+    for replicas in (1, 2):
+        nets = networks()
+        rules = {n: ParamOptim("adamw", 0.1, decay_scale=1.0) for n, _ in nets.named_parameters()}
+        shared = SharedState.allocate(nets, rules, replicas)
+        lines = Pipe()
+        groups = [ProcessGroup(0, 2, [None, lines[0]]), ProcessGroup(1, 2, [lines[1], None])]
+        worlds = groups if replicas == 2 else [ProcessGroup()]
+        update = Update(lambda part: None, rules, weight_decay=0.5)  # type: ignore[arg-type, return-value]
+        before = {n: w.clone() for n, w in shared.weights.items()}
+
+        def train(world: ProcessGroup, shared=shared, update=update) -> None:
+            own = networks()
+            learner = Learner(own, [update], shared, world)
+            for step in range(3):
+                for name in ("a", "b") if world.size == 1 else ("ab"[world.rank],):
+                    learner.updates[0].accumulate(squared(own[name])(part(seed=step)))
+                learner.updates[0].step(1.0)
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(train, worlds))
+        ends.append(shared.weights)
+        same = {n for n, w in before.items() if torch.equal(w, shared.weights[n])}
+        assert same == {"target.weight", "target.bias"}
+    torch.testing.assert_close(*ends)

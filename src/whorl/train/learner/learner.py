@@ -27,6 +27,7 @@ from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.update import ParamOptim, TargetNetwork, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters
+from whorl.train.optim.clipping import clip_scale, squared_norm
 from whorl.train.optim.optimizer import Optimizer, OptimizerInputs, get_optimizer
 from whorl.train.optim.optimizers import SparseAdagrad, flatten_views
 
@@ -37,7 +38,8 @@ class SharedState:
 
     weights, buffers: by parameter or buffer name; state: by "parameter/moment". gradients: [replicas, ...] for each
     dense parameter. row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse parameter.
-    ema: averages of the weights if enabled (`ema.py`). Only rank 0 writes a buffer, between two barriers.
+    ema: averages of the weights if enabled (`ema.py`). has_gradient: [replicas, dense parameters] bool, in the order of
+    `gradients`: whether a replica's backward gave one in this step. Only rank 0 writes a buffer, between two barriers.
     """
 
     weights: dict[str, Tensor]
@@ -46,6 +48,7 @@ class SharedState:
     row_ids: dict[str, Tensor]
     row_gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    has_gradient: Tensor
     ema: dict[str, Tensor] = field(default_factory=dict)
     PREFIXES: ClassVar[tuple[str, ...]] = ("weights/", "buffers/", "state/", "averages/")  # of `tensors`
 
@@ -116,7 +119,8 @@ class SharedState:
                 )
             buffers[name] = shared(*buffer.shape, dtype=buffer.dtype)
             buffers[name].copy_(buffer)
-        return cls(weights, state, gradients, ids, values, buffers)
+        has_gradient = shared(replicas, len(gradients), dtype=torch.bool)
+        return cls(weights, state, gradients, ids, values, buffers, has_gradient)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint: weights, buffers, moments and averages."""
@@ -255,6 +259,10 @@ class UpdateState:
             n: each[0] if one else torch.empty_like(each[0]) for n, each in parts.items()
         }
         self.flat_gradients = flatten_views(list(self.reduced_gradients.values()))
+        self.columns = [n for n, name in enumerate(self.shared.gradients) if name in self.named]
+        self.moments: dict[str, list[Tensor]] = {name: [] for name in self.dense_names}
+        for path, moment in self.shared.state.items():
+            self.moments.get(path.rpartition("/")[0], []).append(moment)
         self._set_steps(-(-steps_done // self.every))
         self.grad_hook: GradHook | None = None
         self._reset()
@@ -268,6 +276,7 @@ class UpdateState:
     def _reset(self) -> None:
         """Mark the gradients as empty: the next micro-batch overwrites them."""
         self.no_gradients = True
+        self.seen: set[str] = set()  # parameters with a gradient
         self.metric_sums: dict[str, float] = {}
         self.row_counts = {name: 0 for name, _ in self.sparse_tables}
 
@@ -281,6 +290,7 @@ class UpdateState:
             gradient, p.grad = p.grad, None
             if name in self.shared.gradients:
                 if gradient is not None:
+                    self.seen.add(name)
                     buffers.append(self.shared.gradients[name][self.process_group.rank])
                     gradients.append(gradient)
                 elif self.no_gradients:
@@ -309,6 +319,9 @@ class UpdateState:
     def step(self, lr_scale: float) -> dict[str, float]:
         """Update the parameters from the accumulated gradients. All replicas call this together.
 
+        A parameter without a gradient on every replica keeps its value and its moments, as in torch: no decay, no momentum.
+        Bias corrections count the steps of the update, not those of the parameter.
+
         Returns:
             loss and each metric of the objective (means over the global count), loss_tokens, grad_norm (before clipping);
             skipped = 1 if `accept_step` rejected the step: then no weight and no moment has changed on any replica.
@@ -317,6 +330,10 @@ class UpdateState:
         if self.no_gradients:  # a rank without micro-batches, never rank 0
             for name in self.named.keys() & self.shared.gradients.keys():
                 self.shared.gradients[name][self.process_group.rank].zero_()
+        if self.process_group.size > 1:
+            names = list(self.shared.gradients)
+            flags = torch.tensor([names[n] in self.seen for n in self.columns], dtype=torch.bool)
+            self.shared.has_gradient[self.process_group.rank, self.columns] = flags
         all_values = self.process_group.all_gather_scalars(*self.metric_sums.values(), filled)
         columns = zip(*(each for each in all_values if len(each) > 1), strict=True)
         sums = dict(zip(self.metric_sums or ("loss", "loss_tokens"), map(sum, columns), strict=False))
@@ -325,8 +342,8 @@ class UpdateState:
         if self.process_group.size > 1:
             for name, into in gradients.items():
                 torch.sum(self.shared.gradients[name], dim=0, out=into)
-        frozen = self._freeze()
-        square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
+        kept = self._hold()
+        square = squared_norm(dense)
         metrics = {k: v / divisor for k, v in sums.items() if k != "loss_tokens"}
         scaler, nonfinite = self.update.loss_scaler, 0.0
         if scaler is not None:
@@ -343,14 +360,14 @@ class UpdateState:
             self._set_steps(self.steps + 1)  # skipped steps count too: the counters follow the batch number
             self._reset()
             return {**metrics, "skipped": 1.0}
-        clipped = min(1.0, self.update.clip_norm / max(norm, 1e-30))
+        clipped = clip_scale(norm, self.update.clip_norm)
         torch._foreach_mul_(dense, clipped / divisor)
         if self.grad_hook is not None:
             self.grad_hook.on_gradients(gradients, clipped)
         for optimizer in self.optimizers:
             optimizer.step(gradients, lr_scale)
-        for name, value in frozen.items():
-            self.named[name].data.copy_(value)
+        for tensor, value in kept:
+            tensor.copy_(value)
         self._set_steps(self.steps + 1)
         for name, table in self.sparse_tables:
             self._step_sparse(name, table, [int(each[-1]) for each in all_values], divisor, lr_scale)
@@ -360,16 +377,22 @@ class UpdateState:
         self.process_group.all_gather_scalars()
         return metrics
 
-    def _freeze(self) -> dict[str, Tensor]:
-        """Zero the gradients of this rank's frozen parameters, which then do not count in the norm; return their values.
+    def _hold(self) -> list[tuple[Tensor, Tensor]]:
+        """Return (tensor, copy) of the values and moments of this rank's parameters that the step must not move.
 
-        The values are restored after the step: momentum and weight decay would move a parameter without a gradient.
+        They are the frozen ones, whose gradients are zeroed and do not count in the norm, and those without a gradient.
+        The copies are restored after the step, because momentum and weight decay move a parameter at gradient 0.
         """
+        seen = self.seen
+        if self.process_group.size > 1:
+            any_rank = self.shared.has_gradient.any(dim=0).tolist()
+            seen = {name for name, given in zip(self.shared.gradients, any_rank, strict=True) if given}
         limits = {n: self.update.param_optims[n].freeze_step for n in self.dense_names}
         frozen = [n for n, limit in limits.items() if limit is not None and self.steps >= limit]
         for name in frozen:
             self.reduced_gradients[name].zero_()
-        return {name: self.named[name].data.clone() for name in frozen}
+        held = [n for n in self.dense_names if n not in seen or n in frozen]
+        return [(t, t.clone()) for n in held for t in (self.named[n].data, *self.moments[n])]
 
     def _nonfinite_rows(self) -> float:
         """Number of non-finite values in this rank's gradients of lookup tables."""

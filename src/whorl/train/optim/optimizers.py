@@ -175,14 +175,12 @@ class Muon(Optimizer):
 
 
 class _Group(NamedTuple):
-    """Parameters with one peak learning rate and one weight decay."""
+    """Parameters with one peak learning rate and one weight decay. tensors: weights, mean and square of each."""
 
     peak_lr: float
     weight_decay: float
     names: list[str]
-    weights: list[Tensor]
-    mean: list[Tensor]
-    square: list[Tensor]
+    tensors: tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 class AdamW(Optimizer):
@@ -237,14 +235,16 @@ class AdamW(Optimizer):
             _Group(
                 *peak_and_decay,
                 [name for name, _ in group],
-                flatten_views([p for _, p in group]),
-                flatten_views([self.state[f"{name}/mean"] for name, _ in group]),
-                flatten_views([self.state[f"{name}/square"] for name, _ in group]),
+                (
+                    [p for _, p in group],
+                    [self.state[f"{name}/mean"] for name, _ in group],
+                    [self.state[f"{name}/square"] for name, _ in group],
+                ),
             )
             for peak_and_decay, group in named.items()
         ]
         self._seen: Mapping[str, Tensor] | None = None
-        self._laid: list[list[Tensor]] = []
+        self._laid: list[list[list[Tensor]]] = []
         self.steps = 0
 
     def step(self, gradients: Mapping[str, Tensor], lr_scale: float) -> None:
@@ -254,11 +254,11 @@ class AdamW(Optimizer):
         correction = (1 - second**self.steps) ** 0.5 / (1 - first**self.steps)
         if gradients is not self._seen:  # a single replica passes the same tensors in every step
             self._seen = gradients
-            self._laid = [flatten_views([gradients[name] for name in group.names]) for group in self.groups]
-        for (peak, decay, _, weights, mean, square), gradient in zip(self.groups, self._laid, strict=True):
+            self._laid = [
+                flatten_alike(*g.tensors, [gradients[name] for name in g.names]) for g in self.groups
+            ]
+        for (peak, decay, *_), (weights, mean, square, gradient) in zip(self.groups, self._laid, strict=True):
             rate = peak * lr_scale
-            if not len(weights) == len(mean) == len(square) == len(gradient):
-                raise AssertionError("AdamW: only some tensors are contiguous in memory")
             if self.fused:
                 self._fused_step(weights, mean, square, gradient, rate, decay)
                 continue
@@ -311,6 +311,12 @@ def flatten_views(tensors: list[Tensor]) -> list[Tensor]:
     if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
         return tensors  # adjacent, but in different storages
     return [torch.as_strided(first, (sum(t.numel() for t in tensors),), (1,))]
+
+
+def flatten_alike(*lists: list[Tensor]) -> list[list[Tensor]]:
+    """Return `flatten_views` of each list if all of them can be flattened, else the lists."""
+    flat = [flatten_views(tensors) for tensors in lists]
+    return flat if len({len(views) for views in flat}) == 1 else list(lists)
 
 
 class SparseAdagrad:
