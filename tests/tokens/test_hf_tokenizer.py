@@ -60,7 +60,8 @@ def test_byte_level_token_bytes_spell_text(text: str, tmp_path: Path) -> None:
     assert t.decode(ids) == text.encode()
     healed = t.heal_prompt(text)
     assert t.decode(healed.ids) + healed.forced_prefix == text.encode() and healed.forced_prefix
-    assert t.decode([*ids, t.vocab_size - 1, 0]) == text.encode() + b"<think>"
+    assert t.decode([*ids, t.vocab_size - 1, 0]) == text.encode() + b"<think><|end|>"
+    assert t.decode([*ids, t.vocab_size - 1, 0], skip_special_tokens=True) == text.encode() + b"<think>"
 
 
 @pytest.mark.parametrize("text", ["ab a b", "ab ü 日", "a\nb"])
@@ -69,7 +70,31 @@ def test_sentencepiece_token_bytes_spell_text(text: str, tmp_path: Path) -> None
     assert isinstance(t, HFTokenizer) and t.end_ids == (2,)
     healed = t.heal_prompt(text)
     assert t.decode(healed.ids) + healed.forced_prefix == b" " + text.encode()
+    core = Core.from_file(str(tmp_path / "tokenizer.json"))
+    ids = core.encode(f"<s>{text}<|user|>").ids
+    assert (
+        ids[0] == 1 and b"<|user|>" in t.decode(ids) and b"<s>" not in t.decode(ids, skip_special_tokens=True)
+    )
     assert t.token_bytes[2] == b"" and t.token_bytes[3 + 10] == b"\n"
+
+
+@pytest.mark.parametrize("kind", ["own", "byte level", "sentence piece"])
+def test_decode_is_the_same_for_every_tokenizer(kind: str, tmp_path: Path) -> None:
+    """Special tokens are spelled or skipped; unknown ids raise."""
+    if kind == "own":
+        Tokenizer.train(TEXTS * 3, 400).save(tmp_path)
+    else:
+        (byte_level if kind == "byte level" else sentence_piece)(tmp_path)
+    t = load_tokenizer(tmp_path)
+    assert isinstance(t, Tokenizer) == (kind == "own")
+    special, ids = t.control_ids[0], [*t.encode("ab")]
+    text = Core.from_file(str(tmp_path / "tokenizer.json")).id_to_token(special).encode()
+    plain = t.decode(ids)
+    assert plain.strip() == b"ab" and t.decode([*ids, special, *ids]) == plain + text + plain
+    assert t.decode([*ids, special, *ids], skip_special_tokens=True) == plain * 2
+    for bad in (-1, t.vocab_size):
+        with pytest.raises(DataError, match=f"token id {bad} is outside"):
+            t.decode([bad])
 
 
 def test_unused_ids_are_control_ids(tmp_path: Path) -> None:

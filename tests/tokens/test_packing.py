@@ -16,7 +16,7 @@ from whorl.corpus.documents import document_id
 from whorl.errors import BudgetError, ConfigError, DataError
 from whorl.slots import Spec
 from whorl.tokens.loader import TokenBatch, TokenProducer, open_batches
-from whorl.tokens.packing import pack
+from whorl.tokens.packing import pack, random_windows
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -161,3 +161,16 @@ def test_empty_split_can_be_written_and_read(tmp_path: Path) -> None:
     write(tmp_path / "set", [], split="validation")
     stream = TokenSet(tmp_path / "set").split("validation")
     assert len(stream) == 0 and list(stream.iter_documents()) == []
+
+
+def test_random_windows_of_a_memory_map_cover_every_position(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(100, 112, dtype=np.uint16))
+    ids = np.load(tmp_path / "ids.npy", mmap_mode="r")
+    inputs, targets = random_windows(ids, 200, 8, np.random.default_rng(0))
+    assert inputs.shape == targets.shape == (200, 8) and inputs.dtype == targets.dtype == np.int64
+    assert (targets == inputs + 1).all() and (np.diff(inputs) == 1).all()
+    assert set(inputs[:, 0]) == {100, 101, 102, 103}  # the last window ends with the last id
+    again = random_windows(ids, 200, 8, np.random.default_rng(0))
+    assert np.array_equal(again[0], inputs)
+    with pytest.raises(DataError, match="12 ids hold no window of 12"):
+        random_windows(ids, 1, 12, np.random.default_rng(0))

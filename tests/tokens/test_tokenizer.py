@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
+from tokenizers import pre_tokenizers
 
 from whorl.errors import ConfigError, DataError
 from whorl.tokens import bpe, pretokens
@@ -173,6 +174,64 @@ def test_healed_prompt_ids_are_stable(prompt: str, rest: str) -> None:
         assert T.encode(prompt + rest).tolist()[: len(prompt_ids)] == prompt_ids
 
 
+GPT2 = Tokenizer.train([CODE * 20], 420, special_tokens=["<|c d|>"], pattern="gpt2")
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, st.lists(st.integers(0, 10**6), max_size=4), st.booleans())
+@example("it's I'LL  x\u00a0 y  \n  z ½１２３", [2], True)
+def test_gpt2_pattern_matches_hugging_face(text: str, cuts: list[int], special: bool) -> None:
+    """Pre-tokens and ids are those of the ByteLevel pre-tokenizer of `tokenizers`; streams and prompts agree."""
+    if has_lone_surrogate(text):
+        return
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    want = [text[start:end] for _, (start, end) in pieces]
+    assert pretokens.split_pretokens(text, GPT2.pattern) == want
+    ids = GPT2.encode(text, allow_special=special).tolist()
+    assert GPT2.decode(ids) == text.encode()
+    if not special:
+        assert ids == [i for piece in want for i in GPT2.encode(piece).tolist()]
+    edges = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
+    chunks = [text[a:b] for a, b in itertools.pairwise(edges)]
+    assert [i for part in GPT2.encode_stream(chunks, allow_special=special) for i in part.tolist()] == ids
+    healed = heal(GPT2, text)
+    assert GPT2.decode(healed.ids[1:]) + healed.forced_prefix == text.encode()
+
+
+@pytest.mark.parametrize("pattern", ["whorl", "gpt2", r"\p{L}+|[\s\S]"])
+def test_pattern_is_saved_and_loaded(pattern: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train([CODE * 20], 420, pattern=pattern)
+    core = saved(tokenizer, tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert again.pattern == tokenizer.pattern == pretokens.PATTERNS.get(pattern, pattern)
+    for text in (CODE, "a  b\n\n c 12345 d.e", "it's"):
+        ids = tokenizer.encode(text).tolist()
+        assert again.encode(text).tolist() == ids == core.encode(text, add_special_tokens=False).ids
+
+
+def test_own_pattern_uses_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretokens, "compile_pattern", None)
+    assert pretokens.split_pretokens("a b", T.pattern) == ["a", " b"]
+
+
+def test_patterns_that_cannot_be_used_are_named() -> None:
+    for bad in ("(", r"(?<=a+)b(*)"):
+        with pytest.raises(ConfigError, match="split pattern"):
+            Tokenizer.train(["ab ab"], 300, pattern=bad)
+    for use in (lambda: Tokenizer.train(["ab ab"], 300, pattern=r"\w+"),
+                lambda: Tokenizer(T.token_bytes[:256], pattern=r"\w+").encode("a b")):  # fmt: skip
+        with pytest.raises(DataError, match="leaves out a part"):
+            use()
+
+
+def test_load_refuses_a_tokenizer_of_another_project(tmp_path: Path) -> None:
+    """Its special tokens have other names; adding ours would change ids."""
+    path = T.save(tmp_path)
+    path.write_text(path.read_text().replace(BOS, "<s>"))
+    with pytest.raises(DataError, match="HFTokenizer"):
+        Tokenizer.load(tmp_path)
+
+
 def test_tokenizer_rejects_impossible_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocabulary of 200"):
         Tokenizer.train(["x"], 200)
@@ -187,6 +246,12 @@ def test_tokenizer_rejects_impossible_input(tmp_path: Path) -> None:
 def test_train_matches_naive(counts: dict[bytes, int], n_tokens: int, min_count: int) -> None:
     fast = bpe.train(counts, n_tokens, min_count=min_count)
     assert fast == bpe.train_naive(counts, n_tokens, min_count=min_count)
+    merges = bpe.train_merges(counts, n_tokens, min_count=min_count)
+    known = set(fast[:256])
+    for left, right in merges:  # each half exists when it is merged
+        assert {left, right} <= known
+        known.add(left + right)
+    assert fast[256:] == list(dict.fromkeys(left + right for left, right in merges))
 
 
 @settings(max_examples=50, deadline=None)

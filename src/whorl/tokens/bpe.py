@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -55,6 +55,29 @@ def train(
         Tokens by rank: the 256 bytes, then the merged ones. Fewer than `n_tokens` if pairs run out.
     """
     tokens = [bytes([i]) for i in range(256)]
+    merges = _merges(counts, n_tokens, min_count, progress)
+    return tokens + list(dict.fromkeys(left + right for left, right in merges))
+
+
+def train_merges(
+    counts: Mapping[bytes, int], n_tokens: int, *, min_count: int = 2
+) -> list[tuple[bytes, bytes]]:
+    """Learn a vocabulary as `train` does; return the merged pairs in order.
+
+    The tokens are the 256 bytes and the distinct concatenations of the pairs. There may be more pairs than new tokens,
+    since two pairs can spell the same bytes.
+    """
+    return list(_merges(counts, n_tokens, min_count))
+
+
+def _merges(
+    counts: Mapping[bytes, int],
+    n_tokens: int,
+    min_count: int,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the pairs in the order of their merges. Arguments as of `train`."""
+    tokens = [bytes([i]) for i in range(256)]
     rank_of = {t: i for i, t in enumerate(tokens)}
     order = [_descending(t) for t in tokens]  # sorts in the reverse order of the tokens
     words = _Words(counts)
@@ -70,7 +93,9 @@ def train(
                 heapq.heappop(heap)
             continue
         heapq.heappop(heap)
-        merged = tokens[key >> _SHIFT] + tokens[key & _MASK]
+        left, right = tokens[key >> _SHIFT], tokens[key & _MASK]
+        yield left, right
+        merged = left + right
         rank = rank_of.get(merged)
         if rank is None:
             rank = rank_of[merged] = len(tokens)
@@ -81,7 +106,6 @@ def train(
         for grown in words.merge(key, rank):
             if (n := words.counts[grown]) >= min_count:
                 heapq.heappush(heap, (-n, order[grown >> _SHIFT], order[grown & _MASK], grown))
-    return tokens
 
 
 def train_naive(counts: Mapping[bytes, int], n_tokens: int, *, min_count: int = 2) -> list[bytes]:

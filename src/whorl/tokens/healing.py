@@ -31,7 +31,7 @@ class HealedPrompt(NamedTuple):
 
 def heal(tokenizer: Tokenizer, text: str) -> HealedPrompt:
     """Return a prompt ready for generation."""
-    last = split_pretokens(text)[-1] if text else ""
+    last = split_pretokens(text, tokenizer.pattern)[-1] if text else ""
     ids = [tokenizer.bos_id, *tokenizer.encode(text[: len(text) - len(last)]).tolist()]
     end = tokenizer.encode(last).tolist()
     if len(last.encode()) <= MAX_HEALED_BYTES:

@@ -20,7 +20,14 @@ from typing import Any
 
 from whorl.errors import DataError
 from whorl.tokens.healing import HealedPrompt, without_last_token
-from whorl.tokens.tokenizer import BYTE_OF_CHAR, TOKENIZER_FILE, Tokenizer, banned_ids, fit_rows
+from whorl.tokens.tokenizer import (
+    BYTE_OF_CHAR,
+    TOKENIZER_FILE,
+    Tokenizer,
+    banned_ids,
+    fit_rows,
+    join_tokens,
+)
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -165,10 +172,19 @@ class HFTokenizer:
         core = self._core if allow_special else self._core_without_special
         return list(core.encode(data, add_special_tokens=False).ids)
 
-    def decode(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of `ids`; special tokens have none."""
-        table = self.token_bytes
-        return b"".join(table[i] for i in ids if 0 <= i < len(table))
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> bytes:
+        """Return the bytes of `ids`; special tokens as their text, or without them. Unused ids have no bytes.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        return join_tokens(ids, self.token_bytes if skip_special_tokens else self._spelled_tokens)
+
+    @cached_property
+    def _spelled_tokens(self) -> list[bytes]:
+        """The bytes of each id, special tokens as their text."""
+        special = {i: text.encode() for text, i in self.added_tokens.items() if i in self.all_special_ids}
+        return [special.get(i, token) for i, token in enumerate(self.token_bytes)]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | HFTokenizer:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, DataError
 
 
 class IdSource(Protocol):
@@ -187,3 +187,25 @@ def best_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
             rows_by_space[space - size].append(row)
             free_mask |= 1 << (space - size)
     return rows
+
+
+def random_windows(
+    ids: IdSource | NDArray[Any], batch_size: int, seq_len: int, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (inputs, targets) [batch_size, seq_len] of windows at random positions; targets are one id later.
+
+    It is the sampler of nanoGPT: documents run into each other, and an epoch has no end. Training here uses `pack`.
+
+    Args:
+        ids: ids in a row, for example `numpy.load(path, mmap_mode="r")` or a `TokenSplit`. Only the windows are read.
+
+    Raises:
+        DataError: fewer than seq_len + 1 ids.
+    """
+    if len(ids) <= seq_len:
+        raise DataError(
+            f"{len(ids):,} ids hold no window of {seq_len} ids", expected=f"at least {seq_len + 1:,}"
+        )
+    starts = rng.integers(0, len(ids) - seq_len, size=batch_size).tolist()
+    windows = np.stack([np.asarray(ids[start : start + seq_len + 1]) for start in starts]).astype(np.int64)
+    return windows[:, :-1], windows[:, 1:]

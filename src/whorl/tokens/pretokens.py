@@ -16,7 +16,8 @@ Subtle: the pattern reads at most one character past the end of a match, and nev
 and every engine runs it as a plain automaton, and (2) a piece that ends before the end of the text so far is final. Streams
 rely on that, and on `SAFE_BORDER`: between a letter or digit and a space or line break there is always a border. Bytes that
 are not UTF-8 form separate pieces (`split_invalid_utf8`), so any bytes are learned from, encoded and decoded exactly.
-ASCII text uses `re`, which gives the same pieces as `regex` in half the time.
+ASCII text uses `re`, which gives the same pieces as `regex` in half the time. A tokenizer may have another pattern, as
+GPT-2's; then none of this holds, and `regex` splits all text.
 """
 
 from __future__ import annotations
@@ -26,15 +27,24 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import cache
 from itertools import chain
 from multiprocessing import get_context
 
 import regex
 
+from whorl.errors import ConfigError, DataError
+
 # A word with the one character before it | up to three digits
 # | signs with the space before them and the line breaks and blanks after them | line breaks with the
 # indentation after them | other blanks.
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^ \t\r\n\p{L}\p{N}]+[\r\n]*[ \t]*|[\r\n]+[ \t]*|[ \t]+"
+
+# Patterns by name. GPT-2's is that of its `encoder.py`.
+PATTERNS = {
+    "whorl": PATTERN,
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+}
 
 # Between a letter or digit and a blank there is a border in any text, for any surroundings.
 SAFE_BORDER = regex.compile(r"(?r)(?<=[A-Za-z0-9])[ \t\r\n]")
@@ -53,9 +63,44 @@ _BATCH_BYTES = 1 << 20  # text sent to a worker at a time
 _MIN_POOL_BYTES = 4 << 20  # below this, starting processes costs more than it saves
 
 
-def split_pretokens(text: str) -> list[str]:
-    """Split valid text into pre-tokens; their concatenation is the text."""
-    return (_ascii_pattern if text.isascii() else _unicode_pattern).findall(text)
+def split_pretokens(text: str, pattern: str = PATTERN) -> list[str]:
+    """Split valid text into pre-tokens; their concatenation is the text.
+
+    Raises:
+        ConfigError: the pattern is no regular expression.
+        DataError: the pattern leaves out a part of the text.
+    """
+    if pattern == PATTERN:
+        return (_ascii_pattern if text.isascii() else _unicode_pattern).findall(text)
+    pieces = [match.group() for match in compile_pattern(pattern).finditer(text)]
+    if sum(map(len, pieces)) != len(text):
+        raise incomplete_pattern(pattern)
+    return pieces
+
+
+@cache
+def compile_pattern(pattern: str) -> regex.Pattern[str]:
+    """Return a compiled split pattern.
+
+    Raises:
+        ConfigError: it is no regular expression.
+    """
+    try:
+        return regex.compile(pattern)
+    except regex.error as error:
+        raise ConfigError(
+            f"the split pattern {pattern!r} is no regular expression: {error}",
+            expected=f"a pattern, or one of the names {', '.join(PATTERNS)}",
+        ) from error
+
+
+def incomplete_pattern(pattern: str) -> DataError:
+    """Return the error of a pattern that leaves out characters, which no token could hold."""
+    return DataError(
+        f"the split pattern {pattern!r} leaves out a part of the text",
+        expected="pieces whose concatenation is the text",
+        do=r"add an alternative for the rest: |[\s\S]",
+    )
 
 
 def split_invalid_utf8(data: str | bytes) -> Iterator[str | bytes]:
@@ -91,28 +136,31 @@ def special_token_pattern(special_tokens: Sequence[str]) -> re.Pattern[str] | No
 
 
 def count_pretokens(
-    texts: Iterable[str | bytes], special_tokens: Sequence[str] = (), workers: int | None = None
+    texts: Iterable[str | bytes],
+    special_tokens: Sequence[str] = (),
+    workers: int | None = None,
+    pattern: str = PATTERN,
 ) -> Counter[bytes]:
-    """Count each pre-token, in `workers` processes (None: the available cores, at most two).
+    """Count each pre-token of a split pattern, in `workers` processes (None: the available cores, at most two).
 
     Special tokens are removed first and are not counted. Memory: the counts, plus a few MB per worker.
     """
     workers = min(2, available_cores()) if workers is None else workers
     batches = _batches(texts)
     if workers <= 1:
-        return _count_all(batches, special_tokens)
+        return _count_all(batches, special_tokens, pattern)
     head: list[list[str | bytes]] = []
     for batch in batches:
         head.append(batch)
         if len(head) * _BATCH_BYTES >= _MIN_POOL_BYTES:
             break
     else:
-        return _count_all(head, special_tokens)
+        return _count_all(head, special_tokens, pattern)
     total: Counter[str | bytes] = Counter()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting: set[Future[Counter[str | bytes]]] = set()
         for batch in chain(head, batches):
-            waiting.add(pool.submit(_count_batch, batch, special_tokens))
+            waiting.add(pool.submit(_count_batch, batch, special_tokens, pattern))
             if len(waiting) > 2 * workers:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -140,20 +188,22 @@ def _batches(texts: Iterable[str | bytes]) -> Iterator[list[str | bytes]]:
         yield batch
 
 
-def _count_all(batches: Iterable[list[str | bytes]], specials: Sequence[str]) -> Counter[bytes]:
+def _count_all(batches: Iterable[list[str | bytes]], specials: Sequence[str], pattern: str) -> Counter[bytes]:
     total: Counter[str | bytes] = Counter()
     for batch in batches:
-        _count_into(total, batch, specials)
+        _count_into(total, batch, specials, pattern)
     return _to_bytes(total)
 
 
-def _count_batch(batch: list[str | bytes], specials: Sequence[str]) -> Counter[str | bytes]:
+def _count_batch(batch: list[str | bytes], specials: Sequence[str], pattern: str) -> Counter[str | bytes]:
     counts: Counter[str | bytes] = Counter()
-    _count_into(counts, batch, specials)
+    _count_into(counts, batch, specials, pattern)
     return counts
 
 
-def _count_into(counts: Counter[str | bytes], batch: list[str | bytes], specials: Sequence[str]) -> None:
+def _count_into(
+    counts: Counter[str | bytes], batch: list[str | bytes], specials: Sequence[str], pattern: str
+) -> None:
     special = special_token_pattern(specials)
     for data in batch:
         for segment in split_invalid_utf8(data):
@@ -161,7 +211,7 @@ def _count_into(counts: Counter[str | bytes], batch: list[str | bytes], specials
                 counts[segment] += 1
             else:
                 for text in special.split(segment) if special else (segment,):
-                    counts.update(split_pretokens(text))
+                    counts.update(split_pretokens(text, pattern))
 
 
 def _to_bytes(counts: Counter[str | bytes]) -> Counter[bytes]:

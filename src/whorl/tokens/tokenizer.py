@@ -12,6 +12,7 @@ Subtle:
   each token by rank, every pair that spells it. `ignore_merges` takes a pre-token that is a token whole, as tiktoken does.
 - *Streams.* A pre-token that ends before the end of the text so far is final (see `pretokens`), so a stream is encoded up to
   such a position and gives the ids of the whole. Memory is bounded by the chunk and the longest pre-token; time is linear.
+  This is a property of our pattern. With another one, a stream is held until a special token or its end.
 - *pad is not eos*: a model must learn to end, and must never learn from padding.
 """
 
@@ -43,9 +44,16 @@ class Tokenizer:
     Args:
         tokens: byte strings by rank, the 256 single bytes first.
         special_tokens: further special tokens, after `<|bos|>`, `<|eos|>` and `<|pad|>`.
+        pattern: regular expression of the pre-tokens, or a name: "whorl" (`pretokens.PATTERN`) or "gpt2".
+
+    Raises:
+        ConfigError: a special token or the pattern cannot be used.
+        DataError: the tokens are no byte-level vocabulary.
     """
 
-    def __init__(self, tokens: Sequence[bytes], special_tokens: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokens: Sequence[bytes], special_tokens: Sequence[str] = (), *, pattern: str = "whorl"
+    ) -> None:
         ranks = {token: rank for rank, token in enumerate(tokens)}
         if len(ranks) != len(tokens) or list(tokens[:256]) != [bytes([i]) for i in range(256)]:
             raise DataError(
@@ -60,6 +68,8 @@ class Tokenizer:
                     expected="one or more printable ASCII characters",
                     do="write it as <|name|>",
                 )
+        self.pattern = pretokens.PATTERNS.get(pattern, pattern)
+        pretokens.compile_pattern(self.pattern)
         self.special_tokens = [BOS, EOS, PAD, *(s for s in special_tokens if s not in (BOS, EOS, PAD))]
         self.special_token_ids = {special: len(tokens) + i for i, special in enumerate(self.special_tokens)}
         self.token_bytes: list[bytes] = [*tokens, *(s.encode() for s in self.special_tokens)]
@@ -70,9 +80,15 @@ class Tokenizer:
         self._longest_special = max(map(len, self.special_tokens))
         # The core receives the special tokens although they are encoded here: without any, it searches for the empty
         # string at every character, which halves its speed.
-        self._core = tiktoken.Encoding(
-            "whorl", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens=self.special_token_ids
-        )._core_bpe
+        try:
+            self._core = tiktoken.Encoding(
+                "whorl", pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=self.special_token_ids
+            )._core_bpe
+        except ValueError as error:
+            raise ConfigError(
+                f"the split pattern {self.pattern!r} cannot be used: {error}",
+                expected="a regular expression that Python's regex and Rust's fancy-regex both read",
+            ) from error
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -104,12 +120,13 @@ class Tokenizer:
         vocab_size: int,
         *,
         special_tokens: Sequence[str] = (),
+        pattern: str = "whorl",
         workers: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Tokenizer:
         """Learn a vocabulary of at most `vocab_size` ids (special tokens and bytes included).
 
-        A small or uniform text gives fewer: read `vocab_size` of the result.
+        A small or uniform text gives fewer: read `vocab_size` of the result. pattern: as of the class.
 
         Raises:
             ConfigError: `vocab_size` leaves no space for a merge, or is above 2**20.
@@ -122,8 +139,10 @@ class Tokenizer:
                 expected=f"more than {n_fixed} (256 bytes, {len(all_specials)} special tokens), up to 1048576",
                 do="choose a vocabulary between 512 and 65536",
             )
-        counts = pretokens.count_pretokens(texts, all_specials, workers)
-        return cls(bpe.train(counts, vocab_size - len(all_specials), progress=progress), special_tokens)
+        pattern = pretokens.PATTERNS.get(pattern, pattern)
+        counts = pretokens.count_pretokens(texts, all_specials, workers, pattern)
+        tokens = bpe.train(counts, vocab_size - len(all_specials), progress=progress)
+        return cls(tokens, special_tokens, pattern=pattern)
 
     def encode(self, data: str | bytes, *, allow_special: bool = False) -> Ids:
         """Return the ids of `data`. Special tokens in it are ordinary text unless `allow_special`."""
@@ -174,18 +193,14 @@ class Tokenizer:
         if size:
             yield self._encode_escaped("".join(parts), allow_special)
 
-    def decode(self, ids: Iterable[int] | Ids) -> bytes:
-        """Return the bytes of `ids`; special tokens as their text.
+    def decode(self, ids: Iterable[int] | Ids, *, skip_special_tokens: bool = False) -> bytes:
+        """Return the bytes of `ids`; special tokens as their text, or without them.
 
         Raises:
             DataError: an id outside the vocabulary.
         """
-        listed: list[int] = np.asarray(ids).tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
-        table, size = self.token_bytes, self.vocab_size
-        for i in listed:
-            if not 0 <= i < size:
-                raise DataError(f"token id {i} is outside the vocabulary", expected=f"0 to {size - 1}")
-        return b"".join([table[i] for i in listed])
+        table = self.text_bytes(self.vocab_size) if skip_special_tokens else self.token_bytes
+        return join_tokens(ids, table)
 
     def save(self, folder: Path) -> Path:
         """Write `tokenizer.json` into `folder`, with the file that `transformers` needs next to it; returns its path."""
@@ -199,10 +214,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read a `tokenizer.json` that `save` wrote (or one with the same split pattern).
+        """Read a `tokenizer.json` that `save` wrote, with its split pattern.
 
         Raises:
-            DataError: no such file, no tokenizer in it, or one with another split pattern.
+            DataError: no such file, or a tokenizer of another kind.
         """
         path = Path(folder) / TOKENIZER_FILE
         try:
@@ -219,16 +234,20 @@ class Tokenizer:
                 expected="a tokenizer.json written by whorl",
                 do="check the path, or train the tokenizer again",
             ) from error
-        if pattern != pretokens.PATTERN or [i for i, _ in ordinary] != list(range(len(ordinary))):
+        if specials[:3] != [BOS, EOS, PAD] or [i for i, _ in ordinary] != list(range(len(ordinary))):
             raise DataError(
-                f"{path} has another split pattern or other ids than this version",
-                expected=f"the splitting pattern {pretokens.PATTERN}",
-                do="train the tokenizer again with this version",
+                f"{path} has the special tokens {specials[:3]}, or gaps between its ids",
+                expected=f"a tokenizer.json written by whorl, with {BOS}, {EOS} and {PAD}",
+                do="read the tokenizers of other projects with HFTokenizer",
             )
-        return cls(tokens, specials)
+        return cls(tokens, specials, pattern=pattern)
 
     def _encode_text(self, text: str) -> Ids:
         ids = np.frombuffer(self._core.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
+        if self.pattern != pretokens.PATTERN and sum(len(self.token_bytes[i]) for i in ids.tolist()) != len(
+            text.encode()
+        ):
+            raise pretokens.incomplete_pattern(self.pattern)
         return ids.astype(self.dtype)
 
     def _encode_with_special(self, text: str) -> Iterator[Ids]:
@@ -258,7 +277,7 @@ class Tokenizer:
                 if match.start() >= limit:
                     break
                 start = match.end()
-        if start >= limit:
+        if start >= limit or self.pattern != pretokens.PATTERN:
             return start
         if border := pretokens.SAFE_BORDER.search(text, start, limit):
             return int(border.start())
@@ -291,7 +310,7 @@ class Tokenizer:
         }
         split = {
             "type": "Split",
-            "pattern": {"Regex": pretokens.PATTERN},
+            "pattern": {"Regex": self.pattern},
             "behavior": "Isolated",
             "invert": False,
         }
@@ -333,6 +352,21 @@ def banned_ids(
     """
     silent = {i for i in control_ids if i < n_rows}
     return sorted(silent.union(range(vocab_size, n_rows)).difference(keep))
+
+
+def join_tokens(ids: Iterable[int] | Ids, token_bytes: Sequence[bytes]) -> bytes:
+    """Return the bytes of `ids`, from a table of all ids.
+
+    Raises:
+        DataError: an id outside the table.
+    """
+    listed: list[int] = np.asarray(ids).tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
+    for i in listed:
+        if not 0 <= i < len(token_bytes):
+            raise DataError(
+                f"token id {i} is outside the vocabulary", expected=f"0 to {len(token_bytes) - 1}"
+            )
+    return b"".join([token_bytes[i] for i in listed])
 
 
 def fit_rows(token_bytes: Sequence[bytes], n_rows: int) -> list[bytes]:

@@ -180,7 +180,8 @@ class VisionModel:
             for part in batches(images, self.preprocessing, self.device)
             for row in network.generate(part, first, last, length)
         ]
-        return [self.tokenizer.decode(row).decode("utf-8", "replace") for row in rows]
+        texts = (self.tokenizer.decode(row, skip_special_tokens=True) for row in rows)
+        return [text.decode("utf-8", "replace") for text in texts]
 
     def embed(self, images: Pixels) -> Vectors:
         """Return unit vectors [N, d] fp32: CLIP's, or the features below the head."""

@@ -89,7 +89,7 @@ def sample(
     given = text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     fits = given.endswith(healed.forced_prefix)  # false if the tokenizer normalizes text
-    start = given if fits else tokenizer.decode(healed.ids) + healed.forced_prefix
+    start = given if fits else tokenizer.decode(healed.ids, skip_special_tokens=True) + healed.forced_prefix
     began, count = time.perf_counter(), 0
     for delta in engine.stream([request]):
         count += len(delta.tokens) - delta.n_forced
