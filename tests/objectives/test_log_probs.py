@@ -11,10 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.nn.checks import assert_same_gradients, gen, randn, saved_sizes
 from torch import Tensor
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from whorl.errors import ConfigError, DataError
-from whorl.objectives.log_probs import token_log_probs, token_log_probs_reference
+from whorl.objectives.log_probs import (
+    cross_entropy,
+    masked_mean,
+    masked_normalize,
+    token_entropy,
+    token_log_probs,
+    token_log_probs_reference,
+)
 from whorl.objectives.next_token import next_token
 
 
@@ -157,3 +165,35 @@ def test_token_log_probs_rejects_banned_target() -> None:
     first = int((targets == targets[2]).nonzero()[0])
     with pytest.raises(DataError, match=f"target {first} is id {int(targets[2])}"):
         token_log_probs(hidden, head, targets, banned_mask=forbidden)
+
+
+def test_cross_entropy_and_entropy_match_torch() -> None:
+    logits = (randn(2, 5, 7, seed=1) * 50).requires_grad_()
+    targets = torch.randint(0, 7, (2, 5), generator=gen(2))
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 5)
+    assert_close(cross_entropy(logits, targets), want)
+    assert_same_gradients(cross_entropy(logits, targets).sum(), want.sum(), (logits,))
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert_close(token_entropy(logits), entropy, atol=1e-5, rtol=1e-5)
+    assert_same_gradients(token_entropy(logits).sum(), entropy.sum(), (logits,))
+    banned = logits.masked_fill(torch.arange(7) == 3, float("-inf"))
+    (gradient,) = torch.autograd.grad(token_entropy(banned).sum(), logits)
+    assert gradient.isfinite().all() and (gradient[..., 3] == 0).all()
+    assert token_entropy(banned.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_masked_mean_and_normalize_match_torch(dim: int | None) -> None:
+    x, mask = randn(4, 6, seed=3), torch.rand(4, 6, generator=gen(4)) > 0.5
+    mask[2], mask[:, 5] = False, False
+    x[0, 5] = float("nan")  # not in the mask
+    x.requires_grad_()
+    want = torch.where(mask, x, 0.0)
+    total = want.sum() if dim is None else want.sum(dim)
+    count = mask.sum() if dim is None else mask.sum(dim)
+    theirs = torch.masked.mean(x, dim=dim, mask=mask)
+    assert_close(masked_mean(x, mask, dim), theirs, equal_nan=True)
+    assert_close(masked_mean(x, mask, dim), total / count, equal_nan=True)
+    assert_close(masked_normalize(x, mask.float(), 8.0, dim), total / 8)
+    (gradient,) = torch.autograd.grad(masked_normalize(x, mask, 2.0, dim).sum(), x)
+    assert torch.equal(gradient, mask / 2)

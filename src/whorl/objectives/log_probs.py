@@ -18,7 +18,8 @@ The subtle point: a log-probability is right only under the distribution that wa
 temperature, or with ids that the sampler never draws, every ratio would be biased in one direction. So temperature
 and banned ids are arguments, and a banned target is an error.
 
-`token_log_probs_reference` is the definition, with all logits. Tests compare values and gradients.
+`token_log_probs_reference` is the definition, with all logits. Tests compare values and gradients. It is made of
+`cross_entropy` and `token_entropy`, for logits that exist anyway.
 """
 
 from __future__ import annotations
@@ -84,10 +85,42 @@ def token_log_probs_reference(
     dtype = accumulate_dtype(hidden)
     z = F.linear(hidden.to(dtype), head.to(dtype))
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-    banned = torch.zeros_like(head[:, 0], dtype=torch.bool) if banned_mask is None else banned_mask
-    log_p = z.masked_fill(banned, float("-inf")).log_softmax(dim=-1)  # [N, V]
-    log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
-    return log_prob, -(log_p.exp() * log_p.masked_fill(banned, 0.0)).sum(dim=-1) if entropy else None
+    z = z if banned_mask is None else z.masked_fill(banned_mask, float("-inf"))  # [N, V]
+    return -cross_entropy(z, targets), token_entropy(z) if entropy else None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the negative log-probability of each target in nats, [...], at least fp32.
+
+    logits: [..., V], -inf for ids without probability. targets: [...] ids.
+    """
+    log_p = logits.to(accumulate_dtype(logits)).log_softmax(dim=-1)
+    return -log_p.gather(-1, targets[..., None]).squeeze(-1)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of each distribution in nats, [...], at least fp32. logits: [..., V], may be -inf."""
+    log_p = logits.to(accumulate_dtype(logits)).log_softmax(dim=-1)
+    return -(log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0.0)).sum(dim=-1)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Return the mean of x where `mask` is True, over one dimension or all; NaN where there is none, as in torch.
+
+    x: any shape. mask: bool or 0 and 1, broadcasts to it. Other values do not matter, and may be NaN.
+    """
+    kept = mask.bool().expand_as(x)
+    return masked_normalize(x, mask, 1.0, dim) / (kept.sum() if dim is None else kept.sum(dim))
+
+
+def masked_normalize(x: Tensor, mask: Tensor, constant: float, dim: int | None = None) -> Tensor:
+    """Return the sum of x where `mask` is True, divided by a constant, over one dimension or all.
+
+    With the maximum number of tokens as constant it is the aggregation of Dr. GRPO (arXiv:2503.20783), which
+    `policy_loss` calls "constant".
+    """
+    kept = torch.where(mask.bool(), x, torch.zeros_like(x))
+    return (kept.sum() if dim is None else kept.sum(dim)) / constant
 
 
 def _check(

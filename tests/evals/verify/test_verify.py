@@ -28,7 +28,7 @@ from whorl.evals.verify import (
     verify_all,
 )
 from whorl.evals.verify.program_verifiers import without_examples
-from whorl.evals.verify.text_verifiers import extract_answer, last_number
+from whorl.evals.verify.text_verifiers import extract_answer, extract_choice, last_number
 from whorl.sandbox import ResourceLimits, Sandbox
 
 ROOT = Path(__file__).parents[3]
@@ -301,3 +301,29 @@ verify_all([VerifiableTask("a", "?", verifier=verifier, answer={str(pid_file)!r}
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(hanging, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"), ("b", "B"), ("(C)", "C"), ("D. Paris", "D"), ("**A**", "A"), ("A) because B is wrong", "A"),
+        ("The correct answer is B. There are two reasons: A and C fail.", "B"),
+        ("First I thought the answer is A. Then I saw that the answer is (D).", "D"),
+        ("Answer: C", "C"), ("answer = **B**", "B"), ("so we get \\boxed{C}, since the answer A fails", "C"),
+        ("It cannot be a dog, so option D", "D"), ("<answer>B</answer>", "B"), ("thinking about A\n#### C", "C"),
+        ("The correct answer is 10000.", None), ("A dog is an animal.", None), ("", None), ("Z", None),
+        ("The answer is Bob", None), ("none of these", None),
+    ],
+)  # fmt: skip
+def test_extract_choice_reads_the_stated_letter(text: str, letter: str | None) -> None:
+    assert extract_choice(text) == letter
+    task = VerifiableTask(id="t", prompt="?", verifier="choice", answer="#### B")
+    (verdict,) = verify_all([task], [text])
+    assert verdict.passed == (letter == "B")
+    assert verdict.reason == ("passed" if letter == "B" else "another choice" if letter else "no choice")
+
+
+def test_choice_needs_a_letter_to_compare_with() -> None:
+    assert extract_choice("The answer is E", letters="ABCD") is None
+    (verdict,) = verify_all([VerifiableTask(id="t", prompt="?", verifier="choice", answer="12")], ["B"])
+    assert verdict.failed and "has no letter" in verdict.reason

@@ -3,7 +3,9 @@
 from whorl.evals.verify.program_verifiers import needs_sandbox
 from whorl.evals.verify.registry import VERIFIERS, parse_verifiers, verdict_metrics, verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.evals.verify.text_verifiers import extract_answer, extract_choice
 
 __all__ = [
-    "VERIFIERS", "Verdict", "VerifiableTask", "needs_sandbox", "parse_verifiers", "verdict_metrics", "verify_all"
+    "VERIFIERS", "Verdict", "VerifiableTask", "extract_answer", "extract_choice", "needs_sandbox", "parse_verifiers",
+    "verdict_metrics", "verify_all",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Registry of verifiers, and verdicts of batches.
 
-    exact, numeric, format      text_verifiers.py       compare texts
+    exact, numeric, choice      text_verifiers.py       compare answers
+    format                      text_verifiers.py       compare the form
     compiles                    program_verifiers.py    parse
     doctest, unittest           program_verifiers.py    run in the sandbox
     custom:module:function      custom_verifier.py      call a user's function in a separate process
@@ -33,6 +34,7 @@ Verifier = Callable[[VerifiableTask, str], Verdict] | SandboxVerifier
 VERIFIERS: dict[str, Verifier] = {
     "exact": answers.exact,
     "numeric": answers.numeric,
+    "choice": answers.choice,
     "format": answers.format_match,
     "compiles": programs.compiles,
     "doctest": programs.doctest_verifier,

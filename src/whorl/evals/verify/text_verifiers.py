@@ -1,4 +1,4 @@
-"""Verifiers of texts: exact, numeric, format. No program runs.
+"""Verifiers of texts: exact, numeric, choice, format. No program runs.
 
 The answer of a completion is the text in its last <answer> tags. Without tags it is the text after the last `#### `
 (the format of GSM8K, arXiv 2110.14168), or else the whole completion. A numeric answer is the last number in it, since
@@ -27,6 +27,14 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,400})(?:\.\d{1,400})?|\.\d{1,400}"
 _NUMBER = re.compile(
     rf"(?<![\w.])(?P<sign>(?<![)\]\d\w.])[-+\u2212])?\s?(?:[$€£]\s?)?(?P<top>{_DIGITS})"
     rf"(?:[eE](?P<power>[-+]?\d{{1,3}})(?!\w)|\s?/\s?(?P<bottom>{_DIGITS}))?"
+)
+_LETTER = r"[(\[*_\"']*(?P<letter>[A-Z])(?![\w'])"  # an option, also (B), **B** or "B"
+# From the most explicit form to the least. The last match counts.
+_CHOICES = (
+    re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\s*{_LETTER}"),
+    re.compile(rf"(?i:\banswer\b(?:\s+is|\s+would\s+be)?\s*[:=]?\s*(?:option|choice)?)\s*{_LETTER}"),
+    re.compile(rf"^\W*{_LETTER}(?=[)\].:*\s]*$|[)\].:*]+\s)"),
+    re.compile(rf"(?i:\b(?:option|choice)\b)\s*{_LETTER}"),
 )
 _FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 
@@ -58,6 +66,37 @@ def last_number(text: str) -> Fraction | None:
             return None
         value /= denominator
     return -value if found["sign"] in ("-", "\u2212") else value
+
+
+def extract_choice(text: str, letters: str = "ABCDEFGHIJ") -> str | None:
+    """Return the letter that a completion gives as its answer to a multiple-choice question, or None.
+
+    The answer part (`extract_answer`) is searched for "\\\\boxed{B}", then "answer is (B)" or "Answer: B", then a letter at
+    its start ("B", "b", "(B) because"), then "option B". None if the letter is not one of `letters`.
+    """
+    answer = extract_answer(text)
+    if len(answer) == 1:
+        answer = answer.upper()
+    for pattern in _CHOICES:
+        found = [match["letter"] for match in pattern.finditer(answer) if match["letter"] in letters]
+        if found:
+            return found[-1]
+    return None
+
+
+def choice(task: VerifiableTask, completion: str) -> Verdict:
+    """Check that the completion chooses the expected option, a letter (see `extract_choice`).
+
+    Raises:
+        DataError: the expected answer has no letter.
+    """
+    expected = extract_choice(task.answer)
+    if expected is None:
+        raise DataError(
+            f"task {task.id!r}: answer {task.answer!r} has no letter", expected="the letter of an option"
+        )
+    got = extract_choice(completion)
+    return _verdict(got == expected, "another choice" if got is not None else "no choice")
 
 
 def exact(task: VerifiableTask, completion: str) -> Verdict:
