@@ -5,8 +5,9 @@ The names below are imported at their first use, so that `whorl.engine.config` n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from whorl._lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from whorl.engine.config import EngineConfig
@@ -17,15 +18,12 @@ if TYPE_CHECKING:
     from whorl.engine.sampling_params import SamplingParams
 
 _MODULES = {
-    "EngineConfig": "config",
-    "fastest_dtype": "load",
-    "load_for_sampling": "load",
-    "Adapters": "model.multi_lora",
-    "Token": "request",
-    "Sampler": "sampling.sampler",
-    "SamplerRow": "sampling.sampler",
-    "distribution": "sampling.sampler",
-    "SamplingParams": "sampling_params",
+    "config": ("EngineConfig",),
+    "load": ("fastest_dtype", "load_for_sampling"),
+    "model.multi_lora": ("Adapters",),
+    "request": ("Token",),
+    "sampling.sampler": ("Sampler", "SamplerRow", "distribution"),
+    "sampling_params": ("SamplingParams",),
 }
 __all__ = [
     "Adapters",
@@ -38,10 +36,4 @@ __all__ = [
     "fastest_dtype",
     "load_for_sampling",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name of the package at its first use."""
-    if name in _MODULES:
-        return getattr(import_module(f"whorl.engine.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'whorl.engine' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_exports(__name__, _MODULES)

@@ -1,10 +1,76 @@
 """Training: learner, optimizers, language-model pretraining, checkpoints, metrics, resilience, profiling.
 
-Import from the modules. This file stays empty so that `train.config` can be read without importing torch.
+The names below are imported at their first use, so that `train.config` can be read without torch. `whorl.train` is also a
+function (`whorl.api.train`).
 """
 
+from __future__ import annotations
+
 import sys
+from typing import TYPE_CHECKING
 
 from whorl._callable_module import CallableModule
+from whorl._lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from whorl.train.config import OptimConfig, ScheduleConfig, TrainConfig
+    from whorl.train.learner.ema import EMA
+    from whorl.train.learner.learner import Learner, SharedState
+    from whorl.train.learner.loop import StopTraining, train_loop
+    from whorl.train.learner.update import DivergedError, ParamOptim, TargetNetwork, Update, all_adamw
+    from whorl.train.lm.objective import LMObjective, param_optims
+    from whorl.train.optim.clipping import clip_grad_norm_
+    from whorl.train.optim.decay_mask import decayed_parameters
+    from whorl.train.optim.lr_schedule import lr_scale, warmup_stable_decay
+    from whorl.train.optim.optimizer import Optimizer, OptimizerInputs
+    from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonalize
+    from whorl.train.optim.soap import SOAP
+    from whorl.train.optim.torch_optimizer import TorchOptimizer
+
+_MODULES = {
+    "config": ("OptimConfig", "ScheduleConfig", "TrainConfig"),
+    "learner.ema": ("EMA",),
+    "learner.learner": ("Learner", "SharedState"),
+    "learner.loop": ("StopTraining", "train_loop"),
+    "learner.update": ("DivergedError", "ParamOptim", "TargetNetwork", "Update", "all_adamw"),
+    "lm.objective": ("LMObjective", "param_optims"),
+    "optim.clipping": ("clip_grad_norm_",),
+    "optim.decay_mask": ("decayed_parameters",),
+    "optim.lr_schedule": ("lr_scale", "warmup_stable_decay"),
+    "optim.optimizer": ("Optimizer", "OptimizerInputs"),
+    "optim.optimizers": ("AdamW", "Muon", "SparseAdagrad", "orthogonalize"),
+    "optim.soap": ("SOAP",),
+    "optim.torch_optimizer": ("TorchOptimizer",),
+}
+__all__ = [
+    "EMA",
+    "SOAP",
+    "AdamW",
+    "DivergedError",
+    "LMObjective",
+    "Learner",
+    "Muon",
+    "OptimConfig",
+    "Optimizer",
+    "OptimizerInputs",
+    "ParamOptim",
+    "ScheduleConfig",
+    "SharedState",
+    "SparseAdagrad",
+    "StopTraining",
+    "TargetNetwork",
+    "TorchOptimizer",
+    "TrainConfig",
+    "Update",
+    "all_adamw",
+    "clip_grad_norm_",
+    "decayed_parameters",
+    "lr_scale",
+    "orthogonalize",
+    "param_optims",
+    "train_loop",
+    "warmup_stable_decay",
+]
+__getattr__, __dir__ = lazy_exports(__name__, _MODULES)
 
 sys.modules[__name__].__class__ = CallableModule  # whorl.train(...) calls whorl.api.train
