@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.train.pretraining import train_notes
@@ -31,6 +32,20 @@ def schedules(draw: st.DrawFn) -> ScheduleConfig:
     if kind != "constant":
         values["min_lr_ratio"] = draw(st.floats(0, 1))
     return ScheduleConfig.model_validate(values)
+
+
+def test_cosine_with_warmup_matches_torch() -> None:
+    """The warm-up of torch's `LinearLR` from 1 / warm to 1, then `CosineAnnealingLR`."""
+    warm, total, minimum = 7, 40, 0.1
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / warm, total_iters=warm - 1)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total - warm, eta_min=minimum)
+    theirs = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[warm])
+    config = ScheduleConfig(kind="cosine", warmup_steps=warm, min_lr_ratio=minimum)
+    for step in range(total):
+        assert lr_scale(step, total, config) == pytest.approx(theirs.get_last_lr()[0], abs=1e-9), step
+        optimizer.step()
+        theirs.step()
 
 
 @given(schedules(), st.integers(1, 3000))

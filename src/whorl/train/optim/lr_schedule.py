@@ -11,6 +11,9 @@
 Only wsd has a plateau that is independent of the run's length. So one stable run can serve several budgets, with a
 decay branch for each (`lm/decay_branches.py`).
 
+The factor of warm-up step s = 0, 1, ... is (s + 1) / warm-up steps: the first step already learns. With the definition
+s / warm-up steps, as in Hugging Face's schedules, each of these values comes one step later. After the warm-up both agree.
+
 The functions have no state, so a resumed run gets the factors of an undisturbed run. `step` counts from 0 to total - 1.
 The minimum is reached at `total`, so the last step is one step above it.
 """
