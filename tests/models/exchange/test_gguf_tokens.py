@@ -20,9 +20,15 @@ from tokenizers import Tokenizer as Core
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import Transformer
 from whorl.models.exchange.gguf.file import export_gguf
-from whorl.models.exchange.gguf.vocabulary import FALLBACK_PRE, SPLITS, WHORL_PATTERN, read_vocabulary
+from whorl.models.exchange.gguf.vocabulary import (
+    FALLBACK_PRE,
+    GPT2_PATTERN,
+    SPLITS,
+    WHORL_PATTERN,
+    read_vocabulary,
+)
 from whorl.models.transformer_config import AttentionConfig
-from whorl.tokens.pretokens import PATTERN
+from whorl.tokens.pretokens import PATTERNS
 from whorl.tokens.tokenizer import Tokenizer
 
 # Training text, and texts whose ids are compared.
@@ -154,7 +160,7 @@ def whorl_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer
 
 def test_whorl_vocabulary_warns_and_keeps_merge_order(whorl_tokenizer: tuple[Tokenizer, Path]) -> None:
     tokenizer, folder = whorl_tokenizer
-    assert WHORL_PATTERN == PATTERN  # models cannot import tokens
+    assert {"whorl": WHORL_PATTERN, "gpt2": GPT2_PATTERN} == PATTERNS  # models cannot import tokens
     with pytest.warns(UserWarning, match="2 tokens in 100"):
         found = read_vocabulary(folder, tokenizer.vocab_size)
     assert found.pre == FALLBACK_PRE

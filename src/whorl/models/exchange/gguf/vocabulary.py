@@ -40,10 +40,12 @@ _CASED_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WHORL_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^ \t\r\n\p{L}\p{N}]+[\r\n]*[ \t]*|[\r\n]+[ \t]*|[ \t]+"
 )
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Split patterns, in order -> llama.cpp's name. "GPT-2" is the pattern built into the byte-level step, "digits" the step that
 # makes every digit a piece.
 SPLITS: dict[tuple[str, ...], str] = {
     ("GPT-2",): "gpt-2",
+    (GPT2_PATTERN,): "gpt-2",
     ("digits", "GPT-2"): "smollm",
     (_WORDS + r"\p{N}{1,3}" + _SIGNS,): "llama-bpe",
     (_WORDS + r"\p{N}" + _SIGNS,): "qwen2",
