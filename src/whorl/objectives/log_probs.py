@@ -105,7 +105,7 @@ def token_entropy(logits: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the mean of x where `mask` is True, over one dimension or all; NaN where there is none, as in torch.
+    """Return the mean of x where `mask` is True, over one dimension or all; NaN for an empty mask, as in torch.
 
     x: any shape. mask: bool or 0 and 1, broadcasts to it. Other values do not matter, and may be NaN.
     """

@@ -12,7 +12,7 @@ of the key, and d = i - j:
 - block b:     i // b and j // b are neighbors in `layout`, a matrix [blocks, blocks]; without one, i // b = j // b
 - segments:    query and key are in the same document of a packed row
 - key_allowed: the key is not padding
-- allowed:     True at the pair in a matrix of one's own
+- allowed:     True at the pair in a matrix that the caller gives
 
 The subtle part is the position. In decoding, query i of a call is at `offset` + i among the keys. Distances need no
 more than that. Blocks are counted from the start of each document, so that packed rows equal separate documents.

@@ -3,8 +3,9 @@
     optimizer = TorchOptimizer(matrices, "muon", lr=0.02)
     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-It works with every optimizer of the table in `train/config.py`, and with one's own ("module:Class"). `Learner` does not
-use it. The state of a parameter has torch's form: its moments by name and the number of its own steps.
+It works with every optimizer of the table in `train/config.py`, and with a class outside of the package
+("module:Class"). `Learner` does not use it. The state of a parameter has torch's form: its moments by name, and the
+number of its steps.
 
 The subtle point: an `Optimizer` is a set of references to tensors and a step number. So each step makes one for the
 parameters that have a gradient and are at the same step. Parameters without a gradient are skipped, as in torch.
