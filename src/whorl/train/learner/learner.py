@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,11 @@ from whorl.errors import ConfigError
 from whorl.nn.norm import BatchNorm
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
-from whorl.train.learner.update import ParamOptim, TargetNetwork, Update, check_updates
+from whorl.train.learner.update import GradHook, ParamOptim, TargetNetwork, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters
 from whorl.train.optim.clipping import clip_scale, squared_norm
 from whorl.train.optim.optimizer import Optimizer, OptimizerInputs, get_optimizer
-from whorl.train.optim.optimizers import SparseAdagrad, flatten_views
+from whorl.train.optim.optimizers import SparseAdagrad, contiguous_zeros, flatten_views
 
 
 @dataclass
@@ -85,7 +85,7 @@ class SharedState:
                 for n, p in networks.named_parameters()
                 if n in param_optims and param_optims[n].optimizer == "adamw"
             }
-            flat_groups = [_contiguous_zeros(one) for _ in range(4)]
+            flat_groups = [contiguous_zeros(one) for _ in range(4)]
             weights, gradients = flat_groups[0], {n: t[None] for n, t in flat_groups[1].items()}
             state = {
                 f"{n}/{m}": t
@@ -140,15 +140,6 @@ def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, T
             full = f"{path}.{name}" if path else name
             if full in stored:
                 yield full, module, name, buffer
-
-
-def _contiguous_zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros with the shapes of `like`, as views of one flat tensor."""
-    sizes = [p.numel() for p in like.values()]
-    flat = torch.zeros(sum(sizes), device=next((p.device for p in like.values()), None))
-    return {
-        n: part.view(p.shape) for (n, p), part in zip(like.items(), torch.split(flat, sizes), strict=True)
-    }
 
 
 class Learner:
@@ -210,19 +201,6 @@ class Learner:
         self.rounds += 1
 
 
-class GradHook(Protocol):
-    """Observer of the gradients of an update on this rank. Implementations must not change the tensors."""
-
-    def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
-        """Called per micro-batch of this rank with the gradients of its summed loss times `scale`, and its count."""
-
-    def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
-        """Called before the step with the dense parameters' mean gradients over the batch, times `clipped`."""
-
-    def on_sparse_gradients(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
-        """Called per lookup table: ids [n], with repeats; gradients [n, d]."""
-
-
 class UpdateState:
     """Run-time state of an `Update`: optimizers over this rank's share, and the accumulated gradients."""
 
@@ -259,7 +237,7 @@ class UpdateState:
             n: each[0] if one else torch.empty_like(each[0]) for n, each in parts.items()
         }
         self.flat_gradients = flatten_views(list(self.reduced_gradients.values()))
-        self.columns = [n for n, name in enumerate(self.shared.gradients) if name in self.named]
+        self.columns = {name: n for n, name in enumerate(self.shared.gradients) if name in self.named}
         self.moments: dict[str, list[Tensor]] = {name: [] for name in self.dense_names}
         for path, moment in self.shared.state.items():
             self.moments.get(path.rpartition("/")[0], []).append(moment)
@@ -331,9 +309,8 @@ class UpdateState:
             for name in self.named.keys() & self.shared.gradients.keys():
                 self.shared.gradients[name][self.process_group.rank].zero_()
         if self.process_group.size > 1:
-            names = list(self.shared.gradients)
-            flags = torch.tensor([names[n] in self.seen for n in self.columns], dtype=torch.bool)
-            self.shared.has_gradient[self.process_group.rank, self.columns] = flags
+            own_row = self.shared.has_gradient[self.process_group.rank]
+            own_row[list(self.columns.values())] = own_row.new_tensor([n in self.seen for n in self.columns])
         all_values = self.process_group.all_gather_scalars(*self.metric_sums.values(), filled)
         columns = zip(*(each for each in all_values if len(each) > 1), strict=True)
         sums = dict(zip(self.metric_sums or ("loss", "loss_tokens"), map(sum, columns), strict=False))
@@ -386,7 +363,7 @@ class UpdateState:
         seen = self.seen
         if self.process_group.size > 1:
             any_rank = self.shared.has_gradient.any(dim=0).tolist()
-            seen = {name for name, given in zip(self.shared.gradients, any_rank, strict=True) if given}
+            seen = {name for name, n in self.columns.items() if any_rank[n]}
         limits = {n: self.update.param_optims[n].freeze_step for n in self.dense_names}
         frozen = [n for n, limit in limits.items() if limit is not None and self.steps >= limit]
         for name in frozen:

@@ -7,8 +7,9 @@ parameter belongs to at most one update. Gradients that a backward leaves on par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -52,6 +53,19 @@ def is_finite(metrics: Mapping[str, float]) -> bool:
 
 
 MicroBatch = Mapping[str, Tensor]  # tensors by field name
+
+
+class GradHook(Protocol):
+    """Observer of the gradients of an update on this rank. Implementations must not change the tensors."""
+
+    def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
+        """Called per micro-batch of this rank with the gradients of its summed loss times `scale`, and its count."""
+
+    def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
+        """Called before the step with the dense parameters' mean gradients over the batch, times `clipped`."""
+
+    def on_sparse_gradients(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
+        """Called per lookup table: ids [n], with repeats; gradients [n, d]."""
 
 
 @dataclass(frozen=True)

@@ -299,6 +299,15 @@ class AdamW(Optimizer):
         )
 
 
+def contiguous_zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros with the shapes of `like`, as views of one flat tensor."""
+    sizes = [p.numel() for p in like.values()]
+    flat = torch.zeros(sum(sizes), device=next((p.device for p in like.values()), None))
+    return {
+        n: part.view(p.shape) for (n, p), part in zip(like.items(), torch.split(flat, sizes), strict=True)
+    }
+
+
 def flatten_views(tensors: list[Tensor]) -> list[Tensor]:
     """Return one flat view if the tensors are contiguous in memory, else the tensors."""
     if len(tensors) < 2:
