@@ -17,7 +17,6 @@ from types import CodeType
 from typing import Any, NoReturn
 
 from whorl.sandbox.program_runner import format_exception, open_streams
-from whorl.sandbox.rpc.codec import MUTABLE
 from whorl.sandbox.rpc.peer import Peer, ProgramModule, write_frame
 from whorl.sandbox.unit_tests import global_names, run_tests
 
@@ -56,15 +55,12 @@ def _program_names(peer: Peer, names: set[str]) -> dict[str, Any]:
     found = peer.request("lookup", module, wanted)
     if type(found) is not dict or not found.keys() <= set(wanted):
         raise TypeError("the program's names were expected")
-    for name, value in found.items():
-        if type(value) in MUTABLE:
-            found[name] = getattr(module, name)  # changes are written back
     seed = random.seed
 
     def seed_both(*arguments: Any) -> None:
         seed(*arguments)
         peer.request("seed", module, *arguments)
 
-    random.seed = seed_both  # type: ignore[assignment]
+    vars(random)["seed"] = seed_both
     peer.passes_operands = any(n[:1].isupper() and isinstance(v, type) for n, v in found.items())
     return found

@@ -1,15 +1,17 @@
 """Encoding of values between two processes of which one is not trusted.
 
 Exact builtin types, and the value types of the standard library in `_VALUE_TYPES`, travel as copies in JSON: a decoded
-value has exactly the type that its tag names, for any object of the sender. Everything else stays where it is: it
-is exported under a number, and the receiver gets a proxy (`proxies.py`).
+value has exactly the type that its tag names, for any object of the sender. Mutable containers are named by a number,
+and their contents travel beside the value (`shared.py`). Everything else stays where it is: it is exported under a
+number, and the receiver gets a proxy (`proxies.py`).
 
     1, "a", None, [..]                  raw JSON for str, bool, None, float, and int below 2^53
-    ["list", 1, 2]                      containers and value types: a tag, then encoded parts
+    ["tuple", 1, 2]                     immutable containers and value types: a tag, then encoded parts
+    ["shared", n]                       a list, dict, set, ...; its content is ["list", 1, 2]
     ["mine", n]                         the receiver's own object n
     ["object", n, class]                a proxy of the sender's object n
     ["immutable", n, class, value]      a proxy that holds the exact value of an int, str, tuple, ... of a subclass
-    ["error", n, class, args, text]     an exception
+    ["error", n, class, args, text, cause, attributes]  an exception
     ["class", n, name, bases, operators]  a class of the sender; all but n only the first time
     "int"                               in place of a class: one that both sides have
     ["global", module, name]            a function of the standard library; only the untrusted side accepts it
@@ -25,6 +27,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -37,10 +40,10 @@ from typing import Any
 from uuid import UUID
 
 from whorl.sandbox.rpc.proxies import OPERATORS, RemoteMeta, RemoteObject, RemoteProxy, build_class
+from whorl.sandbox.rpc.shared import MUTABLE, SharedContainers
 
 _RAW = {str, bool, float, type(None)}
 _RAW_INT = 1 << 53
-MUTABLE = (list, dict, set, bytearray, deque, Counter, OrderedDict, defaultdict)
 _IMMUTABLE: tuple[
     tuple[type, Callable[[Any], Any]], ...
 ] = (  # the C methods of the bases: none can be overridden
@@ -64,32 +67,42 @@ Encoder = Callable[["Codec", Any], Any]
 Decoder = Callable[["Codec", list[Any]], Any]
 
 
-def _items(tag: str) -> Encoder:
-    return lambda codec, value: [tag, *map(codec.encode, value)]
+def _encode_items(codec: Codec, values: Any) -> list[Any]:
+    kinds = set(map(type, values))
+    if kinds <= _RAW or (kinds == {int} and -_RAW_INT < min(values) and max(values) < _RAW_INT):
+        return list(values)
+    return [codec.encode(v) for v in values]
 
 
-def _pairs(tag: str) -> Encoder:
-    return lambda codec, value: [tag, *([codec.encode(k), codec.encode(v)] for k, v in value.items())]
+def _decode_items(codec: Codec, data: list[Any], start: int = 1) -> list[Any]:
+    parts = data[start:]
+    return [codec.decode(p) for p in parts] if list in set(map(type, parts)) else parts
 
 
-def _decoded_items(codec: Codec, data: list[Any]) -> Any:
-    return map(codec.decode, data[1:])
+def _encode_pairs(codec: Codec, value: Any) -> list[Any]:
+    return [*_encode_items(codec, list(value)), *_encode_items(codec, list(value.values()))]
 
 
-def _decoded_pairs(codec: Codec, data: list[Any]) -> Any:
-    return [(codec.decode(k), codec.decode(v)) for k, v in data[1:]]
+def _decode_pairs(codec: Codec, data: list[Any], start: int = 1) -> Any:
+    parts = _decode_items(codec, data, start)
+    half = len(parts) // 2
+    return zip(parts[:half], parts[half:], strict=True)
+
+
+def _encode_shared(codec: Codec, value: Any) -> Any:
+    return ["shared", codec.shared.number(value)]
 
 
 # name: (type, parts of a value, value from its parts); parts are raw or encoded
 _VALUE_TYPES: dict[str, tuple[type, Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {
     "complex": (complex, lambda v: (v.real, v.imag), complex),
     "bytes": (bytes, lambda v: (v.hex(),), bytes.fromhex),
-    "bytearray": (bytearray, lambda v: (v.hex(),), bytearray.fromhex),
     "range": (range, lambda v: (v.start, v.stop, v.step), range),
     "slice": (slice, lambda v: (v.start, v.stop, v.step), slice),
-    "deque": (deque, lambda v: (list(v), v.maxlen), deque),
     "Decimal": (Decimal, lambda v: (str(v),), Decimal),
     "Fraction": (Fraction, lambda v: (v.numerator, v.denominator), Fraction),
+    **{kind.__name__: (kind, lambda v: (str(v),), kind) for kind in (PosixPath, PurePosixPath, PureWindowsPath)},
+    "timezone": (datetime.timezone, lambda v: (v.utcoffset(None),), datetime.timezone),
     "timedelta": (datetime.timedelta, lambda v: (v.days, v.seconds, v.microseconds), datetime.timedelta),
     "date": (datetime.date, lambda v: (v.isoformat(),), datetime.date.fromisoformat),
     "time": (datetime.time, lambda v: (v.isoformat(),), datetime.time.fromisoformat),
@@ -104,43 +117,58 @@ def _encode_int(codec: Codec, value: int) -> Any:
     return value if -_RAW_INT < value < _RAW_INT else ["int", hex(value)]
 
 
-def _encode_defaultdict(codec: Codec, value: defaultdict[Any, Any]) -> Any:
-    factory = value.default_factory
-    name = _SHARED_NAMES.get(factory) if isinstance(factory, type) else None
-    return ["defaultdict", name, *_pairs("")(codec, value)[1:]]
-
-
-def _decode_defaultdict(codec: Codec, data: list[Any]) -> Any:
-    factory = SHARED_TYPES[data[1]] if data[1] is not None else None
-    return defaultdict(factory, _decoded_pairs(codec, data[1:]))
-
-
 def _encode_value(name: str, parts: Callable[[Any], tuple[Any, ...]]) -> Encoder:
     return lambda codec, value: [name, *map(codec.encode, parts(value))]
 
 
 def _decode_value(build: Callable[..., Any]) -> Decoder:
-    return lambda codec, data: build(*_decoded_items(codec, data))
+    return lambda codec, data: build(*_decode_items(codec, data))
 
 
 _ENCODERS: dict[type, Encoder] = {
     int: _encode_int,
-    list: _items("list"), tuple: _items("tuple"), set: _items("set"), frozenset: _items("frozenset"),
-    dict: _pairs("dict"), Counter: _pairs("Counter"), OrderedDict: _pairs("OrderedDict"),
-    defaultdict: _encode_defaultdict,
+    tuple: lambda codec, v: ["tuple", *_encode_items(codec, v)],
+    frozenset: lambda codec, v: ["frozenset", *_encode_items(codec, v)],
+    **dict.fromkeys(MUTABLE, _encode_shared),
     **{kind: _encode_value(name, parts) for name, (kind, parts, _) in _VALUE_TYPES.items()},
-}  # fmt: skip
+}
 _DECODERS: dict[str, Decoder] = {
     "int": lambda codec, data: int(data[1], 16),
-    "list": lambda codec, data: list(_decoded_items(codec, data)),
-    "tuple": lambda codec, data: tuple(_decoded_items(codec, data)),
-    "set": lambda codec, data: set(_decoded_items(codec, data)),
-    "frozenset": lambda codec, data: frozenset(_decoded_items(codec, data)),
-    "dict": lambda codec, data: dict(_decoded_pairs(codec, data)),
-    "Counter": lambda codec, data: Counter(dict(_decoded_pairs(codec, data))),
-    "OrderedDict": lambda codec, data: OrderedDict(_decoded_pairs(codec, data)),
-    "defaultdict": _decode_defaultdict,
+    "tuple": lambda codec, data: tuple(_decode_items(codec, data)),
+    "frozenset": lambda codec, data: frozenset(_decode_items(codec, data)),
+    "shared": lambda codec, data: codec.shared.get(data[1]),
     **{name: _decode_value(build) for name, (_, _, build) in _VALUE_TYPES.items()},
+}
+
+
+def _factory_name(value: defaultdict[Any, Any]) -> str | None:
+    factory = value.default_factory
+    return _SHARED_NAMES.get(factory) if isinstance(factory, type) else None
+
+
+def _factory(name: str | None) -> type | None:
+    return SHARED_TYPES[name] if name is not None else None
+
+
+_CONTENT_ENCODERS: dict[type, Encoder] = {
+    list: lambda codec, v: ["list", *_encode_items(codec, v)],
+    set: lambda codec, v: ["set", *_encode_items(codec, v)],
+    deque: lambda codec, v: ["deque", v.maxlen, *_encode_items(codec, v)],
+    bytearray: lambda codec, v: ["bytearray", v.hex()],
+    dict: lambda codec, v: ["dict", *_encode_pairs(codec, v)],
+    Counter: lambda codec, v: ["Counter", *_encode_pairs(codec, v)],
+    OrderedDict: lambda codec, v: ["OrderedDict", *_encode_pairs(codec, v)],
+    defaultdict: lambda codec, v: ["defaultdict", _factory_name(v), *_encode_pairs(codec, v)],
+}
+_CONTENT_DECODERS: dict[str, Decoder] = {
+    "list": _decode_items,
+    "set": lambda codec, data: set(_decode_items(codec, data)),
+    "deque": lambda codec, data: deque(_decode_items(codec, data, 2), data[1]),
+    "bytearray": lambda codec, data: bytearray.fromhex("".join(data[1:])),
+    "dict": lambda codec, data: dict(_decode_pairs(codec, data)),
+    "Counter": lambda codec, data: Counter(dict(_decode_pairs(codec, data))),
+    "OrderedDict": lambda codec, data: OrderedDict(_decode_pairs(codec, data)),
+    "defaultdict": lambda codec, data: defaultdict(_factory(data[1]), _decode_pairs(codec, data, 2)),
 }
 
 
@@ -155,6 +183,7 @@ class Codec:
     def __init__(self, trusted: bool) -> None:
         self.trusted = trusted
         self.exported: list[Any] = []
+        self.shared = SharedContainers(0 if trusted else 1)
         self._numbers: dict[int, int] = {}  # id of an exported object: its number
         self._described: set[int] = set()  # classes that were sent with their bases
         self._imported: dict[int, Any] = {}
@@ -181,6 +210,14 @@ class Codec:
     def decode(self, data: Any) -> Any:
         """Return the value of JSON from the other side. Raises (any exception) if it is malformed."""
         return self._decoders[data[0]](self, data) if type(data) is list else data
+
+    def encode_changes(self) -> tuple[list[Any], list[int]]:
+        """Return the contents of the containers that are new to the other side, and the numbers to forget."""
+        return self.shared.encode_changes(lambda v: _CONTENT_ENCODERS[type(v)](self, v))
+
+    def decode_changes(self, contents: list[Any], forgotten: list[int]) -> None:
+        """Apply what the other side's `encode_changes` returned."""
+        self.shared.decode_changes(contents, forgotten, lambda data: _CONTENT_DECODERS[data[0]](self, data))
 
     def export(self, value: Any) -> int:
         """Return the number under which the other side refers to an object of this side."""
@@ -228,13 +265,17 @@ class Codec:
             return ["mine", object.__getattribute__(error, "_whorl_id")]
         try:
             arguments = [self.encode(a) for a in error.args]
+            attributes = self.encode(dict(vars(error)))
         except Exception:
-            arguments = []
+            arguments, attributes = [], None
         try:
             text = str(error)
         except Exception:
             text = ""
-        return ["error", self.export(error), self._describe(type(error)), arguments, text]
+        known = id(error) in self._numbers  # its cause may lead back to it
+        number, described, cause = self.export(error), self._describe(type(error)), error.__cause__
+        encoded_cause = self.encode_error(cause) if cause is not None and not known else None
+        return ["error", number, described, arguments, text, encoded_cause, attributes]
 
     def _describe(self, kind: type) -> Any:
         """Return a class by its name if both sides have it, or described as a class of this side."""
@@ -254,13 +295,8 @@ class Codec:
         users = module in _USER_MODULES
         bases = type.__getattribute__(kind, "__bases__" if users else "__mro__")
         described = [self._describe(b) for b in bases if b is not object and (users or b in _COPIED)]
-        return [
-            "class",
-            number,
-            name,
-            described,
-            [n for n in OPERATORS if getattr(kind, n, None) is not None],
-        ]
+        defined = set().union(*map(vars, type.__getattribute__(kind, "__mro__")))  # getattr finds the metaclass's too
+        return ["class", number, name, described, [n for n in OPERATORS if n in defined]]
 
     def _class(self, data: Any) -> type:
         """Return the local class of a description: a shared class, or a proxy of the other side's."""
@@ -298,19 +334,23 @@ class Codec:
         return self._imported[number]
 
     def _decode_error(self, data: list[Any]) -> BaseException:
-        _, number, described, encoded, text = data
+        _, number, described, encoded, text, encoded_cause, attributes = data
         kind: Any = self._class(described)
         if not issubclass(kind, BaseException):
             kind = RuntimeError
-        arguments = [self.decode(a) for a in encoded]
-        if not issubclass(kind, RemoteProxy):
+        arguments, cause = [self.decode(a) for a in encoded], self.decode(encoded_cause)
+        error: BaseException
+        if issubclass(kind, RemoteProxy):
+            error = _with_number(kind.__new__(kind, *arguments), number)
+            object.__setattr__(error, "_whorl_text", str(text))
+        else:
             try:
-                error: BaseException = kind(*arguments)
+                error = kind(*arguments)
             except Exception:
                 error = kind.__new__(kind, *arguments)
-            return error
-        error = _with_number(kind.__new__(kind, *arguments), number)
-        object.__setattr__(error, "_whorl_text", str(text))
+            vars(error).update(self.decode(attributes) or {})
+        if isinstance(cause, BaseException):
+            error.__cause__ = cause
         return error
 
 

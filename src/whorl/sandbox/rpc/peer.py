@@ -1,12 +1,11 @@
 """Calls between two processes over two pipes, one call at a time, with calls back while a call runs.
 
-    request  ["?", operation, target, arguments, named arguments, patches, updates]
-    reply    ["=", value, changed]    or ["!", error, changed]
+    request  ["?", operation, target, arguments, named arguments, patches, contents, forgotten]
+    reply    ["=", value, contents, forgotten]    or ["!", error, contents, forgotten]
 
 The process of the tests calls the program's functions and gets values back (`codec.py`). It never runs a statement of
-the program, so the program cannot reach the tests, their expected values, or the verdict. A list, dict or set that a
-function changes in place is copied back into the caller's (`changed`: argument's index and new content). A container
-that tests read as an attribute and then change is written back with the next request (`updates`: number, new content).
+the program, so the program cannot reach the tests, their expected values, or the verdict. Lists, dicts and sets behave
+as if both sides shared them: each message carries the contents that changed (`shared.py`).
 
 The program may call back functions and objects that tests passed to it. Only operations on such objects are answered
 (`_check_incoming`): a public attribute of an object of the tests' own classes, but no attribute of a function, since
@@ -21,11 +20,10 @@ import os
 import random
 import sys
 import time
-from collections import deque
 from types import ModuleType
 from typing import Any
 
-from whorl.sandbox.rpc.codec import MUTABLE, Codec
+from whorl.sandbox.rpc.codec import Codec
 from whorl.sandbox.rpc.proxies import OPERATIONS, RemoteMeta, RemoteProxy
 
 # Names that tests replace (by mock.patch, redirect_stdout) and the program then sees replaced during a call.
@@ -41,7 +39,7 @@ PATCHABLE: tuple[tuple[ModuleType, str], ...] = (
 _read, _write = os.read, os.write  # bound here: a program may replace those of `os`
 _to_json = json.JSONEncoder(check_circular=False).encode
 _from_json = json.JSONDecoder().decode
-MAX_LIVE = 32  # containers of the program whose changes by the tests are written back
+_OF_FUNCTIONS = (["__name__"], ["__qualname__"], ["__doc__"])  # attributes of the tests' functions
 _HIDDEN = ("_", "gi_", "cr_", "ag_", "tb_", "f_")  # attributes that lead to frames, globals and classes
 
 
@@ -91,12 +89,9 @@ class Peer(Codec):
         self.receive_fd, self.send_fd = receive_fd, send_fd
         self.failure = ""
         self.passes_operands = not trusted
-        self._live: dict[
-            int, tuple[Any, Any]
-        ] = {}  # number: a container of the other side as copied, and encoded
         self._originals = [(module, name, getattr(module, name)) for module, name in PATCHABLE]
 
-    def request(self, operation: str, target: Any, *arguments: Any, **named: Any) -> Any:
+    def request(self, operation: str, target: Any, /, *arguments: Any, **named: Any) -> Any:
         """Apply an operation of `OPERATIONS` to an object of the other side and return its value.
 
         Raises:
@@ -112,19 +107,17 @@ class Peer(Codec):
             for i, (module, name, original) in enumerate(self._originals)
             if self.trusted and getattr(module, name) is not original
         ]
-        self._send(["?", operation, self.encode(target), encoded, named_encoded, patches, self._updates()])
+        message = ["?", operation, self.encode(target), encoded, named_encoded, patches]
+        self._send([*message, *self.encode_changes()])
         while True:
             message = self._receive()
             if message[0] != "?":
                 break
             self._send(self.answer(message))
         try:
-            kind, value, changed = message
-            for i, content in changed:
-                _replace_content(arguments[i] if type(i) is int else named[i], self.decode(content))
-            if type(value) is list and value[0] == "argument":
-                return arguments[value[1]]
-            result = self._decode_live(value) if operation == "getattr" else self.decode(value)
+            kind, value, contents, forgotten = message
+            self.decode_changes(contents, forgotten)
+            result = self.decode(value)
             if kind == "!" and not isinstance(result, BaseException):
                 raise TypeError("an exception was expected")
         except Exception as error:
@@ -136,17 +129,12 @@ class Peer(Codec):
 
     def answer(self, message: list[Any]) -> list[Any]:
         """Apply the operation of a request to an object of this side and return the reply."""
-        changed: list[Any] = []
         replaced: list[tuple[ModuleType, str, Any]] = []
-        arguments: list[Any] = []
-        named: dict[str, Any] = {}
-        encoded: Any = []
         try:
-            _, operation, described, encoded, encoded_named, patches, updates = message
+            _, operation, described, encoded, encoded_named, patches, contents, forgotten = message
             if self.trusted:
-                self._check_incoming(operation, described, encoded, [*patches, *updates])
-            for number, content in updates:
-                _replace_content(self.exported[number], self.decode(content))
+                self._check_incoming(operation, described, encoded, patches)
+            self.decode_changes(contents, forgotten)
             target = self.decode(described)
             arguments = [self.decode(a) for a in encoded]
             named = {n: self.decode(v) for n, v in encoded_named.items()}
@@ -154,65 +142,22 @@ class Peer(Codec):
                 module, name, _ = self._originals[i]
                 replaced.append((module, name, getattr(module, name)))
                 setattr(module, name, self.decode(value))
-            result = OPERATIONS[operation](target, *arguments, **named)
-            reply = ["=", self._encode_result(operation, result, arguments), changed]
+            reply = ["=", self.encode(OPERATIONS[operation](target, *arguments, **named))]
         except ProgramEnded:
             raise
         except BaseException as error:
             if self.trusted and isinstance(error, AssertionError):
                 self.failure = f"failed: {error}"
-            reply = ["!", self.encode_error(error), changed]
+            reply = ["!", self.encode_error(error)]
         for module, name, value in reversed(replaced):
             setattr(module, name, value)
-        changed += self._changes(enumerate(arguments), encoded) + self._changes(named.items(), message[4])
-        return reply
+        return [*reply, *self.encode_changes()]
 
     def check_operand(self, proxy: Any, other: Any) -> None:
         """Raise TypeError if an operator of a proxy would show a value of the tests to the program."""
         if not self.passes_operands and not isinstance(other, RemoteProxy):
             name = type(proxy).__name__
             raise TypeError(f"the program returned its own object ({name}) where a builtin value is compared")
-
-    def _encode_result(self, operation: str, result: Any, arguments: list[Any]) -> Any:
-        if type(result) in MUTABLE:
-            for i, argument in enumerate(arguments):
-                if argument is result:
-                    return ["argument", i]
-            if operation == "getattr":
-                return ["live", self.export(result), self.encode(result)]
-        return self.encode(result)
-
-    def _decode_live(self, value: Any) -> Any:
-        """Return an attribute; a container that was read before is the same object with new content."""
-        if type(value) is not list or value[0] != "live":
-            return self.decode(value)
-        _, number, encoded = value
-        content = self.decode(encoded)
-        if number in self._live and type(self._live[number][0]) is type(content):
-            _replace_content(self._live[number][0], content)
-            content = self._live.pop(number)[0]
-        self._live[number] = (content, self.encode(content))
-        if len(self._live) > MAX_LIVE:
-            del self._live[next(iter(self._live))]
-        return content
-
-    def _updates(self) -> list[Any]:
-        found = []
-        for number, (content, before) in list(self._live.items()):
-            now = self.encode(content)
-            if now != before:
-                self._live[number] = (content, now)
-                found.append([number, now])
-        return found
-
-    def _changes(self, items: Any, encoded: Any) -> list[Any]:
-        found = []
-        for i, value in items:
-            if type(value) in MUTABLE:
-                now = self.encode(value)
-                if now != encoded[i]:
-                    found.append([i, now])
-        return found
 
     def _check_incoming(self, operation: Any, described: Any, arguments: Any, patches: Any) -> None:
         """Raise AttributeError unless a request of the program is one that passing an object to it allows."""
@@ -221,7 +166,7 @@ class Peer(Codec):
         if operation in ("getattr", "setattr", "delattr", "dir"):
             readable = type(target).__module__ in ("tests", "unittest.mock", "_io")
             hidden = any(type(a) is not str or a.startswith(_HIDDEN) for a in arguments[:1])
-            allowed = allowed and ((readable and not hidden) or arguments in (["__name__"], ["__qualname__"]))
+            allowed = allowed and ((readable and not hidden) or arguments in _OF_FUNCTIONS)
         if not allowed:
             raise AttributeError("the tests did not pass this to the program")
 
@@ -248,26 +193,6 @@ class Peer(Codec):
     def _end(self) -> Any:
         self.failure = "exited"
         raise ProgramEnded("the program ended during its tests")
-
-
-def _replace_content(old: Any, new: Any) -> None:
-    """Give a mutable argument the content that it has on the other side; inner containers are kept where possible."""
-    if type(old) is not type(new) or type(old) not in MUTABLE:
-        raise TypeError("the content of an argument changed its type")
-    if (type(old) is list and len(old) == len(new)) or (isinstance(old, dict) and old.keys() == new.keys()):
-        for key in range(len(old)) if type(old) is list else list(old):
-            if type(old[key]) in MUTABLE and type(old[key]) is type(new[key]):
-                _replace_content(old[key], new[key])
-            else:
-                old[key] = new[key]
-    elif isinstance(old, (list, bytearray)):
-        old[:] = new
-    elif isinstance(old, deque):
-        old.clear()
-        old.extend(new)
-    else:
-        old.clear()
-        old.update(new)
 
 
 class ProgramModule(ModuleType):

@@ -13,10 +13,12 @@ them only if the tests use a class of the program.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import operator
 import random
 from collections.abc import Callable, Generator, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType
 from typing import Any
 
 UNARY: dict[str, Callable[..., Any]] = {
@@ -48,8 +50,23 @@ BINARY: dict[str, Callable[..., Any]] = {
 }
 
 
+# Special attributes that tests read; the interpreter and the library look up many more, for their own protocols.
+READABLE = (
+    "__name__", "__qualname__", "__doc__", "__wrapped__", "__annotations__", "__members__", "__defaults__",
+    "__kwdefaults__", "__self__", "__func__", "__dict__",
+)  # fmt: skip
+_KINDS = {"generator": GeneratorType, "coroutine": CoroutineType, "async_generator": AsyncGeneratorType}
+
+
 def plain_content(value: Any) -> Any:
-    """Return the content of an object of a list, dict or set subclass as that builtin type, or NotImplemented."""
+    """Return the content of a list, dict or set subclass, or of a view of a dict, as that builtin type.
+
+    Other objects give NotImplemented.
+    """
+    if type(value) is MappingProxyType:
+        return dict(value)
+    if type(value) in (type({}.keys()), type({}.items())):
+        return set(value)
     for base, each in ((list, list.__iter__), (dict, dict.items), (set, set.__iter__)):
         if issubclass(type(value), base):
             return base(each(value))
@@ -67,7 +84,7 @@ def run_awaitable(value: Any) -> Any:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda value, *arguments, **named: value(*arguments, **named),
+    "call": lambda value, /, *arguments, **named: value(*arguments, **named),
     "getattr": getattr, "setattr": setattr, "delattr": delattr, "dir": dir,
     "getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem,
     "contains": operator.contains, "eq": operator.eq, "round": round, "format": format,
@@ -75,11 +92,27 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, *arguments: type(value).__exit__(value, *arguments),
     "await": run_awaitable, "plain": plain_content,
+    "fields": lambda kind: [(f.name, f.init) for f in dataclasses.fields(kind)],
     "seed": lambda module, *arguments: random.seed(*arguments),
     "lookup": lambda module, names: {n: vars(module)[n] for n in names if n in vars(module)},
     **UNARY, **BINARY,
     **{f"r{name}": (lambda value, other, f=BINARY[name]: f(other, value)) for name in REFLECTED},
 }  # fmt: skip
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith("_whorl") or (name[:2] == "__" and name not in READABLE)
+
+
+class _Attribute:
+    """A special attribute, of an object or its class, that the local class would otherwise answer itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        target = owner if instance is None else instance
+        return owner._whorl_peer.request("getattr", target, self.name)
 
 
 class RemoteProxy:
@@ -88,7 +121,9 @@ class RemoteProxy:
     _whorl_peer: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_whorl") or (name[:2] == "__" and name not in ("__name__", "__qualname__")):
+        if name == "__dataclass_fields__":
+            return getattr(type(self), name)
+        if _is_hidden(name):
             raise AttributeError(name)
         return _forward(self, "getattr", name)
 
@@ -110,6 +145,10 @@ class RemoteProxy:
 
 class RemoteObject(RemoteProxy):
     """Proxy of an object that is no number, text or exception. `build_class` adds the operators that its class has."""
+
+    @property
+    def __dict__(self) -> Any:
+        return _forward(self, "getattr", "__dict__")
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -135,12 +174,12 @@ class RemoteObject(RemoteProxy):
         return _forward(self, "deepcopy")
 
 
-def _forward(proxy: Any, name: str, *arguments: Any, **named: Any) -> Any:
+def _forward(proxy: Any, name: str, /, *arguments: Any, **named: Any) -> Any:
     return type(proxy)._whorl_peer.request(name, proxy, *arguments, **named)
 
 
 def _plain(name: str) -> Callable[..., Any]:
-    return lambda self, *arguments, **named: _forward(self, name, *arguments, **named)
+    return lambda self, /, *arguments, **named: _forward(self, name, *arguments, **named)
 
 
 def _binary(name: str) -> Callable[..., Any]:
@@ -184,13 +223,24 @@ class RemoteMeta(type):
             raise TypeError("tests cannot derive a class from one of the program: it runs in another process")
         return super().__new__(cls, name, bases, namespace)
 
-    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+    def __call__(cls, /, *arguments: Any, **named: Any) -> Any:
         return cls._whorl_peer.request("call", cls, *arguments, **named)
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("_"):
+        if name == "__dataclass_fields__":
+            return cls._whorl_fields()
+        if _is_hidden(name):
             raise AttributeError(name)
         return cls._whorl_peer.request("getattr", cls, name)
+
+    def _whorl_fields(cls) -> dict[str, dataclasses.Field[Any]]:
+        """Return fields with the names of the other side's, so that `dataclasses.asdict` and `replace` work."""
+        try:
+            found = cls._whorl_peer.request("fields", cls)
+        except TypeError:
+            raise AttributeError("__dataclass_fields__") from None
+        fields = [(str(name), Any, dataclasses.field(init=init is True)) for name, init in found]
+        return dataclasses.make_dataclass("Fields", fields).__dataclass_fields__
 
     def __setattr__(cls, name: str, value: Any) -> None:
         cls._whorl_peer.request("setattr", cls, name, value)
@@ -228,6 +278,9 @@ def build_class(
         operators: names of OPERATORS that the class has.
     """
     body: dict[str, Any] = {"_whorl_peer": peer, "_whorl_class_id": number, "__module__": "program"}
+    body["__doc__"] = _Attribute("__doc__")
+    if not bases and name in _KINDS:
+        body["__class__"] = property(lambda self: _KINDS[name])
     if any(issubclass(base, BaseException) for base in bases):
         body["__str__"] = _error_text
         body["__repr__"] = lambda self: f"{name}({_error_text(self)!r})"
