@@ -69,4 +69,6 @@ def test_idle_connections_cannot_shut_out_others(address: tuple[str, int]) -> No
         began = time.monotonic()
         assert ask(stack.enter_context(socket.create_connection(address))).endswith(b"ok")
         assert time.monotonic() - began < HEADER_SECONDS
-        assert all(is_closed(connection, HEADER_SECONDS / 2) for connection in idle[:40]), "the oldest are closed"
+        assert all(is_closed(connection, HEADER_SECONDS / 2) for connection in idle[:40]), (
+            "the oldest are closed"
+        )

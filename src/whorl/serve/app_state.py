@@ -11,24 +11,29 @@ import asyncio
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
-from whorl.engine.request import Request
+from whorl.engine.request import Grammar, Request
 from whorl.http.hosts import is_loopback
+from whorl.http.loop_watchdog import LoopWatchdog
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyLimits, KeyStore
 from whorl.serve.middleware.metrics import ServerMetrics
+from whorl.serve.worker.grammar_check import GrammarChecker
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
 from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 
 T = TypeVar("T")
 LIMITS_FOLDER = "WHORL_LIMITS_FOLDER"  # set by `whorl serve --replicas`
-LARGE_TEXT_CHARS = 1 << 16  # characters; larger texts are processed outside the event loop
+LARGE_BODY_BYTES = 1 << 13  # larger request bodies are processed outside of the event loop
+MAX_WAITING_GRAMMARS = 64  # of all clients; one client may have half of them
 
 
 class AppState:
@@ -51,6 +56,7 @@ class AppState:
         self.metrics = ServerMetrics(config.slo_ttft, config.slo_tpot)
         self.worker = EngineWorker(engine if engine is not None else _NoEngine(), self._on_finish)
         self.metrics.worker = self.worker
+        self.watchdog = self.metrics.watchdog = LoopWatchdog(self.metrics.loop_delay.observe)
         self.key_store: KeyStore | None = None
         if config.key_file is not None:
             shared = os.environ.get(LIMITS_FOLDER)
@@ -63,6 +69,14 @@ class AppState:
             secrets.token_hex(8),
         )  # boot_id differs after each start
         self._limits_by_request: dict[str, KeyLimits] = {}
+        self._grammar_checker = GrammarChecker()
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="whorl-grammar")
+        self._waiting_grammars: Counter[str] = Counter()  # by client
+
+    def close(self) -> None:
+        """End the process and the thread that compile grammars."""
+        self._grammar_thread.shutdown(cancel_futures=True)
+        self._grammar_checker.close()
 
     def check_accepting(self) -> None:
         """Raise ApiError if the server is draining or its engine failed."""
@@ -121,14 +135,20 @@ class AppState:
         Raises:
             ApiError: 403, 429, 503. WhorlError: the engine rejects a request. In all cases none of them runs.
         """
-        self.check_accepting()
         worker, limits = self.worker, key_limits(http)
-        if limits is not None:
-            self._check_share(requests, limits)
-        if worker.waiting + len(requests) > max(self.config.max_queue, len(requests) * (not worker.streams)):
-            raise ApiError(503, "the queue is full", code="queue_full", retry_after=1)
-        self.charge_rate_limit(http, n_prompt, sum(request.max_tokens for request in requests))
+        self._check_queue(requests, limits)
+        largest = sum(request.max_tokens for request in requests)
+        self.charge_rate_limit(http, n_prompt, largest)
         streams: list[Stream] = []
+        try:
+            compiled = await self._compile_grammar(requests[0])
+            if compiled is not None:  # time has passed
+                self._check_queue(requests, limits)
+        except BaseException:
+            if limits is not None:
+                with limits.exclusive():
+                    limits.tokens.consume(-largest)
+            raise
         try:
             for request in requests:
                 if limits is not None:
@@ -136,19 +156,56 @@ class AppState:
                 streams.append(worker.submit(request))
             for stream in streams:
                 await stream.admitted()
+            del compiled  # each sequence has a copy
         except BaseException:
             for stream in streams:
                 stream.close()
             raise
         return streams
 
-    def _check_share(self, requests: Sequence[Request], limits: KeyLimits) -> None:
-        """Check that the key may use this priority and these places in the queue.
+    async def _compile_grammar(self, request: Request) -> Any:
+        """Compile the grammar of a request outside of the engine's thread. The engine finds it while the result is kept.
 
         Raises:
-            ApiError: 403, the priority is reserved; 503, the key holds half of the queue.
+            ApiError: 503, too many grammars wait. ConfigError: it is invalid or too complex.
         """
-        if requests and requests[0].priority < limits.key.min_priority:
+        grammar, client, waiting = request.grammar, request.client, self._waiting_grammars
+        if grammar is None:
+            return None
+        if waiting.total() >= MAX_WAITING_GRAMMARS or waiting[client] >= MAX_WAITING_GRAMMARS // 2:
+            raise ApiError(503, "too many grammars wait to be compiled", code="queue_full", retry_after=2)
+        compile_grammar = getattr(self.worker.engine, "compile_grammar", None)
+
+        def compile_checked(grammar: Grammar) -> Any:
+            self._grammar_checker.check(grammar)
+            return compile_grammar(grammar) if compile_grammar is not None else None
+
+        waiting[client] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._grammar_thread, compile_checked, grammar
+            )
+        finally:
+            waiting[client] -= 1
+            if not waiting[client]:
+                del waiting[client]
+
+    def _check_queue(self, requests: Sequence[Request], limits: KeyLimits | None) -> None:
+        """Check that the server accepts requests, and that the queue and the share of the key have room.
+
+        Raises:
+            ApiError: 403, the priority is reserved; 503, no room, or no engine.
+        """
+        self.check_accepting()
+        if limits is not None:
+            self._check_share(requests, limits)
+        worker = self.worker
+        if worker.waiting + len(requests) > max(self.config.max_queue, len(requests) * (not worker.streams)):
+            raise ApiError(503, "the queue is full", code="queue_full", retry_after=1)
+
+    def _check_share(self, requests: Sequence[Request], limits: KeyLimits) -> None:
+        """As `_check_queue`, for one key."""
+        if requests[0].priority < limits.key.min_priority:
             raise ApiError(
                 403,
                 f"priority: {requests[0].priority} is not allowed for the key {limits.key.name!r}; its lowest is "
@@ -224,9 +281,12 @@ def client_id(http: HttpRequest) -> str:
     return limits.key.id if limits is not None else (http.client.host if http.client else "")
 
 
-async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
-    """Run `work()`, in a thread if the text is large: encoding megabytes would block the event loop."""
-    return await asyncio.to_thread(work) if size > LARGE_TEXT_CHARS else work()
+async def in_thread_if_large(http: HttpRequest, work: Callable[[], T]) -> T:
+    """Run `work()`, which processes a request's body, in a thread if the body is large.
+
+    Encoding megabytes, or thousands of short messages, would block the event loop.
+    """
+    return await asyncio.to_thread(work) if len(await http.body()) > LARGE_BODY_BYTES else work()
 
 
 class _NoEngine:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import socket
@@ -104,6 +105,8 @@ def run_server(
     config = state.config
     port = sock.getsockname()[1]
     _raise_fd_limit()
+    gc.collect()
+    gc.freeze()  # a full collection would hold the event loop while it walks all objects of the libraries
     server = DrainingServer(
         uvicorn.Config(
             create_app(state),

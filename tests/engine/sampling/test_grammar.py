@@ -284,4 +284,4 @@ def test_memory_of_many_large_grammars_is_bounded() -> None:
             refused += 1
         compiler.compile(Grammar(regex=f"(b[0-9]{{1,{number}}}|c){{1,{number}}}"))
     assert resident_mb() - before < 600
-    assert sum(megabytes for _, megabytes in compiler._compiled.values()) <= CACHE_MB
+    assert sum(kept.megabytes for kept in compiler._kept.values()) <= CACHE_MB

@@ -4,6 +4,9 @@
     matcher = compiler.compile(Grammar(regex="[0-9]+"))    once per request; equal grammars are compiled once
     mask = matcher.mask(); ...; matcher.advance(token)     every step: `SamplerRow.allowed_mask`, then the sampled id
 
+`compile` may be called from several threads; it releases the interpreter's lock. It has no limit of time: a server checks
+the grammars of its clients first (`serve/worker/grammar_check.py`).
+
 Grammars are over bytes, and tokens cross the borders of grammar symbols: one token may close a string, write the comma and
 open the next key. The library llguidance walks the trie of all tokens with an Earley parser (Earley 1970,
 doi:10.1145/362007.362035) whose terminals are regular expressions matched by derivatives. A mask takes it about 10
@@ -24,11 +27,15 @@ limits. Then `failed` gives the reason, and only end ids are allowed.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
+import psutil
 
 from whorl.engine.request import Grammar
 from whorl.engine.sampling.forced_prefix import SortedVocabulary, TokenMask
@@ -42,6 +49,14 @@ STEP_FUEL = 50_000  # for each position of a text
 CACHE_MB = 128  # compiled grammars that are kept
 
 
+@dataclass(eq=False)
+class _Compiled:
+    """A compiled grammar at its start, and its size."""
+
+    state: Any
+    megabytes: int
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer.
 
@@ -49,13 +64,18 @@ class GrammarCompiler:
         token_bytes: of each id; empty for control ids without text.
         end_ids: allowed where the output may end; their bytes are ignored.
         vocab_size: V of the logits, if larger than len(token_bytes).
+        cache_mb: compiled grammars that are kept. Those in use are found again in any case.
 
     Raises:
         ConfigError: llguidance is not installed; no end id, or one outside of the vocabulary.
     """
 
     def __init__(
-        self, token_bytes: Sequence[bytes], end_ids: Iterable[int], vocab_size: int | None = None
+        self,
+        token_bytes: Sequence[bytes],
+        end_ids: Iterable[int],
+        vocab_size: int | None = None,
+        cache_mb: int = CACHE_MB,
     ) -> None:
         try:
             import llguidance
@@ -81,7 +101,9 @@ class GrammarCompiler:
             n_vocab=vocab_size,
             eos_token=list(self.end_ids),
         )
-        self._compiled: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()  # with its MB
+        self._cache_mb, self._lock = cache_mb, threading.Lock()
+        self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._in_use: WeakValueDictionary[Grammar, _Compiled] = WeakValueDictionary()  # includes `_kept`
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher at the start of `grammar`.
@@ -89,14 +111,19 @@ class GrammarCompiler:
         Raises:
             ConfigError: the grammar is invalid, beyond the library's limits, or allows no output.
         """
-        entry = self._compiled.pop(grammar, None) or self._compile(grammar)
-        self._compiled[grammar] = entry
-        while sum(megabytes for _, megabytes in self._compiled.values()) > CACHE_MB:
-            self._compiled.popitem(last=False)
-        return GrammarMatcher(self, entry[0].deep_copy())
+        with self._lock:
+            entry = self._in_use.get(grammar)
+        entry = entry or self._compile(grammar)
+        with self._lock:
+            self._in_use[grammar] = self._kept[grammar] = entry
+            self._kept.move_to_end(grammar)
+            while sum(kept.megabytes for kept in self._kept.values()) > self._cache_mb:
+                self._kept.popitem(last=False)
+        return GrammarMatcher(self, entry.state.deep_copy(), compiled=entry)
 
-    def _compile(self, grammar: Grammar) -> tuple[Any, int]:
-        """Return a compiled grammar and its size in MB, from the smallest limit of fuel that suffices."""
+    def _compile(self, grammar: Grammar) -> _Compiled:
+        """Return a compiled grammar, from the smallest limit of fuel that suffices."""
+        before = psutil.Process().memory_info().rss
         name, text = _to_library_grammar(self._library.LLMatcher, grammar)
         for fuel, megabytes in FUEL_STEPS:
             limits = self._library.LLParserLimits(
@@ -107,7 +134,8 @@ class GrammarCompiler:
             if not error:
                 error = GrammarMatcher(self, compiled.deep_copy()).failed or ""
             if not error:
-                return compiled, megabytes
+                grown = (psutil.Process().memory_info().rss - before) >> 20
+                return _Compiled(compiled, max(megabytes, grown))
         if not compiled.is_error():
             raise ConfigError(
                 f"{name} allows no output that the vocabulary can spell, or is too large: {error}"
@@ -121,8 +149,11 @@ class GrammarCompiler:
 class GrammarMatcher:
     """A position in a sentence of a grammar; a `LogitConstraint`. Made by `GrammarCompiler.compile`."""
 
-    def __init__(self, compiler: GrammarCompiler, state: Any, n_end_ids: int = 0) -> None:
+    def __init__(
+        self, compiler: GrammarCompiler, state: Any, n_end_ids: int = 0, compiled: Any = None
+    ) -> None:
         self.compiler, self._state = compiler, state
+        self._compiled = compiled  # not used, but found again by the compiler while a matcher lives
         self._n_end_ids = n_end_ids  # end ids received: the library does not count them
         self._failed: str | None = None
         self._mask: TokenMask | None = None  # cached mask of this position
@@ -194,7 +225,7 @@ class GrammarMatcher:
         self._mask = None
 
     def copy(self) -> GrammarMatcher:
-        return GrammarMatcher(self.compiler, self._state.deep_copy(), self._n_end_ids)
+        return GrammarMatcher(self.compiler, self._state.deep_copy(), self._n_end_ids, self._compiled)
 
 
 def _to_library_grammar(library: Any, grammar: Grammar) -> tuple[str, str]:

@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.responses import FileResponse, Response
 
 from whorl.serve import errors
 from whorl.serve.api import chat, embeddings, responses
 from whorl.serve.api import completions as text_completions
-from whorl.serve.api.json_bounds import check_bounds
+from whorl.serve.api.json_bounds import parse_json, parse_large_json
 from whorl.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -28,13 +28,12 @@ from whorl.serve.api.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from whorl.serve.app_state import AppState
+from whorl.serve.app_state import LARGE_BODY_BYTES, AppState
 from whorl.serve.errors import ApiError, OrjsonResponse
 from whorl.serve.middleware.admission import AdmissionMiddleware
 from whorl.serve.worker.engine_state import engine_counters, engine_snapshot, evicted_tokens
 
 PAGES_FOLDER = Path(__file__).parents[1] / "pages"
-THREAD_BODY_BYTES = 1 << 16  # larger bodies are parsed outside of the event loop
 MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -84,33 +83,27 @@ STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class _StrictJSONRequest(HttpRequest):
-    """Parses JSON strictly: no NaN, no lone surrogates, bounded shape (`json_bounds.py`)."""
+    """Parses JSON strictly: no NaN, no lone surrogates, bounded shape (`json_bounds.py`). A large body becomes a `model`."""
+
+    model: type[BaseModel] | None = None
 
     async def json(self) -> Any:
         body = await self.body()
-        if len(body) > THREAD_BODY_BYTES:
-            return await asyncio.to_thread(_parse_json, body)
-        return _parse_json(body)
-
-
-def _parse_json(body: bytes) -> Any:
-    """Return the parsed body, or raise ApiError."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if isinstance(value, dict | list):
-        check_bounds(value)
-    return value
+        if len(body) > LARGE_BODY_BYTES:
+            return await asyncio.to_thread(parse_large_json, body, self.model)
+        return parse_json(body)
 
 
 class _ErrorHandlingRoute(APIRoute):
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         original = super().get_route_handler()
+        model = self.body_field.field_info.annotation if self.body_field is not None else None
 
         async def handle(request: HttpRequest) -> Response:
+            strict = _StrictJSONRequest(request.scope, request.receive)
+            strict.model = model
             try:
-                return await original(_StrictJSONRequest(request.scope, request.receive))
+                return await original(strict)
             except RequestValidationError as error:
                 return errors.from_validation_errors(error.errors()).response
             except (
@@ -127,10 +120,12 @@ def create_app(state: AppState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.worker.start()
-        revocation = asyncio.create_task(state.end_revoked_streams())
+        tasks = [asyncio.create_task(state.end_revoked_streams()), asyncio.create_task(state.watchdog.run())]
         yield
-        revocation.cancel()
+        for task in tasks:
+            task.cancel()
         await state.worker.stop()
+        await asyncio.to_thread(state.close)
 
     app = FastAPI(
         title="Whorl",

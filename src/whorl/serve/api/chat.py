@@ -20,13 +20,13 @@ from whorl.serve.api.response_formatting import (
     chat_log_probs,
     close_all,
     merge_streams,
+    n_logprobs,
     response_head,
     usage,
     usage_field,
 )
-from whorl.serve.api.sse import DONE, EventStream, format_event, run_until_disconnect
+from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, format_event, run_until_disconnect
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
-from whorl.serve.errors import OrjsonResponse
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
 
@@ -34,8 +34,7 @@ from whorl.serve.worker.worker import Stream
 async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpRequest) -> Response:
     """Return the next turn of a conversation."""
     served = state.generation_model(body.model)
-    size = sum(len(message.text) for message in body.messages)
-    parsed = await in_thread_if_large(size, lambda: parse_chat(body, served, state.config, client_id(http)))
+    parsed = await in_thread_if_large(http, lambda: parse_chat(body, served, state.config, client_id(http)))
     streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     readers = [StreamDecoder(s, served.tokenizer) for s in streams]
     head = response_head("chatcmpl", "chat.completion", served)
@@ -44,27 +43,32 @@ async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpR
         events = _chat_events(body, served, parsed, streams, readers, head)
         return EventStream(events, close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
 
-    async def work() -> dict[str, Any]:
-        choices = []
-        for index, reader in enumerate(readers):
-            delta = await reader.read_all()
-            text, calls = _extract_tool_calls(body, delta)
-            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-            if calls:
-                message |= {"content": text or None, "tool_calls": [call.message for call in calls]}
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": _chat_logprobs(body, served, delta),
-                    "finish_reason": "tool_calls" if calls else delta.finish,
-                }
-            )
-        return {**head, "choices": choices, "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
+    async def work() -> list[bytes]:
+        outputs = [await reader.read_all() for reader in readers]
+        return await encode_json(
+            sum(n_logprobs(output) for output in outputs),
+            lambda: {
+                **head,
+                "choices": (_chat_choice(body, served, index, delta) for index, delta in enumerate(outputs)),
+                "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of),
+            },
+        )
 
-    return OrjsonResponse(
-        await run_until_disconnect(http, work(), close_all(streams)), headers=rate_limit_headers(http)
-    )
+    pieces = await run_until_disconnect(http, work(), close_all(streams))
+    return JsonPieces(pieces or [], state.config.stall_seconds, rate_limit_headers(http))
+
+
+def _chat_choice(body: ChatRequest, served: ServedModel, index: int, delta: TextDelta) -> dict[str, Any]:
+    text, calls = _extract_tool_calls(body, delta)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message |= {"content": text or None, "tool_calls": [call.message for call in calls]}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _chat_logprobs(body, served, delta),
+        "finish_reason": "tool_calls" if calls else delta.finish,
+    }
 
 
 async def _chat_events(

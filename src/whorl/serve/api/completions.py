@@ -9,7 +9,8 @@ log-probabilities are the model's own, before temperature and filters.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -24,13 +25,13 @@ from whorl.serve.api.response_formatting import (
     close_all,
     concat_logprobs,
     merge_streams,
+    n_logprobs,
     response_head,
     usage,
     usage_field,
 )
-from whorl.serve.api.sse import DONE, EventStream, format_event, run_until_disconnect
+from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, format_event, run_until_disconnect
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
-from whorl.serve.errors import OrjsonResponse
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
 
@@ -39,8 +40,7 @@ async def create_completion(state: AppState, body: CompletionRequest, http: Http
     """Return continuations of one or several prompts."""
     served = state.generation_model(body.model)
     parsed = await in_thread_if_large(
-        _prompt_chars(body.prompt),
-        lambda: parse_completion(body, served, state.config, client_id(http)),
+        http, lambda: parse_completion(body, served, state.config, client_id(http))
     )
     streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     readers = [StreamDecoder(s, served.tokenizer) for s in streams]
@@ -49,21 +49,33 @@ async def create_completion(state: AppState, body: CompletionRequest, http: Http
         events = _completion_events(body, served, parsed, streams, readers, head)
         return EventStream(events, close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
 
-    async def work() -> dict[str, Any]:
+    async def work() -> list[bytes]:
         outputs = [await reader.read_all() for reader in readers]
-        choices = []
-        for p in range(len(parsed.prompts)):
-            own = outputs[p * parsed.best_of : (p + 1) * parsed.best_of]
-            if parsed.best_of > parsed.n:
-                own = sorted(own, key=_mean_log_prob, reverse=True)[: parsed.n]
-            choices += [_completion_choice(body, served, parsed, p, delta) for delta in own]
-        for index, choice in enumerate(choices):
-            choice["index"] = index
-        return {**head, "choices": choices, "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
+        return await encode_json(
+            sum(n_logprobs(output) for output in outputs),
+            lambda: {
+                **head,
+                "choices": _completion_choices(body, served, parsed, outputs),
+                "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of),
+            },
+        )
 
-    return OrjsonResponse(
-        await run_until_disconnect(http, work(), close_all(streams)), headers=rate_limit_headers(http)
-    )
+    pieces = await run_until_disconnect(http, work(), close_all(streams))
+    return JsonPieces(pieces or [], state.config.stall_seconds, rate_limit_headers(http))
+
+
+def _completion_choices(
+    body: CompletionRequest, served: ServedModel, parsed: ParsedRequest, outputs: Sequence[TextDelta]
+) -> Iterator[dict[str, Any]]:
+    """Yield the choices of all prompts, one by one: with log-probabilities each may have megabytes."""
+    index = 0
+    for p in range(len(parsed.prompts)):
+        own: Sequence[TextDelta] = outputs[p * parsed.best_of : (p + 1) * parsed.best_of]
+        if parsed.best_of > parsed.n:
+            own = sorted(own, key=_mean_log_prob, reverse=True)[: parsed.n]
+        for delta in own:
+            yield _completion_choice(body, served, parsed, p, delta) | {"index": index}
+            index += 1
 
 
 async def _completion_events(
@@ -89,9 +101,10 @@ async def _completion_events(
             text = _echo_text(body, parsed, index) + text
             if log_probs is not None:
                 before = CompletionLogprobs(served.tokenizer, body.logprobs or 0)
-                log_probs = concat_logprobs(
-                    before.prompt_logprobs(prompt.ids, delta.prompt_log_probs), log_probs
+                of_prompt = await asyncio.to_thread(
+                    before.prompt_logprobs, prompt.ids, delta.prompt_log_probs
                 )
+                log_probs = concat_logprobs(of_prompt, log_probs)
         begun[index] = True
         if not text and not tokens and delta.finish is None:
             continue
@@ -129,7 +142,3 @@ def _echo_text(body: CompletionRequest, parsed: ParsedRequest, index: int) -> st
 def _mean_log_prob(delta: TextDelta) -> float:
     """Return the mean log-probability per token."""
     return sum(t.raw_log_prob for t in delta.tokens) / max(1, len(delta.tokens))
-
-
-def _prompt_chars(prompt: Any) -> int:
-    return len(prompt) if isinstance(prompt, str) else sum(len(p) for p in prompt if isinstance(p, str))

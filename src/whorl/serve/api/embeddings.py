@@ -32,16 +32,7 @@ async def create_embeddings(state: AppState, body: EmbeddingsRequest, http: Http
         raise ApiError(
             400, f"the model {model.name!r} has no embeddings", param="model", code="not_supported"
         )
-    given = _input_list(body.input)
-    size = sum(len(text) for text in given)
-    texts = await in_thread_if_large(
-        size, lambda: [model.encode_text(t) if isinstance(t, str) else t for t in given]
-    )
-    for ids in texts:
-        check_ids(
-            ids, model.vocab_size if isinstance(model, ServedModel) else model.tokenizer.vocab_size, "input"
-        )
-        check_length(ids, model.max_model_len if isinstance(model, ServedModel) else len(ids), "input")
+    texts = await in_thread_if_large(http, lambda: _input_ids(body.input, model))
     n_tokens = sum(map(len, texts))
     state.charge_rate_limit(http, n_tokens)
 
@@ -63,30 +54,52 @@ async def tokenize(state: AppState, body: TokenizeRequest, http: HttpRequest) ->
     """Return the ids of a prompt, or of a conversation."""
     state.charge_rate_limit(http, 0)
     model = state.find_model(body.model)
-    if body.messages is not None:
-        chat_model, messages = state.generation_model(body.model), template_messages(body.messages)
-        ids = await in_thread_if_large(
-            sum(len(m.text) for m in body.messages),
-            lambda: chat_model.chat_template.encode_prompt(
-                messages, add_generation_prompt=body.add_generation_prompt
-            ),
-        )
-    else:
-        text = body.prompt or ""
-        ids = await in_thread_if_large(
-            len(text),
-            lambda: model.encode_prompt(text) if isinstance(model, ServedModel) else model.encode_text(text),
-        )
-    return OrjsonResponse({"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len})
+    ids = await in_thread_if_large(http, lambda: _prompt_ids(state, body, model))
+    return await _large_response(
+        http, {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
+    )
 
 
 async def detokenize(state: AppState, body: DetokenizeRequest, http: HttpRequest) -> Response:
     """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
     state.charge_rate_limit(http, 0)
     model = state.find_model(body.model)
-    if body.tokens:
-        check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
-    return OrjsonResponse({"prompt": model.tokenizer.decode(body.tokens).decode("utf-8", "replace")})
+
+    def decode() -> str:
+        if body.tokens:
+            check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
+        return model.tokenizer.decode(body.tokens).decode("utf-8", "replace")
+
+    return await _large_response(http, {"prompt": await in_thread_if_large(http, decode)})
+
+
+async def _large_response(http: HttpRequest, content: dict[str, Any]) -> Response:
+    """Return a response that is about as large as the request."""
+    return await in_thread_if_large(http, lambda: OrjsonResponse(content))
+
+
+def _prompt_ids(state: AppState, body: TokenizeRequest, model: ServedModel | ServedEmbedder) -> list[int]:
+    if body.messages is not None:
+        template = state.generation_model(body.model).chat_template
+        messages = template_messages(body.messages)
+        return list(template.encode_prompt(messages, add_generation_prompt=body.add_generation_prompt))
+    text = body.prompt or ""
+    return list(model.encode_prompt(text) if isinstance(model, ServedModel) else model.encode_text(text))
+
+
+def _input_ids(given: Any, model: ServedModel | ServedEmbedder) -> list[list[int]]:
+    """Return the ids of each text.
+
+    Raises:
+        ApiError: a text is empty, too long, or has an unknown id.
+    """
+    texts = [model.encode_text(text) if isinstance(text, str) else text for text in _input_list(given)]
+    for ids in texts:
+        check_ids(
+            ids, model.vocab_size if isinstance(model, ServedModel) else model.tokenizer.vocab_size, "input"
+        )
+        check_length(ids, model.max_model_len if isinstance(model, ServedModel) else len(ids), "input")
+    return texts
 
 
 async def _embed_ids(state: AppState, model: ServedModel | ServedEmbedder, ids: Sequence[int]) -> list[float]:

@@ -1,19 +1,56 @@
-"""Limits of a JSON body's shape, checked before it is validated: depth, values, and fields of an object.
+"""Request bodies: JSON text -> bounds -> values -> bounds -> model; outside of the event loop if they are large.
 
 Validation costs time and memory for each value, and an error object for each wrong one: 4 MB of `{}` held the event loop
-for half a minute. A list of token ids is exempt, because it is validated in one pass and stops at its first error
-(`FastList` of `protocol.py`).
+for half a minute. So depth, values and fields of an object are limited before it, and those of a large body even before
+it is parsed (`http/json_text.py`). A list of token ids is exempt from the limit of values, because it is validated in one
+pass and stops at its first error (`FastList` of `protocol.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from whorl.serve.errors import ApiError
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from whorl.http.json_text import json_text_problem
+from whorl.serve.errors import ApiError, from_validation_errors
 
 MAX_DEPTH = 64  # nesting levels
 MAX_VALUES = 50_000  # items of lists and fields of objects together, without those of lists of integers
 MAX_FIELDS = 1024  # of one object
+
+
+def parse_json(body: bytes) -> Any:
+    """Return the values of a small body.
+
+    Raises:
+        ApiError: invalid JSON (also NaN and lone surrogates), or a shape beyond the bounds.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if isinstance(value, dict | list):
+        check_bounds(value)
+    return value
+
+
+def parse_large_json(body: bytes, model: type[BaseModel] | None) -> Any:
+    """Return a large body as `model`, or its values without a model. Called outside of the event loop.
+
+    Raises:
+        ApiError: as `parse_json`, or the first field that `model` rejects.
+    """
+    if problem := json_text_problem(body):
+        raise ApiError(400, f"the JSON has {problem}", code="request_too_large")
+    value = parse_json(body)
+    if model is None:
+        return value
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation_errors(error.errors(include_url=False, include_input=False)) from None
 
 
 def check_bounds(value: Any) -> None:

@@ -24,6 +24,7 @@ from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
 
 MAX_PROMPTS = 2048
+MAX_LOGPROBS = 1 << 18  # of one response: with text and bytes about 20 MB of JSON, and 80 MB while it is made
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -71,33 +72,31 @@ def parse_completion(
         raise ApiError(400, "best_of: cannot be used with stream", param="best_of")
     scoring = bool(body.echo and body.logprobs is not None)
     plain = not scoring and body.grammar is None and body.regex is None
-    prompts = [
-        _prompt(p, served, plain and body.token_healing is not False) for p in _prompt_list(body.prompt)
-    ]
-    _check_sequence_count(best * len(prompts), config, "best_of" if body.best_of else "n")
+    given = _prompt_list(body.prompt)
+    _check_sequence_count(best * len(given), config, "best_of" if body.best_of else "n")
+    prompts = [_prompt(p, served, plain and body.token_healing is not False) for p in given]
     requested = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if requested == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 is allowed only with echo", param="max_tokens")
     requests = []
     for prompt in prompts:
         max_tokens = _max_new_tokens(prompt.n_tokens, max(1, requested), served, "max_tokens", "prompt")
-        for i in range(best):
-            requests.append(
-                _request(
-                    body,
-                    served,
-                    prompt.ids,
-                    client=client,
-                    max_tokens=max_tokens,
-                    index=i,
-                    stop=(),
-                    stop_ids=frozenset(served.tokenizer.end_ids),
-                    grammar=_output_grammar(body),
-                    required=prompt.required,
-                    top_log_probs=body.logprobs or 0,
-                    prompt_log_probs=scoring,
-                )
-            )
+        one = _request(
+            body,
+            served,
+            prompt.ids,
+            client=client,
+            max_tokens=max_tokens,
+            stop=(),
+            stop_ids=frozenset(served.tokenizer.end_ids),
+            grammar=_output_grammar(body),
+            required=prompt.required,
+            top_log_probs=body.logprobs or 0,
+            prompt_log_probs=scoring,
+        )
+        requests += _copies(one, best)
+    if body.logprobs is not None:
+        _check_logprobs(requests, body.logprobs, "max_tokens")
     return ParsedRequest(prompts, requests, best, n)
 
 
@@ -129,21 +128,20 @@ def parse_chat(
     max_tokens = _max_new_tokens(
         len(ids), body.max_tokens or body.max_completion_tokens, served, which, "messages"
     )
-    requests = [
-        _request(
-            body,
-            served,
-            ids,
-            client=client,
-            max_tokens=max_tokens,
-            index=i,
-            stop=served.chat_template.stop,
-            stop_ids=served.chat_template.stop_ids,
-            grammar=grammar,
-            top_log_probs=body.top_logprobs or 0,
-        )
-        for i in range(n)
-    ]
+    one = _request(
+        body,
+        served,
+        ids,
+        client=client,
+        max_tokens=max_tokens,
+        stop=served.chat_template.stop,
+        stop_ids=served.chat_template.stop_ids,
+        grammar=grammar,
+        top_log_probs=body.top_logprobs or 0,
+    )
+    requests = _copies(one, n)
+    if body.logprobs:
+        _check_logprobs(requests, body.top_logprobs or 0, which)
     return ParsedRequest([ParsedPrompt(ids, b"", len(ids))], requests, n, n)
 
 
@@ -202,7 +200,6 @@ def _request(
     *,
     client: str,
     max_tokens: int,
-    index: int,
     stop: tuple[bytes, ...],
     stop_ids: frozenset[int],
     grammar: Grammar | None,
@@ -212,9 +209,9 @@ def _request(
 ) -> Request:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
-        id=f"{secrets.token_hex(12)}-{index}",
+        id=secrets.token_hex(12),
         ids=tuple(ids),
-        sampling=_sampling(body, served, index),
+        sampling=_sampling(body, served),
         max_tokens=max_tokens,
         stop=(*stop, *(s.encode() for s in stops)),
         stop_ids=frozenset() if body.ignore_eos else stop_ids,
@@ -228,7 +225,31 @@ def _request(
     )
 
 
-def _sampling(body: GenerationRequest, served: ServedModel, index: int) -> SamplingParams:
+def _copies(request: Request, n: int) -> list[Request]:
+    """Return `n` sequences of one prompt, with consecutive seeds. A copy is not validated again."""
+    out, seed = [], request.sampling.seed
+    for i in range(n):
+        change: dict[str, object] = {"id": f"{request.id}-{i}"}
+        if seed is not None:
+            change["sampling"] = request.sampling.model_copy(update={"seed": (seed + i) % (1 << 63)})
+        out.append(request.model_copy(update=change))
+    return out
+
+
+def _check_logprobs(requests: Sequence[Request], n_top: int, param: str) -> None:
+    """Check that the response does not have more log-probabilities than `MAX_LOGPROBS`."""
+    n = sum(request.max_tokens for request in requests) * (1 + n_top)
+    if n > MAX_LOGPROBS:
+        raise ApiError(
+            400,
+            f"{param}: {n:,} log-probabilities requested (sequences x {param} x (1 + alternatives)); "
+            f"at most {MAX_LOGPROBS:,} are returned",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def _sampling(body: GenerationRequest, served: ServedModel) -> SamplingParams:
     given: dict[str, object] = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
@@ -239,7 +260,7 @@ def _sampling(body: GenerationRequest, served: ServedModel, index: int) -> Sampl
         if (value := getattr(body, name)) is not None:
             given[name] = value
     if body.seed is not None:
-        given["seed"] = (body.seed + index) % (1 << 63)
+        given["seed"] = body.seed % (1 << 63)
     if body.logit_bias:
         given["logit_bias"] = _logit_bias(body.logit_bias, served.vocab_size)
     try:

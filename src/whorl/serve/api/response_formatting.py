@@ -27,6 +27,9 @@ from whorl.serve.worker.model_entry import AnyTokenizer, ServedModel
 from whorl.serve.worker.worker import Stream
 from whorl.tokens.tokenizer import Tokenizer
 
+MAX_TOKENS_PER_DELTA = (
+    64  # output that was not read for a while is returned in parts: log-probabilities cost time
+)
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
@@ -51,13 +54,22 @@ class StreamDecoder:
         self.stream, self.tokenizer = stream, tokenizer
         self._forced_bytes_left = len(stream.request.forced_prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest: TextDelta | None = None  # what `next` has not returned yet
 
     async def next(self) -> TextDelta:
-        """Wait for new output and return it.
+        """Wait for new output and return it, at most `MAX_TOKENS_PER_DELTA` tokens; the text comes with the first of them.
 
         Raises:
             ApiError: the engine aborted the sequence.
         """
+        delta, n = self._rest or await self._next_whole(), MAX_TOKENS_PER_DELTA
+        self._rest = None
+        if len(delta.tokens) > n:
+            self._rest = TextDelta(tokens=delta.tokens[n:], finish=delta.finish)
+            delta.tokens, delta.finish = delta.tokens[:n], None
+        return delta
+
+    async def _next_whole(self) -> TextDelta:
         delta = await self.stream.next()
         if delta.finish_reason == "abort":
             raise ApiError(503, "the engine aborted this request", code="aborted", retry_after=1)
@@ -75,7 +87,7 @@ class StreamDecoder:
         """Return the full output."""
         texts, full = [], TextDelta()
         while full.finish is None:
-            delta = await self.next()
+            delta = await self._next_whole()
             texts.append(delta.text)
             full.prompt_bytes = full.prompt_bytes or delta.prompt_bytes
             full.tokens += delta.tokens
@@ -107,6 +119,11 @@ async def merge_streams(readers: Sequence[StreamDecoder]) -> AsyncIterator[tuple
     finally:
         for task in tasks:
             task.cancel()
+
+
+def n_logprobs(output: TextDelta) -> int:
+    """Return the number of log-probabilities that an output may show."""
+    return sum(1 + len(token.alternatives) for token in output.tokens) + len(output.prompt_log_probs)
 
 
 def response_head(prefix: str, kind: str, served: ServedModel) -> dict[str, Any]:

@@ -43,11 +43,9 @@ from whorl.serve.worker.worker import Stream
 async def create_response(state: AppState, body: ResponsesRequest, http: HttpRequest) -> Response:
     """Return one response, full or streamed."""
     served = state.generation_model(body.model)
-    chat_request = _to_chat_request(body)
-    size = sum(len(message.text) for message in chat_request.messages)
     try:
         parsed = await in_thread_if_large(
-            size, lambda: requests.parse_chat(chat_request, served, state.config, client_id(http))
+            http, lambda: requests.parse_chat(_to_chat_request(body), served, state.config, client_id(http))
         )
     except ApiError as error:
         renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens"}

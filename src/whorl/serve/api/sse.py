@@ -1,4 +1,4 @@
-r"""Server-sent events, and the detection of disconnected clients.
+r"""Server-sent events, large answers in pieces, and the detection of disconnected clients.
 
     data: {...}\n\n                  one event;   data: [DONE]\n\n   the last event of completions and chat
     event: NAME\ndata: {...}\n\n     the typed events of /v1/responses
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -25,12 +25,83 @@ from whorl.serve.errors import to_api_error
 LOG = logging.getLogger("whorl.serve")
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+PIECE_ITEMS = 256  # of a list in a whole answer
+PIECE_BYTES = 1 << 16
 
 
 def format_event(content: Mapping[str, Any], name: str = "") -> bytes:
     """Encode one event."""
     head = b"event: " + name.encode() + b"\n" if name else b""
     return head + b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+async def encode_json(n_entries: int, make: Callable[[], Any]) -> list[bytes]:
+    """Return the JSON of `make()` in pieces; made outside of the event loop if it has many entries."""
+    work = lambda: list(_joined(json_pieces(make())))  # noqa: E731
+    return await asyncio.to_thread(work) if n_entries > PIECE_ITEMS else work()
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """Yield the JSON of `value` in parts. An iterator is written as a list, and its items are made one by one.
+
+    The encoder holds the interpreter's lock, so that no other thread runs while it writes one part.
+    """
+    if isinstance(value, dict):
+        opening = b"{"
+        for name, item in value.items():
+            yield opening + orjson.dumps(name) + b":"
+            yield from json_pieces(item)
+            opening = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator):
+        opening = b"["
+        for item in value:
+            yield opening
+            yield from json_pieces(item)
+            opening = b","
+        yield b"]" if opening == b"," else b"[]"
+    elif isinstance(value, list) and len(value) > PIECE_ITEMS:
+        for start in range(0, len(value), PIECE_ITEMS):
+            yield (b"," if start else b"[") + orjson.dumps(value[start : start + PIECE_ITEMS])[1:-1]
+        yield b"]"
+    else:
+        yield orjson.dumps(value)
+
+
+def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Join parts to pieces of at least `PIECE_BYTES`."""
+    own, size = [], 0
+    for part in parts:
+        own.append(part)
+        size += len(part)
+        if size >= PIECE_BYTES:
+            yield b"".join(own)
+            own, size = [], 0
+    yield b"".join(own)
+
+
+class JsonPieces(Response):
+    """A JSON response that is sent in pieces. A client that stops reading is dropped after `stall_seconds`."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes], stall_seconds: float, headers: Mapping[str, str]) -> None:
+        self.pieces, self.stall_seconds = pieces, stall_seconds
+        self.status_code, self.background, self.body = 200, None, b""
+        self.init_headers({**headers, "content-length": str(sum(map(len, pieces)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _run_until_disconnect(receive, self._write(send))
+        except TimeoutError:
+            LOG.warning("a reader received no data for %.0f s and was dropped", self.stall_seconds)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for piece in self.pieces:
+            async with asyncio.timeout(self.stall_seconds):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream(Response):

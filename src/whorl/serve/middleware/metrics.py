@@ -20,11 +20,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from whorl.http.loop_watchdog import LoopWatchdog
 from whorl.serve.worker.worker import EngineWorker, Stream
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 30, 60)
 TPOT_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1)
 RECENT_SEQUENCES = 512  # sequences that the percentiles cover
+LOOP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 120, 300)
 
 
@@ -36,6 +38,7 @@ class ServerMetrics:
         self.registry = r = CollectorRegistry()
         self.engine_stats: dict[str, float] = {}  # counters of the engine at the last request of /metrics
         self.worker: EngineWorker | None = None
+        self.watchdog: LoopWatchdog | None = None
         self.ttft = Histogram(
             "whorl_ttft_seconds", "Seconds to the first token", registry=r, buckets=TTFT_BUCKETS
         )
@@ -57,6 +60,9 @@ class ServerMetrics:
         )
         self.generated_tokens = Counter("whorl_generated_tokens", "Generated tokens", registry=r)
         self.http_requests = Counter("whorl_http_requests", "HTTP responses", ["path", "status"], registry=r)
+        self.loop_delay = Histogram(
+            "whorl_event_loop_delay_seconds", "Delay of a heartbeat", registry=r, buckets=LOOP_BUCKETS
+        )
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT_SEQUENCES)  # ttft, tpot, e2e
         for name in ("stop", "length", "abort"):
             self.finished.labels(name)  # creates the series at 0: the rate of a missing series is not 0
@@ -117,6 +123,17 @@ class _LiveGauges(Collector):
                 "whorl_sequences_running", "Sequences with a first token", value=worker.running
             )
             yield GaugeMetricFamily("whorl_up", "1 if the engine runs", value=float(worker.error is None))
+        if (watchdog := self.metrics.watchdog) is not None:
+            yield GaugeMetricFamily(
+                "whorl_event_loop_longest_delay_seconds",
+                "Longest delay of the event loop since the start",
+                value=watchdog.longest_delay,
+            )
+            yield GaugeMetricFamily(
+                "whorl_event_loop_longest_own_seconds",
+                "Longest part of a delay in which the event loop's thread computed",
+                value=watchdog.longest_own,
+            )
         for name, value in sorted(self.metrics.engine_stats.items()):
             yield GaugeMetricFamily(
                 f"whorl_engine_{name}", f"The engine's {name.replace('_', ' ')}", value=value
