@@ -81,6 +81,11 @@ class CheckpointError(WhorlError):
     """A checkpoint cannot be loaded: it is missing, damaged, or has another shape."""
 
 
+def shorten(text: str, limit: int = 200) -> str:
+    """Return `text` with at most `limit` characters and an ellipsis. Errors show no more of a value that a client sent."""
+    return text if len(text) <= limit else f"{text[:limit]}\u2026"
+
+
 def one_of(value: str, allowed: Sequence[str]) -> str:
     """Return a phrase for `expected`: the allowed values, and the one closest to `value`."""
     import difflib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from whorl.http.hosts import cross_site_problem, is_local_name, is_loopback
+from whorl.http.hosts import cross_site_problem, http_address, is_local_name, is_loopback
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,8 @@ def test_cross_site_requests_are_named() -> None:
     assert cross_site_problem("POST", {**json, "origin": "http://localhost:8000"}) == ""
     assert "Origin" in cross_site_problem("GET", {**json, "origin": "http://evil.com"})
     assert "content-type" in cross_site_problem("POST", {**json, "content-type": "text/plain"})
+
+
+def test_http_address_opens_in_a_browser() -> None:
+    hosts = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "127.0.0.1", "::1": "[::1]", "a.b": "a.b"}
+    assert all(http_address(host, 80) == f"http://{shown}:80" for host, shown in hosts.items())

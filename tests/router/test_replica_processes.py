@@ -118,10 +118,12 @@ async def test_supervisor_raises_when_replica_never_starts() -> None:
 
 
 @asynccontextmanager
-async def router_program() -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncClient, list[str]]]:
+async def router_program() -> AsyncIterator[tuple[subprocess.Popen[str], httpx.AsyncClient, list[str]]]:
     """`serve_replicas` as a program: (process, client of the router, the replicas' URLs)."""
     port = module.free_port()
-    popen = subprocess.Popen([sys.executable, "-c", PROGRAM, str(port), *FAKE], env=os.environ)
+    popen = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(port), *FAKE], env=os.environ, stderr=subprocess.PIPE, text=True
+    )
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
             state = None
@@ -159,6 +161,9 @@ async def test_sigterm_finishes_requests_then_stops_replicas() -> None:
         await until(lambda: popen.poll() is not None)
         assert popen.returncode == 0
         assert all(gone(pid) for pid in children)
+        assert popen.stderr is not None
+        addresses = popen.stderr.read().split("routing to 2 servers")[1].split()
+        assert addresses[1] == str(client.base_url) + "/" and "/engine" in addresses[3]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists only on Linux")

@@ -365,8 +365,10 @@ class Engine:
             self.stats.drafted_tokens += n_drafts
             self.stats.accepted_tokens += max(0, len(accepted) - 1)
         cached = sequence.cached_tokens if first else 0
+        failed = sequence.constraint.failed if finish == "abort" and sequence.constraint is not None else None
         return Delta(
-            sequence.request.id, tuple(accepted), text, finish, cached, prompt_log_probs, sequence.n_forced - n_forced
+            sequence.request.id, tuple(accepted), text, finish, cached, prompt_log_probs,
+            sequence.n_forced - n_forced, failed or "",
         )  # fmt: skip
 
     def _finish(self, sequence: Sequence, finish: FinishReason) -> None:

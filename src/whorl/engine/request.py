@@ -131,6 +131,7 @@ class Delta:
     tokens: new tokens, in order. text: bytes that may be shown now. finish_reason: None while the request runs.
     n_forced: how many of the tokens, the first ones, lie within the forced prefix; `max_tokens` does not count them.
     cached_tokens: prompt positions found in the prefix cache, returned with the first token.
+    error: why the request's own grammar ended it with "abort"; "" for every other end.
     """
 
     request_id: str
@@ -140,6 +141,7 @@ class Delta:
     cached_tokens: int = 0
     prompt_log_probs: tuple[float, ...] = ()
     n_forced: int = 0
+    error: str = ""
 
 
 @dataclass

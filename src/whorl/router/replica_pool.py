@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from whorl.errors import ConfigError, one_of
+from whorl.errors import ConfigError, one_of, shorten
 from whorl.router.autoscaling_advice import PoolSnapshot
 from whorl.router.breaker import CircuitBreaker, CircuitState, RetryBudget
 from whorl.router.prefix_index import BlockHashes
@@ -104,7 +104,9 @@ class ReplicaPool:
     def get(self, name: str) -> Replica:
         """Return a replica. Raises ConfigError for an unknown name."""
         if name not in self.replicas:
-            raise ConfigError(f"unknown replica {name!r}", expected=one_of(name, sorted(self.replicas)))
+            raise ConfigError(
+                f"unknown replica {shorten(name)!r}", expected=one_of(shorten(name), sorted(self.replicas))
+            )
         return self.replicas[name]
 
     def available(self, tried: Collection[str] = ()) -> list[str]:

@@ -28,6 +28,7 @@ import ipaddress
 import logging
 import random
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from types import FrameType
@@ -44,7 +45,7 @@ from starlette.types import Receive, Scope, Send
 
 from whorl.errors import ConfigError
 from whorl.http.connections import uvicorn_limits
-from whorl.http.hosts import cross_site_problem, is_local_name, is_loopback
+from whorl.http.hosts import cross_site_problem, http_address, is_local_name, is_loopback, print_pages
 from whorl.router.autoscaling_advice import AutoscalingConfig, advise
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO, RouterMetrics
@@ -261,15 +262,19 @@ def make_router(
 class _DrainingServer(uvicorn.Server):
     """uvicorn server that keeps its port open while it drains: /health reports it, and new requests get 503."""
 
-    def __init__(self, config: uvicorn.Config, router: ReplicaRouter, grace: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, router: ReplicaRouter, grace: float, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self.router, self.grace = router, grace
+        self.router, self.grace, self._on_ready = router, grace, on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self.started:
+            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, exit at the second. The signal is not stored: uvicorn would change the exit code."""
@@ -293,7 +298,7 @@ class _DrainingServer(uvicorn.Server):
 def serve_router(
     router: ReplicaRouter, host: str, port: int, grace: float = 40.0, *, no_auth: bool = False
 ) -> None:
-    """Serve until SIGTERM or SIGINT; running requests get `grace` seconds.
+    """Serve until SIGTERM or SIGINT; running requests get `grace` seconds. Prints the addresses when it is ready.
 
     Args:
         no_auth: replicas without API keys are used also if `host` is reachable from other machines.
@@ -306,8 +311,13 @@ def serve_router(
     config = uvicorn.Config(
         router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2, **uvicorn_limits()
     )
+
+    def print_addresses() -> None:
+        print(f"routing to {len(router.pool.replicas)} servers", file=sys.stderr)
+        print_pages(http_address(host, port))
+
     with suppress(SystemExit):  # uvicorn raises it if the startup failed
-        _DrainingServer(config, router, grace).run()
+        _DrainingServer(config, router, grace, print_addresses).run()
     if router.startup_error is not None:
         raise router.startup_error
 

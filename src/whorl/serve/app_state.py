@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from fastapi import Request as HttpRequest
 
 from whorl.engine.request import Grammar, Request
+from whorl.errors import shorten
 from whorl.http.hosts import is_loopback
 from whorl.http.loop_watchdog import LoopWatchdog
 from whorl.serve.config import ServeConfig
@@ -106,7 +107,7 @@ class AppState:
         available = ", ".join(repr(model.name) for model in self.models)
         raise ApiError(
             404,
-            f"The model {name!r} does not exist; available: {available}.",
+            f"The model {shorten(name or '')!r} does not exist; available: {available}.",
             param="model",
             code="model_not_found",
         )

@@ -4,6 +4,8 @@
 
 A `WhorlError` is an error of the user: it becomes a 400 with its message. Every other exception is an internal error: the
 client gets a 500 without details, and the traceback is logged.
+
+Errors show at most 200 characters of what a client sent: messages shorten what they quote (`whorl.errors.shorten`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from whorl.errors import WhorlError
+from whorl.errors import WhorlError, shorten
 
 LOG = logging.getLogger("whorl.serve")
+MAX_MESSAGE = 400  # characters; a longer message quotes something, so that only its first 200 are kept
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -46,8 +49,10 @@ class ApiError(HTTPException):
         all_headers = dict(headers or {})
         if retry_after is not None:
             all_headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+        if len(message) > MAX_MESSAGE:
+            message = shorten(message)
         super().__init__(status, message, all_headers)
-        self.message, self.param, self.code = message, param, code
+        self.message, self.param, self.code = message, shorten(param) if param else param, code
 
     @property
     def body(self) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def from_validation_errors(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, "the request cannot be parsed")
     error = max(errors, key=lambda e: (e.get("type") == "extra_forbidden", len(e.get("loc", ()))))
     location = [str(p) for p in error.get("loc", ()) if p != "body" and _is_field_name(p)]
-    param = ".".join(location) or None
+    param = shorten(".".join(location)) or None
     if error.get("type") == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     if error.get("type") == "extra_forbidden":
@@ -122,9 +127,8 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if isinstance(error, ApiError):
             return error.response
-        text = {404: f"no route for {request.method} {request.url.path}"}.get(
-            error.status_code, str(error.detail)
-        )
+        route = shorten(f"{request.method} {request.url.path}")
+        text = {404: f"no route for {route}"}.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, text, headers=error.headers).response
 
     async def handle_other(request: Request, error: Exception) -> Response:

@@ -22,7 +22,7 @@ import uvicorn
 
 from whorl.errors import ConfigError
 from whorl.http.connections import uvicorn_limits
-from whorl.http.hosts import is_loopback
+from whorl.http.hosts import http_address, is_loopback
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
@@ -120,8 +120,7 @@ def run_server(
         ),
         state,
     )
-    shown = f"[{config.host}]" if ":" in config.host else config.host
-    on_ready(f"http://{shown if shown not in ('0.0.0.0', '[::]') else '127.0.0.1'}:{port}")
+    on_ready(http_address(config.host, port))
     server.run(sockets=[sock])
 
 

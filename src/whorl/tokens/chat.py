@@ -38,7 +38,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from whorl.errors import DataError
+from whorl.errors import DataError, shorten
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.special_token_escape import SpecialTokenEscaper, unused_character
 from whorl.tokens.tokenizer import Tokenizer
@@ -285,7 +285,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template may raise anything
             raise DataError(
-                f"the chat template rejects these messages: {error or type(error).__name__}",
+                f"the chat template rejects these messages: {shorten(str(error)) or type(error).__name__}",
                 expected="roles in the order that this model was trained on",
             ) from error
 

@@ -83,6 +83,7 @@ def test_grammars_end_only_their_requests() -> None:
         assert found[name][-1].finish_reason == "stop" and re.fullmatch(regex.encode(), text)
         assert begun[name] + text == b"".join(WORDS[t.id] for t in tokens_of(found[name]) if t.id != 49)
     assert found["stuck"][-1].finish_reason == "abort" and text_of(found["stuck"]) == b"ab"
+    assert [bool(deltas[-1].error) for deltas in found.values()] == [name == "stuck" for name in found]
     assert found["free"][-1].finish_reason == "length" and len(tokens_of(found["free"])) == 30
 
 

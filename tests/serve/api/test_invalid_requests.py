@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -83,6 +84,41 @@ BODIES = [*NOT_AN_OBJECT, *(b'{"model": "tiny", "prompt": ' + prompt + b"}" for 
 def test_invalid_json_is_rejected(server: Any, body: bytes) -> None:
     answer = server.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     error_of(answer, 400)
+
+
+# Path and changed fields, for a value of the client.
+ECHOES: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
+    ("completions", lambda x: {"model": x}),
+    ("completions", lambda x: {x: 1}),
+    ("completions", lambda x: {"stop": [x, {x: x}]}),
+    ("completions", lambda x: {"logit_bias": {x: 1}}),
+    ("completions", lambda x: {"regex": f"({x}"}),
+    ("completions", lambda x: {"grammar": f"start: {x}"}),
+    ("chat/completions", lambda x: {"tools": [], "tool_choice": {"type": "function", "function": {"name": x}}}),
+    ("chat/completions", lambda x: {"messages": [{"role": x, "content": x}]}),
+    ("chat/completions", lambda x: {"response_format": {"type": "json_schema", "json_schema": {"name": x, "schema": {"type": x}}}}),
+    ("responses", lambda x: {"text": {"format": {"type": "json_schema", "name": x, "schema": {"$ref": x}}}}),
+    ("embeddings", lambda x: {"model": x}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [250, 5000])
+def test_errors_echo_at_most_200_characters(server: Any, length: int) -> None:
+    value = "x" * length
+    requests = [server.post(f"/v1/{path}", json=VALID[path] | change(value)) for path, change in ECHOES]
+    for path in (f"/v1/models/{value}", f"/static/{value}", f"/{value}"):
+        requests.append(server.get(path))
+    requests.append(server.get("/v1/models", headers={"host": value}))
+    for answer in requests:
+        assert 400 <= answer.status_code < 500 and "x" * 201 not in answer.text, answer.text[:500]
+
+
+def test_grammar_that_fails_during_generation_is_a_400(server: Any) -> None:
+    """Its state grows with the text, beyond the limits; only the request is at fault, so clients must not retry."""
+    likely = str(server.api.models[0].tokenizer.token_bytes.index(b"x"))
+    fields = {"regex": "((x{1,100}y?){1,100}z?){1,100}", "max_tokens": 40, "logit_bias": {likely: 100}}
+    error = error_of(server.post("/v1/completions", json=TEXT | fields), 400)
+    assert error["param"] == "regex" and error["code"] == "grammar_failed"
 
 
 def test_json_requires_its_content_type(server: Any) -> None:

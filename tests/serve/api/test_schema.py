@@ -25,6 +25,17 @@ def described(server: Any) -> dict[str, Any]:
     return found
 
 
+def test_schema_states_content_types_and_limits(server: Any) -> None:
+    found = server.get("/openapi.json").json()
+    content = found["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert list(content) == [server.get("/metrics").headers["content-type"].partition(";")[0]]
+    schemas = found["components"]["schemas"]
+    lists = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"][1:]
+    assert [(one["minItems"], one.get("maxItems")) for one in lists] == [(1, 2048), (1, None), (1, 2048)]
+    assert schemas["EmbeddingsRequest"]["properties"]["input"]["anyOf"][0]["minLength"] == 1
+    assert "oneOf" in schemas["TokenizeRequest"] and "anyOf" in schemas["ChatRequest"]
+
+
 @pytest.mark.parametrize("path", [*PATHS, "/tokenize", "/detokenize"])
 def test_api_never_returns_500_for_schema_cases(server: Any, path: str) -> None:
     schema = schemathesis.openapi.from_dict(described(server))

@@ -58,7 +58,8 @@ def test_engine_page_shows_all_values(page: Any, fake: Fake) -> None:
     summary = "64 pages: 12 in use (2 shared, by at most 3), 20 cached, 32 free."
     expect(page.locator("#map-summary")).to_have_text(summary)
     expect(page.locator("#sequences tbody tr")).to_have_text("cmpl-1running10074")
-    assert page.locator("#percentiles tbody tr").first.inner_text().split("\t")[1] == "3"
+    assert page.locator("#percentiles tbody tr").first.inner_text().split("\t") == ["Samples", "3", "5"]
+    expect(page.locator("#model")).to_have_text("small \u00b7 weights updated, version 2")
 
 
 def test_cache_map_colors_pages_by_state(visit: Any, fake: Fake) -> None:
@@ -172,7 +173,11 @@ def test_engine_page_uses_the_api_key_of_the_tab(visit: Any, fake: Fake) -> None
     fake.state, fake.key = state(), "wh-1"
     page = open_engine(visit)
     page.expected = ("status of 401",)
-    expect(page.locator("#error")).to_contain_text("Enter it under Settings on the chat page")
+    link = page.locator("#error a")
+    expect(link).to_have_text("Enter a key on the chat page")
+    link.click()
+    expect(page.locator("#key")).to_be_focused()
+    page.go_back()
     page.evaluate("sessionStorage.setItem('whorl.key', JSON.stringify('wh-1'))")
     page.clock.run_for(3000)
     expect_values(page, running="4")
@@ -183,6 +188,8 @@ def test_engine_page_fits_a_phone(visit: Any, fake: Fake, empty: bool) -> None:
     fake.state = {} if empty else state(400, model="a-model-with-a-long-name/" * 4)
     page = open_engine(visit, **PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    for table in ("#percentiles", "#sequences"):  # all columns are visible
+        assert page.locator(table).evaluate("e => e.scrollWidth <= e.parentElement.clientWidth")
     tick = page.locator("#timeline svg text").first
     assert tick.evaluate("e => e.getBoundingClientRect().height") >= 11
     if empty:

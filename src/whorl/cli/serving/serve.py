@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +64,7 @@ def serve(
 
         whorl serve mine/pretrain --draft mine/draft
 
-        curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "pretrain", "prompt": "def "}'
+        curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "quickstart/pretrain", "prompt": "def "}'
 
         OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=none python -c "import openai; print(openai.models.list())"
 
@@ -71,13 +72,13 @@ def serve(
 
         whorl keys add alice --file keys.json --requests-per-minute 60
 
-        whorl serve pretrain --host 0.0.0.0 --api-key-file keys.json
+        whorl serve quickstart/pretrain --host 0.0.0.0 --api-key-file keys.json
 
     On more cores or machines:
 
-        whorl serve pretrain --replicas 4
+        whorl serve quickstart/pretrain --replicas 4
 
-        whorl serve pretrain --prefill 1 --decode 2
+        whorl serve quickstart/pretrain --prefill 1 --decode 2
 
         whorl serve /models/pretrain --manifest kubernetes | kubectl apply -f -
     """
@@ -99,7 +100,8 @@ def serve(
         _serve_replicas(server, processes)
         return
     from whorl.machine.device_probe import probe
-    from whorl.serve.app_state import AppState
+    from whorl.http.hosts import print_pages
+    from whorl.serve.app_state import LIMITS_FOLDER, AppState
     from whorl.serve.server import run_server as run
     from whorl.serve.worker.model_entry import ServedModel
     from whorl.serve.worker.model_loading import ModelLocation, load_embedder
@@ -119,9 +121,8 @@ def serve(
         print(f"serving {first.name}: context {first.max_model_len:,} tokens", file=sys.stderr)
         if isinstance(first, ServedModel) and not first.chat_template.is_trained:
             print("the model has no trained chat template: the page completes text", file=sys.stderr)
-        print(f"page    {url}/", file=sys.stderr)
-        print(f"engine  {url}/engine", file=sys.stderr)
-        print(f"API     {url}/v1", file=sys.stderr, flush=True)
+        if LIMITS_FOLDER not in os.environ:  # a replica; people open the address of its router
+            print_pages(url)
 
     try:
         run(AppState(server, models, made), listening, ready)
@@ -178,13 +179,14 @@ def _print_manifest(
 
 def _serve_replicas(server: ServeConfig, processes: ServerProcessesConfig) -> None:
     """Run several servers, each with the same options, behind a router."""
+    from whorl.http.hosts import http_address
     from whorl.router.metrics import SLO
     from whorl.router.replica_processes import drop_options, serve_replicas
     from whorl.serve.app_state import LIMITS_FOLDER
 
     same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
     print(
-        f"{processes.replicas} replicas behind http://{server.host}:{server.port}",
+        f"starting {processes.replicas} replicas behind {http_address(server.host, server.port)}",
         file=sys.stderr,
         flush=True,
     )

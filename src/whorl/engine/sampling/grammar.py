@@ -39,7 +39,7 @@ import psutil
 
 from whorl.engine.request import Grammar
 from whorl.engine.sampling.forced_prefix import SortedVocabulary, TokenMask
-from whorl.errors import ConfigError, DataError
+from whorl.errors import ConfigError, DataError, shorten
 
 JSON_DEFAULTS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,16}"}
 # Fuel of the library's lexer, and the MB that a compiled grammar takes at most with it (measured). A regular expression of
@@ -130,7 +130,7 @@ class GrammarCompiler:
                 initial_lexer_fuel=fuel, step_lexer_fuel=STEP_FUEL, verbose_errors=False
             )
             compiled = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
-            error = compiled.get_error().strip() if compiled.is_error() else ""
+            error = shorten(compiled.get_error().strip()) if compiled.is_error() else ""
             if not error:
                 error = GrammarMatcher(self, compiled.deep_copy()).failed or ""
             if not error:

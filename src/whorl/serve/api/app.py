@@ -14,8 +14,9 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 
+from whorl.errors import shorten
 from whorl.serve import errors
 from whorl.serve.api import chat, embeddings, responses
 from whorl.serve.api import completions as text_completions
@@ -205,7 +206,7 @@ def _add_monitoring_routes(app: FastAPI, state: AppState) -> None:
     async def ready() -> Response:
         return OrjsonResponse({"status": state.status}, 200 if state.status == "ok" else 503)
 
-    @app.get("/metrics", tags=["monitoring"])
+    @app.get("/metrics", tags=["monitoring"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         if state.worker.error is None:
             state.metrics.engine_stats = await state.worker.call(engine_counters)
@@ -230,7 +231,7 @@ def _add_monitoring_routes(app: FastAPI, state: AppState) -> None:
 def _add_page_routes(app: FastAPI) -> None:
     def page(name: str) -> Response:
         if name not in PAGE_FILES:
-            raise ApiError(404, f"no page {name[:200]!r}")
+            raise ApiError(404, f"no page {shorten(name)!r}")
         path = PAGES_FOLDER / name
         headers = {
             "content-security-policy": CONTENT_SECURITY_POLICY,
@@ -242,6 +243,10 @@ def _add_page_routes(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def chat_page() -> Response:
         return page("chat.html")
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def favicon() -> Response:
+        return Response(status_code=204)  # the pages have their own icon
 
     @app.get("/engine", include_in_schema=False)
     async def engine_page() -> Response:

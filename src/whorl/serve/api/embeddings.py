@@ -15,14 +15,12 @@ import numpy as np
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from whorl.serve.api.protocol import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+from whorl.serve.api.protocol import MAX_TEXTS, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from whorl.serve.api.request_parsing import check_ids, check_length, template_messages
 from whorl.serve.api.sse import run_until_disconnect
 from whorl.serve.app_state import AppState, in_thread_if_large, rate_limit_headers
 from whorl.serve.errors import ApiError, OrjsonResponse
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
-
-MAX_INPUTS = 2048
 
 
 async def create_embeddings(state: AppState, body: EmbeddingsRequest, http: HttpRequest) -> Response:
@@ -118,8 +116,8 @@ def _input_list(given: Any) -> list[str | list[int]]:
     texts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not texts:
         raise ApiError(400, "input is empty", param="input", code="invalid_value")
-    if len(texts) > MAX_INPUTS:
-        raise ApiError(400, f"input: {len(texts):,} texts; {MAX_INPUTS} at most", param="input")
+    if len(texts) > MAX_TEXTS:
+        raise ApiError(400, f"input: {len(texts):,} texts; {MAX_TEXTS} at most", param="input")
     for number, text in enumerate(texts):
         if not text:
             raise ApiError(400, f"input: text {number} is empty", param="input", code="invalid_value")

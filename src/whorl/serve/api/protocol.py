@@ -4,6 +4,9 @@ Every model forbids unknown fields and parses strictly ("3" is not a number), so
 Parameters of OpenAI that are not implemented are absent and therefore rejected by name. Exceptions are parameters that
 cannot affect the output (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`): they are accepted and ignored.
 
+The schema of /openapi.json also states the limits that are checked outside of the types (`in_schema`), because a wrong item
+of a union would give an error about another branch. Limits of a server are not in it: context, vocabulary, choices.
+
 Extensions: top_k, min_p, repetition_penalty (named as in other servers), regex and grammar (constraints of the output),
 priority (lower is served first), ignore_eos (for benchmarks), token_healing (docs/tokens.md; completions only).
 """
@@ -14,11 +17,36 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from whorl.errors import shorten
+
 T = TypeVar("T")
 FastList = Annotated[list[T], Field(fail_fast=True)]  # validation stops at the first wrong item
 TokenIds = FastList[Annotated[int, Field(ge=0, lt=1 << 31)]]
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=4096)]
+MAX_TEXTS = 2048  # prompts of a completion, inputs of embeddings
+MAX_STOPS = 16
+
+
+def in_schema(**rules: Any) -> Any:
+    """A field whose rules are stated in the schema and checked elsewhere."""
+    return Field(json_schema_extra=rules)
+
+
+NonEmptyIds = Annotated[TokenIds, in_schema(minItems=1)]
+ListOfIds = Annotated[FastList[NonEmptyIds], in_schema(minItems=1, maxItems=MAX_TEXTS)]
+ListOfTexts = Annotated[FastList[str], in_schema(minItems=1, maxItems=MAX_TEXTS)]
+NonEmptyText = Annotated[str, in_schema(minLength=1)]
+ListOfNonEmptyTexts = Annotated[FastList[NonEmptyText], in_schema(minItems=1, maxItems=MAX_TEXTS)]
+StopStrings = Annotated[FastList[StopString], in_schema(maxItems=MAX_STOPS)]
+WITH_STREAM = {"required": ["stream"], "properties": {"stream": {"const": True}}}
+STREAM_OPTIONS_RULE = {"anyOf": [{"properties": {"stream_options": {"type": "null"}}}, WITH_STREAM]}
+ONE_INPUT_RULE = {
+    "oneOf": [
+        {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+    ]
+}
 
 
 class StrictModel(BaseModel):
@@ -37,6 +65,8 @@ class StreamOptions(StrictModel):
 class GenerationRequest(StrictModel):
     """Sampling parameters, shared by completions and chat."""
 
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=STREAM_OPTIONS_RULE)
+
     model: str = Field(min_length=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -45,10 +75,12 @@ class GenerationRequest(StrictModel):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    logit_bias: dict[str, LogitBias] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[str, LogitBias] | None = Field(
+        default=None, max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
+    )
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     n: int | None = Field(default=None, ge=1)
-    stop: StopString | FastList[StopString] | None = Field(default=None, union_mode="left_to_right")
+    stop: StopString | StopStrings | None = Field(default=None, union_mode="left_to_right")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     regex: str | None = Field(default=None, max_length=65536, description="pattern of the whole output")
@@ -59,8 +91,8 @@ class GenerationRequest(StrictModel):
 
     @model_validator(mode="after")
     def _check_fields(self) -> GenerationRequest:
-        if isinstance(self.stop, list) and len(self.stop) > 16:
-            raise ValueError("stop: at most 16 texts")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
+            raise ValueError(f"stop: at most {MAX_STOPS} texts")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
         return self
@@ -69,9 +101,9 @@ class GenerationRequest(StrictModel):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: str | FastList[str] | TokenIds | FastList[TokenIds]
-    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
-    best_of: int | None = Field(default=None, ge=1)
+    prompt: str | ListOfTexts | NonEmptyIds | ListOfIds
+    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31, description="0 only with echo")
+    best_of: int | None = Field(default=None, ge=1, description="at least n; not with stream")
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     token_healing: bool | None = None
@@ -188,7 +220,7 @@ class ChatRequest(GenerationRequest):
         if self.tool_choice in ("required",) and not names:
             raise ValueError("tool_choice: requires tools")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: no tool named {self.tool_choice.function.name!r}")
+            raise ValueError(f"tool_choice: no tool named {shorten(self.tool_choice.function.name)!r}")
         return self
 
 
@@ -242,13 +274,15 @@ class EmbeddingsRequest(StrictModel):
     """Body of POST /v1/embeddings."""
 
     model: str = Field(min_length=1)
-    input: str | FastList[str] | TokenIds | FastList[TokenIds]
+    input: NonEmptyText | ListOfNonEmptyTexts | NonEmptyIds | ListOfIds
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
 
 
 class TokenizeRequest(StrictModel):
     """Body of POST /tokenize: a text, or a conversation including the tokens of the template."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=ONE_INPUT_RULE)
 
     model: str | None = None
     prompt: str | None = None

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 
 from whorl.engine.request import Grammar, Request
 from whorl.engine.sampling_params import SamplingParams
-from whorl.serve.api.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
+from whorl.errors import shorten
+from whorl.serve.api.protocol import MAX_TEXTS, ChatRequest, CompletionRequest, GenerationRequest, Message
 from whorl.serve.api.tools import tool_choice_grammar
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
 
-MAX_PROMPTS = 2048
 MAX_LOGPROBS = 1 << 18  # of one response: with text and bytes about 20 MB of JSON, and 80 MB while it is made
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -278,7 +278,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
         if not 0 <= number < vocab_size:
             raise ApiError(
                 400,
-                f"logit_bias: {text!r} is not a token id of this model (0 to {vocab_size - 1})",
+                f"logit_bias: {shorten(text)!r} is not a token id of this model (0 to {vocab_size - 1})",
                 param="logit_bias",
             )
         out[number] = value
@@ -316,8 +316,8 @@ def _prompt_list(
         raise ApiError(400, "prompt is empty", param="prompt", code="invalid_value")
     if isinstance(prompt[0], int):
         return [[i for i in prompt if isinstance(i, int)]]
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt: {len(prompt):,} prompts; {MAX_PROMPTS} at most", param="prompt")
+    if len(prompt) > MAX_TEXTS:
+        raise ApiError(400, f"prompt: {len(prompt):,} prompts; {MAX_TEXTS} at most", param="prompt")
     return [p if isinstance(p, str) else [int(i) for i in p] for p in prompt if not isinstance(p, int)]
 
 

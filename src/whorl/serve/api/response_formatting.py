@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whorl.engine.request import FinishReason, Token
+from whorl.errors import shorten
 from whorl.serve.api.protocol import GenerationRequest
 from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import AnyTokenizer, ServedModel
@@ -60,7 +61,7 @@ class StreamDecoder:
         """Wait for new output and return it, at most `MAX_TOKENS_PER_DELTA` tokens; the text comes with the first of them.
 
         Raises:
-            ApiError: the engine aborted the sequence.
+            ApiError: 400, the grammar of the request allows no further token; 503, the engine aborted the sequence.
         """
         delta, n = self._rest or await self._next_whole(), MAX_TOKENS_PER_DELTA
         self._rest = None
@@ -71,6 +72,11 @@ class StreamDecoder:
 
     async def _next_whole(self) -> TextDelta:
         delta = await self.stream.next()
+        if delta.error:
+            grammar = self.stream.request.grammar
+            param = "regex" if grammar and grammar.regex else "grammar" if grammar and grammar.lark else None
+            text = f"the output cannot continue under the grammar of this request: {shorten(delta.error)}"
+            raise ApiError(400, text, param=param, code="grammar_failed")
         if delta.finish_reason == "abort":
             raise ApiError(503, "the engine aborted this request", code="aborted", retry_after=1)
         text = self._decoder.decode(delta.text, final=delta.finish_reason is not None)

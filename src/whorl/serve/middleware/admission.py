@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from whorl.errors import shorten
 from whorl.http.hosts import is_local_name
 from whorl.serve.errors import ApiError, to_api_error
 
@@ -77,7 +78,9 @@ class AdmissionMiddleware:
         path = scope["path"]
         host = headers.get("host", "")
         if self.state.local_only and not is_local_name(host):
-            raise ApiError(403, f"this server accepts the hosts 127.0.0.1 and localhost, not {host[:200]!r}")
+            raise ApiError(
+                403, f"this server accepts the hosts 127.0.0.1 and localhost, not {shorten(host)!r}"
+            )
         if path in PAGE_PATHS or path.startswith(PUBLIC_PREFIXES):
             return
         if self.state.key_store is not None:

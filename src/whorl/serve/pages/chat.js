@@ -145,3 +145,4 @@ window.visualViewport?.addEventListener("resize", resizeComposer);
 
 page.busy(true);
 load();
+if (location.hash === "#key") page.askKey(); // a link of the engine page

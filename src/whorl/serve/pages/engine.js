@@ -12,13 +12,14 @@ import { readStorage } from "./settings.js";
 import { History, parseState, quantile } from "./state.js";
 
 const POLL_MS = 1000, RETRY_MS = 3000;
+const QUANTILES = [["50 % within", 0.5], ["90 % within", 0.9], ["95 % within", 0.95], ["99 % within", 0.99], ["Max", 1]];
 
 const tooltip = new Tooltip();
 const history = new History();
 const timeline = new Timeline(find("#timeline"), tooltip);
 const cacheMap = new CacheMap(find("#map"), tooltip);
 const errorBox = find("#error"), live = find("#live"), pause = find("#pause");
-let state = null, timer = 0, fetching = false, paused = false;
+let state = null, timer = 0, fetching = false, paused = false, message = "";
 
 const setValue = (name, text) => {
   const node = find(`[data-value="${name}"]`);
@@ -29,7 +30,7 @@ const cells = (...texts) => texts.map(([text, name]) => createElement("td", { cl
 function show() {
   if (!state) return;
   const { pages, ttft, tpot } = state;
-  find("#model").textContent = state.model ? `${state.model}${state.version === null ? "" : ` · weights version ${state.version}`}` : "";
+  find("#model").textContent = state.model ? `${state.model}${state.version ? ` · weights updated, version ${state.version}` : ""}` : "";
   setValue("speed", formatNumber(Math.round(state.tokensPerSecond)));
   setValue("running", formatNumber(state.running));
   setValue("queue", `${state.queue.toLocaleString("en")} waiting`);
@@ -58,9 +59,11 @@ function tables() {
   fill("#steps", history.steps.slice(-12).reverse().map((step) => [
     [formatTime(step.at)], [formatNumber(step.prefill), "n"], [formatNumber(step.decode), "n"], [formatNumber(step.sequences), "n"], [formatSeconds(step.seconds), "n"], [formatNumber(step.preempted), "n"],
   ]));
-  fill("#percentiles", [["time to first token", state.ttft], ["time per token after it", state.tpot]].map(([name, values]) => [
-    [name], [formatNumber(values.length), "n"], ...[0.5, 0.9, 0.95, 0.99, 1].map((q) => [formatSeconds(quantile(values, q)), "n"]),
-  ]));
+  const columns = [state.ttft, state.tpot];
+  fill("#percentiles", [
+    [["Samples"], ...columns.map((values) => [formatNumber(values.length), "n"])],
+    ...QUANTILES.map(([name, q]) => [[name], ...columns.map((values) => [formatSeconds(quantile(values, q)), "n"])]),
+  ]);
   fill("#sequences", state.sequences.slice(0, 200).map((each) => [
     [each.id, "id"], [each.state], [formatNumber(each.prompt), "n"], [formatNumber(each.output), "n"], [formatNumber(each.pages), "n"],
   ]));
@@ -82,8 +85,9 @@ async function poll() {
     document.body.classList.remove("stale");
   } catch (error) {
     wait = RETRY_MS;
-    const message = error.kind === "key" ? error.message.replace("under Settings", "under Settings on the chat page") : error.message;
-    if (errorBox.textContent !== message) errorBox.textContent = message;
+    const link = error.kind === "key" ? [" ", createElement("a", { href: "./#key" }, "Enter a key on the chat page")] : [];
+    if (message !== error.message) errorBox.replaceChildren(error.message, ...link); // else the link keeps its focus
+    message = error.message;
     errorBox.hidden = false;
     document.body.classList.add("stale");
   }

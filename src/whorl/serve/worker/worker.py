@@ -67,6 +67,7 @@ class Stream:
         self._tokens: list[Token] = []
         self._n_forced = 0  # of `_tokens`
         self._text = bytearray()
+        self._abort_reason = ""
         self._prompt_log_probs: list[float] = []
         self._has_output = False
         self._event = asyncio.Event()
@@ -96,6 +97,7 @@ class Stream:
             self.cached_tokens,
             tuple(self._prompt_log_probs),
             self._n_forced,
+            self._abort_reason,
         )
         self._n_forced = 0
         self._tokens.clear()
@@ -123,7 +125,7 @@ class Stream:
             self.n_tokens += len(delta.tokens) - delta.n_forced
             self._n_forced += delta.n_forced
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        self.finish = delta.finish_reason
+        self.finish, self._abort_reason = delta.finish_reason, delta.error
         self._tokens += delta.tokens
         self._text += delta.text
         self._prompt_log_probs += delta.prompt_log_probs
