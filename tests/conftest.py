@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,21 @@ if TYPE_CHECKING:
     from whorl.models.transformer import Transformer
     from whorl.store import Store
     from whorl.tokens.tokenizer import Tokenizer
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group the tests that use a module's fixture, so that one worker sets it up once (`--dist loadgroup`)."""
+    for item in items:
+        fixtures = vars(item)["_fixtureinfo"].name2fixturedefs.values()
+        shares = any(definitions[-1].scope == "module" for definitions in fixtures)
+        if shares and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules and the collected tests, a million objects, from garbage collection."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -94,7 +94,7 @@ print(build.load_library(Path(sys.argv[1])).whorl_features())
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The library for any CPU of this family, without newer instructions; compiled by two processes at once."""
     folder = tmp_path_factory.mktemp("portable")
