@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,8 +55,9 @@ def draw_zero_parameters(model: Model, generator: torch.Generator) -> Model:
     return model
 
 
+@functools.cache
 def make_byte_tokenizer() -> Tokenizer:
-    """256 single bytes and the special tokens."""
+    """256 single bytes and the special tokens; one object, which nothing changes."""
     return Tokenizer([bytes([i]) for i in range(256)])
 
 

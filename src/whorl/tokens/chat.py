@@ -29,7 +29,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -356,6 +356,7 @@ class _GenerationExtension(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
+@lru_cache(maxsize=8)
 def _compile_template(source: str) -> Template:
     def refuse(message: str) -> None:
         raise ValueError(message)

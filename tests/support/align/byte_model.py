@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from whorl.models import LanguageModel, Transformer
 from whorl.tokens.tokenizer import Tokenizer
 
 VOCAB = BYTE_VOCAB
-BANNED = ExampleTokenizer(make_byte_tokenizer()).banned_ids(VOCAB)
 
 
 def tokenizer(folder: Path | None = None) -> Tokenizer:
@@ -27,8 +27,12 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
     return made
 
 
+@functools.cache
 def scribe() -> ExampleTokenizer:
     return ExampleTokenizer(tokenizer())
+
+
+BANNED = scribe().banned_ids(VOCAB)
 
 
 def decoder(d_model: int = 32, n_layers: int = 2, seed: int = 0) -> Transformer:
