@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.support.children import children
 
-from whorl.machine import fork_server
+from whorl.machine import fork_server, process
 from whorl.machine.process import Channel, Child, Descriptor, start_command
 
 ENTRIES = "tests.support.child_entries:"
@@ -50,6 +50,24 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@KINDS
+def test_child_killed_while_it_starts_does_not_hang(
+    start: Any, preload: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arguments are larger than a socket's buffer, and nothing reads them any more."""
+    where, name = (fork_server, "fork") if preload else (process, "_Popen")
+    begin = getattr(where, name)
+
+    def begin_and_kill(*args: Any) -> Any:
+        begun = begin(*args)
+        os.kill(begun.pid, signal.SIGKILL)
+        return begun
+
+    monkeypatch.setattr(where, name, begin_and_kill)
+    child = start("echo", b"x" * 30_000_000, preload=preload)
+    assert child.wait(20) == -signal.SIGKILL
 
 
 @KINDS

@@ -166,7 +166,17 @@ def test_deterministic_flag_refuses_time_budget() -> None:
     with pytest.raises(ConfigError, match=contradiction):
         load_recipe("quickstart", deterministic=True)
     steps = load_recipe("quickstart", budget="1e14flops", deterministic=True).to_json()["steps"]
-    assert steps["plan"]["deterministic"] and steps["pretrain"]["deterministic"]
+    set_at = {(step, key) for step, table in steps.items() for key in ("deterministic",) if table.get(key)}
+    set_at |= {
+        (step, "train") for step, table in steps.items() if table.get("train", {}).get("deterministic")
+    }
+    own = {(step, "deterministic") for step in ("plan", "pretrain", "evaluate")}
+    assert set_at == own | {("sft", "train"), ("rl", "train")}
+    stages = {"preference", "reward_model", "distil", "draft", "multi_token"}
+    settings = {name: step_kinds()[name].config.model_fields for name in stages}
+    assert all("deterministic" in fields["train"].annotation.model_fields for fields in settings.values())
+    for name in ("image_classifier", "clip", "captioner"):
+        assert "deterministic" in step_kinds()[name].config.model_fields
     assert not load_recipe("quickstart").to_json()["steps"]["pretrain"]["deterministic"]
 
 

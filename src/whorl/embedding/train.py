@@ -84,6 +84,7 @@ def train_embedder(
         threads=job.threads,
         spike_guard=job.train.spike_guard,
         ema=job.train.ema,
+        deterministic=job.train.deterministic,
         heartbeat_dir=heartbeat_dir,
     )
     callback = StepFunction(lambda step, metrics: observe(step, metrics, task.networks), observe)

@@ -22,7 +22,7 @@ import math
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +92,19 @@ class Machine:
     def peak_flops(self) -> float:
         """FLOP/s at the chosen dtype."""
         return self.flops[self.dtype]
+
+    @property
+    def choice(self) -> tuple[str, str, int]:
+        """Return device, dtype and threads, which decide bits."""
+        return self.device, self.dtype, self.threads
+
+    def without_measured_choices(self) -> Machine:
+        """Return this machine with the usual dtype of its device (or WHORL_DTYPE) and one thread."""
+        usual = "bfloat16" if "bfloat16" in self.flops else "float16"  # by the types that the GPU supports
+        dtype = os.environ.get("WHORL_DTYPE") or ("float32" if self.device == "cpu" else usual)
+        note = f"{self.device}, {dtype}, 1 thread (nothing measured decides)"
+        flops = {dtype: self.flops["float32"], **self.flops}
+        return replace(self, dtype=dtype, threads=1, note=note, flops=flops)
 
     def apply(self) -> None:
         """Set torch's number of threads in this process, until `restore_threads`."""

@@ -27,11 +27,16 @@ import torch
 import torch.multiprocessing  # registers how shared tensors are pickled
 
 from whorl.errors import WhorlError
-from whorl.machine.device_probe import keep_freed_memory
+from whorl.machine.device_probe import keep_freed_memory, usable_cores
 from whorl.machine.process import Channel, Child, describe_exit
 
 SHUTDOWN_TIMEOUT = 15.0  # a replica notices the end at its next barrier
 REPLICA_TIMEOUT = 600.0  # a first step includes compilation; no live replica takes longer
+
+
+def cores_for_replicas(deterministic: bool) -> int:
+    """Return how many replicas get a core: torch's threads, which are measured, or without measurement all usable cores."""
+    return max(1, usable_cores() if deterministic else torch.get_num_threads())
 
 
 class ReplicaError(WhorlError):

@@ -16,7 +16,6 @@ down later, the run takes longer than planned.
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from typing import Any
@@ -157,10 +156,7 @@ def _build_job(
 
 def _choose_dtype(config: PlanConfig, machine: Machine) -> str:
     """Return the faster type; if nothing may be timed, the usual type of the device."""
-    if not config.deterministic:
-        return machine.dtype
-    default = "bfloat16" if "bfloat16" in machine.flops else "float16"  # by the types that the GPU supports
-    return os.environ.get("WHORL_DTYPE") or ("float32" if machine.device == "cpu" else default)
+    return (machine.without_measured_choices() if config.deterministic else machine).dtype
 
 
 def _cost(config: PlanConfig, model: TransformerConfig, replicas: int) -> TrainingCost:

@@ -330,13 +330,24 @@ class _RecipeParser:
         flag: str,
         description: str,
     ) -> None:
-        """Set a field in every step that has it (`--budget`, `--deterministic`)."""
-        steps = [step for step, kind in kinds.items() if field in kind.config.model_fields]
-        if not steps:
+        """Set a field in every step that has it, itself or in its `train` (`--budget`, `--deterministic`)."""
+        found = False
+        for step, kind in kinds.items():
+            fields = kind.config.model_fields
+            train = fields["train"].annotation if "train" in fields else None
+            if field in fields:
+                tables[step][field] = value
+                self.flag_of_key["steps", step, field] = flag
+            elif field in getattr(train, "model_fields", {}):
+                inner = tables[step].setdefault("train", {})
+                if isinstance(inner, dict):  # else the step's settings are refused below
+                    inner[field] = value
+                self.flag_of_key["steps", step, "train", field] = flag
+            else:
+                continue
+            found = True
+        if not found:
             raise ConfigError(f"{flag}: no step of this recipe takes {description}")
-        for step in steps:
-            tables[step][field] = value
-            self.flag_of_key["steps", step, field] = flag
 
     def apply_set(self, tables: dict[str, Any], kinds: dict[str, StepKind], text: str) -> None:
         """Apply `--set step.field=value`; deeper fields have more dots."""

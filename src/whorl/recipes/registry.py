@@ -51,6 +51,7 @@ class StepContext:
         parents: role -> artifact; an optional role may be absent.
         summary: figures for the manifest; `summary["headline"]` is shown in the log line of the step.
         report: blocks and headline figures for the page of the run; written as `report.json` when the step ends.
+        deterministic: the step's setting of this name: no measurement decides a bit (`train/determinism.py`).
     """
 
     name: str
@@ -62,6 +63,7 @@ class StepContext:
     store: Store
     summary: dict[str, Any] = field(default_factory=dict)
     report: StepReport = field(default_factory=StepReport)
+    deterministic: bool = False
 
     def parent_folder(self, role: str) -> Path:
         """Return the folder of a parent, with its files checked."""
@@ -75,10 +77,23 @@ class StepContext:
 
     @cached_property
     def machine(self) -> Machine:
-        """The device properties, measured or from the cache."""
-        from whorl.machine.device_probe import probe
+        """The device properties, measured or from the cache; in a continued step, those with which it began."""
+        from whorl.machine.choices import choose_once
+        from whorl.machine.device_probe import Machine, probe
 
-        return probe()
+        now = probe()
+        if self.deterministic:
+            now = now.without_measured_choices()
+        begun = Machine(**choose_once("machine", now.to_json))
+        if begun.choice == now.choice:
+            return now
+        if begun.device != now.device:
+            self.progress.log(
+                f"    began on {begun.device}, continues on {now.device}: other bits than of one run"
+            )
+            return now
+        self.progress.log(f"    continues with {begun.dtype} and {begun.threads} threads, as it began")
+        return begun
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,12 @@ def step(
         return function
 
     return register
+
+
+def is_deterministic(config: BaseModel) -> bool:
+    """Return the setting `deterministic` of a step, or of its `train`; False without one."""
+    train = getattr(config, "train", None)
+    return bool(getattr(config, "deterministic", False) or getattr(train, "deterministic", False))
 
 
 def step_kinds() -> Mapping[str, StepKind]:

@@ -13,13 +13,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from whorl.errors import NotApplicableError, WhorlError
+from whorl.machine.choices import recorded_choices
 from whorl.machine.device_probe import restore_threads
 from whorl.recipes.recipe import Recipe, RecipeStep
-from whorl.recipes.registry import StepContext
+from whorl.recipes.registry import StepContext, is_deterministic
 from whorl.recipes.step_records import FAILED, LEFT_OUT, StepRecords
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
@@ -109,6 +111,14 @@ def run_recipe(
     return RunResult(run, artifacts, time.monotonic() - start)
 
 
+def _deterministic(enabled: bool) -> AbstractContextManager[None]:
+    if not enabled:
+        return nullcontext()
+    from whorl.train.determinism import deterministic  # imports torch
+
+    return deterministic()
+
+
 def _run_step(
     recipe: Recipe,
     step: RecipeStep,
@@ -135,9 +145,11 @@ def _run_step(
                 progress.log(f"{label}: {'continues after an interruption' if build.resumed else kind.about}")
                 run.record_environment()
                 ctx = StepContext(
-                    step.name, build.path, build.scratch, parents, run, progress, store, build.summary
-                )
-                kind.function(ctx, config)
+                    step.name, build.path, build.scratch, parents, run, progress, store, build.summary,
+                    deterministic=is_deterministic(config),
+                )  # fmt: skip
+                with recorded_choices(build.scratch / "choices"), _deterministic(ctx.deterministic):
+                    kind.function(ctx, config)
                 ctx.report.write(build.path)
     except NotApplicableError:
         raise

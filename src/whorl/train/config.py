@@ -203,6 +203,7 @@ class FiniteTrainConfig(TrainConfig):
         default=FiniteGuardConfig(),
         description="skips non-finite batches; with a threshold also batches whose loss or gradient norm is far off",
     )
+    deterministic: bool = Field(default=False, description="no timing affects the result")
 
 
 class CheckpointConfig(BaseModel):

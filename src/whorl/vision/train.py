@@ -274,6 +274,6 @@ def train_vision(
     options = RunOptions(
         scratch=checkpoint_dir, checkpoint_seconds=c.run.checkpoint_seconds, checkpoint_config=c.run.checkpoints,
         replicas=replicas, threads=threads, spike_guard=c.train.spike_guard, ema=c.train.ema,
-        heartbeat_dir=heartbeat_dir,
+        deterministic=c.train.deterministic, heartbeat_dir=heartbeat_dir,
     )  # fmt: skip
     Trainer(task, options, _Steps(callback), log=log).fit()

@@ -17,11 +17,12 @@ from tests.support.configs import nested, updated
 
 from whorl.align.config import DistilConfig, LoRAConfig, SFTConfig
 from whorl.align.model.policy_model import PolicyModel
+from whorl.align.stage import task
 from whorl.align.stage.io import load_stage_model, save_stage_model
 from whorl.align.stage.sft import fine_tune
-from whorl.align.stage.task import choose_replicas
 from whorl.errors import ConfigError, DataError
 from whorl.models import make_model
+from whorl.parallel import process_group
 from whorl.tracking.seeds import generator
 from whorl.train.resilience.oom_advice import OutOfMemoryError
 
@@ -201,9 +202,17 @@ def test_killed_replica_ends_run_and_resume_works(tmp_path: Path) -> None:
 
 def test_choose_replicas_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    choose = partial(choose_replicas, network(), length=48)
-    assert choose(None, positions=1e3, max_replicas=16) == 1  # a stage of milliseconds
-    assert choose(None, positions=1e12, max_replicas=16) == 8
-    assert choose(None, positions=1e12, max_replicas=3) == 3
-    assert choose(2, positions=1e3, max_replicas=16) == 2
-    assert choose(2, positions=1e3, max_replicas=1) == 1
+    monkeypatch.setattr(process_group, "usable_cores", lambda: 6)
+    two = {"run": {"replicas": 2}}
+    for settings, positions, most, expected in (
+        ({}, 1e3, 16, 1),  # a stage of milliseconds
+        ({}, 1e12, 16, 8),
+        ({}, 1e12, 3, 3),
+        ({"train": {"deterministic": True}}, 1e12, 16, 6),  # the number of threads is measured
+        (two, 1e3, 16, 2),
+        (two, 1e3, 1, 1),
+    ):
+        found = task.choose_replicas(
+            network(), SFTConfig(**settings), length=48, positions=positions, max_replicas=most
+        )
+        assert found == expected, settings

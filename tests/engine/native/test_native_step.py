@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep, build, unsupported_reason
 from whorl.engine.native.runner import NativeRunner, autotune, make_runner
 from whorl.errors import ConfigError
+from whorl.machine.choices import recorded_choices
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
 
@@ -134,6 +137,22 @@ def test_native_engine_matches_forward(family: str, preemption: Any, monkeypatch
     check(model, again, run(engine, again))
     monkeypatch.setenv("WHORL_NATIVE", "0")
     assert type(Engine(model, tight).runner) is ModelRunner
+
+
+def test_measured_path_is_kept_or_unused(tmp_path: Path) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert type(make_runner(llama(), {None: 4}, 16, 2, 64)) is ModelRunner
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with recorded_choices(tmp_path):
+        make_runner(llama(), {None: 4}, 16, 2, 64)
+        (record,) = tmp_path.glob("engine-*.json")
+        for chosen in ({"threads": 1, "use_native": False}, {"threads": 2, "use_native": True}):
+            record.write_text(json.dumps(chosen))
+            again = make_runner(llama(), {None: 4}, 16, 2, 64)
+            assert isinstance(again, NativeRunner)
+            assert {"threads": again.native_step.threads, "use_native": again.use_native} == chosen
 
 
 def test_autotune_selects_fastest() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from tests.support.recipes.align_steps import run_text
 
 from whorl.align.stage.io import read_prompt_completions, read_tasks
 from whorl.cli.jobs.report import report
+from whorl.engine.native import runner
 from whorl.errors import ConfigError, DataError, NotApplicableError
 from whorl.evals.verify import verify_all
+from whorl.machine import device_probe
+from whorl.machine.device_probe import Measurement, choose
 from whorl.models import load_model
 from whorl.recipes import RunResult, load_recipe, parse_recipe, run_recipe
 from whorl.report.format import format_percent
@@ -159,6 +163,23 @@ def test_report_shows_stages_of_whole_and_partial_run(store: Store, done: RunRes
     report(run=str(half.run.dir), out=tmp_path / "half.html", store=str(store.root))
     page = (tmp_path / "half.html").read_text()
     assert "sft: loss</h3>" in page and "rl: " not in page and '<figure class="pair"' not in page
+
+
+def test_deterministic_stages_ignore_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads, dtype and the engine's path are measured on another day, in another store."""
+    speeds = {"float32": {"1": [1e9], "2": [2e9]}, "bfloat16": {"1": [1e9], "2": [9e9]}}
+    sets = ("lessons.max_train=32", "base.epochs=1", "manners.max_train=16", "rl.run.replicas=1")
+    found = []
+    for day, (dtype, threads) in enumerate((("bfloat16", 2), ("float32", 1))):
+        machine = choose(Measurement(speeds, 1e9), dtype=dtype, threads=threads)
+        monkeypatch.setattr(device_probe, "probe", lambda machine=machine: machine)
+        monkeypatch.setattr(runner, "autotune", partial(pytest.fail, "timed"))
+        recipe = load_recipe("align-arithmetic", sets=(*SMALL, *sets), deterministic=True)
+        made = run_recipe(recipe, Store(tmp_path / str(day)), Progress.silent(), until="rl").artifacts
+        found.append(
+            {n: (made[n].address, made[n].file("model.safetensors").read_bytes()) for n in ("sft", "rl")}
+        )
+    assert found[0] == found[1]
 
 
 def test_stages_refuse_too_short_sequences(store: Store, done: RunResult) -> None:

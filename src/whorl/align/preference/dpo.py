@@ -78,7 +78,7 @@ def train_preferences(
     task = PreferenceTask(network, data, reference)
     run_stage(
         task, callback, checkpoint_dir, log, heartbeat_dir,
-        requested_replicas=config.run.replicas, max_replicas=task.rows,
+        max_replicas=task.rows,
     )  # fmt: skip
     return network
 

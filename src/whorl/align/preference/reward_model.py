@@ -154,7 +154,7 @@ def train_reward_model(
     task = RewardTask(model, config, pair_batches, dataset_fingerprint(texts))
     run_stage(
         task, callback, checkpoint_dir, log, heartbeat_dir,
-        requested_replicas=config.run.replicas, max_replicas=task.rows,
+        max_replicas=task.rows,
     )  # fmt: skip
     return model
 

@@ -46,7 +46,7 @@ def choose_rl_replicas(
     if uses_reward_model and config.run.replicas is None:
         return 1
     n = choose_replicas(
-        network, config.run.replicas, positions=rows * length * config.steps, length=length, max_replicas=most
+        network, config, positions=rows * length * config.steps, length=length, max_replicas=most
     )
     return (
         n

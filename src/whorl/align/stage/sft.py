@@ -91,7 +91,7 @@ def fine_tune(
     task = (task_type or SFTTask)(network, examples, config, pad_id, replay_data)
     run_stage(
         task, callback, checkpoint_dir, log, heartbeat_dir,
-        requested_replicas=config.run.replicas, max_replicas=task.n_own,
+        max_replicas=task.n_own,
     )  # fmt: skip
     return network
 

@@ -28,7 +28,7 @@ from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.experts import check_expert_settings, stage_param_optims
 from whorl.objectives.next_token import Loss
-from whorl.parallel.process_group import ProcessGroup
+from whorl.parallel.process_group import ProcessGroup, cores_for_replicas
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.learner.update import AcceptStep, MicroBatch, Update, accept_if_finite
@@ -50,20 +50,21 @@ MAX_REPLICA_PARAMS = (
 
 
 def choose_replicas(
-    network: PolicyModel, requested: int | None, *, positions: float, length: int, max_replicas: int
+    network: PolicyModel, config: StageConfig, *, positions: float, length: int, max_replicas: int
 ) -> int:
-    """Return the number of replicas: `requested`, or by default one per thread where that pays; at most `max_replicas`.
+    """Return the requested number of replicas, or by default one per thread where that pays; at most `max_replicas`.
 
+    A deterministic stage counts usable cores, since the number of threads is measured.
     positions: of the whole stage, in rows of `length`. The result is 1 where the model is not on the CPU.
     """
     if network.device.type != "cpu":
         return 1
-    if requested is not None:
-        return min(requested, max_replicas)
+    if config.run.replicas is not None:
+        return min(config.run.replicas, max_replicas)
     small = sum(p.numel() for p in network.model.parameters()) <= MAX_REPLICA_PARAMS
     if not small or network.model.flops_per_token(length) * positions < MIN_REPLICA_FLOPS:
         return 1
-    return max(1, min(torch.get_num_threads(), max_replicas))
+    return max(1, min(cores_for_replicas(config.train.deterministic), max_replicas))
 
 
 def make_learner(
@@ -265,6 +266,7 @@ def run_options(
         ema=config.train.ema,
         routing=config.train.routing,
         heartbeat_dir=heartbeat_dir,
+        deterministic=config.train.deterministic,
     )
 
 
@@ -275,7 +277,6 @@ def run_stage(
     log: Log,
     heartbeat_dir: Path | None,
     *,
-    requested_replicas: int | None = None,
     max_replicas: int = 1,
 ) -> None:
     """Train a stage, resuming from the newest checkpoint.
@@ -285,7 +286,7 @@ def run_stage(
     """
     replicas = choose_replicas(
         task.network,
-        requested_replicas,
+        task.config,
         positions=task.steps * task.positions,
         length=task.row_length,
         max_replicas=max_replicas,

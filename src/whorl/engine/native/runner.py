@@ -2,7 +2,8 @@
 
     WHORL_NATIVE=0     never
     WHORL_NATIVE=1     for every supported model, without measuring
-    (unset)            both are timed when the engine starts, on a step of one row and one of several
+    (unset)            both are timed when the engine starts, on a step of one row and one of several; under torch's
+                       deterministic algorithms nothing is timed and torch runs
 
 CPU flags do not decide: a machine may have bf16 products and run faster without, and two threads may share one core. So the
 torch path and the native step, with one thread and with all, run the same small batches on the empty cache. The smallest
@@ -16,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from whorl.engine.cache.pages import InputBatch
 from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native.step import NativeStep, unsupported_reason
 from whorl.errors import ConfigError
+from whorl.machine.choices import choose_once
 from whorl.machine.device_probe import usable_cores
 from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
@@ -100,8 +103,10 @@ def make_runner(
     Raises:
         ConfigError: `weight_dtype` is set, and the native step cannot run; only it has weight formats.
     """
-    setting = os.environ.get("WHORL_NATIVE", "")
+    setting = choose_once("WHORL_NATIVE", lambda: os.environ.get("WHORL_NATIVE", ""))
     reason = "WHORL_NATIVE=0" if setting == "0" else unsupported_reason(model, compile_native)
+    if not setting and weight_dtype is None and torch.are_deterministic_algorithms_enabled():
+        reason = reason or "timing must not decide"
     if kwargs.get("dtype") == torch.int8:
         reason = reason or "its cache is bfloat16 or float32, and kv_cache_dtype is int8"
     if reason is not None:
@@ -121,6 +126,8 @@ def make_runner(
 
 def autotune(runner: NativeRunner, native_only: bool = False) -> dict[str, float]:
     """Select the fastest path and number of threads; returns the seconds of each (geometric mean over batch sizes).
+
+    A continued step of a recipe takes those with which it began, and returns nothing (`machine/choices.py`).
 
     The cache must be empty: its first pages are written.
 
@@ -142,15 +149,20 @@ def autotune(runner: NativeRunner, native_only: bool = False) -> dict[str, float
             log_means.append(math.log(min(times)))
         seconds[name] = math.exp(sum(log_means) / len(log_means))
 
-    threads = sorted({1, max(1, usable_cores())})
-    for n in threads:
-        runner.native_step.threads = n
-        measure(f"native, {n} threads", runner.run)
-    runner.native_step.threads = min(threads, key=lambda n: seconds[f"native, {n} threads"])
-    if not native_only:
-        runner.use_native = False
-        measure("torch", runner.run)
-        runner.use_native = min(seconds, key=lambda name: seconds[name]) != "torch"
+    def choose() -> dict[str, int | bool]:
+        threads = sorted({1, max(1, usable_cores())})
+        for n in threads:
+            runner.native_step.threads = n
+            measure(f"native, {n} threads", runner.run)
+        fastest = min(threads, key=lambda n: seconds[f"native, {n} threads"])
+        if not native_only:
+            runner.use_native = False
+            measure("torch", runner.run)
+        return {"threads": fastest, "use_native": min(seconds, key=lambda name: seconds[name]) != "torch"}
+
+    shape = f"{runner.model.config!r} {runner.model.dtype} {native_only}"
+    chosen = choose_once(f"engine-{sha256(shape.encode()).hexdigest()[:16]}", choose)
+    runner.native_step.threads, runner.use_native = chosen["threads"], chosen["use_native"]
     return seconds
 
 

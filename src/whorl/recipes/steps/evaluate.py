@@ -39,6 +39,7 @@ class EvaluateConfig(BaseModel):
     samples: int = Field(default=4, ge=0, description="samples in the report, with probabilities")
     sample_tokens: int = Field(default=120, ge=1)
     seed: int = 0
+    deterministic: bool = Field(default=False, description="no timing affects the result")
 
 
 @step(

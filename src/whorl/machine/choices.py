@@ -1,0 +1,64 @@
+"""Choices made by timing, recorded so that an interrupted step continues with them.
+
+A step takes its dtype, its number of threads, and its native or torch path from measurements, which differ when other
+processes run. All of them decide bits. Within `recorded_choices` each choice is made once and kept as a file in the step's
+scratch folder. A continued step and all of its child processes, which inherit the environment, read it there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "WHORL_CHOICES"  # the folder, in the environment of this process and its children
+
+
+@contextmanager
+def recorded_choices(folder: Path) -> Iterator[None]:
+    """Within the context, `choose_once` keeps its values in `folder`."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def choose_once(name: str, choose: Callable[[], Any]) -> Any:
+    """Return the recorded value of a choice, or make it and record it. Values are JSON.
+
+    If several processes choose at the same time, all return the value of the first. Outside of `recorded_choices`, or with
+    an unreadable record, each call makes the choice.
+    """
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return choose()
+    path = Path(folder) / f"{name}.json"
+    if (found := _read(path)) is not None:
+        return found
+    value = choose()
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(value))
+        os.link(temporary, path)  # fails if another process was first
+    except OSError:
+        pass
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    found = _read(path)
+    return value if found is None else found
+
+
+def _read(path: Path) -> Any:
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return None
