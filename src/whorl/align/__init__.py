@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         LoRAConfig,
         PreferenceConfig,
         RewardConfig,
-        RLConfig,
         SFTConfig,
     )
     from whorl.align.distillation.teacher import CachedTeacher, LiveTeacher
@@ -27,13 +26,14 @@ if TYPE_CHECKING:
     from whorl.align.preference.dpo import train_preferences
     from whorl.align.preference.pairs import PreferencePair, UnpairedExample
     from whorl.align.preference.reward_model import RewardModel, score_completions, train_reward_model
+    from whorl.align.rl.config import RLConfig
     from whorl.align.rl.environment import Reply, TextEnv, Turn
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.sft import fine_tune
 
 _MODULES = {
-    "config": ("DistilConfig", "LoRAConfig", "PreferenceConfig", "RLConfig", "RewardConfig", "SFTConfig"),
+    "config": ("DistilConfig", "LoRAConfig", "PreferenceConfig", "RewardConfig", "SFTConfig"),
     "distillation.teacher": ("CachedTeacher", "LiveTeacher"),
     "distillation.train": ("train_student",),
     "model.batch": ("pad",),
@@ -43,6 +43,7 @@ _MODULES = {
     "preference.dpo": ("train_preferences",),
     "preference.pairs": ("PreferencePair", "UnpairedExample"),
     "preference.reward_model": ("RewardModel", "score_completions", "train_reward_model"),
+    "rl.config": ("RLConfig",),
     "rl.environment": ("Reply", "TextEnv", "Turn"),
     "rl.rollout": ("RolloutWorker",),
     "rl.train": ("train_policy",),

@@ -334,7 +334,7 @@ class _RecipeParser:
         found = False
         for step, kind in kinds.items():
             fields = kind.config.model_fields
-            train = fields["train"].annotation if "train" in fields else None
+            train: Any = fields["train"].annotation if "train" in fields else None
             if field in fields:
                 tables[step][field] = value
                 self.flag_of_key["steps", step, field] = flag

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from whorl.train.lm.objective import LMObjective, param_optims
     from whorl.train.optim.clipping import clip_grad_norm_
     from whorl.train.optim.decay_mask import decayed_parameters
-    from whorl.train.optim.lr_schedule import lr_scale, warmup_stable_decay
+    from whorl.train.optim.lr_schedule import lr_scale
     from whorl.train.optim.optimizer import Optimizer, OptimizerInputs
     from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonalize
     from whorl.train.optim.soap import SOAP
@@ -36,7 +36,7 @@ _MODULES = {
     "lm.objective": ("LMObjective", "param_optims"),
     "optim.clipping": ("clip_grad_norm_",),
     "optim.decay_mask": ("decayed_parameters",),
-    "optim.lr_schedule": ("lr_scale", "warmup_stable_decay"),
+    "optim.lr_schedule": ("lr_scale",),
     "optim.optimizer": ("Optimizer", "OptimizerInputs"),
     "optim.optimizers": ("AdamW", "Muon", "SparseAdagrad", "orthogonalize"),
     "optim.soap": ("SOAP",),
@@ -69,7 +69,6 @@ __all__ = [
     "orthogonalize",
     "param_optims",
     "train_loop",
-    "warmup_stable_decay",
 ]
 __getattr__, __dir__ = lazy_exports(__name__, _MODULES)
 
