@@ -172,11 +172,10 @@ def test_deterministic_flag_refuses_time_budget() -> None:
     }
     own = {(step, "deterministic") for step in ("plan", "pretrain", "evaluate")}
     assert set_at == own | {("sft", "train"), ("rl", "train")}
-    stages = {"preference", "reward_model", "distil", "draft", "multi_token"}
+    stages = {"preference", "reward_model", "distil", "draft", "multi_token", "embedder"}
+    stages |= {"image_classifier", "clip", "captioner"}
     settings = {name: step_kinds()[name].config.model_fields for name in stages}
     assert all("deterministic" in fields["train"].annotation.model_fields for fields in settings.values())
-    for name in ("image_classifier", "clip", "captioner"):
-        assert "deterministic" in step_kinds()[name].config.model_fields
     assert not load_recipe("quickstart").to_json()["steps"]["pretrain"]["deterministic"]
 
 
