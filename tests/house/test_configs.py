@@ -22,10 +22,11 @@ ONLY_IN_TABLES = {
     *SFTDataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields, *TrainConfig.model_fields,
 }  # fmt: skip
 # Fields of the same name with another meaning: pairs and images per step, rows of calibration, an embedder's choice of its
-# machine, the planner's processes, passes over a rollout batch, and the fields of a TransformerConfig.
+# machine, the planner's processes, the fields of a TransformerConfig, and `deterministic` of steps that train nothing.
 OTHER_MEANING = {
     "embedder": {"batch_size", "dtype"}, "image_classifier": {"batch_size"}, "clip": {"batch_size"},
-    "captioner": {"batch_size"}, "quantize": {"seq_len"}, "plan": {"model", "replicas"},
+    "captioner": {"batch_size"}, "quantize": {"seq_len"}, "plan": {"model", "replicas", "deterministic"},
+    "evaluate": {"deterministic"},
 }  # fmt: skip
 
 

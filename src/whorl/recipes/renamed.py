@@ -133,6 +133,7 @@ KEYS: dict[str, dict[str, str]] = {
         "branches": "decay_branches",
         "checkpoint_seconds": "run.checkpoint_seconds",
         "checkpoints": "run.checkpoints",
+        "deterministic": "train.deterministic",
         "ema": "train.ema",
         "micro_batch_size": "train.micro_batch_size",
         "micro_rows": "train.micro_batch_size",

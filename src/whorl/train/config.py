@@ -194,6 +194,7 @@ class TrainConfig(BaseModel):
     spike_guard: SpikeGuardConfig = Field(
         default=SpikeGuardConfig(), description="skips batches whose loss or gradient norm is far off"
     )
+    deterministic: bool = Field(default=False, description="no timing affects the result")
 
 
 class FiniteTrainConfig(TrainConfig):
@@ -203,7 +204,6 @@ class FiniteTrainConfig(TrainConfig):
         default=FiniteGuardConfig(),
         description="skips non-finite batches; with a threshold also batches whose loss or gradient norm is far off",
     )
-    deterministic: bool = Field(default=False, description="no timing affects the result")
 
 
 class CheckpointConfig(BaseModel):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.align.config import DistilConfig, StudentConfig
+from whorl.align.config import DistilConfig, StageDataConfig, StudentConfig
 from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import (
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel
     from whorl.models import LanguageModel
-    from whorl.train.config import DataConfig
 
 PRUNING_EXAMPLES = 64  # texts that measure the importance of heads and channels
 
@@ -184,7 +183,7 @@ class TextsConfig(Protocol):
     """The settings of training texts."""
 
     @property
-    def data(self) -> DataConfig: ...
+    def data(self) -> StageDataConfig: ...
     @property
     def texts(self) -> TextSourceConfig: ...
     @property

@@ -52,7 +52,6 @@ class PretrainConfig(BaseModel):
         default=[],
         description="fractions of the steps at which a step `decay_branch` may start to decay",
     )
-    deterministic: bool = Field(default=False, description="no timing affects the result")
     serial_loader: bool = Field(
         default=False, description="fill batches in the training process, for debugging"
     )
@@ -119,7 +118,7 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             "stream": _stream_settings(ctx, config),
             "serial_loader": config.serial_loader,
             "activation_budget": config.run.activation_budget,
-            "deterministic": config.deterministic or planned.deterministic,
+            "deterministic": config.train.deterministic or planned.deterministic,
             "seed": planned.seed if config.seed is None else config.seed,
         }
     )
