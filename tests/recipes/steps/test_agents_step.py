@@ -7,11 +7,9 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from tests.support.cli import kill_when, output_of
-from tests.support.recipes.align_steps import run_text
+from tests.support.recipes.align_steps import kill_run, logs_of, run_text
 
 from whorl.errors import ConfigError
-from whorl.store import Store
 
 RECIPE = """
 name = "poles"
@@ -28,14 +26,11 @@ settings = { hidden = [16], n_epochs = 2 }
 
 
 def test_killed_run_ends_with_same_weights(tmp_path: Path) -> None:
-    (tmp_path / "poles.toml").write_text(RECIPE)
-    whole = run_text(RECIPE, store=tmp_path / "whole")["ppo"]
-    command = ("run", "poles.toml", "--store", "killed")
+    whole, store = run_text(RECIPE, store=tmp_path / "whole")["ppo"], tmp_path / "killed"
     for seed in (0, 1):
-        assert kill_when(tmp_path / "killed" / "scratch", f"*/seed-{seed}/step-*", *command, cwd=tmp_path)
-    printed = output_of(*command, cwd=tmp_path)
-    assert "continues at step" in printed and "finished earlier" in printed
-    again = Store(tmp_path / "killed").open("poles/ppo")
+        kill_run(RECIPE, store, f"*/seed-{seed}/step-*")
+    again = run_text(RECIPE, store=store)["ppo"]
+    assert "continues at step" in logs_of(store) and "finished earlier" in logs_of(store)
     for name in ("seed-0.safetensors", "seed-1.safetensors"):
         assert again.file(name).read_bytes() == whole.file(name).read_bytes()
     first, second = (json.loads(a.file("result.json").read_text()) for a in (whole, again))

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.cli import kill_when, output_of
 from tests.support.notes import write_notes
-from tests.support.recipes.align_steps import run_text
+from tests.support.recipes.align_steps import kill_run, logs_of, run_text
 
 from whorl.embedding.embedder import Embedder
 from whorl.errors import ConfigError, DataError
-from whorl.store import Store
 from whorl.tokens.tokenizer import Tokenizer
 
 RECIPE = """
@@ -47,7 +45,7 @@ run.checkpoint_seconds = 0.01
 def _in_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Work in a folder with 60 notes of random words, and five notes too short for two spans."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(write_notes(tmp_path_factory.mktemp("finder"), recipe=RECIPE))
+        patch.chdir(write_notes(tmp_path_factory.mktemp("finder")))
         for number, word in enumerate(("yes", "no", "so", "I", "we")):
             Path(f"notes/short{number}.txt").write_text(word)
         yield
@@ -71,11 +69,9 @@ def test_embedder_artifact_content() -> None:
 
 def test_killed_run_ends_with_same_weights() -> None:
     whole = run_text(RECIPE)["embedder"]
-    command = ("run", "tiny.toml", "--store", "killed")
-    assert kill_when(Path("killed/scratch"), "*/step-*", *command, cwd=Path.cwd())
-    printed = output_of(*command)
-    assert "continues at step" in printed and "documents skipped" in printed
-    again = Store(Path("killed")).open("finder/embedder")
+    kill_run(RECIPE, Path("killed"), "*/step-*")
+    again, log = run_text(RECIPE, store=Path("killed"))["embedder"], logs_of(Path("killed"))
+    assert "continues at step" in log and "documents skipped" in log
     assert again.file("model.safetensors").read_bytes() == whole.file("model.safetensors").read_bytes()
     assert again.summary["final"] == whole.summary["final"]
 

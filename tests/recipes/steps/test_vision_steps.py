@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from bench.vision._recipes import run_seed
 from bench.vision.digits import NETWORKS
-from tests.support.cli import kill_when, output_of
 from tests.support.images import write_class_folders
-from tests.support.recipes.align_steps import run_text
+from tests.support.recipes.align_steps import kill_run, logs_of, run_text
 
 from whorl.errors import ConfigError, DataError
 from whorl.recipes import load_recipe
-from whorl.store import Store
 from whorl.vision.image_set import ImageSet
 from whorl.vision.load import load_vision
 
@@ -70,11 +68,10 @@ parents = ["clip", "captioner"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Work in a folder with images of three classes, one of them damaged, and a recipe."""
+    """Work in a folder with images of three classes, one of them damaged."""
     folder = tmp_path_factory.mktemp("vision")
     write_class_folders(folder / "shapes", n=12)
     (folder / "shapes" / "top" / "bad.png").write_text("no image")
-    (folder / "tiny.toml").write_text(CLASSES)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield
@@ -98,10 +95,9 @@ def test_classifier_from_a_folder_learns_and_reports() -> None:
 
 def test_killed_classifier_ends_with_same_weights() -> None:
     whole = run_text(CLASSES)["image_classifier"]
-    command = ("run", "tiny.toml", "--store", "killed")
-    assert kill_when(Path("killed/scratch"), "*/step-*", *command, cwd=Path.cwd())
-    assert "continues at step" in output_of(*command)
-    again = Store(Path("killed")).open("shapes/image_classifier")
+    kill_run(CLASSES, Path("killed"), "*/step-*")
+    again = run_text(CLASSES, store=Path("killed"))["image_classifier"]
+    assert "continues at step" in logs_of(Path("killed"))
     assert again.file("model.safetensors").read_bytes() == whole.file("model.safetensors").read_bytes()
     assert again.summary["eval"] == whole.summary["eval"]
 

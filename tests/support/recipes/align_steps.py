@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from whorl.machine.process import Channel, Child
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Artifact, Store
 from whorl.tracking.progress import Progress
+from whorl.train import trainer
+from whorl.train.checkpoint.manager import CheckpointManager
 
 
 def write_code(folder: Path, n: int = 60) -> None:
@@ -31,3 +36,27 @@ def run_text(text: str, *sets: str, store: Path | None = None) -> dict[str, Arti
     """Run a recipe text and return its artifacts; by default in the folder `store` of the working directory."""
     recipe = parse_recipe(text, "stages.toml", sets=sets)
     return dict(run_recipe(recipe, Store(store or Path.cwd() / "store"), Progress.silent()).artifacts)
+
+
+def _run_and_die(channel: Channel, text: str, store: Path, pattern: str) -> None:
+    class Dying(CheckpointManager):
+        def save(self, *given: Any, **options: Any) -> float:
+            stall = super().save(*given, **options)
+            self.finish()
+            if any((store / "scratch").glob(pattern)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return stall
+
+    trainer.CheckpointManager = Dying
+    run_text(text, store=store)
+
+
+def kill_run(text: str, store: Path, pattern: str) -> None:
+    """Run a recipe text in a child process, which gets SIGKILL after a checkpoint that matches `pattern` in scratch/."""
+    child = Child(f"{__name__}:_run_and_die", text, store, pattern, preload=("whorl.train.trainer",))
+    assert child.wait(120) == -signal.SIGKILL, child.exit_description()
+
+
+def logs_of(store: Path) -> str:
+    """The logs of all runs in a store."""
+    return "".join(path.read_text() for path in sorted(store.glob("runs/*/log.txt")))
