@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,13 +35,17 @@ def write_probe(ctx: StepContext, config: ProbeConfig) -> None:
     ]
 
 
-def test_step_outside_the_package_has_its_panel(tmp_path: Path) -> None:
-    probe = StepKind("probe", "anything", ProbeConfig, {}, 1, "Measures.", write_probe, None)
+def make_page(step: Any, store: Path) -> str:
+    """Run a recipe with `step`, which is no step of the package, and return its report."""
+    probe = StepKind("probe", "anything", ProbeConfig, {}, 1, "Measures.", step, None)
     kinds = {"probe": probe, "report": step_kinds()["report"]}
-    text = 'name = "mine"\n[steps.depth]\nuses = "probe"\n[steps.report]\nparents = ["depth"]\n'
-    store = Store(tmp_path)
-    made = run_recipe(parse_recipe(text, "r.toml", kinds=kinds), store, Progress.silent()).artifacts
-    page = made["report"].file("report.html").read_text()
+    text = 'name = "mine"\n[steps.depth]\nuses = "probe"\n[steps.report]\nparents = {any = "depth"}\n'
+    made = run_recipe(parse_recipe(text, "r.toml", kinds=kinds), Store(store), Progress.silent()).artifacts
+    return made["report"].file("report.html").read_text()
+
+
+def test_step_outside_the_package_has_its_panel(tmp_path: Path) -> None:
+    page = make_page(write_probe, tmp_path)
     assert re.findall(r'<section id="(\w+)"', page) == ["result", "depth", "time", "lineage", "environment"]
     for title in ("Probe curve", "Probe table", "Probe histogram", "Probe text"):
         assert f"<h3>{title}</h3>" in page
@@ -50,14 +55,5 @@ def test_step_outside_the_package_has_its_panel(tmp_path: Path) -> None:
 
 
 def test_artifact_without_blocks_still_renders(tmp_path: Path) -> None:
-    def silent(ctx: StepContext, config: ProbeConfig) -> None:
-        (ctx.out / "probe.txt").write_text("")
-
-    kinds = {
-        "probe": StepKind("probe", "anything", ProbeConfig, {}, 1, "Measures.", silent, None),
-        "report": step_kinds()["report"],
-    }
-    text = 'name = "mine"\n[steps.depth]\nuses = "probe"\n[steps.report]\nparents = {any = "depth"}\n'
-    made = run_recipe(parse_recipe(text, "r.toml", kinds=kinds), Store(tmp_path), Progress.silent()).artifacts
-    page = made["report"].file("report.html").read_text()
+    page = make_page(lambda ctx, config: (ctx.out / "probe.txt").write_text(""), tmp_path)
     assert re.findall(r'<section id="(\w+)"', page) == ["result", "time", "lineage", "environment"]
