@@ -55,20 +55,8 @@ def run(*words: str) -> tuple[Any, Any]:
 def test_options_reach_the_model() -> None:
     given, _ = run("one")
     assert given == ("one", ProbeConfig())
-    words = (
-        "--n-rows",
-        "9",
-        "-f",
-        "a.txt",
-        "--kind",
-        "sparse",
-        "--tags",
-        "a",
-        "--tags",
-        "b",
-        "--share",
-        "0.25",
-    )
+    words = ["--n-rows", "9", "-f", "a.txt", "--kind", "sparse"]
+    words += ["--tags", "a", "--tags", "b", "--share", "0.25"]
     given, _ = run("two", *words)
     assert given == (
         "two",

@@ -29,7 +29,7 @@ def test_mixture_of_experts_trains_and_exports(code: Path, tmp_path: Path) -> No
     assert evaluation["bits_per_byte"] < 4.5  # a uniform model has 8, a unigram model about 4.7
     page = store.open("small/report").file("report.html").read_text()
     assert "Gini coefficient" in page and "active parameters" in page
-    output_of("export", "small/pretrain", "exported", "--to", "mixtral", cwd=tmp_path)
+    succeed(tmp_path, "export", "small/pretrain", "exported", "--to", "mixtral")
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     ids = words("def f(self):\n    return", return_tensors="pt", add_special_tokens=False).input_ids

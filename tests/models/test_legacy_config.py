@@ -65,14 +65,8 @@ def test_load_model_reads_renamed_config_keys(name: str, tmp_path: Path) -> None
 
 
 def test_former_decoder_shape_keeps_every_field() -> None:
-    fields = {
-        "rope_base": 5e3,
-        "mlp": "swiglu",
-        "tie_embeddings": True,
-        "trained_length": 32,
-        "smear_keys": False,
-    }
-    former = OLD["decoder"] | fields | {"ngram_orders": [], "ngram_buckets": 65_536}
+    fields = {"rope_base": 5e3, "mlp": "swiglu", "tie_embeddings": True, "trained_length": 32}
+    former = OLD["decoder"] | fields | {"smear_keys": False, "ngram_orders": [], "ngram_buckets": 65_536}
     config = TransformerConfig.model_validate(upgrade_transformer(former))
     assert former_fields(config) == former
     assert (

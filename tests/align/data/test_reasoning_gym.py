@@ -64,15 +64,9 @@ def test_scorer_of_package_grades_in_its_process() -> None:
 @pytest.mark.parametrize(
     ("score", "passed", "failed"),
     [
-        (True, True, False),
-        (1, True, False),
+        *((score, True, False) for score in (True, 1)),
         (0.5, False, False),
-        (None, False, True),
-        ("1.0", False, True),
-        (float("nan"), False, True),
-        (7.0, False, True),
-        ([1.0], False, True),
-        (KeyError("expression"), False, True),
+        *((score, False, True) for score in (None, "1.0", float("nan"), 7.0, [1.0], KeyError("expression"))),
     ],
 )
 def test_wrong_types_of_scorer_are_errors(

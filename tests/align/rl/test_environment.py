@@ -213,9 +213,8 @@ def test_log_probs_agree_across_turns(chat: bool, folder: Path, tmp_path: Path) 
         assert (experience.turns > 1).any() and (mask.sum(1) == experience.length).all()
 
 
-@pytest.mark.parametrize("change", [{}, {"algorithm": "ppo", "update": {"epochs": 2}}])
-def test_resume_with_environment_gives_same_bits(change: Any, folder: Path, tmp_path: Path) -> None:
-    config = changed(config_of("Echo"), **change)
+def test_resume_with_environment_gives_same_bits(folder: Path, tmp_path: Path) -> None:
+    config = changed(config_of("Echo"), algorithm="ppo", update={"epochs": 2})
     check_resume(partial(train, folder, config, worker_class=ShortReplies), tmp_path, kill=3)
 
 

@@ -39,9 +39,8 @@ def test_fine_tune_lowers_loss_of_all_parameters(packing: bool) -> None:
     assert all(not torch.equal(p, begun[n]) for n, p in net.named_parameters() if "memory" not in n)
 
 
-@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
-def test_resume_gives_same_bits(lora: LoRAConfig | None, tmp_path: Path) -> None:
-    check_resume(partial(train_sft, changed(lora=lora, epochs=3)), tmp_path, kill=5)
+def test_resume_with_adapter_gives_same_bits(tmp_path: Path) -> None:
+    check_resume(partial(train_sft, changed(lora=LoRAConfig(rank=2), epochs=3)), tmp_path, kill=5)
 
 
 def test_fine_tune_rejects_missing_data() -> None:

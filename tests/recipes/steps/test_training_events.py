@@ -19,13 +19,8 @@ SKIPPED = {
     "step": 3, "kind": "nonfinite", "message": "the loss is nan <b>", "action": "skipped (1 so far)", "loss": None,
     "documents": [{"number": 12, "id": "id-12", "path": "a/<i>.txt", "source": "s", "offset": 0}], "n_documents": 22,
 }  # fmt: skip
-BACK = {
-    "step": 4,
-    "kind": "rollback",
-    "message": "8 failed steps",
-    "action": "weights restored",
-    "loss": None,
-}
+BACK = {"step": 4, "kind": "rollback", "message": "8 failed steps", "action": "weights restored"}
+BACK |= {"loss": None}
 
 
 def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
@@ -60,13 +55,8 @@ def page_of(curve: Sequence[dict[str, Any]]) -> str:
 
 
 def test_page_shows_first_events_of_many() -> None:
-    event = {
-        "event": "spike",
-        "message": "the loss is 9",
-        "action": "skipped",
-        "documents": "[]",
-        "n_documents": 0,
-    }
+    event = {"event": "spike", "message": "the loss is 9", "action": "skipped"}
+    event |= {"documents": "[]", "n_documents": 0}
     events = [{"step": n, **event} for n in range(70)]
     page = page_of([*({"step": n, "nll": 3.0} for n in range(1, 9)), *events])
     assert page.count("the loss is 9") == 50 and "And 20 later ones" in page

@@ -15,6 +15,7 @@ NAMES = (
     (".mixer.smear.share", ".attention.smear"),
     (".mixer.", ".attention."),
 )
+SHARED = {"vocab_size", "d_model", "n_layers", "mlp", "mlp_hidden", "tie_embeddings", "trained_length"}
 
 
 def former_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -29,17 +30,7 @@ def former_fields(config: TransformerConfig) -> dict[str, Any]:
     (heads,) = config.mixers.values()
     assert isinstance(heads, AttentionConfig) and heads.rope is not None
     return {
-        **config.model_dump(
-            include={
-                "vocab_size",
-                "d_model",
-                "n_layers",
-                "mlp",
-                "mlp_hidden",
-                "tie_embeddings",
-                "trained_length",
-            }
-        ),
+        **config.model_dump(include=SHARED),
         **heads.model_dump(include={"n_heads", "n_kv_heads", "head_dim"}),
         "rope_base": heads.rope.base,
         "smear_keys": heads.smear,
