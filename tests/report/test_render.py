@@ -222,31 +222,13 @@ def test_render_writes_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_report_data_refuses_invalid_values() -> None:
-    for bad in (
-        {"reports": [("a", {"blocks": [{"kind": "picture"}]})]},
-        {
-            "reports": [
-                (
-                    "a",
-                    {
-                        "blocks": [
-                            {"kind": "sample", "prompt": "", "tokens": [{"text": "a", "probability": 1.5}]}
-                        ]
-                    },
-                )
-            ]
-        },
-        {
-            "reports": [
-                (
-                    "a",
-                    {"blocks": [{"kind": "curve", "lines": [{"name": "a", "x": [1], "y": [float("nan")]}]}]},
-                )
-            ]
-        },
+    for block in (
+        {"kind": "picture"},
+        {"kind": "sample", "prompt": "", "tokens": [{"text": "a", "probability": 1.5}]},
+        {"kind": "curve", "lines": [{"name": "a", "x": [1], "y": [float("nan")]}]},
     ):
         with pytest.raises(ValidationError):
-            ReportData.model_validate(bad)
+            ReportData.model_validate({"reports": [("a", {"blocks": [block]})]})
 
 
 def test_printable_token_shows_partial_characters() -> None:
