@@ -144,13 +144,8 @@ def test_wrong_models_and_options_are_refused(words: list[str], code: int, messa
 @pytest.mark.parametrize("verb", [["classify", "classifier"], ["caption", "captioner"], ["embed", "clip"]])
 @pytest.mark.parametrize(
     ("file", "message"),
-    [
-        ("notes.png", "(not_an_image)"),
-        ("cut.png", "(damaged)"),
-        ("none.png", "No such file"),
-        (".", "Is a directory"),
-    ],
-)
+    [("notes.png", "(not_an_image)"), ("cut.png", "(damaged)"), ("none.png", "No such file"), (".", "Is a directory")],
+)  # fmt: skip
 def test_file_that_is_no_image_is_named(verb: list[str], file: str, message: str, home: Path) -> None:
     error = refuse(home, *verb, file, code=1)
     assert file in error and message in error and "save the image again" in error

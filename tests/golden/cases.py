@@ -9,12 +9,4 @@ import cases_pretrain
 import cases_surface
 from golden_case import CASES, Result
 
-__all__ = [
-    "CASES",
-    "Result",
-    "cases_agents",
-    "cases_align",
-    "cases_engine",
-    "cases_pretrain",
-    "cases_surface",
-]
+__all__ = ["CASES", "Result", "cases_agents", "cases_align", "cases_engine", "cases_pretrain", "cases_surface"]  # fmt: skip

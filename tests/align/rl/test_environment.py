@@ -115,12 +115,7 @@ def test_stop_id_is_not_repeated_after_reply() -> None:
         ("Faulty", {"way": "reset"}, 200, {"reason": "reset: RuntimeError: no such level", "turns": 0}),
         ("Faulty", {"way": "reset exits"}, 200, {"reason": "reset: SystemExit: bye", "turns": 0}),
         ("Faulty", {"way": "reset type"}, 200, {"reason": "reset: DataError: reset returned int"}),
-        (
-            "Faulty",
-            {"way": "reset empty"},
-            200,
-            {"reason": "reset: DataError: reset returned an empty prompt"},
-        ),
+        ("Faulty", {"way": "reset empty"}, 200, {"reason": "reset: DataError: reset returned an empty prompt"}),
         ("Faulty", {"way": "reset message"}, 200, {"reason": "reset: DataError: a message of the prompt is"}),
         (
             "Faulty",
@@ -128,14 +123,9 @@ def test_stop_id_is_not_repeated_after_reply() -> None:
             200,
             {"reason": "reset took longer than 0.1 s", "turns": 0},
         ),
-        (
-            "Faulty",
-            {"way": "reset blocks", "reset_seconds": 0.1},
-            200,
-            {"reason": "reset ignores its limit: ", "turns": 0},
-        ),
+        ("Faulty", {"way": "reset blocks", "reset_seconds": 0.1}, 200, {"reason": "reset ignores its limit: ", "turns": 0}),
     ],
-)
+)  # fmt: skip
 def test_limits_truncate_and_errors_are_counted(
     name: str, options: dict[str, Any], length: int, wanted: dict[str, Any]
 ) -> None:

@@ -45,13 +45,9 @@ def _in_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         ("distil.student.n_layers=1",),
         ("distil.student.width_multiplier=0.5", "distil.on_policy_fraction=0.5"),
         ("distil.student.n_heads=1", "distil.student.n_kv_heads=1", "distil.texts.teacher_top_k=8"),
-        (
-            "distil.student.n_layers=1",
-            "distil.texts.completions_from=teacher",
-            "distil.max_completion_tokens=24",
-        ),
+        ("distil.student.n_layers=1", "distil.texts.completions_from=teacher", "distil.max_completion_tokens=24"),
     ],
-)
+)  # fmt: skip
 def test_distil_trains_every_kind_of_student(sets: tuple[str, ...]) -> None:
     found = run_text(DISTIL, *sets)["distil"]
     sizes = found.summary["sizes"]

@@ -204,13 +204,9 @@ def test_rl_without_model_is_refused() -> None:
         ("experts", "plan.model.n_layer=2", "plan.*n_layer: Extra inputs are not permitted"),
         ("experts", "plan.model.experts.top_k=99", r"plan.*top_k \(99\) must be at most n_experts \(8\)"),
         ("experts", "plan.model.mixers.attention.head_dim=33", r"plan.*head_dim \(33\).* must be even"),
-        (
-            "experts",
-            "plan.model.mixers.attention.n_kv_heads=7",
-            r"plan.*n_heads \(3\) must be a multiple of n_kv_heads",
-        ),
+        ("experts", "plan.model.mixers.attention.n_kv_heads=7", r"plan.*n_heads \(3\) must be a multiple of n_kv_heads"),
     ],
-)
+)  # fmt: skip
 def test_recipe_refuses_impossible_setting(recipe: str, setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load_recipe(recipe, sets=[setting])

@@ -137,18 +137,13 @@ def test_scenes_recipe_makes_clip_and_captioner() -> None:
     ("text", "setting", "kind", "message"),
     [
         (CLASSES, "images.path=none", DataError, "none does not exist"),
-        (
-            CLASSES,
-            "image_classifier.network.patch=3",
-            ConfigError,
-            "patch is 3.*does not divide image_size, 8",
-        ),
+        (CLASSES, "image_classifier.network.patch=3", ConfigError, "patch is 3.*does not divide image_size, 8"),
         (CLASSES, "image_classifier.batch_size=1", ConfigError, "batch_size cannot be"),
         (SCENES, "captioner.cross_attn_every=0", ConfigError, "cross_attn_every cannot be"),
         (SCENES, "clip.vocab_size=10", ConfigError, "vocab_size cannot be"),
         (SCENES, "images.size=8", ConfigError, "too small for drawn scenes"),
     ],
-)
+)  # fmt: skip
 def test_steps_refuse_invalid_settings(text: str, setting: str, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=f"(?s){message}"):
         run_text(text, setting)

@@ -91,16 +91,12 @@ def _continues(episode: Episode, answer: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("options", "reason", "errors"),
     [
-        (
-            {"harness_options": {"way": "raises"}},
-            "without a request: HarnessError: harness 'verifiers_sums': KeyError",
-            1,
-        ),
+        ({"harness_options": {"way": "raises"}}, "without a request: HarnessError: harness 'verifiers_sums': KeyError", 1),
         ({"harness_options": {"way": "streams"}}, "streaming is not supported", 1),
         ({"harness_options": {"way": "rewrites"}}, "the harness changed earlier messages", 1),
         ({"max_turns": 1}, "max_turns", 0),
     ],
-)
+)  # fmt: skip
 def test_errors_of_harness_are_counted(options: Any, reason: str, errors: int) -> None:
     found, _ = episodes(1, **options)
     assert found[0].env_errors == errors and found[0].failed == bool(errors)
