@@ -5,11 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from tests.support.train import tiny
 from tests.support.train.task_runs import STEPS, TASKS, Run, write_inputs
 
 from whorl.errors import ConfigError
+from whorl.machine.process import Child
 from whorl.objectives.next_token import Loss
 from whorl.train.checkpoint.format import load_latest
 from whorl.train.learner.learner import UpdateState
@@ -29,7 +27,6 @@ from whorl.train.resilience.preemption import PreemptedError
 from whorl.train.task import RunOptions, Task
 from whorl.train.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 REPLICATED = ("pretrain", "sft", "preference", "reward_model", "rl", "image_classifier", "captioner")
 
 
@@ -67,11 +64,9 @@ def test_kill_9_and_resume_equals_undisturbed(
     name: str, folder: Path, tmp_path: Path, undisturbed: Callable[[str], torch.nn.Module]
 ) -> None:
     step = random.randint(4, STEPS - 2)
-    module = "tests.support.train.task_runs"
-    command = [sys.executable, "-m", module, name, str(folder), str(tmp_path), str(step)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    entry = "tests.support.train.task_runs:train_and_die"
+    child = Child(entry, name, folder, tmp_path, step, preload=("whorl.train.trainer",))
+    assert child.wait(300) == -signal.SIGKILL, child.exit_description()
     messages: list[str] = []
     again = TASKS[name](Run(folder, tmp_path, log=messages.append))
     assert any("continues at step" in text for text in messages), messages

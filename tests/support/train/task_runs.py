@@ -1,13 +1,9 @@
-"""Every task of the trainer as one call of a few steps, for the tests that all tasks share.
-
-python -m tests.support.train.task_runs TASK FOLDER SCRATCH STEP      train, and SIGKILL this process at STEP
-"""
+"""Every task of the trainer as one call of a few steps, for the tests that all tasks share."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +32,7 @@ from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
 from whorl.embedding.job import EmbedJob
 from whorl.embedding.train import train_embedder
+from whorl.machine.process import Channel
 from whorl.models.encoder import EncoderConfig
 from whorl.train.lm.pretrain import pretrain
 from whorl.vision.image_set import ImageSet
@@ -181,31 +178,19 @@ def _images(run: Run, task: VisionTask) -> torch.nn.Module:
 
 
 TASKS: dict[str, Callable[[Run], torch.nn.Module]] = {
-    "pretrain": _pretrain,
-    "sft": _sft,
-    "preference": _preference,
-    "reward_model": _reward_model,
-    "rl": _rl,
-    "rl_environment": _rl_environment,
-    "distil": _distil,
-    "embedder": _embedder,
-    "agent": _agent,
-    "image_classifier": _image_classifier,
-    "clip": _clip,
-    "captioner": _captioner,
-}
+    "pretrain": _pretrain, "sft": _sft, "preference": _preference, "reward_model": _reward_model, "rl": _rl,
+    "rl_environment": _rl_environment, "distil": _distil, "embedder": _embedder, "agent": _agent,
+    "image_classifier": _image_classifier, "clip": _clip, "captioner": _captioner,
+}  # fmt: skip
 
 
-def _kill_at(scratch: Path, step: int) -> Callable[[int], None]:
+def train_and_die(channel: Channel, name: str, folder: Path, scratch: Path, step: int) -> None:
+    """Entry of a child process: train a task, and SIGKILL this process at `step`, when a checkpoint is complete."""
+
     def at(done: int) -> None:
-        time.sleep(0.1)  # the writer finishes
-        if done >= step and any(scratch.glob("step-*")):  # a checkpoint is complete
-            os.kill(os.getpid(), signal.SIGKILL)
+        while done >= step:
+            if any(scratch.glob("step-*")):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.001)
 
-    return at
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    name, folder, scratch, step = sys.argv[1:]
-    TASKS[name](Run(Path(folder), Path(scratch), at=_kill_at(Path(scratch), int(step))))
+    TASKS[name](Run(folder, scratch, at))

@@ -6,29 +6,25 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 from tests.support.train.checkpoint_states import state
+from tests.support.train.child_runs import start
 from tests.support.train.pretraining import assert_equal, train
 from tests.support.train.tiny import job
 
 from whorl.errors import CheckpointError
+from whorl.machine.process import Child
 from whorl.train.checkpoint.format import load_latest
 from whorl.train.checkpoint.manager import CheckpointManager
 
-ROOT = Path(__file__).parents[3]
 
-
-def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.support.train.checkpoint_states", str(folder), "24", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return process
+def start_saving(folder: Path, graceful: bool = False) -> Child:
+    child = start("save_each_step", folder, 24, graceful)
+    assert child.channel.recv() == "ready"
+    return child
 
 
 def wait_for(folder: Path, pattern: str) -> None:
@@ -51,24 +47,24 @@ def whole(folder: Path) -> int:
 def test_kill_at_any_moment_leaves_valid_checkpoint(tmp_path: Path, how: str) -> None:
     rng, reached = random.Random(how), 0
     for _ in range(2):
-        process, before = start(tmp_path), reached
+        process, before = start_saving(tmp_path), reached
         wait_for(tmp_path, f"step-{before + 2:08d}")
         time.sleep(rng.uniform(0, 0.1))
         if how == "terminate the group":  # during a write
             wait_for(tmp_path, "writing-*/state.safetensors")
         number = signal.SIGTERM if how.startswith("term") else signal.SIGKILL
         (os.kill if how == "kill" else os.killpg)(process.pid, number)
-        assert process.wait(timeout=20) < 0
+        assert (process.wait(20) or 0) < 0
         reached = whole(tmp_path)
         assert reached >= before + 2
     _no_writer_is_left(process.pid)
 
 
 def test_sigterm_lets_writer_finish(tmp_path: Path) -> None:
-    process = start(tmp_path, "graceful")
+    process = start_saving(tmp_path, graceful=True)
     wait_for(tmp_path, "writing-*/state.safetensors")
     os.killpg(process.pid, signal.SIGTERM)  # the writer receives it too and ignores it
-    assert process.wait(timeout=20) == 0
+    assert process.wait(20) == 0
     assert whole(tmp_path) >= 1 and not list(tmp_path.glob("writing-*"))
     _no_writer_is_left(process.pid)
 
@@ -100,38 +96,12 @@ def test_writer_death_raises(tmp_path: Path) -> None:
     assert load_latest(tmp_path).step == 1  # type: ignore[union-attr]
 
 
-FULL = """
-    import psutil, resource, sys
-    from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
-    from tests.support.train.tiny import Notes, job
-    from whorl.errors import DiskFullError
-    from whorl.train.lm.pretrain import pretrain
-
-    if __name__ == "__main__":
-        class Filling(Notes):
-            def on_checkpoint(self, step, seconds):
-                super().on_checkpoint(step, seconds)
-                if step == 5:  # from now on the disk takes no more
-                    for child in psutil.Process().children(recursive=True):
-                        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-
-        notes = Filling()
-        try:
-            pretrain(job(Path(sys.argv[2]), steps=40, replicas=2), Path(sys.argv[3]), notes, checkpoint_seconds=0.0)
-        except DiskFullError as error:
-            print("stopped", notes.checkpoints[-1], error)
-"""
-
-
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no such limit here")
 def test_disk_full_stops_run_and_resume_is_exact(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, steps=40, replicas=2)
     undisturbed = train(wanted, tmp_path / "a")
-    (tmp_path / "full.py").write_text(textwrap.dedent(FULL))
-    command = [sys.executable, str(tmp_path / "full.py"), str(ROOT), str(tokens), str(tmp_path / "b")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "stopped" in done.stdout and "no space left" in done.stdout, done.stderr
+    child = start("fill_disk", tokens, tmp_path / "b")
+    assert "no space left" in child.channel.recv() and child.wait(60) == 0
     assert not list((tmp_path / "b").glob("writing-*"))
     found = load_latest(tmp_path / "b")
     assert found is not None and 4 <= found.step <= 5

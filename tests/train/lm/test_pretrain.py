@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
-import time
+import signal
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.train.child_runs import start
 from tests.support.train.pretraining import assert_close, assert_equal, raw_text, train, train_notes
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.errors import BudgetError, CheckpointError
 from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_replicas
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_pretrain_equal_for_micro_batches_and_replicas(tokens: Path, tmp_path: Path) -> None:
@@ -78,31 +74,14 @@ def test_pretrain_checkpoint_accepts_copied_token_set_only(tokens: Path, tmp_pat
             train(wanted, tmp_path / "scratch")
 
 
-SCRIPT = """
-    import sys
-    from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
-    from tests.support.train.tiny import Notes, job
-    from whorl.train.lm.pretrain import pretrain
-
-    if __name__ == "__main__":
-        pretrain(job(Path(sys.argv[2]), replicas=2, serial_loader=False, steps=200000), Path(sys.argv[3]), Notes())
-"""
-
-
 def test_pretrain_killed_leaves_no_processes(tokens: Path, tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    run = subprocess.Popen([sys.executable, str(script), str(ROOT), str(tokens), str(tmp_path / "scratch")])
-    parent = psutil.Process(run.pid)
-    deadline = time.monotonic() + 60
-    while len(parent.children(recursive=True)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1.0)  # until the replica and the two loaders work
-    family = parent.children(recursive=True)
+    child = start("train_for_long", tokens, tmp_path / "scratch")
+    for _ in range(3):  # the replica and the two loaders work
+        child.channel.recv()
+    family = psutil.Process(child.pid).children(recursive=True)
     assert len(family) >= 3
-    run.kill()
-    run.wait()
+    os.kill(child.pid, signal.SIGKILL)  # not its group
+    child.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.support.train.child_runs import start
 from tests.support.train.pretraining import assert_equal, raw_text, train, train_notes
 from tests.support.train.tiny import Notes, job
 
@@ -25,8 +23,6 @@ from whorl.train.learner.learner import UpdateState
 from whorl.train.lm.objective import LMObjective
 from whorl.train.metrics.validation import Validator
 from whorl.train.resilience.preemption import PreemptedError
-
-ROOT = Path(__file__).parents[3]
 
 
 def on_call(
@@ -97,59 +93,18 @@ def test_sigterm_in_last_step_raises(tokens: Path, tmp_path: Path) -> None:
     assert rest.evaluations == whole.evaluations[-1:], "the look that was broken off"
 
 
-SCRIPT = """
-    import sys, time
-    from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
-    from tests.support.train.tiny import Notes, job
-    from whorl.train.lm.objective import LMObjective
-    from whorl.train.metrics.validation import Validator
-    from whorl.train.lm.pretrain import pretrain
-    from whorl.train.resilience.preemption import PreemptedError
-
-    class Slow(Notes):
-        def on_step(self, step, metrics):
-            print(step, flush=True)
-
-    def slow(owner):
-        plain, calls = owner.__call__, [0]
-        def call(*args):
-            calls[0] += 1
-            if calls[0] > int(sys.argv[5]):
-                print("slow", flush=True)
-                time.sleep(60)
-            return plain(*args)
-        owner.__call__ = call
-
-    if __name__ == "__main__":
-        slow({"step": LMObjective, "look": Validator}[sys.argv[4]])
-        wanted = job(Path(sys.argv[2]), replicas=2, serial_loader=False, steps=60, evaluations=6)
-        try:
-            pretrain(wanted, Path(sys.argv[3]), Slow(), checkpoint_seconds=1e9, folder=Path(sys.argv[3]) / "watch")
-        except PreemptedError as error:
-            print(error, file=sys.stderr)
-            sys.exit(error.exit_code)
-"""
-
-
 @pytest.mark.parametrize(("slow", "after"), [("step", 25), ("look", 2)])
 def test_sigterm_to_group_interrupts_long_phase(tokens: Path, tmp_path: Path, slow: str, after: int) -> None:
     """Sent to all processes, as schedulers do. The phase of a minute must be interrupted."""
-    script, scratch = tmp_path / "run.py", tmp_path / "scratch"
-    script.write_text(textwrap.dedent(SCRIPT))
-    run = subprocess.Popen(
-        [sys.executable, str(script), str(ROOT), str(tokens), str(scratch), slow, str(after)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert run.stdout is not None and run.stderr is not None
-    assert any(line.startswith("slow") for line in run.stdout)
+    scratch = tmp_path / "scratch"
+    run = start("train_with_slow_phase", tokens, scratch, slow, after)
+    assert run.channel.recv() == "slow"
     time.sleep(0.3)
     family = psutil.Process(run.pid).children(recursive=True)
     assert len(family) >= 3
     os.killpg(run.pid, signal.SIGTERM)
-    assert run.wait(timeout=20) == 143
-    error = run.stderr.read()
-    assert "a checkpoint of step" in error, error
+    assert "a checkpoint of step" in run.channel.recv()
+    assert run.wait(20) == 143
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     found = load_latest(scratch)
