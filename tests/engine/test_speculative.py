@@ -66,20 +66,12 @@ def test_drafts_change_no_token(family: Any, proposer: str, temperature: float) 
         assert engine.stats.steps < plain.stats.steps
 
 
-def test_drafts_survive_preemption() -> None:
+@pytest.mark.parametrize("proposer", [draft_model, multi_token_draft])
+def test_drafts_follow_a_preempted_sequence(proposer: Any) -> None:
     model, requests = decoder(), prompt_requests(40, temperature=0.7)
     want = run(Engine(model, CONFIG), requests)
     tight = CONFIG.model_copy(update={"kv_cache_tokens": 96})
-    engine = Engine(model, tight, proposer=draft_model(model))
-    assert ids_of(run(engine, requests)) == ids_of(want)
-    assert engine.stats.n_preemptions > 0
-
-
-def test_heads_follow_a_preempted_sequence() -> None:
-    model, requests = decoder(), prompt_requests(40, temperature=0.7)
-    want = run(Engine(model, CONFIG), requests)
-    tight = CONFIG.model_copy(update={"kv_cache_tokens": 96})
-    engine = Engine(model, tight, proposer=multi_token_draft(model))
+    engine = Engine(model, tight, proposer=proposer(model))
     assert ids_of(run(engine, requests)) == ids_of(want)
     assert engine.stats.n_preemptions > 0 and engine.stats.drafted_tokens > 0
 
