@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,7 @@ from tests.support.report.report_example import example
 from whorl.report import ReportData, render
 from whorl.report.blocks import Curve, Line, StepReport
 
-CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
-no_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-pytestmark = [pytest.mark.browser, no_chromium]
-
+pytestmark = pytest.mark.browser
 
 # Contrast of a text with its painted background (WCAG 2.1, relative luminance).
 CONTRAST = """element => {
@@ -31,18 +25,6 @@ CONTRAST = """element => {
   const [a, b] = both.map((c) => light(numbers(c))).sort((x, y) => y - x);
   return { colour, contrast: (a + 0.05) / (b + 0.05) };
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    arguments = ["--disable-background-networking", "--disable-dev-shm-usage"]
-    if os.geteuid() == 0:
-        arguments.append("--no-sandbox")  # Chromium does not start its sandbox as root
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
 
 
 class OpenPage:
