@@ -296,13 +296,10 @@ def test_ticks_are_round(low: float, high: float) -> None:
 
 
 NUMBERS = [
-    (
-        format_number,
-        {0.9412: "0.941", 16_600: "16,600", 3.1e13: "3.10e13", -0.5: "−0.500", 0.00001: "1.00e−5"},
-    ),
+    (format_number, {0.9412: "0.941", 16_600: "16,600", 3.1e13: "3.10e13", -0.5: "−0.500", 0.00001: "1.00e−5"}),
     (format_duration, {0.01: "< 0.1 s", 9.96: "10 s", 59.7: "1 min 00 s", 7_800: "2 h 10 min"}),
     (format_percent, {0.9999: "100 %", 0.055: "5.5 %"}),
-]
+]  # fmt: skip
 QUANTITIES = [
     (format_si, {(1_048_576, ""): "1.05 M", (999_900, "B"): "1.00 MB", (0, "B"): "0 B"}),
     (format_quantity, {(None, "s"): "–", (3e13, "FLOP"): "30.0 TFLOP", (0.31, "share"): "31 %"}),

@@ -138,12 +138,9 @@ def test_branch_rolls_back_to_its_start(
         ("decay_branches=[0.5,1.0]", "decay_branches: 1 is not a fraction of the run: between 0 and 1"),
         ("decay_branches=[0.5,0.5]", r"decay_branches: \[0.5, 0.5\] contains a duplicate"),
         ("decay_branches=[0.03,0.5]", r"decay_branches: 0.03 would decay within the warm-up: above 0.04"),
-        (
-            "decay_branches=[0.5] train.schedule.kind=cosine",
-            "plateau, which a schedule with kind = 'cosine' does",
-        ),
+        ("decay_branches=[0.5] train.schedule.kind=cosine", "plateau, which a schedule with kind = 'cosine' does"),
     ],
-)
+)  # fmt: skip
 def test_check_fractions_invalid_raises(sets: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_recipe("quickstart", sets=[f"pretrain.{s}" for s in sets.split()])

@@ -100,13 +100,10 @@ def test_lr_scale_kinds_match_their_formulas() -> None:
         ("kind=constant min_lr_ratio=0.1", r"min_lr_ratio \(0.1\) belongs to a schedule that falls"),
         ("warmup_ratio=0.1 warmup_steps=10", r"both warmup_ratio \(0.1\) and warmup_steps \(10\) are set"),
         ("kind=cosin", r"pretrain.train.schedule.kind cannot be 'cosin'.*'cosine'"),
-        (
-            "min_lr_ratio=-1",
-            r"pretrain.train.schedule.min_lr_ratio cannot be '-1'.*greater than or equal to 0",
-        ),
+        ("min_lr_ratio=-1", r"pretrain.train.schedule.min_lr_ratio cannot be '-1'.*greater than or equal to 0"),
         ("rise=1", "no setting 'rise'"),
     ],
-)
+)  # fmt: skip
 def test_schedule_config_invalid_raises(sets: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         load_recipe("quickstart", sets=[f"pretrain.train.schedule.{s}" for s in sets.split()])
