@@ -17,8 +17,6 @@ from whorl.errors import ConfigError
 from whorl.models import load_model
 from whorl.report.blocks import Curve, StepReport
 
-# One worker, so that the teacher of the shared store is trained once.
-pytestmark = pytest.mark.xdist_group("distil_step")
 DISTIL = f"""{INIT_MODEL}{ARITHMETIC}{TRAINED}
 [steps.distil]
 parents = ["trained", "sums"]

@@ -29,7 +29,6 @@ from whorl.recipes import load_recipe
 from whorl.report.blocks import Curve, StepReport
 from whorl.train.checkpoint.manager import CheckpointManager
 
-pytestmark = pytest.mark.xdist_group("more_steps")  # one shared store
 SETTINGS = (
     'parents = ["init_model", "likes"]\ndata.seq_len = 16\ndata.batch_size = 12\nmodel.dtype = "float32"\n'
 )

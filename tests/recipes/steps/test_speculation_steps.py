@@ -27,7 +27,6 @@ from whorl.serve.worker.model_loading import ModelLocation
 from whorl.store import Artifact
 from whorl.tokens.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.xdist_group("speculation_steps")
 MACHINE = dataclasses.replace(probe(), device="cpu", dtype="float32")
 RECIPE = f"""{INIT_MODEL}{ARITHMETIC}{TRAINED}
 [steps.draft]
