@@ -28,8 +28,9 @@ from tests.support.align.rl_policies import SMALL, tasks, train
 from tests.support.children import children
 from tests.support.configs import nested, updated
 
-from whorl.align.config import KLConfig, LoRAConfig, PolicyLossOverrides
+from whorl.align.config import LoRAConfig
 from whorl.align.model.policy_model import PolicyModel
+from whorl.align.policy_config import KLConfig, PolicyLossOverrides
 from whorl.align.rl.advantages import resolve_method
 from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.rl.evaluation import filter_by_length
