@@ -60,7 +60,7 @@ def complete(page: Page, address: str) -> None:
 
 @contextmanager
 def load(address: str) -> Iterator[None]:
-    """Keep `CLIENTS` completions running, whose prompts begin alike."""
+    """Keep `CLIENTS` completions running, with a common prefix of their prompts."""
     stop = threading.Event()
 
     def client(number: int) -> None:

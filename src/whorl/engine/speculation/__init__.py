@@ -1,1 +1,1 @@
-"""What drafts tokens for an engine: the proposers, loading and measuring them."""
+"""Speculative decoding: the proposers of drafts, their loading and their measurement."""
