@@ -15,10 +15,11 @@ import torch
 from bench._turns import Gate
 from bench.align import _workload as work
 
-from whorl.align.config import KLConfig, SFTConfig, StageTrainConfig
+from whorl.align.config import SFTConfig, StageTrainConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
+from whorl.align.policy_config import KLConfig
 from whorl.align.rl.config import PolicyUpdateConfig, RLConfig
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.rollout import Rollouts, RolloutWorker
