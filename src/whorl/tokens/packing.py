@@ -190,14 +190,14 @@ def best_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
 
 
 def random_windows(
-    ids: IdSource | NDArray[Any], batch_size: int, seq_len: int, rng: np.random.Generator
+    ids: NDArray[Any], batch_size: int, seq_len: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (inputs, targets) [batch_size, seq_len] of windows at random positions; targets are one id later.
 
     It is the sampler of nanoGPT: documents run into each other, and an epoch has no end. Training here uses `pack`.
 
     Args:
-        ids: ids in a row, for example `numpy.load(path, mmap_mode="r")` or a `TokenSplit`. Only the windows are read.
+        ids: ids in a row, for example `numpy.load(path, mmap_mode="r")`. Only the windows are read.
 
     Raises:
         DataError: fewer than seq_len + 1 ids.
