@@ -6,9 +6,7 @@
     Muon   Jordan et al. 2024: m <- b m + (1 - b) g;   n = b m + (1 - b) g;   w <- (1 - r l) w - r s U V^T
            where n = U S V^T, and s = sqrt(max(1, rows / columns))
 
-Two subtle points. (1) Decay acts on the weight before the step and is not divided by sqrt(v), unlike a penalty in the
-loss. (2) The project's AdamW adds eps to the uncorrected sqrt(v) (the "epsilon hat" of Kingma & Ba, section 2), which
-saves a multiplication; both variants are here.
+The subtle point: decay acts on the weight before the step and is not divided by sqrt(v), unlike a penalty in the loss.
 """
 
 from __future__ import annotations
@@ -19,16 +17,13 @@ from torch import Tensor
 BETAS, EPS = (0.8, 0.95), 1e-8  # of AdamW
 
 
-def adamw(
-    w: Tensor, mean: Tensor, square: Tensor, grad: Tensor, step: int, lr: float, decay: float, eps_hat: bool
-) -> None:
-    """Apply step 1, 2, ... in place; eps_hat: add eps to the uncorrected sqrt(v)."""
+def adamw(w: Tensor, mean: Tensor, square: Tensor, grad: Tensor, step: int, lr: float, decay: float) -> None:
+    """Apply step 1, 2, ... in place."""
     first, second = BETAS
     mean.copy_(first * mean + (1 - first) * grad)
     square.copy_(second * square + (1 - second) * grad**2)
     correction1, correction2 = 1 - first**step, 1 - second**step
-    eps = EPS / correction2**0.5 if eps_hat else EPS
-    way = (mean / correction1) / ((square / correction2).sqrt() + eps)
+    way = (mean / correction1) / ((square / correction2).sqrt() + EPS)
     w.copy_((1 - lr * decay) * w - lr * way)
 
 

@@ -184,7 +184,9 @@ class _Group(NamedTuple):
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay, fp32, bias correction as in Kingma & Ba 2015, algorithm 1.
+    """Adam with decoupled weight decay, fp32, as in Kingma & Ba 2015, algorithm 1, and in torch:
+
+        w -= lr (m / c1) / (sqrt(v / c2) + eps),   c1 = 1 - beta1^t,   c2 = 1 - beta2^t
 
     Most parameters are tiny, so each operation runs over all parameters of one learning rate at once. A test compares
     it with a plain reference.
@@ -251,7 +253,8 @@ class AdamW(Optimizer):
         """Apply one update; `lr_scale` multiplies each parameter's peak learning rate."""
         self.steps += 1
         first, second = self.betas
-        correction = (1 - second**self.steps) ** 0.5 / (1 - first**self.steps)
+        root = (1 - second**self.steps) ** 0.5  # sqrt(c2), which multiplies numerator and denominator
+        correction = root / (1 - first**self.steps)
         if gradients is not self._seen:  # a single replica passes the same tensors in every step
             self._seen = gradients
             self._laid = [
@@ -268,7 +271,7 @@ class AdamW(Optimizer):
             if decay:
                 torch._foreach_mul_(weights, 1 - rate * decay)
             divisor = torch._foreach_sqrt(square)
-            torch._foreach_add_(divisor, self.eps)
+            torch._foreach_add_(divisor, self.eps * root)
             torch._foreach_addcdiv_(weights, mean, divisor, -rate * correction)
 
     def _fused_step(
@@ -280,7 +283,7 @@ class AdamW(Optimizer):
         lr: float,
         weight_decay: float,
     ) -> None:
-        """Apply the step in one pass. Torch adds eps after the bias correction, so the eps passed compensates for it."""
+        """Apply the step in one pass."""
         taken = torch.tensor(float(self.steps), device=weights[0].device)
         torch._fused_adamw_(
             weights,
@@ -293,7 +296,7 @@ class AdamW(Optimizer):
             beta1=self.betas[0],
             beta2=self.betas[1],
             weight_decay=weight_decay,
-            eps=self.eps / (1 - self.betas[1] ** self.steps) ** 0.5,
+            eps=self.eps,
             amsgrad=False,
             maximize=False,
         )
