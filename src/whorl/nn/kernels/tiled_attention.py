@@ -72,7 +72,8 @@ def _tiles(q: Tensor, k: Tensor, mask: Mask, scale: float, blocks: tuple[int, in
 def _widen(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return all in fp32 (fp64 stays), with the keys and values of each query head."""
     dtype, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
-    return q.to(dtype), *(t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
+    k, v = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
+    return q.to(dtype), k, v
 
 
 class _Tiled(torch.autograd.Function):

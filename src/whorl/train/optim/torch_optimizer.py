@@ -85,7 +85,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply one update to the parameters that have a gradient; return the closure's loss."""
         loss = None
         if closure is not None:
