@@ -33,7 +33,7 @@ contracts: .venv/dev
 .venv: .venv/package
 
 .venv/package: pyproject.toml constraints.txt
-	@echo "setting up .venv (once)"
+	@echo "setting up .venv (once; the packages take 1.4 GB and some minutes)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Whorl needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	@$(PYTHON) -m venv .venv
 	@$(PIP) torch

@@ -90,6 +90,8 @@ def one_of(value: str, allowed: Sequence[str]) -> str:
     """Return a phrase for `expected`: the allowed values, and the one closest to `value`."""
     import difflib
 
+    if not allowed:
+        return "nothing: there is none to choose from"
     near = difflib.get_close_matches(value, allowed, n=1)
     listing = ", ".join(allowed)
     return f"one of: {listing}" + (f" (did you mean {near[0]!r}?)" if near else "")

@@ -188,6 +188,7 @@ def test_import_and_export_llama(llama: tuple[Path, Any]) -> None:
     ("words", "message"),
     [
         (("import", "full"), "contains no model"),
+        (("import", "Some/Model"), "hf download REPOSITORY --local-dir Model"),
         (("import", "multimodal"), "save the text part separately"),
         (("export", "tiny-llama", "full"), "is not empty"),
         (("export", "tiny-llama", "new", "--to", "gpt2"), "cannot be written as that family"),

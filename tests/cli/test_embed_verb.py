@@ -82,7 +82,7 @@ def test_unreadable_files_are_listed_and_counted(home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["tokenizer", "cats.txt"], 2, "finder/tokenizer is a tokenizer"),
+        (["tokenizer", "cats.txt"], 2, "finder/tokenizer is of the kind tokenizer"),
         (["nothing", "cats.txt"], 1, "no artifact 'nothing'"),
         (["embedder", "none.txt"], 1, "no text to embed"),
         (["embedder"], 1, "no text to embed"),

@@ -71,13 +71,13 @@ def test_eval_scaling_on_arithmetic_and_gsm8k(home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run/tokenizer"], "is a tokenizer"),
+        (["run/tokenizer"], "is of the kind tokenizer"),
         (["pretrain", "--tasks", "nowhere.jsonl"], "there is no nowhere.jsonl"),
         (["pretrain", "--tasks", "gsm8k", "--data", "nowhere"], "--data FILE"),
         (["pretrain", "--budgets", "8,x"], "comma-separated numbers"),
         (["pretrain", "--budgets", "999"], "0 to max_completion_tokens = 128"),
         (["pretrain", "--level", 99], "unknown level 99"),
-        (["pretrain", "--reward", "tokenizer"], "is a tokenizer"),
+        (["pretrain", "--reward", "tokenizer"], "is of the kind tokenizer"),
     ],
 )
 def test_eval_scaling_errors(home: Path, words: list[object], message: str) -> None:

@@ -120,9 +120,9 @@ def test_saved_model_gives_equal_results(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["classify", "words", "top.png"], 2, "pics/words is a model"),
+        (["classify", "words", "top.png"], 2, "pics/words is of the kind model"),
         (["caption", "words", "top.png"], 2, "whorl run classify-digits"),
-        (["embed", "words", "top.png"], 2, "pics/words is a model"),
+        (["embed", "words", "top.png"], 2, "pics/words is of the kind model"),
         (["caption", "classifier", "top.png"], 2, "a classifier writes no captions"),
         (["classify", "captioner", "top.png"], 2, "the captioner has no classes"),
         (["classify", "clip", "top.png"], 2, '--labels "a cat,a dog"'),

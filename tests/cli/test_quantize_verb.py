@@ -62,12 +62,12 @@ def test_quantize_to_nearest_needs_no_tokens(home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run/tokens"], "run/tokens is a tokens"),
+        (["run/tokens"], "run/tokens is of the kind tokens"),
         (["run/pretrain", "--scheme", "int3"], "--scheme int3"),
         (["run/pretrain", "--scheme", "int4", "--dynamic"], "dynamic needs one scale"),
         (["run/pretrain", "--group", 48], "group 48 does not divide the 64 columns of blocks.0.mixer.qkv.weight"),
         (["elsewhere/pretrain", "--calibrate", 4], "give one with --tokens"),
-        (["run/pretrain", "--calibrate", 4, "--tokens", "elsewhere/pretrain"], "--tokens elsewhere/pretrain is a model"),
+        (["run/pretrain", "--calibrate", 4, "--tokens", "elsewhere/pretrain"], "elsewhere/pretrain is of the kind model"),
         (["quantized/again"], "no artifact 'quantized/again'"),
     ],
 )  # fmt: skip

@@ -205,6 +205,8 @@ def bad_sources(data: Path) -> Path:
     """Folders that `ingest` rejects as a whole."""
     binaries = {f"binary/{i}.bin": b"\x7fELF\0" + os.urandom(10_000) for i in range(5)}
     write(data, {"filtered/x.bin": b"\0", **binaries, "binary/late.bin": b"x" * 20_000 + b"\0"})
+    write(data, {"utf16/a.txt": "text".encode("utf-16"), "tar/a.txt": b"a".ljust(257, b"\0") + b"ustar"})
+    write(data, {"fields/a.jsonl": b'{"body": "x"}\n', "nothing/a.jsonl": b""})
     (data / "empty").mkdir()
     (data / "novels").mkdir()
     return data
@@ -216,6 +218,10 @@ def bad_sources(data: Path) -> Path:
         ("{data}/empty", {}, "the folder is empty"),
         ("{data}/filtered", {"include": ["*.txt"]}, "all 1 files in it are excluded"),
         ("{data}/binary", {}, r"none of the 6 files .* binary 6"),
+        ("{data}/utf16", {}, "(?s)this is UTF-16.*iconv"),
+        ("{data}/tar", {}, "(?s)this is a tar archive"),
+        ("{data}/fields", {}, "(?s)no 'text' among 'body'; name it with ingest.text_field"),
+        ("{data}/nothing", {}, "has a document: all are empty\n  expected: [^\n]*$"),
         ("pyhton-stdlib", {}, r"did you mean 'python-stdlib'\?"),
         ("{data}/novel", {}, r"similar: .*novels"),
         ("memory://nowhere/texts", {}, "does not exist"),

@@ -19,7 +19,10 @@ from whorl.recipes.registry import step_kinds
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "whorl"
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|toml|json|jsonl|js|html|h|cpp|png))`")
 SETTING = re.compile(r"`(?:--set )?([a-z_]+)\.([a-z_0-9]+(?:\.[a-z_0-9]+)*)(?:=[^`]*| = [^`]*)?`")  # a step's

@@ -36,5 +36,11 @@ def test_cross_site_requests_are_named() -> None:
 
 
 def test_http_address_opens_in_a_browser() -> None:
-    hosts = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "127.0.0.1", "::1": "[::1]", "a.b": "a.b"}
+    hosts = {
+        "127.0.0.1": "127.0.0.1",
+        "0.0.0.0": "127.0.0.1",
+        "::": "127.0.0.1",
+        "::1": "[::1]",
+        "a.b": "a.b",
+    }
     assert all(http_address(host, 80) == f"http://{shown}:80" for host, shown in hosts.items())

@@ -23,6 +23,12 @@ from whorl.store import Store
 from whorl.tracking.progress import Progress
 
 
+class Sound(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    vowel: str = "a"
+
+
 class Word(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -31,6 +37,7 @@ class Word(BaseModel):
     rate: float = 0.5
     loud: bool = False
     tags: list[str] = []
+    sound: Sound | None = None
     budget: BudgetText = "5m"
 
 
@@ -93,6 +100,7 @@ def test_recipe_assigns_parents_by_kind_or_role() -> None:
     by_role = GOOD.replace('["cat", "fish"]', '{object = "cat", subject = "fish"}')
     assert parse(by_role).steps["eats"].parents == {"object": "cat", "subject": "fish"}
     assert parse(GOOD).to_json()["steps"]["cat"]["times"] == 1
+    assert parse("\ufeff" + GOOD).to_json() == parse(GOOD).to_json()  # a byte-order mark
 
 
 def test_steps_are_in_topological_order() -> None:
@@ -114,6 +122,14 @@ BAD = [
     (GOOD.replace('word = "f"', 'times = "x"'), "r.toml:6: fish.times cannot be 'x'.*integer.*repetitions"),
     (GOOD.replace('word = "f"', 'budget = "5"'), "r.toml:6: fish.budget cannot be '5'.*90s, 5m"),
     (GOOD.replace('"cat", "fish"', '"cta"'), "r.toml:9: the parent 'cta' of eats.*did you mean 'cat'"),
+    (GOOD.replace('word = "f"', "rate = inf"), "r.toml:6: fish.rate cannot be inf.*finite"),
+    (
+        GOOD.replace('word = "f"', 'tags = "f"'),
+        "r.toml:6: fish.tags cannot be 'f'.*write a list: --set 'fish.tags=",
+    ),
+    (GOOD.replace('word = "f"', "sound = {vwel = 1}"), "fish has no setting 'vwel'.*did you mean 'vowel'"),
+    (GOOD.replace('word = "f"', 'budget = "0"'), "cannot be '0'.*expected: a time .* above zero$"),
+    ('[steps.a]\nuses = "verb"\nparents = ["b"]', "the parent 'b' of a.*there is none"),
     (GOOD.replace("parents =", "# "), "r.toml:7: eats has no parent in the role 'subject'.*cat, fish"),
     (GOOD.replace('["cat", "fish"]', '"cat"'), "r.toml:9: the parents of eats are neither"),
     (GOOD.replace('["cat", "fish"]', '{sbject = "cat"}'), "r.toml:9: eats has no parent role 'sbject'"),

@@ -197,5 +197,7 @@ def test_report_refuses_run_of_older_version(store: Store, old: dict[str, Any]) 
 def test_reward_artifact_of_older_version_is_refused(store: Store) -> None:
     with store.build(kind="reward", name="old/reward", parents={}, config={}, version=1) as build:
         (build.path / "reward.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"(?s)is a reward\n.*a reward_model.*run its recipe again"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)is of the kind reward\n.*a reward_model.*run its recipe again"
+    ):
         _reward_scorer("old/reward", str(store.root), None)  # type: ignore[arg-type]

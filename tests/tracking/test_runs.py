@@ -117,7 +117,12 @@ def test_progress_plain_lines_for_long_tasks() -> None:
     stream = io.StringIO()
     with Progress(stream, interactive=False, every=0).task("Reading", total=4) as task:
         task.advance()
-    assert stream.getvalue().startswith("Reading: 1 of 4 (25 %)")
+        task._start, task._said = task._start - 30, task._said - 30
+        task.advance()
+        task.advance(2)
+    first, second, last = stream.getvalue().splitlines()  # the line of the end is not repeated
+    assert first.startswith("Reading: 1 of 4 (25 %), 0.0 s") and "left" not in first
+    assert second == "Reading: 2 of 4 (50 %), 30 s, about 30 s left" and last == "Reading: 4 of 4, 30 s"
 
 
 def test_progress_failed_task_and_silent() -> None:

@@ -126,6 +126,8 @@ def test_failing_sink_is_disabled_unless_it_recovers(
 def test_parse_loggers_invalid_raises(fakes: Path) -> None:
     with pytest.raises(ConfigError, match="wandb"):
         parse_loggers(["wand"])
+    with pytest.raises(ConfigError, match=r"\[log.wand\]: no such logger"):
+        parse_loggers([], {"wand": {}})
     with pytest.raises(ConfigError, match="invalid option"):
         parse_loggers(["wandb:project"])
     (fakes / "trackio.py").unlink()

@@ -23,7 +23,7 @@ def open_vision(found: Artifact) -> VisionModel:
 
     if found.kind != "vision":
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="an image model",
+            f"{found.name} is of the kind {found.kind}", expected="an image model",
             do="train one with `whorl run classify-digits`, or list the artifacts with `whorl ls`",
         )  # fmt: skip
     from whorl.machine.device_probe import probe

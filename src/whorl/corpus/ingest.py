@@ -86,9 +86,9 @@ def ingest(
     if not stats.accepted["documents"]:
         raise DataError(
             f"none of the {len(files)} files in {', '.join(map(repr, config.sources))} has a document: "
-            f"{stats.reasons()}",
+            f"{stats.reasons() or 'all are empty'}",
             expected="UTF-8 text, Markdown, source code, JSONL(.gz/.zst), Parquet or tar",
-            do=f"check the first: {stats.first_rejection}",
+            do=f"check the first: {stats.first_rejection}" if stats.first_rejection else "",
         )
     if config.fingerprint and config.fingerprint != fingerprint(config):
         raise DataError(

@@ -90,7 +90,11 @@ def _document(file: SourceFile, record: Record, text_field: str, max_bytes: int,
 def _checked_text(value: Mapping[str, object], field: str, max_bytes: int) -> str:
     if field not in value:
         fields = ", ".join(map(ascii, list(value)[:10]))[:200]
-        raise BadRecordError("no_text_field", field, f"no {field!r} among {fields or 'no fields'}")
+        raise BadRecordError(
+            "no_text_field",
+            field,
+            f"no {field!r} among {fields or 'no fields'}; name it with ingest.text_field",
+        )
     text = value[field]
     if not isinstance(text, str):
         raise BadRecordError("no_text_field", field, f"the text is {type(text).__name__}, not a string")

@@ -25,9 +25,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from whorl.errors import ConfigError, one_of
+from whorl.recipes.config_errors import validated_config
 from whorl.recipes.old_names import leaf_paths, refuse_old_key
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.renamed import ROLES, STEPS
@@ -142,7 +143,7 @@ def parse_recipe(
 ) -> Recipe:
     """Validate the text of a recipe; `source_name` is the file name in error messages. Raises ConfigError."""
     try:
-        data = tomllib.loads(text)
+        data = tomllib.loads(text.removeprefix("\ufeff"))  # a byte-order mark
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{source_name}: not TOML: {error}", expected="a recipe in TOML; see docs/recipes.md"
@@ -299,27 +300,10 @@ class _RecipeParser:
         values = {key: value for key, value in table.items() if key not in ("uses", "parents")}
         for key in leaf_paths(values):
             refuse_old_key(self.location("steps", step, *key), step, kind.config, key)
-        try:
-            return kind.config.model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            path = [str(part) for part in first["loc"]]
-            location = self.location("steps", step, *path)
-            dotted = ".".join([step, *path])
-            if first["type"] == "extra_forbidden":
-                allowed = [*kind.config.model_fields, "uses", "parents"]
-                raise ConfigError(
-                    f"{location}: the step {step} has no setting {path[-1]!r}",
-                    expected=one_of(path[-1], allowed) if len(path) == 1 else "",
-                ) from error
-            message = first["msg"].removeprefix("Value error, ")
-            about = kind.config.model_fields[path[0]].description if path else ""
-            raise ConfigError(
-                f"{location}: {dotted} cannot be {first['input']!r}"
-                if path
-                else f"{location}: the settings of {step} contradict each other",
-                expected=f"{message[:1].lower()}{message[1:]}" + (f" ({about})" if about else ""),
-            ) from error
+        flags = [flag for key, flag in self.flag_of_key.items() if key[:2] == ("steps", step)]
+        return validated_config(
+            kind.config, step, values, lambda *path: self.location("steps", step, *path), flags
+        )
 
     def apply_to_all(
         self,

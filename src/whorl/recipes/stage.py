@@ -231,11 +231,11 @@ def open_token_set(ctx: StepContext, example_tokenizer: ExampleTokenizer) -> Tok
 def format_likelihood_change(
     bits_per_byte: Mapping[str, float | None], perplexity: Mapping[str, float | None]
 ) -> str:
-    """Return the end of a headline, `; 1.234 then 1.250 bits per byte, perplexity 3.21 then 3.30`, or nothing."""
+    """Return the end of a headline, `; held-out text 1.234 then 1.250 bits per byte, perplexity ...`, or nothing."""
     bits, each = ([found.get(when) for when in ("before", "after")] for found in (bits_per_byte, perplexity))
     if None in bits or None in each:
         return ""
-    return f"; {bits[0]:.3f} then {bits[1]:.3f} bits per byte, perplexity {each[0]:.2f} then {each[1]:.2f}"
+    return f"; held-out text {bits[0]:.3f} then {bits[1]:.3f} bits per byte, perplexity {each[0]:.2f} then {each[1]:.2f}"
 
 
 def pad_id_of(example_tokenizer: ExampleTokenizer) -> int:

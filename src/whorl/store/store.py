@@ -171,7 +171,9 @@ class Store:
             raise StoreError(
                 f"the store {self.location} has no artifact {ref!r}",
                 expected=expected,
-                do="`whorl ls` lists all artifacts; `whorl run quickstart` creates some",
+                do=f"`whorl import {ref}` makes an artifact of a folder with a model"
+                if Path(ref).is_dir()
+                else "`whorl ls` lists all artifacts; `whorl run quickstart` creates some",
             )
         return artifact
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 PLAIN_SECONDS = 5.0  # minimum seconds between plain lines
+PLAIN_FRACTION = 0.05  # of the time since the start of a task: so its lines grow with the logarithm of its duration
+REMAINING_AFTER = 10.0  # seconds after which a plain line has an estimate of the remaining time
 
 
 def format_duration(seconds: float) -> str:
@@ -84,9 +86,17 @@ class ProgressTask:
         elif self.done:
             parts.append(f"{format_count(self.done)}{unit}")
         parts.append(format_duration(self.seconds))
+        if remaining := self._remaining():
+            parts.append(f"about {format_duration(round(remaining))} left")
         if self.note:
             parts.append(self.note)
         return f"{self.label}: {', '.join(parts)}"
+
+    def _remaining(self) -> float:
+        """Seconds to the end at the mean speed so far; 0 if unknown."""
+        if not self.total or not self.done or self.done >= self.total or self.seconds < REMAINING_AFTER:
+            return 0.0
+        return self.seconds * (self.total / self.done - 1)
 
     def __enter__(self) -> ProgressTask:
         self._progress._begin(self)
@@ -165,9 +175,11 @@ class Progress:
             with self._lock:
                 if self._live is not None:
                     self._live.update(task._bar, completed=task.done, total=task.total, note=task.note)
-        elif not self.interactive and time.monotonic() - task._said >= self.every:
-            task._said = time.monotonic()
-            self.log(task.summary())
+        elif not self.interactive:
+            now = time.monotonic()
+            if now - task._said >= max(self.every, PLAIN_FRACTION * task.seconds) and task.done != task.total:
+                task._said = now
+                self.log(task.summary())
 
     def _end(self, task: ProgressTask, *, stopped: bool) -> None:
         with self._lock:

@@ -134,7 +134,8 @@ def parse_loggers(texts: Iterable[str], tables: Mapping[str, Mapping[str, Any]] 
             table[key] = value
     for name in wanted:
         if name not in LOGGERS:
-            raise ConfigError(f"--log {name}: no such logger", expected=one_of(name, LOGGERS))
+            given = f"[log.{name}]" if name in (tables or {}) else f"--log {name}"
+            raise ConfigError(f"{given}: no such logger", expected=one_of(name, LOGGERS))
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--log {name}: the package {name} is not installed", do=f"pip install {name}")
     return [ExternalLogger(name, options) for name, options in wanted.items()]

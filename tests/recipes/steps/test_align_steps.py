@@ -109,7 +109,7 @@ def test_sft_measures_accuracy_before_and_after(store: Store, done: RunResult) -
     before, after = (found.summary["eval"][when] for when in ("before", "after"))
     assert found.summary["tasks"] == {"test": 4} and before == {"tasks": 4.0, "accuracy_greedy": 0.0}
     assert after["tasks"] == 4 and 0 <= after["accuracy_greedy"] <= 1
-    accuracies = f"greedy accuracy on held-out tasks 0%, then {after['accuracy_greedy']:.0%}"
+    accuracies = f"greedy accuracy on 4 held-out tasks 0% before, {after['accuracy_greedy']:.0%} after"
     assert accuracies in found.summary["headline"]
     written = found.file("report.json").read_text()
     assert (

@@ -96,7 +96,10 @@ ECHOES: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
     ("completions", lambda x: {"grammar": f"start: {x}"}),
     ("chat/completions", lambda x: {"tools": [], "tool_choice": {"type": "function", "function": {"name": x}}}),
     ("chat/completions", lambda x: {"messages": [{"role": x, "content": x}]}),
-    ("chat/completions", lambda x: {"response_format": {"type": "json_schema", "json_schema": {"name": x, "schema": {"type": x}}}}),
+    (
+        "chat/completions",
+        lambda x: {"response_format": {"type": "json_schema", "json_schema": {"name": x, "schema": {"type": x}}}},
+    ),
     ("responses", lambda x: {"text": {"format": {"type": "json_schema", "name": x, "schema": {"$ref": x}}}}),
     ("embeddings", lambda x: {"model": x}),
 ]  # fmt: skip

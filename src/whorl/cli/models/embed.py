@@ -73,7 +73,7 @@ def embed(
     found = Store(store).open(artifact)
     if found.kind not in ("embedder", "vision"):
         raise ConfigError(
-            f"{found.name} is a {found.kind}",
+            f"{found.name} is of the kind {found.kind}",
             expected="an embedder, or an image model",
             do="list the artifacts with `whorl ls`",
         )

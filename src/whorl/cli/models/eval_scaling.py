@@ -99,7 +99,9 @@ def eval_scaling(
     found = Store(store).open(artifact)
     if found.kind != "model":
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="a model", do="list the artifacts with `whorl ls`"
+            f"{found.name} is of the kind {found.kind}",
+            expected="a model",
+            do="list the artifacts with `whorl ls`",
         )
     try:
         config = ScalingConfig(
@@ -176,7 +178,7 @@ def _reward_scorer(reward: str, store: str | None, model: LanguageModel) -> Scor
     found = Store(store).open(reward)
     if found.kind != "reward_model":
         raise ConfigError(
-            f"--reward {found.name} is a {found.kind}",
+            f"--reward {found.name} is of the kind {found.kind}",
             expected="a reward_model",
             do="run its recipe again" if found.kind in KINDS else "list the artifacts with `whorl ls`",
         )

@@ -63,7 +63,9 @@ def export(
     found = Store(store).open(artifact)
     if found.kind not in ("model", "vision"):
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="a model", do="list the artifacts with `whorl ls`"
+            f"{found.name} is of the kind {found.kind}",
+            expected="a model",
+            do="list the artifacts with `whorl ls`",
         )
     found.check()
     weights = kinds[dtype] if dtype else None

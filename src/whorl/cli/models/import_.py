@@ -28,7 +28,7 @@ def import_(
 
     Examples:
 
-        whorl import Qwen3-0.6B
+        whorl import ./Qwen3-0.6B
 
         whorl import ./llama --name llama
     """

@@ -59,7 +59,9 @@ def quantize(
     found = opened.open(artifact)
     if found.kind != "model":
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="a model", do="list the artifacts with `whorl ls`"
+            f"{found.name} is of the kind {found.kind}",
+            expected="a model",
+            do="list the artifacts with `whorl ls`",
         )
     group = 64 if group is None and scheme == "int4" else group
     rounding = "calibrated" if calibrate else "nearest"
@@ -90,7 +92,7 @@ def quantize(
             raise ConfigError(
                 f"--calibrate {calibrate}: {found.name} was not trained on a token set of this store"
                 if text is None
-                else f"--tokens {tokens} is a {text.kind}",
+                else f"--tokens {tokens} is of the kind {text.kind}",
                 expected="a token set, encoded with the model's own tokenizer",
                 do="give one with --tokens, or omit --calibrate",
             )

@@ -57,7 +57,9 @@ def sample(
     found = Store(store).open(artifact)
     if found.kind != "model":
         raise ConfigError(
-            f"{found.name} is a {found.kind}", expected="a model", do="list the artifacts with `whorl ls`"
+            f"{found.name} is of the kind {found.kind}",
+            expected="a model",
+            do="list the artifacts with `whorl ls`",
         )
     found.check()
     machine = probe()

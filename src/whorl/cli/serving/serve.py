@@ -64,7 +64,9 @@ def serve(
 
         whorl serve mine/pretrain --draft mine/draft
 
-        curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "quickstart/pretrain", "prompt": "def "}'
+        curl localhost:8000/v1/models
+
+        curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "NAME", "prompt": "def "}'
 
         OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=none python -c "import openai; print(openai.models.list())"
 
@@ -99,8 +101,8 @@ def serve(
     if processes.replicas > 1:
         _serve_replicas(server, processes)
         return
-    from whorl.machine.device_probe import probe
     from whorl.http.hosts import print_pages
+    from whorl.machine.device_probe import probe
     from whorl.serve.app_state import LIMITS_FOLDER, AppState
     from whorl.serve.server import run_server as run
     from whorl.serve.worker.model_entry import ServedModel

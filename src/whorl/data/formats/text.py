@@ -25,7 +25,7 @@ class TextFile(Format):
         length = len(data) - offset
         value: dict[str, str] | BadRecordError
         if b"\0" in data:
-            value = BadRecordError("binary", "", f"NUL at byte {data.index(0)}")
+            value = BadRecordError("binary", "", f"NUL at byte {data.index(0)}{_kind_of_binary(data)}")
         elif length > self.longest:
             value = BadRecordError("too_large", "", f"over {self.longest} bytes when decompressed")
         else:
@@ -34,3 +34,12 @@ class TextFile(Format):
             except UnicodeDecodeError as error:
                 value = BadRecordError("invalid_utf8", "", f"byte {error.start + offset}: {error.reason}")
         yield Record(1, offset, length, value, offset + length)
+
+
+def _kind_of_binary(data: bytes) -> str:
+    """Return what to do with two kinds of files that are often mistaken for text, or ""."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "; this is UTF-16, convert it: iconv -f UTF-16 -t UTF-8"
+    if data[257:262] == b"ustar":
+        return "; this is a tar archive, give it the suffix .tar"
+    return ""

@@ -28,6 +28,13 @@ def format_counts(documents: int, n_bytes: int) -> str:
     return f"{documents:,} documents, {n_bytes / 1e6:.1f} MB"
 
 
+def format_reasons(reasons: Mapping[str, Mapping[str, int]]) -> str:
+    """Return `32 (27 empty, 5 invalid_utf8)`, most frequent first, or `none`."""
+    counts = sorted(((n["documents"], reason) for reason, n in reasons.items()), reverse=True)
+    total = sum(count for count, _ in counts)
+    return f"{total:,} ({', '.join(f'{count:,} {reason}' for count, reason in counts)})" if total else "none"
+
+
 def with_fingerprint(config: IngestConfig) -> IngestConfig:
     """Add a hash of the sources' content to the configuration; sources have no address."""
     return config.model_copy(update={"fingerprint": fingerprint(config)})
@@ -39,9 +46,10 @@ def ingest(ctx: StepContext, config: IngestConfig) -> None:
     found = ingest_sources(
         config, ctx.out, ctx.progress, workers=min(MAX_WORKERS, available_cores()), scratch=ctx.scratch
     )
-    n_quarantined = sum(reason["documents"] for reason in found["quarantine"].values())
     headline = format_counts(found["documents"], found["bytes"])
-    ctx.summary.update(found, headline=f"{headline}; {n_quarantined:,} records in quarantine")
+    ctx.summary.update(
+        found, headline=f"{headline}; records in quarantine: {format_reasons(found['quarantine'])}"
+    )
 
 
 @step("selection", config=CurateConfig, parents={"documents": "documents"}, version=2)
@@ -54,6 +62,7 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
         f"{name} {format_counts(split['documents'], split['bytes'])}"
         for name, split in found["splits"].items()
     ]
+    parts.append(f"left out: {format_reasons(found['dropped'])}")
     ctx.summary.update(found, headline="; ".join(parts))
     ctx.report = corpus_report(
         found, documents.summary["quarantine"], sources=documents.config.get("sources", [])

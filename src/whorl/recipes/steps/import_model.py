@@ -32,6 +32,9 @@ def _with_file_hashes(config: ImportConfig) -> ImportConfig:
         raise ConfigError(
             f"{config.folder!r} contains no model",
             expected="a folder with config.json and model.safetensors, or shards with their index",
+            do=""
+            if folder.is_dir()
+            else f"download it first: `hf download REPOSITORY --local-dir {folder.name}`",
         )
     hashes = {}
     for path in files:

@@ -51,7 +51,7 @@ class ModelLocation:
             artifact = Store(store).open(ref)
             if artifact.kind not in ("model", "embedder"):
                 raise ConfigError(
-                    f"{artifact.name} is a {artifact.kind}",
+                    f"{artifact.name} is of the kind {artifact.kind}",
                     expected="a model or an embedder",
                     do="list artifacts with `whorl ls`",
                 )

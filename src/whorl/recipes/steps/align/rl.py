@@ -79,10 +79,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     evaluate = _evaluator(ctx, config, network, tokenizer, tasks.test, samples, reward_model)
 
     def note(metrics: dict[str, float]) -> str:
-        text = f"accuracy {metrics['accuracy']:.0%}, length {metrics['completion_length/mean']:.0f}"
-        if "logprob_diff_max" in metrics:
-            text += f", log-prob difference {metrics['logprob_diff_max']:.0e}"
-        return text
+        return f"accuracy {metrics['accuracy']:.0%}, length {metrics['completion_length/mean']:.0f} tokens"
 
     def after_step(step: int, metrics: dict[str, float], experience: Experience) -> None:
         if step % config.run.log_rollouts_every == 0 and step < config.steps:
@@ -100,7 +97,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         eval=result.evaluation, **result.likelihood,
         tasks={"train": len(tasks.train), "test": len(tasks.test)}, left_out=tasks.rejected,
         seconds=result.seconds, params=network.model.params(),
-        headline=_headline(**result.evaluation) + format_likelihood_change(**result.likelihood),
+        headline=_headline(len(tasks.test), **result.evaluation) + format_likelihood_change(**result.likelihood),
     )  # fmt: skip
     write_curve(
         ctx, objective=config.algorithm, loss=("loss", "Loss in nats per trained token"),
@@ -169,9 +166,9 @@ def _evaluator(
     return evaluate
 
 
-def _headline(before: dict[str, float], after: dict[str, float]) -> str:
-    text = f"accuracy on held-out tasks {before['accuracy']:.0%}, then {after['accuracy']:.0%}"
-    text += f" (greedy {before['accuracy_greedy']:.0%}, {after['accuracy_greedy']:.0%})"
+def _headline(n_tasks: int, before: dict[str, float], after: dict[str, float]) -> str:
+    text = f"accuracy on {n_tasks:,} held-out tasks: sampled {before['accuracy']:.0%} before, "
+    text += f"{after['accuracy']:.0%} after; greedy {before['accuracy_greedy']:.0%}, {after['accuracy_greedy']:.0%}"
     if "reward_model_score" in after:
         text += (
             f"; reward model score {before['reward_model_score']:.2f}, then {after['reward_model_score']:.2f}"

@@ -1,0 +1,92 @@
+"""Validation of a step's settings, with errors that name the flag or the line, the setting and the expected value."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from whorl.errors import ConfigError, one_of
+from whorl.recipes.old_names import leaf_paths
+
+
+def validated_config(
+    config: type[BaseModel],
+    step: str,
+    values: Mapping[str, Any],
+    location: Callable[..., str],
+    flags: Sequence[str],
+) -> BaseModel:
+    """Return the configuration of a step.
+
+    Args:
+        location: (path of a setting) -> the flag that set it, or its file and line.
+        flags: all flags that set something in this step, for settings that contradict each other.
+
+    Raises:
+        ConfigError: an unknown setting, an invalid value or a number that is not finite.
+    """
+    try:
+        found = config.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, config, step, location, flags) from error
+    for path, value in _leaves(found.model_dump()):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(
+                f"{location(*path)}: {'.'.join((step, *path))} cannot be {value}", expected="a finite number"
+            )
+    return found
+
+
+def _explained(
+    error: ValidationError,
+    config: type[BaseModel],
+    step: str,
+    location: Callable[..., str],
+    flags: Sequence[str],
+) -> ConfigError:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        allowed = [*_fields_at(config, path[:-1]), *(("uses", "parents") if len(path) == 1 else ())]
+        return ConfigError(
+            f"{location(*path)}: the step {step} has no setting {path[-1]!r}",
+            expected=one_of(path[-1], allowed) if allowed else "",
+        )
+    message = first["msg"].removeprefix("Value error, ").rpartition("; expected ")[2]
+    expected = f"{message[:1].lower()}{message[1:]}"
+    if not path:
+        where = ", ".join(flags) or location()
+        return ConfigError(f"{where}: the settings of {step} contradict each other", expected=expected)
+    dotted, given = ".".join([step, *path]), first["input"]
+    about = config.model_fields[path[0]].description
+    is_text = first["type"] == "list_type" and isinstance(given, str)
+    return ConfigError(
+        f"{location(*path)}: {dotted} cannot be {given!r}",
+        expected=expected + (f" ({about})" if about else ""),
+        do=f"""write a list: --set '{dotted}=["{given}"]'""" if is_text else "",
+    )
+
+
+def _fields_at(config: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """Return the settings of the table at `path` of a configuration; empty if it is no table of fixed settings."""
+    found: Any = config
+    for part in path:
+        field = found.model_fields.get(part)
+        options = (field.annotation, *typing.get_args(field.annotation)) if field is not None else ()
+        found = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        if found is None:
+            return []
+    return list(found.model_fields)
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every value of nested tables with its path."""
+    for path in leaf_paths(values):
+        value: Any = values
+        for part in path:
+            value = value[part]
+        yield path, value
