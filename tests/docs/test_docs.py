@@ -107,6 +107,13 @@ def test_excerpts_are_verbatim(page: Path) -> None:
         assert excerpt in text_of(ROOT / source), f"{page.name}: {source} has no such lines"
 
 
+def test_example_of_the_engine_runs() -> None:
+    language, code = FENCE.findall(text_of(ROOT / "docs" / "engine.md"))[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert language == "python" and len(names["output"]) == 20
+
+
 def rounded_alike(shown: str, value: float) -> bool:
     """Whether a printed number is `value` rounded to the digits that it shows."""
     digits = shown.replace(",", "")

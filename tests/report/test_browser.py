@@ -128,6 +128,14 @@ def test_answers_are_side_by_side_or_stacked(browser: Any, report: Path, scheme:
     opened.close()
 
 
+def test_sections_stay_in_view_beside_the_page(browser: Any, report: Path) -> None:
+    opened = OpenPage(browser, report, viewport={"width": 1440, "height": 700})
+    opened.page.evaluate("scrollTo({ top: 3000, behavior: 'instant' })")
+    contents, main = (opened.page.locator(name).bounding_box() for name in ("nav", "main"))
+    assert contents["y"] >= 0 and contents["x"] + contents["width"] <= main["x"] and main["x"] + main["width"] <= 1440
+    opened.close()
+
+
 def test_page_is_complete_without_script(browser: Any, report: Path) -> None:
     page = browser.new_context(java_script_enabled=False).new_page()
     page.goto(report.as_uri())

@@ -13,6 +13,7 @@ from tests.support.report.report_example import example, points, rl_report, sft_
 
 from whorl.errors import CorruptArtifactError
 from whorl.objectives.catalog import CATALOG
+from whorl.recipes.steps.report import _environment as step_environment
 from whorl.report import ReportData, render
 from whorl.report import blocks as records
 from whorl.report.charts import Series, line_chart, ticks
@@ -108,10 +109,11 @@ def test_unfinished_run_names_missing_steps(full_page: str) -> None:
 def test_sections_stand_youngest_step_first(full_page: str) -> None:
     sections = re.findall(r'<section id="(\w+)"', full_page)
     assert sections == [
-        "result", "after_pretraining", "bits_per_byte", "samples", "training", "model", "tokenizer", "plan", "corpus",
+        "result", "after_pretraining", "samples", "bits_per_byte", "training", "model", "tokenizer", "plan", "corpus",
         "time", "lineage", "environment",
     ]  # fmt: skip
     assert re.findall(r'href="#(\w+)"', full_page) == sections
+    assert full_page.index("compresses text that it has not seen to 0.941") < full_page.index('class="cards"')
     bare = to_html(ReportData(reports=[("sft", sft_report())]))
     assert re.findall(r'<section id="(\w+)"', bare) == ["result", "after_pretraining"]
 
@@ -347,3 +349,8 @@ def test_expert_loads_are_drawn_and_described() -> None:
     plain = experts.note.replace(NBSP, " ")
     assert "least used expert of a layer had 10 %" in plain and "most used 40 %" in plain
     assert "equal loads would be 25 %" in plain and "Dropped assignments: at most 2.0 %" in plain
+
+
+def test_environment_is_in_words() -> None:
+    found = step_environment()
+    assert found["memory"].endswith("B") and "torch" in found and not any("_" in key for key in found)

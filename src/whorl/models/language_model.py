@@ -159,7 +159,7 @@ class LanguageModel(nn.Module, ABC):
         state: Any = None,
         routings: list[Any] | None = None,
     ) -> Tensor:
-        """Compute hidden states [B, T, d_model] of ids [B, T].
+        """Compute hidden states [B, T, d_model] of ids [B, T]; `logits` makes logits of them.
 
         Args:
             positions: [T] or [B, T], default 0, 1, ... (continuing the state).

@@ -191,10 +191,11 @@ Block = Annotated[Curve | Table | Histogram | Text | Facts | Sample | Answers, F
 
 
 class StepReport(BaseModel):
-    """The part of a report that one step writes."""
+    """The part of a report that one step writes. summary: a sentence for the top of the page."""
 
     model_config = ConfigDict(extra="forbid")
 
+    summary: str = ""
     cards: list[Card] = []
     blocks: list[Block] = []
 

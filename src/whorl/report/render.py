@@ -62,6 +62,7 @@ def to_html(data: ReportData) -> str:
         names=names,
         stamp=" · ".join(part for part in (data.run, data.created) if part),
         cards=_cards(data),
+        summary=" ".join(report.summary for _, report in data.reports if report.summary),
         sections=drawn,
         times=_step_rows(data),
         time_summary=_time_summary(data),

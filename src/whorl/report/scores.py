@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whorl.report.blocks import (
@@ -49,7 +49,8 @@ def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -
         for name, setting, bits, kind in rows
     ]
     note = _SCORES.format(files=found["files"], size=format_si(found["bytes"], "B"))
-    blocks: list[Block] = [Histogram(section="Bits per byte", note=note, columns=columns, bars=bars)]
+    blocks: list[Block] = [_sample(sample) for sample in found.get("samples", [])]
+    blocks.append(Histogram(section="Bits per byte", note=note, columns=columns, bars=bars))
     others = [row for row in rows if row[3] == "compressor" and row[2]]
     more = ""
     if others:
@@ -70,10 +71,22 @@ def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -
         blocks.append(Text(section="Bits per byte", title="Functions that parse", lines=[line]))
         value, more = format_percent(parsed / n), f"real code: {format_percent(real / n)}"
         cards.append(Card(label="Completions that parse", value=value, more=more))
-    blocks += [_sample(sample) for sample in found.get("samples", [])]
     if "bits_per_byte" in expected:
         blocks.append(plan_table(expected, {"bits_per_byte": ours}))
-    return StepReport(cards=cards, blocks=blocks)
+    return StepReport(summary=_summary(ours, others, found.get("completions")), cards=cards, blocks=blocks)
+
+
+def _summary(ours: float, others: Sequence[tuple[str, str, float, str]], done: Mapping[str, Any] | None) -> str:
+    """Return what the figures mean: the comparison with the best compressor, and the completions that parse."""
+    text = f"The model compresses text that it has not seen to {ours:.3f} bits per byte; plain text has 8."
+    if others and ours:
+        name, setting, bits, _ = others[0]
+        better = "better" if ours < bits else "worse"
+        text += f" That is {better} than the best compressor tried, {name} {setting}".rstrip() + f", with {bits:.3f}."
+    if done:
+        text += f" Of {done['prompts']} functions that it completed, Python can parse {done['parsed']}; "
+        text += "whether they do what their name says was not tested."
+    return text
 
 
 def _ratio(count: int, total: int) -> str:

@@ -108,10 +108,14 @@ def _budget_seconds(made: Collection[Artifact]) -> float | None:
 def _environment() -> dict[str, str]:
     from whorl.tracking.run import environment
 
+    from whorl.report.format import format_si
+
     flat: dict[str, str] = {}
     for key, value in environment().items():
-        if isinstance(value, dict):
-            flat.update({f"{key} {k}": str(v) for k, v in value.items()})
+        if key == "ram_bytes":
+            flat["memory"] = format_si(value, "B")
+        elif isinstance(value, dict):
+            flat.update({k if key == "versions" else f"{key} {k}": str(v) for k, v in value.items()})
         else:
             flat[key] = str(value)
     return flat

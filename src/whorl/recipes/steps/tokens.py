@@ -77,7 +77,7 @@ def tokenizer_report(vocab_size: int, domains: Iterable[Mapping[str, Any]]) -> S
     line = f"Byte-level BPE, {vocab_size:,} tokens, trained on the training split only."
     blocks: list[Block] = [Text(section="Tokenizer", lines=[line])]
     columns = [
-        Column(name="Text"), Column(name="Size", number=True, optional=True),
+        Column(name="Folder"), Column(name="Size", number=True, optional=True),
         Column(name="Tokens", number=True, optional=True), Column(name="Bytes per token", number=True),
     ]  # fmt: skip
     rows = [(d["domain"], d["bytes"], d["tokens"]) for d in domains if d["tokens"]]
@@ -94,7 +94,7 @@ def _compression(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[di
     """Return bytes and tokens of held-out text by domain, the first folder of a document's path."""
     sums: dict[str, list[int]] = {}
     for document in documents:
-        domain = document.path.split("/")[0] if "/" in document.path else "(top)"
+        domain = document.path.split("/")[0] if "/" in document.path else "no folder"
         entry = sums.setdefault(domain, [0, 0])
         entry[0] += document.n_bytes
         entry[1] += len(tokenizer.encode(document.text))
