@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+DOCS_URL = "https://github.com/whorl-ml/whorl/blob/main/docs"  # an installed package has no docs
+
 
 class WhorlError(Exception):
     """An error that a user can fix: the problem, the expected value, and the next action.

@@ -192,6 +192,7 @@ def test_import_and_export_llama(llama: tuple[Path, Any]) -> None:
         (("import", "multimodal"), "save the text part separately"),
         (("export", "tiny-llama", "full"), "is not empty"),
         (("export", "tiny-llama", "new", "--to", "gpt2"), "cannot be written as that family"),
+        (("export", "tiny-llama", "new", "--to", "clip"), "imported/tiny-llama is a language model"),
         (("export", "tiny-llama", "new", "--to", "lama"), "did you mean 'llama'"),
         (("export", "tiny-llama", "full/file", "--to", "gguf"), "file exists"),
     ],

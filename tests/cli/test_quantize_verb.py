@@ -64,6 +64,7 @@ def test_quantize_to_nearest_needs_no_tokens(home: Path) -> None:
     [
         (["run/tokens"], "run/tokens is of the kind tokens"),
         (["run/pretrain", "--scheme", "int3"], "--scheme int3"),
+        (["run/pretrain", "--scheme", "int4", "--group", 7], "--group 7 --rounding nearest\n  expected: group"),
         (["run/pretrain", "--scheme", "int4", "--dynamic"], "dynamic needs one scale"),
         (["run/pretrain", "--group", 48], "group 48 does not divide the 64 columns of blocks.0.mixer.qkv.weight"),
         (["elsewhere/pretrain", "--calibrate", 4], "give one with --tokens"),

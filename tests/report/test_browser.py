@@ -132,7 +132,11 @@ def test_sections_stay_in_view_beside_the_page(browser: Any, report: Path) -> No
     opened = OpenPage(browser, report, viewport={"width": 1440, "height": 700})
     opened.page.evaluate("scrollTo({ top: 3000, behavior: 'instant' })")
     contents, main = (opened.page.locator(name).bounding_box() for name in ("nav", "main"))
-    assert contents["y"] >= 0 and contents["x"] + contents["width"] <= main["x"] and main["x"] + main["width"] <= 1440
+    assert (
+        contents["y"] >= 0
+        and contents["x"] + contents["width"] <= main["x"]
+        and main["x"] + main["width"] <= 1440
+    )
     opened.close()
 
 

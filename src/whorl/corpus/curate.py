@@ -25,7 +25,7 @@ from whorl.corpus import duplicates
 from whorl.corpus.attributes import PROSE_LANGUAGES, attribute_schema, text_attributes
 from whorl.corpus.config import CurateConfig
 from whorl.corpus.splits import SPLITS, assign_splits
-from whorl.errors import ConfigError, DataError
+from whorl.errors import DOCS_URL, ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -200,7 +200,7 @@ def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]
         raise ConfigError(
             f"curate's query fails: {str(error).splitlines()[0]}",
             expected=f"SQL that returns the columns row and reason, from the table attributes ({columns})",
-            do="start from the default query in docs/corpus.md",
+            do=f"start from the default query in {DOCS_URL}/corpus.md",
         ) from error
     finally:
         database.close()

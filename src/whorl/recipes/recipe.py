@@ -27,7 +27,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from whorl.errors import ConfigError, one_of
+from whorl.errors import DOCS_URL, ConfigError, one_of
 from whorl.recipes.config_errors import validated_config
 from whorl.recipes.old_names import leaf_paths, refuse_old_key
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
@@ -146,7 +146,7 @@ def parse_recipe(
         data = tomllib.loads(text.removeprefix("\ufeff"))  # a byte-order mark
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{source_name}: not TOML: {error}", expected="a recipe in TOML; see docs/recipes.md"
+            f"{source_name}: not TOML: {error}", expected=f"a recipe in TOML; see {DOCS_URL}/recipes.md"
         ) from error
     parser = _RecipeParser(text, source_name, kinds if kinds is not None else step_kinds())
     return parser.parse(data, sets, budget, deterministic)

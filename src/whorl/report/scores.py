@@ -76,13 +76,18 @@ def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -
     return StepReport(summary=_summary(ours, others, found.get("completions")), cards=cards, blocks=blocks)
 
 
-def _summary(ours: float, others: Sequence[tuple[str, str, float, str]], done: Mapping[str, Any] | None) -> str:
+def _summary(
+    ours: float, others: Sequence[tuple[str, str, float, str]], done: Mapping[str, Any] | None
+) -> str:
     """Return what the figures mean: the comparison with the best compressor, and the completions that parse."""
     text = f"The model compresses text that it has not seen to {ours:.3f} bits per byte; plain text has 8."
     if others and ours:
         name, setting, bits, _ = others[0]
         better = "better" if ours < bits else "worse"
-        text += f" That is {better} than the best compressor tried, {name} {setting}".rstrip() + f", with {bits:.3f}."
+        text += (
+            f" That is {better} than the best compressor tried, {name} {setting}".rstrip()
+            + f", with {bits:.3f}."
+        )
     if done:
         text += f" Of {done['prompts']} functions that it completed, Python can parse {done['parsed']}; "
         text += "whether they do what their name says was not tested."

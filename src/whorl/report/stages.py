@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from whorl.errors import DOCS_URL
 from whorl.report.blocks import (
     EMPTY,
     Answer,
@@ -100,7 +101,7 @@ def _objective_table(name: str, objective: str) -> Iterator[Table]:
         columns = [Column(name="Stage"), Column(name="Objective"), Column(name="Formula", code=True)]
         yield Table(
             section=SECTION, title="Objectives",
-            note="The function that each stage minimized; the notation is that of docs/objectives.md.",
+            note=f"The function that each stage minimized; the notation is that of {DOCS_URL}/objectives.md.",
             columns=[*columns, Column(name="Paper", optional=True)],
             rows=[[name, info.name, info.formula, info.paper]],
         )  # fmt: skip

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 PLAIN_SECONDS = 5.0  # minimum seconds between plain lines
-PLAIN_FRACTION = 0.05  # of the time since the start of a task: so its lines grow with the logarithm of its duration
+PLAIN_FRACTION = (
+    0.05  # of the time since the start of a task: so its lines grow with the logarithm of its duration
+)
 REMAINING_AFTER = 10.0  # seconds after which a plain line has an estimate of the remaining time
 
 

@@ -21,7 +21,7 @@ from whorl.align.data.formats import Conversation, Preference, PromptCompletion,
 from whorl.data.formats import format_name, open_format
 from whorl.data.formats.format import LONGEST_RECORD
 from whorl.data.quarantine import BadRecordError, Quarantine
-from whorl.errors import DataError, one_of
+from whorl.errors import DOCS_URL, DataError, one_of
 from whorl.evals.verify.task import VerifiableTask
 
 JSON_ARRAYS = {".json": "jsonl"}
@@ -86,7 +86,7 @@ def _converted(
             quarantine.accepted += 1
             yield item
     if not good:
-        raise quarantine.no_records_error(path, "records in a format of align/data/formats.py")
+        raise quarantine.no_records_error(path, f"records in a format of {DOCS_URL}/align.md")
 
 
 def _files(path: Path, split: str) -> list[Path]:

@@ -42,7 +42,7 @@ def export(
     """
     import torch
 
-    from whorl.errors import ConfigError, one_of
+    from whorl.errors import DOCS_URL, ConfigError, one_of
     from whorl.models import load_model
     from whorl.models.exchange import (
         FAMILIES,
@@ -67,6 +67,10 @@ def export(
             expected="a model",
             do="list the artifacts with `whorl ls`",
         )
+    if found.kind == "model" and to in VISION_FAMILIES:
+        raise ConfigError(
+            f"--to {to}: {found.name} is a language model", expected=one_of(to, ["hf", "gguf", *FAMILIES])
+        )
     found.check()
     weights = kinds[dtype] if dtype else None
     if found.kind == "vision" and "family" not in found.summary:
@@ -88,7 +92,7 @@ def export(
         raise ConfigError(
             f"{found.name} is Whorl's own decoder, whose {model.unexportable} {to} cannot represent",
             expected="a model with an architecture of transformers",
-            do="train one with `whorl run llama`, or with [steps.plan.model] in a recipe (docs/models.md)",
+            do=f"train one with `whorl run llama`, or with [steps.plan.model] in a recipe ({DOCS_URL}/models.md)",
         )
     if to == "gguf":
         from whorl.models.exchange.gguf.file import export_gguf

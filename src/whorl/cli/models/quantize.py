@@ -77,14 +77,14 @@ def quantize(
         made = QuantizationConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        flag = (
-            {"format": "--scheme", "group_size": "--group"}.get(str(first["loc"][0]), f"--{first['loc'][0]}")
-            if first["loc"]
-            else "--dynamic"
-        )
-        raise ConfigError(
-            f"{flag} {first['input'] if first['loc'] else ''}".strip(), expected=first["msg"]
-        ) from error
+        flags = {"format": "--scheme", "group_size": "--group"}
+        given = [
+            f"{flags.get(k, f'--{k}')} {v}"
+            for k, v in fields.items()
+            if v and (not first["loc"] or k in first["loc"])
+        ]
+        expected = str(first["msg"]).removeprefix("Value error, ")
+        raise ConfigError(" ".join(given), expected=expected) from error
     parents = {"model": found}
     if calibrate:
         text = opened.open(tokens) if tokens else opened.find(found.parents.get("tokens", ""))

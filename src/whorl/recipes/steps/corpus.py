@@ -99,7 +99,8 @@ def corpus_report(
     parts = ((quarantine, "quarantine"), (found.get("dropped", {}), "selection"))
     counts = [(reason, where, n["documents"]) for reasons, where in parts for reason, n in reasons.items()]
     rejected: list[list[Cell]] = [
-        [reason.replace("_", " "), where, f"{n:,}"] for reason, where, n in sorted(counts, key=lambda c: -c[2])
+        [reason.replace("_", " "), where, f"{n:,}"]
+        for reason, where, n in sorted(counts, key=lambda c: -c[2])
     ]
     columns = [Column(name="Reason"), Column(name="Where"), numbers[0]]
     tables = [Table(section="Corpus", title="Rejected documents", columns=columns, rows=rejected)]

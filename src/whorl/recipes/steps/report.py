@@ -106,9 +106,8 @@ def _budget_seconds(made: Collection[Artifact]) -> float | None:
 
 
 def _environment() -> dict[str, str]:
-    from whorl.tracking.run import environment
-
     from whorl.report.format import format_si
+    from whorl.tracking.run import environment
 
     flat: dict[str, str] = {}
     for key, value in environment().items():
