@@ -25,7 +25,8 @@ PLAIN_SECONDS = 5.0  # minimum seconds between plain lines
 PLAIN_FRACTION = (
     0.05  # of the time since the start of a task: so its lines grow with the logarithm of its duration
 )
-REMAINING_AFTER = 10.0  # seconds after which a plain line has an estimate of the remaining time
+# A plain line has an estimate of the remaining time after so many seconds, and so much of the work: the start is slower.
+REMAINING_AFTER, REMAINING_FRACTION = 10.0, 0.05
 
 
 def format_duration(seconds: float) -> str:
@@ -96,7 +97,8 @@ class ProgressTask:
 
     def _remaining(self) -> float:
         """Seconds to the end at the mean speed so far; 0 if unknown."""
-        if not self.total or not self.done or self.done >= self.total or self.seconds < REMAINING_AFTER:
+        early = self.seconds < REMAINING_AFTER or self.done < REMAINING_FRACTION * (self.total or 0)
+        if not self.total or early or self.done >= self.total:
             return 0.0
         return self.seconds * (self.total / self.done - 1)
 

@@ -152,7 +152,7 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
     every = max(1, agent.n_rollouts // CURVE_POINTS)
     result = train_stage(
         replace(ctx, name=f"{ctx.name}-seed-{seed}", scratch=ctx.scratch / f"seed-{seed}", report=StepReport()),
-        f"{config.algorithm} on {config.environment}, seed {seed}", fit, total=agent.steps,
+        f"{config.algorithm} on {config.environment}, seed {seed}", fit, total=agent.n_rollouts * agent.rollout_steps,
         note=lambda metrics: f"return {metrics['return']:.1f}" if "return" in metrics else "",
         recorder=partial(
             StageRecorder, log_if=lambda steps, found: "return" in found and steps // agent.rollout_steps % every == 0
