@@ -18,8 +18,8 @@ def test_next_command_samples_last_model() -> None:
     models = [artifact("model", "r/pretrain"), artifact("model", "r/sft")]
     artifacts = [artifact("tokens", "r/tokens"), *models, artifact("report", "r/report", "report.html")]
     assert closing_lines(artifacts, " --store s") == [
-        "model:  store/r/pretrain",
-        "model:  store/r/sft",
+        "model:  r/pretrain: store/r/pretrain",
+        "model:  r/sft: store/r/sft",
         "report: report.html",
         'next:   whorl sample r/sft "def " --store s',
     ]

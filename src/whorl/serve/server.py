@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import socket
 from collections.abc import Callable
@@ -22,9 +23,9 @@ import uvicorn
 
 from whorl.errors import ConfigError
 from whorl.http.connections import uvicorn_limits
-from whorl.http.hosts import http_address, is_loopback
+from whorl.http.hosts import http_address, is_loopback, print_pages
 from whorl.serve.api.app import create_app
-from whorl.serve.app_state import AppState
+from whorl.serve.app_state import LIMITS_FOLDER, AppState
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 
@@ -101,7 +102,10 @@ def run_server(
     on_ready: Callable[[str], None] = lambda url: None,
     log_level: str = "warning",
 ) -> None:
-    """Serve connections of `sock` until a signal; return when all are closed. Calls `on_ready` with the URL."""
+    """Serve connections of `sock` until a signal; return when all are closed.
+
+    Calls `on_ready` with the URL, then prints the addresses of the pages. A replica prints none: its router does.
+    """
     config = state.config
     port = sock.getsockname()[1]
     _raise_fd_limit()
@@ -120,7 +124,10 @@ def run_server(
         ),
         state,
     )
-    on_ready(http_address(config.host, port))
+    url = http_address(config.host, port)
+    on_ready(url)
+    if LIMITS_FOLDER not in os.environ:
+        print_pages(url)
     server.run(sockets=[sock])
 
 

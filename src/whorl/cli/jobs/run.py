@@ -96,7 +96,7 @@ def closing_lines(artifacts: Sequence[Artifact], store_option: str) -> list[str]
         if artifact.kind == "report" and "report.html" in artifact.files:
             lines.append(f"report: {artifact.file('report.html')}")
         elif artifact.kind == "model":
-            lines.append(f"model:  {artifact.path}")
+            lines.append(f"model:  {artifact.name}: {artifact.path}")
             models.append(artifact)
     if models:
         lines.append(f"next:   {next_commands(models[-1])[0]}{store_option}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,9 +100,8 @@ def serve(
     if processes.replicas > 1:
         _serve_replicas(server, processes)
         return
-    from whorl.http.hosts import print_pages
     from whorl.machine.device_probe import probe
-    from whorl.serve.app_state import LIMITS_FOLDER, AppState
+    from whorl.serve.app_state import AppState
     from whorl.serve.server import run_server as run
     from whorl.serve.worker.model_entry import ServedModel
     from whorl.serve.worker.model_loading import ModelLocation, load_embedder
@@ -123,8 +121,6 @@ def serve(
         print(f"serving {first.name}: context {first.max_model_len:,} tokens", file=sys.stderr)
         if isinstance(first, ServedModel) and not first.chat_template.is_trained:
             print("the model has no trained chat template: the page completes text", file=sys.stderr)
-        if LIMITS_FOLDER not in os.environ:  # a replica; people open the address of its router
-            print_pages(url)
 
     try:
         run(AppState(server, models, made), listening, ready)
@@ -181,14 +177,13 @@ def _print_manifest(
 
 def _serve_replicas(server: ServeConfig, processes: ServerProcessesConfig) -> None:
     """Run several servers, each with the same options, behind a router."""
-    from whorl.http.hosts import http_address
     from whorl.router.metrics import SLO
     from whorl.router.replica_processes import drop_options, serve_replicas
     from whorl.serve.app_state import LIMITS_FOLDER
 
     same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
     print(
-        f"starting {processes.replicas} replicas behind {http_address(server.host, server.port)}",
+        f"starting {processes.replicas} replicas behind http://{server.host}:{server.port}",
         file=sys.stderr,
         flush=True,
     )

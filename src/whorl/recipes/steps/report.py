@@ -69,7 +69,7 @@ def report_data(
         "title": config.title,
         "run": run,
         "created": time.strftime("%Y-%m-%d %H:%M"),
-        "about": "Written by `whorl run`. Every figure was measured by the steps of the run.",
+        "about": "Written by whorl run. Every figure was measured by the steps of the run.",
         "reports": [
             (step_name(artifact), StepReport.read(artifact.file(REPORT_FILE)))
             for artifact in made

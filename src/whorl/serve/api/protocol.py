@@ -39,9 +39,11 @@ ListOfTexts = Annotated[FastList[str], in_schema(minItems=1, maxItems=MAX_TEXTS)
 NonEmptyText = Annotated[str, in_schema(minLength=1)]
 ListOfNonEmptyTexts = Annotated[FastList[NonEmptyText], in_schema(minItems=1, maxItems=MAX_TEXTS)]
 StopStrings = Annotated[FastList[StopString], in_schema(maxItems=MAX_STOPS)]
-WITH_STREAM = {"required": ["stream"], "properties": {"stream": {"const": True}}}
-STREAM_OPTIONS_RULE = {"anyOf": [{"properties": {"stream_options": {"type": "null"}}}, WITH_STREAM]}
-ONE_INPUT_RULE = {
+WITH_STREAM: dict[str, Any] = {"required": ["stream"], "properties": {"stream": {"const": True}}}
+STREAM_OPTIONS_RULE: dict[str, Any] = {
+    "anyOf": [{"properties": {"stream_options": {"type": "null"}}}, WITH_STREAM]
+}
+ONE_INPUT_RULE: dict[str, Any] = {
     "oneOf": [
         {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
         {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
