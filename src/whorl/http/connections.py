@@ -4,7 +4,8 @@
     more connections than `max_connections`                        the one that has waited longest is closed
 
 So a client that opens connections and sends nothing cannot use up the descriptors: it closes its own oldest ones. Bodies
-have a separate time limit, set by the application.
+have a separate time limit, set by the application. A connection is read in small portions, because a parser that gets
+thousands of chunks of one byte at once holds the event loop.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEADER_SECONDS = 15.0
 RESERVED_DESCRIPTORS = 64  # for files, pipes and connections to replicas
 MAX_BACKLOG = 2048
+READ_BYTES = 1 << 13  # at once; asyncio's own limit is 256 KiB
 
 
 def uvicorn_limits() -> dict[str, Any]:
@@ -39,6 +41,7 @@ def bounded_protocol(max_connections: int, header_seconds: float = HEADER_SECOND
 
     class BoundedProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
+            transport.max_size = READ_BYTES
             super().connection_made(transport)
             self._limit_header_time()
             if len(self.connections) - len(closing) > max_connections:

@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
 from whorl.engine.request import Grammar, Request
-from whorl.errors import shorten
+from whorl.errors import ConfigError, shorten
 from whorl.http.hosts import is_loopback
 from whorl.http.loop_watchdog import LoopWatchdog
 from whorl.serve.config import ServeConfig
@@ -179,7 +180,11 @@ class AppState:
 
         def compile_checked(grammar: Grammar) -> Any:
             self._grammar_checker.check(grammar)
-            return compile_grammar(grammar) if compile_grammar is not None else None
+            if compile_grammar is None:
+                return None
+            with suppress(ConfigError):
+                return compile_grammar(grammar)
+            return compile_grammar(grammar)  # the kept one was used up
 
         waiting[client] += 1
         try:

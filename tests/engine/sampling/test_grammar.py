@@ -285,3 +285,28 @@ def test_memory_of_many_large_grammars_is_bounded() -> None:
         compiler.compile(Grammar(regex=f"(b[0-9]{{1,{number}}}|c){{1,{number}}}"))
     assert resident_mb() - before < 600
     assert sum(kept.megabytes for kept in compiler._kept.values()) <= CACHE_MB
+
+
+def test_matcher_that_fails_before_its_first_id_accepts_an_end_id() -> None:
+    """Copies of a matcher share a lexer with a limit. The engine samples an end id then, which must not raise."""
+    compiler = GrammarCompiler(TOKENS, ENDS, SIZE)
+    matcher = GrammarMatcher(compiler, compiler._compile(Grammar(regex="a" * 5000)).state.deep_copy())
+    assert matcher.failed is not None and allowed(matcher) == set(ENDS)
+    matcher.advance(ENDS[0])
+    assert matcher.ended and matcher.failed is not None
+    with pytest.raises(ConfigError, match="too large"):
+        compiler.compile(Grammar(regex="a" * 5000))
+
+
+def test_grammar_that_outputs_used_up_is_refused_once_and_compiled_again() -> None:
+    compiler, grammar, refused = GrammarCompiler(TOKENS, ENDS, SIZE), Grammar(regex="a?" * 300), 0
+    for _ in range(6):
+        try:
+            matcher = compiler.compile(grammar)
+        except ConfigError:
+            refused += 1
+            matcher = compiler.compile(grammar)
+        for _ in range(20):
+            if not matcher.ended:
+                matcher.advance(min(allowed(matcher) - set(ENDS), default=ENDS[0]))
+    assert refused >= 1

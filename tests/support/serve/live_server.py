@@ -19,6 +19,7 @@ from tests.support.tiny import decoder_config
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta
+from whorl.http.connections import uvicorn_limits
 from whorl.models import Transformer
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import AppState
@@ -69,7 +70,9 @@ class Running:
         self.socket = bind_socket(api.config)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = DrainingServer(uvicorn.Config(create_app(api), log_level="warning", lifespan="on"), api)
+        self.server = DrainingServer(
+            uvicorn.Config(create_app(api), log_level="warning", lifespan="on", **uvicorn_limits()), api
+        )
         self.began = threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)

@@ -119,7 +119,14 @@ class GrammarCompiler:
             self._kept.move_to_end(grammar)
             while sum(kept.megabytes for kept in self._kept.values()) > self._cache_mb:
                 self._kept.popitem(last=False)
-        return GrammarMatcher(self, entry.state.deep_copy(), compiled=entry)
+        matcher = GrammarMatcher(self, entry.state.deep_copy(), compiled=entry)
+        if matcher.failed is not None:
+            # Copies share the library's lexer, which grows with every output up to a limit. The next call compiles anew.
+            with self._lock:
+                self._kept.pop(grammar, None)
+                self._in_use.pop(grammar, None)
+            raise ConfigError(f"the grammar is too large: {matcher.failed}", expected="a smaller grammar")
+        return matcher
 
     def _compile(self, grammar: Grammar) -> _Compiled:
         """Return a compiled grammar, from the smallest limit of fuel that suffices."""
@@ -206,7 +213,7 @@ class GrammarMatcher:
             DataError: the id is not allowed here; the state is unchanged.
         """
         if token_id in self.compiler.end_ids:
-            allowed = self.can_end
+            allowed = self.can_end or self.failed is not None
             self._n_end_ids += allowed
         else:
             allowed = not self._n_end_ids and bool(self._state.validate_tokens([token_id]))

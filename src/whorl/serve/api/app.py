@@ -121,6 +121,7 @@ def create_app(state: AppState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.worker.start()
+        await asyncio.to_thread(app.openapi)  # kept; a request for it would hold the event loop
         tasks = [asyncio.create_task(state.end_revoked_streams()), asyncio.create_task(state.watchdog.run())]
         yield
         for task in tasks:

@@ -64,7 +64,7 @@ class GrammarChecker:
             self._child = None
 
     def _compile_in_child(self, grammar: Grammar) -> tuple[WhorlError | None, bool]:
-        """Return (error of the grammar, whether the process ended by itself)."""
+        """Return (error of the grammar, whether the process died in it)."""
         ended = False
         try:
             if self._child is None:

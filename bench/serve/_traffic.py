@@ -1,0 +1,141 @@
+"""Sends attacks to a server on this machine, and counts what becomes of them.
+
+    outcome = await send(port, attack)            one connection
+    counts = await wave(port, attacks)            many, a bounded number at once
+
+An answer with status 500 or more is bad, except for 503 with Retry-After; so is an "internal_error" within a stream, and no
+answer within `ANSWER_SECONDS` where the attacker waits for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from bench.serve._attacks import Attack
+
+ANSWER_SECONDS = 60.0
+MAX_ANSWER = 64 << 20  # bytes that are read of one answer
+CONCURRENCY = 16
+STATUS = re.compile(rb"HTTP/1\.1 (\d{3})[^\r]*\r\n((?:[^\r]+\r\n)*)\r\n")
+
+
+@dataclass
+class Outcome:
+    """Statuses of the answers on one connection; `bad`: why one of them is not acceptable."""
+
+    statuses: list[int] = field(default_factory=list)
+    bad: str = ""
+
+
+@dataclass
+class Counts:
+    """Sums over attacks. kept: (kind, seed, reason) of the bad ones."""
+
+    tried: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    bad: list[tuple[str, int, str]] = field(default_factory=list)
+
+    @property
+    def answered(self) -> int:
+        return sum(n for status, n in self.statuses.items() if status < 400)
+
+    @property
+    def refused(self) -> int:
+        return sum(n for status, n in self.statuses.items() if status >= 400)
+
+    @property
+    def server_errors(self) -> int:
+        """Answers with a status of 500 or more, without those that are acceptable."""
+        return sum(reason != "no answer" for _, _, reason in self.bad)
+
+
+async def send(port: int, attack: Attack) -> Outcome:
+    """Make one attack. A connection that the server closes or refuses is an answer, too."""
+    answer = bytearray()
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for part in attack.parts:
+                writer.write(part)
+                await _drain_or_read(reader, writer, answer)
+                await asyncio.sleep(attack.pause)
+            if attack.hold and attack.reading == "nothing":
+                await asyncio.sleep(attack.hold)
+            elif attack.reading == "little":
+                answer += await reader.read(2000)
+            elif attack.reading == "all":
+                limit = attack.hold or ANSWER_SECONDS
+                with suppress(TimeoutError):  # an attack with `hold` waits for no end
+                    async with asyncio.timeout(limit):
+                        await _read(reader, answer)
+                    limit = 0.0
+                if limit == ANSWER_SECONDS:
+                    return Outcome(bad="no answer")
+    except TimeoutError:
+        return Outcome(bad="no answer")
+    except OSError:  # closed by the server
+        pass
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return judge(bytes(answer))
+
+
+async def _read(reader: asyncio.StreamReader, answer: bytearray) -> None:
+    while (data := await reader.read(1 << 16)) and len(answer) < MAX_ANSWER:
+        answer += data
+
+
+async def _drain_or_read(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytearray
+) -> None:
+    """Wait until the server has taken the bytes, and read meanwhile: it may answer before it has read all."""
+    draining = asyncio.ensure_future(writer.drain())
+    reading = asyncio.ensure_future(_read(reader, answer))
+    try:
+        await asyncio.wait({draining, reading}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (draining, reading):
+            task.cancel()
+        await asyncio.gather(draining, reading, return_exceptions=True)
+
+
+def judge(answer: bytes) -> Outcome:
+    """Return the outcome for the bytes that the server sent."""
+    outcome = Outcome()
+    for match in STATUS.finditer(answer):
+        status, headers = int(match[1]), match[2].lower()
+        outcome.statuses.append(status)
+        if status >= 500 and not (status == 503 and b"\r\nretry-after:" in b"\r\n" + headers):
+            outcome.bad = f"status {status}: {answer[match.start() : match.end() + 200]!r}"
+    if b'"internal_error"' in answer:
+        outcome.bad = outcome.bad or "an internal error in a stream"
+    return outcome
+
+
+async def wave(port: int, attacks: Iterable[tuple[str, int, Attack]], counts: Counts | None = None) -> Counts:
+    """Send attacks, given as (kind, seed, attack), and add their outcomes to `counts`."""
+    counts = counts if counts is not None else Counts()
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(kind: str, seed: int, attack: Attack) -> None:
+        async with gate:
+            outcome = await send(port, attack)
+        counts.tried += 1
+        counts.statuses.update(outcome.statuses)
+        if outcome.bad:
+            counts.bad.append((kind, seed, outcome.bad))
+
+    running = []
+    for kind, seed, attack in attacks:
+        running.append(asyncio.ensure_future(one(kind, seed, attack)))
+        await gate.acquire()  # the attacks are made when they are needed
+        gate.release()
+    await asyncio.gather(*running)
+    return counts
