@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEADER_SECONDS = 15.0
 RESERVED_DESCRIPTORS = 64  # for files, pipes and connections to replicas
 MAX_BACKLOG = 2048
-READ_BYTES = 1 << 13  # at once; asyncio's own limit is 256 KiB
+READ_BYTES = 1 << 12  # at once; asyncio's own limit is 256 KiB
 
 
 def uvicorn_limits() -> dict[str, Any]:

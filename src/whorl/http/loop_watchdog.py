@@ -11,6 +11,10 @@ import time
 from collections.abc import Callable
 
 BEAT_SECONDS = 0.02
+LOOP_GAUGES = {
+    "delay": "Longest delay of the event loop since the start",
+    "own": "Longest part of a delay in which the event loop's thread computed",
+}  # for metrics
 
 
 class LoopWatchdog:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from whorl.http.loop_watchdog import LOOP_GAUGES, LoopWatchdog
 from whorl.router.breaker import CircuitState
 from whorl.router.replica_pool import ReplicaPool
 from whorl.router.routing_policy import RoutingDecision
@@ -53,6 +54,7 @@ class RouterMetrics:
     def __init__(self, slo: SLO | None = None) -> None:
         self.slo = slo or SLO()
         self.registry = registry = CollectorRegistry()
+        self.watchdog = LoopWatchdog()
         self._attempts = Counter(
             "whorl_router_attempts", "Attempts by replica and outcome", ["replica", "outcome"], registry=registry
         )  # fmt: skip
@@ -91,6 +93,10 @@ class RouterMetrics:
             name: Gauge(f"whorl_router_replica_{name}", text, ["replica"], registry=registry)
             for name, text in gauges.items()
         }
+        self._longest_delay, self._longest_own = (
+            Gauge(f"whorl_router_event_loop_longest_{name}_seconds", text, registry=registry)
+            for name, text in LOOP_GAUGES.items()
+        )
         self._goodput = Gauge(
             "whorl_router_goodput", "Share of finished requests within the SLO", registry=registry
         )
@@ -124,6 +130,8 @@ class RouterMetrics:
 
     def exposition(self, pool: ReplicaPool) -> bytes:
         """Return all metrics in Prometheus' text format."""
+        self._longest_delay.set(self.watchdog.longest_delay)
+        self._longest_own.set(self.watchdog.longest_own)
         circuit_values = {CircuitState.OPEN: 1.0, CircuitState.HALF_OPEN: 0.5, CircuitState.CLOSED: 0.0}
         for gauge in self._gauges.values():
             gauge.clear()

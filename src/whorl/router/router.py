@@ -46,6 +46,7 @@ from starlette.types import Receive, Scope, Send
 from whorl.errors import ConfigError
 from whorl.http.connections import uvicorn_limits
 from whorl.http.hosts import cross_site_problem, http_address, is_local_name, is_loopback, print_pages
+from whorl.http.json_text import json_text_problem
 from whorl.router.autoscaling_advice import AutoscalingConfig, advise
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO, RouterMetrics
@@ -56,6 +57,7 @@ from whorl.router.routing_policy import RoutingPolicy
 
 LOG = logging.getLogger("whorl.router")
 MAX_BODY_BYTES = 32 << 20
+LARGE_BODY_BYTES = 1 << 13  # larger bodies are parsed outside of the event loop
 BODY_SECONDS = 30.0  # within which a request body must arrive
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 FOREIGN_HOST = (
@@ -134,13 +136,16 @@ class ReplicaRouter:
             )
             self._proxy = Proxy(self.pool, client, self.metrics, self._read_timeout)
             await self.pool.check_health(client)
-            watch = asyncio.ensure_future(self.pool.run_health_checks(client, self._health_check_interval))
+            tasks = [
+                asyncio.ensure_future(self.pool.run_health_checks(client, self._health_check_interval)),
+                asyncio.ensure_future(self.metrics.watchdog.run()),
+            ]
             try:
                 yield
             finally:
-                watch.cancel()
-                with suppress(asyncio.CancelledError):
-                    await watch
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = ProxyResponse(send)
@@ -167,12 +172,16 @@ class ReplicaRouter:
             return
         assert self._proxy is not None
         query = scope.get("query_string", b"")
+        if len(body) > LARGE_BODY_BYTES:
+            hashes = await asyncio.to_thread(request_block_hashes, scope["path"], body)
+        else:
+            hashes = request_block_hashes(scope["path"], body)
         proxied = ProxyRequest(
             method=scope["method"],
             target=_target(scope) + (f"?{query.decode('latin-1')}" if query else ""),
             headers=_forwarded_headers(scope),
             body=body,
-            hashes=request_block_hashes(scope["path"], body),
+            hashes=hashes,
         )
         await self._proxy.handle(proxied, receive, send)
 
@@ -324,7 +333,7 @@ def serve_router(
 
 def request_block_hashes(path: str, body: bytes) -> BlockHashes:
     """Return the block hashes of the prompt; empty if there is no prompt or it cannot be parsed (the replica reports it)."""
-    if path not in PROMPT_PATHS:
+    if path not in PROMPT_PATHS or (len(body) > LARGE_BODY_BYTES and json_text_problem(body)):
         return ()
     try:
         parsed = orjson.loads(body)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from whorl.tokens.pretokens import split_pretokens
+from whorl.tokens.pretokens import last_pretoken
 from whorl.tokens.tokenizer import Tokenizer
 
 MAX_HEALED_BYTES = 16
@@ -31,9 +31,10 @@ class HealedPrompt(NamedTuple):
 
 def heal(tokenizer: Tokenizer, text: str) -> HealedPrompt:
     """Return a prompt ready for generation."""
-    last = split_pretokens(text, tokenizer.pattern)[-1] if text else ""
-    ids = [tokenizer.bos_id, *tokenizer.encode(text[: len(text) - len(last)]).tolist()]
-    end = tokenizer.encode(last).tolist()
+    last = last_pretoken(text, tokenizer.pattern)
+    ids = tokenizer.encode_to_list(text[: len(text) - len(last)])
+    ids.insert(0, tokenizer.bos_id)
+    end = tokenizer.encode_to_list(last)
     if len(last.encode()) <= MAX_HEALED_BYTES:
         return HealedPrompt(ids, last.encode(), len(ids) + len(end))
     return without_last_token(ids + end, tokenizer.token_bytes)

@@ -36,6 +36,7 @@ Ids = NDArray[np.unsignedinteger[Any]]  # uint16 while the vocabulary fits, else
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 TOKENIZER_FILE = "tokenizer.json"
+LIST_PORTION = 1 << 16
 
 
 class Tokenizer:
@@ -157,6 +158,13 @@ class Tokenizer:
         if len(parts) == 1:  # the common case: no copy
             return parts[0]
         return np.concatenate([np.empty(0, self.dtype), *parts])
+
+    def encode_to_list(self, data: str | bytes) -> list[int]:
+        """`encode` as a list, converted in portions: one conversion of millions of ids holds the interpreter's lock."""
+        ids, out = self.encode(data), list[int]()
+        for start in range(0, len(ids), LIST_PORTION):
+            out += ids[start : start + LIST_PORTION].tolist()
+        return out
 
     def encode_document(self, data: str | bytes) -> Ids:
         """Return the ids of a whole document: bos, its tokens, eos."""

@@ -121,7 +121,7 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
         matcher = GrammarMatcher(self, entry.state.deep_copy(), compiled=entry)
         if matcher.failed is not None:
-            # Copies share the library's lexer, which grows with every output up to a limit. The next call compiles anew.
+            # Copies share the library's lexer, which grows with every output up to a limit. The next call compiles it again.
             with self._lock:
                 self._kept.pop(grammar, None)
                 self._in_use.pop(grammar, None)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from whorl.serve.api.protocol import MAX_TEXTS, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from whorl.serve.api.request_parsing import check_ids, check_length, template_messages
-from whorl.serve.api.sse import run_until_disconnect
+from whorl.serve.api.sse import JsonPieces, encode_json, run_until_disconnect
 from whorl.serve.app_state import AppState, in_thread_if_large, rate_limit_headers
 from whorl.serve.errors import ApiError, OrjsonResponse
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
@@ -53,9 +53,8 @@ async def tokenize(state: AppState, body: TokenizeRequest, http: HttpRequest) ->
     state.charge_rate_limit(http, 0)
     model = state.find_model(body.model)
     ids = await in_thread_if_large(http, lambda: _prompt_ids(state, body, model))
-    return await _large_response(
-        http, {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
-    )
+    content = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
+    return JsonPieces(await encode_json(len(ids), lambda: content), state.config.stall_seconds, {})
 
 
 async def detokenize(state: AppState, body: DetokenizeRequest, http: HttpRequest) -> Response:
@@ -68,21 +67,17 @@ async def detokenize(state: AppState, body: DetokenizeRequest, http: HttpRequest
             check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
         return model.tokenizer.decode(body.tokens).decode("utf-8", "replace")
 
-    return await _large_response(http, {"prompt": await in_thread_if_large(http, decode)})
-
-
-async def _large_response(http: HttpRequest, content: dict[str, Any]) -> Response:
-    """Return a response that is about as large as the request."""
-    return await in_thread_if_large(http, lambda: OrjsonResponse(content))
+    content = {"prompt": await in_thread_if_large(http, decode)}
+    return JsonPieces(await encode_json(len(body.tokens), lambda: content), state.config.stall_seconds, {})
 
 
 def _prompt_ids(state: AppState, body: TokenizeRequest, model: ServedModel | ServedEmbedder) -> list[int]:
     if body.messages is not None:
         template = state.generation_model(body.model).chat_template
         messages = template_messages(body.messages)
-        return list(template.encode_prompt(messages, add_generation_prompt=body.add_generation_prompt))
+        return template.encode_prompt(messages, add_generation_prompt=body.add_generation_prompt)
     text = body.prompt or ""
-    return list(model.encode_prompt(text) if isinstance(model, ServedModel) else model.encode_text(text))
+    return model.encode_prompt(text) if isinstance(model, ServedModel) else model.encode_text(text)
 
 
 def _input_ids(given: Any, model: ServedModel | ServedEmbedder) -> list[list[int]]:

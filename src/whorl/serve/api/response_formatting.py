@@ -55,7 +55,7 @@ class StreamDecoder:
         self.stream, self.tokenizer = stream, tokenizer
         self._forced_bytes_left = len(stream.request.forced_prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rest: TextDelta | None = None  # what `next` has not returned yet
+        self._rest: TextDelta | None = None  # output that `next` returns later
 
     async def next(self) -> TextDelta:
         """Wait for new output and return it, at most `MAX_TOKENS_PER_DELTA` tokens; the text comes with the first of them.

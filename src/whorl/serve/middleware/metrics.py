@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from whorl.http.loop_watchdog import LoopWatchdog
+from whorl.http.loop_watchdog import LOOP_GAUGES, LoopWatchdog
 from whorl.serve.worker.worker import EngineWorker, Stream
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 30, 60)
@@ -124,16 +124,10 @@ class _LiveGauges(Collector):
             )
             yield GaugeMetricFamily("whorl_up", "1 if the engine runs", value=float(worker.error is None))
         if (watchdog := self.metrics.watchdog) is not None:
-            yield GaugeMetricFamily(
-                "whorl_event_loop_longest_delay_seconds",
-                "Longest delay of the event loop since the start",
-                value=watchdog.longest_delay,
-            )
-            yield GaugeMetricFamily(
-                "whorl_event_loop_longest_own_seconds",
-                "Longest part of a delay in which the event loop's thread computed",
-                value=watchdog.longest_own,
-            )
+            for name, value in (("delay", watchdog.longest_delay), ("own", watchdog.longest_own)):
+                yield GaugeMetricFamily(
+                    f"whorl_event_loop_longest_{name}_seconds", LOOP_GAUGES[name], value=value
+                )
         for name, value in sorted(self.metrics.engine_stats.items()):
             yield GaugeMetricFamily(
                 f"whorl_engine_{name}", f"The engine's {name.replace('_', ' ')}", value=value

@@ -41,7 +41,9 @@ class ServedModel:
         """Return the ids of a prompt, with the beginning-of-sequence token of the training format."""
         if isinstance(self.tokenizer, HFTokenizer):
             return self.tokenizer.encode_prompt(text)
-        return [self.tokenizer.bos_id, *self.tokenizer.encode(text).tolist()]
+        ids = self.tokenizer.encode_to_list(text)
+        ids.insert(0, self.tokenizer.bos_id)
+        return ids
 
     def encode_healed(self, text: str) -> HealedPrompt:
         """Return a prompt with token healing: the model generates its end again."""
@@ -50,7 +52,9 @@ class ServedModel:
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
-        return [int(i) for i in self.tokenizer.encode(text)]
+        if isinstance(self.tokenizer, HFTokenizer):
+            return [int(i) for i in self.tokenizer.encode(text)]
+        return self.tokenizer.encode_to_list(text)
 
     @property
     def card(self) -> dict[str, Any]:
@@ -79,7 +83,7 @@ class ServedEmbedder:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def encode_text(self, text: str) -> list[int]:
-        return [int(i) for i in self.tokenizer.encode(text)]
+        return self.tokenizer.encode_to_list(text)
 
     @property
     def card(self) -> dict[str, Any]:
