@@ -25,7 +25,7 @@ PATHS = (TEXT, CHAT, RESPONSES, EMBEDDINGS, TOKENIZE, DETOKENIZE)
 
 @dataclass(frozen=True)
 class Target:
-    """What is attacked. scale: of the largest bodies; 1 is 4 MB. key: a valid API key, or ""."""
+    """The attacked model. scale: of the largest bodies; 1 is 4 MB. key: a valid API key, or ""."""
 
     model: str
     scale: float = 1.0

@@ -1,12 +1,16 @@
-"""The attack corpus against `whorl serve`, in waves of all kinds, beside another client's stream.
+"""The attack corpus against `whorl serve`, in waves of all kinds, while another client streams.
 
     python bench/serve/attack.py [--seconds 3600] [--replicas 2] [--seed 0] [--scale 1]
 
 A small model of random weights is served on this machine. Each wave sends one attack of every kind (`_attacks.py`), 16 at
-once. A greedy control request follows each wave; its text must not change. Another client streams all the time. Figures:
-requests tried, refused and answered, bad answers (status 500 or more without Retry-After, or none), the longest delay of
-the server's event loop, the memory of all its processes before and after, and the stream's speed alone and under attack.
-The client runs on the same cores as the server, so delays and speeds on a small machine are partly its own.
+once. A greedy control request follows each wave; its text must not change. Four figures are reported:
+
+- requests with a bad answer (status 500 or more without Retry-After, or none), of those tried, refused and answered
+- the longest delay of an event loop
+- the memory of all processes of the server, before and after
+- the speed of the other client's stream, alone and under attack
+
+The client uses the same cores as the server, so delays and speeds on a small machine are partly its own.
 """
 
 from __future__ import annotations
