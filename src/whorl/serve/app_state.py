@@ -8,6 +8,7 @@ byte of the response. The client then gets status 400 instead of a broken stream
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import time
@@ -18,12 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from fastapi import Request as HttpRequest
 
 from whorl.engine.request import Grammar, Request
 from whorl.errors import ConfigError, shorten
 from whorl.http.hosts import is_loopback
 from whorl.http.loop_watchdog import LoopWatchdog
+from whorl.machine.device_probe import trim_freed_memory
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyLimits, KeyStore
@@ -35,6 +38,10 @@ from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 T = TypeVar("T")
 LIMITS_FOLDER = "WHORL_LIMITS_FOLDER"  # set by `whorl serve --replicas`
 LARGE_BODY_BYTES = 1 << 13  # larger request bodies are processed outside of the event loop
+TRIM_SECONDS, TRIM_BYTES = (
+    10.0,
+    32 << 20,
+)  # how often, and after which growth, freed memory goes back to the system
 MAX_WAITING_GRAMMARS = 64  # of all clients; one client may have half of them
 
 
@@ -261,6 +268,15 @@ class AppState:
                 if limits is not None and not self.key_store.is_valid(limits):
                     error = ApiError(401, "the API key was revoked", code="invalid_api_key")
                     stream.end_with_error(error)
+
+    async def trim_memory(self) -> None:
+        """Return memory that large requests have freed to the system. Runs until it is cancelled."""
+        process, least = psutil.Process(), math.inf
+        while True:
+            least = min(least, process.memory_info().rss)
+            await asyncio.sleep(TRIM_SECONDS)
+            if process.memory_info().rss > least + TRIM_BYTES:
+                await asyncio.to_thread(trim_freed_memory)
 
     def _on_finish(self, stream: Stream) -> None:
         self.metrics.observe_finished(stream)

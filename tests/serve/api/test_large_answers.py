@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
+import psutil
 import pytest
 from tests.support.router.harness import async_test
-from tests.support.serve.live_server import Running, make_tokenizer
+from tests.support.serve.live_server import Running, make_state, make_tokenizer
 
 from whorl.engine.request import Delta, Request, Token
+from whorl.serve import app_state
 from whorl.serve.api.response_formatting import MAX_TOKENS_PER_DELTA, StreamDecoder, merge_streams
 from whorl.serve.api.sse import JsonPieces, json_pieces
 
@@ -137,3 +140,23 @@ async def test_stalled_reader_of_a_whole_answer_is_dropped(caplog: pytest.LogCap
     await JsonPieces([b"a", b"b", b"c"], 0.05, {})({}, receive, send)
     assert sent == ["http.response.start", "http.response.body", "http.response.body"]
     assert "was dropped" in caplog.text
+
+
+@async_test
+async def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_state, "TRIM_SECONDS", 0.02)
+    state, process = make_state(Mock()), psutil.Process()
+    trimming = asyncio.create_task(state.trim_memory())
+    await asyncio.sleep(0.2)
+    blocks = [bytes([i % 256]) * 8000 for i in range(20_000)]  # below the size of separate mappings
+    full = process.memory_info().rss
+    last = blocks[-1]  # in front of the end of the heap, where the allocator returns memory itself
+    del blocks
+    for _ in range(100):
+        await asyncio.sleep(0.02)
+        if process.memory_info().rss < full - (100 << 20):
+            break
+    trimming.cancel()
+    state.close()
+    assert last
+    assert process.memory_info().rss < full - (100 << 20)

@@ -122,7 +122,8 @@ def create_app(state: AppState) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.worker.start()
         await asyncio.to_thread(app.openapi)  # kept; a request for it would hold the event loop
-        tasks = [asyncio.create_task(state.end_revoked_streams()), asyncio.create_task(state.watchdog.run())]
+        work = (state.end_revoked_streams(), state.watchdog.run(), state.trim_memory())
+        tasks = [asyncio.create_task(one) for one in work]
         yield
         for task in tasks:
             task.cancel()
