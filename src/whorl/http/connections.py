@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -41,7 +42,8 @@ def bounded_protocol(max_connections: int, header_seconds: float = HEADER_SECOND
 
     class BoundedProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
-            transport.max_size = READ_BYTES
+            with suppress(AttributeError):  # another event loop than asyncio's
+                transport.max_size = READ_BYTES
             super().connection_made(transport)
             self._limit_header_time()
             if len(self.connections) - len(closing) > max_connections:
