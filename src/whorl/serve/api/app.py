@@ -98,7 +98,7 @@ class _StrictJSONRequest(HttpRequest):
 class _ErrorHandlingRoute(APIRoute):
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         original = super().get_route_handler()
-        model = self.body_field.field_info.annotation if self.body_field is not None else None
+        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
 
         async def handle(request: HttpRequest) -> Response:
             strict = _StrictJSONRequest(request.scope, request.receive)

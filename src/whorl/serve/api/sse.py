@@ -37,7 +37,10 @@ def format_event(content: Mapping[str, Any], name: str = "") -> bytes:
 
 async def encode_json(n_entries: int, make: Callable[[], Any]) -> list[bytes]:
     """Return the JSON of `make()` in pieces; made outside of the event loop if it has many entries."""
-    work = lambda: list(_joined(json_pieces(make())))  # noqa: E731
+
+    def work() -> list[bytes]:
+        return list(_joined(json_pieces(make())))
+
     return await asyncio.to_thread(work) if n_entries > PIECE_ITEMS else work()
 
 
