@@ -59,7 +59,7 @@ def test_right_programs_pass_and_wrong_ones_fail(patient: Sandbox, path: Path) -
 
 @pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="no HumanEval beside the repository")
 def test_human_eval_solutions_pass_and_empty_bodies_fail(patient: Sandbox) -> None:
-    tasks = [json.loads(line) for line in gzip.open(HUMAN_EVAL, "rt")]
+    tasks = [json.loads(line) for line in gzip.decompress(HUMAN_EVAL.read_bytes()).splitlines()]
     programs = [
         Program(task["prompt"] + body, f"{task['test']}\ncheck({task['entry_point']})")
         for task in tasks

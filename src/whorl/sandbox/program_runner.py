@@ -41,25 +41,24 @@ def format_exception(error: BaseException) -> str:
         return "an exception that cannot be formatted"
 
 
-def open_streams() -> io.TextIOWrapper:
-    """Set standard input, output and error of the process, and return the output."""
-    stream = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace")
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it lives as long as the process)
-    sys.stdout = sys.stderr = stream
-    return stream
+class StandardStreams:
+    """Standard input and output of later forks: the zygote creates them, since each page that a fork changes costs."""
+
+    def __init__(self) -> None:
+        self.output = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace")
+        self.input = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it lives as long as the process)
+
+    def install(self) -> None:
+        """Make them the process's streams."""
+        sys.stdin, sys.stdout, sys.stderr = self.input, self.output, self.output
 
 
 class ProgramRunner:
-    """Runs one program and answers requests.
+    """Runs one program and answers requests. The zygote creates it; a fork calls `run` once."""
 
-    Args:
-        requests: descriptor from which requests are read.
-        replies: descriptor to which the report and replies are written.
-    """
-
-    def __init__(self, requests: int, replies: int) -> None:
-        self.peer = Peer(requests, replies, trusted=False)
-        self.stream = open_streams()
+    def __init__(self, streams: StandardStreams) -> None:
+        self.peer = Peer(trusted=False)
+        self.streams, self.stream = streams, streams.output
         # A call of a C method, so that a program that replaces builtins does not break the answers.
         self.builtins, self.saved_builtins = vars(builtins), dict(vars(builtins))
         self.reset_calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
@@ -72,8 +71,17 @@ class ProgramRunner:
             ),
         ]
 
-    def run(self, source: str, has_checks: bool) -> NoReturn:
-        """Run the program and report; if `has_checks`, answer requests until they end."""
+    def run(self, source: str, has_checks: bool, requests: int, replies: int) -> NoReturn:
+        """Run the program and report; if `has_checks`, answer requests until they end.
+
+        Args:
+            source: the program.
+            has_checks: whether tests or examples follow.
+            requests: descriptor from which requests are read.
+            replies: descriptor to which the report and replies are written.
+        """
+        self.peer.receive_fd, self.peer.send_fd = requests, replies
+        self.streams.install()
         sys.argv = ["program.py"]
         random.seed(0)  # deterministic verdicts
         reason, module = self._run_source(source, "program" if has_checks else "__main__")

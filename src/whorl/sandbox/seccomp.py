@@ -134,10 +134,10 @@ def seccomp_filter(machine: str, pid: int, threads: bool) -> bytes:
         (BPF_JSET, 0, 1, X32),
         (BPF_RET, 0, 0, RET_KILL_PROCESS),
     ]
-    for numbers in ALLOWED_SYSCALLS.values():
-        number = numbers[column]
-        if number is not None:
-            code += _for_syscall(number, [(BPF_RET, 0, 0, RET_ALLOW)])
+    allowed = [n for n in (numbers[column] for numbers in ALLOWED_SYSCALLS.values()) if n is not None]
+    last = len(allowed) - 1  # each jumps to the return behind the last, which the others' path skips
+    code += [(BPF_JEQ, last - i, int(i == last), number) for i, number in enumerate(allowed)]
+    code.append((BPF_RET, 0, 0, RET_ALLOW))
     flags = [(BPF_LOAD, 0, 0, _argument(1)), (BPF_JEQ, 0, 4, F_SETFL), *_allow_without_bits(2, O_ASYNC)]
     special: list[tuple[tuple[int, int | None], list[BPFInstruction]]] = [
         (MMAP, _allow_without_bits(2, PROT_EXEC)),

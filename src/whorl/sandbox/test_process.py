@@ -16,31 +16,38 @@ import sys
 from types import CodeType
 from typing import Any, NoReturn
 
-from whorl.sandbox.program_runner import format_exception, open_streams
+from whorl.sandbox.program_runner import StandardStreams, format_exception
 from whorl.sandbox.rpc.peer import Peer, ProgramModule, write_frame
 from whorl.sandbox.unit_tests import global_names, run_tests
 
 
-def run(code: CodeType, replies: int, requests: int, verdict: int) -> NoReturn:
-    """Run tests, write the reason as one frame of JSON, and exit.
+class TestRunner:
+    """Runs the tests of one program. The zygote creates it; a fork calls `run` once."""
 
-    Args:
-        code: the tests, of `compile_tests`.
-        replies: descriptor of the program's replies.
-        requests: descriptor of the requests to it.
-        verdict: descriptor of the reason.
-    """
-    stream = open_streams()
-    random.seed(0)  # deterministic verdicts
-    peer = Peer(replies, requests, trusted=True)
-    try:
-        reason = run_tests(code, _program_names(peer, global_names(code)), format_exception)
-    except BaseException as error:
-        reason = f"failed: {format_exception(error)}"
-    with contextlib.suppress(Exception):
-        stream.flush()
-    write_frame(verdict, json.dumps({"reason": peer.failure or reason}).encode())
-    os._exit(0)
+    def __init__(self, streams: StandardStreams) -> None:
+        self.peer, self.streams = Peer(trusted=True), streams
+
+    def run(self, code: CodeType, replies: int, requests: int, verdict: int) -> NoReturn:
+        """Run tests, write the reason as one frame of JSON, and exit.
+
+        Args:
+            code: the tests, of `compile_tests`.
+            replies: descriptor of the program's replies.
+            requests: descriptor of the requests to it.
+            verdict: descriptor of the reason.
+        """
+        self.streams.install()
+        random.seed(0)  # deterministic verdicts
+        peer = self.peer
+        peer.receive_fd, peer.send_fd = replies, requests
+        try:
+            reason = run_tests(code, _program_names(peer, global_names(code)), format_exception)
+        except BaseException as error:
+            reason = f"failed: {format_exception(error)}"
+        with contextlib.suppress(Exception):
+            self.streams.output.flush()
+        write_frame(verdict, json.dumps({"reason": peer.failure or reason}).encode())
+        os._exit(0)
 
 
 def _program_names(peer: Peer, names: set[str]) -> dict[str, Any]:

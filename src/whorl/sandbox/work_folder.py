@@ -42,6 +42,11 @@ def used_bytes(folder: Path, most: float = float("inf")) -> float:
     return total
 
 
+def is_empty(folder: Path) -> bool:
+    with _open_folder(str(folder)) as entries:
+        return next(entries, None) is None
+
+
 def has_many(folder: Path, most: int) -> bool:
     """Return whether a folder and those in it hold more than `most` entries: its removal may take long."""
     seen, pending = 0, [str(folder)]

@@ -32,14 +32,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
 
-from whorl.sandbox import test_process
 from whorl.sandbox import work_folder as folder
 from whorl.sandbox.confinement import Confinement, ProtectionUnavailable, stdlib_paths
 from whorl.sandbox.frames import receive, send
 from whorl.sandbox.limits import REASON_KINDS
 from whorl.sandbox.monitor import Monitor
-from whorl.sandbox.program_runner import ProgramRunner
+from whorl.sandbox.program_runner import ProgramRunner, StandardStreams
 from whorl.sandbox.rpc.peer import write_frame
+from whorl.sandbox.test_process import TestRunner
 from whorl.sandbox.unit_tests import compile_tests
 
 PRELOADED_MODULES = """
@@ -79,6 +79,8 @@ class Zygote:
         self.work_folder = work_folder
         self.confinement = Confinement(work_folder, allow_missing)
         hide_modules()
+        streams = StandardStreams()
+        self.program_runner, self.test_runner = ProgramRunner(streams), TestRunner(streams)
         self.cleaners: list[int] = []  # processes that remove the folders of earlier programs
 
     def serve(self) -> None:
@@ -108,10 +110,11 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             try:
+                program_runner = self.program_runner
                 self._enter_child(
                     [requests_end, replies_end], output_end, head["limits"], zygote_pid, replies_end
                 )
-                ProgramRunner(requests_end, replies_end).run(head["source"], head["has_checks"])
+                program_runner.run(head["source"], head["has_checks"], requests_end, replies_end)
             finally:
                 os._exit(70)
         os.close(requests_end)
@@ -170,9 +173,10 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             try:
+                test_runner = self.test_runner
                 keep = [pipes.requests, pipes.replies, verdict_end]
                 self._enter_child(keep, pipes.output, monitor.limits, zygote_pid, verdict_end)
-                test_process.run(tests, pipes.replies, pipes.requests, verdict_end)
+                test_runner.run(tests, pipes.replies, pipes.requests, verdict_end)
             finally:
                 os._exit(70)
         monitor.pids.append(pid)
@@ -188,6 +192,8 @@ class Zygote:
     def _clear_folder(self) -> None:
         """Empty the work folder. A full one is renamed, replaced, and removed by another process meanwhile."""
         self.cleaners = [pid for pid in self.cleaners if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        if folder.is_empty(self.work_folder):
+            return
         if not folder.has_many(self.work_folder, MANY_ENTRIES):
             folder.clear(self.work_folder)
             return

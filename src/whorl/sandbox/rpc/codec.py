@@ -69,7 +69,7 @@ Decoder = Callable[["Codec", list[Any]], Any]
 
 def _encode_items(codec: Codec, values: Any) -> list[Any]:
     kinds = set(map(type, values))
-    if kinds <= _RAW or (kinds == {int} and -_RAW_INT < min(values) and max(values) < _RAW_INT):
+    if kinds <= _RAW or (kinds == {int} and min(values) > -_RAW_INT and max(values) < _RAW_INT):
         return list(values)
     return [codec.encode(v) for v in values]
 

@@ -74,19 +74,19 @@ class Peer(Codec):
     """One end of the connection.
 
     Args:
-        receive_fd: descriptor of the other side's messages.
-        send_fd: descriptor of this side's messages.
         trusted: whether this side runs the tests.
 
     Attributes:
+        receive_fd: descriptor of the other side's messages.
+        send_fd: descriptor of this side's messages.
         failure: why the verdict cannot be a pass, even if the tests caught it: the other side ended, sent what is no
             message, or an assertion failed in a function that it called back.
         passes_operands: whether the program may see the other operand of its objects' operators.
     """
 
-    def __init__(self, receive_fd: int, send_fd: int, trusted: bool) -> None:
+    def __init__(self, trusted: bool) -> None:
         super().__init__(trusted)
-        self.receive_fd, self.send_fd = receive_fd, send_fd
+        self.receive_fd = self.send_fd = -1
         self.failure = ""
         self.passes_operands = not trusted
         self._originals = [(module, name, getattr(module, name)) for module, name in PATCHABLE]
