@@ -139,6 +139,12 @@ STATEMENTS = [
      "lambda s, v: ['global', 'unittest.mock', 'ANY']"),
     ("an object of the tests' process", "import gc\nfor o in gc.get_objects():\n    if type(o).__name__ == 'Peer': type(o).encode = "
      "lambda s, v: ['mine', 0]"),
+    ("contents of the tests' containers", "import gc\nfor o in gc.get_objects():\n    if type(o).__name__ == 'Peer': "
+     "type(o).encode_changes = lambda s: ([[n, ['list', 3, 11]] for n in range(0, 9, 2)], [])"),
+    ("containers under numbers of the tests", "import gc\nfor o in gc.get_objects():\n    if type(o).__name__ == 'Peer': "
+     "type(o).encode_changes = lambda s: ([[98, ['list', 3]]], list(range(99)))"),
+    ("a container of unknown type", "import gc\nfor o in gc.get_objects():\n    if type(o).__name__ == 'Peer': "
+     "type(o).encode_changes = lambda s: ([[99, ['SimpleNamespace', 3]], ['x', 1]], [None])"),
     ("raise SkipTest", "import unittest\nclass R:\n    pass\nadd = lambda a, b: (_ for _ in ()).throw(unittest.SkipTest())"),
     ("raise unittest's own exception", "import unittest.case\nadd = lambda a, b: (_ for _ in ()).throw(unittest.case._ShouldStop())"),
     ("raise KeyboardInterrupt", "add = lambda a, b: (_ for _ in ()).throw(KeyboardInterrupt())"),
@@ -183,7 +189,7 @@ def forgeries() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[Sandbox]:
-    with Sandbox(ResourceLimits(wall_seconds=20, cpu_seconds=10), workers=2) as sandbox:
+    with Sandbox(ResourceLimits(wall_seconds=20, cpu_seconds=1), workers=2) as sandbox:
         yield sandbox
 
 

@@ -101,7 +101,10 @@ _VALUE_TYPES: dict[str, tuple[type, Callable[[Any], tuple[Any, ...]], Callable[.
     "slice": (slice, lambda v: (v.start, v.stop, v.step), slice),
     "Decimal": (Decimal, lambda v: (str(v),), Decimal),
     "Fraction": (Fraction, lambda v: (v.numerator, v.denominator), Fraction),
-    **{kind.__name__: (kind, lambda v: (str(v),), kind) for kind in (PosixPath, PurePosixPath, PureWindowsPath)},
+    **{
+        kind.__name__: (kind, lambda v: (str(v),), kind)
+        for kind in (PosixPath, PurePosixPath, PureWindowsPath)
+    },
     "timezone": (datetime.timezone, lambda v: (v.utcoffset(None),), datetime.timezone),
     "timedelta": (datetime.timedelta, lambda v: (v.days, v.seconds, v.microseconds), datetime.timedelta),
     "date": (datetime.date, lambda v: (v.isoformat(),), datetime.date.fromisoformat),
@@ -183,7 +186,7 @@ class Codec:
     def __init__(self, trusted: bool) -> None:
         self.trusted = trusted
         self.exported: list[Any] = []
-        self.shared = SharedContainers(0 if trusted else 1)
+        self.shared: SharedContainers = SharedContainers(0 if trusted else 1)
         self._numbers: dict[int, int] = {}  # id of an exported object: its number
         self._described: set[int] = set()  # classes that were sent with their bases
         self._imported: dict[int, Any] = {}
@@ -295,7 +298,9 @@ class Codec:
         users = module in _USER_MODULES
         bases = type.__getattribute__(kind, "__bases__" if users else "__mro__")
         described = [self._describe(b) for b in bases if b is not object and (users or b in _COPIED)]
-        defined = set().union(*map(vars, type.__getattribute__(kind, "__mro__")))  # getattr finds the metaclass's too
+        defined = set().union(
+            *map(vars, type.__getattribute__(kind, "__mro__"))
+        )  # getattr finds the metaclass's too
         return ["class", number, name, described, [n for n in OPERATORS if n in defined]]
 
     def _class(self, data: Any) -> type:

@@ -146,10 +146,6 @@ class RemoteProxy:
 class RemoteObject(RemoteProxy):
     """Proxy of an object that is no number, text or exception. `build_class` adds the operators that its class has."""
 
-    @property
-    def __dict__(self) -> Any:
-        return _forward(self, "getattr", "__dict__")
-
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -240,7 +236,7 @@ class RemoteMeta(type):
         except TypeError:
             raise AttributeError("__dataclass_fields__") from None
         fields = [(str(name), Any, dataclasses.field(init=init is True)) for name, init in found]
-        return dataclasses.make_dataclass("Fields", fields).__dataclass_fields__
+        return {f.name: f for f in dataclasses.fields(dataclasses.make_dataclass("Fields", fields))}
 
     def __setattr__(cls, name: str, value: Any) -> None:
         cls._whorl_peer.request("setattr", cls, name, value)
@@ -290,7 +286,7 @@ def build_class(
     if not keep or (all(b not in keep for b in exact) and not any(issubclass(b, RemoteProxy) for b in keep)):
         keep = (RemoteObject,)
     if issubclass(keep[0], RemoteObject):
-        body |= {n: OPERATORS[n] for n in operators}
+        body |= {n: OPERATORS[n] for n in operators} | {"__dict__": _Attribute("__dict__")}
     elif not any(issubclass(b, RemoteProxy) for b in keep):
         keep = (RemoteProxy, *keep)
     try:

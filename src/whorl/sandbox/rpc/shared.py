@@ -95,7 +95,7 @@ class SharedContainers:
             if number not in self._containers:
                 if type(number) is not int or number % 2 == self.parity:
                     raise TypeError("a number of the other side was expected")
-                container = decode_content([*data[:HEADS.get(data[0], 1)]])
+                container = decode_content([*data[: HEADS.get(data[0], 1)]])
                 self._containers[number], self._numbers[id(container)] = container, number
                 self._snapshots[number] = ()
         for number, data in contents:

@@ -6,7 +6,9 @@
     assistant    ...
 
 The task's answer is the source of its tests. The reward is `discount` to the power of the failed attempts, and 0 if no
-attempt passes. A program written against the sandbox could read its tests (`sandbox/program_runner.py`).
+attempt passes. The tests run in another process than the program, which sees only the arguments of its calls. But the
+output of failing tests is part of the dialogue and may name expected values: a policy can return these alone, so each
+function needs many inputs (`docs/sandbox.md`).
 """
 
 from __future__ import annotations
