@@ -107,8 +107,11 @@ class SandboxWorker:
         """Send a program. A worker that has ended is detected when its reply is read."""
         has_checks = bool(program.tests or program.examples)
         parts: list[Any] = [
-            {"source": program.source, "limits": dataclasses.asdict(limits), "has_checks": has_checks}
-        ]
+            {
+                "source": program.source, "limits": dataclasses.asdict(limits),
+                "has_checks": has_checks, "has_tests": bool(program.tests),
+            }
+        ]  # fmt: skip
         if has_checks:
             parts.append({"tests": program.tests, "examples": program.examples})
         self.job, self.deadline = job, time.monotonic() + limits.wall_seconds + GRACE_SECONDS

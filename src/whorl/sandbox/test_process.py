@@ -1,8 +1,8 @@
 """Run the tests of a program in a separate process, confined as the program's.
 
-The process is forked when the program's statements are over. Names of the program are values or proxies
-(`rpc/proxies.py`); each call of a proxy runs in the program's process. The reason goes through a pipe that only this
-process and the zygote hold.
+The process waits until the program's statements are over and only then receives the tests. Names of the program are
+values or proxies (`rpc/proxies.py`); each call of a proxy runs in the program's process. The reason goes through a pipe
+that only this process and the zygote hold.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import json
 import os
 import random
 import sys
-from types import CodeType
 from typing import Any, NoReturn
 
 from whorl.sandbox.program_runner import StandardStreams, format_exception
-from whorl.sandbox.rpc.peer import Peer, ProgramModule, write_frame
-from whorl.sandbox.unit_tests import global_names, run_tests
+from whorl.sandbox.rpc.peer import Peer, ProgramModule, read_frame, write_frame
+from whorl.sandbox.unit_tests import compile_tests, global_names, run_tests
 
 
 class TestRunner:
@@ -27,11 +26,11 @@ class TestRunner:
     def __init__(self, streams: StandardStreams) -> None:
         self.peer, self.streams = Peer(trusted=True), streams
 
-    def run(self, code: CodeType, replies: int, requests: int, verdict: int) -> NoReturn:
-        """Run tests, write the reason as one frame of JSON, and exit.
+    def run(self, tests: int, replies: int, requests: int, verdict: int) -> NoReturn:
+        """Receive tests, run them, write the reason as one frame of JSON, and exit.
 
         Args:
-            code: the tests, of `compile_tests`.
+            tests: descriptor from which their source is read; it comes when the program's statements are over.
             replies: descriptor of the program's replies.
             requests: descriptor of the requests to it.
             verdict: descriptor of the reason.
@@ -41,7 +40,11 @@ class TestRunner:
         peer = self.peer
         peer.receive_fd, peer.send_fd = replies, requests
         try:
-            reason = run_tests(code, _program_names(peer, global_names(code)), format_exception)
+            code = compile_tests(read_frame(tests).decode("utf-8", "surrogatepass"))
+            if isinstance(code, str):
+                reason = code
+            else:
+                reason = run_tests(code, _program_names(peer, global_names(code)), format_exception)
         except BaseException as error:
             reason = f"failed: {format_exception(error)}"
         with contextlib.suppress(Exception):

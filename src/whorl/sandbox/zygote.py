@@ -1,14 +1,15 @@
 """The zygote: a small preloaded process without torch that forks per program and monitors the forks.
 
 Starting an interpreter takes over 20 ms, a fork of this process about 1 ms. The zygote reads a request from standard
-input (`length, JSON`: source and limits) and forks the program's process. It then reads the second part (tests and
-examples), which is therefore not in that process's memory.
+input (`length, JSON`: source and limits) and forks the processes of the program and of its tests. It then reads the
+second part (tests and examples), which is therefore not in the memory of the first.
 
     parent --request--> zygote --fork--> program: new session, five descriptors, confined (`program_runner.py`)
-                               <--its statements are over--
-           <--reply--          --fork--> tests: the same confinement (`test_process.py`)
+                               --fork--> tests: the same confinement (`test_process.py`); it waits
+                               <--its statements are over-- program
+           <--reply--          --source of the tests--> tests
                                          tests <--calls, values--> program
-                               <--reason--
+                               <--reason-- tests
 
 Only the process of the tests holds the pipe of the reason, and no statement of the program runs in it. Without tests
 the zygote itself sends the examples. A child cannot fork, so killing two processes kills all that a program started.
@@ -26,10 +27,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any, NoReturn
 
 from whorl.sandbox import work_folder as folder
@@ -40,7 +40,6 @@ from whorl.sandbox.monitor import Monitor
 from whorl.sandbox.program_runner import ProgramRunner, StandardStreams
 from whorl.sandbox.rpc.peer import write_frame
 from whorl.sandbox.test_process import TestRunner
-from whorl.sandbox.unit_tests import compile_tests
 
 PRELOADED_MODULES = """
 abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
@@ -56,11 +55,12 @@ MANY_ENTRIES = 32  # entries of the work folder that are removed at once; more a
 
 @dataclass(frozen=True)
 class Pipes:
-    """The zygote's ends of a program's pipes, and the end to which both processes print."""
+    """The zygote's ends of the pipes of a program's processes; -1 if it has no tests."""
 
-    output: int
     requests: int
     replies: int
+    tests: int
+    verdict: int
 
 
 class Zygote:
@@ -103,32 +103,38 @@ class Zygote:
     def run_program(self, head: dict[str, Any]) -> dict[str, Any]:
         """Run one program and return its report. Reads the second part of the request."""
         start_time = time.perf_counter()
-        zygote_pid = os.getpid()
-        output, output_end = os.pipe()
-        requests_end, requests = os.pipe()
-        replies, replies_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                program_runner = self.program_runner
-                self._enter_child(
-                    [requests_end, replies_end], output_end, head["limits"], zygote_pid, replies_end
+        pairs = [os.pipe() for _ in range(5 if head["has_tests"] else 3)]
+        (output, output_end), (requests_end, requests), (replies, replies_end), *own = pairs
+        limits, program_runner, test_runner = head["limits"], self.program_runner, self.test_runner
+        pids = [
+            self._fork(
+                [requests_end, replies_end], output_end, limits, replies_end,
+                lambda: program_runner.run(head["source"], head["has_checks"], requests_end, replies_end),
+            )
+        ]  # fmt: skip
+        tests = verdict = -1
+        if own:  # at once: the zygote has changed few pages since the first fork
+            (tests_end, tests), (verdict, verdict_end) = own
+            keep = [tests_end, requests, replies, verdict_end]
+            pids.append(
+                self._fork(
+                    keep, output_end, limits, verdict_end,
+                    lambda: test_runner.run(tests_end, replies, requests, verdict_end),
                 )
-                program_runner.run(head["source"], head["has_checks"], requests_end, replies_end)
-            finally:
-                os._exit(70)
-        os.close(requests_end)
-        os.close(replies_end)
+            )  # fmt: skip
+            os.close(tests_end)
+            os.close(verdict_end)
+        for end in (output_end, requests_end, replies_end):
+            os.close(end)
         os.set_blocking(output, False)
         checks: dict[str, Any] = receive(0) if head["has_checks"] else {"tests": "", "examples": []}
-        tests = compile_tests(checks["tests"]) if checks["tests"] else None  # while the program runs
-        monitor = Monitor(head["limits"], self.work_folder, output)
-        monitor.pids.append(pid)
-        pipes = Pipes(output_end, requests, replies)
+        monitor = Monitor(limits, self.work_folder, output)
+        monitor.pids += pids
+        pipes = Pipes(requests, replies, tests, verdict)
         try:
-            reason, outputs = self._collect(monitor, pipes, tests, checks["examples"], zygote_pid)
+            reason, outputs = self._collect(monitor, pipes, checks["tests"], checks["examples"])
         finally:
-            for end in (output, output_end, requests, replies):
+            for end in {output, requests, replies, tests, verdict} - {-1}:
                 os.close(end)
             if monitor.pids:
                 monitor.kill_all()
@@ -140,21 +146,30 @@ class Zygote:
             "seconds": time.perf_counter() - start_time,
         }
 
+    def _fork(
+        self, keep: list[int], output: int, limits: dict[str, Any], report: int, run: Callable[[], NoReturn]
+    ) -> int:
+        """Return the pid of a confined fork that keeps some descriptors and runs a function."""
+        zygote_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._enter_child(keep, output, limits, zygote_pid, report)
+                run()
+            finally:
+                os._exit(70)
+        return pid
+
     def _collect(
-        self,
-        monitor: Monitor,
-        pipes: Pipes,
-        tests: CodeType | str | None,
-        examples: Sequence[str],
-        zygote_pid: int,
+        self, monitor: Monitor, pipes: Pipes, tests: str, examples: Sequence[str]
     ) -> tuple[str, list[tuple[str, str | None]]]:
         """Return the reason and the outputs of the examples, after the end of all processes."""
         outputs: list[tuple[str, str | None]] = []
         os.set_blocking(pipes.replies, False)
         frame = monitor.read_frame(pipes.replies)
         reason = "" if frame is None else parse_reason(frame)
-        if reason == "passed" and tests is not None:
-            reason = tests if isinstance(tests, str) else self._run_tests(monitor, pipes, tests, zygote_pid)
+        if reason == "passed" and tests:
+            reason = self._run_tests(monitor, pipes, tests)
         if reason == "passed" and examples:
             os.set_blocking(pipes.replies, False)
             os.set_blocking(pipes.requests, False)
@@ -166,24 +181,13 @@ class Zygote:
         status, used = monitor.kill_all()[0]
         return reason or _exit_reason(status, used, monitor.limits), outputs
 
-    def _run_tests(self, monitor: Monitor, pipes: Pipes, tests: CodeType, zygote_pid: int) -> str:
-        """Run the tests in a separate process and return the reason, or "" if the program ended."""
-        verdict, verdict_end = os.pipe()
-        os.set_blocking(pipes.replies, True)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                test_runner = self.test_runner
-                keep = [pipes.requests, pipes.replies, verdict_end]
-                self._enter_child(keep, pipes.output, monitor.limits, zygote_pid, verdict_end)
-                test_runner.run(tests, pipes.replies, pipes.requests, verdict_end)
-            finally:
-                os._exit(70)
-        monitor.pids.append(pid)
-        os.close(verdict_end)
-        os.set_blocking(verdict, False)
-        frame = monitor.read_frame(verdict)
-        os.close(verdict)
+    def _run_tests(self, monitor: Monitor, pipes: Pipes, tests: str) -> str:
+        """Send the tests to their process and return the reason, or "" if the program ended."""
+        os.set_blocking(pipes.replies, True)  # theirs from now on
+        os.set_blocking(pipes.tests, False)
+        os.set_blocking(pipes.verdict, False)
+        data = tests.encode("utf-8", "surrogatepass")
+        frame = monitor.read_frame(pipes.verdict, pipes.tests, len(data).to_bytes(4, "little") + data)
         if frame is None:
             return "failed: the process of the tests ended before them"
         reason = parse_reason(frame)
