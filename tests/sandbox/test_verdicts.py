@@ -117,7 +117,6 @@ NOTHING = {  # tests that can never check anything
     "expected failure": "import unittest\nclass T(unittest.TestCase):\n    @unittest.expectedFailure\n"
     "    def test_a(self): self.assertEqual(add(1, 2), 3)",
     "needs arguments": "def test_a(fixture): assert add(1, 2) == 3",
-    "needs an event loop": "import asyncio\nasync def test_a():\n    await asyncio.sleep(1)\n    assert add(1, 2) == 3",
     "syntax": "def test_a(: pass",
 }
 

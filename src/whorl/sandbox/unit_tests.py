@@ -8,7 +8,7 @@ of the program runs, executes the code (`run_tests`) in this order:
 3. classes that start with `Test`, as pytest runs them: a new object for each method `test...`
 4. cases of `unittest`
 
-A test that cannot run (it needs arguments, an event loop, or is marked as an expected failure) has failed.
+A test that cannot run (it needs arguments, or is marked as an expected failure) has failed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, CoroutineType, GeneratorType, ModuleType
 from typing import Any
 
+from whorl.sandbox.rpc.event_loop import run_awaitable
 from whorl.sandbox.rpc.peer import is_remote
 
 COUNTER = "__count_check__"  # the name of the counter in the tests' module
@@ -167,12 +168,8 @@ def _call(test: Callable[[], Any]) -> None:
     """Call a test to its end: await a coroutine, exhaust a generator, enter and leave a context manager."""
     result = test()
     if isinstance(result, CoroutineType):
-        try:
-            while True:  # no event loop: only awaits that need none end
-                result.send(None)
-        except StopIteration:
-            return
-    if isinstance(result, GeneratorType):
+        run_awaitable(result)
+    elif isinstance(result, GeneratorType):
         for _ in result:
             pass
     elif hasattr(type(result), "__enter__") and hasattr(type(result), "__exit__"):

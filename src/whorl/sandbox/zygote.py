@@ -38,6 +38,7 @@ from whorl.sandbox.frames import receive, send
 from whorl.sandbox.limits import REASON_KINDS
 from whorl.sandbox.monitor import Monitor
 from whorl.sandbox.program_runner import ProgramRunner, StandardStreams
+from whorl.sandbox.rpc.event_loop import install_policy
 from whorl.sandbox.rpc.peer import write_frame
 from whorl.sandbox.test_process import TestRunner
 
@@ -78,6 +79,7 @@ class Zygote:
         sys.path[:] = stdlib_paths()
         self.work_folder = work_folder
         self.confinement = Confinement(work_folder, allow_missing)
+        install_policy()
         hide_modules()
         streams = StandardStreams()
         self.program_runner, self.test_runner = ProgramRunner(streams), TestRunner(streams)

@@ -30,6 +30,7 @@ from fractions import Fraction
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from types import (
     BuiltinFunctionType,
+    CoroutineType,
     FunctionType,
     MethodDescriptorType,
     MethodType,
@@ -61,7 +62,14 @@ _COPIED = {base for base, _ in _IMMUTABLE} | {list, dict, set, bytearray}
 _USER_MODULES = ("program", "__main__", "tests")
 # Exported objects of the tests, in addition to functions and instances of the tests' own classes.
 _EXPORTED_MODULES = ("unittest.mock", "_io", "io")
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_FUNCTIONS = (
+    CoroutineType,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 
 Encoder = Callable[["Codec", Any], Any]
 Decoder = Callable[["Codec", list[Any]], Any]

@@ -162,7 +162,7 @@ class Peer(Codec):
     def _check_incoming(self, operation: Any, described: Any, arguments: Any, patches: Any) -> None:
         """Raise AttributeError unless a request of the program is one that passing an object to it allows."""
         target = self.exported[described[1]] if described[0] == "mine" else None
-        allowed = operation not in ("lookup", "seed") and not patches and target is not None
+        allowed = operation not in ("lookup", "seed", "fields") and not patches and target is not None
         if operation in ("getattr", "setattr", "delattr", "dir"):
             readable = type(target).__module__ in ("tests", "unittest.mock", "_io")
             hidden = any(type(a) is not str or a.startswith(_HIDDEN) for a in arguments[:1])

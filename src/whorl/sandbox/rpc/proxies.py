@@ -21,6 +21,8 @@ from collections.abc import Callable, Generator, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType
 from typing import Any
 
+from whorl.sandbox.rpc.event_loop import run_awaitable
+
 UNARY: dict[str, Callable[..., Any]] = {
     "bool": operator.truth, "len": len, "iter": iter, "next": next, "hash": hash, "int": int, "float": float,
     "complex": complex, "bytes": bytes, "index": operator.index, "abs": abs, "neg": operator.neg, "pos": operator.pos,
@@ -73,16 +75,6 @@ def plain_content(value: Any) -> Any:
     return NotImplemented
 
 
-def run_awaitable(value: Any) -> Any:
-    """Return the result of an awaitable that needs no event loop."""
-    steps = value.__await__()
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda value, /, *arguments, **named: value(*arguments, **named),
     "getattr": getattr, "setattr": setattr, "delattr": delattr, "dir": dir,
@@ -91,6 +83,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "deepcopy": lambda value: copy.deepcopy(value),
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, *arguments: type(value).__exit__(value, *arguments),
+    "aiter": aiter, "anext": anext,
+    "aenter": lambda value: type(value).__aenter__(value),
+    "aexit": lambda value, *arguments: type(value).__aexit__(value, *arguments),
     "await": run_awaitable, "plain": plain_content,
     "fields": lambda kind: [(f.name, f.init) for f in dataclasses.fields(kind)],
     "seed": lambda module, *arguments: random.seed(*arguments),
@@ -195,6 +190,15 @@ def _exit(self: Any, kind: Any, error: Any, trace: Any) -> Any:
     return _forward(self, "exit", kind, error, None)
 
 
+def _aexit(self: Any, kind: Any, error: Any, trace: Any) -> Any:
+    return _forward(self, "aexit", kind, error, None)
+
+
+def _send(self: Any, value: Any) -> Any:
+    """Run a coroutine of the other side to its end: what an event loop of this side calls."""
+    raise StopIteration(_forward(self, "await"))
+
+
 def _await(self: Any) -> Generator[Any, Any, Any]:
     return _forward(self, "await")
     yield
@@ -203,8 +207,9 @@ def _await(self: Any) -> Generator[Any, Any, Any]:
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{f"__{name}__": _plain(name) for name in UNARY if name not in ("copy", "repr", "str", "hash")},
     **{f"__{name}__": _plain(name) for name in ("call", "getitem", "setitem", "delitem", "round", "enter")},
+    **{f"__{name}__": _plain(name) for name in ("aiter", "anext", "aenter")},
     **{f"__{name}__": _binary(name) for name in (*BINARY, *(f"r{name}" for name in REFLECTED))},
-    "__contains__": _contains, "__exit__": _exit, "__await__": _await,
+    "__contains__": _contains, "__exit__": _exit, "__aexit__": _aexit, "__await__": _await,
 }  # fmt: skip
 
 
@@ -277,6 +282,8 @@ def build_class(
     body["__doc__"] = _Attribute("__doc__")
     if not bases and name in _KINDS:
         body["__class__"] = property(lambda self: _KINDS[name])
+        if name == "coroutine":
+            body["send"] = _send
     if any(issubclass(base, BaseException) for base in bases):
         body["__str__"] = _error_text
         body["__repr__"] = lambda self: f"{name}({_error_text(self)!r})"
