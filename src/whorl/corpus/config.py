@@ -68,6 +68,12 @@ class IngestConfig(BaseModel):
     max_document_bytes: int = Field(
         default=4_000_000, ge=1, le=64_000_000, description="longer documents are quarantined, unread"
     )
+    split_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="divide longer text files that are no code into documents of about this size; 0: never; default: only "
+        "if there are few files",
+    )
     licences: dict[str, str] = Field(
         default={}, description="source -> SPDX licence, for documents without a licence field"
     )

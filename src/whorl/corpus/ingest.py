@@ -32,7 +32,15 @@ from typing import TYPE_CHECKING, Any
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_schema
 from whorl.corpus.readers import read_documents
-from whorl.corpus.sources import SourceFile, exceeds_size_limit, fingerprint, list_files
+from whorl.corpus.sources import (
+    MAX_SPLIT_FILE_BYTES,
+    SourceFile,
+    exceeds_limit,
+    fingerprint,
+    is_divided,
+    list_files,
+    with_split_size,
+)
 from whorl.data.formats import open_format
 from whorl.data.formats.format import DAMAGE
 from whorl.data.quarantine import Quarantine
@@ -76,6 +84,7 @@ def ingest(
             was computed, or a worker was killed.
     """
     files, excluded = list_files(config)
+    given, config = config, with_split_size(config, files)
     blocks = plan_blocks(files, config)
     folder = (out if scratch is None else scratch) / "blocks"
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +99,7 @@ def ingest(
             expected="UTF-8 text, Markdown, source code, JSONL(.gz/.zst), Parquet or tar",
             do=f"check the first: {stats.first_rejection}" if stats.first_rejection else "",
         )
-    if config.fingerprint and config.fingerprint != fingerprint(config):
+    if config.fingerprint and config.fingerprint != fingerprint(given):
         raise DataError(
             "the source files changed while they were read", do="run again when the files no longer change"
         )
@@ -113,7 +122,7 @@ def plan_blocks(files: Sequence[SourceFile], config: IngestConfig) -> list[list[
 def _parts(file: SourceFile, config: IngestConfig) -> list[FilePart]:
     size = file.size or 0
     whole = [FilePart(file, 0, None, size)]
-    if size <= BLOCK_BYTES or exceeds_size_limit(file, config.max_document_bytes, config.formats):
+    if size <= BLOCK_BYTES or exceeds_limit(file, config):
         return whole
     try:
         reader = open_format(file.location, config.formats, fields=[config.text_field])
@@ -181,9 +190,11 @@ def read_block(
 
 
 def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | RejectedDocument]:
+    divided = is_divided(part.file, config)
     return read_documents(
-        part.file, text_field=config.text_field, max_bytes=config.max_document_bytes, formats=config.formats,
-        start=part.start, stop=part.stop,
+        part.file, text_field=config.text_field, formats=config.formats, start=part.start, stop=part.stop,
+        max_bytes=MAX_SPLIT_FILE_BYTES if divided else config.max_document_bytes,
+        split_bytes=config.split_bytes or 0 if divided else 0,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from whorl.corpus.documents import Document, RejectedDocument, document_id
 from whorl.corpus.sources import SourceFile, exceeds_size_limit, readable_path
@@ -34,7 +35,7 @@ LICENCE_FIELDS = ("licence", "license")
 
 def read_documents(
     file: SourceFile, *, text_field: str, max_bytes: int, formats: Mapping[str, str] | None = None,
-    start: int = 0, stop: int | None = None,
+    start: int = 0, stop: int | None = None, split_bytes: int = 0,
 ) -> Iterator[Document | RejectedDocument]:  # fmt: skip
     """Yield every record of one file, or of one of its blocks, in order, as a Document or a RejectedDocument.
 
@@ -43,12 +44,13 @@ def read_documents(
         max_bytes: maximum size of a text in bytes.
         formats: suffix -> format, in addition to those of `whorl.data.formats`.
         start, stop: a block of the file (`data/formats/format.py`).
+        split_bytes: divide longer texts into documents of about this size, between paragraphs or lines; 0: never.
     """
     size = file.size or 0
     if file.size is None:
         yield _rejected(file, BadRecordError("not_a_file", "", "not a regular file, or a broken link"))
     elif exceeds_size_limit(file, max_bytes, formats):
-        detail = f"{size} bytes, the limit is {max_bytes}"
+        detail = f"{size} bytes, the limit is {max_bytes} (ingest.max_document_bytes, or divide it: ingest.split_bytes)"
         yield _rejected(file, BadRecordError("too_large", "", detail), length=size)
     else:
         is_text = format_name(file.location, formats) == "text"
@@ -56,9 +58,40 @@ def read_documents(
         reader = open_format(file.location, formats, fields=[text_field, *LICENCE_FIELDS], longest=longest)
         for record in reader.records(file.location, start, stop):
             try:
-                yield _document(file, record, text_field, max_bytes, is_text)
+                document = _document(file, record, text_field, max_bytes, is_text)
+                if split_bytes and document.n_bytes > split_bytes:
+                    yield from _pieces(document, split_bytes)
+                else:
+                    yield document
             except BadRecordError as error:
                 yield _rejected(file, error, offset=record.offset, length=record.length)
+
+
+def _pieces(document: Document, size: int) -> Iterator[Document]:
+    """Yield consecutive parts of a document that together are its text."""
+    offset = document.offset
+    for text in divide(document.text, size):
+        n_bytes = len(text.encode())
+        id = document_id(document.source, document.path, offset)
+        yield replace(document, id=id, offset=offset, text=text, length=n_bytes)
+        offset += n_bytes
+
+
+def divide(text: str, size: int) -> Iterator[str]:
+    """Yield consecutive parts of about `size` bytes: cut at an empty line, from 1.5 times the size on at any line end."""
+    part: list[str] = []
+    length, has_words = 0, False
+    for line in text.splitlines(keepends=True):
+        for piece in (line[i : i + 2 * size] for i in range(0, len(line), 2 * size)):
+            ends = length >= size and (part[-1].isspace() or 2 * length >= 3 * size)
+            if ends and has_words and not piece.isspace():
+                yield "".join(part)
+                part, length, has_words = [], 0, False
+            part.append(piece)
+            length += len(piece.encode())
+            has_words = has_words or not piece.isspace()
+    if part:
+        yield "".join(part)
 
 
 def _rejected(

@@ -38,6 +38,11 @@ KNOWN_SOURCES = {
     "python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")
 }
 MAX_HASHED_BYTES = 2_000_000_000
+FEW_FILES = 30  # fewer files are divided into about SPLIT_DOCUMENTS documents
+SPLIT_DOCUMENTS = 200
+MIN_SPLIT_BYTES = 4000
+MAX_SPLIT_FILE_BYTES = 64_000_000
+PROSE_SUFFIXES = ("", ".txt", ".md", ".rst", ".tex", ".text", ".markdown")  # code would lose its functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +253,36 @@ def _stat_file(source: str, path: str, location: Path, licence: str | None) -> S
     return SourceFile(source, path, str(location), licence, size, status.st_mtime_ns)
 
 
+def with_split_size(config: IngestConfig, files: Sequence[SourceFile]) -> IngestConfig:
+    """Return the configuration with `split_bytes` set, for these files.
+
+    Few files, such as one book, would give too few documents to hold some out. A divided file may have any size up to the
+    largest `max_document_bytes`.
+    """
+    size = config.split_bytes
+    if size is None:
+        total = sum(file.size or 0 for file in files)
+        size = max(MIN_SPLIT_BYTES, total // SPLIT_DOCUMENTS) if len(files) < FEW_FILES else 0
+    return config.model_copy(update={"split_bytes": size})
+
+
+def exceeds_limit(file: SourceFile, config: IngestConfig) -> bool:
+    """Return whether a file is one plain document over the size limit, and is not divided."""
+    limit = MAX_SPLIT_FILE_BYTES if is_divided(file, config) else config.max_document_bytes
+    return exceeds_size_limit(file, limit, config.formats)
+
+
+def is_divided(file: SourceFile, config: IngestConfig) -> bool:
+    """Return whether the text of a file is divided into documents (`split_bytes`)."""
+    is_text = format_name(file.location, config.formats) == "text"
+    return bool(config.split_bytes) and is_text and file.suffix in PROSE_SUFFIXES
+
+
 def fingerprint(config: IngestConfig) -> str:
     """Return a hash that changes with the bytes that `ingest(config)` would read (see the top of this file)."""
     files, _ = list_files(config)
-    limit = config.max_document_bytes
-    read = [f for f in files if f.size is not None and not exceeds_size_limit(f, limit, config.formats)]
+    config = with_split_size(config, files)
+    read = [f for f in files if f.size is not None and not exceeds_limit(f, config)]
     by_content = sum(f.size or 0 for f in read) <= MAX_HASHED_BYTES
     unread = {id(f) for f in files} - {id(f) for f in read}
     digest = hashlib.blake2b(digest_size=16)

@@ -40,6 +40,7 @@ VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 COMPILED_TIME_RATIO = 0.72  # compiled / uncompiled step time, for ranking only; the chosen shape is timed
 EVAL_OVERHEAD = 0.025  # evaluation, samples and checkpoints, relative to training time
 MIN_STEPS = 20
+MAX_USEFUL_EPOCHS = 4  # up to here repeated text is nearly worth new text (arXiv:2305.16264)
 # For a network without query and key norms and with a small initial embedding. The default rates reach 3.75 nats after
 # 1,000 steps, these 2.90 (LOG.md).
 LLAMA_OPTIM = OptimConfig(lr_muon=0.01, lr_embedding=0.02)
@@ -82,24 +83,25 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         job = _build_job(config, chosen, machine, replicas, 1, compile=bool(config.compile))
     else:
         job, timing = _choose_compilation(config, chosen, machine, replicas, budget, progress)
+    step_flops = _step_flops(config, _cost(config, chosen, replicas))
     if budget.seconds is not None and timing is not None:
         usable = budget.seconds - timing.startup_seconds
         steps = int(usable / (timing.step_seconds * (1 + EVAL_OVERHEAD)))
     else:
-        steps = int((budget.flops or 0.0) / _step_flops(config, _cost(config, chosen, replicas)))
+        steps = int((budget.flops or 0.0) / step_flops)
     if steps < MIN_STEPS:
         description = "this model" if config.model is not None else "the smallest model"
         raise BudgetError(
-            f"a budget of {config.budget} buys {max(0, steps)} steps of {description} on this machine "
+            f"a budget of {config.budget} buys {max(0, steps)} steps of {description} on this machine"
             + (
-                f"({timing.startup_seconds:.1f} s to start, {timing.step_seconds * 1e3:.0f} ms per step)"
+                f" ({timing.startup_seconds:.1f} s to start, {timing.step_seconds * 1e3:.0f} ms per step)"
                 if timing
                 else ""
             ),
             expected=f"at least {MIN_STEPS} steps",
             do=f"give at least --budget {int(timing.startup_seconds + MIN_STEPS * timing.step_seconds * 1.2) + 1}s"
             if timing
-            else "give more FLOPs",
+            else f"give at least --budget {1.05 * MIN_STEPS * step_flops:.1e}flops",
         )
     job = job.model_copy(update={"steps": steps})
     return _build_plan(config, machine, job, corpus_bytes, timing, candidates)
@@ -179,16 +181,32 @@ def _ladder_shapes(
         if config.d_model in (None, width) or (config.d_model is not None and config.n_layers is None)
     ] or [(config.d_model or 128, config.n_layers or 4)]
     kept: list[tuple[int, int]] = []
+    smallest: TrainingCost | None = None
     for width, depth in dict.fromkeys(ladder):
         model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
         cost = _cost(config, model, replicas)
         fits = cost.peak_memory_bytes < 0.6 * machine.ram_bytes
+        if smallest is None or cost.peak_memory_bytes < smallest.peak_memory_bytes:
+            smallest = cost
         flops = budget.flops or (budget.seconds or 0.0) * machine.peak_flops * 0.5
         steps = flops / _step_flops(config, cost)
         # With fewer steps the law would extrapolate too far; the smallest shape always stays.
         if fits and (steps > 400 or not kept):
             kept.append((width, depth))
+    if not kept:
+        assert smallest is not None
+        raise _memory_error(smallest, smallest.peak_memory_bytes, machine)
     return kept[-6:]
+
+
+def _memory_error(cost: TrainingCost, needed: float, machine: Machine) -> BudgetError:
+    return BudgetError(
+        f"training needs {needed / 1e9:,.1f} GB: {cost.total_params:,} parameters, {cost.activation_bytes / 1e9:,.1f} GB of "
+        "activations",
+        expected=f"at most 60 % of {machine.ram_bytes / 1e9:,.1f} GB of memory, so that other programs have room",
+        do="lower plan.d_model, plan.n_layers, plan.vocab_size or plan.ngram_buckets for the parameters, plan.batch_size or "
+        "plan.seq_len for the activations",
+    )
 
 
 def _rank_candidates(
@@ -293,6 +311,11 @@ def _build_plan(
     tokens = job.steps * job.batch_size * job.seq_len
     per_token = bytes_per_token(model.vocab_size)
     cost = training_cost(model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=job.replicas)
+    resident = (
+        cost.peak_memory_bytes - cost.activation_bytes
+    )  # pretrain's settings can lower activations, but not the rest
+    if machine.device == "cpu" and resident > machine.ram_bytes:
+        raise _memory_error(cost, resident, machine)
     flops = cost.token_flops
     expected: dict[str, int | float] = {
         "parameters": cost.total_params,
@@ -321,6 +344,12 @@ def _build_plan(
         f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected peak, {cost.activation_bytes / 1e9:.2f} GB of it "
         "activations (pretrain.run.activation_budget or pretrain.train.micro_batch_size lower them)",
     ]
+    if expected["epochs"] > MAX_USEFUL_EPOCHS:
+        lines.append(
+            f"warning: the text is read {expected['epochs']:.0f} times, and repeated text is worth little beyond "
+            f"{MAX_USEFUL_EPOCHS} (Muennighoff et al. 2023); give more text or a "
+            f"{expected['epochs'] / MAX_USEFUL_EPOCHS:.0f} times smaller budget"
+        )
     if timing is not None:
         lines.append(
             f"time: {timing.startup_seconds:.1f} s to start + {job.steps:,} x {timing.step_seconds * 1e3:.1f} ms "

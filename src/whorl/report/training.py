@@ -87,6 +87,8 @@ def training_blocks(records: Records, objective: str = "") -> Iterator[Block]:
     drop = find_induction_onset(induction, points) or find_loss_drop(points)
     lines = [f"Drop of the loss: {describe_loss_drop(drop)}"] if drop else []
     lines = lines or ["The loss decreased smoothly; no sudden drop was found."]
+    overfits = [f"{r['message']}; {r['action']}." for r in records if r.get("event") == "overfitting"]
+    lines += [f"Overfitting at step {points[-1].step:,}: {line}" for line in overfits[-1:]]
     yield Text(section="Training", lines=[*objective_lines(objective), *lines])
     yield from _curves(records, points, induction, drop)
     yield from event_table(records)
@@ -205,7 +207,7 @@ def event_table(records: Records, section: str = "Training", title: str = "Event
         rows.append(
             [f"{event['step']:,}", f"{event['event']}: {event['message']}", event["action"], documents]
         )
-    note = "Failed steps, the action taken, and the documents of the batch."
+    note = "Failed steps and warnings, the action taken, and the documents of the batch."
     if len(events) > MAX_EVENTS:
         note += f" And {len(events) - MAX_EVENTS:,} later ones; all are in the metrics of the run."
     names = [Column(name=name) for name in ("Event", "Action", "Documents")]

@@ -7,6 +7,7 @@ these out.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,3 +103,10 @@ def identity(job: Job) -> dict[str, Any]:
         inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
         whole["stream"] = job.stream.model_dump(mode="json", exclude=inside)
     return {**whole, "data": TokenSet(Path(job.tokens)).split("train").fingerprint}
+
+
+def steps_per_epoch(job: Job) -> float:
+    """The steps after which text is read a second time; infinite for raw text, whose size is not counted."""
+    if job.stream is not None:
+        return math.inf
+    return len(TokenSet(Path(job.tokens)).split("train")) / (job.batch_size * job.seq_len)

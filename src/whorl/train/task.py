@@ -206,6 +206,10 @@ class Task(ABC, Generic[R]):
         """Return metrics of the current weights (the averages, with EMA), which are in evaluation mode."""
         return {}
 
+    def keep_best(self, steps_done: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Save or restore the best weights after an evaluation; return its metrics, of the restored weights if any."""
+        return metrics
+
     def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats | None:
         """Return the layer statistics, or None."""
         return None

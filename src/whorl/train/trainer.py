@@ -213,7 +213,7 @@ class Trainer(Generic[R]):
         self._save_copies(done)
         if self.heartbeat is not None:
             for message in self.heartbeat.beat(done):
-                self._report(done, {"kind": "stall", "message": message, "action": "stacks written"})
+                self.report_event(done, {"kind": "stall", "message": message, "action": "stacks written"})
         if self.layer_stats is not None:
             self.layer_stats.on_step_end(done)
         report = task.report(done, metrics, clock)
@@ -243,7 +243,7 @@ class Trainer(Generic[R]):
         """
         guard, events = self.guard, self.guard.pop_events()
         for event in events:
-            self._report(done, event)
+            self.report_event(done, event)
         if events:
             guard.check_skip_limit()
         if guard.needs_rollback:
@@ -252,7 +252,7 @@ class Trainer(Generic[R]):
                 self.rollback_store.restore(step, self.shared.tensors())
             self.group.all_gather_scalars()
             for event in guard.pop_events():
-                self._report(done, event)
+                self.report_event(done, event)
             if self.layer_stats is not None:
                 self.layer_stats.reset()
             self.task.sync_weights(done)
@@ -278,8 +278,10 @@ class Trainer(Generic[R]):
             with self.stopwatch.during("validation"):
                 metrics = self.task.evaluate()
             self.validation_pending = False
+            metrics = self.task.keep_best(done, metrics)
             self._notify("on_evaluation", done, metrics, self.task.networks)
         self.task.networks.train()
+        self.task_state = self.task.state_dict()
 
     def save(self, *, upload: bool = False) -> float:
         """Save a checkpoint of the last finished step, unless one exists; return the stall in seconds."""
@@ -369,7 +371,7 @@ class Trainer(Generic[R]):
     def _preempted(self) -> PreemptedError:
         return preempted_error(self.steps_done, self.task.steps, self.last_saved_step)
 
-    def _report(self, done: int, event: dict[str, Any]) -> None:
+    def report_event(self, done: int, event: dict[str, Any]) -> None:
         """Send an event to the log and the callback, those of the guard with the documents of the step's batch.
 
         `task_state` is still that of the previous step, where the batch begins.
@@ -377,7 +379,7 @@ class Trainer(Generic[R]):
         event["step"] = done
         if self.group.rank:
             return
-        if event["kind"] not in ("rollback", "stall"):
+        if event["kind"] not in ("rollback", "stall", "overfitting"):
             event = {**event, **self.task.documents(done - 1, self.task_state)}
         self.log(event_line(done, event))
         if self.callback is not None:

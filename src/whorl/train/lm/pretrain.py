@@ -26,7 +26,7 @@ from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
-from whorl.train.job import Job, identity, stream_config
+from whorl.train.job import Job, identity, steps_per_epoch, stream_config
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
@@ -35,10 +35,8 @@ from whorl.train.lm.decay_branches import load_branch
 from whorl.train.lm.precision import activation_dtype
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.metrics.meter import Meter
-from whorl.train.metrics.validation import Validator
-from whorl.train.optim import mup
-from whorl.train.optim.lr_schedule import check_warmup as check_schedule
-from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
+from whorl.train.metrics.validation import BestWeights, Validator
+from whorl.train.optim import lr_schedule, mup
 from whorl.train.resilience.oom_advice import OutOfMemoryError, suggest
 from whorl.train.resilience.provenance import documents_in_batch
 from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
@@ -82,7 +80,7 @@ def pretrain(
             f"batch_size is {job.batch_size}, for {job.replicas} replicas",
             expected="a multiple of the number of replicas",
         )
-    check_schedule(job.steps, job.schedule)
+    lr_schedule.check_warmup(job.steps, job.schedule)
     task = PretrainTask(job, branch_start)
     options = RunOptions(
         scratch=scratch,
@@ -113,7 +111,7 @@ class PretrainTask(Task[Batch]):
         self.steps, self.dtype = job.steps, activation_dtype(job.dtype)
         self.uniform_loss = math.log(job.model.vocab_size)
         self.evaluate_every = max(1, math.ceil(job.steps / job.evaluations))
-        self.meter = Meter()
+        self.meter, self.best = Meter(), BestWeights()
         self.stream_state: dict[str, Any] | None = None  # position of the next batch in raw text
 
     @cached_property
@@ -167,7 +165,7 @@ class PretrainTask(Task[Batch]):
         return [_micro_batches(record, self.job)]
 
     def lr_scale(self, step: int) -> float:
-        return schedule_factor(step, self.job.steps, self.job.schedule)
+        return lr_schedule.lr_scale(step, self.job.steps, self.job.schedule)
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
         self.meter.add(metrics, clock.pop_seconds())
@@ -184,12 +182,20 @@ class PretrainTask(Task[Batch]):
     def evaluate(self) -> dict[str, float]:
         return self.validator(self.networks, self.trainer.group)
 
+    def keep_best(self, steps_done: int, metrics: dict[str, float]) -> dict[str, float]:
+        if "held_out_nll" not in metrics or steps_done < steps_per_epoch(self.job):
+            return metrics
+        if not self.best.follow(self.trainer, steps_done, metrics["held_out_nll"]):
+            return metrics
+        return {**self.evaluate(), "kept_step": float(self.best.state["step"])}
+
     def state_dict(self) -> dict[str, Any]:
         stream = {"stream": self.records.state} if isinstance(self.records, StreamBatches) else {}
-        return {"meter": self.meter.state_dict(), **stream}
+        return {"meter": self.meter.state_dict(), "best": self.best.state, **stream}
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.meter, self.stream_state = Meter(state.get("meter")), state.get("stream")
+        self.meter, self.best = Meter(state.get("meter")), BestWeights(state.get("best"))
+        self.stream_state = state.get("stream")
 
     def documents(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
         return documents_in_batch(self.job, step, state.get("stream"))

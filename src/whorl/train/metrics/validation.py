@@ -3,12 +3,20 @@
 held_out_nll is the loss on validation text. induction_nll is the loss on the second half of rows that repeat shuffled
 ids. Token statistics do not help there; only induction heads do (Olsson et al. 2022, In-context Learning and Induction
 Heads, the repeated-sequence test). The step at which it drops is the induction onset.
+
+`BestWeights` keeps the weights with the lowest held-out loss, for runs that read their text several times.
+A model with look-up tables memorizes a small corpus: its held-out loss rises from the second epoch on. So after the first
+epoch the state of every evaluation with a new lowest loss is saved, in the format of checkpoints. A run that ends more
+than `MARGIN` above it continues with that state, which the last evaluation measures and the step saves. Evaluations are at
+fixed steps, so a resumed run keeps the same weights.
 """
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +27,15 @@ from whorl.objectives.next_token import next_token
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.shards import TokenSet
 from whorl.tracking.seeds import generator
+from whorl.train.checkpoint.format import restore
 
 if TYPE_CHECKING:
     from whorl.train.job import Job
+    from whorl.train.trainer import Trainer
 
 HELD_OUT_ROWS = 16
 INDUCTION_ROWS = 8
+MARGIN = 0.01  # of the lowest held-out loss; below it, the weights at the end of the schedule are preferred
 
 
 class Validator:
@@ -73,3 +84,59 @@ class Validator:
             select_step=logits_step,
         )
         return float(loss.metrics["nll"]), float(loss.count)
+
+
+class BestWeights:
+    """Follows the held-out loss of a run. state: `state` of a checkpoint."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        self.state: dict[str, Any] = dict(state or {})  # step, loss, warned
+
+    def follow(self, trainer: Trainer[Any], done: int, loss: float) -> bool:
+        """Save a new lowest loss, or report a higher one; return whether the saved state was restored at the end.
+
+        Every rank calls this after an evaluation, with the same loss.
+        """
+        lowest = self.state.get("loss")
+        if lowest is None or loss < lowest:
+            self.state = {"step": done, "loss": loss, "warned": False}
+            self._save(trainer, done)
+            return False
+        if loss <= (1 + MARGIN) * lowest:
+            return False
+        what = (
+            f"held-out loss {loss:.3f}, but {lowest:.3f} at step {self.state['step']:,}: the model overfits"
+        )
+        if not self.state["warned"]:
+            self.state["warned"] = True
+            action = "these weights are kept unless it falls again; more text or a smaller budget helps"
+            trainer.report_event(done, {"kind": "overfitting", "message": what, "action": action})
+        return done == trainer.task.steps and self._restore(trainer, done, what)
+
+    def _save(self, trainer: Trainer[Any], done: int) -> None:
+        if trainer.checkpoints is None:
+            return
+        older = sorted(_folder(trainer).glob("best-*"))
+        trainer.checkpoints.save_named(_path(trainer, done), done, trainer.shared.tensors())
+        for path in older[:-1]:  # the last one may be the only complete one
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _restore(self, trainer: Trainer[Any], done: int, what: str) -> bool:
+        step, saved = self.state["step"], False
+        if trainer.checkpoints is not None:
+            trainer.checkpoints.finish()
+            saved = any(_path(trainer, step).glob("step-*"))  # absent if the run continued on another machine
+            if saved:
+                restore(trainer.shared.tensors(), trainer.checkpoints.load_named(_path(trainer, step)))
+            action = f"the weights of step {step:,} are saved" if saved else "the last weights are saved"
+            trainer.report_event(done, {"kind": "overfitting", "message": what, "action": action})
+        return any(found for (found,) in trainer.group.all_gather_scalars(float(saved)))
+
+
+def _folder(trainer: Trainer[Any]) -> Path:
+    assert trainer.checkpoints is not None
+    return trainer.checkpoints.folder / "best"
+
+
+def _path(trainer: Trainer[Any], step: int) -> Path:
+    return _folder(trainer) / f"best-{step:08d}"

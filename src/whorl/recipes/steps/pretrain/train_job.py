@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -87,12 +87,20 @@ def train_and_save(
         final=last,
         tokens_per_second=speed,
         checkpoints=stats.to_json(),
-        headline=(
-            f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
-            f"bits per byte, perplexity {last.get('held_out_perplexity', 0):.2f}; {speed:,.0f} tokens/s"
-        ),
+        headline=f"{model.params()['total'] / 1e6:.1f} M parameters; {describe_held_out(last)}; {speed:,.0f} tokens/s",
     )
     ctx.report = training_report(
         curve, ctx.summary, config=json.loads((ctx.out / "config.json").read_text()), objective="next_token",
         expected=ctx.parents["plan"].summary["expected"] if "plan" in ctx.parents else {},
     )  # fmt: skip
+
+
+def describe_held_out(last: Mapping[str, float]) -> str:
+    """Return the measures of held-out text from the last values of all metrics, in words."""
+    if "held_out_bits_per_byte" not in last:
+        return "no held-out text: the validation split is empty"
+    bits, per_token = last["held_out_bits_per_byte"], last["held_out_perplexity"]
+    text = f"held-out {bits:.3f} bits per byte, perplexity {per_token:.2f}"
+    if "kept_step" in last:
+        text += f" (weights of step {last['kept_step']:,.0f}; later ones overfit)"
+    return text

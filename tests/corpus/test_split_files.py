@@ -1,0 +1,68 @@
+"""Few long texts are divided into documents, so that some can be held out."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whorl.corpus import Corpus, CurateConfig, IngestConfig, curate, document_files, fingerprint, ingest
+from whorl.corpus.readers import divide
+from whorl.tracking.progress import Progress
+
+
+def book(n_bytes: int, seed: int = 0) -> str:
+    rng = random.Random(seed)
+    lines = [" ".join(str(rng.randrange(10**6)) for _ in range(9)) + "\n" for _ in range(n_bytes // 60)]
+    return "".join(line + "\n" * (i % 7 == 0) for i, line in enumerate(lines))
+
+
+@given(st.text(alphabet="ab \n\u00e9", max_size=300), st.integers(1, 40))
+def test_parts_are_the_whole_text(text: str, size: int) -> None:
+    parts = list(divide(text, size))
+    assert "".join(parts) == text
+    assert all(len(part.encode()) <= 8 * size + 300 for part in parts)
+    assert text.isspace() or not any(part.isspace() for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("n_files", "n_bytes", "options", "divided"),
+    [
+        (1, 300_000, {}, True),
+        (3, 100_000, {}, True),
+        (1, 4_500_000, {}, True),  # above max_document_bytes
+        (1, 300_000, {"split_bytes": 0}, False),
+        (40, 9_000, {}, False),
+        (40, 9_000, {"split_bytes": 2000}, True),
+    ],
+)
+def test_few_files_are_divided(
+    n_files: int, n_bytes: int, options: dict[str, int], divided: bool, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "own", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    for i in range(n_files):
+        (source / f"{i}.txt").write_text(book(n_bytes, i))
+    config = IngestConfig(sources=[str(source)], **options)
+    found = ingest(config.model_copy(update={"fingerprint": fingerprint(config)}), out, Progress.silent())
+    assert (found["documents"] > n_files) == divided
+    assert found["bytes"] == sum(path.stat().st_size for path in source.iterdir())
+    if divided and n_bytes < 1_000_000:
+        sizes = CurateConfig(query="SELECT row, '' AS reason FROM attributes")
+        split = curate(sizes, document_files(out), out, Progress.silent())["splits"]
+        assert all(split[name]["documents"] for name in ("train", "validation", "test"))
+        documents = list(Corpus(out, out).documents("test"))
+        data = (source / documents[0].path).read_bytes()
+        start = documents[0].offset
+        assert data[start : start + documents[0].n_bytes].decode() == documents[0].text
+
+
+def test_code_is_never_divided(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("x = 1\n" * 20_000)
+    (tmp_path / "out").mkdir()
+    found = ingest(IngestConfig(sources=[str(tmp_path / "own.py")]), tmp_path / "out", Progress.silent())
+    assert found["documents"] == 1
