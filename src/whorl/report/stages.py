@@ -65,8 +65,9 @@ def stage_report(
         "Bits per byte": _change(summary.get("bits_per_byte", {}), 3),
         "Perplexity": _change(summary.get("perplexity", {}), 2),
     }
+    criterion = summary.get("pass_criterion")
     table = Table(
-        section=SECTION, title="Stages", note=_NOTE,
+        section=SECTION, title="Stages", note=_NOTE + (f" A task is passed if {criterion}." if criterion else ""),
         columns=[
             Column(name="Stage"), Column(name="Trained on", optional=True),
             *(Column(name=heading, number=True) for heading in found), Column(name="Time", number=True),
@@ -80,6 +81,8 @@ def stage_report(
     cards = []
     if "accuracy" in measured.get("after", {}):
         more = f"{format_percent(measured['before']['accuracy'])} before {name}"
+        if criterion:
+            more += f"; a pass: {criterion}"
         value = format_percent(measured["after"]["accuracy"])
         cards.append(Card(label="Accuracy on held-out tasks", value=value, more=more))
     return StepReport(cards=cards, blocks=blocks)

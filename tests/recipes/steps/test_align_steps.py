@@ -121,6 +121,10 @@ def test_sft_measures_accuracy_before_and_after(store: Store, done: RunResult) -
 def test_rl_measures_accuracy_before_and_after(done: RunResult) -> None:
     artifact = done.artifacts["rl"]
     summary = artifact.summary
+    criterion = "the number equals the expected one"
+    assert summary["pass_criterion"] == criterion and f"a pass: {criterion}" in summary["headline"]
+    assert f"a pass on held-out tasks: {criterion}" in log_of(done)
+    assert criterion in artifact.file("report.json").read_text()
     assert summary["tasks"] == {"train": 32, "test": 6}
     for when in ("before", "after"):
         measured = summary["eval"][when]

@@ -40,6 +40,14 @@ VERIFIERS: dict[str, Verifier] = {
     "doctest": programs.doctest_verifier,
     "unittest": programs.unittest_verifier,
 }
+PASS_CRITERIA = {
+    "exact": "the answer equals the expected text",
+    "numeric": "the number equals the expected one",
+    "format": "the text has the required form",
+    "compiles": "the code parses and has an effect, right or wrong",
+    "doctest": "the examples of the docstring give the expected output",
+    "unittest": "all tests of the task succeed",
+}
 _VERIFIER_PATTERN = re.compile(
     r"(?:(?P<weight>\d+(?:\.\d*)?|\.\d+)\s*\*?\s+)?(?P<name>\w+(?::[\w.]+:\w+)?)(?:\((?P<answer>.*)\))?",
     re.DOTALL,
@@ -78,6 +86,19 @@ def parse_verifiers(verifier: str) -> tuple[WeightedVerifier, ...]:
             )
         verifiers.append(WeightedVerifier(float(match["weight"] or 1.0), name, match["answer"]))
     return tuple(verifiers)
+
+
+def pass_criterion(tasks: Sequence[VerifiableTask]) -> str:
+    """Return what passing means for these tasks, in words, with the number of tasks if there are several kinds."""
+    kinds = Counter(
+        " and ".join(
+            PASS_CRITERIA.get(term.name, f"{term.name} passes") for term in parse_verifiers(task.verifier)
+        )
+        for task in tasks
+    )
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return "; ".join(f"{text} ({n} tasks)" for text, n in kinds.most_common())
 
 
 def verify_all(

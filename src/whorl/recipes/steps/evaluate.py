@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from whorl.errors import DataError
+from whorl.errors import NotApplicableError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.recipes.steps.generations import CHECKED_TEXTS, complete_functions, draw_samples
@@ -77,7 +77,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     corpus = open_corpus(ctx)
     held_out = list(corpus.documents("test"))
     if not held_out:
-        raise DataError("the test split is empty", do="raise curate.test_bytes, or give more text")
+        raise NotApplicableError("the test split is empty", do="raise curate.test_bytes, or give more text")
 
     began = time.perf_counter()
     with ctx.progress.task("Scoring", total=len(test) - test.n_documents, unit="tokens") as task:

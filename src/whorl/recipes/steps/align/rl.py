@@ -23,6 +23,7 @@ from whorl.recipes.stage import (
     STAGE_PARENTS,
     format_likelihood_change,
     held_out_likelihood,
+    record_pass_criterion,
     train_stage,
     write_curve,
 )
@@ -76,6 +77,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         threads=1 if config.async_rollout.workers else None, reward_model=reward_model, environment=config.environment,
     )  # fmt: skip
     samples: dict[str, Any] = {}
+    criterion = record_pass_criterion(ctx, tasks.test)
     evaluate = _evaluator(ctx, config, network, tokenizer, tasks.test, samples, reward_model)
 
     def note(metrics: dict[str, float]) -> str:
@@ -97,7 +99,8 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         eval=result.evaluation, **result.likelihood,
         tasks={"train": len(tasks.train), "test": len(tasks.test)}, left_out=tasks.rejected,
         seconds=result.seconds, params=network.model.params(),
-        headline=_headline(len(tasks.test), **result.evaluation) + format_likelihood_change(**result.likelihood),
+        headline=_headline(len(tasks.test), **result.evaluation) + criterion
+        + format_likelihood_change(**result.likelihood),
     )  # fmt: skip
     write_curve(
         ctx, objective=config.algorithm, loss=("loss", "Loss in nats per trained token"),
@@ -169,6 +172,9 @@ def _evaluator(
 def _headline(n_tasks: int, before: dict[str, float], after: dict[str, float]) -> str:
     text = f"accuracy on {n_tasks:,} held-out tasks: sampled {before['accuracy']:.0%} before, "
     text += f"{after['accuracy']:.0%} after; greedy {before['accuracy_greedy']:.0%}, {after['accuracy_greedy']:.0%}"
+    text += (
+        f", median answer {before['median_characters']:.0f}, then {after['median_characters']:.0f} characters"
+    )
     if "reward_model_score" in after:
         text += (
             f"; reward model score {before['reward_model_score']:.2f}, then {after['reward_model_score']:.2f}"

@@ -24,6 +24,7 @@ from whorl.recipes.stage import (
     held_out_likelihood,
     load_sft_examples,
     pad_id_of,
+    record_pass_criterion,
     train_stage,
     write_curve,
 )
@@ -46,6 +47,8 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     tokenizer, network = open_policy(folder, config, ctx.machine, context_hint=config.data.seq_len)
     examples, length_filter = load_sft_examples(ctx, tokenizer, config.data.seq_len + 1)
     tests = read_tasks(ctx.parents["tasks"].path, "test")
+
+    criterion = record_pass_criterion(ctx, tests if config.eval_tasks else [])
 
     def evaluate(when: str) -> dict[str, float]:
         found = evaluate_held_out(
@@ -71,7 +74,7 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
         summary.update(eval=measured, tasks={"test": int(measured["after"]["tasks"])})
         passed = [f"{measured[when]['accuracy_greedy']:.0%}" for when in ("before", "after")]
         n_tasks = int(measured["after"]["tasks"])
-        headline += f"; greedy accuracy on {n_tasks} held-out tasks {passed[0]} before, {passed[1]} after"
+        headline += f"; greedy accuracy on {n_tasks} held-out tasks {passed[0]} before, {passed[1]} after{criterion}"
     ctx.summary.update(
         summary, texts=len(examples), left_out=length_filter.rejected, final=result.final, seconds=result.seconds,
         params=network.model.params(), **result.likelihood,
