@@ -11,7 +11,7 @@ from whorl.cli.jobs.run import closing_lines
 
 
 def artifact(kind: str, name: str, *files: str) -> Any:
-    return SimpleNamespace(kind=kind, name=name, path=Path("store", name), files=files, file=Path)
+    return SimpleNamespace(kind=kind, name=name, path=Path("store", name), files=files, file=Path, summary={})
 
 
 def test_next_command_samples_last_model() -> None:

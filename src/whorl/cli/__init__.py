@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable
 from keyword import iskeyword
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -103,6 +105,14 @@ def with_error_handling(verb: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(verb)
     def call(*args: Any, **options: Any) -> None:
         try:
+            Path.cwd()
+        except FileNotFoundError:
+            print(
+                "whorl: the working directory does not exist any more\n  do: change to another one",
+                file=sys.stderr,
+            )
+            raise typer.Exit(2) from None
+        try:
             verb(*args, **options)
         except WhorlError as error:
             sys.stdout.flush()
@@ -128,7 +138,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(_version)
+    app.callback(invoke_without_command=True)(_version)  # `--version` needs no verb
     for name, folder in VERBS.items():
         inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` cannot name a module
         module = importlib.import_module(f"whorl.cli.{folder}.{inside}")
@@ -155,4 +165,7 @@ def _version(
 def main() -> None:
     """Run the command `whorl`. Names of the form "module:attribute" may name files of the working directory."""
     sys.path.append("")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets its escape
+            stream.reconfigure(errors="backslashreplace")
     build_app()()

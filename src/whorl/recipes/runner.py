@@ -11,13 +11,14 @@ A step that has nothing to work on in the data (`NotApplicableError`) is left ou
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from whorl.errors import NotApplicableError, WhorlError
+from whorl.errors import NotApplicableError, StoreError, WhorlError
 from whorl.machine.choices import recorded_choices
 from whorl.machine.device_probe import restore_threads
 from whorl.recipes.recipe import Recipe, RecipeStep
@@ -70,7 +71,7 @@ def run_recipe(
     safe_sinks = SafeSinks(sinks, progress.log)
     try:
         store.make_folders()
-        run = Run(run_folder(recipe, store), config=recipe.to_json(), sinks=safe_sinks)
+        run = _open_run(recipe, store, safe_sinks, progress)
         progress.sinks.append(run.log)
     except OSError as error:
         raise store.wrap_os_error(error) from error
@@ -109,6 +110,18 @@ def run_recipe(
         safe_sinks.close()
         progress.sinks.remove(run.log)
     return RunResult(run, artifacts, time.monotonic() - start)
+
+
+def _open_run(recipe: Recipe, store: Store, sinks: SafeSinks, progress: Progress) -> Run:
+    """Open the run folder; of a read-only store, whose finished steps can be looked up, a temporary one."""
+    try:
+        return Run(run_folder(recipe, store), config=recipe.to_json(), sinks=sinks)
+    except OSError as error:
+        if not isinstance(store.wrap_os_error(error), StoreError):
+            raise
+    folder = Path(tempfile.mkdtemp(prefix="whorl-run-"))
+    progress.log(f"the store {store.location} is read-only: log and metrics are in {folder}")
+    return Run(folder, config=recipe.to_json(), sinks=sinks)
 
 
 def _deterministic(enabled: bool) -> AbstractContextManager[None]:

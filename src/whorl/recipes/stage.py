@@ -179,18 +179,6 @@ def evaluate_held_out(
     return found
 
 
-def record_pass_criterion(ctx: StepContext, tests: Sequence[Any]) -> str:
-    """Log and record what passing a held-out task means; return it for the headline, or "" without tasks."""
-    from whorl.evals.verify import pass_criterion
-
-    if not tests:
-        return ""
-    criterion = pass_criterion(tests)
-    ctx.progress.log(f"    a pass on held-out tasks: {criterion}")
-    ctx.summary["pass_criterion"] = criterion
-    return f"; a pass: {criterion}"
-
-
 @dataclass(frozen=True)
 class Likelihood:
     """Bits per byte of a text, and its perplexity per token (`evals/likelihood.py`)."""

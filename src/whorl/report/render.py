@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from whorl.errors import ConfigError
 from whorl.report.blocks import Answer, Answers, Card, Curve, Histogram, Sample, sections
 from whorl.report.charts import Mark, Series, line_chart
 from whorl.report.data import LineageNode, ReportData
@@ -29,9 +30,14 @@ _CLOSING = {"time": "Time", "lineage": "Lineage", "environment": "Environment"}
 def render(data: ReportData, out: Path) -> Path:
     """Write the page to `out`, create its folder if needed, and return the path.
 
-    The page is written to a temporary file and renamed, so that a browser never reads a partial page.
+    The page is written to a temporary file and renamed, so that a browser never reads a partial page. A link is followed.
+
+    Raises:
+        ConfigError: `out` is a folder or a device.
     """
-    page = to_html(data)
+    page, out = to_html(data), out.resolve()
+    if out.exists() and not out.is_file():
+        raise ConfigError(f"{out} is not a file", expected="the path of a page, e.g. report.html")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:

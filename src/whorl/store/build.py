@@ -92,6 +92,7 @@ class Build:
                 self._remote_lock = HeartbeatLock(self.store.remote, f"locks/{self.address}")
                 self._remote_lock.wait(on_wait=lambda text: self._on_message(f"{self.name}: {text}"))
             if not self._look_up(quarantine=True):
+                self._quarantine_without_manifest()
                 shutil.rmtree(self.path, ignore_errors=True)
                 self.path.mkdir(parents=True)
         except BaseException as error:
@@ -121,9 +122,17 @@ class Build:
                 self._on_message(f"{error.what}; moved to {target}")
                 return self.store.remote is not None and self._look_up()  # the remote copy may be intact
             return False
+        artifact.name = self.name  # the manifest may have that of another recipe with the same content
         self.existing = self.artifact = artifact
         self.store.set_name(self.name, artifact)
         return True
+
+    def _quarantine_without_manifest(self) -> None:
+        """Move the folder of half a copy away, which would prevent the new artifact from being published."""
+        folder = self.store.root / "artifacts" / self.address
+        if folder.exists() and not (folder / FILE_NAME).exists():
+            target = self.store.quarantine(self.address)
+            self._on_message(f"{folder} has no {FILE_NAME}; moved to {target}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -184,7 +184,23 @@ class Store:
             return {name: target.decode() for name, target in named.items() if target is not None}
         folder = self.root / "names"
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_text().strip() for path in paths}
+        local = {path.relative_to(folder).as_posix(): _read_address(path) for path in paths}
+        return {name: address for name, address in local.items() if address is not None}
+
+    def damaged_names(self) -> list[str]:
+        """Return the local names whose file has no address, as a power cut leaves them."""
+        folder = self.root / "names"
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        return [path.relative_to(folder).as_posix() for path in paths if _read_address(path) is None]
+
+    def require(self) -> Store:
+        """Return this store. Raises StoreError if it has no folder yet."""
+        if self.remote is None and not self.root.is_dir():
+            raise StoreError(
+                f"there is no store {self.root}",
+                do="give another one with --store or WHORL_HOME; `whorl run quickstart` creates one",
+            )
+        return self
 
     def artifacts(self) -> list[Artifact]:
         """Return every artifact with a readable manifest, oldest first."""
@@ -228,7 +244,10 @@ class Store:
         Returns one sentence per problem; an empty list means no damage. For a store under a URL the local copies are
         checked, and missing ones are downloaded.
         """
-        problems: list[str] = []
+        problems = [
+            f"the name {name} is damaged: run its recipe again, or remove {self.root / 'names' / name}"
+            for name in self.damaged_names()
+        ]
         if ref is not None:
             addresses = sorted(self._reachable({self.open(ref).address}, problems))
         else:
@@ -323,7 +342,7 @@ class Store:
             target = self.remote.read(f"names/{name}")
             return None if target is None else target.decode()
         path = self.root / "names" / name
-        return path.read_text().strip() if path.is_file() else None
+        return _read_address(path) if path.is_file() else None
 
     def _addresses(self) -> list[str]:
         if self.remote is not None:
@@ -372,6 +391,12 @@ class Store:
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         except OSError as error:
             raise self.wrap_os_error(error) from error
+
+
+def _read_address(path: Path) -> str | None:
+    """Return the address in a name file, or None if it is empty or damaged."""
+    text = path.read_bytes().decode("ascii", "replace").strip()
+    return text if len(text) == ADDRESS_DIGITS and not set(text) - set("0123456789abcdef") else None
 
 
 def _disk_bytes(path: Path) -> int:

@@ -89,6 +89,15 @@ class TokenProducer:
         """Number of full batches per epoch."""
         return sum(self._batch_counts)
 
+    def check(self) -> None:
+        """Raise BudgetError if the split does not fill one batch."""
+        if not self.batches_per_epoch:
+            raise BudgetError(
+                f"the split {self.split!r} has {len(self.rows)} rows of {self.seq_len} tokens",
+                expected=f"at least one batch of {self.batch_size} rows of a kind",
+                do="give more text, or a smaller batch or row length (--set plan.batch_size=..., plan.seq_len=...)",
+            )
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the row numbers [batches, batch_size] of an epoch, in reading order."""
         return self._order.epoch(epoch)
@@ -123,12 +132,7 @@ class TokenProducer:
 
     def fill(self, slot: Slot[TokenBatch], weights: Any, rng: Any) -> int:
         """Write this rank's rows of batch `slot.sequence` of the run; returns their number of targets."""
-        if not self.batches_per_epoch:
-            raise BudgetError(
-                f"the split {self.split!r} has {len(self.rows)} rows of {self.seq_len} tokens",
-                expected=f"at least one batch of {self.batch_size} rows of a kind",
-                do="give more text, or fewer or shorter rows (--set plan.data.batch_size=..., plan.data.seq_len=...)",
-            )
+        self.check()
         epoch, index = divmod(slot.sequence, self.batches_per_epoch)
         batch = self.order(epoch)[index]
         share = self.batch_size // self.world_size

@@ -8,7 +8,7 @@ order, and each result can be served, sampled and evaluated. Training data are f
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import rollout_engine, sample_completions
 from whorl.data.quarantine import Quarantine
 from whorl.engine.sampling_params import SamplingParams
-from whorl.evals.verify import verify_all
+from whorl.evals.verify import pass_criterion, verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, load_model, save_model
@@ -123,6 +123,17 @@ def read_prompt_completions(folder: Path, split: str) -> list[PromptCompletion]:
     """Return the prompt-completion pairs; otherwise as `read_tasks`."""
     path = folder / f"pairs.{split}.jsonl"
     return list(pairs(path, Quarantine())) if path.is_file() else []
+
+
+def record_pass_criterion(
+    tests: Sequence[VerifiableTask], summary: dict[str, Any], log: Callable[[str], None]
+) -> str:
+    """Log and record what passing a held-out task means; return it for the headline, or "" without tasks."""
+    if not tests:
+        return ""
+    criterion = summary["pass_criterion"] = pass_criterion(tests)
+    log(f"    a pass on held-out tasks: {criterion}")
+    return f"; a pass: {criterion}"
 
 
 def evaluate_tasks(

@@ -26,7 +26,7 @@ def gc(
     """
     from whorl.store import Store
 
-    found = Store(store).gc(dry_run=not yes, recent_seconds=recent * 3600)
+    found = Store(store).require().gc(dry_run=not yes, recent_seconds=recent * 3600)
     for garbage in found:
         print(f"{format_size(garbage.size):>9}  {garbage.label}")
     total = format_size(sum(garbage.size for garbage in found))

@@ -32,7 +32,9 @@ def verify(
 
     progress = Progress()
     with progress.task("Verifying", unit="artifacts") as task:
-        problems = Store(store).verify(artifact, on_artifact=lambda found: task.advance(note=found.label))
+        problems = (
+            Store(store).require().verify(artifact, on_artifact=lambda found: task.advance(note=found.label))
+        )
     for problem in problems:
         print(problem)
     if problems:

@@ -64,5 +64,10 @@ def report(
     data = report_data(
         artifacts, opened, ReportConfig(), run=folder.name, missing=missing, left_out=left_out, failed=failed
     )
-    render(data, out)
+    try:
+        render(data, out)
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written: {error.strerror}", do="give another path with --out"
+        ) from error
     print(f"wrote {out} ({out.stat().st_size / 1e3:.0f} kB): open it in a browser")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +75,7 @@ def run(
     if Dashboard.enabled(progress, live):
         sinks.append(Dashboard(progress))
     result = run_recipe(loaded, Store(store), progress, until=until, sinks=sinks)
-    store_option = f" --store {store}" if store else ""
+    store_option = f" --store {shlex.quote(store)}" if store else ""
     lines = [
         f"done in {format_duration(result.seconds)}",
         *closing_lines([*result.artifacts.values()], store_option),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 import sys
 import time
 from typing import Annotated
@@ -10,6 +11,8 @@ from typing import Annotated
 import typer
 
 from whorl.cli.options import RefArgument, StoreOption
+
+MAX_TOKENS = 1_000_000  # the cache is allocated for all of them
 
 
 def sample(
@@ -54,6 +57,10 @@ def sample(
     from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
     from whorl.tracking.seeds import derive
 
+    if not math.isfinite(temperature):
+        raise ConfigError(f"--temperature is {temperature}", expected="a finite number, 0 or more")
+    if max_tokens > MAX_TOKENS:
+        raise ConfigError(f"--max-tokens is {max_tokens:,}", expected=f"at most {MAX_TOKENS:,}")
     found = Store(store).open(artifact)
     if found.kind != "model":
         raise ConfigError(

@@ -53,8 +53,16 @@ def bench_serve(
     import sys
 
     from whorl.errors import ConfigError
-    from whorl.loadtest.runs import LoadTest, run_load_test_sync, to_jsonl
-    from whorl.loadtest.runs import save_jsonl as save_lines
+
+    try:
+        from whorl.loadtest.runs import LoadTest, run_load_test_sync, to_jsonl
+        from whorl.loadtest.runs import save_jsonl as save_lines
+    except ImportError as error:
+        raise ConfigError(
+            f"the dependencies of the client are not installed ({error.name})",
+            expected="the extra 'serve'",
+            do="pip install 'whorl[serve]'",
+        ) from error
     from whorl.loadtest.summary import LatencySLO
     from whorl.tracking.progress import Progress
 

@@ -46,8 +46,11 @@ def list(file: File = DEFAULT) -> None:
         whorl keys list --file keys.json
     """
     from whorl.cli.options import format_time
+    from whorl.errors import ConfigError
     from whorl.serve.middleware.auth import KeyFile
 
+    if not file.exists():
+        raise ConfigError(f"there is no key file {file}", do=f"make a key: whorl keys add NAME --file {file}")
     for key in KeyFile(file).read():
         limits = [
             f"{limit:,} {what}/min"

@@ -52,9 +52,11 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     """Measure bits per byte against compressors, completions that parse, and speed."""
     import torch
 
+    from whorl.align.distillation.teacher import check_same_vocabulary
     from whorl.evals.baselines import measure_baselines
     from whorl.evals.likelihood import bits_per_byte, document_nats, perplexity
     from whorl.models import load_model
+    from whorl.tokens.hf_tokenizer import load_tokenizer
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
 
@@ -72,6 +74,8 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
             }
         )
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
+    names = ctx.parents["model"].name, ctx.parents["tokenizer"].name
+    check_same_vocabulary(load_tokenizer(ctx.parents["model"].path), tokenizer, names=names)
     tokens = TokenSet(ctx.parents["tokens"].path)
     test = tokens.split("test")
     corpus = open_corpus(ctx)

@@ -19,7 +19,7 @@ from whorl.errors import BudgetError
 from whorl.models import LanguageModel
 from whorl.parallel.process_group import ProcessGroup
 from whorl.slots import Slot
-from whorl.tokens.loader import TokenBatch, open_batches
+from whorl.tokens.loader import TokenBatch, TokenProducer, open_batches
 from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive
 from whorl.train.checkpoint.format import Checkpoint
@@ -80,6 +80,8 @@ def pretrain(
             f"batch_size is {job.batch_size}, for {job.replicas} replicas",
             expected="a multiple of the number of replicas",
         )
+    if job.stream is None:  # here, since an error of a producer has its traceback
+        TokenProducer(Path(job.tokens), "train", job.seq_len, job.batch_size).check()
     lr_schedule.check_warmup(job.steps, job.schedule)
     task = PretrainTask(job, branch_start)
     options = RunOptions(

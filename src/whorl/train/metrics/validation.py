@@ -31,7 +31,6 @@ from whorl.train.checkpoint.format import restore
 
 if TYPE_CHECKING:
     from whorl.train.job import Job
-    from whorl.train.trainer import Trainer
 
 HELD_OUT_ROWS = 16
 INDUCTION_ROWS = 8
@@ -87,12 +86,12 @@ class Validator:
 
 
 class BestWeights:
-    """Follows the held-out loss of a run. state: `state` of a checkpoint."""
+    """Follows the held-out loss of a run, whose `Trainer` is an argument of `follow`. state: `state` of a checkpoint."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         self.state: dict[str, Any] = dict(state or {})  # step, loss, warned
 
-    def follow(self, trainer: Trainer[Any], done: int, loss: float) -> bool:
+    def follow(self, trainer: Any, done: int, loss: float) -> bool:
         """Save a new lowest loss, or report a higher one; return whether the saved state was restored at the end.
 
         Every rank calls this after an evaluation, with the same loss.
@@ -113,7 +112,7 @@ class BestWeights:
             trainer.report_event(done, {"kind": "overfitting", "message": what, "action": action})
         return done == trainer.task.steps and self._restore(trainer, done, what)
 
-    def _save(self, trainer: Trainer[Any], done: int) -> None:
+    def _save(self, trainer: Any, done: int) -> None:
         if trainer.checkpoints is None:
             return
         older = sorted(_folder(trainer).glob("best-*"))
@@ -121,7 +120,7 @@ class BestWeights:
         for path in older[:-1]:  # the last one may be the only complete one
             shutil.rmtree(path, ignore_errors=True)
 
-    def _restore(self, trainer: Trainer[Any], done: int, what: str) -> bool:
+    def _restore(self, trainer: Any, done: int, what: str) -> bool:
         step, saved = self.state["step"], False
         if trainer.checkpoints is not None:
             trainer.checkpoints.finish()
@@ -133,10 +132,11 @@ class BestWeights:
         return any(found for (found,) in trainer.group.all_gather_scalars(float(saved)))
 
 
-def _folder(trainer: Trainer[Any]) -> Path:
+def _folder(trainer: Any) -> Path:
     assert trainer.checkpoints is not None
-    return trainer.checkpoints.folder / "best"
+    folder: Path = trainer.checkpoints.folder / "best"
+    return folder
 
 
-def _path(trainer: Trainer[Any], step: int) -> Path:
+def _path(trainer: Any, step: int) -> Path:
     return _folder(trainer) / f"best-{step:08d}"

@@ -23,7 +23,6 @@ from whorl.recipes.stage import (
     STAGE_PARENTS,
     format_likelihood_change,
     held_out_likelihood,
-    record_pass_criterion,
     train_stage,
     write_curve,
 )
@@ -58,7 +57,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.samples import rollout_table
     from whorl.align.rl.train import train_policy
-    from whorl.align.stage.io import load_stage_model, open_policy, save_stage_model
+    from whorl.align.stage.io import load_stage_model, open_policy, record_pass_criterion, save_stage_model
 
     folder, machine = ctx.parent_folder("model"), ctx.machine
     tokenizer, network = open_policy(
@@ -77,7 +76,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         threads=1 if config.async_rollout.workers else None, reward_model=reward_model, environment=config.environment,
     )  # fmt: skip
     samples: dict[str, Any] = {}
-    criterion = record_pass_criterion(ctx, tasks.test)
+    criterion = record_pass_criterion(tasks.test, ctx.summary, ctx.progress.log)
     evaluate = _evaluator(ctx, config, network, tokenizer, tasks.test, samples, reward_model)
 
     def note(metrics: dict[str, float]) -> str:

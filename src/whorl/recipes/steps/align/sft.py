@@ -24,7 +24,6 @@ from whorl.recipes.stage import (
     held_out_likelihood,
     load_sft_examples,
     pad_id_of,
-    record_pass_criterion,
     train_stage,
     write_curve,
 )
@@ -40,7 +39,7 @@ class SFTStepConfig(SFTConfig):
 @step("model", config=SFTStepConfig, parents=STAGE_PARENTS, not_hashed=NOT_HASHED, version=2)
 def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     """Fine-tune on solutions; only completion tokens and their end token are trained."""
-    from whorl.align.stage.io import open_policy, read_tasks, save_stage_model
+    from whorl.align.stage.io import open_policy, read_tasks, record_pass_criterion, save_stage_model
     from whorl.align.stage.sft import fine_tune
 
     folder = ctx.parent_folder("model")
@@ -48,7 +47,7 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     examples, length_filter = load_sft_examples(ctx, tokenizer, config.data.seq_len + 1)
     tests = read_tasks(ctx.parents["tasks"].path, "test")
 
-    criterion = record_pass_criterion(ctx, tests if config.eval_tasks else [])
+    criterion = record_pass_criterion(tests if config.eval_tasks else [], ctx.summary, ctx.progress.log)
 
     def evaluate(when: str) -> dict[str, float]:
         found = evaluate_held_out(
