@@ -30,7 +30,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from functools import cache
 from itertools import chain
 from multiprocessing import get_context
-from typing import Any
 
 import regex
 
@@ -79,7 +78,7 @@ def split_pretokens(text: str, pattern: str = PATTERN) -> list[str]:
     return pieces
 
 
-def _compiled(text: str, pattern: str) -> Any:
+def _compiled(text: str, pattern: str) -> re.Pattern[str] | regex.Pattern[str]:
     """Return the fastest compiled form of the pattern for this text: of `re` or of `regex`."""
     if pattern == PATTERN:
         return _ascii_pattern if text.isascii() else _unicode_pattern

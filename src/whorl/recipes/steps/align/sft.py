@@ -73,7 +73,9 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
         summary.update(eval=measured, tasks={"test": int(measured["after"]["tasks"])})
         passed = [f"{measured[when]['accuracy_greedy']:.0%}" for when in ("before", "after")]
         n_tasks = int(measured["after"]["tasks"])
-        headline += f"; greedy accuracy on {n_tasks} held-out tasks {passed[0]} before, {passed[1]} after{criterion}"
+        headline += (
+            f"; greedy accuracy on {n_tasks} held-out tasks {passed[0]} before, {passed[1]} after{criterion}"
+        )
     ctx.summary.update(
         summary, texts=len(examples), left_out=length_filter.rejected, final=result.final, seconds=result.seconds,
         params=network.model.params(), **result.likelihood,
