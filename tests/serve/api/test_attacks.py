@@ -38,7 +38,8 @@ def test_corpus_of_attacks_harms_nobody() -> None:
             assert control(server) == text, f"after the wave of seed {seed}"
         gc.unfreeze()
         assert counts.bad == []
-        assert counts.tried == len(KINDS) * (SEEDS - 1) and counts.refused > counts.answered > 0
+        assert counts.tried == len(KINDS) * (SEEDS - 1)
+        assert counts.refused > counts.tried / 2 and counts.answered > 0
         assert server.api.watchdog.longest_own < MAX_HOLD
         server.wait(server.api.worker.wait_drained())
         server.ask(lambda engine: engine.check_integrity())
