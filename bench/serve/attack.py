@@ -177,7 +177,7 @@ async def run(port: int, process: subprocess.Popen[bytes], args: Any) -> Observe
             )
         reader.cancel()
         await asyncio.gather(alone, reader, return_exceptions=True)
-        await asyncio.sleep(sized(5.0, 0.5))  # the last sequences end
+        await asyncio.sleep(sized(12.0, 0.5))  # the last sequences end, and the server returns freed memory
         seen.memory.append(resident_bytes(server))
     return seen
 
