@@ -2,7 +2,7 @@
 
     python bench/sandbox/time_limit.py [--rounds 3]
 
-A busy process runs on every core, beside one sandbox worker per core. Each batch holds programs that make folders,
+Each core runs a busy process and a sandbox worker. Each batch holds programs that make folders,
 nested folders or files without end, sleep or loop; the next programs must find an empty folder. The
 figure is the longest time from a program's start to its result. The peer is the limit itself: 1 s above it is allowed.
 """

@@ -170,14 +170,14 @@ BOMBS = {
 def test_time_limit_holds_under_full_load(bomb: str) -> None:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
-        with Sandbox(ResourceLimits(file_bytes=1 << 30), workers=1) as sandbox:
+        with Sandbox(ResourceLimits(wall_seconds=0.5, file_bytes=1 << 30), workers=1) as sandbox:
             (worker,) = sandbox._workers
             assert worker is not None
             root = Path(worker.root)
             began = time.monotonic()
             result = sandbox.run(BOMBS[bomb])
             took = time.monotonic() - began
-            assert result.kind in ("time", "files", "raised", "cpu") and took < 3, (result, took)
+            assert result.kind in ("time", "files", "raised", "cpu") and took < 1.5, (result, took)
             assert sandbox.run("import os\nassert os.listdir('.') == []\nopen('a', 'w').write('x')").ok
             assert sandbox.restarts == 0
     finally:

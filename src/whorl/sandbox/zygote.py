@@ -185,7 +185,7 @@ class Zygote:
 
     def _run_tests(self, monitor: Monitor, pipes: Pipes, tests: str) -> str:
         """Send the tests to their process and return the reason, or "" if the program ended."""
-        os.set_blocking(pipes.replies, True)  # theirs from now on
+        os.set_blocking(pipes.replies, True)  # only the tests read it from now on
         os.set_blocking(pipes.tests, False)
         os.set_blocking(pipes.verdict, False)
         data = tests.encode("utf-8", "surrogatepass")

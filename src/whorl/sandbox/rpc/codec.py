@@ -2,7 +2,7 @@
 
 Exact builtin types, and the value types of the standard library in `_VALUE_TYPES`, travel as copies in JSON: a decoded
 value has exactly the type that its tag names, for any object of the sender. Mutable containers are named by a number,
-and their contents travel beside the value (`shared.py`). Everything else stays where it is: it is exported under a
+and their contents travel with the message (`shared.py`). Everything else stays where it is: it is exported under a
 number, and the receiver gets a proxy (`proxies.py`).
 
     1, "a", None, [..]                  raw JSON for str, bool, None, float, and int below 2^53
@@ -223,12 +223,12 @@ class Codec:
         return self._decoders[data[0]](self, data) if type(data) is list else data
 
     def encode_changes(self) -> tuple[list[Any], list[int]]:
-        """Return the contents of the containers that are new to the other side, and the numbers to forget."""
+        """Return the contents of the containers that are new to the other side, and the numbers to release."""
         return self.shared.encode_changes(lambda v: _CONTENT_ENCODERS[type(v)](self, v))
 
-    def decode_changes(self, contents: list[Any], forgotten: list[int]) -> None:
+    def decode_changes(self, contents: list[Any], released: list[int]) -> None:
         """Apply what the other side's `encode_changes` returned."""
-        self.shared.decode_changes(contents, forgotten, lambda data: _CONTENT_DECODERS[data[0]](self, data))
+        self.shared.decode_changes(contents, released, lambda data: _CONTENT_DECODERS[data[0]](self, data))
 
     def export(self, value: Any) -> int:
         """Return the number under which the other side refers to an object of this side."""

@@ -1,7 +1,7 @@
 """Calls between two processes over two pipes, one call at a time, with calls back while a call runs.
 
-    request  ["?", operation, target, arguments, named arguments, patches, contents, forgotten]
-    reply    ["=", value, contents, forgotten]    or ["!", error, contents, forgotten]
+    request  ["?", operation, target, arguments, named arguments, patches, contents, released]
+    reply    ["=", value, contents, released]    or ["!", error, contents, released]
 
 The process of the tests calls the program's functions and gets values back (`codec.py`). It never runs a statement of
 the program, so the program cannot reach the tests, their expected values, or the verdict. Lists, dicts and sets behave
@@ -115,8 +115,8 @@ class Peer(Codec):
                 break
             self._send(self.answer(message))
         try:
-            kind, value, contents, forgotten = message
-            self.decode_changes(contents, forgotten)
+            kind, value, contents, released = message
+            self.decode_changes(contents, released)
             result = self.decode(value)
             if kind == "!" and not isinstance(result, BaseException):
                 raise TypeError("an exception was expected")
@@ -131,10 +131,10 @@ class Peer(Codec):
         """Apply the operation of a request to an object of this side and return the reply."""
         replaced: list[tuple[ModuleType, str, Any]] = []
         try:
-            _, operation, described, encoded, encoded_named, patches, contents, forgotten = message
+            _, operation, described, encoded, encoded_named, patches, contents, released = message
             if self.trusted:
                 self._check_incoming(operation, described, encoded, patches)
-            self.decode_changes(contents, forgotten)
+            self.decode_changes(contents, released)
             target = self.decode(described)
             arguments = [self.decode(a) for a in encoded]
             named = {n: self.decode(v) for n, v in encoded_named.items()}

@@ -5,7 +5,7 @@ and aliasing hold as in one process: a row that occurs twice in a grid, an argum
 it changes later. A message carries the contents of the containers that are new or have changed:
 
     contents   [[number, ["list", part, ...]], ...]
-    forgotten  [number, ...]   containers that this side no longer holds; both sides drop the number
+    released  [number, ...]   containers that this side no longer holds; both sides drop the number
 
 The subtle part is the snapshot of the last content: its parts are compared by identity, so `True` in place of 1 is a
 change, and nested containers are compared on their own.
@@ -69,8 +69,8 @@ class SharedContainers:
         return self._containers[number]
 
     def encode_changes(self, encode_content: Callable[[Any], Any]) -> tuple[list[Any], list[int]]:
-        """Return (contents, forgotten) of the next message. Encoding a content may add containers, which follow."""
-        contents, forgotten = [], []
+        """Return (contents, released) of the next message. Encoding a content may add containers, which follow."""
+        contents, released = [], []
         waiting = list(self._containers)
         while waiting:
             for number in waiting:
@@ -81,16 +81,16 @@ class SharedContainers:
                 self._snapshots[number] = parts
                 del parts
                 if snapshot is not None and sys.getrefcount(self._containers[number]) <= 2:
-                    forgotten.append(number)
+                    released.append(number)
                     del snapshot
-                    self.forget(number)
+                    self.release(number)
             waiting = [n for n in self._containers if n not in self._snapshots]
-        return contents, forgotten
+        return contents, released
 
     def decode_changes(
-        self, contents: list[Any], forgotten: list[int], decode_content: Callable[[Any], Any]
+        self, contents: list[Any], released: list[int], decode_content: Callable[[Any], Any]
     ) -> None:
-        """Apply (contents, forgotten) of a message. Raises (any exception) if they are malformed."""
+        """Apply (contents, released) of a message. Raises (any exception) if they are malformed."""
         for number, data in contents:
             if number not in self._containers:
                 if type(number) is not int or number % 2 == self.parity:
@@ -103,10 +103,10 @@ class SharedContainers:
             container = self._containers[number]
             _replace_content(container, content)
             self._snapshots[number] = _parts(container)
-        for number in forgotten:
-            self.forget(number)
+        for number in released:
+            self.release(number)
 
-    def forget(self, number: int) -> None:
+    def release(self, number: int) -> None:
         container = self._containers.pop(number, None)
         if container is not None:
             del self._numbers[id(container)]
