@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     )
     from whorl.align.distillation.teacher import CachedTeacher, LiveTeacher
     from whorl.align.distillation.train import train_student
-    from whorl.align.model.batch import pad
     from whorl.align.model.example import ExampleTokenizer, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel, frozen_reference
     from whorl.align.model.sampling import Completion, sample_completions
@@ -36,7 +35,6 @@ _MODULES = {
     "config": ("DistilConfig", "LoRAConfig", "PreferenceConfig", "RewardConfig", "SFTConfig"),
     "distillation.teacher": ("CachedTeacher", "LiveTeacher"),
     "distillation.train": ("train_student",),
-    "model.batch": ("pad",),
     "model.example": ("ExampleTokenizer", "TokenizedExample"),
     "model.policy_model": ("PolicyModel", "frozen_reference"),
     "model.sampling": ("Completion", "sample_completions"),
@@ -71,7 +69,6 @@ __all__ = [
     "UnpairedExample",
     "fine_tune",
     "frozen_reference",
-    "pad",
     "sample_completions",
     "score_completions",
     "train_policy",

@@ -95,7 +95,7 @@ class TokenProducer:
             raise BudgetError(
                 f"the split {self.split!r} has {len(self.rows)} rows of {self.seq_len} tokens",
                 expected=f"at least one batch of {self.batch_size} rows of a kind",
-                do="give more text, or a smaller batch or row length (--set plan.data.batch_size=..., plan.data.seq_len=...)",
+                do="give more text, or a smaller batch or row length (plan.data.batch_size, plan.data.seq_len)",
             )
 
     def order(self, epoch: int) -> NDArray[np.int64]:
