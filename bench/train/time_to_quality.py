@@ -118,7 +118,7 @@ def main() -> None:
             "n_layers": 2,
             "vocab_size": 512,
             "steps": 4,
-            "seq_len": 64,
+            "data": {"seq_len": 64},
             "replicas": 1,
             "compile": False,
         }
