@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from whorl.tracking import seeds
 from whorl.tracking.progress import Progress, format_duration
-from whorl.tracking.run import Run, read_metrics
+from whorl.tracking.run import Run, event_record, read_metrics
 
 # Seeds
 
@@ -68,6 +68,19 @@ def test_metrics_resume_drops_later_records(tmp_path: Path) -> None:
     assert all(record["step_name"] == "pretrain" and record["time"] > 0 for record in records)
     assert len(list(run.read_metrics())) == 5
     assert json.loads((run.dir / "config.json").read_text()) == {"name": "r"}
+
+
+def test_event_becomes_a_record(tmp_path: Path) -> None:
+    event = {
+        "kind": "overfitting",
+        "message": "rises",
+        "action": "none",
+        "step": 3,
+    }  # the trainer adds the step
+    with Run(tmp_path, tensorboard=False).metrics("s") as log:
+        log.write(3, event_record(event))
+    (record,) = read_metrics(log.path)
+    assert (record["step"], record["event"], record["message"]) == (3, "overfitting", "rises")
 
 
 def test_metrics_fresh_start_drops_all(tmp_path: Path) -> None:

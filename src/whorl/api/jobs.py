@@ -22,7 +22,7 @@ from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.progress import Progress, ProgressTask
-from whorl.tracking.run import MetricsLog
+from whorl.tracking.run import MetricsLog, event_record
 from whorl.train.job import Job
 from whorl.train.lm.pretrain import pretrain
 
@@ -166,7 +166,7 @@ class _Log:
         """Checkpoints are not logged."""
 
     def on_event(self, step: int, event: dict[str, Any]) -> None:
-        self._at(step).write(step, {k: json.dumps(v, default=str) for k, v in event.items()})
+        self._at(step).write(step, event_record(event))
 
 
 def _toml(value: Any) -> str:

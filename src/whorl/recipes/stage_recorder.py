@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from whorl.recipes.registry import StepContext
+from whorl.tracking.run import MetricsLog, event_record
 
 if TYPE_CHECKING:
     from whorl.tracking.progress import ProgressTask
-    from whorl.tracking.run import MetricsLog
 
 Metrics = dict[str, float]
 NOT_METRICS = ("step", "time", "n_documents")  # numbers of a record that measure nothing
@@ -64,14 +63,7 @@ class StageRecorder:
         self.ctx.run.log(f"checkpoint of step {step}: stall {seconds:.3f} s")
 
     def on_event(self, step: int, event: Mapping[str, Any]) -> None:
-        record = {
-            "event": event["kind"],
-            "message": event["message"],
-            "action": event["action"],
-            "documents": json.dumps(event.get("documents", []), ensure_ascii=False),
-            "n_documents": event.get("n_documents", 0),
-        }
-        self._open(step).write(step, record)
+        self._open(step).write(step, event_record(event))
 
     def step_values(self, metrics: Metrics) -> Metrics:
         """Return the values to record for a step."""

@@ -36,6 +36,17 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "numpy", "pyarrow", "duckdb", "pydantic", "safetensors", "tiktoken", "regex")
 
 
+def event_record(event: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return the record of an event of training (a skipped batch, a rollback, a stall, overfitting) for `MetricsLog`."""
+    return {
+        "event": event["kind"],
+        "message": event["message"],
+        "action": event["action"],
+        "documents": json.dumps(event.get("documents", []), ensure_ascii=False),
+        "n_documents": event.get("n_documents", 0),
+    }
+
+
 class MetricsLog:
     """The metrics of one recipe step, appended to JSONL and TensorBoard.
 
