@@ -29,6 +29,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_shards([make_document(TEXT)], words, build.path, "train")
     tokens = build.artifact
     assert tokens is not None
+    other = Tokenizer.train(["all other words"], 300)
+    with store.build(kind="tokenizer", name="other/tokenizer", parents={}, config={}, version=1) as build:
+        other.save(build.path)
+    parents = {"tokenizer": store.open("other/tokenizer")}
+    with store.build(kind="tokens", name="other/tokens", parents=parents, config={}, version=1) as build:
+        write_shards([make_document(TEXT)], other, build.path, "train")
     model = make_decoder(vocab_size=words.vocab_size, d_model=64, n_kv_heads=2, head_dim=32, mlp_hidden=128)
     for name, parents in (("run/pretrain", {"tokens": tokens}), ("elsewhere/pretrain", {})):
         with store.build(kind="model", name=name, parents=parents, config={}, version=1) as build:
@@ -69,6 +75,7 @@ def test_quantize_to_nearest_needs_no_tokens(home: Path) -> None:
         (["run/pretrain", "--group", 48], "group 48 does not divide the 64 columns of blocks.0.mixer.qkv.weight"),
         (["elsewhere/pretrain", "--calibrate", 4], "give one with --tokens"),
         (["run/pretrain", "--calibrate", 4, "--tokens", "elsewhere/pretrain"], "elsewhere/pretrain is of the kind model"),
+        (["run/pretrain", "--calibrate", 4, "--tokens", "other/tokens"], "one tokenizer for both"),
         (["quantized/again"], "no artifact 'quantized/again'"),
     ],
 )  # fmt: skip

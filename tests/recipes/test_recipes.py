@@ -199,6 +199,19 @@ def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
             load_recipe(str(name))
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("plan.replicas=9999", "replicas is 9999, which does not divide data.batch_size"),
+        ("pretrain.seed=-1", "greater than or equal to 0"),
+        ("rl.seed=-1", "greater than or equal to 0"),
+    ],
+)
+def test_impossible_numbers_are_refused_when_the_recipe_is_read(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("quickstart", sets=[setting])
+
+
 @pytest.mark.parametrize("name", sorted(ready_recipes()))
 def test_packaged_recipes_are_valid(name: str) -> None:
     recipe = load_recipe(name)

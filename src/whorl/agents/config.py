@@ -20,7 +20,7 @@ class AgentConfig(BaseModel):
     algorithm: Algorithm
     environment: str
     steps: int = Field(default=100_000, ge=1, description="environment steps, summed over all copies")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     n_envs: int = Field(default=8, ge=1, description="environments per actor")
     n_steps: int = Field(default=32, ge=1, description="steps per environment in a rollout")
     actors: int = Field(

@@ -79,7 +79,7 @@ class StageConfig(BaseModel):
 
     lr_scale: float = Field(default=0.1, gt=0, description="multiple of pretraining's learning rates")
     optimizer: OptimizerName = Field(default="muon", description="optimizer of the blocks' matrices")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     model: ModelConfig = Field(default=ModelConfig(), description="adapter and compute dtype")
     train: StageTrainConfig = Field(default=StageTrainConfig(), description="the update loop")
     run: RunConfig = Field(default=RunConfig(), description="checkpoints, memory and processes")

@@ -109,4 +109,4 @@ class CurateConfig(BaseModel):
     max_cluster_fraction: float = Field(
         default=0.1, gt=0, le=1.0, description="maximum fraction of a held-out split in one cluster"
     )
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)

@@ -32,7 +32,7 @@ class PlanConfig(BaseModel):
         default=None, description="default: rates tuned for whorl_decoder, or for Llama-like models"
     )
     routing: RoutingConfig = RoutingConfig()
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     deterministic: bool = Field(default=False, description="make no choice by timing")
 
     @model_validator(mode="after")
@@ -41,6 +41,10 @@ class PlanConfig(BaseModel):
             raise ValueError(
                 f"a budget of {self.budget} needs timing, which deterministic excludes: give a number of FLOPs "
                 "(--budget 1e14flops) or a number of steps (--set plan.steps=2000)"
+            )
+        if self.replicas is not None and self.data.batch_size % self.replicas:
+            raise ValueError(
+                f"replicas is {self.replicas}, which does not divide data.batch_size, {self.data.batch_size}"
             )
         if self.model is not None:
             from whorl.models.transformer_config import (

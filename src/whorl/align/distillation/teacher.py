@@ -111,7 +111,7 @@ def check_same_vocabulary(
     raise ConfigError(
         f"{names[0]} has a vocabulary of {len(a):,} ids and {names[1]} one of {len(b):,} ids: {where}",
         expected="one tokenizer for both",
-        do="choose a teacher with the student's tokenizer, or fine-tune on the teacher's texts",
+        do="choose a model with the other's tokenizer, or encode the texts again",
     )
 
 

@@ -38,7 +38,7 @@ class EvaluateConfig(BaseModel):
     completion_tokens: int = Field(default=160, ge=1)
     samples: int = Field(default=4, ge=0, description="samples in the report, with probabilities")
     sample_tokens: int = Field(default=120, ge=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     deterministic: bool = Field(default=False, description="no timing affects the result")
 
 

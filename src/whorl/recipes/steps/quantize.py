@@ -13,11 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from whorl.errors import ConfigError
 from whorl.recipes.registry import StepContext, step
+from whorl.recipes.stage import open_token_set
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
+
+    from whorl.tokens.shards import TokenSet
 
 BATCH_ROWS = 8
 
@@ -35,7 +36,7 @@ class QuantizeConfig(BaseModel):
         default=64, ge=1, description="rows of training text, for rounding = 'calibrated'"
     )
     seq_len: int = Field(default=512, ge=2, description="tokens per row")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
 
     @field_validator("scheme")
     @classmethod
@@ -52,6 +53,8 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
     from whorl.models.exchange.safetensors_io import TOKENIZER_FILES
     from whorl.models.quantization.gptq import quantize_model
     from whorl.models.quantization.weights import QuantizationConfig
+    from whorl.tokens.hf_tokenizer import load_tokenizer
+    from whorl.tokens.shards import TokenSet
 
     source, scheme = ctx.parents["model"], QuantizationConfig.model_validate(config.scheme)
     source.check()
@@ -65,7 +68,11 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
                 expected="a parent that makes tokens, encoded with the model's own tokenizer",
             )
         length = config.seq_len if model.max_positions is None else min(config.seq_len, model.max_positions)
-        rows = calibration_rows(ctx.parents["tokens"].path, config.calibration_samples, length, config.seed)
+        if any((source.path / name).is_file() for name in TOKENIZER_FILES):
+            tokens = open_token_set(ctx, load_tokenizer(source.path))
+        else:
+            tokens = TokenSet(ctx.parents["tokens"].path)
+        rows = calibration_rows(tokens, config.calibration_samples, length, config.seed)
     with ctx.progress.task("Rounding", total=None, unit="matrices") as task:
         quantize_model(model, scheme, rows, task.advance)
     save_model(model, ctx.out)
@@ -78,21 +85,21 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
     ctx.summary.update(params=sizes, scheme=scheme.model_dump(), bytes=after, headline=headline)
 
 
-def calibration_rows(folder: Path, n: int, length: int, seed: int) -> list[Tensor]:
+def calibration_rows(tokens: TokenSet, n: int, length: int, seed: int) -> list[Tensor]:
     """Return `n` rows of up to `length` ids, at positions of the training split drawn from `seed`, in small batches.
 
     Raises:
-        DataError: no token set, or one without a training split.
+        DataError: the token set has no training split.
         ConfigError: the training split is empty.
     """
     import numpy as np
     import torch
 
-    from whorl.tokens.shards import TokenSet
-
-    train = TokenSet(folder).split("train")
+    train = tokens.split("train")
     if not len(train):
-        raise ConfigError(f"the training split of {folder} is empty", expected="text to calibrate with")
+        raise ConfigError(
+            f"the training split of {tokens.folder} is empty", expected="text to calibrate with"
+        )
     length = min(length, len(train))
     starts = np.random.default_rng(seed).integers(0, len(train) - length + 1, n).tolist()
     rows = [torch.from_numpy(train[start : start + length].astype(np.int64)) for start in starts]

@@ -39,7 +39,7 @@ class SetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     max_train: int = Field(default=2000, ge=1, description="training items, at most")
     max_test: int = Field(default=128, ge=1, description="held-out items, at most")
     max_files: int = Field(default=700, ge=1, description="python: files read per split, at most")

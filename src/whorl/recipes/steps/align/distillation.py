@@ -244,7 +244,7 @@ def _pretraining_examples(
 
     found = []
     for ids in islice(
-        open_token_set(ctx, tokenizer).split("train").iter_documents(), config.texts.max_examples
+        open_token_set(ctx, tokenizer.tokenizer).split("train").iter_documents(), config.texts.max_examples
     ):
         taken = np.asarray(ids[: config.data.seq_len + 1], np.int64)
         mask = np.ones(len(taken), np.bool_)

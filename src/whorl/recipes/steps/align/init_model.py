@@ -19,7 +19,7 @@ class InitModelConfig(BaseModel):
     n_layers: int = Field(default=4, ge=1)
     n_heads: int = Field(default=4, ge=1)
     mlp_hidden: int = Field(default=384, ge=8)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
 
     @property
     def head_dim(self) -> int:

@@ -47,7 +47,7 @@ class PretrainConfig(BaseModel):
         default=None, description="train on raw files, tokenized during training, instead of the token set"
     )
 
-    seed: int | None = Field(default=None, description="default: the seed of the plan")
+    seed: int | None = Field(default=None, ge=0, description="default: the seed of the plan")
     decay_branches: list[float] = Field(
         default=[],
         description="fractions of the steps at which a step `decay_branch` may start to decay",
