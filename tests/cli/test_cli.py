@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.support.cli import invoke, output_of, refuse, start_whorl, succeed
 from tests.support.notes import NOTES_RECIPE, write_notes
 
 from whorl.cli import VERBS
 from whorl.store import Store
+from whorl.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +167,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     reference.save_pretrained(folder / "tiny llama")
     printed = succeed(folder, "import", "tiny llama").stdout
     assert "llama: 0.0 M parameters" in printed and "whorl export imported/tiny-llama FOLDER" in printed
+    assert "no tokenizer.json in" in printed and "whorl sample" not in printed
     for name in ("full", "multimodal"):
         (folder / name).mkdir()
+    for name, broken in (("empty words", "{}"), ("nan", None)):
+        shutil.copytree(folder / "tiny llama", folder / name)
+        if broken is not None:
+            (folder / name / "tokenizer.json").write_text(broken)
+    weights = load_file(folder / "nan" / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "nan" / "model.safetensors", {"format": "pt"})
+    shutil.copytree(folder / "tiny llama", folder / "other words")
+    Tokenizer.train(["words of another model"], 300).save(folder / "other words")
     (folder / "full" / "file").touch()
     fields = json.loads((folder / "tiny llama" / "config.json").read_text())
     (folder / "multimodal" / "config.json").write_text(json.dumps(fields | {"model_type": "gemma3"}))
@@ -201,6 +213,19 @@ def test_import_and_export_refuse(llama: tuple[Path, Any], words: tuple[str, ...
     if "gguf" in words:
         pytest.importorskip("gguf")
     assert message in refuse(llama[0], *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty words", "empty words/tokenizer.json cannot be read as a tokenizer"),
+        ("other words", "tokens, and the model 50 rows"),
+        ("nan", "final_norm.weight has NaN or infinite values"),
+    ],
+)
+def test_import_refuses_what_cannot_generate(llama: tuple[Path, Any], name: str, message: str) -> None:
+    found = invoke(llama[0], "import", name)
+    assert found.exit_code == 1 and message in found.output
 
 
 def test_sample_uses_tokenizer_of_imported_model(tmp_path: Path) -> None:
@@ -258,4 +283,4 @@ def test_import_and_export_vit(tmp_path: Path) -> None:
     assert succeed(tmp_path, "export", "pictures", "out").stdout == "vit: out\n"
     transformers.ViTForImageClassification.from_pretrained(tmp_path / "out")
     assert "is a vision model" in refuse(tmp_path, "export", "pictures", "out2", "--to", "llama")
-    assert "is a vision" in refuse(tmp_path, "sample", "pictures", "x")
+    assert "of the kind vision" in refuse(tmp_path, "sample", "pictures", "x")

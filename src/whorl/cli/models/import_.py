@@ -45,6 +45,8 @@ def import_(
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[label]
     store_option = f" --store {store}" if store else ""
-    commands = [f'whorl sample {artifact.name} "..."{store_option}'] if artifact.kind == "model" else []
+    commands = (
+        [f'whorl sample {artifact.name} "..."{store_option}'] if artifact.summary.get("has_tokenizer") else []
+    )
     commands.append(f"whorl export {artifact.name} FOLDER{store_option}")
     progress.log(f"model:  {artifact.path}\nnext:   " + "\n        ".join(commands))

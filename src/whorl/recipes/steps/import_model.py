@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
 
 
@@ -53,13 +53,40 @@ def import_model(ctx: StepContext, config: ImportConfig) -> None:
     folder = Path(config.folder).expanduser()
     family = read_json(folder / "config.json").get("model_type")
     model = read(folder, ignore=config.ignore)
+    broken = next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)
+    if broken is not None:
+        raise DataError(f"{folder}: {broken} has NaN or infinite values", do="fetch the weights again")
+    has_tokenizer = _check_tokenizer(ctx, folder, model.config.vocab_size)
     export_model(model, ctx.out, source=folder)
     sizes = model.params()
     ctx.summary.update(
         params=sizes,
         family=family,
+        has_tokenizer=has_tokenizer,
         headline=f"{family}: {sizes['total'] / 1e6:.1f} M parameters, {model.kv_bytes_per_token():,} cache bytes per token",
     )
+
+
+def _check_tokenizer(ctx: StepContext, folder: Path, n_rows: int) -> bool:
+    """Return whether the folder has a tokenizer; logs what is missing.
+
+    Raises:
+        DataError: it cannot be read, or is of another model: a tenth of its ids have no row.
+    """
+    from whorl.tokens.hf_tokenizer import load_tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        ctx.progress.log(
+            f"no tokenizer.json in {folder}: `sample` and `serve` need one; add it and import again"
+        )
+        return False
+    n_ids = sum(map(bool, load_tokenizer(folder).token_bytes))  # a vocabulary may have gaps
+    if n_ids > 1.1 * n_rows:
+        raise DataError(
+            f"{folder}: the tokenizer has {n_ids:,} tokens, and the model {n_rows:,} rows",
+            expected="the tokenizer with which the model was trained",
+        )
+    return True
 
 
 @step("vision", config=ImportConfig, complete_config=_with_file_hashes)

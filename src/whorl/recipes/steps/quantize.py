@@ -68,7 +68,7 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
                 expected="a parent that makes tokens, encoded with the model's own tokenizer",
             )
         length = config.seq_len if model.max_positions is None else min(config.seq_len, model.max_positions)
-        if any((source.path / name).is_file() for name in TOKENIZER_FILES):
+        if (source.path / "tokenizer.json").is_file():
             tokens = open_token_set(ctx, load_tokenizer(source.path))
         else:
             tokens = TokenSet(ctx.parents["tokens"].path)
