@@ -45,8 +45,7 @@ def import_(
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[label]
     store_option = f" --store {store}" if store else ""
-    commands = (
-        [f'whorl sample {artifact.name} "..."{store_option}'] if artifact.summary.get("has_tokenizer") else []
-    )
+    can_generate = artifact.kind == "model" and artifact.summary.get("has_tokenizer", True)
+    commands = [f'whorl sample {artifact.name} "..."{store_option}'] if can_generate else []
     commands.append(f"whorl export {artifact.name} FOLDER{store_option}")
     progress.log(f"model:  {artifact.path}\nnext:   " + "\n        ".join(commands))
