@@ -27,7 +27,7 @@ from whorl.vision.image_set import ImageSet
 
 NETWORKS = {
     "resnet": [],
-    "vit": ['classifier.network={kind="vit"}', "classifier.steps=2200", "classifier.lr=3e-3"],
+    "vit": ['classifier.network={kind="vit"}', "classifier.steps=2200", "classifier.lr=2e-3"],
     "mixer": ['classifier.network={kind="mixer"}', "classifier.steps=1320"],
 }
 SHORT = {  # peer -> part of the record's id

@@ -85,8 +85,8 @@ def test_plan_rejects_too_small_budget_with_advice() -> None:
     "settings",
     [
         {"d_model": 100_000},
-        {"seq_len": 1_000_000_000},
-        {"batch_size": 100_000_000},
+        {"data": {"seq_len": 1_000_000_000}},
+        {"data": {"batch_size": 100_000_000}},
         {"d_model": 100_000, "steps": 3},
         {"ngram_buckets": 1_000_000_000, "steps": 3},
     ],

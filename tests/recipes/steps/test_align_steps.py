@@ -172,7 +172,7 @@ def test_report_shows_stages_of_whole_and_partial_run(store: Store, done: RunRes
 def test_deterministic_stages_ignore_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads, dtype and the engine's path are measured on another day, in another store."""
     speeds = {"float32": {"1": [1e9], "2": [2e9]}, "bfloat16": {"1": [1e9], "2": [9e9]}}
-    sets = ("lessons.max_train=32", "base.epochs=1", "manners.max_train=16", "rl.run.replicas=1")
+    sets = ("lessons.max_train=32", "base.data.epochs=1", "manners.max_train=16", "rl.run.replicas=1")
     found = []
     for day, (dtype, threads) in enumerate((("bfloat16", 2), ("float32", 1))):
         machine = choose(Measurement(speeds, 1e9), dtype=dtype, threads=threads)

@@ -159,7 +159,7 @@ def _agent(run: Run) -> torch.nn.Module:
 
 
 def _image_classifier(run: Run) -> torch.nn.Module:
-    settings = {"steps": STEPS, "run": {"replicas": run.replicas}, "max_shift": 1, "flip": True}
+    settings = {"steps": STEPS, "run": {"replicas": run.replicas}, "max_shift": 1, "flip": True, "lr": 3e-4}
     return _images(run, classifier_task(ImageSet(run.folder / "labelled"), **settings)[0])
 
 

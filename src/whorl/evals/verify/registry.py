@@ -43,6 +43,7 @@ VERIFIERS: dict[str, Verifier] = {
 PASS_CRITERIA = {
     "exact": "the answer equals the expected text",
     "numeric": "the number equals the expected one",
+    "choice": "the chosen letter is the expected one",
     "format": "the text has the required form",
     "compiles": "the code parses and has an effect, right or wrong",
     "doctest": "the examples of the docstring give the expected output",
