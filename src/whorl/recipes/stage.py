@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel
     from whorl.models import LanguageModel
-    from whorl.tokens.hf_tokenizer import HFTokenizer
     from whorl.tokens.shards import TokenSet
-    from whorl.tokens.tokenizer import Tokenizer
 
 STAGE_PARENTS = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
 NOT_HASHED = ("run",)
@@ -197,7 +195,7 @@ def held_out_likelihood(
         return None
     from whorl.evals.likelihood import bits_per_byte, document_nats, perplexity
 
-    split, chosen, n_bytes = open_token_set(ctx, example_tokenizer.tokenizer).split("test"), [], 0
+    split, chosen, n_bytes = open_token_set(ctx).split("test"), [], 0
     for ids in split.iter_documents():
         chosen.append(ids)
         n_bytes += len(example_tokenizer.tokenizer.decode(ids[1:-1]))
@@ -211,7 +209,7 @@ def held_out_likelihood(
     return Likelihood(bits_per_byte(nats, n_bytes), perplexity(nats, sum(len(ids) - 1 for ids in chosen)))
 
 
-def open_token_set(ctx: StepContext, tokenizer: Tokenizer | HFTokenizer) -> TokenSet:
+def open_token_set(ctx: StepContext) -> TokenSet:
     """Return the parent `tokens`.
 
     Raises:
@@ -221,12 +219,12 @@ def open_token_set(ctx: StepContext, tokenizer: Tokenizer | HFTokenizer) -> Toke
     from whorl.tokens.hf_tokenizer import load_tokenizer
     from whorl.tokens.shards import TokenSet
 
-    tokens = ctx.parents["tokens"]
+    tokens, model = ctx.parents["tokens"], ctx.parents["model"]
     tokens.check()
     encoder = ctx.store.find(tokens.parents.get("tokenizer", ""))
-    if encoder is not None:
-        names = ctx.parents["model"].name, tokens.name
-        check_same_vocabulary(tokenizer, load_tokenizer(encoder.path), names=names)
+    if encoder is not None and (model.path / "tokenizer.json").is_file():
+        names = model.name, tokens.name
+        check_same_vocabulary(load_tokenizer(model.path), load_tokenizer(encoder.path), names=names)
     return TokenSet(tokens.path)
 
 

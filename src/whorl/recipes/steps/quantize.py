@@ -53,8 +53,6 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
     from whorl.models.exchange.safetensors_io import TOKENIZER_FILES
     from whorl.models.quantization.gptq import quantize_model
     from whorl.models.quantization.weights import QuantizationConfig
-    from whorl.tokens.hf_tokenizer import load_tokenizer
-    from whorl.tokens.shards import TokenSet
 
     source, scheme = ctx.parents["model"], QuantizationConfig.model_validate(config.scheme)
     source.check()
@@ -68,11 +66,7 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
                 expected="a parent that makes tokens, encoded with the model's own tokenizer",
             )
         length = config.seq_len if model.max_positions is None else min(config.seq_len, model.max_positions)
-        if (source.path / "tokenizer.json").is_file():
-            tokens = open_token_set(ctx, load_tokenizer(source.path))
-        else:
-            tokens = TokenSet(ctx.parents["tokens"].path)
-        rows = calibration_rows(tokens, config.calibration_samples, length, config.seed)
+        rows = calibration_rows(open_token_set(ctx), config.calibration_samples, length, config.seed)
     with ctx.progress.task("Rounding", total=None, unit="matrices") as task:
         quantize_model(model, scheme, rows, task.advance)
     save_model(model, ctx.out)

@@ -243,9 +243,7 @@ def _pretraining_examples(
     from whorl.align.model.example import TokenizedExample
 
     found = []
-    for ids in islice(
-        open_token_set(ctx, tokenizer.tokenizer).split("train").iter_documents(), config.texts.max_examples
-    ):
+    for ids in islice(open_token_set(ctx).split("train").iter_documents(), config.texts.max_examples):
         taken = np.asarray(ids[: config.data.seq_len + 1], np.int64)
         mask = np.ones(len(taken), np.bool_)
         mask[0] = False

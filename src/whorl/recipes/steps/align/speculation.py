@@ -172,7 +172,7 @@ def _held_out_prompts(
         tests = read_tasks(ctx.parents["tasks"].path, "test")[:n]
         found = [tokenizer.prompt(task.prompt or task.messages) for task in tests]
     if not found and "tokens" in ctx.parents:
-        documents = open_token_set(ctx, tokenizer.tokenizer).split("test").iter_documents()
+        documents = open_token_set(ctx).split("test").iter_documents()
         found = [[int(i) for i in ids[:PROMPT_IDS]] for ids in islice(documents, n)]
     found = found or [text.ids[: text.prompt_length].tolist() for text in texts[:n]]
     if not found:
