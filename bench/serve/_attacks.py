@@ -215,8 +215,9 @@ def header_characters(r: Random, t: Target) -> bytes:
 
 
 @kind
-def header_names(r: Random, t: Target) -> bytes:
-    return get("/health", t, **{r.choice(["", " ", "a b", "x\x00", ":", "é", "host "]): "1"})
+def header_names(r: Random, t: Target) -> Attack:
+    request = get("/health", t, **{r.choice(["", " ", "a b", "x\x00", ":", "é", "host "]): "1"})
+    return Attack((request,), hold=0.5)  # " : 1" continues "connection: close", so the server keeps it open
 
 
 @kind
