@@ -203,6 +203,7 @@ def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ("plan.replicas=9999", "replicas is 9999, which does not divide data.batch_size"),
+        ("plan.n_layers=100000", "less than or equal to 1000"),
         ("pretrain.seed=-1", "greater than or equal to 0"),
         ("rl.seed=-1", "greater than or equal to 0"),
     ],

@@ -17,7 +17,7 @@ class PlanConfig(BaseModel):
 
     budget: BudgetText = Field(default="300s", description="training time (90s, 5m, 2h) or FLOPs (1e15flops)")
     d_model: int | None = Field(default=None, ge=32, description="width; heads are 64 wide, or 32")
-    n_layers: int | None = Field(default=None, ge=1)
+    n_layers: int | None = Field(default=None, ge=1, le=1000)
     vocab_size: int | None = Field(default=None, ge=300, le=65_536)
     model: dict[str, Any] | None = Field(
         default=None,
