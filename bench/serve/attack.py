@@ -203,7 +203,7 @@ def report(seen: Observed, args: Any) -> None:
     claim(
         "longest delay of the server's event loop under attack", ours=seen.delays["delay"], peer=seen.delays["own"],
         unit="s", ratio=seen.delays["delay"], bar=MAX_DELAY, ok=seen.delays["delay"] <= MAX_DELAY, samples=samples,
-        peer_name="of it, computing of its own thread", variant="delay",
+        peer_name="of it, computed by the loop's thread", variant="delay",
     )  # fmt: skip
     claim(
         "memory of the server's processes after the attack", ours=after / 1e6, peer=before / 1e6, unit="MB",
