@@ -30,7 +30,8 @@ def test_slow_grammar_is_refused_and_its_process_replaced(checker: GrammarChecke
     checker.check(Grammar(regex="a+"))
     began = time.monotonic()
     for _ in range(2):  # the second time from the kept results
-        with pytest.raises(ConfigError, match=r"too complex.*more than 1 s"):
+        # A fast machine reaches the limit of memory within the second.
+        with pytest.raises(ConfigError, match=r"too complex.*more than (1 s|64 MB)"):
             checker.check(Grammar(json_schema=SLOW))
     assert time.monotonic() - began < 8
     checker.check(Grammar(regex="b+"))
