@@ -2,8 +2,7 @@
 
 An artifact's address is the hash of its kind, its parents' addresses, its configuration and its step's version. It is
 known *before* the work, so a finished step is found by lookup. The output files are hashed into the manifest instead.
-The name is
-not part of the address: renaming an artifact rebuilds nothing.
+The name is not part of the address: renaming an artifact rebuilds nothing.
 
 The hash is over canonical JSON: sorted keys, no spaces, UTF-8, no NaN. Tuples and lists are equal after a JSON round
 trip; a whole float stays a float.
@@ -64,3 +63,9 @@ def validate_name(name: str) -> str:
             expected="parts joined by '/'; each starts with a letter or digit and has only letters, digits and . _ + -",
         )
     return name
+
+
+def read_address(path: Path) -> str | None:
+    """Return the address in a name file, or None if it is empty or damaged."""
+    text = path.read_bytes().decode("ascii", "replace").strip()
+    return text if len(text) == ADDRESS_DIGITS and not set(text) - set("0123456789abcdef") else None

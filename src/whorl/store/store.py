@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import CorruptArtifactError, StoreError, one_of
-from whorl.store.address import ADDRESS_DIGITS, address_of, validate_name
+from whorl.store.address import ADDRESS_DIGITS, address_of, read_address, validate_name
 from whorl.store.artifact import Artifact
 from whorl.store.build import Build, wrap_os_error
 from whorl.store.lock import FileLock
@@ -184,14 +184,14 @@ class Store:
             return {name: target.decode() for name, target in named.items() if target is not None}
         folder = self.root / "names"
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        local = {path.relative_to(folder).as_posix(): _read_address(path) for path in paths}
+        local = {path.relative_to(folder).as_posix(): read_address(path) for path in paths}
         return {name: address for name, address in local.items() if address is not None}
 
     def damaged_names(self) -> list[str]:
         """Return the local names whose file has no address, as a power cut leaves them."""
         folder = self.root / "names"
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        return [path.relative_to(folder).as_posix() for path in paths if _read_address(path) is None]
+        return [path.relative_to(folder).as_posix() for path in paths if read_address(path) is None]
 
     def require(self) -> Store:
         """Return this store. Raises StoreError if it has no folder yet."""
@@ -342,7 +342,7 @@ class Store:
             target = self.remote.read(f"names/{name}")
             return None if target is None else target.decode()
         path = self.root / "names" / name
-        return _read_address(path) if path.is_file() else None
+        return read_address(path) if path.is_file() else None
 
     def _addresses(self) -> list[str]:
         if self.remote is not None:
@@ -391,12 +391,6 @@ class Store:
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         except OSError as error:
             raise self.wrap_os_error(error) from error
-
-
-def _read_address(path: Path) -> str | None:
-    """Return the address in a name file, or None if it is empty or damaged."""
-    text = path.read_bytes().decode("ascii", "replace").strip()
-    return text if len(text) == ADDRESS_DIGITS and not set(text) - set("0123456789abcdef") else None
 
 
 def _disk_bytes(path: Path) -> int:

@@ -222,3 +222,19 @@ def _every_other(at: Positions, following: Positions) -> tuple[Positions, Positi
     run_start = np.maximum.accumulate(np.where(linked, 0, index))
     at = at[(index - run_start) % 2 == 0]
     return at, following[at]
+
+
+def _printable_bytes() -> list[str]:
+    """GPT-2's map from each byte to one printable character, which the standard file uses."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unused = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(unused)) for b in range(256)]
+
+
+CHAR_OF_BYTE = _printable_bytes()
+BYTE_OF_CHAR = {character: byte for byte, character in enumerate(CHAR_OF_BYTE)}
+
+
+def to_printable(token: bytes) -> str:
+    """Return the characters that stand for a token's bytes in a standard file."""
+    return "".join(CHAR_OF_BYTE[b] for b in token)

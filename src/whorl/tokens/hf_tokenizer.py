@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import DataError
+from whorl.tokens.bpe import BYTE_OF_CHAR
 from whorl.tokens.healing import HealedPrompt, without_last_token
 from whorl.tokens.tokenizer import (
-    BYTE_OF_CHAR,
     TOKENIZER_FILE,
     Tokenizer,
     banned_ids,

@@ -234,7 +234,7 @@ class Tokenizer:
             pattern = standard["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
             added: list[dict[str, Any]] = standard["added_tokens"]
             ordinary = sorted((i, t) for t, i in vocabulary.items())
-            tokens = [bytes(BYTE_OF_CHAR[c] for c in token) for _, token in ordinary]
+            tokens = [bytes(bpe.BYTE_OF_CHAR[c] for c in token) for _, token in ordinary]
             specials = [str(entry["content"]) for entry in sorted(added, key=lambda entry: int(entry["id"]))]
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
@@ -309,7 +309,9 @@ class Tokenizer:
         for token in ordinary[256:]:
             halves = [(token[:i], token[i:]) for i in range(1, len(token))]
             by_rank = [(rank[a], rank[b]) for a, b in halves if a in rank and b in rank]
-            merges += [[_to_printable(ordinary[a]), _to_printable(ordinary[b])] for a, b in sorted(by_rank)]
+            merges += [
+                [bpe.to_printable(ordinary[a]), bpe.to_printable(ordinary[b])] for a, b in sorted(by_rank)
+            ]
         byte_level = {
             "type": "ByteLevel",
             "add_prefix_space": False,
@@ -341,7 +343,7 @@ class Tokenizer:
                 "fuse_unk": False,
                 "byte_fallback": False,
                 "ignore_merges": True,
-                "vocab": {_to_printable(token): i for i, token in enumerate(ordinary)},
+                "vocab": {bpe.to_printable(token): i for i, token in enumerate(ordinary)},
                 "merges": merges,
             },
         }
@@ -389,18 +391,3 @@ def _decode_surrogateescape(chunks: Iterable[str | bytes]) -> Iterator[str]:
         data = chunk.encode("utf-8", "surrogatepass") if isinstance(chunk, str) else chunk
         yield decoder.decode(data)
     yield decoder.decode(b"", final=True)
-
-
-def _printable_bytes() -> list[str]:
-    """GPT-2's map from each byte to one printable character, which the standard file uses."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unused = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(unused)) for b in range(256)]
-
-
-_CHAR_OF_BYTE = _printable_bytes()
-BYTE_OF_CHAR = {character: byte for byte, character in enumerate(_CHAR_OF_BYTE)}
-
-
-def _to_printable(token: bytes) -> str:
-    return "".join(_CHAR_OF_BYTE[b] for b in token)

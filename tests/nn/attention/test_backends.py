@@ -123,8 +123,8 @@ def test_rows_without_allowed_keys_are_zero_with_gradients(backend: str, options
         upstream = randn(*y.shape, seed=6)
         found = torch.autograd.grad(y, [*leaves, *([bias] if "bias" in given else [])], upstream)
         assert all(g.isfinite().all() for g in found) and (found[0][:, :, 4] == 0).all()
-        theirs = torch.autograd.grad(want, leaves, upstream[:, :, [0, 1, 2, 3, 5, 6, 7, 8]])
-        assert_close(found[:3], theirs, atol=1e-5, rtol=1e-4)
+        expected = torch.autograd.grad(want, leaves, upstream[:, :, [0, 1, 2, 3, 5, 6, 7, 8]])
+        assert_close(found[:3], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_attend_takes_torchs_boolean_mask() -> None:

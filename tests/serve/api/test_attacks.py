@@ -21,7 +21,7 @@ def control(server: Running) -> Any:
     return server.post("/v1/completions", json=CONTROL, timeout=60).json()["choices"][0]["text"]
 
 
-def test_corpus_of_attacks_harms_nobody() -> None:
+def test_attack_corpus_changes_nothing_for_others() -> None:
     target = Target("tiny", scale=0.1)
     assert len(KINDS) >= 60
     with running(make_state()) as server:

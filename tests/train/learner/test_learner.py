@@ -62,12 +62,12 @@ def test_stopwatch_counts_minibatches_as_logprobs(monkeypatch: pytest.MonkeyPatc
 def test_learner_adamw_matches_torch_adam() -> None:
     nets, other = networks(), networks()
     learner = adamw_learner(nets, clip_norm=1e9)
-    theirs = torch.optim.Adam(other["a"].parameters(), lr=0.05)
+    expected = torch.optim.Adam(other["a"].parameters(), lr=0.05)
     for seed in range(20):
         run(learner, [part(seed=seed)])
-        theirs.zero_grad()
+        expected.zero_grad()
         squared(other["a"])(part(seed=seed)).total.div(8).backward()
-        theirs.step()
+        expected.step()
     assert torch.allclose(nets["a"].weight, other["a"].weight, atol=1e-5)
 
 
@@ -182,9 +182,9 @@ def test_learner_without_gradients_matches_torch() -> None:
     update = Update(
         lambda part: None, all_adamw(nets, 0.05, "a.") | all_adamw(nets, 0.05, "b."), clip_norm=0.1
     )  # type: ignore[arg-type, return-value]
-    learner, theirs = Learner(nets, [update]), torch.optim.Adam(both, lr=0.05)
+    learner, expected = Learner(nets, [update]), torch.optim.Adam(both, lr=0.05)
     for seed, names in enumerate(["ab", "a", "a", "b", "ab", "b"]):
-        theirs.zero_grad()
+        expected.zero_grad()
         for name in names:
             learner.updates[0].accumulate(squared(nets[name])(part(seed=seed)))
             squared(other[name])(part(seed=seed)).total.div(8 * len(names)).backward()
@@ -192,8 +192,8 @@ def test_learner_without_gradients_matches_torch() -> None:
         torch.nn.utils.clip_grad_norm_(both, 0.1)
         for p in both:
             if p.grad is not None and seed:
-                theirs.state[p]["step"].fill_(seed)
-        theirs.step()
+                expected.state[p]["step"].fill_(seed)
+        expected.step()
         for name in "ab":
             torch.testing.assert_close(nets[name].weight, other[name].weight, atol=2e-5, rtol=1e-4)
 

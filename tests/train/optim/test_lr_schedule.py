@@ -40,12 +40,12 @@ def test_cosine_with_warmup_matches_torch() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / warm, total_iters=warm - 1)
     fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total - warm, eta_min=minimum)
-    theirs = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[warm])
+    expected = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[warm])
     config = ScheduleConfig(kind="cosine", warmup_steps=warm, min_lr_ratio=minimum)
     for step in range(total):
-        assert lr_scale(step, total, config) == pytest.approx(theirs.get_last_lr()[0], abs=1e-9), step
+        assert lr_scale(step, total, config) == pytest.approx(expected.get_last_lr()[0], abs=1e-9), step
         optimizer.step()
-        theirs.step()
+        expected.step()
 
 
 @given(schedules(), st.integers(1, 3000))

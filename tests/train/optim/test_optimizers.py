@@ -44,10 +44,10 @@ def test_adamw_matches_reference_and_torch(decay: float, fused: bool, size: floa
     starts = {"matrix": torch.randn(5, 3, generator=g), "gain": torch.randn(4, generator=g)}
     rates, decays = {"matrix": 0.01, "gain": 0.03}, {"matrix": decay, "gain": 0.0}
     ours, plain = ({n: p.clone() for n, p in starts.items()} for _ in range(2))
-    theirs = {n: torch.nn.Parameter(p.clone()) for n, p in starts.items()}
+    expected = {n: torch.nn.Parameter(p.clone()) for n, p in starts.items()}
     mine = AdamW(list(ours.items()), rates, betas=BETAS, eps=EPS, weight_decay=decay, fused=fused,
                  decay_scale={"matrix": 1.0, "gain": 0.0})  # fmt: skip
-    groups = [{"params": [p], "lr": rates[n], "weight_decay": decays[n]} for n, p in theirs.items()]
+    groups = [{"params": [p], "lr": rates[n], "weight_decay": decays[n]} for n, p in expected.items()]
     peer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, foreach=False)
     moments = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in starts.items()}
     for step in range(1, 21):
@@ -56,12 +56,12 @@ def test_adamw_matches_reference_and_torch(decay: float, fused: bool, size: floa
         }
         mine.step(gradients, 1.0)
         for name, gradient in gradients.items():
-            theirs[name].grad = gradient.clone()
+            expected[name].grad = gradient.clone()
             reference.adamw(plain[name], *moments[name], gradient, step, rates[name], decays[name])
         peer.step()
     for name in starts:
         torch.testing.assert_close(ours[name], plain[name], atol=2e-6, rtol=2e-6)
-        torch.testing.assert_close(ours[name], theirs[name].detach(), atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(ours[name], expected[name].detach(), atol=2e-6, rtol=2e-6)
 
 
 def test_clip_grad_norm_matches_torch() -> None:
@@ -69,12 +69,12 @@ def test_clip_grad_norm_matches_torch() -> None:
     for limit in (0.5, 1e9):
         for n, p in enumerate(params[:2]):  # the third has no gradient
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(n))
-        theirs = [torch.nn.Parameter(p.detach()) for p in params[:2]]
-        for p, q in zip(params, theirs, strict=False):
+        expected = [torch.nn.Parameter(p.detach()) for p in params[:2]]
+        for p, q in zip(params, expected, strict=False):
             q.grad = None if p.grad is None else p.grad.clone()
-        norm = torch.nn.utils.clip_grad_norm_(theirs, limit)
+        norm = torch.nn.utils.clip_grad_norm_(expected, limit)
         assert clip_grad_norm_(params, limit) == pytest.approx(float(norm), rel=1e-6)
-        for p, q in zip(params, theirs, strict=False):
+        for p, q in zip(params, expected, strict=False):
             torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=1e-5)
     assert clip_grad_norm_([], 1.0) == 0.0
 
