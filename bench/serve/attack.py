@@ -126,7 +126,7 @@ async def stream_forever(client: httpx.AsyncClient, seen: Observed, speeds: list
         if n < 2:  # refused or lost
             seen.failed_streams += 1
             await asyncio.sleep(0.5)
-        speeds.append(STREAM["max_tokens"] / (time.perf_counter() - began) if n >= 2 else 0.0)  # type: ignore[operator]
+        speeds.append(STREAM["max_tokens"] / (time.perf_counter() - began) if n >= 2 else 0.0)
 
 
 async def loop_delays(client: httpx.AsyncClient, replicas: int) -> dict[str, float]:

@@ -259,4 +259,4 @@ def test_align_code_chains_all_stages() -> None:
     recipe = load_recipe("align-code", sets=["sft.model.lora.rank=8", "distil.student.n_layers=3"])
     stages = ["pretrain", "midtrain", "sft", "preference", "rl", "distil"]
     assert [recipe.steps[b].parents["model"] for b in stages[1:]] == stages[:-1]
-    assert recipe.steps["sft"].config.model.lora.rank == 8  # type: ignore[attr-defined]
+    assert recipe.steps["sft"].config.model.lora.rank == 8

@@ -114,7 +114,7 @@ class UnreadStream:
 @async_test
 async def test_unread_output_is_returned_in_parts(n: int) -> None:
     def decoder() -> StreamDecoder:
-        return StreamDecoder(UnreadStream(n), make_tokenizer())  # type: ignore[arg-type]
+        return StreamDecoder(UnreadStream(n), make_tokenizer())
 
     parts = [delta async for _, delta in merge_streams([decoder()])]
     whole = await decoder().read_all()

@@ -149,8 +149,8 @@ def test_parameter_without_gradient_is_skipped(optimizer: str) -> None:
     alone.load_state_dict(nets.state_dict())
     given = {"weight_decay": 0.1, "clip_norm": 0.01}
     rules = {f"{n}.weight": ParamOptim(optimizer, 0.1, decay_scale=1.0) for n in "ab"}
-    learner = Learner(nets, [Update(lambda part: None, rules, **given)])  # type: ignore[arg-type, return-value]
-    without = Learner(alone, [Update(lambda part: None, {"a.weight": rules["a.weight"]}, **given)])  # type: ignore[arg-type, return-value]
+    learner = Learner(nets, [Update(lambda part: None, rules, **given)])
+    without = Learner(alone, [Update(lambda part: None, {"a.weight": rules["a.weight"]}, **given)])
 
     def step(to: Learner, names: str, seed: int) -> None:
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
@@ -181,7 +181,7 @@ def test_learner_without_gradients_matches_torch() -> None:
     both = [*other["a"].parameters(), *other["b"].parameters()]
     update = Update(
         lambda part: None, all_adamw(nets, 0.05, "a.") | all_adamw(nets, 0.05, "b."), clip_norm=0.1
-    )  # type: ignore[arg-type, return-value]
+    )
     learner, expected = Learner(nets, [update]), torch.optim.Adam(both, lr=0.05)
     for seed, names in enumerate(["ab", "a", "a", "b", "ab", "b"]):
         expected.zero_grad()
@@ -208,7 +208,7 @@ def test_gradient_on_one_replica_moves_a_parameter() -> None:
         lines = Pipe()
         groups = [ProcessGroup(0, 2, [None, lines[0]]), ProcessGroup(1, 2, [lines[1], None])]
         worlds = groups if replicas == 2 else [ProcessGroup()]
-        update = Update(lambda part: None, rules, weight_decay=0.5)  # type: ignore[arg-type, return-value]
+        update = Update(lambda part: None, rules, weight_decay=0.5)
         before = {n: w.clone() for n, w in shared.weights.items()}
 
         def train(world: ProcessGroup, shared=shared, update=update) -> None:
