@@ -168,8 +168,9 @@ def test_chat_page_fits_a_phone(visit: Any, fake: Fake, scheme: str) -> None:
     page.click("#settings .close")
     # The on-screen keyboard covers half of the window; the input stays visible.
     page.set_viewport_size({"width": 360, "height": 380})
-    box = page.locator("#message").bounding_box()
-    assert box["y"] >= 0 and box["y"] + box["height"] <= 380
+    # The page hears of the new height in an event, so the input may take a frame to arrive.
+    visible = "() => { const box = document.querySelector('#message').getBoundingClientRect();"
+    page.wait_for_function(visible + " return innerHeight === 380 && box.top >= 0 && box.bottom <= 380 }")
     page.set_viewport_size({"width": 360, "height": 740})
     page.locator(".modes span", has_text="Complete").click()
     page.fill("#text", "y" * 500)
