@@ -59,7 +59,7 @@ def _child(
     try:
         import torch
 
-        from whorl.machine.device_probe import keep_freed_memory
+        from whorl.machine.malloc import keep_freed_memory
 
         torch.set_num_threads(threads)
         if keep_memory:

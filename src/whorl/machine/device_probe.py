@@ -16,7 +16,6 @@ A measurement under contention expires after ten minutes: two threads that share
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -151,27 +150,6 @@ def usable_cores() -> int:
         if limit.isdigit() and period.isdigit():
             cores = min(cores, max(1, math.ceil(int(limit) / int(period))))
     return cores
-
-
-def keep_freed_memory() -> None:
-    """Configure glibc's allocator to reuse freed memory; no effect elsewhere.
-
-    By default it returns large blocks to the kernel, and every new page costs a fault. A training step allocates the
-    same few hundred tensors each time; a quickstart step lost 4 of 52 ms to that.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.system() == "Linux" else None
-    if mallopt is None:
-        return
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
-    mallopt(mmap_threshold, 1 << 30)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 1 << 26)
-
-
-def trim_freed_memory() -> None:
-    """Return freed memory to the system, between jobs; the counterpart of `keep_freed_memory`."""
-    if platform.system() == "Linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
 
 
 def ram_bytes() -> int:

@@ -27,7 +27,8 @@ import torch
 import torch.multiprocessing  # registers how shared tensors are pickled
 
 from whorl.errors import WhorlError
-from whorl.machine.device_probe import keep_freed_memory, usable_cores
+from whorl.machine.device_probe import usable_cores
+from whorl.machine.malloc import keep_freed_memory
 from whorl.machine.process import Channel, Child, describe_exit
 
 SHUTDOWN_TIMEOUT = 15.0  # a replica notices the end at its next barrier

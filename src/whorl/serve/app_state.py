@@ -26,7 +26,7 @@ from whorl.engine.request import Grammar, Request
 from whorl.errors import ConfigError, shorten
 from whorl.http.hosts import is_loopback
 from whorl.http.loop_watchdog import LoopWatchdog
-from whorl.machine.device_probe import trim_freed_memory
+from whorl.machine.malloc import trim_freed_memory
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyLimits, KeyStore

@@ -45,3 +45,4 @@ def test_context_is_checked_for_the_whole_prompt(complete: Any, letter: str) -> 
     with pytest.raises(openai.BadRequestError) as refused:
         complete(prompt=letter * 400_000)
     assert refused.value.code == "context_length_exceeded"
+    assert "or more" in refused.value.message  # found without tokenizing it

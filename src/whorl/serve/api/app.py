@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
+LARGE_WORK_THREADS = (
+    2  # parsing and encoding of large requests; more would compete for the interpreter's lock
+)
 PAGE_FILES = frozenset(path.name for path in PAGES_FOLDER.iterdir() if path.suffix in MEDIA_TYPES)
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
@@ -121,6 +125,7 @@ def create_app(state: AppState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.worker.start()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(LARGE_WORK_THREADS))
         await asyncio.to_thread(app.openapi)  # kept; a request for it would hold the event loop
         work = (state.end_revoked_streams(), state.watchdog.run(), state.trim_memory())
         tasks = [asyncio.create_task(one) for one in work]

@@ -323,6 +323,7 @@ def _prompt_list(
 
 def _prompt(given: str | list[int], served: ServedModel, heal: bool) -> ParsedPrompt:
     if isinstance(given, str):
+        _check_text_length(given, served)
         if heal:
             healed = served.encode_healed(given)
             return ParsedPrompt(healed.ids, given.encode(), healed.n_tokens, healed.forced_prefix)
@@ -331,6 +332,18 @@ def _prompt(given: str | list[int], served: ServedModel, heal: bool) -> ParsedPr
     check_ids(given, served.vocab_size, "prompt")
     decodable = (i for i in given if i < served.tokenizer.vocab_size)
     return ParsedPrompt(given, served.tokenizer.decode(decodable), len(given))
+
+
+def _check_text_length(text: str, served: ServedModel) -> None:
+    """Raise ApiError, before the text is tokenized, if it cannot fit in the context even in the longest tokens."""
+    least = len(text.encode("utf-8", "surrogatepass")) // served.longest_token if served.longest_token else 0
+    if least > served.max_model_len:
+        raise ApiError(
+            400,
+            f"This model's context is {served.max_model_len:,} tokens; the request has {least:,} or more in prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 def _max_new_tokens(

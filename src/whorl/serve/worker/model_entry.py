@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class ServedModel:
     adapter: str | None = None
     embed: Callable[[Sequence[int]], list[float]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token; 0 if unknown, as with a tokenizer that normalizes its text."""
+        return 0 if isinstance(self.tokenizer, HFTokenizer) else max(map(len, self.tokenizer.token_bytes))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the beginning-of-sequence token of the training format."""

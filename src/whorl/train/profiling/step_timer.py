@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from whorl.machine.device_probe import trim_freed_memory
+from whorl.machine.malloc import trim_freed_memory
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.tracking.seeds import generator
 from whorl.train.determinism import deterministic
