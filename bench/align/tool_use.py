@@ -6,9 +6,10 @@
 `calculator`: products of two-digit numbers. In half of the texts the model calls the tool, in half it answers alone. Then
 GRPO trains in the environment. Without the tool it sees as many direct answers, then GRPO trains on the verifier.
 
-`repair`: a program returns two wrong constants of two digits, and the right ones are known only to its tests. The first
-attempt is random. Each failing test prints one right constant, so a repair needs three attempts. In half of the texts an
-attempt ignores the output. Without turns GRPO trains on one attempt.
+`repair`: a program returns two wrong constants, and the right ones are known only to its tests. The first attempt is
+random. Each failing test prints one right constant, so a repair needs three attempts. In half of the texts an attempt
+ignores the output. Without turns GRPO trains on one attempt. The decoder first learns to copy digits and programs, as
+any pretrained model can; without that some seeds do not learn to read the output.
 
 The decoder starts from random weights. Both arms have equal weights, texts, steps and sizes. Results per seed: greedy
 accuracy on held-out tasks after SFT and after GRPO, and the largest log-probability difference of engine and trainer.
@@ -37,6 +38,7 @@ SIZES = {
     "calculator": sized((2_000, 3.0, 40), (16, 1.0, 1)),
     "repair": sized((1_200, 3.0, 16), (16, 1.0, 1)),
 }
+COPIES = {"calculator": 0, "repair": sized(4_000, 16)}  # texts of the copying stage
 GROUPS, GROUP_SIZE = sized((8, 8), (2, 2))
 ARMS = ("without", "with")
 MARKERS = ["<|im_start|>", "<|im_end|>"]
@@ -74,15 +76,36 @@ def calculator_data(seed: int, n_texts: int) -> tuple[dict[str, list[Any]], list
     return conversations, tasks, [source.task(p, chat=True) for p in source.distinct(HELD_OUT)]
 
 
+def program_text(name: str, values: list[int]) -> str:
+    return f"def {name}(a): return {values}[a]"
+
+
+def is_held_out(values: list[int]) -> bool:
+    """Return whether a pair of right constants is held out: one in ten."""
+    from whorl.tracking.seeds import derive
+
+    return derive(0, *values) % 10 == 0
+
+
+def copying(seed: int, n_texts: int) -> list[Any]:
+    """Return conversations in which the reply repeats the request: 2 to 20 digits, or a program of `repair`."""
+    from whorl.tracking.seeds import numpy_rng
+
+    rng, conversations = numpy_rng(seed, "copies"), []
+    for n in range(n_texts):
+        digits = [int(digit) for digit in rng.integers(10, size=int(rng.integers(2, 21)))]
+        is_program = n % 2 and not is_held_out(digits[:2])
+        text = program_text(chr(97 + n % 26), digits[:2]) if is_program else "".join(map(str, digits))
+        conversations.append([{"role": role, "content": text} for role in ("user", "assistant")])
+    return conversations
+
+
 def repair_data(seed: int, n_texts: int) -> tuple[dict[str, list[Any]], list[Any], list[Any]]:
     """Return (conversations of each arm, training tasks, held-out tasks); one pair of constants in ten is held out."""
     from whorl.evals.verify.task import VerifiableTask
-    from whorl.tracking.seeds import derive, numpy_rng
+    from whorl.tracking.seeds import numpy_rng
 
     rng = numpy_rng(seed, "programs")
-
-    def program(name: str, values: list[int]) -> str:
-        return f"def {name}(a): return {values}[a]"
 
     def guess(*wrong: int) -> int:
         return int(rng.choice([c for c in range(10) if c not in wrong]))
@@ -97,16 +120,16 @@ def repair_data(seed: int, n_texts: int) -> tuple[dict[str, list[Any]], list[Any
             for n, c in enumerate(right)
         ]
         task = VerifiableTask(
-            f"repair-{name}-{broken}-{right}", messages=({"role": "user", "content": program(name, broken)},),
+            f"repair-{name}-{broken}-{right}", messages=({"role": "user", "content": program_text(name, broken)},),
             verifier="unittest", answer="\n".join(tests),
         )  # fmt: skip
-        if derive(0, *right) % 10 == 0:
+        if is_held_out(right):
             held_out.append(task)
             continue
         tasks.append(task)
         tried, turns = [guess(value) for value in broken], list(task.messages)
         for attempt in range(3):
-            turns.append({"role": "assistant", "content": program(name, tried)})
+            turns.append({"role": "assistant", "content": program_text(name, tried)})
             wrong = next((n for n in range(2) if tried[n] != right[n]), None)
             if wrong is None or attempt == 2:
                 break
@@ -150,6 +173,7 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
     data = calculator_data if environment == "calculator" else repair_data
     n_texts, epochs, steps = SIZES[environment]
     conversations, tasks, held_out = data(seed, n_texts)
+    copies = [example_tokenizer.conversation(messages) for messages in copying(seed, COPIES[environment])]
     reply, length = LIMITS[environment]
     result: dict[str, Any] = {"seed": seed}
     for arm in ARMS:
@@ -170,6 +194,9 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
 
         began = time.perf_counter()
         sft = SFTConfig(lr_scale=0.7, data={"epochs": epochs, "seq_len": length, "batch_size": 8}, seed=seed)
+        if copies:
+            once = sft.model_copy(update={"data": sft.data.model_copy(update={"epochs": 1.0})})
+            fine_tune(network, copies, once, pad_id=tokenizer.pad_id)
         texts = [example_tokenizer.conversation(messages) for messages in conversations[arm]]
         fine_tune(network, texts, sft, pad_id=tokenizer.pad_id)
         result[arm] = {"sft": accuracy(), "sft_seconds": time.perf_counter() - began}
