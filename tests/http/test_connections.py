@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import psutil
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -17,15 +18,20 @@ from starlette.routing import Route
 from whorl.http.connections import bounded_protocol
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LARGE = REQUEST.replace(b"/ ", b"/large ", 1)
 HEADER_SECONDS = 0.5
+STALL_SECONDS = 0.3
 
 
 @pytest.fixture
 def address() -> Iterator[tuple[str, int]]:
     """A server with at most 20 connections."""
-    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("ok"))])
+    large = PlainTextResponse("x" * (16 << 20))  # more than the kernel's buffers take
+    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("ok")), Route("/large", lambda _: large)])
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=bounded_protocol(20, HEADER_SECONDS), log_level="error", backlog=16)
+    config = uvicorn.Config(
+        app, http=bounded_protocol(20, HEADER_SECONDS, STALL_SECONDS), log_level="error", backlog=16
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -72,3 +78,24 @@ def test_idle_connections_cannot_shut_out_others(address: tuple[str, int]) -> No
         assert all(is_closed(connection, HEADER_SECONDS / 2) for connection in idle[:40]), (
             "the oldest are closed"
         )
+
+
+def n_connections(port: int) -> int:
+    """The server's ends of open connections."""
+    mine = psutil.Process().net_connections("tcp")
+    return sum(one.laddr.port == port and one.status in ("ESTABLISHED", "CLOSE_WAIT") for one in mine)
+
+
+def test_clients_that_never_read_are_dropped(address: tuple[str, int]) -> None:
+    with ExitStack() as stack:
+        stalled, slow = (stack.enter_context(socket.create_connection(address)) for _ in range(2))
+        for connection in (stalled, slow):
+            connection.sendall(LARGE)
+        n, deadline = 0, time.monotonic() + 3 * STALL_SECONDS
+        while time.monotonic() < deadline:  # takes some bytes in each period
+            n += len(slow.recv(1 << 20))
+            time.sleep(STALL_SECONDS / 5)
+        assert n_connections(address[1]) == 1, "only the one that reads is left"
+        while n < 16 << 20 and (part := slow.recv(1 << 20)):
+            n += len(part)
+        assert n > 16 << 20

@@ -207,7 +207,7 @@ async def test_drain_finishes_running_and_sends_no_new_requests() -> None:
         await w.client.post("/v1/router/resume", json={"replica": name})
         assert len(w.router.pool.available()) == 2
         assert (await w.client.post("/v1/router/drain", json={"replica": "r7"})).status_code == 404
-        for invalid in (b"[]", b"\xff"):
+        for invalid in (b"[]", b"\xff", b"[" * 100_000):
             answer = await w.client.post("/v1/router/drain", content=invalid, headers=JSON)
             assert answer.status_code == 400
 
@@ -237,6 +237,42 @@ async def test_web_pages_cannot_reach_a_local_router() -> None:
         assert await drain(**JSON) == 200
 
 
+@async_test
+async def test_rebound_name_of_a_page_is_no_admin() -> None:
+    """A router that requires keys accepts any Host, and a page's own name may point to this machine."""
+    async with world(1, is_api_key=lambda key: False) as w:
+        rebound = {"host": "evil.example", "origin": "http://evil.example"}
+        answer = await w.client.post("/v1/router/drain", json={"replica": "r0"}, headers=rebound)
+        assert status_and_code(answer) == (401, "admin_key_needed")
+        assert not w.router.pool.describe()[0]["draining"]
+
+
+@async_test
+async def test_path_cannot_name_another_host() -> None:
+    """A path that decodes to "/..." but begins with "%2F@" would turn the replica's address into user information."""
+    other = FakeReplica("secret/")
+    async with running(other) as url, world(1) as w:
+        port = w.client.base_url.port
+        for path in (f"%2F@{url.removeprefix('http://')}/internal", "%2Fx", "%2f.evil.example"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert b" 400 " in head and b"invalid_path" in body, path
+        assert other.prompts == w.fakes[0].prompts == []
+
+
+@async_test
+async def test_body_without_a_valid_key_is_not_read() -> None:
+    async with world(1, is_api_key=lambda key: key == "wk-1") as w:
+        for given in ({}, {"authorization": "Bearer wk-2"}, {"authorization": "Basic wk-1"}):
+            answer = await w.client.post("/v1/completions", content=b"x" * (1 << 20), headers=given)
+            assert answer.status_code == 200, "the replica decides"
+        assert w.fakes[0].prompts == [""] * 3 and w.fakes[0].headers[1]["authorization"] == "Bearer wk-2"
+        await w.client.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": "bearer wk-1"})
+        assert w.fakes[0].prompts[-1] == "a"
+
+
 def test_deeply_nested_prompt_raises_nothing() -> None:
     for depth in (100, 900, 100_000):
         request_block_hashes("/v1/completions", b'{"prompt":' + b"[" * depth + b"]" * depth + b"}")
@@ -244,7 +280,7 @@ def test_deeply_nested_prompt_raises_nothing() -> None:
 
 @async_test
 async def test_half_sent_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whorl.router.router.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("whorl.router.proxy.BODY_SECONDS", 0.2)
 
     async def slow() -> AsyncIterator[bytes]:
         yield b"{"
@@ -252,7 +288,9 @@ async def test_half_sent_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None
         yield b"}"
 
     async with world(1) as w:
-        assert status_and_code(await w.client.post("/v1/completions", content=slow())) == (408, "timeout")
+        for path in ("/v1/completions", "/v1/router/drain"):
+            answer = await w.client.post(path, content=slow(), headers=JSON)
+            assert status_and_code(answer) == (408, "timeout"), path
 
 
 @async_test
@@ -320,10 +358,11 @@ async def test_admin_endpoints_require_key_or_local_caller() -> None:
 
 @async_test
 async def test_body_over_limit_returns_413(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whorl.router.router.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("whorl.router.proxy.MAX_BODY_BYTES", 1 << 20)
     async with world(1) as w:
-        answer = await w.client.post("/v1/completions", content=b"x" * (1 << 21))
-        assert status_and_code(answer) == (413, "request_too_large") and w.fakes[0].prompts == []
+        for path in ("/v1/completions", "/v1/router/drain"):
+            answer = await w.client.post(path, content=b"x" * (1 << 21), headers=JSON)
+            assert status_and_code(answer) == (413, "request_too_large") and w.fakes[0].prompts == [], path
 
 
 @async_test

@@ -1,6 +1,7 @@
-"""Bounds on open connections: clients that never send a whole request, and the limit of file descriptors.
+"""Bounds on open connections: clients that never send a whole request or never read, and the limit of file descriptors.
 
     a connection without a whole header after `header_seconds`     closed
+    a client that takes no byte of an answer for `stall_seconds`   dropped; closing would wait for it
     more connections than `max_connections`                        the one that has waited longest is closed
 
 So a client that opens connections and sends nothing cannot use up the descriptors: it closes its own oldest ones. Bodies
@@ -18,6 +19,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 15.0
+STALL_SECONDS = 60.0
 RESERVED_DESCRIPTORS = 64  # for files, pipes and connections to replicas
 MAX_BACKLOG = 2048
 READ_BYTES = 1 << 12  # at once; asyncio's own limit is 256 KiB
@@ -34,16 +36,21 @@ def uvicorn_limits() -> dict[str, Any]:
     return {"http": bounded_protocol(limit), "backlog": backlog}
 
 
-def bounded_protocol(max_connections: int, header_seconds: float = HEADER_SECONDS) -> type[H11Protocol]:
+def bounded_protocol(
+    max_connections: int, header_seconds: float = HEADER_SECONDS, stall_seconds: float = STALL_SECONDS
+) -> type[H11Protocol]:
     """Return a protocol class whose connections share these bounds."""
     # Connections without a request in progress, longest waiting first. None: kept alive, closed by uvicorn's own timer.
     waiting: dict[H11Protocol, asyncio.TimerHandle | None] = {}
     closing: set[H11Protocol] = set()  # closed here; the event loop ends them in its next turn
 
     class BoundedProtocol(H11Protocol):
+        stall_timer: asyncio.TimerHandle | None = None  # runs while bytes wait to be sent
+
         def connection_made(self, transport: Any) -> None:
             with suppress(AttributeError):  # another event loop than asyncio's
                 transport.max_size = READ_BYTES
+            transport.set_write_buffer_limits(0)  # `pause_writing` is called for every byte that waits
             super().connection_made(transport)
             self._limit_header_time()
             if len(self.connections) - len(closing) > max_connections:
@@ -56,6 +63,7 @@ def bounded_protocol(max_connections: int, header_seconds: float = HEADER_SECOND
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            self._stop_stall_timer()
             closing.discard(self)
             super().connection_lost(exc)
 
@@ -70,6 +78,29 @@ def bounded_protocol(max_connections: int, header_seconds: float = HEADER_SECOND
             super().on_response_complete()
             if self.cycle.response_complete and not self.transport.is_closing():  # no next request has begun
                 waiting.setdefault(self, None)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._start_stall_timer()
+
+        def resume_writing(self) -> None:
+            self._stop_stall_timer()
+            super().resume_writing()
+
+        def _start_stall_timer(self) -> None:
+            unsent = self.transport.get_write_buffer_size()
+            self.stall_timer = self.loop.call_later(stall_seconds, self._drop_if_stalled, unsent)
+
+        def _stop_stall_timer(self) -> None:
+            if self.stall_timer is not None:
+                self.stall_timer.cancel()
+                self.stall_timer = None
+
+        def _drop_if_stalled(self, unsent: int) -> None:
+            if self.transport.get_write_buffer_size() >= unsent:
+                self.transport.abort()
+            else:
+                self._start_stall_timer()
 
         def _limit_header_time(self) -> None:
             waiting.pop(self, None)

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2 as httpx
+from starlette.requests import Request
+from starlette.types import Scope
 
 from whorl.router.metrics import RouterMetrics, Timings
 from whorl.router.prefix_index import BlockHashes
@@ -37,6 +39,8 @@ Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
 Headers = list[tuple[bytes, bytes]]
 
+MAX_BODY_BYTES = 32 << 20
+BODY_SECONDS = 30.0  # within which a request body must arrive
 MAX_BUFFERED_BYTES = 8 << 20
 MAX_ATTEMPTS = 2
 # Headers of one connection (RFC 9110, section 7.6.1), and headers that the router sets.
@@ -44,6 +48,14 @@ HOP_BY_HOP_HEADERS = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding",
     b"upgrade", b"host", b"content-length", b"accept-encoding", b"date", b"server",
 }  # fmt: skip
+
+
+class RefusedError(Exception):
+    """The reason to refuse a request."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
 
 
 @dataclass
@@ -302,3 +314,46 @@ async def _wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body.
+
+    Raises:
+        RefusedError: it is too long, or took too long. ClientDisconnect.
+    """
+    parts, size = list[bytes](), 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    text = f"the request body is longer than {MAX_BODY_BYTES >> 20} MiB"
+                    raise RefusedError(413, "request_too_large", text)
+                parts.append(part)
+    except TimeoutError:
+        text = f"the request body did not arrive within {BODY_SECONDS:g} seconds"
+        raise RefusedError(408, "timeout", text) from None
+    return b"".join(parts)
+
+
+def target_of(scope: Scope) -> str:
+    """Return the path as the client wrote it.
+
+    Raises:
+        RefusedError: it does not begin with "/". After the replica's address, "%2F@host/" would name another host.
+    """
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    if not raw.startswith(b"/"):
+        raise RefusedError(400, "invalid_path", "the path must begin with '/'")
+    return raw.decode("latin-1")
+
+
+def forwarded_headers(scope: Scope) -> Headers:
+    """Return the client's headers, and its address."""
+    client = scope.get("client")
+    own = [(b"x-forwarded-for", client[0].encode())] if client else []
+    earlier = [v for k, v in scope["headers"] if k == b"x-forwarded-for"]
+    if earlier and own:
+        own = [(b"x-forwarded-for", b", ".join([*earlier, own[0][1]]))]
+    return [(k, v) for k, v in scope["headers"] if k != b"x-forwarded-for"] + own

@@ -11,9 +11,11 @@ It forwards the replicas' API unchanged, so clients work with and without it. It
     POST /v1/router/drain        {"replica": "r1"}: send no new requests there; running ones finish
     POST /v1/router/resume       revert a drain
 
-The endpoints under /v1/router accept callers on the same machine that did not come through a proxy, or the admin key. Only
-the hash of the key is stored. A web page must not reach them through a browser. A POST needs a JSON content type and
-no foreign Origin, and a router that listens on this machine only accepts only local names as Host (DNS rebinding).
+The endpoints under /v1/router accept the admin key, or callers on the same machine that use a local name as Host and did not
+come through a proxy. Only the hash of the key is stored. A web page must not reach them through a browser. A POST needs a
+JSON content type and no foreign Origin, and a foreign Host is refused (DNS rebinding), everywhere if there are no keys.
+
+A request whose API key is not valid is forwarded without its body, and the replica rejects it.
 
 Parts: `prefix_index.py` (cached prefixes), `routing_policy.py` (choice of a replica), `breaker.py` (failures and retries),
 `replica_pool.py` (health), `proxy.py` (one request), `replica_processes.py` (processes).
@@ -38,6 +40,7 @@ import httpx2 as httpx
 import orjson
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
@@ -51,17 +54,27 @@ from whorl.router.autoscaling_advice import AutoscalingConfig, advise
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO, RouterMetrics
 from whorl.router.prefix_index import BlockHashes, block_hashes, prompt_and_seed
-from whorl.router.proxy import Proxy, ProxyRequest, ProxyResponse, error_body
+from whorl.router.proxy import (
+    Proxy,
+    ProxyRequest,
+    ProxyResponse,
+    RefusedError,
+    error_body,
+    forwarded_headers,
+    read_body,
+    target_of,
+)
 from whorl.router.replica_pool import HEALTH_CHECK_SECONDS, ReplicaPool
 from whorl.router.routing_policy import RoutingPolicy
 
 LOG = logging.getLogger("whorl.router")
-MAX_BODY_BYTES = 32 << 20
 LARGE_BODY_BYTES = 1 << 13  # larger bodies are parsed outside of the event loop
-BODY_SECONDS = 30.0  # within which a request body must arrive
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 FOREIGN_HOST = (
     "this router listens on this machine only and accepts only the hosts 127.0.0.1, localhost and [::1]"
+)
+ADMIN_NEEDED = (
+    "requires the admin key, or a caller on the same machine with 127.0.0.1, localhost or [::1] as Host"
 )
 # No limit on connections: requests wait in the queue of their replica, not in a connection pool.
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=4.0)
@@ -80,19 +93,19 @@ class ReplicaRouter:
         read_timeout: float = 300.0,
         health_check_interval: float = HEALTH_CHECK_SECONDS,
         outer_context: AbstractAsyncContextManager[Any] | None = None,
-        keys_required: bool = False,
+        is_api_key: Callable[[str], bool] | None = None,
     ) -> None:
         """Store the settings.
 
         Args:
             outer_context: entered before the first health check and left after the last response (`replica_processes.py`).
-            keys_required: the replicas require API keys, so any Host is accepted.
+            is_api_key: whether the replicas accept an API key. With it, any Host is accepted.
         """
         self.pool, self.metrics = pool, RouterMetrics(slo)
         self.autoscaling, self.admin_key_sha256 = autoscaling or AutoscalingConfig(), admin_key_sha256
         self.draining = False
-        self.keys_required = keys_required
-        self.local_only = False  # accept only local names as Host; set by `serve_router`
+        self._is_api_key = is_api_key
+        self.local_only = False  # without keys: accept only local names as Host; set by `serve_router`
         self._read_timeout, self._health_check_interval, self.outer_context = (
             read_timeout,
             health_check_interval,
@@ -112,6 +125,11 @@ class ReplicaRouter:
                 Mount("/", self._forward),
             ],
         )
+
+    @property
+    def requires_keys(self) -> bool:
+        """Whether the replicas require API keys."""
+        return self._is_api_key is not None
 
     @property
     def in_flight(self) -> int:
@@ -158,17 +176,12 @@ class ReplicaRouter:
             await reply.send_error(503, "draining", "the router is draining; use another", retry_after=1)
             return
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await _read_body(Request(scope, receive))
+            target = target_of(scope)
+            body = await read_body(Request(scope, receive)) if self._may_send_body(scope) else b""
         except ClientDisconnect:
             return
-        except TimeoutError:
-            text = f"the request body did not arrive within {BODY_SECONDS:g} seconds"
-            await reply.send_error(408, "timeout", text)
-            return
-        if body is None:
-            text = f"the request body is longer than {MAX_BODY_BYTES >> 20} MiB"
-            await reply.send_error(413, "request_too_large", text)
+        except RefusedError as error:
+            await reply.send_error(error.status, error.code, error.message)
             return
         assert self._proxy is not None
         query = scope.get("query_string", b"")
@@ -178,8 +191,8 @@ class ReplicaRouter:
             hashes = request_block_hashes(scope["path"], body)
         proxied = ProxyRequest(
             method=scope["method"],
-            target=_target(scope) + (f"?{query.decode('latin-1')}" if query else ""),
-            headers=_forwarded_headers(scope),
+            target=target + (f"?{query.decode('latin-1')}" if query else ""),
+            headers=forwarded_headers(scope),
             body=body,
             hashes=hashes,
         )
@@ -212,8 +225,12 @@ class ReplicaRouter:
 
     async def _set_draining(self, request: Request, on: bool) -> Response:
         try:
-            name = (await request.json())["replica"]
+            name = orjson.loads(await read_body(request))["replica"]
             self.pool.drain(str(name), on)
+        except ClientDisconnect:
+            return Response(status_code=400)  # to nobody
+        except RefusedError as error:
+            return _error_response(error.status, error.code, error.message)
         except ConfigError as error:
             return _error_response(404, "unknown_replica", str(error))
         except (ValueError, KeyError, TypeError):
@@ -230,16 +247,18 @@ class ReplicaRouter:
                 return _error_response(403, "cross_site_request", problem)
             if self._is_admin(request):
                 return await answer(request)
-            return _error_response(
-                401, "admin_key_needed", "requires the admin key or a caller on the same machine"
-            )
+            return _error_response(401, "admin_key_needed", ADMIN_NEEDED)
 
         return checked
 
     def _is_local_name(self, scope: Scope) -> bool:
         """Return whether the Host header is acceptable: any, or a local name if the router is local."""
-        host = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"host"), "")
-        return not self.local_only or is_local_name(host)
+        return not self.local_only or is_local_name(Headers(scope=scope).get("host", ""))
+
+    def _may_send_body(self, scope: Scope) -> bool:
+        """Return whether the request has a valid API key, or needs none."""
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        return self._is_api_key is None or (kind.lower() == "bearer" and self._is_api_key(key.strip()))
 
     def _is_admin(self, request: Request) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -247,6 +266,8 @@ class ReplicaRouter:
             digest = hashlib.sha256(given.encode()).hexdigest()
             return hmac.compare_digest(digest, self.admin_key_sha256)
         if any(name in request.headers for name in ("x-forwarded-for", "forwarded")):
+            return False
+        if not is_local_name(request.headers.get("host", "")):  # the name of a web page, by DNS rebinding
             return False
         with suppress(ValueError):
             return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
@@ -315,7 +336,7 @@ def serve_router(
     Raises:
         ConfigError: the startup failed, because a replica does not become healthy.
     """
-    router.local_only = is_loopback(host) and not router.keys_required
+    router.local_only = is_loopback(host) and not router.requires_keys
     router.pool.keys_required = not is_loopback(host) and not no_auth
     config = uvicorn.Config(
         router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2, **uvicorn_limits()
@@ -340,31 +361,6 @@ def request_block_hashes(path: str, body: bytes) -> BlockHashes:
         return block_hashes(*prompt_and_seed(parsed)) if isinstance(parsed, dict) else ()
     except (orjson.JSONDecodeError, RecursionError):
         return ()
-
-
-async def _read_body(request: Request) -> bytes | None:
-    """Return the body, or None if it is too long."""
-    parts, size = list[bytes](), 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            return None
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _target(scope: Scope) -> str:
-    raw: bytes = scope.get("raw_path") or scope["path"].encode()
-    return raw.decode("latin-1")
-
-
-def _forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    client = scope.get("client")
-    own = [(b"x-forwarded-for", client[0].encode())] if client else []
-    earlier = [v for k, v in scope["headers"] if k == b"x-forwarded-for"]
-    if earlier and own:
-        own = [(b"x-forwarded-for", b", ".join([*earlier, own[0][1]]))]
-    return [(k, v) for k, v in scope["headers"] if k != b"x-forwarded-for"] + own
 
 
 def _error_response(status: int, code: str, message: str) -> Response:
