@@ -4,15 +4,17 @@
 
 An attack is bytes on a connection, because most of them are not valid HTTP, or behave badly after it. `_traffic.py` sends
 them. Each must be answered with a status below 500, or 503 with Retry-After, or closed; and it must not harm other clients.
+An answer to a client without a valid key must contain nothing that keys protect.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 import gzip
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 from urllib.parse import quote
@@ -21,15 +23,21 @@ Reading = Literal["all", "little", "nothing"]
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EMBEDDINGS, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
 PATHS = (TEXT, CHAT, RESPONSES, EMBEDDINGS, TOKENIZE, DETOKENIZE)
+DRAIN, RESUME, REPLICAS = "/v1/router/drain", "/v1/router/resume", "/v1/router/replicas"  # of a router
+POSTS = (*PATHS, DRAIN, RESUME)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The attacked model. scale: of the largest bodies; 1 is 4 MB. key: a valid API key, or ""."""
+    """The attacked model.
+
+    scale: of the largest bodies; 1 is 4 MB. key: sent as API key. valid_key: what the server accepts; "" if it needs none.
+    """
 
     model: str
     scale: float = 1.0
     key: str = ""
+    valid_key: str = ""
 
     def n(self, full: int) -> int:
         return max(2, int(full * self.scale))
@@ -40,12 +48,15 @@ class Attack:
     """Bytes to write, and what the client does then.
 
     parts: written in order, with `pause` seconds between. reading: of the answer. hold: seconds before the client leaves.
+    copies: connections that do the same at once. denied: no valid key is sent, so the answer must contain no output.
     """
 
     parts: tuple[bytes, ...]
     reading: Reading = "all"
     pause: float = 0.0
     hold: float = 0.0
+    copies: int = 1
+    denied: bool = False
 
 
 Kind = Callable[[Random, Target], "Attack | bytes"]
@@ -60,7 +71,21 @@ def kind(function: Kind) -> Kind:
 def attack(name: str, seed: int, target: Target) -> Attack:
     """Return the attack of a kind and a seed."""
     made = KINDS[name](Random(f"{name} {seed}"), target)
-    return Attack((made,)) if isinstance(made, bytes) else made
+    made = Attack((made,)) if isinstance(made, bytes) else made
+    return replace(made, denied=made.denied or target.key != target.valid_key)
+
+
+def one_of_each(seed: int, targets: Sequence[Target]) -> Iterator[tuple[str, int, Attack]]:
+    """Yield (kind, seed, attack) for every kind, each with one of the targets, which may differ in their keys."""
+    for name in KINDS:
+        yield name, seed, attack(name, seed, Random(f"target {name} {seed}").choice(targets))
+
+
+def targets_with_keys(target: Target, valid_key: str) -> tuple[Target, ...]:
+    """Return targets without a key, with a wrong one, and with `valid_key`."""
+    return tuple(
+        replace(target, key=key, valid_key=valid_key) for key in ("", "wk-aaaaaaaa-b", valid_key, valid_key)
+    )
 
 
 def request(
@@ -108,7 +133,7 @@ def valid(r: Random, target: Target, path: str) -> dict[str, Any]:
         EMBEDDINGS: {"model": target.model, "input": "a"},
         TOKENIZE: {"prompt": "a"},
         DETOKENIZE: {"tokens": [1, 2]},
-    }[path]
+    }.get(path, {"replica": "nobody"})
 
 
 def streaming(target: Target, **fields: Any) -> bytes:
@@ -141,7 +166,7 @@ def bad_request_line(r: Random, t: Target) -> Attack:
 @kind
 def odd_methods(r: Random, t: Target) -> bytes:
     method = r.choice(["BREW", "HEAD", "OPTIONS", "TRACE", "CONNECT", "PUT", "DELETE", "PATCH", "X" * 3000])
-    return request(r.choice(["/", *PATHS]), method=method, key=t.key)
+    return request(r.choice(["/", REPLICAS, *POSTS]), method=method, key=t.key)
 
 
 @kind
@@ -193,6 +218,14 @@ def absolute_targets(r: Random, t: Target) -> bytes:
 
 
 @kind
+def paths_of_other_hosts(r: Random, t: Target) -> bytes:
+    """Appended to a replica's address, these would name another host."""
+    return get(
+        r.choice(["%2F@127.0.0.1:9/", "%2f.evil.com/", "%2F", "%2f%2f127.0.0.1:9/", "%2Fv1/models"]), t
+    )
+
+
+@kind
 def many_headers(r: Random, t: Target) -> bytes:
     return request(
         "/health", method="GET", headers={f"x-{i}": "a" * 10 for i in range(r.choice([90, 500, 5000]))}
@@ -234,7 +267,8 @@ def foreign_hosts(r: Random, t: Target) -> bytes:
             None,
         ]
     )
-    return request(r.choice(["/health", "/v1/models", "/"]), method="GET", headers={"host": host}, key=t.key)
+    path = r.choice(["/health", "/v1/models", "/", REPLICAS, "/v1/router/advice"])
+    return request(path, method="GET", headers={"host": host}, key=t.key)
 
 
 @kind
@@ -247,7 +281,15 @@ def foreign_origins(r: Random, t: Target) -> bytes:
     headers = {
         "origin": r.choice(["http://evil.com", "null", "http://localhost.evil.com", "http://[", "x" * 5000])
     }
-    return post(r.choice([TEXT, "/v1/router/drain"]), valid(r, t, TEXT), t, headers)
+    return post(r.choice([TEXT, DRAIN]), {"replica": "r0"}, t, headers)
+
+
+@kind
+def rebound_pages(r: Random, t: Target) -> Attack:
+    """A web page whose own name points to this machine."""
+    headers = {"host": "evil.com", "origin": "http://evil.com"}
+    body = {"replica": r.choice(["r0", "r1"])}
+    return Attack((r.choice([post(DRAIN, body, t, headers), get(REPLICAS, t, **headers)]),), denied=True)
 
 
 @kind
@@ -256,7 +298,7 @@ def csrf_forms(r: Random, t: Target) -> bytes:
     body = r.choice(
         [b"model=a&prompt=b", json.dumps(valid(r, t, TEXT)).encode(), b'--a\r\n\r\n{"a":1}\r\n--a--']
     )
-    return post(r.choice([*PATHS, "/v1/router/drain"]), body, t, {"content-type": r.choice(kinds)})
+    return post(r.choice(POSTS), body, t, {"content-type": r.choice(kinds)})
 
 
 @kind
@@ -271,13 +313,14 @@ def odd_content_types(r: Random, t: Target) -> bytes:
             "a/b/c",
         ]
     )
-    return post(r.choice(PATHS), valid(r, t, TEXT), t, {"content-type": name})
+    return post(r.choice(POSTS), valid(r, t, TEXT), t, {"content-type": name})
 
 
 @kind
 def content_lengths(r: Random, t: Target) -> Attack:
     length = r.choice(["-1", "+5", "0x10", "1e3", "99999999999999999999", "5, 6", "5 5", "", "٣"])
-    head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    head = f"POST {r.choice([TEXT, DRAIN])} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {length}\r\n\r\n"
     return Attack((head.encode() + b'{"a":1}',), hold=0.2)
 
 
@@ -303,7 +346,7 @@ def smuggling_two_lengths(r: Random, t: Target) -> Attack:
 
 @kind
 def smuggling_in_body(r: Random, t: Target) -> Attack:
-    inner = b"POST /v1/router/drain HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+    inner = f"POST {DRAIN} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n".encode()
     return Attack((post(TEXT, inner, t, {"connection": "keep-alive"}) + inner,), hold=0.2)
 
 
@@ -333,8 +376,20 @@ def tiny_chunks(r: Random, t: Target) -> bytes:
 
 
 @kind
+def dripped_bodies(r: Random, t: Target) -> Attack:
+    """Many clients at once send their bodies in chunks of one byte, each in its own packet."""
+    body = json.dumps(valid(r, t, TEXT)).encode() + b" " * 40
+    head = request(
+        r.choice([TEXT, DRAIN]), b"", {"content-length": None, "transfer-encoding": "chunked"}, key=t.key
+    )
+    return Attack(
+        (head, *(b"1\r\n%c\r\n" % byte for byte in body), b"0\r\n\r\n"), pause=0.001, copies=t.n(40)
+    )
+
+
+@kind
 def too_large_bodies(r: Random, t: Target) -> bytes:
-    return post(r.choice(PATHS), b'{"a":"' + b"x" * t.n(6_000_000) + b'"}', t)
+    return post(r.choice(POSTS), b'{"a":"' + b"x" * t.n(6_000_000) + b'"}', t)
 
 
 @kind
@@ -400,7 +455,8 @@ def half_headers(r: Random, t: Target) -> Attack:
 
 @kind
 def half_bodies(r: Random, t: Target) -> Attack:
-    return Attack((text(t)[: -r.randint(1, 10)],), "nothing", hold=r.choice([0.0, 0.5]))
+    whole = r.choice([text(t), post(DRAIN, {"replica": "nobody"}, t)])
+    return Attack((whole[: -r.randint(1, 10)],), "nothing", hold=r.choice([0.0, 0.5]))
 
 
 @kind
@@ -436,7 +492,7 @@ def left_before_the_answer(r: Random, t: Target) -> Attack:
 
 @kind
 def broken_json(r: Random, t: Target) -> bytes:
-    path = r.choice(PATHS)
+    path = r.choice(POSTS)
     good = json.dumps(valid(r, t, path)).encode()
     return post(
         path,
@@ -458,7 +514,13 @@ def json_numbers(r: Random, t: Target) -> bytes:
 def deep_lists(r: Random, t: Target) -> bytes:
     n = r.choice([60, 100, 1000, t.n(2_000_000)])
     path, field = r.choice(
-        [(TEXT, "prompt"), (CHAT, "messages"), (RESPONSES, "input"), (EMBEDDINGS, "input")]
+        [
+            (TEXT, "prompt"),
+            (CHAT, "messages"),
+            (RESPONSES, "input"),
+            (EMBEDDINGS, "input"),
+            (DRAIN, "replica"),
+        ]
     )
     return post(
         path, b'{"model":"%s","%s":' % (t.model.encode(), field.encode()) + b"[" * n + b"]" * n + b"}", t
@@ -473,7 +535,7 @@ def deep_objects(r: Random, t: Target) -> bytes:
 
 @kind
 def many_fields(r: Random, t: Target) -> bytes:
-    return post(r.choice(PATHS), {f"f{i}": 1 for i in range(r.choice([1000, t.n(300_000)]))}, t)
+    return post(r.choice(POSTS), {f"f{i}": 1 for i in range(r.choice([1000, t.n(300_000)]))}, t)
 
 
 @kind
@@ -536,7 +598,7 @@ def byte_order_marks(r: Random, t: Target) -> bytes:
 
 @kind
 def wrong_top_level(r: Random, t: Target) -> bytes:
-    return post(r.choice(PATHS), r.choice([b"[]", b"1", b'"a"', b"null", b"true", b"", b" ", b"[{}]"]), t)
+    return post(r.choice(POSTS), r.choice([b"[]", b"1", b'"a"', b"null", b"true", b"", b" ", b"[{}]"]), t)
 
 
 @kind
@@ -957,7 +1019,7 @@ def tokenize_requests(r: Random, t: Target) -> bytes:
 
 
 @kind
-def bad_keys(r: Random, t: Target) -> bytes:
+def bad_keys(r: Random, t: Target) -> Attack:
     key = r.choice(
         [
             "Bearer",
@@ -971,23 +1033,54 @@ def bad_keys(r: Random, t: Target) -> bytes:
             "Bearer a b",
         ]
     )
-    return post(TEXT, valid(r, t, TEXT), t, {"authorization": key})
+    return Attack((post(TEXT, valid(r, t, TEXT), t, {"authorization": key}),), denied=bool(t.valid_key))
 
 
 @kind
-def confused_keys(r: Random, t: Target) -> bytes:
-    if r.random() < 0.5:
-        return post(f"{TEXT}?api_key=wk-aaaaaaaa-b", valid(r, t, TEXT), t, {"authorization": None})
-    names = [
-        "x-api-key",
-        "api-key",
-        "proxy-authorization",
-        "x-forwarded-for",
-        "x-forwarded-host",
-        "forwarded",
-        "x-original-url",
-    ]
-    return post(TEXT, valid(r, t, TEXT), t, {"authorization": None, r.choice(names): "wk-aaaaaaaa-b"})
+def keys_in_odd_places(r: Random, t: Target) -> Attack:
+    """A key counts only as the bearer token of one Authorization header."""
+    key = t.valid_key or "wk-aaaaaaaa-b"
+    in_header = [
+        ("x-api-key", key), ("api-key", key), ("proxy-authorization", f"Bearer {key}"), ("cookie", f"key={key}"),
+        ("authorization", key), ("authorization", f"Basic {base64.b64encode(f'a:{key}'.encode()).decode()}"),
+        ("authorization", f"Bearer {key[:-1]}"), ("authorization", f"Bearer {key}, Bearer {key}"),
+        ("authorization", f"Bearer Bearer {key}"), ("authorization", f"Bearer {key.upper()}"),
+        ("x-forwarded-for", "127.0.0.1"), ("forwarded", "for=127.0.0.1"), ("x-original-url", "/health"),
+    ]  # fmt: skip
+    name, value = r.choice(in_header)
+    path = r.choice(
+        [TEXT, f"{TEXT}?api_key={key}", f"{TEXT}?authorization=Bearer%20{key}", "/health/../v1/completions"]
+    )
+    body = valid(r, t, TEXT) | r.choice([{}, {"api_key": key}, {"user": key}])
+    made = post(path, body, t, {"authorization": None} | {name: value})
+    return Attack((made,), denied=bool(t.valid_key))
+
+
+@kind
+def protected_paths(r: Random, t: Target) -> Attack:
+    """Paths that resemble public ones."""
+    path = r.choice(
+        [
+            "/metrics",
+            "/v1/models",
+            "/v1/engine/state",
+            "/static/../v1/models",
+            "/static/%2e%2e/metrics",
+            "/health/../metrics",
+        ]
+    )
+    prefix = r.choice(["", "", "/static/..", "/health/..", "/"])
+    return Attack((request(prefix + path, method="GET"),), denied=bool(t.valid_key))
+
+
+@kind
+def huge_authorizations(r: Random, t: Target) -> Attack:
+    value = r.choice(
+        ["Bearer wk-" + "-" * 9000, "Bearer " + "k" * 14_000, "Bearer" + " " * 9000 + "x", "," * 60_000]
+    )
+    many = "".join(f"authorization: Bearer wk-{i}-x\r\n" for i in range(r.choice([0, 2, 90])))
+    made = post(TEXT, valid(r, t, TEXT), t, {"authorization": value})
+    return Attack((made.replace(b"\r\n", b"\r\n" + many.encode(), 1),), denied=bool(t.valid_key))
 
 
 @kind
@@ -1000,7 +1093,7 @@ def unknown_models(r: Random, t: Target) -> bytes:
 
 @kind
 def admin_paths(r: Random, t: Target) -> bytes:
-    path = r.choice(["/v1/router/drain", "/v1/router/resume", "/v1/router/nothing"])
+    path = r.choice([DRAIN, RESUME, "/v1/router/nothing"])
     body = r.choice([{"replica": "nobody"}, {}, [], {"replica": None}, {"replica": "x" * 5000}])
     return post(path, body, t)
 

@@ -3,8 +3,8 @@
     outcome = await send(port, attack)            one connection
     counts = await wave(port, attacks)            many, a bounded number at once
 
-An answer with status 500 or more is bad, except for 503 with Retry-After; so is an "internal_error" within a stream, and no
-answer within `ANSWER_SECONDS` where the attacker waits for one.
+An answer with status 500 or more is bad, except for 503 with Retry-After. So are a 429 without it, an "internal_error" in a
+stream, output for a client without a valid key, and no answer within `ANSWER_SECONDS` where the attacker waits for one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from bench.serve._attacks import Attack
 ANSWER_SECONDS = 60.0
 MAX_ANSWER = 64 << 20  # bytes that are read of one answer
 CONCURRENCY = 16
+# Output, models, metrics and state of a server, and the state of a router
+PROTECTED = re.compile(
+    rb'"object":"(text_completion|chat\.completion|response|list|model|embedding)'
+    rb'|"tokens":\[|"latencies":|whorl_up |"circuit":'
+)
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3})[^\r]*\r\n((?:[^\r]+\r\n)*)\r\n")
 
 
@@ -55,7 +60,13 @@ class Counts:
 
 
 async def send(port: int, attack: Attack) -> Outcome:
-    """Make one attack. A connection that the server closes or refuses is an answer, too."""
+    """Make one attack, with all its copies. A connection that the server closes or refuses is an answer, too."""
+    outcomes = await asyncio.gather(*(_send_one(port, attack) for _ in range(attack.copies)))
+    statuses = [status for outcome in outcomes for status in outcome.statuses]
+    return Outcome(statuses, next((outcome.bad for outcome in outcomes if outcome.bad), ""))
+
+
+async def _send_one(port: int, attack: Attack) -> Outcome:
     answer = bytearray()
     writer: asyncio.StreamWriter | None = None
     try:
@@ -84,7 +95,7 @@ async def send(port: int, attack: Attack) -> Outcome:
     finally:
         if writer is not None:
             writer.transport.abort()
-    return judge(bytes(answer))
+    return judge(bytes(answer), attack.denied)
 
 
 async def _read(reader: asyncio.StreamReader, answer: bytearray) -> None:
@@ -106,16 +117,19 @@ async def _drain_or_read(
         await asyncio.gather(draining, reading, return_exceptions=True)
 
 
-def judge(answer: bytes) -> Outcome:
-    """Return the outcome for the bytes that the server sent."""
+def judge(answer: bytes, denied: bool = False) -> Outcome:
+    """Return the outcome for the bytes that the server sent. denied: as in `Attack`."""
     outcome = Outcome()
     for match in STATUS.finditer(answer):
         status, headers = int(match[1]), match[2].lower()
         outcome.statuses.append(status)
-        if status >= 500 and not (status == 503 and b"\r\nretry-after:" in b"\r\n" + headers):
+        refused = status in (429, 503) and b"\r\nretry-after:" in b"\r\n" + headers
+        if (status >= 500 or status == 429) and not refused:
             outcome.bad = f"status {status}: {answer[match.start() : match.end() + 200]!r}"
     if b'"internal_error"' in answer:
         outcome.bad = outcome.bad or "an internal error in a stream"
+    if denied and (leak := PROTECTED.search(answer)):
+        outcome.bad = outcome.bad or f"an answer without a valid key: {answer[leak.start() :][:200]!r}"
     return outcome
 
 

@@ -4,44 +4,107 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import psutil
-from bench.serve._attacks import KINDS, Target, attack
-from bench.serve._traffic import Counts, wave
+import pytest
+from bench.serve._attacks import KINDS, Attack, Target, one_of_each, targets_with_keys
+from bench.serve._traffic import Counts, judge, wave
+from tests.support.router.fake_replica import running as in_this_loop
 from tests.support.serve.live_server import Running, make_state, running
 
-SEEDS = 6  # attacks of each kind
+from whorl.http.connections import uvicorn_limits
+from whorl.router.router import ReplicaRouter, make_router
+from whorl.serve.middleware.auth import KeyFile, KeyStore
+
 MAX_HOLD = 0.05  # seconds of the event loop's own computing
 MAX_GROWTH = 150 << 20  # bytes; the client's memory is in it
 CONTROL = {"model": "tiny", "prompt": "def f(", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 
 
-def control(server: Running) -> Any:
-    return server.post("/v1/completions", json=CONTROL, timeout=60).json()["choices"][0]["text"]
+def control(server: Running, key: str) -> Any:
+    headers = {"authorization": f"Bearer {key}"}
+    answer = server.post("/v1/completions", json=CONTROL, headers=headers, timeout=60)
+    return answer.json()["choices"][0]["text"]
 
 
-def test_attack_corpus_changes_nothing_for_others() -> None:
+@asynccontextmanager
+async def routed(server: Running, keys: KeyStore | None) -> AsyncIterator[tuple[int, ReplicaRouter]]:
+    """A router in this event loop before a server: (port, router)."""
+    check = None if keys is None else lambda key: keys.authenticate(key) is not None
+    router = make_router({"r0": server.url}, is_api_key=check)
+    router.local_only = keys is None
+    async with in_this_loop(router.app, **uvicorn_limits()) as url:
+        yield httpx.URL(url).port, router
+
+
+@pytest.mark.parametrize(
+    ("keys", "router", "waves"), [(False, False, 3), (True, False, 1), (False, True, 1), (True, True, 1)]
+)
+def test_attack_corpus_changes_nothing_for_others(
+    tmp_path: Path, keys: bool, router: bool, waves: int
+) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    own, limited = file.add("own"), file.add("limited", requests_per_minute=5, tokens_per_minute=20_000)
     target = Target("tiny", scale=0.1)
+    targets = targets_with_keys(target, limited) if keys else (target,)
     assert len(KINDS) >= 60
-    with running(make_state()) as server:
-        text = control(server)
-        asyncio.run(wave(server.port, ((kind, 0, attack(kind, 0, target)) for kind in KINDS)))
+    with running(make_state(key_file=file.path if keys else None)) as server:
+        text = control(server, own)
+        if (waves > 1) and not router:
+            asyncio.run(wave(server.port, one_of_each(0, targets)))
         gc.collect()
         gc.freeze()  # as in a server: a collection of all objects of the test suite would count as a hold
         before = psutil.Process().memory_info().rss
         server.in_loop(server.api.watchdog.reset)
         counts = Counts()
-        for seed in range(1, SEEDS):
-            attacks = ((kind, seed, attack(kind, seed, target)) for kind in KINDS)
-            asyncio.run(wave(server.port, attacks, counts))
-            assert control(server) == text, f"after the wave of seed {seed}"
+
+        async def attack_all() -> None:
+            for seed in range(1, waves + 1):
+                attacks = one_of_each(seed, targets)
+                if not router:
+                    await wave(server.port, attacks, counts)
+                else:
+                    async with routed(server, server.api.key_store) as (port, front):
+                        await wave(port, attacks, counts)
+                        (replica,) = front.pool.describe()
+                        assert replica["healthy"] and not replica["draining"] and not replica["running"]
+                assert await asyncio.to_thread(control, server, own) == text, f"after the wave of seed {seed}"
+
+        asyncio.run(attack_all())
         gc.unfreeze()
         assert counts.bad == []
-        assert counts.tried == len(KINDS) * (SEEDS - 1)
+        assert counts.tried == len(KINDS) * waves
         assert counts.refused > counts.tried / 2 and counts.answered > 0
+        assert not keys or (counts.statuses[401] > 20 and counts.statuses[429] > 0)
         assert server.api.watchdog.longest_own < MAX_HOLD
         server.wait(server.api.worker.wait_drained())
         server.ask(lambda engine: engine.check_integrity())
         assert server.api.worker.streams == {} and server.api._limits_by_request == {}
         assert psutil.Process().memory_info().rss - before < MAX_GROWTH
+
+
+@pytest.mark.parametrize(
+    ("answer", "denied", "words"),
+    [
+        (b"HTTP/1.1 500 Error\r\n\r\n", False, "status 500"),
+        (b"HTTP/1.1 429 Many\r\nx: y\r\n\r\n", False, "status 429"),
+        (b"HTTP/1.1 429 Many\r\nretry-after: 1\r\n\r\n", False, ""),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"error":{"code":"internal_error"}}', False, "internal"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"id":"a","object":"text_completion"}', True, "without a valid key"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"id":"a","object":"text_completion"}', False, ""),
+    ],
+)
+def test_judge_names_bad_answers(answer: bytes, denied: bool, words: str) -> None:
+    bad = judge(answer, denied).bad
+    assert (words in bad) if words else not bad
+
+
+def test_attacks_without_the_valid_key_are_denied() -> None:
+    attacks = [one for _, _, one in one_of_each(0, targets_with_keys(Target("tiny", 0.01), "wk-valid"))]
+    assert all(isinstance(one, Attack) for one in attacks)
+    assert {one.denied for one in attacks} == {True, False}

@@ -87,12 +87,14 @@ class FakeReplica:
 
 
 @asynccontextmanager
-async def running(app: Any) -> AsyncIterator[str]:
-    """Serve `app` on a free port in this event loop; yields its URL."""
+async def running(app: Any, **settings: Any) -> AsyncIterator[str]:
+    """Serve `app` on a free port in this event loop; yields its URL. settings: of uvicorn."""
     # asyncio disables Nagle's algorithm only with an explicit protocol.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="auto")
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=1, lifespan="auto", **settings
+    )
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # type: ignore[method-assign]
     task = asyncio.ensure_future(server.serve(sockets=[listening]))
