@@ -94,6 +94,8 @@ class ProxyResponse:
         headers: Headers = [(b"content-type", b"application/json")]
         if retry_after is not None:
             headers.append((b"retry-after", str(retry_after).encode()))
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         await self.send_full(status, headers, error_body(status, code, message))
 
     async def send_error_event(self, message: str) -> None:

@@ -15,7 +15,7 @@ The endpoints under /v1/router accept the admin key, or callers on the same mach
 come through a proxy. Only the hash of the key is stored. A web page must not reach them through a browser. A POST needs a
 JSON content type and no foreign Origin, and a foreign Host is refused (DNS rebinding), everywhere if there are no keys.
 
-A request whose API key is not valid is forwarded without its body, and the replica rejects it.
+A body is read only with a valid API key if the replicas require keys; requests without a body are theirs to check.
 
 Parts: `prefix_index.py` (cached prefixes), `routing_policy.py` (choice of a replica), `breaker.py` (failures and retries),
 `replica_pool.py` (health), `proxy.py` (one request), `replica_processes.py` (processes).
@@ -177,7 +177,8 @@ class ReplicaRouter:
             return
         try:
             target = target_of(scope)
-            body = await read_body(Request(scope, receive)) if self._may_send_body(scope) else b""
+            self._check_key(scope)
+            body = await read_body(Request(scope, receive))
         except ClientDisconnect:
             return
         except RefusedError as error:
@@ -255,10 +256,14 @@ class ReplicaRouter:
         """Return whether the Host header is acceptable: any, or a local name if the router is local."""
         return not self.local_only or is_local_name(Headers(scope=scope).get("host", ""))
 
-    def _may_send_body(self, scope: Scope) -> bool:
-        """Return whether the request has a valid API key, or needs none."""
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        return self._is_api_key is None or (kind.lower() == "bearer" and self._is_api_key(key.strip()))
+    def _check_key(self, scope: Scope) -> None:
+        """Raise RefusedError if the request has a body, and no valid API key although the replicas require one."""
+        headers = Headers(scope=scope)
+        if self._is_api_key is None or not {"content-length", "transfer-encoding"} & set(headers):
+            return
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not self._is_api_key(key.strip()):
+            raise RefusedError(401, "invalid_api_key", "unknown API key; send 'Authorization: Bearer KEY'")
 
     def _is_admin(self, request: Request) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
