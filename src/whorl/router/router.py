@@ -15,7 +15,7 @@ The endpoints under /v1/router accept the admin key, or callers on the same mach
 come through a proxy. Only the hash of the key is stored. A web page must not reach them through a browser. A POST needs a
 JSON content type and no foreign Origin, and a foreign Host is refused (DNS rebinding), everywhere if there are no keys.
 
-A body is read only with a valid API key if the replicas require keys; requests without a body are theirs to check.
+A body is read only with a valid API key if the replicas require keys; the replicas check requests without a body.
 
 Parts: `prefix_index.py` (cached prefixes), `routing_policy.py` (choice of a replica), `breaker.py` (failures and retries),
 `replica_pool.py` (health), `proxy.py` (one request), `replica_processes.py` (processes).
@@ -229,7 +229,7 @@ class ReplicaRouter:
             name = orjson.loads(await read_body(request))["replica"]
             self.pool.drain(str(name), on)
         except ClientDisconnect:
-            return Response(status_code=400)  # to nobody
+            return Response(status_code=400)  # not sent
         except RefusedError as error:
             return _error_response(error.status, error.code, error.message)
         except ConfigError as error:

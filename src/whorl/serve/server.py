@@ -30,6 +30,7 @@ from whorl.serve.api.app import create_app
 from whorl.serve.app_state import LIMITS_FOLDER, AppState
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
+from whorl.serve.middleware.auth import KeyStore
 
 LOG = logging.getLogger("whorl.serve")
 FLUSH_SECONDS = 5  # for responses that are written but not yet sent
@@ -99,6 +100,14 @@ def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:
         expected="--api-key-file FILE, or 127.0.0.1",
         do="make a key with `whorl keys add NAME`; or pass --no-auth if access is restricted elsewhere",
     )
+
+
+def api_key_check(config: ServeConfig) -> Callable[[str], bool] | None:
+    """Return whether a key of the server's file is valid, as a function for its router; None without keys."""
+    if config.key_file is None:
+        return None
+    keys = KeyStore(config.key_file)
+    return lambda key: keys.authenticate(key) is not None
 
 
 def run_server(

@@ -19,7 +19,8 @@ from tests.support.serve.live_server import Running, make_state, running
 
 from whorl.http.connections import uvicorn_limits
 from whorl.router.router import ReplicaRouter, make_router
-from whorl.serve.middleware.auth import KeyFile, KeyStore
+from whorl.serve.middleware.auth import KeyFile
+from whorl.serve.server import api_key_check
 
 MAX_HOLD = 0.05  # seconds of the event loop's own computing
 MAX_GROWTH = 150 << 20  # bytes; the client's memory is in it
@@ -33,11 +34,10 @@ def control(server: Running, key: str) -> Any:
 
 
 @asynccontextmanager
-async def routed(server: Running, keys: KeyStore | None) -> AsyncIterator[tuple[int, ReplicaRouter]]:
+async def routed(server: Running) -> AsyncIterator[tuple[int, ReplicaRouter]]:
     """A router in this event loop before a server: (port, router)."""
-    check = None if keys is None else lambda key: keys.authenticate(key) is not None
-    router = make_router({"r0": server.url}, is_api_key=check)
-    router.local_only = keys is None
+    router = make_router({"r0": server.url}, is_api_key=api_key_check(server.api.config))
+    router.local_only = not router.requires_keys
     async with in_this_loop(router.app, **uvicorn_limits()) as url:
         yield httpx.URL(url).port, router
 
@@ -69,7 +69,7 @@ def test_attack_corpus_changes_nothing_for_others(
                 if not router:
                     await wave(server.port, attacks, counts)
                 else:
-                    async with routed(server, server.api.key_store) as (port, front):
+                    async with routed(server) as (port, front):
                         await wave(port, attacks, counts)
                         (replica,) = front.pool.describe()
                         assert replica["healthy"] and not replica["draining"] and not replica["running"]

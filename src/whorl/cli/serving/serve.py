@@ -180,9 +180,8 @@ def _serve_replicas(server: ServeConfig, processes: ServerProcessesConfig) -> No
     from whorl.router.metrics import SLO
     from whorl.router.replica_processes import drop_options, serve_replicas
     from whorl.serve.app_state import LIMITS_FOLDER
-    from whorl.serve.middleware.auth import KeyStore
+    from whorl.serve.server import api_key_check
 
-    keys = KeyStore(server.key_file) if server.key_file is not None else None
     same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
     print(
         f"starting {processes.replicas} replicas behind http://{server.host}:{server.port}",
@@ -193,6 +192,5 @@ def _serve_replicas(server: ServeConfig, processes: ServerProcessesConfig) -> No
         serve_replicas(
             [sys.executable, "-m", "whorl.cli", *same], processes.replicas, server.host, server.port,
             grace=server.drain_seconds + 10, slo=SLO(server.slo_ttft, server.slo_tpot), no_auth=processes.no_auth,
-            is_api_key=None if keys is None else lambda key: keys.authenticate(key) is not None,
-            env={LIMITS_FOLDER: folder},
+            is_api_key=api_key_check(server), env={LIMITS_FOLDER: folder},
         )  # fmt: skip
