@@ -53,6 +53,11 @@ STREAM = {"model": "tiny", "prompt": "x = ", "max_tokens": 64, "ignore_eos": Tru
 GAUGES = ("delay", "own")
 
 
+Delays = dict[
+    str, tuple[float, str]
+]  # of each gauge: the longest since the start in seconds, and the process
+
+
 @dataclass
 class Observed:
     """Figures of one run. speeds: tokens/s of each stream, alone and under attack."""
@@ -60,9 +65,8 @@ class Observed:
     counts: Counts = field(default_factory=Counts)
     waves: int = 0
     changed: int = 0  # waves after which the control text differed
-    delays: dict[str, float] = field(default_factory=dict)
-    delays_before: dict[str, float] = field(default_factory=dict)  # since the start, when the attack begins
-    delayed: str = ""  # the process with the longest delay
+    delays: Delays = field(default_factory=dict)
+    delays_before: Delays = field(default_factory=dict)  # when the attack begins
     memory: list[int] = field(default_factory=list)  # after the first wave, and at the end
     alone: list[float] = field(default_factory=list)
     attacked: list[float] = field(default_factory=list)
@@ -123,21 +127,19 @@ async def stream_forever(client: httpx.AsyncClient, seen: Observed, speeds: list
         speeds.append(STREAM["max_tokens"] / (time.perf_counter() - began) if n >= 2 else 0.0)
 
 
-async def loop_delays(client: httpx.AsyncClient, servers: Servers) -> tuple[dict[str, float], str]:
-    """Return the longest delay of any event loop, the part in which its thread computed, and the process of the first."""
+async def loop_delays(client: httpx.AsyncClient, servers: Servers) -> Delays:
+    """Return the longest delay of any event loop, and the longest part in which its thread computed."""
     urls = {"server": str(client.base_url)}
     if servers.has_router:
         replicas = (await client.get("/v1/router/replicas")).json()["replicas"]
         urls = {"router": urls["server"]} | {one["name"]: one["url"] for one in replicas}
-    found, delayed = dict.fromkeys(GAUGES, 0.0), ""
+    found = dict.fromkeys(GAUGES, (0.0, ""))
     for process, url in urls.items():
         text = (await client.get(f"{url.rstrip('/')}/metrics")).text
         for name in GAUGES:
             values = re.findall(rf"^whorl_\w*event_loop_longest_{name}_seconds (\S+)", text, re.MULTILINE)
-            if name == "delay" and max(map(float, values), default=0.0) > found[name]:
-                delayed = process
-            found[name] = max([found[name], *map(float, values)])
-    return found, delayed
+            found[name] = max([found[name], *((float(value), process) for value in values)])
+    return found
 
 
 async def one_wave(
@@ -165,7 +167,7 @@ async def run(servers: Servers, keys: Keys | None, args: Any) -> Observed:
         alone = asyncio.create_task(stream_forever(client, seen, seen.alone))
         await asyncio.sleep(ALONE_SECONDS)
         alone.cancel()
-        seen.delays_before, _ = await loop_delays(client, servers)
+        seen.delays_before = await loop_delays(client, servers)
         if args.browser:
             person = conversation(url, keys.own if keys is not None else "", MESSAGE_SECONDS)
             seen.browser = await stack.enter_async_context(person)
@@ -182,11 +184,11 @@ async def run(servers: Servers, keys: Keys | None, args: Any) -> Observed:
             total = sum(servers.memory[-1].values())
             if seen.waves == 1:
                 seen.memory.append(total)
-            seen.delays, seen.delayed = await loop_delays(client, servers)
-            delay, own_delay = (f"{seen.delays[name] * 1e3:.0f} ms" for name in GAUGES)
+            seen.delays = await loop_delays(client, servers)
+            delay, own_delay = (f"{seconds * 1e3:.0f} ms in {name}" for seconds, name in seen.delays.values())
             print(
                 f"wave {seen.waves}: {seen.counts.tried:,} requests, {len(seen.counts.bad)} bad, longest delay {delay} "
-                f"({seen.delayed}; own {own_delay}), {total / 1e6:,.0f} MB",
+                f"(own {own_delay}), {total / 1e6:,.0f} MB",
                 flush=True,
             )
         seen.limit = await limit if limit is not None else None
@@ -209,11 +211,12 @@ def report(seen: Observed, servers: Servers, args: Any) -> None:
             "answered": counts.answered, "server_errors": counts.server_errors, "bad": len(counts.bad),
             "statuses": {str(k): n for k, n in sorted(counts.statuses.items())}, "control_changed": seen.changed,
             "failed_streams": seen.failed_streams, "replicas": args.replicas, "seconds": args.seconds,
-            "delayed": seen.delayed, "delays_before": seen.delays_before,
+            "delays": seen.delays, "delays_before": seen.delays_before,
         }
     ]  # fmt: skip
     options = "".join(f"-{name}" for name in ("route", "keys", "browser") if getattr(args, name))
     options = (f"-{args.replicas}replicas" if args.replicas > 1 else "") + options
+    delay, own_delay = seen.delays["delay"][0], seen.delays["own"][0]
     harmless = not counts.bad and not seen.changed
     claim(
         "requests of the attack corpus with a bad answer", ours=len(counts.bad), peer=counts.tried, unit="requests",
@@ -221,9 +224,9 @@ def report(seen: Observed, servers: Servers, args: Any) -> None:
         variant=f"answers{options}",
     )  # fmt: skip
     claim(
-        "longest delay of the server's event loop under attack", ours=seen.delays["delay"], peer=seen.delays["own"],
-        unit="s", ratio=seen.delays["delay"], bar=MAX_DELAY, ok=seen.delays["delay"] <= MAX_DELAY, samples=samples,
-        peer_name="of it, computed by the loop's thread", variant=f"delay{options}",
+        "longest delay of the server's event loop under attack", ours=delay, peer=own_delay, unit="s", ratio=delay,
+        bar=MAX_DELAY, ok=delay <= MAX_DELAY, samples=samples, peer_name="of it, computed by the loop's thread",
+        variant=f"delay{options}",
     )  # fmt: skip
     claim(
         "memory of the server's processes after the attack", ours=after / 1e6, peer=before / 1e6, unit="MB",

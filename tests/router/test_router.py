@@ -207,7 +207,7 @@ async def test_drain_finishes_running_and_sends_no_new_requests() -> None:
         await w.client.post("/v1/router/resume", json={"replica": name})
         assert len(w.router.pool.available()) == 2
         assert (await w.client.post("/v1/router/drain", json={"replica": "r7"})).status_code == 404
-        for invalid in (b"[]", b"\xff", b"[" * 100_000):
+        for invalid in (b"[]", b"\xff", b"[" * 8000):
             answer = await w.client.post("/v1/router/drain", content=invalid, headers=JSON)
             assert answer.status_code == 400
 
@@ -358,10 +358,10 @@ async def test_admin_endpoints_require_key_or_local_caller() -> None:
 
 @async_test
 async def test_body_over_limit_returns_413(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whorl.router.proxy.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("whorl.router.router.MAX_BODY_BYTES", 1 << 20)
     async with world(1) as w:
-        for path in ("/v1/completions", "/v1/router/drain"):
-            answer = await w.client.post(path, content=b"x" * (1 << 21), headers=JSON)
+        for path, n in (("/v1/completions", 1 << 21), ("/v1/router/drain", 1 << 14)):
+            answer = await w.client.post(path, content=b"x" * n, headers=JSON)
             assert status_and_code(answer) == (413, "request_too_large") and w.fakes[0].prompts == [], path
 
 

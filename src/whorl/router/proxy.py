@@ -39,7 +39,6 @@ Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
 Headers = list[tuple[bytes, bytes]]
 
-MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0  # within which a request body must arrive
 MAX_BUFFERED_BYTES = 8 << 20
 MAX_ATTEMPTS = 2
@@ -318,7 +317,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body.
 
     Raises:
@@ -329,8 +328,8 @@ async def read_body(request: Request) -> bytes:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size > MAX_BODY_BYTES:
-                    text = f"the request body is longer than {MAX_BODY_BYTES >> 20} MiB"
+                if size > max_bytes:
+                    text = f"the request body is longer than {max_bytes:,} bytes"
                     raise RefusedError(413, "request_too_large", text)
                 parts.append(part)
     except TimeoutError:

@@ -68,7 +68,10 @@ from whorl.router.replica_pool import HEALTH_CHECK_SECONDS, ReplicaPool
 from whorl.router.routing_policy import RoutingPolicy
 
 LOG = logging.getLogger("whorl.router")
-LARGE_BODY_BYTES = 1 << 13  # larger bodies are parsed outside of the event loop
+MAX_BODY_BYTES = 32 << 20
+LARGE_BODY_BYTES = (
+    1 << 13
+)  # larger bodies are parsed outside of the event loop, or refused by the router's own endpoints
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 FOREIGN_HOST = (
     "this router listens on this machine only and accepts only the hosts 127.0.0.1, localhost and [::1]"
@@ -178,7 +181,7 @@ class ReplicaRouter:
         try:
             target = target_of(scope)
             self._check_key(scope)
-            body = await read_body(Request(scope, receive))
+            body = await read_body(Request(scope, receive), MAX_BODY_BYTES)
         except ClientDisconnect:
             return
         except RefusedError as error:
@@ -226,7 +229,7 @@ class ReplicaRouter:
 
     async def _set_draining(self, request: Request, on: bool) -> Response:
         try:
-            name = orjson.loads(await read_body(request))["replica"]
+            name = orjson.loads(await read_body(request, LARGE_BODY_BYTES))["replica"]
             self.pool.drain(str(name), on)
         except ClientDisconnect:
             return Response(status_code=400)  # not sent
