@@ -73,6 +73,8 @@ async def _send_one(port: int, attack: Attack) -> Outcome:
         async with asyncio.timeout(ANSWER_SECONDS):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for part in attack.parts:
+                if writer.transport.is_closing():  # by the server
+                    break
                 writer.write(part)
                 await _drain_or_read(reader, writer, answer)
                 await asyncio.sleep(attack.pause)

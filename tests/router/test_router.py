@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import random
@@ -15,7 +16,7 @@ from tests.support.router.harness import LONG, async_test, breaking, rest, statu
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO
 from whorl.router.proxy import SSEFramer
-from whorl.router.router import make_router, request_block_hashes
+from whorl.router.router import _DrainingServer, make_router, request_block_hashes, serve_router
 from whorl.router.routing_policy import RoutingPolicy
 
 JSON = {"content-type": "application/json"}
@@ -400,6 +401,15 @@ async def test_openai_client_maps_router_errors() -> None:
         with pytest.raises(openai.InternalServerError, match="draining"):
             await client.chat.completions.create(model="m", messages=said)
         await client.close()
+
+
+def test_router_excludes_libraries_from_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.unfreeze()
+    frozen: list[int] = []
+    monkeypatch.setattr(_DrainingServer, "run", lambda self: frozen.append(gc.get_freeze_count()))
+    serve_router(make_router({}), "127.0.0.1", 0)
+    gc.unfreeze()
+    assert frozen[0] > 10_000
 
 
 def test_make_router_accepts_a_policy() -> None:
