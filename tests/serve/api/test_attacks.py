@@ -71,8 +71,10 @@ def test_attack_corpus_changes_nothing_for_others(
                 else:
                     async with routed(server) as (port, front):
                         await wave(port, attacks, counts)
-                        (replica,) = front.pool.describe()
-                        assert replica["healthy"] and not replica["draining"] and not replica["running"]
+                        async with asyncio.timeout(30):
+                            while front.pool.describe()[0]["running"]:
+                                await asyncio.sleep(0.02)
+                        assert front.pool.available() == ["r0"]
                 assert await asyncio.to_thread(control, server, own) == text, f"after the wave of seed {seed}"
 
         asyncio.run(attack_all())
