@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from bench.serve._attacks import Attack
 
 ANSWER_SECONDS = 60.0
+ATTACKER = "127.0.0.2"  # another client than those at 127.0.0.1: without keys, shares go by address
 MAX_ANSWER = 64 << 20  # bytes that are read of one answer
 CONCURRENCY = 16
 # Output, models, metrics and state of a server, and the state of a router
@@ -71,7 +72,7 @@ async def _send_one(port: int, attack: Attack) -> Outcome:
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(ATTACKER, 0))
             for part in attack.parts:
                 if writer.transport.is_closing():  # by the server
                     break
