@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,8 @@ import psutil
 from fastapi import Request as HttpRequest
 
 from whorl.engine.request import Grammar, Request
-from whorl.errors import ConfigError, shorten
+from whorl.engine.sampling.grammar import compile_ahead
+from whorl.errors import shorten
 from whorl.http.hosts import is_loopback
 from whorl.http.loop_watchdog import LoopWatchdog
 from whorl.machine.malloc import trim_freed_memory
@@ -187,11 +187,7 @@ class AppState:
 
         def compile_checked(grammar: Grammar) -> Any:
             self._grammar_checker.check(grammar)
-            if compile_grammar is None:
-                return None
-            with suppress(ConfigError):
-                return compile_grammar(grammar)
-            return compile_grammar(grammar)  # the kept one was used up
+            return None if compile_grammar is None else compile_ahead(compile_grammar, grammar)
 
         waiting[client] += 1
         try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ import pytest
 from tests.support.engine import parity, tiny_engine
 from tests.support.engine.parity import assert_same, drain, run_one, tokens_of
 
-from whorl.engine.request import Request
+from whorl.engine.disaggregation.workers import _DecodeWorker
+from whorl.engine.request import Grammar, Request
+from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, ProducerError
+from whorl.machine.process import Channel
 from whorl.serve.worker.disaggregated import DisaggregatedEngine
 
 RNG = random.Random(0)
@@ -130,3 +135,46 @@ def test_process_without_model_raises() -> None:
     broken = DisaggregatedEngine(tiny_engine.broken)
     with broken, pytest.raises(ProducerError, match="before it loaded its model"):
         broken.wait_until_ready()
+
+
+def test_decode_process_runs_while_grammars_compile() -> None:
+    """Requests with a grammar wait for a thread that compiles it; others run, an abort and an error reach their request."""
+    engine = tiny_engine.make("decode")
+    engine.token_bytes = [bytes([97 + n % 26]) for n in range(49)] + [b""]
+    compiler, may_end = GrammarCompiler(engine.token_bytes, [49]), threading.Event()
+    in_engine_thread = list[bool]()
+
+    def compile_slowly(grammar: Grammar) -> Any:
+        in_engine_thread.append(threading.current_thread() is threading.main_thread())
+        assert in_engine_thread[-1] or may_end.wait(20)
+        return compiler.compile(grammar)
+
+    engine.compile_grammar = compile_slowly
+    ours, theirs = Channel.pair()
+    worker = _DecodeWorker(theirs, engine)
+    grammars = {"spelt": Grammar(regex="ab{3}"), "wrong": Grammar(regex="("), "ended": Grammar(regex="c+")}
+    for name, grammar in grammars.items():
+        worker.handle(("write", request(name, LONG[:9], grammar=grammar, stop_ids=frozenset({49}))), None)
+    worker.handle(("write", request("free", LONG[:9])), None)
+    found: dict[str, list[Any]] = {}
+
+    def step_until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not done() and time.monotonic() < deadline:
+            worker.step()
+            while ours.poll(0):
+                (verb, *values), _ = ours.receive_with_fd()
+                if verb == "refused":
+                    found[values[0]] = [values[1]]
+                for delta in values[0] if verb == "deltas" else ():
+                    found.setdefault(delta.request_id, []).append(delta)
+
+    step_until(lambda: "free" in found and not engine.busy)
+    assert found.keys() == {"free"} and not any(in_engine_thread)
+    worker.handle(("abort", "ended"), None)
+    assert worker.poll_seconds  # so that the loop goes on without a message
+    may_end.set()
+    step_until(lambda: "spelt" in found and worker.poll_seconds is None)
+    assert found.keys() == {"free", "spelt", "wrong"} and isinstance(found["wrong"][0], ConfigError)
+    assert b"".join(delta.text for delta in found["spelt"]) == b"abbb"
+    assert worker.poll_seconds is None and in_engine_thread.count(True) == 1

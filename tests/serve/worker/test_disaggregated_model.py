@@ -31,6 +31,7 @@ PROMPTS: list[dict[str, Any]] = [
     {"prompt": LONG + "class ", "temperature": 1.0, "seed": 7},
     {"prompt": "def ", "temperature": 0.8, "seed": 3, "n": 2},
     {"prompt": list(range(5, 200)), "temperature": 0, "logprobs": 2},
+    {"prompt": LONG, "temperature": 0, "regex": "[a-z]{3,8}"},
 ]
 
 

@@ -10,13 +10,15 @@ Messages over the channel (`serve/worker/disaggregated.py` is at the other end):
                   ("refused", id, error)   ("unusable", id, error): of a block
 
 A prefill process runs requests of one token and discards the token; it sends their pages. A decode process imports a block
-in slices between its steps, so that the copy of a long prompt does not stall running requests.
+in slices between its steps, so that the copy of a long prompt does not stall running requests. It compiles grammars in a
+thread, and adds their requests afterwards.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -29,6 +31,7 @@ from whorl.engine.disaggregation.kv_transfer import (
 )
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
+from whorl.engine.sampling.grammar import compile_ahead
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import DataError, WhorlError
 from whorl.machine.process import Channel
@@ -38,6 +41,7 @@ EngineFactory = Callable[[Role], Engine]
 
 PAGES_PER_STEP = 4  # pages imported between two steps
 CHECKSUM_BYTES_PER_STEP = 4 << 20  # bytes checksummed between two steps: about a millisecond
+COMPILE_POLL_SECONDS = 0.005  # of an idle process whose grammars are compiled
 
 
 def run_worker(channel: Channel) -> None:
@@ -65,22 +69,26 @@ class _WorkerLoop:
 
     def run(self) -> None:
         while True:
-            while self.channel.poll(0 if self.busy else None):
+            while self.channel.poll(self.poll_seconds):
                 message, fd = self.channel.receive_with_fd()
                 self.handle(message, fd)
             self.step()
 
     @property
-    def busy(self) -> bool:
-        return self.engine.busy
+    def poll_seconds(self) -> float | None:
+        """How long to wait for a message before the next step; None for any time."""
+        return 0.0 if self.engine.busy else None
 
     def add(self, request: Request) -> bool:
         try:
             self.engine.add(request)
         except WhorlError as error:
-            self.channel.send_with_fd(("refused", request.id, error))
+            self.refuse(request, error)
             return False
         return True
+
+    def refuse(self, request: Request, error: WhorlError) -> None:
+        self.channel.send_with_fd(("refused", request.id, error))
 
     def handle(self, message: Any, fd: int | None) -> None: ...
 
@@ -123,15 +131,41 @@ class _DecodeWorker(_WorkerLoop):
         self.incoming_blocks: deque[tuple[Request, KVBlock]] = deque()
         # Of the first incoming block: positions imported, checksum complete.
         self.imported, self.verified = (-1, False)
+        self.compiling: dict[str, tuple[Request, Future[Any]]] = {}
+        self.grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="whorl-grammar")
 
     @property
-    def busy(self) -> bool:
-        return self.engine.busy or bool(self.incoming_blocks)
+    def poll_seconds(self) -> float | None:
+        if self.engine.busy or self.incoming_blocks:
+            return 0.0
+        return COMPILE_POLL_SECONDS if self.compiling else None
+
+    def add(self, request: Request) -> bool:
+        """Add a request; with a grammar, once that is compiled."""
+        compile_grammar = self.engine.compile_grammar
+        if request.grammar is None or compile_grammar is None:
+            return super().add(request)
+        compiled = self.grammar_thread.submit(compile_ahead, compile_grammar, request.grammar)
+        self.compiling[request.id] = request, compiled
+        return True
+
+    def add_compiled(self) -> None:
+        """Add the requests whose grammars are compiled; the engine finds the result while the future holds it."""
+        for request, compiled in [pair for pair in self.compiling.values() if pair[1].done()]:
+            del self.compiling[request.id]
+            try:
+                compiled.result()
+            except WhorlError as error:
+                self.refuse(request, error)
+            else:
+                super().add(request)
 
     def handle(self, message: Any, fd: int | None) -> None:
         verb, payload = message
         if verb == "abort":
             self.engine.abort(payload)
+            if payload in self.compiling:
+                self.compiling.pop(payload)[1].cancel()
             for request, block in [x for x in self.incoming_blocks if x[0].id == payload]:
                 if request is self.incoming_blocks[0][0]:
                     self.imported, self.verified = -1, False
@@ -146,6 +180,7 @@ class _DecodeWorker(_WorkerLoop):
                 self.reject_block(payload, error)
 
     def step(self) -> None:
+        self.add_compiled()
         if self.incoming_blocks:
             self.import_slice(*self.incoming_blocks[0])
         if self.engine.busy and (deltas := self.engine.step()):

@@ -5,7 +5,7 @@
     mask = matcher.mask(); ...; matcher.advance(token)     every step: `SamplerRow.allowed_mask`, then the sampled id
 
 `compile` may be called from several threads; it releases the interpreter's lock. It has no limit of time: a server checks
-the grammars of its clients first (`serve/worker/grammar_check.py`).
+the grammars of its clients first (`serve/worker/grammar_check.py`) and compiles them in another thread (`compile_ahead`).
 
 Grammars are over bytes, and tokens cross the borders of grammar symbols: one token may close a string, write the comma and
 open the next key. The library llguidance walks the trie of all tokens with an Earley parser (Earley 1970,
@@ -29,7 +29,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -233,6 +234,19 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         return GrammarMatcher(self.compiler, self._state.deep_copy(), self._n_end_ids, self._compiled)
+
+
+def compile_ahead(compile_grammar: Callable[[Grammar], Any], grammar: Grammar) -> Any:
+    """Compile a grammar in a thread other than the engine's. While the result exists, the engine finds it.
+
+    A kept grammar that is used up raises once and is dropped, so it is compiled again.
+
+    Raises:
+        ConfigError: as `GrammarCompiler.compile`.
+    """
+    with suppress(ConfigError):
+        return compile_grammar(grammar)
+    return compile_grammar(grammar)
 
 
 def _to_library_grammar(library: Any, grammar: Grammar) -> tuple[str, str]:
