@@ -10,6 +10,7 @@ every process that reads the configuration imports it, also on other machines.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -74,6 +75,21 @@ class Registry:
                 expected=self.expected(name),
                 do="start in the folder of the module, or put that folder on PYTHONPATH",
             ) from error
+
+
+def require_extra(setting: str, module: str, extra: str) -> None:
+    """Check that a module of an extra is installed, without importing it.
+
+    setting: that needs it, with its value, for the message.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"{setting} needs the package {module}, which is not installed",
+            expected=f"the extra {extra!r}", do=f"pip install 'whorl[{extra}]'",
+        )  # fmt: skip
 
 
 def import_attribute(path: str) -> Any:

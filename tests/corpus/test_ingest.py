@@ -170,6 +170,7 @@ def test_truncated_stream_keeps_complete_records(data: Path, suffix: str, cut: i
     assert column(rows, "text") == [*(json.loads(record)["text"] for record in kept), "more"]
     assert 10 < len(rows) <= 100
     assert bad["reason"] == "damaged" and bad["offset"] == sum(map(len, kept))
+    assert f"ends or is damaged after {len(kept)} records, the rest is lost" in bad["detail"]
 
 
 def test_wrong_suffix_is_damaged(data: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ConfigDict
 
 from whorl.cli.jobs.report import report
-from whorl.errors import DataError, NotApplicableError
+from whorl.errors import ConfigError, DataError, NotApplicableError
 from whorl.evals.prompts import first_prompt
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, step_kinds
 from whorl.recipes.recipe import load_recipe
+from whorl.registry import require_extra
 from whorl.report.blocks import Card
 from whorl.store import Store
 from whorl.tracking.progress import Progress
@@ -54,6 +56,14 @@ steps.model = { parents = ["texts", "tasks"] }
 steps.tuned = { parents = ["model", "tasks"] }
 steps.report = { parents = ["model", "tuned"] }
 """
+
+
+def needs_package(name: str, config: Config) -> None:
+    if config.problem == "package":
+        require_extra(f"{name}.problem = package", "no_such_package", "mine")
+
+
+KINDS["tuned"] = replace(KINDS["tuned"], check_installed=needs_package)
 
 
 def run(store: Store, *sets: str, until: str | None = None) -> RunResult:
@@ -107,3 +117,29 @@ def test_packaged_recipes_look_for_tasks_before_training(name: str) -> None:
 )
 def test_sample_prompt_is_of_the_corpus(texts: list[str], prompt: str) -> None:
     assert first_prompt(texts) == prompt
+
+
+def test_missing_package_of_a_later_step_is_named_before_any_work(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(ConfigError, match=r"tuned.problem = package needs the package no_such_package") as caught:
+        run(store, "tuned.problem=package")
+    assert "pip install 'whorl[mine]'" in str(caught.value) and not store.names()
+    run(store, "tuned.problem=package", until="model")  # steps that are not part of the run need nothing
+
+
+SETTINGS = [
+    ("align-code", "rl", {"async_rollout.workers": "1", "async_rollout.backend": "ray"}, "ray"),
+    ("align-code", "rl", {"environment": "openenv"}, "openenv"),
+    ("align-code", "tasks", {"source": "reasoning_gym", "dataset": "x"}, "reasoning-gym"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "name", "settings", "extra"), SETTINGS, ids=[s[3] for s in SETTINGS])
+def test_settings_that_need_a_package(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, name: str, settings: dict[str, str], extra: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    step = load_recipe(recipe, sets=[f"{name}.{key}={value}" for key, value in settings.items()]).steps[name]
+    assert step.kind.check_installed is not None
+    with pytest.raises(ConfigError, match=f"the extra '{extra}'"):
+        step.kind.check_installed(name, step.config)

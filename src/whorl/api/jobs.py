@@ -157,9 +157,9 @@ class _Log:
             bits = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
             values["held_out_bits_per_byte"] = bits
             values["held_out_perplexity"] = per_token = perplexity(metrics["held_out_nll"], 1)
-            self.held_out = f", held-out {bits:.3f} bits per byte, perplexity {per_token:.2f}"
+            self.held_out = f", validation {bits:.3f} bits per byte, perplexity {per_token:.2f}"
         elif "held_out_nll" in metrics:
-            self.held_out = f", held-out loss {metrics['held_out_nll']:.3f}"
+            self.held_out = f", validation loss {metrics['held_out_nll']:.3f}"
         self._at(step + 1).write(step, values)
 
     def on_checkpoint(self, step: int, seconds: float) -> None:

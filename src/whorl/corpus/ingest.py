@@ -54,6 +54,7 @@ BLOCK_BYTES = 64_000_000
 ROW_GROUP_BYTES = 4_000_000
 ROW_GROUP_ROWS = 4096
 FILE_BYTES = 256_000_000
+LOGGED_DAMAGED_FILES = 5
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def ingest(
     with progress.task("Reading", total=total / 1e6, unit="MB") as task:
         _read_blocks(blocks, config, folder, workers, task.advance)
     stats = _collect(blocks, config, folder, out)
+    for line in stats.damaged:
+        progress.log(f"    damaged: {line}")
     if not stats.accepted["documents"]:
         raise DataError(
             f"none of the {len(files)} files in {', '.join(map(repr, config.sources))} has a document: "
@@ -252,10 +255,13 @@ class _IngestStats:
             kind: {} for kind in ("sources", "languages", "licences", "quarantine")
         }
         self.first_rejection = ""
+        self.damaged: list[str] = []  # the first files of which a part is lost
 
     def add(self, record: Document | RejectedDocument) -> None:
         if isinstance(record, RejectedDocument):
             self._count("quarantine", record.reason, record.length)
+            if record.reason == "damaged" and len(self.damaged) < LOGGED_DAMAGED_FILES:
+                self.damaged.append(f"{record.path}: {record.detail}")
             self.first_rejection = (
                 self.first_rejection or f"{record.path} at {record.offset}: {record.reason}, {record.detail}"
             )
@@ -274,6 +280,7 @@ class _IngestStats:
             for name, counts in names.items():
                 self._count(kind, name, counts["bytes"], counts["documents"])
         self.first_rejection = self.first_rejection or other["first_rejection"]
+        self.damaged = [*self.damaged, *other["damaged"]][:LOGGED_DAMAGED_FILES]
 
     def _count(self, kind: str, name: str, size: int, documents: int = 1) -> None:
         counts = self.counts_by[kind].setdefault(name, {"documents": 0, "bytes": 0})

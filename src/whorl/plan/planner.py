@@ -363,7 +363,7 @@ def _build_plan(
         effective = _effective_bytes(tokens * per_token, max(1, corpus_bytes))
         expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, effective, model.vocab_size)
         lines.append(
-            f"expected: {expected['bits_per_byte']:.2f} bits per byte on held-out text "
+            f"expected: {expected['bits_per_byte']:.2f} bits per byte on whole held-out files, as `evaluate` reads them "
             "(law fitted on the sweep of bench/plan/scaling_sweep.py)"
         )
     ranked = sorted(candidates, key=lambda c: c.bits_per_byte)[:12]

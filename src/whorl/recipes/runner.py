@@ -86,7 +86,7 @@ def run_recipe(
             label = f"[{number}/{len(selected.steps)}] {step.name}"
             started = time.monotonic()
             try:
-                artifact, state = _run_step(recipe, step, artifacts, store, run, progress, label)
+                artifact, state = _run_step(selected, step, artifacts, store, run, progress, label)
             except NotApplicableError as error:
                 without = [step.name, *selected.dependants(step.name)]
                 left_out.update(without)
@@ -132,6 +132,15 @@ def _deterministic(enabled: bool) -> AbstractContextManager[None]:
     return deterministic()
 
 
+def _check_installed(recipe: Recipe, first: str) -> None:
+    """Check the packages that a step and those after it need: a run may work for hours before it gets to the last."""
+    names = [*recipe.steps]
+    for name in names[names.index(first) :]:
+        step = recipe.steps[name]
+        if step.kind.check_installed is not None:
+            step.kind.check_installed(name, step.config)
+
+
 def _run_step(
     recipe: Recipe,
     step: RecipeStep,
@@ -155,6 +164,7 @@ def _run_step(
             on_message=progress.log,
         ) as build:
             if build.existing is None:
+                _check_installed(recipe, step.name)
                 progress.log(f"{label}: {'continues after an interruption' if build.resumed else kind.about}")
                 run.record_environment()
                 ctx = StepContext(

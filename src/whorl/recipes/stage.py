@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STAGE_PARENTS = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
 NOT_HASHED = ("run",)
-HELD_OUT_BYTES = 60_000  # of the pretraining test split, for bits per byte before and after a stage
+HELD_OUT_BYTES = 60_000  # about, of the pretraining test split, for bits per byte before and after a stage
 Metrics = dict[str, float]
 
 
@@ -123,7 +123,9 @@ def load_sft_examples(
 
     tasks = ctx.parents["tasks"]
     tasks.check()
-    length_filter = LengthFilter(max_length)
+    length_filter = LengthFilter(
+        max_length, f"longer than {max_length - 1:,} ids without the last ({ctx.name}.data.seq_len)"
+    )
     pairs, conversations = (
         read_prompt_completions(tasks.path, "train"),
         read_conversations(tasks.path, "train"),
@@ -231,11 +233,12 @@ def open_token_set(ctx: StepContext) -> TokenSet:
 def format_likelihood_change(
     bits_per_byte: Mapping[str, float | None], perplexity: Mapping[str, float | None]
 ) -> str:
-    """Return the end of a headline, `; held-out text 1.234 then 1.250 bits per byte, perplexity ...`, or nothing."""
+    """Return the end of a headline, `; first 60 kB of test 1.234 then 1.250 bits per byte, perplexity ...`, or nothing."""
     bits, each = ([found.get(when) for when in ("before", "after")] for found in (bits_per_byte, perplexity))
     if None in bits or None in each:
         return ""
-    return f"; held-out text {bits[0]:.3f} then {bits[1]:.3f} bits per byte, perplexity {each[0]:.2f} then {each[1]:.2f}"
+    text = f"; first {HELD_OUT_BYTES / 1e3:.0f} kB of test {bits[0]:.3f} then {bits[1]:.3f} bits per byte"
+    return f"{text}, perplexity {each[0]:.2f} then {each[1]:.2f}"
 
 
 def pad_id_of(example_tokenizer: ExampleTokenizer) -> int:

@@ -43,6 +43,10 @@ class StageRecorder:
     def __call__(self, step: int, metrics: Metrics, *more: Any) -> None:
         self.on_step(step, metrics, *more)
 
+    def on_start(self, steps: int) -> None:
+        """Give the bar its total; called by a stage that counts its steps itself."""
+        self.bar.update(total=steps)
+
     def on_step(self, step: int, metrics: Metrics, *more: Any) -> None:
         values = self.step_values(metrics)
         self.last |= values

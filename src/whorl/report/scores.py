@@ -21,11 +21,15 @@ from whorl.report.format import format_number, format_percent, format_si
 from whorl.report.training import plan_table
 
 _STYLES: dict[str, BarStyle] = {"model": "model", "ngram": "ngram", "compressor": "compressor"}
-_SCORES = (
-    "Bits that each method needs per byte of {files:,} held-out files ({size}). Lower is better. The model and the n-gram "
-    "model read each file separately. A compressor in one stream also adapts to the other held-out files; a primed one "
-    "has read the training split first."
+BITS_PER_BYTE_FIGURES = (
+    "Bits per byte of one model differ by what is read: whole files of the test split (test), short rows of the validation "
+    "split without the text before them (validation, in training), or the start of the test split (the stages after it)."
 )
+_SCORES = (
+    "Bits that each method needs per byte of {files:,} files of the test split ({size}). Lower is better. The model and the "
+    "n-gram model read each file separately. A compressor in one stream also adapts to the other held-out files; a primed "
+    "one has read the training split first. "
+) + BITS_PER_BYTE_FIGURES
 
 
 def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -> StepReport:
@@ -56,10 +60,10 @@ def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -
     if others:
         name, setting, bits, _ = others[0]
         more = f"{format_number(ours / bits)} × the best compressor, {name} {setting}".rstrip()
-    cards = [Card(label="Bits per byte, held-out", value=f"{ours:.3f}", more=more)]
+    cards = [Card(label="Bits per byte, test files", value=f"{ours:.3f}", more=more)]
     if (per_token := found.get("perplexity")) is not None:
         cards.append(
-            Card(label="Perplexity, held-out", value=f"{per_token:.2f}", more="per token of this tokenizer")
+            Card(label="Perplexity, test files", value=f"{per_token:.2f}", more="per token of this tokenizer")
         )
     if done := found.get("completions"):
         n, parsed, real = done["prompts"], done["parsed"], done["real_parsed"]

@@ -35,7 +35,8 @@ SECTION = "After pretraining"
 LOSSES = ("loss", "nll")  # metrics of a loss, of which a panel shows the first that exists
 _NOTE = (
     "Each stage starts from the previous model. Held-out tasks are answered by sampling and by greedy decoding; bits "
-    "per byte and perplexity are measured on held-out pretraining text, and a rise means forgetting."
+    "per byte and perplexity are measured on the start of the test split (so they differ from those of all its files), and a "
+    "rise means forgetting."
 )
 
 
@@ -62,8 +63,8 @@ def stage_report(
     found: dict[str, Cell] = {
         "Accuracy, sampled": _percent_change(measured, "accuracy"),
         "Accuracy, greedy": _percent_change(measured, "accuracy_greedy"),
-        "Bits per byte": _change(summary.get("bits_per_byte", {}), 3),
-        "Perplexity": _change(summary.get("perplexity", {}), 2),
+        "Bits per byte, test start": _change(summary.get("bits_per_byte", {}), 3),
+        "Perplexity, test start": _change(summary.get("perplexity", {}), 2),
     }
     criterion = summary.get("pass_criterion")
     table = Table(

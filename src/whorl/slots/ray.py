@@ -39,7 +39,7 @@ def init_ray() -> None:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("Ray is not installed", do="pip install ray") from error
+        raise ConfigError("Ray is not installed", do="pip install 'whorl[ray]'") from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
 
@@ -104,7 +104,7 @@ class RayProducer:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError("Ray is not installed", do="pip install ray") from error
+            raise ConfigError("Ray is not installed", do="pip install 'whorl[ray]'") from error
         if not ray.is_initialized():
             raise ConfigError(
                 "Ray is not initialized", do="call ray.init() here, or ray.init(address='auto') in a cluster"

@@ -2,7 +2,7 @@
 
     pretrain, step 1,240
     4.61 ┤⠲⡀
-         │ ⠈⠢⣀              held-out       2.104 bits per byte
+         │ ⠈⠢⣀              validation     2.104 bits per byte
          │     ⠉⠒⠤⣀         tokens/s      21,304
     2.80 ┤          ⠉⠉⠒⠒⠤   ...
     def add(a, b): return a
@@ -33,7 +33,7 @@ MAX_POINTS = 4000
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille cell, by row and column
 # Metrics next to the curve: name, label, format.
 _METRIC_ROWS = (
-    ("held_out_bits_per_byte", "held-out", "{:.3f} bits per byte"),
+    ("held_out_bits_per_byte", "validation", "{:.3f} bits per byte"),
     ("induction_nll", "induction", "{:.3f} nats"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
     ("mfu", "MFU", "{:.0%}"),

@@ -147,9 +147,12 @@ def test_rl_logs_rollout_tables(done: RunResult) -> None:
     log = log_of(done)
     assert "    step 1: accuracy " in log
     assert "    step 2: accuracy " not in log  # the last step is covered by the samples
-    rows = re.findall(r"^.*    [+-]  [01]\.\d\d  (\d\+\d)? ", log, flags=re.M)
+    tasks = re.findall(r"^(?:\S+ )?    task\n(?:\S+ )? {8}(\S+)$", log, flags=re.M)
     prompts = {task.prompt.strip() for task in read_tasks(done.artifacts["manners"].path, "train")}
-    assert len(rows) >= 2 and {row for row in rows if row} <= prompts
+    assert tasks and {*tasks} <= prompts
+    rewards = re.findall(r"    ([+-]) reward ([01])\.00, (\w+)", log)
+    assert len(rewards) >= len(tasks)
+    assert all((sign == "+") == (reward == "1") == (why == "passed") for sign, reward, why in rewards)
 
 
 def test_report_shows_stages_of_whole_and_partial_run(store: Store, done: RunResult, tmp_path: Path) -> None:
@@ -249,7 +252,7 @@ def test_tasks_from_python_files(code: str) -> None:
     assert len(kinds) == 12 and 0 < n < 12 and kinds == ["doctest"] * n + ["compiles"] * (12 - n)
     assert {task.verifier for task in found["test"]} == {"compiles"}
     (log,) = Path("store").glob("runs/*/log.txt")
-    assert f"{n} functions have a doctest" in log.read_text()
+    assert f"{n} functions have examples (doctests): their tasks run them" in log.read_text()
     pairs = read_prompt_completions(artifact.path, "train")
     assert [pair.prompt for pair in pairs] == [task.prompt for task in found["train"]]
     with Sandbox() as sandbox:

@@ -102,6 +102,14 @@ def test_oom_errors_are_recognized(tokens: Path, error: BaseException) -> None:
     assert "plan.data.seq_len=16 (now 32" in words and "plan.replicas=1" in words
 
 
+def test_advice_for_a_killed_replica_begins_with_the_same_command(tokens: Path) -> None:
+    killed = ReplicaError("training replica 1 died")
+    killed.killed = True
+    assert "do: one of: run the same command again, which continues from the last checkpoint; --set" in str(
+        suggest(killed, job(tokens, replicas=2))
+    )
+
+
 def test_other_errors_get_no_oom_advice(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

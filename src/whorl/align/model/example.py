@@ -157,9 +157,13 @@ def concat(prompt: Sequence[int], answer: Sequence[int]) -> TokenizedExample:
 
 @dataclass
 class LengthFilter:
-    """Accepts examples of at most `max_length` ids with something in the loss; counts the others by reason."""
+    """Accepts examples of at most `max_length` ids with something in the loss; counts the others by reason.
+
+    too_long: reason for longer ones, which may name a setting.
+    """
 
     max_length: int
+    too_long: str = ""
     rejected: dict[str, int] = field(default_factory=dict)
 
     def tokenize(self, items: Iterable[T], encode: Callable[[T], TokenizedExample]) -> list[TokenizedExample]:
@@ -178,7 +182,7 @@ class LengthFilter:
     def accepts(self, *texts: TokenizedExample) -> bool:
         """Return whether all are accepted; otherwise count the reason once, because they belong together."""
         if max(len(text) for text in texts) > self.max_length:
-            self.reject(f"longer than {self.max_length:,} ids")
+            self.reject(self.too_long or f"longer than {self.max_length:,} ids")
         elif not all(text.loss_mask.any() for text in texts):
             self.reject("no target in the loss")
         else:

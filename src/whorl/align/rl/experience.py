@@ -30,7 +30,7 @@ class Experience:
 
     batch: rows with streams (see the top of this file). reward: [R]. passed, finished: [R] bool. length: [R] sampled
     ids.
-    task: [R] index. turns, tool_calls, malformed_calls, env_errors: [R] counts. resampled_groups, failed_verifications:
+    task: [R] index. reason: [R] of the rewards. turns, tool_calls, malformed_calls, env_errors: [R] counts. resampled_groups, failed_verifications:
     counts.
     """
 
@@ -46,6 +46,7 @@ class Experience:
     env_errors: Tensor
     resampled_groups: int
     failed_verifications: int
+    reason: list[str]
 
     @property
     def rows(self) -> int:
@@ -84,6 +85,7 @@ def read_rollouts(slot: Slot[Rollouts]) -> Experience:
         views["env_errors"].clone(),
         int(views["resampled_groups"][0]),
         int(views["failed_verifications"][0]),
+        [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "ignore") for row in views["reason"]],
     )
 
 

@@ -45,13 +45,16 @@ from whorl.slots import BoardReader, Slot, Spec
 from whorl.tracking.seeds import derive
 
 
+REASON_BYTES = 160  # of the reason of a reward; longer ones are cut
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """R rows of up to T ids. action_mask: True for ids that the policy sampled. length: ids of the row.
 
     behaviour_log_prob, version: of each sampled id. reward, passed: from the verifier. finished: ended with a stop id.
     task: index. turns, tool_calls, malformed_calls, env_errors: counts of each row. resampled_groups: groups that were
-    replaced. failed_verifications: completions whose verifier failed.
+    replaced. failed_verifications: completions whose verifier failed. reason: of the reward, UTF-8 padded with NUL.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
@@ -69,6 +72,7 @@ class Rollouts:
     env_errors: Annotated[NDArray[np.int64], "R"]
     resampled_groups: Annotated[NDArray[np.int64], 1]
     failed_verifications: Annotated[NDArray[np.int64], 1]
+    reason: Annotated[NDArray[np.uint8], "R", REASON_BYTES]
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,8 @@ class RolloutWorker:
                 data.behaviour_log_prob[row, :length] = np.array(episode.log_probs, np.float32)
                 data.version[row, :length] = episode.versions
                 data.reward[row] = np.float32(episode.reward)
+                reason = episode.reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+                data.reason[row] = np.frombuffer(reason, np.uint8)
                 for name in ("passed", "finished", "turns", "tool_calls", "malformed_calls", "env_errors"):
                     getattr(data, name)[row] = getattr(episode, name)
                 sampled += sum(episode.action_mask)

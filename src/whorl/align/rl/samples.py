@@ -1,19 +1,21 @@
 """Sample completions for people: a table of rollouts during training, and samples before and after a stage.
 
-The table shows the best and the worst completion of a few tasks with their rewards. A stage keeps its completions of
+The table shows the best and the worst completion of a few tasks, with their rewards and the reason of each. A stage keeps its completions of
 the same held-out tasks, before and after training.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from whorl.align.model.example import ExampleTokenizer
 from whorl.align.rl.experience import Experience
+from whorl.evals.verify import pass_criterion
 from whorl.evals.verify.task import Verdict, VerifiableTask
 
-WIDTH = 62
+PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 300, 500  # shown of each, from its beginning
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,24 @@ def rollout_table(
     group_size: int,
     rows: int = 3,
 ) -> str:
-    """Return lines for the terminal: of `rows` tasks the best and the worst completion, with rewards."""
+    """Return lines for the terminal: of `rows` tasks the best and the worst completion, with rewards and their reasons."""
     reward = experience.reward.view(-1, group_size)
     spread = (reward.max(1).values - reward.min(1).values).sort(descending=True, stable=True).indices
     lines = []
     for g in spread[:rows].tolist():
-        prompt = _one_line(_prompt_text(tasks[int(experience.task[g * group_size])]), 24)
+        task = tasks[int(experience.task[g * group_size])]
+        lines += ["    task", _indented(_prompt_text(task), PROMPT_CHARACTERS)]
         order = reward[g].argsort(descending=True, stable=True).tolist()
         for k in dict.fromkeys((order[0], order[-1])):
             row = g * group_size + k
             mask = experience.batch["loss_mask"][row]
             completion = example_tokenizer.decode(experience.batch["targets"][row][mask].tolist())
-            mark = "+" if experience.passed[row] else "-"
-            lines.append(
-                f"    {mark} {float(reward[g, k]):5.2f}  {prompt:24}  {_one_line(completion, WIDTH)}"
-            )
-            prompt = ""
+            passed = bool(experience.passed[row])
+            reason = experience.reason[row] or ("passed" if passed else "not passed")
+            if reason == "passed":
+                reason += f": {pass_criterion([task])}"
+            lines.append(f"    {'+' if passed else '-'} reward {float(reward[g, k]):.2f}, {reason}")
+            lines.append(_indented(completion, COMPLETION_CHARACTERS))
     return "\n".join(lines)
 
 
@@ -68,7 +72,9 @@ def _prompt_text(task: VerifiableTask) -> str:
     return task.prompt or str(task.messages[-1].get("content", ""))
 
 
-def _one_line(text: str, width: int) -> str:
-    """Return the text on one line; the end is kept if it is too long, because answers are at the end."""
-    line = text.strip().replace("\n", " / ")
-    return line if len(line) <= width else "..." + line[3 - width :]
+def _indented(text: str, most: int) -> str:
+    """Return the lines of a text, indented, and control characters as escapes; if it is longer, `most` characters of it."""
+    text = text.strip("\n")
+    shown = text if len(text) <= most else f"{text[:most]} ... (the first {most} of {len(text):,} characters)"
+    plain = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in shown)
+    return textwrap.indent(plain, " " * 8, lambda line: True)

@@ -75,7 +75,8 @@ class Format(ABC):
     def records(self, uri: str, start: int = 0, stop: int | None = None) -> Iterator[Record]:
         """Yield the records of a file, or of a block, in order.
 
-        An unreadable record is yielded with its error. Damage ends the file with one such record.
+        An unreadable record is yielded with its error. Damage ends the file with one such record, whose error has the number
+        of records before it.
         """
         number = end = 0
         try:
@@ -87,4 +88,6 @@ class Format(ABC):
             refused = isinstance(error, OSError) and error.errno is not None
             detail = (error.strerror if refused and isinstance(error, OSError) else None) or str(error)
             reason = "unreadable" if refused else "damaged"
+            if not refused:
+                detail = f"the file ends or is damaged after {number:,} records, the rest is lost: {detail}"
             yield Record(number + 1, end, 0, BadRecordError(reason, "", detail[:300]), end)

@@ -16,7 +16,7 @@ from whorl.errors import NotApplicableError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.recipes.steps.generations import CHECKED_TEXTS, complete_functions, draw_samples
-from whorl.report.scores import evaluation_report
+from whorl.report.scores import BITS_PER_BYTE_FIGURES, evaluation_report
 
 if TYPE_CHECKING:
     from whorl.corpus import Document
@@ -119,7 +119,8 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
             max_tokens=config.sample_tokens, seed=config.seed,
         )  # fmt: skip
     (ctx.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
-    headline = f"{score:.3f} bits per byte (perplexity {per_token:.2f}) on {len(held_out)} held-out files"
+    ctx.progress.log(f"    {BITS_PER_BYTE_FIGURES}")
+    headline = f"test {score:.3f} bits per byte (perplexity {per_token:.2f}) on {len(held_out)} whole files"
     best = {b["name"]: b["bits_per_byte"] for b in result.get("baselines", [])}
     if "xz -9e, one stream" in best:
         headline += (

@@ -49,7 +49,8 @@ def describe(error: BaseException, device: str) -> tuple[str, list[str]]:
     """Return (what happened, remedies outside of the settings)."""
     text = str(error)
     if isinstance(error, ReplicaError) and error.killed:
-        return f"{error.what.splitlines()[0]}; if the machine's memory is full, the kernel does this", []
+        what = f"{error.what.splitlines()[0]}; if the machine's memory is full, the kernel does this"
+        return what, ["run the same command again, which continues from the last checkpoint"]
     first = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
     if any(sign in text.lower() for sign in SHM_PATTERNS):
         what = "/dev/shm is too small for the replicas' shared memory"

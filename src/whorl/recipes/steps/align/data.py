@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.errors import ConfigError, DataError, NotApplicableError
 from whorl.recipes.registry import StepContext, step
+from whorl.registry import require_extra
 
 if TYPE_CHECKING:
     from whorl.align.data.code.functions import PythonFunction
@@ -113,7 +114,19 @@ def _with_content_hashes(config: Any) -> Any:
     return config.model_copy(update={"content_hashes": [content_hash(Path(path)) for path in paths]})
 
 
-@step("tasks", config=TasksConfig, parents=OPTIONAL_CORPUS_PARENTS, complete_config=_with_content_hashes)
+def _check_installed(name: str, config: TasksConfig) -> None:
+    if config.source in ("reasoning_gym", "verifiers"):
+        extra = config.source.replace("_", "-")
+        require_extra(f"{name}.source = {config.source}", config.source, extra)
+
+
+@step(
+    "tasks",
+    config=TasksConfig,
+    parents=OPTIONAL_CORPUS_PARENTS,
+    complete_config=_with_content_hashes,
+    check_installed=_check_installed,
+)
 def tasks(ctx: StepContext, config: TasksConfig) -> None:
     """Make tasks with a verifier, and solutions to train on."""
     from whorl.align.data.dataset_files import write_dataset
@@ -262,7 +275,11 @@ def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list
                     short, lambda tasks, solutions: verify_all(tasks, solutions, sandbox)
                 )
                 mined = [*kept, *mined][:most]
-                ctx.progress.log(f"    {len(kept)} functions have a doctest")
+                n_run = min(len(kept), most)
+                ctx.progress.log(
+                    f"    {n_run} functions have examples (doctests): their tasks run them and compare the output, the others "
+                    "only parse the code"
+                )
             pairs = [PromptCompletion(m.task.prompt, m.solution, "python", m.task.id) for m in mined]
             made[split] = ([m.task for m in mined], pairs)
     return made

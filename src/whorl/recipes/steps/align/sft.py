@@ -62,7 +62,7 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     replay = ctx.parents["tokens"].path if "tokens" in ctx.parents else None
     train = partial(fine_tune, network, examples, config, pad_id=pad_id_of(tokenizer), replay_data=replay)
     result = train_stage(
-        ctx, "Fine-tuning", train, evaluate=evaluate, unit="",
+        ctx, "Fine-tuning", train, evaluate=evaluate,
         likelihood=lambda: held_out_likelihood(ctx, network.model, tokenizer),
         note=lambda metrics: f"loss {metrics['nll']:.3f}, epoch {metrics['epoch']:.2f}",
     )  # fmt: skip

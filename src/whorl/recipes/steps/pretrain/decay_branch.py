@@ -59,7 +59,7 @@ def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
         ctx.parents[role].check()
     start = branches.branch_state_folder(folder, config.fraction)
     trained = json.loads((folder / "job.json").read_text())
-    trained["tokens"] = str(ctx.parents["tokens"].path)  # the path may differ from the one during pretraining
+    trained["tokens"] = str(ctx.parents["tokens"].path)
     if trained["stream"] is not None:
         trained["stream"]["tokenizer"] = str(ctx.parents["tokenizer"].path)
     parent_job = Job.model_validate(trained)

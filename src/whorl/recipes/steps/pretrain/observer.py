@@ -84,7 +84,7 @@ def progress_note(metrics: Mapping[str, float]) -> str:
     if "held_out_bits_per_byte" not in metrics:
         return note
     bits, per_token = metrics["held_out_bits_per_byte"], metrics["held_out_perplexity"]
-    return f"{note}, held-out {bits:.3f} bits per byte, perplexity {per_token:.2f}"
+    return f"{note}, validation {bits:.3f} bits per byte, perplexity {per_token:.2f}"
 
 
 def _memory_in_use() -> int:

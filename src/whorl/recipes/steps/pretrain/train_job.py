@@ -72,7 +72,10 @@ def train_and_save(
     (ctx.out / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
     curve = [*previous_curve, *result.curve]
     (ctx.out / "curve.json").write_text(json.dumps(curve))
-    (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
+    # Without the folders of its inputs, which depend on the place of the store; the manifest has their addresses.
+    (ctx.out / "job.json").write_text(
+        job.model_dump_json(indent=2, exclude={"tokens": True, "stream": {"tokenizer"}})
+    )
     last = last_values(curve)
     speeds = sorted(record["tokens_per_second"] for record in curve if "tokens_per_second" in record)
     speed = speeds[len(speeds) // 2] if speeds else 0.0
@@ -96,11 +99,11 @@ def train_and_save(
 
 
 def describe_held_out(last: Mapping[str, float]) -> str:
-    """Return the measures of held-out text from the last values of all metrics, in words."""
+    """Return the measures of the validation rows from the last values of all metrics, in words."""
     if "held_out_bits_per_byte" not in last:
         return "no held-out text: the validation split is empty"
     bits, per_token = last["held_out_bits_per_byte"], last["held_out_perplexity"]
-    text = f"held-out {bits:.3f} bits per byte, perplexity {per_token:.2f}"
+    text = f"validation {bits:.3f} bits per byte, perplexity {per_token:.2f}"
     if "kept_step" in last:
         text += f" (weights of step {last['kept_step']:,.0f}; later ones overfit)"
     return text
