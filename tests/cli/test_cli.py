@@ -120,6 +120,7 @@ def test_user_errors_have_no_traceback(home: Path) -> None:
 def test_empty_store_hints_at_quickstart(tmp_path: Path) -> None:
     assert "whorl run quickstart" in succeed(tmp_path, "ls").stdout
     assert "this store is empty" in refuse(tmp_path, "show", "x", code=1)
+    assert "no run 'x'" in refuse(tmp_path, "report", "x", code=1)
 
 
 def test_ctrl_c_exits_130_and_run_continues(tmp_path: Path) -> None:

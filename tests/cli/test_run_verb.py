@@ -7,22 +7,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from whorl.cli.jobs.run import closing_lines
+from whorl.recipes.steps.generations import _nearest_to_real_code
 
 
-def artifact(kind: str, name: str, *files: str) -> Any:
-    return SimpleNamespace(kind=kind, name=name, path=Path("store", name), files=files, file=Path, summary={})
+def artifact(kind: str, name: str, *files: str, **fields: Any) -> Any:
+    defaults = {"path": Path("store", name), "file": Path, "summary": {}, "parents": {}, "address": name}
+    return SimpleNamespace(**{"kind": kind, "name": name, "files": files, **defaults, **fields})
 
 
-def test_next_command_samples_last_model() -> None:
+def test_next_commands_sample_evaluated_and_last_model() -> None:
     models = [artifact("model", "r/pretrain"), artifact("model", "r/sft")]
     artifacts = [artifact("tokens", "r/tokens"), *models, artifact("report", "r/report", "report.html")]
+    paths = ["model:  r/pretrain: store/r/pretrain", "model:  r/sft: store/r/sft", "report: report.html"]
     assert closing_lines(artifacts, " --store s") == [
-        "model:  r/pretrain: store/r/pretrain",
-        "model:  r/sft: store/r/sft",
-        "report: report.html",
-        'next:   whorl sample r/sft "def " --store s',
-    ]
+        *paths, 'next:   whorl sample r/sft "def " --store s', "        whorl serve r/sft --store s",
+    ]  # fmt: skip
+    summary = {"completions": {"prompts": 64, "nearest": "def f(x):\n    return x"}}
+    measured = artifact("evaluation", "r/evaluate", summary=summary, parents={"model": "r/pretrain"})
+    assert closing_lines([*artifacts, measured], "") == [
+        *paths, "of 64 completed held-out functions, the one nearest to the real code:", "    def f(x):", "        return x",
+        'next:   whorl sample r/pretrain "def "', '        whorl sample r/sft "def "', "        whorl serve r/pretrain",
+    ]  # fmt: skip
     assert closing_lines([artifacts[3]], "") == ["report: report.html"]
     assert closing_lines(artifacts[:1], "") == ["next:   whorl show r/tokens"]
 
@@ -30,6 +38,25 @@ def test_next_command_samples_last_model() -> None:
 def test_next_command_uses_sampled_prompt(tmp_path: Path) -> None:
     one = {"prompt": "1+2\n", "answer": "3", "passed": True, "reward": 1.0, "reason": ""}
     (tmp_path / "samples.json").write_text(json.dumps({"before": [one], "after": [one]}))
-    made = artifact("model", "r/rl", "samples.json")
-    made.file = lambda name: tmp_path / name
-    assert closing_lines([made], "")[-1] == r"next:   whorl sample r/rl $'1+2\n'"
+    made = artifact("model", "r/rl", "samples.json", file=lambda name: tmp_path / name)
+    assert closing_lines([made], "")[-2] == r"next:   whorl sample r/rl $'1+2\n'"
+
+
+@pytest.mark.parametrize(("text", "shown"), [("It\nrained", ["It", "rained"]), ("x" * 900, ["x" * 600 + " ..."])])
+def test_prose_ends_with_its_first_sample(tmp_path: Path, text: str, shown: list[str]) -> None:
+    samples = [{"prompt": text[:3], "tokens": [{"hex": text[3:].encode().hex()}]}]
+    made = artifact("evaluation", "r/evaluate", file=lambda name: tmp_path / name)
+    (tmp_path / "evaluation.json").write_text(json.dumps({"samples": samples}))
+    assert closing_lines([made], "") == ["a sample:", *(f"    {line}" for line in shown)]
+    (tmp_path / "evaluation.json").write_text(json.dumps({"samples": []}))
+    assert closing_lines([made], "") == ["next:   whorl show r/evaluate"]
+
+
+def test_shown_completion_is_the_nearest_to_the_real_code() -> None:
+    def prompt(real: str) -> Any:
+        return SimpleNamespace(header=b"    def f(self):\n", body=real.encode())
+
+    bodies = [("        return self.x\n", b"        pass\n"), ("        return self.y\n", b"        return self.z\n")]
+    examples = [(prompt(real), body) for real, body in bodies]
+    assert _nearest_to_real_code([(prompt("x"), None), *examples]) == "def f(self):\n    return self.z"
+    assert _nearest_to_real_code([(prompt("x"), None)]) is None

@@ -1,4 +1,4 @@
-"""Ancestors of artifacts and the next commands, for the page of a run."""
+"""Ancestors of artifacts, the best sample and the next commands, for the page and the last lines of a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from whorl.store import Artifact, Store
 
 MAX_PROMPT_CHARS = 60  # longest prompt that is shown in a command to type
+MAX_SAMPLE_CHARS = 600
 
 
 def with_ancestors(artifacts: Iterable[Artifact], store: Store) -> list[Artifact]:
@@ -22,13 +23,45 @@ def with_ancestors(artifacts: Iterable[Artifact], store: Store) -> list[Artifact
     return sorted(found.values(), key=lambda a: a.created)
 
 
-def next_commands(stage: Artifact) -> list[str]:
-    """Return commands that sample from the model of the last stage and show its lineage."""
-    prompt = stage.summary.get("sample_prompt", "def ")
-    if "samples.json" in stage.files:
-        asked = [sample["prompt"] for sample in json.loads(stage.file("samples.json").read_text())["before"]]
+def next_commands(artifacts: Iterable[Artifact]) -> list[str]:
+    """Return commands that try the models of a run: none without models.
+
+    The model that was evaluated continues text. Stages after it are trained on tasks, and may continue text worse, so the
+    last of them gets a prompt of its tasks.
+    """
+    found = [*artifacts]
+    models = [artifact for artifact in found if artifact.kind == "model"]
+    if not models:
+        return []
+    evaluated = {artifact.parents.get("model") for artifact in found if artifact.kind == "evaluation"}
+    last = models[-1]
+    writer = next((model for model in models if model.address in evaluated), last)
+    sampled = dict.fromkeys(f"whorl sample {m.name} {_shell_quote(_prompt(m))}" for m in (writer, last))
+    return [*sampled, f"whorl serve {writer.name}"]
+
+
+def _prompt(model: Artifact) -> str:
+    """Return a short prompt of the tasks that the model was trained on, else one of its corpus."""
+    prompt: str = model.summary.get("sample_prompt", "def ")
+    if "samples.json" in model.files:
+        asked = [sample["prompt"] for sample in json.loads(model.file("samples.json").read_text())["before"]]
         prompt = next((text for text in asked if len(text) <= MAX_PROMPT_CHARS), prompt)
-    return [f"whorl sample {stage.name} {_shell_quote(prompt)}", f"whorl lineage {stage.name}"]
+    return prompt
+
+
+def best_sample(evaluation: Artifact) -> list[str]:
+    """Return lines with the best text that a model wrote in its evaluation, with what it is; none without samples."""
+    done = evaluation.summary.get("completions") or {}
+    if text := done.get("nearest"):
+        heading = f"of {done['prompts']} completed held-out functions, the one nearest to the real code:"
+    else:
+        samples = json.loads(evaluation.file("evaluation.json").read_text())["samples"]
+        if not samples:
+            return []
+        written = b"".join(bytes.fromhex(token["hex"]) for token in samples[0]["tokens"])
+        text, heading = samples[0]["prompt"] + written.decode("utf-8", "replace"), "a sample:"
+    shown = text if len(text) <= MAX_SAMPLE_CHARS else f"{text[:MAX_SAMPLE_CHARS]} ..."
+    return [heading, *(f"    {line}" for line in shown.strip("\n").split("\n"))]
 
 
 def _shell_quote(text: str) -> str:

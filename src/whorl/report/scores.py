@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from whorl.report.blocks import (
@@ -53,7 +53,7 @@ def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -
         for name, setting, bits, kind in rows
     ]
     note = _SCORES.format(files=found["files"], size=format_si(found["bytes"], "B"))
-    blocks: list[Block] = [_sample(sample) for sample in found.get("samples", [])]
+    blocks: list[Block] = [*_nearest(found.get("completions")), *map(_sample, found.get("samples", []))]
     blocks.append(Histogram(section="Bits per byte", note=note, columns=columns, bars=bars))
     others = [row for row in rows if row[3] == "compressor" and row[2]]
     more = ""
@@ -96,6 +96,13 @@ def _summary(
         text += f" Of {done['prompts']} functions that it completed, Python can parse {done['parsed']}; "
         text += "whether they do what their name says was not tested."
     return text
+
+
+def _nearest(done: Mapping[str, Any] | None) -> Iterator[Text]:
+    """Yield the best completion of a held-out function, if any parses."""
+    if done and done.get("nearest"):
+        title = f"Of {done['prompts']} completed functions, the one nearest to the real code"
+        yield Text(section="Samples", title=title, lines=done["nearest"].split("\n"), style="code")
 
 
 def _ratio(count: int, total: int) -> str:

@@ -147,7 +147,7 @@ def test_rl_logs_rollout_tables(done: RunResult) -> None:
     log = log_of(done)
     assert "    step 1: accuracy " in log
     assert "    step 2: accuracy " not in log  # the last step is covered by the samples
-    tasks = re.findall(r"^(?:\S+ )?    task\n(?:\S+ )? {8}(\S+)$", log, flags=re.M)
+    tasks = re.findall(r"    task\n.* {8}(\S+)$", log, flags=re.M)
     prompts = {task.prompt.strip() for task in read_tasks(done.artifacts["manners"].path, "train")}
     assert tasks and {*tasks} <= prompts
     rewards = re.findall(r"    ([+-]) reward ([01])\.00, (\w+)", log)

@@ -30,7 +30,7 @@ def report(
     """
     import json
 
-    from whorl.errors import ConfigError
+    from whorl.errors import ConfigError, StoreError
     from whorl.recipes.old_names import refuse_old_run
     from whorl.recipes.step_records import FAILED, LEFT_OUT, STEPS_FILE, read_step_records, steps_in_state
     from whorl.recipes.steps.report import ReportConfig, report_data
@@ -46,7 +46,7 @@ def report(
     folder = next((p for p in choices if (p / STEPS_FILE).is_file()), None)
     if folder is None:
         known = sorted(p.name for p in folders.glob("*")) if folders.exists() else []
-        raise ConfigError(
+        raise StoreError(
             f"no run {run!r} in {folders}",
             expected=f"one of: {', '.join(known)}" if known else "a run; none exists yet",
             do="start one: whorl run quickstart",

@@ -84,21 +84,21 @@ def run(
 
 
 def closing_lines(artifacts: Sequence[Artifact], store_option: str) -> list[str]:
-    """Return the paths of the pages and models of a run, and the next command, which samples from the last model.
+    """Return a sample, the paths of the pages and models of a run, and the next commands.
 
     Args:
         store_option: the option that names the store, or "".
     """
-    from whorl.recipes.run_page import next_commands
+    from whorl.recipes.run_page import best_sample, next_commands
 
     lines: list[str] = []
-    models: list[Artifact] = []
     for artifact in artifacts:
         if artifact.kind == "report" and "report.html" in artifact.files:
             lines.append(f"report: {artifact.file('report.html')}")
         elif artifact.kind == "model":
             lines.append(f"model:  {artifact.name}: {artifact.path}")
-            models.append(artifact)
-    if models:
-        lines.append(f"next:   {next_commands(models[-1])[0]}{store_option}")
+        elif artifact.kind == "evaluation":
+            lines += best_sample(artifact)
+    for number, command in enumerate(next_commands(artifacts)):
+        lines.append(f"{'' if number else 'next:':8}{command}{store_option}")
     return lines or [f"next:   whorl show {artifacts[-1].name}{store_option}"]

@@ -46,7 +46,7 @@ class EvaluateConfig(BaseModel):
     "evaluation",
     config=EvaluateConfig,
     parents={**CORPUS_PARENTS, "tokens": "tokens", "tokenizer": "tokenizer", "model": "model"},
-    version=3,
+    version=4,
 )
 def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     """Measure bits per byte against compressors, completions that parse, and speed."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import DataError
@@ -13,6 +15,7 @@ from whorl.recipes.registry import StepContext
 
 if TYPE_CHECKING:
     from whorl.corpus import Document
+    from whorl.evals.parse_rate import FunctionPrompt
     from whorl.models import LanguageModel
     from whorl.tokens.tokenizer import Tokenizer
 
@@ -28,7 +31,10 @@ def complete_functions(
     ctx: StepContext, model: LanguageModel, tokenizer: Tokenizer, held_out: Sequence[Document], *,
     n: int, max_tokens: int, window: int | None, seed: int,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Return the parse rate of completed held-out functions, and the speed; None for texts without Python functions."""
+    """Return the parse rate of completed held-out functions, the speed, and the completed function nearest to the real one.
+
+    None for texts without Python functions.
+    """
     from whorl.engine import EngineConfig, SamplingParams
     from whorl.engine.engine import Engine
     from whorl.evals.parse_rate import (
@@ -77,7 +83,19 @@ def complete_functions(
         "median_bytes": found.median_bytes,
         "real_parsed": reference.parsed,
         "tokens_per_second": speed["tokens"] / max(1e-9, speed["seconds"]),
+        "nearest": _nearest_to_real_code(found.examples),
     }
+
+
+def _nearest_to_real_code(examples: Iterable[tuple[FunctionPrompt, bytes | None]]) -> str | None:
+    """Return the completed function whose body is most similar to the real one; None if no completion parses."""
+    best, text = -1.0, None
+    for prompt, body in examples:
+        if body is not None:
+            similarity = SequenceMatcher(None, body.strip(), prompt.body.strip(), autojunk=False).ratio()
+            if similarity > best:
+                best, text = similarity, textwrap.dedent((prompt.header + body).decode()).rstrip()
+    return text
 
 
 def draw_samples(

@@ -89,7 +89,8 @@ def report_data(
     if made:
         found["lineage"] = store.lineage((models or made)[-1])
     if models:
-        found["next_commands"] = [*next_commands(models[-1]), "whorl run quickstart --budget 20m"]
+        more = [f"whorl lineage {models[-1].name}", "whorl run quickstart --budget 20m"]
+        found["next_commands"] = [*next_commands(made), *more]
     return ReportData.model_validate(found)
 
 

@@ -275,11 +275,11 @@ def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list
                     short, lambda tasks, solutions: verify_all(tasks, solutions, sandbox)
                 )
                 mined = [*kept, *mined][:most]
-                n_run = min(len(kept), most)
-                ctx.progress.log(
-                    f"    {n_run} functions have examples (doctests): their tasks run them and compare the output, the others "
-                    "only parse the code"
-                )
+                if n_run := min(len(kept), most):
+                    ctx.progress.log(
+                        f"    {n_run} functions have examples (doctests): their tasks run them and compare the output, the "
+                        "others only parse the code"
+                    )
             pairs = [PromptCompletion(m.task.prompt, m.solution, "python", m.task.id) for m in mined]
             made[split] = ([m.task for m in mined], pairs)
     return made
