@@ -83,7 +83,7 @@ def run_on_terminal(*words: object, cwd: Path) -> str:
 def test_dashboard_is_shown_on_terminal_only(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("run", "tiny.toml", "--set", "pretrain.run.checkpoint_seconds=60")
     text = run_on_terminal(*command, cwd=home)
-    for expected in ("pretrain, step", "held-out", "MFU", "Training: 20 of 20 steps"):
+    for expected in ("pretrain, step", "validation", "MFU", "Training: 20 of 20 steps"):
         assert expected in text, expected
     assert BRAILLE.search(text)
     assert not BRAILLE.search(text[text.rindex("Training: 20 of 20") :])

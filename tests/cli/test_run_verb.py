@@ -42,7 +42,24 @@ def test_next_command_uses_sampled_prompt(tmp_path: Path) -> None:
     assert closing_lines([made], "")[-2] == r"next:   whorl sample r/rl $'1+2\n'"
 
 
-@pytest.mark.parametrize(("text", "shown"), [("It\nrained", ["It", "rained"]), ("x" * 900, ["x" * 600 + " ..."])])
+def test_next_command_names_a_program_that_is_not_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "whorl"
+    program.parent.mkdir()
+    program.touch()
+    monkeypatch.setattr("sys.argv", [str(program), "run"])
+    monkeypatch.setenv("PATH", "")
+    tokens = artifact("tokens", "r/tokens")
+    assert closing_lines([tokens], "") == [f"next:   {program} show r/tokens"]
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert closing_lines([tokens], "") == ["next:   whorl show r/tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("It\nrained", ["It", "rained"]), ("x" * 900, ["x" * 600 + " ..."])]
+)
 def test_prose_ends_with_its_first_sample(tmp_path: Path, text: str, shown: list[str]) -> None:
     samples = [{"prompt": text[:3], "tokens": [{"hex": text[3:].encode().hex()}]}]
     made = artifact("evaluation", "r/evaluate", file=lambda name: tmp_path / name)
@@ -56,7 +73,10 @@ def test_shown_completion_is_the_nearest_to_the_real_code() -> None:
     def prompt(real: str) -> Any:
         return SimpleNamespace(header=b"    def f(self):\n", body=real.encode())
 
-    bodies = [("        return self.x\n", b"        pass\n"), ("        return self.y\n", b"        return self.z\n")]
+    bodies = [
+        ("        return self.x\n", b"        pass\n"),
+        ("        return self.y\n", b"        return self.z\n"),
+    ]
     examples = [(prompt(real), body) for real, body in bodies]
     assert _nearest_to_real_code([(prompt("x"), None), *examples]) == "def f(self):\n    return self.z"
     assert _nearest_to_real_code([(prompt("x"), None)]) is None

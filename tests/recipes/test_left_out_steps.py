@@ -121,7 +121,9 @@ def test_sample_prompt_is_of_the_corpus(texts: list[str], prompt: str) -> None:
 
 def test_missing_package_of_a_later_step_is_named_before_any_work(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with pytest.raises(ConfigError, match=r"tuned.problem = package needs the package no_such_package") as caught:
+    with pytest.raises(
+        ConfigError, match=r"tuned.problem = package needs the package no_such_package"
+    ) as caught:
         run(store, "tuned.problem=package")
     assert "pip install 'whorl[mine]'" in str(caught.value) and not store.names()
     run(store, "tuned.problem=package", until="model")  # steps that are not part of the run need nothing

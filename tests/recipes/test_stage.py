@@ -50,7 +50,7 @@ def test_train_stage_measures_before_and_after(tmp_path: Path) -> None:
     assert result.evaluation == {"before": {"accuracy": 1.0}, "after": {"accuracy": 5.0}}
     assert result.bits_per_byte == {"before": 1.0, "after": 5.0}
     assert result.perplexity == {"before": 2.0, "after": 10.0}
-    change = "; held-out text 1.000 then 5.000 bits per byte, perplexity 2.00 then 10.00"
+    change = "; first 60 kB of test 1.000 then 5.000 bits per byte, perplexity 2.00 then 10.00"
     assert format_likelihood_change(**result.likelihood) == change
     assert result.final == {"loss": 1.0, "first": 1.0} and result.seconds > 0
     assert [record["loss"] for record in ctx.run.read_metrics("probe")] == [2.0, 1.0]

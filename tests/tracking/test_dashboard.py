@@ -84,7 +84,14 @@ def test_plot_any_length() -> None:
 
 def test_dashboard_on_terminal_shows_metrics_and_ends(tmp_path: Path) -> None:
     seen = on_a_terminal([sys.executable, "-c", SCRIPT, str(tmp_path)])
-    for text in ("pretrain, step", "held-out", "2.125 bits per byte", "tokens/s", "21,000", "def add(a, b)"):
+    for text in (
+        "pretrain, step",
+        "validation",
+        "2.125 bits per byte",
+        "tokens/s",
+        "21,000",
+        "def add(a, b)",
+    ):
         assert text in seen, text
     assert BRAILLE.search(seen)
     end = seen[seen.rindex("Training: ") :]
@@ -94,15 +101,15 @@ def test_dashboard_on_terminal_shows_metrics_and_ends(tmp_path: Path) -> None:
 def test_dashboard_hidden_on_small_or_dumb_terminal(tmp_path: Path) -> None:
     script = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     assert not BRAILLE.search(on_a_terminal(script, lines=8))
-    assert "held-out" not in on_a_terminal(script, TERM="dumb")
+    assert "validation" not in on_a_terminal(script, TERM="dumb")
     plain = on_a_terminal(script, PYTHONIOENCODING="ascii:replace")
-    assert not BRAILLE.search(plain) and "*" in plain and "held-out" in plain
+    assert not BRAILLE.search(plain) and "*" in plain and "validation" in plain
 
 
 def test_dashboard_absent_in_pipe(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, check=True)
     text = done.stdout.decode()
-    assert "\x1b" not in text and not BRAILLE.search(text) and "held-out" not in text
+    assert "\x1b" not in text and not BRAILLE.search(text) and "validation" not in text
     assert re.fullmatch(r"Training: 40 of 40 steps, [\d.]+ s, loss 0\.125\ndone\n", text)
 
 

@@ -35,8 +35,8 @@ SECTION = "After pretraining"
 LOSSES = ("loss", "nll")  # metrics of a loss, of which a panel shows the first that exists
 _NOTE = (
     "Each stage starts from the previous model. Held-out tasks are answered by sampling and by greedy decoding; bits "
-    "per byte and perplexity are measured on the start of the test split (so they differ from those of all its files), and a "
-    "rise means forgetting."
+    "per byte and perplexity are measured on the start of the test split, so they differ from those of all its files. "
+    "A rise means forgetting."
 )
 
 

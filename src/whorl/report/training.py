@@ -59,9 +59,8 @@ def training_report(
         peak = format_si(summary["peak_memory_bytes"], "B")
         blocks.append(Facts(section="Training", rows=[("peak memory", peak)]))
     actual = {
-        "seconds": seconds, "tokens": tokens, "tokens_per_second": speed, "parameters": params["total"],
-        "memory_bytes": summary.get("peak_memory_bytes"), "flops_per_token": expected.get("flops_per_token"),
-        "mfu": mfu,
+        "seconds": seconds, "tokens": tokens, "tokens_per_second": speed, "mfu": mfu,
+        "memory_bytes": summary.get("peak_memory_bytes"),
     }  # fmt: skip
     if expected:
         blocks.append(plan_table(expected, actual))
@@ -123,7 +122,8 @@ def _curves(
     if bits:
         yield Curve(
             section="Training", title="Validation bits per byte", height=190, x_range=x_range, mark=mark,
-            note="Of rows spread over the validation split, without the text before them; test files are read whole.", lines=[_line("bits per byte", bits)],
+            note="Of rows spread over the validation split, without the text before them; test files are read whole.",
+            lines=[_line("bits per byte", bits)],
             label=f"Validation bits per byte against step, ending at {bits[-1][1]:.3f}",
         )  # fmt: skip
     if induction:

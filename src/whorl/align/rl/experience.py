@@ -29,9 +29,8 @@ class Experience:
     """A rollout batch, copied out of its slot.
 
     batch: rows with streams (see the top of this file). reward: [R]. passed, finished: [R] bool. length: [R] sampled
-    ids.
-    task: [R] index. reason: [R] of the rewards. turns, tool_calls, malformed_calls, env_errors: [R] counts. resampled_groups, failed_verifications:
-    counts.
+    ids. task: [R] index. reason: [R] of the rewards. turns, tool_calls, malformed_calls, env_errors: [R] counts.
+    resampled_groups, failed_verifications: counts.
     """
 
     batch: dict[str, Tensor]

@@ -44,7 +44,6 @@ from whorl.models import TransformerConfig, make_model
 from whorl.slots import BoardReader, Slot, Spec
 from whorl.tracking.seeds import derive
 
-
 REASON_BYTES = 160  # of the reason of a reward; longer ones are cut
 
 

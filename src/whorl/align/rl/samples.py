@@ -1,7 +1,7 @@
 """Sample completions for people: a table of rollouts during training, and samples before and after a stage.
 
-The table shows the best and the worst completion of a few tasks, with their rewards and the reason of each. A stage keeps its completions of
-the same held-out tasks, before and after training.
+The table shows the best and the worst completion of a few tasks, with their rewards and the reason of each. A stage
+keeps its completions of the same held-out tasks, before and after training.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -99,6 +102,13 @@ def closing_lines(artifacts: Sequence[Artifact], store_option: str) -> list[str]
             lines.append(f"model:  {artifact.name}: {artifact.path}")
         elif artifact.kind == "evaluation":
             lines += best_sample(artifact)
-    for number, command in enumerate(next_commands(artifacts)):
-        lines.append(f"{'' if number else 'next:':8}{command}{store_option}")
-    return lines or [f"next:   whorl show {artifacts[-1].name}{store_option}"]
+    commands = next_commands(artifacts)
+    if not lines:
+        commands = [f"whorl show {artifacts[-1].name}"]
+    # An environment that is not activated has the program, but not on the path.
+    hidden = Path(sys.argv[0]).name == "whorl" and shutil.which("whorl") is None
+    program = shlex.quote(sys.argv[0]) if hidden else "whorl"
+    for number, command in enumerate(commands):
+        full = program + command.removeprefix("whorl") + store_option
+        lines.append(f"{'' if number else 'next:':8}{full}")
+    return lines
