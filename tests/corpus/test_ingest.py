@@ -178,6 +178,12 @@ def test_wrong_suffix_is_damaged(data: Path) -> None:
     rows, quarantine, _ = run(data)
     assert column(rows, "path") == ["c.txt"]
     assert column(quarantine, "reason") == ["damaged", "damaged"]
+    progress, log = Progress.silent(), list[str]()
+    progress.sinks.append(log.append)
+    ingest(IngestConfig(sources=[str(data)]), data.parent / "again", progress)
+    damaged = [line for line in log if line.startswith("    damaged: ")]
+    assert [line.split()[1] for line in damaged] == ["a.txt.gz:", "b.jsonl.zst:"]
+    assert all("after 0 records, the rest is lost: " in line for line in damaged)
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])

@@ -59,6 +59,10 @@ def test_quickstart_makes_evaluation_and_report(code: Path, undisturbed: Path) -
     # About 4 bits per byte untrained; a few seconds of training are enough.
     assert 1.0 < evaluation["bits_per_byte"] < 3.6
     assert {b["name"] for b in evaluation["baselines"]} >= {"xz -9e, one stream", "PPMd order 10, primed"}
+    written = [*undisturbed.glob("artifacts/*/*.json")]
+    assert not [
+        path.name for path in written if str(undisturbed) in path.read_text()
+    ]  # nothing names the store's folder
     page = store.open("quickstart/report").file("report.html").read_text()
     assert f"{evaluation['bits_per_byte']:.3f}" in page and "<script src" not in page
     assert 'class="missing"' not in page and ">After pretraining</h2>" in page and 'class="pair"' in page

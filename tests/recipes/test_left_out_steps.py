@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
@@ -26,6 +26,10 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     problem: str = ""
+
+    def check_installed(self, step: str) -> None:
+        if self.problem == "package":
+            require_extra(f"{step}.problem = package", "no_such_package", "mine")
 
 
 def write(ctx: StepContext, config: Config) -> None:
@@ -56,14 +60,6 @@ steps.model = { parents = ["texts", "tasks"] }
 steps.tuned = { parents = ["model", "tasks"] }
 steps.report = { parents = ["model", "tuned"] }
 """
-
-
-def needs_package(name: str, config: Config) -> None:
-    if config.problem == "package":
-        require_extra(f"{name}.problem = package", "no_such_package", "mine")
-
-
-KINDS["tuned"] = replace(KINDS["tuned"], check_installed=needs_package)
 
 
 def run(store: Store, *sets: str, until: str | None = None) -> RunResult:
@@ -141,7 +137,7 @@ def test_settings_that_need_a_package(
     monkeypatch: pytest.MonkeyPatch, recipe: str, name: str, settings: dict[str, str], extra: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    step = load_recipe(recipe, sets=[f"{name}.{key}={value}" for key, value in settings.items()]).steps[name]
-    assert step.kind.check_installed is not None
+    loaded = load_recipe(recipe, sets=[f"{name}.{key}={value}" for key, value in settings.items()])
+    config: Any = loaded.steps[name].config
     with pytest.raises(ConfigError, match=f"the extra '{extra}'"):
-        step.kind.check_installed(name, step.config)
+        config.check_installed(name)

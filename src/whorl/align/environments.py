@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from whorl.registry import Registry, require_extra
+from whorl.registry import Registry
 
 ENVIRONMENTS = Registry(
     "environment",
@@ -54,12 +54,6 @@ class EnvironmentConfig(BaseModel):
 
 def _from_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
-
-
-def check_environment_installed(setting: str, name: str) -> None:
-    """Check the package of an environment of another project. Raises ConfigError: it is not installed."""
-    if name in ("openenv", "verifiers"):
-        require_extra(f"{setting} = {name}", name, name)
 
 
 EnvironmentField = Annotated[EnvironmentConfig, BeforeValidator(_from_name)]

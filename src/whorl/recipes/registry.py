@@ -106,8 +106,6 @@ class StepKind:
         complete_config: completes a configuration before the address is computed.
         not_hashed: fields that do not affect the result and are not part of the address, so that an interrupted step can
             continue with other values.
-        check_installed: called with the step's name in the recipe and its configuration before a run does any work; raises
-            ConfigError if a package is missing.
     """
 
     name: str
@@ -119,7 +117,6 @@ class StepKind:
     function: Callable[[StepContext, Any], None]
     complete_config: Callable[[Any], BaseModel] | None
     not_hashed: frozenset[str] = frozenset()
-    check_installed: Callable[[str, Any], None] | None = None
 
     def parent_roles(self) -> dict[str, tuple[str, bool]]:
         """Return role -> (kind, whether it is optional)."""
@@ -137,7 +134,6 @@ def step(
     version: int = 1,
     complete_config: Callable[[Config], Config] | None = None,
     not_hashed: Collection[str] = (),
-    check_installed: Callable[[str, Config], None] | None = None,
 ) -> Callable[[Callable[[StepContext, Config], None]], Callable[[StepContext, Config], None]]:
     """Register the decorated function as a step; the first line of its docstring is its help text."""
 
@@ -157,7 +153,6 @@ def step(
             function,
             complete_config,
             frozenset(not_hashed),
-            check_installed,
         )
         return function
 

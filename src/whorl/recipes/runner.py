@@ -133,12 +133,14 @@ def _deterministic(enabled: bool) -> AbstractContextManager[None]:
 
 
 def _check_installed(recipe: Recipe, first: str) -> None:
-    """Check the packages that a step and those after it need: a run may work for hours before it gets to the last."""
+    """Check the packages that a step and those after it need: a run may work for hours before it gets to the last.
+
+    A configuration that needs some has a method `check_installed` of the step's name.
+    """
     names = [*recipe.steps]
     for name in names[names.index(first) :]:
-        step = recipe.steps[name]
-        if step.kind.check_installed is not None:
-            step.kind.check_installed(name, step.config)
+        if (check := getattr(recipe.steps[name].config, "check_installed", None)) is not None:
+            check(name)
 
 
 def _run_step(

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from whorl.align.config import StageConfig
 from whorl.align.environments import EnvironmentField
 from whorl.align.policy_config import KLConfig, PolicyLossOverrides
+from whorl.registry import require_extra
 from whorl.train.config import RunConfig
 
 Algorithm = Literal["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"]
@@ -170,6 +171,14 @@ class RLConfig(StageConfig):
                 f"({self.max_completion_tokens})"
             )
         return self
+
+    def check_installed(self, step: str) -> None:
+        """Check the packages that these settings of a step need. Raises ConfigError: one is not installed."""
+        if self.async_rollout.workers and self.async_rollout.backend == "ray":
+            require_extra(f"{step}.async_rollout.backend = ray", "ray", "ray")
+        if self.environment is not None and self.environment.name in ("openenv", "verifiers"):
+            name = self.environment.name
+            require_extra(f"{step}.environment = {name}", name, name)
 
     @property
     def uses_critic(self) -> bool:

@@ -25,7 +25,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.errors import ConfigError, DataError, NotApplicableError
 from whorl.recipes.registry import StepContext, step
-from whorl.registry import require_extra
 
 if TYPE_CHECKING:
     from whorl.align.data.code.functions import PythonFunction
@@ -87,6 +86,12 @@ class TasksConfig(SetConfig):
     )
     first_problem: int = Field(default=0, ge=0, description="arithmetic: number of the first problem")
 
+    def check_installed(self, step: str) -> None:
+        """Check the package of the source. Raises ConfigError: it is not installed."""
+        from whorl.recipes.steps.align.generated_tasks import check_source_installed
+
+        check_source_installed(step, self.source)
+
 
 class PreferencesConfig(SetConfig):
     """Pairs of completions, or single completions with a label."""
@@ -114,19 +119,7 @@ def _with_content_hashes(config: Any) -> Any:
     return config.model_copy(update={"content_hashes": [content_hash(Path(path)) for path in paths]})
 
 
-def _check_installed(name: str, config: TasksConfig) -> None:
-    if config.source in ("reasoning_gym", "verifiers"):
-        extra = config.source.replace("_", "-")
-        require_extra(f"{name}.source = {config.source}", config.source, extra)
-
-
-@step(
-    "tasks",
-    config=TasksConfig,
-    parents=OPTIONAL_CORPUS_PARENTS,
-    complete_config=_with_content_hashes,
-    check_installed=_check_installed,
-)
+@step("tasks", config=TasksConfig, parents=OPTIONAL_CORPUS_PARENTS, complete_config=_with_content_hashes)
 def tasks(ctx: StepContext, config: TasksConfig) -> None:
     """Make tasks with a verifier, and solutions to train on."""
     from whorl.align.data.dataset_files import write_dataset

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whorl.align.environments import check_environment_installed
 from whorl.align.rl.config import RLConfig
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
@@ -27,7 +26,6 @@ from whorl.recipes.stage import (
     train_stage,
     write_curve,
 )
-from whorl.registry import require_extra
 
 if TYPE_CHECKING:
     from whorl.align.model.example import ExampleTokenizer
@@ -45,19 +43,11 @@ class _Tasks:
     rejected: dict[str, int]
 
 
-def _check_installed(name: str, config: RLConfig) -> None:
-    if config.async_rollout.workers and config.async_rollout.backend == "ray":
-        require_extra(f"{name}.async_rollout.backend = ray", "ray", "ray")
-    if config.environment is not None:
-        check_environment_installed(f"{name}.environment", config.environment.name)
-
-
 @step(
     "model",
     config=RLConfig,
     parents={**STAGE_PARENTS, "reward_model?": "reward_model"},
     not_hashed=NOT_HASHED,
-    check_installed=_check_installed,
     version=2,
 )
 def rl(ctx: StepContext, config: RLConfig) -> None:
