@@ -28,7 +28,7 @@ def test_next_commands_sample_evaluated_and_last_model() -> None:
     summary = {"completions": {"prompts": 64, "nearest": "def f(x):\n    return x"}}
     measured = artifact("evaluation", "r/evaluate", summary=summary, parents={"model": "r/pretrain"})
     assert closing_lines([*artifacts, measured], "") == [
-        *paths, "of 64 completed held-out functions, the one nearest to the real code:", "    def f(x):", "        return x",
+        "of 64 completed held-out functions, the one nearest to the real code:", "    def f(x):", "        return x", *paths,
         'next:   whorl sample r/pretrain "def "', '        whorl sample r/sft "def "', "        whorl serve r/pretrain",
     ]  # fmt: skip
     assert closing_lines([artifacts[3]], "") == ["report: report.html"]

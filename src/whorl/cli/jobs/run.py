@@ -94,14 +94,14 @@ def closing_lines(artifacts: Sequence[Artifact], store_option: str) -> list[str]
     """
     from whorl.recipes.run_page import best_sample, next_commands
 
-    lines: list[str] = []
+    lines = [
+        line for artifact in artifacts if artifact.kind == "evaluation" for line in best_sample(artifact)
+    ]
     for artifact in artifacts:
         if artifact.kind == "report" and "report.html" in artifact.files:
             lines.append(f"report: {artifact.file('report.html')}")
         elif artifact.kind == "model":
             lines.append(f"model:  {artifact.name}: {artifact.path}")
-        elif artifact.kind == "evaluation":
-            lines += best_sample(artifact)
     commands = next_commands(artifacts)
     if not lines:
         commands = [f"whorl show {artifacts[-1].name}"]
