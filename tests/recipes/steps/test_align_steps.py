@@ -105,6 +105,7 @@ def test_stages_keep_model_lineage(store: Store, done: RunResult) -> None:
 def test_sft_measures_accuracy_before_and_after(store: Store, done: RunResult) -> None:
     assert "eval" not in done.artifacts["sft"].summary  # 96 ids do not fit a prompt and an answer of 96
     assert "no held-out task fits its prompt and sft.max_completion_tokens: 96" in log_of(done)
+    assert re.search(r"Fine-tuning: (\d+) of \1 steps", log_of(done))
     found = run(store, "base.max_completion_tokens=12", "base.eval_tasks=4", until="base").artifacts["base"]
     before, after = (found.summary["eval"][when] for when in ("before", "after"))
     assert found.summary["tasks"] == {"test": 4} and before == {"tasks": 4.0, "accuracy_greedy": 0.0}
