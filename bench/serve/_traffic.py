@@ -148,6 +148,7 @@ async def wave(port: int, attacks: Iterable[tuple[str, int, Attack]], counts: Co
         counts.statuses.update(outcome.statuses)
         if outcome.bad:
             counts.bad.append((kind, seed, outcome.bad))
+            print(f"bad: {kind} {seed}: {outcome.bad[:300]}", flush=True)
 
     running = []
     for kind, seed, attack in attacks:

@@ -204,8 +204,6 @@ async def run(servers: Servers, keys: Keys | None, args: Any) -> Observed:
 def report(seen: Observed, servers: Servers, args: Any) -> None:
     counts, (before, after) = seen.counts, seen.memory
     alone, attacked = statistics.median(seen.alone), statistics.median(seen.attacked or [0.0])
-    for kind, seed, reason in counts.bad[:20]:
-        print(f"bad: {kind} {seed}: {reason[:300]}")
     print("grew most: {} by {:.1f} MB".format(*servers.grew_most()))
     samples = [
         {

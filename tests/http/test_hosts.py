@@ -31,7 +31,8 @@ def test_cross_site_requests_are_named() -> None:
     json = {"content-type": "application/json; charset=utf-8", "host": "localhost:8000"}
     assert cross_site_problem("POST", json) == ""
     assert cross_site_problem("POST", {**json, "origin": "http://localhost:8000"}) == ""
-    assert "Origin" in cross_site_problem("GET", {**json, "origin": "http://evil.com"})
+    for origin in ("http://evil.com", "http://[", "null", "localhost:8000", ""):
+        assert "Origin" in cross_site_problem("GET", {**json, "origin": origin})
     assert "content-type" in cross_site_problem("POST", {**json, "content-type": "text/plain"})
 
 
