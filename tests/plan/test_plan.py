@@ -13,8 +13,10 @@ from whorl.models import TransformerConfig
 from whorl.plan import planner
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import decoder_config, training_cost
+from whorl.plan.forecast import RunInputs, forecast
 from whorl.plan.scaling_law import expected_bits_per_byte, fitted_law
 from whorl.plan.training_plan import TrainingPlan
+from whorl.recipes import load_recipe
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
@@ -76,9 +78,56 @@ def test_plan_keeps_given_values_and_times_nothing(monkeypatch: pytest.MonkeyPat
     assert plan(steps=7, d_model=64).job.steps == 7
 
 
-def test_plan_rejects_too_small_budget_with_advice() -> None:
-    with pytest.raises(BudgetError, match=r"a budget of 1s buys(.|\n)*--budget"):
-        plan(budget="1s")
+def test_plan_rejects_too_small_budget_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "time_steps", lambda *_, **__: StepTiming(5.5, 0.1))
+    with pytest.raises(BudgetError, match=r"a budget of 6s buys 4 steps .*5\.5 s to start(.|\n)*--budget 8s"):
+        plan(budget="6s")
+    forbid_timing(monkeypatch)
+    slow = replace(MACHINE, flops={"float32": 1e9})
+    for model in ({}, {"model": LLAMA | {"d_model": 256}}):
+        with pytest.raises(
+            BudgetError, match=r"a budget of 6s buys \d+ steps .*at its peak(.|\n)*--budget \d+s"
+        ):
+            plan(slow, budget="6s", **model)
+    with pytest.raises(ValueError, match="at least 5s"):
+        PlanConfig(budget="1s")
+
+
+def test_short_budget_is_not_spent_on_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [plan(budget=budget).job.compile for budget in ("60s", "5m")] == [False, True]
+    assert plan(budget="60s", compile=True).job.compile
+    monkeypatch.setattr(planner, "PLANNING_SHARE", 0.0)
+    assert len({(row["d_model"], row["n_layers"]) for row in plan(budget="20s").candidates}) == 1
+
+
+RECIPE = load_recipe("quickstart")
+KNOWN = RunInputs(
+    {"seconds": 300.0, "tokens_per_second": 31_167.0}, train_bytes=27.5e6, test_bytes=1e6, task_bytes=5.9e5,
+    test_tasks=128, cores=2,
+)  # fmt: skip
+
+
+def test_forecast_is_near_a_measured_run() -> None:
+    """Seconds of each step of a quickstart on two cores."""
+    measured = {
+        "tokenizer": 2,
+        "tokens": 1,
+        "pretrain": 326,
+        "evaluate": 51,
+        "sft": 26,
+        "rl": 93,
+        "report": 0,
+    }
+    found = forecast({name: (name, RECIPE.steps[name].config) for name in measured}, KNOWN)
+    assert all(found[name] == pytest.approx(measured[name], rel=0.35, abs=3) for name in measured)
+    half = replace(KNOWN, expected={**KNOWN.expected, "tokens_per_second": 15_583.0})
+    assert forecast({"rl": ("rl", RECIPE.steps["rl"].config)}, half)["rl"] > 1.9 * found["rl"]
+
+
+def test_forecast_names_what_it_cannot_estimate() -> None:
+    config = RECIPE.steps["report"].config
+    assert forecast({"mine": ("mine", config)}, KNOWN) == {"mine": None}
+    assert forecast({"report": ("report", config)}, replace(KNOWN, expected={"tokens": 9.0})) == {}
 
 
 @pytest.mark.parametrize(

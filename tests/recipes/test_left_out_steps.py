@@ -98,6 +98,21 @@ def test_page_names_the_failed_step_until_it_succeeds(tmp_path: Path) -> None:
     assert "failed" not in page.read_text() and "Value of tuned" in page.read_text()
 
 
+def test_refused_run_leaves_no_folder_and_no_latest_run(tmp_path: Path) -> None:
+    def folders() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "runs").iterdir())
+
+    with pytest.raises(DataError):
+        run(Store(tmp_path), "texts.problem=error")
+    assert folders() == []
+    kept = run(Store(tmp_path)).run.name
+    with pytest.raises(DataError):
+        run(Store(tmp_path), "tuned.problem=error")  # its parents are looked up
+    assert folders() == [kept]
+    report(run="r", out=tmp_path / "page.html", store=str(tmp_path))
+    assert "Value of tuned" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.parametrize("name", ["quickstart", "align-code"])
 def test_packaged_recipes_look_for_tasks_before_training(name: str) -> None:
     recipe = load_recipe(name)

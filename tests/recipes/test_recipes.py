@@ -177,6 +177,31 @@ def test_bad_flags_are_refused(text: str, options: dict[str, Any], message: str)
         parse_recipe(text, "r.toml", kinds=KINDS, **options)
 
 
+def test_small_budget_shrinks_all_sizes() -> None:
+    usual = load_recipe("quickstart")
+    small = load_recipe("quickstart", budget="20s", sets=["evaluate.completions=50"])
+    assert small.shrunk["rl.steps"] == small.steps["rl"].config.model_dump()["steps"] == 3  # 50 * 20 / 300
+    assert small.shrunk["tasks.max_test"] == 16  # the minimum: 128 * 20 / 300 is 9
+    assert small.steps["evaluate"].config.model_dump()["completions"] == 50  # --set decides
+    assert "steps" not in small.steps["plan"].config.model_fields_set
+    for budget in ("5m", "1h", "1e12flops"):
+        same = load_recipe("quickstart", budget=budget)
+        assert not same.shrunk and same.steps["rl"] == usual.steps["rl"]
+    assert load_recipe("quickstart", budget="20s").with_ancestors("plan").shrunk
+
+
+def test_budget_that_cannot_work_is_refused_when_read() -> None:
+    with pytest.raises(ConfigError, match=r"--budget 1s: plan.budget cannot be '1s'(.|\n)*at least 5s"):
+        load_recipe("quickstart", budget="1s")
+
+
+def test_chain_of_3000_steps_and_its_cycle() -> None:
+    lines = ['[steps.s0]\nuses = "report"']
+    lines += [f'[steps.s{n}]\nuses = "report"\nparents = ["s{n - 1}"]' for n in range(1, 3000)]
+    recipe = parse_recipe("\n".join(reversed(lines)), "r.toml", kinds={"report": step_kinds()["report"]})
+    assert list(recipe.steps) == [f"s{n}" for n in range(3000)]
+
+
 def test_deterministic_flag_refuses_time_budget() -> None:
     contradiction = r"(?s)the settings of plan contradict each other.*--budget 1e14flops"
     with pytest.raises(ConfigError, match=contradiction):

@@ -64,6 +64,23 @@ def test_train_stage_without_measurements_only_trains(tmp_path: Path) -> None:
     assert format_likelihood_change(**result.likelihood) == "" and ctx.report.blocks == []
 
 
+def test_bar_gets_the_steps_of_the_task_and_names_measurements(tmp_path: Path) -> None:
+    ctx, lines = context(tmp_path), list[str]()
+    ctx.progress.sinks.append(lines.append)
+
+    def train(*, callback: Any, **_: Any) -> None:
+        receiver = StepFunction(callback)
+        receiver.on_start(4)
+        receiver.on_step(1, {"loss": 1.0})
+
+    train_stage(ctx, "Probe", train, note=lambda _: "", evaluate=lambda when: {})
+    assert [line.partition(",")[0] for line in lines[:2]] == [
+        "Evaluating before training: 0.0 s",
+        "Probe: 1 of 4 steps (25 %)",
+    ]
+    assert lines[2].startswith("Evaluating after training: ")
+
+
 def test_resumed_stage_keeps_earlier_records(tmp_path: Path) -> None:
     def train(first: int, last: int, *, callback: Any, **_: Any) -> None:
         for step in range(first, last + 1):

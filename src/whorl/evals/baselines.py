@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from whorl.evals.compressors import measure_compressors
 from whorl.evals.ngram import NGram
 from whorl.tokens.shards import TokenSet
+from whorl.tokens.tokenizer import Ids
 from whorl.tracking.progress import Progress
+
+T = TypeVar("T")
 
 
 def measure_baselines(
     held_out: Sequence[bytes],
     train: Sequence[bytes],
     tokens: TokenSet,
+    test: Sequence[Ids],
     *,
+    fraction: float = 1.0,
     order: int,
     workers: int,
     progress: Progress,
@@ -24,17 +30,25 @@ def measure_baselines(
 
     Args:
         held_out, train: texts of the test and of the training split, one per file.
-        tokens: the same splits as tokens, for the n-gram model.
+        tokens: the training split as tokens, for the n-gram model. test: the held-out files as tokens.
+        fraction: of the training texts that primed compressors and the n-gram model read, evenly spread.
         order: of the n-gram model. workers: processes that compress.
     """
-    with progress.task("Compressing the same files", total=None) as task:
+    with progress.task("Compressing the same files", unit="methods") as task:
         results = measure_compressors(
-            held_out, train, workers=workers, on_result=lambda c: task.update(note=c.name)
+            held_out, spread(train, fraction), workers=workers, on_result=lambda c: task.advance(note=c.name)
         )
     found = [{"name": c.name, "bits_per_byte": c.bits_per_byte, "kind": "compressor"} for c in results]
     with progress.task(f"{order}-gram model", total=None):
-        documents = [ids[1:] for ids in tokens.split("train").iter_documents()]
+        split = tokens.split("train")
+        documents = [split.document(i)[1:] for i in spread(range(split.n_documents), fraction)]
         model = NGram(documents, tokens.vocab_size, order, tokens.bos_id)
-        bits = model.bits([ids[1:] for ids in tokens.split("test").iter_documents()])
+        bits = model.bits([ids[1:] for ids in test])
     name = f"{order}-gram, modified Kneser-Ney, same tokens"
     return [*found, {"name": name, "bits_per_byte": bits / sum(map(len, held_out)), "kind": "ngram"}]
+
+
+def spread(items: Sequence[T], fraction: float) -> list[T]:
+    """Return a fraction of the items at equal distances, at least one of them."""
+    count = math.ceil(round(len(items) * fraction, 6))
+    return [items[i * len(items) // count] for i in range(count)]

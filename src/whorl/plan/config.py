@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from whorl.machine.budget import Budget, BudgetText
+from whorl.machine.budget import MIN_SECONDS, Budget, BudgetText
 from whorl.train.config import DataConfig, OptimConfig, RoutingConfig
 
 
@@ -34,6 +34,13 @@ class PlanConfig(BaseModel):
     routing: RoutingConfig = RoutingConfig()
     seed: int = Field(default=0, ge=0)
     deterministic: bool = Field(default=False, description="make no choice by timing")
+
+    @field_validator("budget")
+    @classmethod
+    def _long_enough(cls, budget: str) -> str:
+        if (Budget.parse(budget).seconds or MIN_SECONDS) < MIN_SECONDS:
+            raise ValueError(f"at least {MIN_SECONDS:g}s, since training takes seconds to start")
+        return budget
 
     @model_validator(mode="after")
     def _validate(self) -> PlanConfig:

@@ -26,7 +26,7 @@ from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import TransformerConfig
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import TrainingCost, decoder_config, training_cost
-from whorl.plan.scaling_law import bytes_per_token, expected_bits_per_byte
+from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bits_per_byte
 from whorl.plan.training_plan import TrainingPlan
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
@@ -38,8 +38,10 @@ MODEL_LADDER = (  # (width, depth)
 )  # fmt: skip
 VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 COMPILED_TIME_RATIO = 0.72  # compiled / uncompiled step time, for ranking only; the chosen shape is timed
+PLANNING_SHARE = 0.25  # of a budget of seconds, spent on timing shapes
 EVAL_OVERHEAD = 0.025  # evaluation, samples and checkpoints, relative to training time
 MIN_STEPS = 20
+MIN_COMPILE_BUDGET = 120.0  # seconds; in a shorter run compiling takes longer than it saves
 MAX_USEFUL_EPOCHS = 4  # up to here repeated text is nearly worth new text (arXiv:2305.16264)
 # For a network without query and key norms and with a small initial embedding. The default rates reach 3.75 nats after
 # 1,000 steps, these 2.90 (LOG.md).
@@ -75,6 +77,7 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
     chosen: TransformerConfig
     if config.model is not None:
         chosen = _fixed_model(config)
+        _check_budget(config, budget, machine, chosen, replicas)
     else:
         candidates = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress)
         chosen = min(candidates, key=lambda c: c.bits_per_byte).model
@@ -90,21 +93,38 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
     else:
         steps = int((budget.flops or 0.0) / step_flops)
     if steps < MIN_STEPS:
-        description = "this model" if config.model is not None else "the smallest model"
-        raise BudgetError(
-            f"a budget of {config.budget} buys {max(0, steps)} steps of {description} on this machine"
-            + (
+        details, least = "", f"{1.05 * MIN_STEPS * step_flops:.1e}flops"
+        if timing is not None:
+            details = (
                 f" ({timing.startup_seconds:.1f} s to start, {timing.step_seconds * 1e3:.0f} ms per step)"
-                if timing
-                else ""
-            ),
-            expected=f"at least {MIN_STEPS} steps",
-            do=f"give at least --budget {int(timing.startup_seconds + MIN_STEPS * timing.step_seconds * 1.2) + 1}s"
-            if timing
-            else f"give at least --budget {1.05 * MIN_STEPS * step_flops:.1e}flops",
-        )
+            )
+            least = f"{int(timing.startup_seconds + MIN_STEPS * timing.step_seconds * 1.2) + 1}s"
+        raise _budget_error(config, steps, details, least)
     job = job.model_copy(update={"steps": steps})
     return _build_plan(config, machine, job, corpus_bytes, timing, candidates)
+
+
+def _check_budget(
+    config: PlanConfig, budget: Budget, machine: Machine, model: TransformerConfig, replicas: int
+) -> None:
+    """Refuse, before anything is timed, a budget of seconds that is too short even at the peak of the machine.
+
+    Raises:
+        BudgetError: it buys fewer than MIN_STEPS steps of `model`.
+    """
+    seconds = _step_flops(config, _cost(config, model, replicas)) / machine.peak_flops
+    if budget.seconds is not None and budget.seconds < MIN_STEPS * seconds:
+        details = f" at its peak of {machine.peak_flops / 1e9:,.0f} GFLOP/s"
+        raise _budget_error(config, int(budget.seconds / seconds), details, f"{3 * MIN_STEPS * seconds:.0f}s")
+
+
+def _budget_error(config: PlanConfig, steps: int, details: str, least: str) -> BudgetError:
+    description = "this model" if config.model is not None else "the smallest model"
+    return BudgetError(
+        f"a budget of {config.budget} buys {max(0, steps)} steps of {description} on this machine{details}",
+        expected=f"at least {MIN_STEPS} steps",
+        do=f"give at least --budget {least}",
+    )
 
 
 def _choose_replicas(config: PlanConfig, machine: Machine) -> int:
@@ -217,11 +237,17 @@ def _rank_candidates(
     corpus_bytes: int,
     progress: Progress,
 ) -> list[Candidate]:
-    found = []
+    found: list[Candidate] = []
     shapes = _ladder_shapes(config, machine, replicas, budget)
+    smallest = decoder_config(
+        *shapes[0], config.vocab_size or VOCAB_SIZES[0], ngram_buckets=config.ngram_buckets
+    )
+    _check_budget(config, budget, machine, smallest, replicas)
     vocabularies = [config.vocab_size] if config.vocab_size else VOCAB_SIZES
     with progress.task("Timing shapes", total=len(shapes), unit="shapes") as task:
         for width, depth in shapes:
+            if found and budget.seconds is not None and task.seconds > PLANNING_SHARE * budget.seconds:
+                break  # larger shapes are for larger budgets
             timed = decoder_config(width, depth, 1024, ngram_buckets=config.ngram_buckets)
             timed_flops = _step_flops(config, _cost(config, timed, replicas))
             rows = config.data.model_copy(update={"batch_size": max(1, config.data.batch_size // replicas)})
@@ -246,20 +272,10 @@ def _rank_candidates(
                     max(1, steps) * config.data.batch_size * config.data.seq_len * bytes_per_token(vocabulary)
                 )
                 # A repeated epoch is worth less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
-                effective = _effective_bytes(seen, corpus_bytes)
+                effective = effective_bytes(seen, corpus_bytes)
                 bits = expected_bits_per_byte(cost.block_params, effective, vocabulary)
                 found.append(Candidate(model, step, steps, bits))
     return found
-
-
-def _effective_bytes(seen: float, corpus_bytes: int) -> float:
-    """Return how many bytes read once are worth `seen` bytes of repeated epochs (R* = 15.4)."""
-    import math
-
-    if seen <= corpus_bytes:
-        return seen
-    repeats = seen / corpus_bytes - 1
-    return corpus_bytes * (1 + 15.4 * (1 - math.exp(-repeats / 15.4)))
 
 
 def _choose_compilation(
@@ -277,7 +293,8 @@ def _choose_compilation(
         if config.compile is not True:
             task.update(note="uncompiled")
             options.append((plain, time_steps(plain, seconds=2.0)))
-        if config.compile is not False and can_compile():
+        worthwhile = config.compile or budget.seconds is None or budget.seconds >= MIN_COMPILE_BUDGET
+        if config.compile is not False and worthwhile and can_compile():
             compiled = plain.model_copy(update={"compile": True})
             task.update(note="compiled (compiling)")
             time_steps(compiled, seconds=0.0)  # fills the compiler's cache for the run
@@ -360,7 +377,7 @@ def _build_plan(
             f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured on this machine"
         )
     if config.model is None:  # the law is that of the planner's own shapes
-        effective = _effective_bytes(tokens * per_token, max(1, corpus_bytes))
+        effective = effective_bytes(tokens * per_token, max(1, corpus_bytes))
         expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, effective, model.vocab_size)
         lines.append(
             f"expected: {expected['bits_per_byte']:.2f} bits per byte on whole held-out files, as `evaluate` reads them "

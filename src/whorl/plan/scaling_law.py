@@ -56,3 +56,11 @@ def expected_bits_per_byte(
 def bytes_per_token(vocab_size: int) -> float:
     """Return the bytes of source code per token: linear in log(vocabulary), fitted at 1,024, 2,048 and 4,096."""
     return 2.6 + 0.45 * math.log2(vocab_size / 1024)
+
+
+def effective_bytes(seen: float, corpus_bytes: int) -> float:
+    """Return how many bytes read once are worth `seen` bytes of repeated epochs (arXiv:2305.16264, eq. 5; R* = 15.4)."""
+    if seen <= corpus_bytes:
+        return seen
+    repeats = seen / corpus_bytes - 1
+    return corpus_bytes * (1 + 15.4 * (1 - math.exp(-repeats / 15.4)))

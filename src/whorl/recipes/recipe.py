@@ -19,8 +19,8 @@ from __future__ import annotations
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from whorl.errors import DOCS_URL, ConfigError, one_of
+from whorl.machine.budget import budget_ratio, shrink_sizes
 from whorl.recipes.config_errors import validated_config
 from whorl.recipes.old_names import leaf_paths, refuse_old_key
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
@@ -52,12 +53,14 @@ class Recipe:
     """A validated recipe; its steps are in topological order, parents first.
 
     log: metric sinks with their settings; not part of any address.
+    shrunk: sizes that a `--budget` below the recipe's has lowered, as "step.field": value.
     """
 
     name: str
     about: str
     steps: Mapping[str, RecipeStep]
     log: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    shrunk: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the resolved recipe with every value, defaults included."""
@@ -84,7 +87,7 @@ class Recipe:
             needed.add(step)
             pending += self.steps[step].parents.values()
         kept = {key: step for key, step in self.steps.items() if key in needed}
-        return Recipe(self.name, self.about, kept, self.log)
+        return replace(self, steps=kept)
 
     def dependants(self, name: str) -> list[str]:
         """Return the steps that cannot be made without the result of a step, in their order."""
@@ -185,8 +188,13 @@ class _RecipeParser:
                 expected="letters, digits, _ and -",
             )
         kinds = {step: self.kind_of(step, table) for step, table in tables.items()}
+        shrunk_sizes: dict[str, float] = {}
         if budget is not None:
+            ratio = min([1.0, *(budget_ratio(budget, kinds[s].config, tables[s]) for s in tables)])
             self.apply_to_all(tables, kinds, "budget", budget, f"--budget {budget}", "a budget")
+            for step, table in tables.items():
+                lowered = shrink_sizes(kinds[step].config, table, ratio)
+                shrunk_sizes |= {f"{step}.{name}": value for name, value in lowered.items()}
         if deterministic:
             self.apply_to_all(tables, kinds, "deterministic", True, "--deterministic", "that setting")
         for text in sets:
@@ -201,7 +209,7 @@ class _RecipeParser:
         log = data.get("log", {})
         if not isinstance(log, dict) or not all(isinstance(table, dict) for table in log.values()):
             raise ConfigError(f"{self.location('log')}: log is not a table of tables", expected="[log.wandb]")
-        return Recipe(name, str(data.get("about", "")), steps, log)
+        return Recipe(name, str(data.get("about", "")), steps, log, shrunk_sizes)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
         location = self.location("steps", step)
@@ -279,21 +287,25 @@ class _RecipeParser:
     def topological_order(self, parents: dict[str, dict[str, str]]) -> list[str]:
         """Return the steps with parents first, otherwise in the order of the text. Raises ConfigError on a cycle."""
         done: dict[str, None] = {}
-
-        def visit(step: str, path: tuple[str, ...]) -> None:
-            if step in path:
-                cycle = " -> ".join((*path[path.index(step) :], step))
-                raise ConfigError(
-                    f"{self.location('steps', step, 'parents')}: the parents form a cycle: {cycle}",
-                    expected="parents that do not depend on the step itself",
-                )
-            if step not in done:
-                for parent in parents[step].values():
-                    visit(parent, (*path, step))
-                done[step] = None
-
-        for step in parents:
-            visit(step, ())
+        for first in parents:
+            path: dict[str, Iterator[str]] = {
+                first: iter(parents[first].values())
+            }  # step -> parents to visit
+            while path:  # not a recursion: a chain of steps may be longer than Python's stack
+                step, pending = next(reversed(path.items()))
+                parent = next((p for p in pending if p not in done), None)
+                if parent is None:
+                    done[step] = None
+                    del path[step]
+                elif parent in path:
+                    steps = [*path]
+                    cycle = " -> ".join((*steps[steps.index(parent) :], parent))
+                    raise ConfigError(
+                        f"{self.location('steps', parent, 'parents')}: the parents form a cycle: {cycle}",
+                        expected="parents that do not depend on the step itself",
+                    )
+                else:
+                    path[parent] = iter(parents[parent].values())
         return list(done)
 
     def config_of(self, step: str, table: dict[str, Any], kind: StepKind) -> BaseModel:

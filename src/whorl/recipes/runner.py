@@ -11,6 +11,7 @@ A step that has nothing to work on in the data (`NotApplicableError`) is left ou
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -20,10 +21,11 @@ from pathlib import Path
 
 from whorl.errors import NotApplicableError, StoreError, WhorlError
 from whorl.machine.choices import recorded_choices
-from whorl.machine.device_probe import restore_threads
+from whorl.machine.device_probe import restore_threads, usable_cores
+from whorl.plan.forecast import RunInputs, forecast
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext, is_deterministic
-from whorl.recipes.step_records import FAILED, LEFT_OUT, StepRecords
+from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
 from whorl.tracking.progress import Progress, format_duration
@@ -71,14 +73,19 @@ def run_recipe(
     safe_sinks = SafeSinks(sinks, progress.log)
     try:
         store.make_folders()
+        is_new = not run_folder(recipe, store).exists()
         run = _open_run(recipe, store, safe_sinks, progress)
         progress.sinks.append(run.log)
     except OSError as error:
         raise store.wrap_os_error(error) from error
+    is_refused = False
     try:
         steps = "1 step" if len(selected.steps) == 1 else f"{len(selected.steps)} steps"
         progress.log(f"{recipe.name}: {steps}; store {store.location}; run {run.dir}")
-        artifacts: dict[str, Artifact] = dict(existing or {})
+        artifacts, states = dict(existing or {}), set[str]()
+        if selected.shrunk:
+            sizes = ", ".join(f"{name} = {value:g}" for name, value in selected.shrunk.items())
+            progress.log(f"    smaller, as the budget: {sizes}")
         records, left_out = StepRecords(run.dir, recipe), set[str]()
         for number, step in enumerate(selected.steps.values(), start=1):
             if step.name in left_out:
@@ -103,13 +110,52 @@ def run_recipe(
                     records.set_reason(step.name, FAILED, error)
                 raise
             artifacts[step.name] = artifact
-            outcome = f"made in {format_duration(time.monotonic() - started)}" if state == "made" else state
+            states.add(state)
+            outcome = f"made in {format_duration(time.monotonic() - started)}" if state == MADE else state
             progress.log(f"{label}: {outcome}. {artifact.summary.get('headline', '')}".rstrip())
             records.set_artifact(step.name, artifact, state)
+            if artifact.kind == "plan" and state == MADE:
+                later = {n: s for n, s in selected.steps.items() if n not in {*artifacts, *left_out}}
+                if text := _forecast(later, artifacts.values(), artifact):
+                    progress.log(text)
+    except WhorlError as error:
+        is_refused = is_new and error.exit_code <= 128 and MADE not in states and not run.has_metrics
+        raise
     finally:
         safe_sinks.close()
         progress.sinks.remove(run.log)
+        if is_refused:  # a refused setting is no run
+            shutil.rmtree(run.dir, ignore_errors=True)
     return RunResult(run, artifacts, time.monotonic() - start)
+
+
+def _forecast(later: Mapping[str, RecipeStep], made: Collection[Artifact], plan: Artifact) -> str:
+    """Return a line with the expected time of the steps after the plan, or "" if the plan has timed nothing."""
+    splits: Mapping[str, Mapping[str, float]] = next(
+        (a.summary.get("splits", {}) for a in made if a.kind == "selection"), {}
+    )
+    tasks = next((a for a in made if a.kind == "tasks"), None)
+    texts = "pairs.train.jsonl" if tasks is not None and "pairs.train.jsonl" in tasks.files else None
+    known = RunInputs(
+        expected=plan.summary.get("expected", {}),
+        train_bytes=splits.get("train", {}).get("bytes", 0),
+        test_bytes=splits.get("test", {}).get("bytes", 0),
+        task_bytes=tasks.file(texts).stat().st_size if tasks is not None and texts is not None else 0,
+        test_tasks=tasks.summary.get("counts", {}).get("test", 0) if tasks is not None else 0,
+        cores=usable_cores(),
+    )
+    seconds = forecast({name: (step.kind.name, step.config) for name, step in later.items()}, known)
+    parts = [
+        f"{name} {format_duration(value)}"
+        for name, value in seconds.items()
+        if value is not None and value >= 1
+    ]
+    others = [name for name, value in seconds.items() if value is None]
+    if not parts:
+        return ""
+    total = format_duration(round(sum(value or 0.0 for value in seconds.values()), -1))
+    more = f", and {', '.join(others)}" if others else ""
+    return f"    about {total} to go: {', '.join(parts)}{more}"
 
 
 def _open_run(recipe: Recipe, store: Store, sinks: SafeSinks, progress: Progress) -> Run:
@@ -185,4 +231,4 @@ def _run_step(
     finally:
         restore_threads()
     assert build.artifact is not None
-    return build.artifact, "looked up" if build.existing is not None else "made"
+    return build.artifact, "looked up" if build.existing is not None else MADE

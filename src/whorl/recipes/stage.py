@@ -83,12 +83,15 @@ def train_stage(
     evaluation, bits, each = dict[str, Metrics](), dict[str, float | None](), dict[str, float | None]()
 
     def measure(when: str) -> None:
-        if evaluate is not None:
-            evaluation[when] = evaluate(when)
-        if likelihood is not None:
-            found = likelihood()
-            bits[when] = None if found is None else found.bits_per_byte
-            each[when] = None if found is None else found.perplexity
+        if evaluate is None and likelihood is None:
+            return
+        with ctx.progress.task(f"Evaluating {when} training"):
+            if evaluate is not None:
+                evaluation[when] = evaluate(when)
+            if likelihood is not None:
+                found = likelihood()
+                bits[when] = None if found is None else found.bits_per_byte
+                each[when] = None if found is None else found.perplexity
 
     measure("before")
     with ctx.progress.task(title, total=total, unit=unit) as bar:

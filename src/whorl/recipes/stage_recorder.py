@@ -44,8 +44,9 @@ class StageRecorder:
         self.on_step(step, metrics, *more)
 
     def on_start(self, steps: int) -> None:
-        """Give the bar its total; called by a stage that counts its steps itself."""
-        self.bar.update(total=steps)
+        """Give the bar its total, if the number of epochs decides it."""
+        if self.bar.total is None:
+            self.bar.update(total=steps)
 
     def on_step(self, step: int, metrics: Metrics, *more: Any) -> None:
         values = self.step_values(metrics)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from whorl.store import Artifact
 
 STEPS_FILE = "steps.json"
-LEFT_OUT, FAILED = "left out", "failed"
+MADE, LEFT_OUT, FAILED = "made", "left out", "failed"
 
 
 class StepRecords:
@@ -43,7 +43,9 @@ class StepRecords:
     def set_reason(self, step: str, state: str, error: BaseException) -> None:
         """Record that a step was left out or failed."""
         what = error.what if isinstance(error, WhorlError) else f"{type(error).__name__}: {error}"
-        self._set(step, {"state": state, "reason": what})
+        record = {"state": state, "reason": what}
+        if self.records.get(step) != record:  # the same failure again does not make this the latest run
+            self._set(step, record)
 
     def _set(self, step: str, record: dict[str, Any]) -> None:
         self.records[step] = record

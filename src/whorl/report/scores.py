@@ -28,7 +28,7 @@ BITS_PER_BYTE_FIGURES = (
 _SCORES = (
     "Bits that each method needs per byte of {files:,} files of the test split ({size}). Lower is better. The model and the "
     "n-gram model read each file separately. A compressor in one stream also adapts to the other held-out files; a primed "
-    "one has read the training split first. "
+    "one has read {primer} first. "
 ) + BITS_PER_BYTE_FIGURES
 
 
@@ -52,7 +52,13 @@ def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -
         )
         for name, setting, bits, kind in rows
     ]
-    note = _SCORES.format(files=found["files"], size=format_si(found["bytes"], "B"))
+    part = found.get("baseline_train_fraction", 1.0)
+    primer = (
+        "the training split"
+        if part == 1
+        else f"{format_percent(part)} of the training files (the n-gram model, too)"
+    )
+    note = _SCORES.format(files=found["files"], size=format_si(found["bytes"], "B"), primer=primer)
     blocks: list[Block] = [*_nearest(found.get("completions")), *map(_sample, found.get("samples", []))]
     blocks.append(Histogram(section="Bits per byte", note=note, columns=columns, bars=bars))
     others = [row for row in rows if row[3] == "compressor" and row[2]]

@@ -148,6 +148,11 @@ class Run:
     def name(self) -> str:
         return self.dir.name
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether a step has recorded metrics."""
+        return (self.dir / "metrics").is_dir()
+
     def record_environment(self) -> dict[str, Any]:
         """Write `environment.json`; return its contents."""
         found = environment()

@@ -111,11 +111,16 @@ class TrainCallback(Protocol):
 class StepFunction(TrainCallback):
     """A callback made of a function of step and metrics.
 
-    receiver: evaluations, checkpoints and events go to its methods of these names, if it has them; default: the function.
+    receiver: the start, evaluations, checkpoints and events go to its methods of these names, if it has them; default: the
+        function.
     """
 
     def __init__(self, function: Callable[[int, dict[str, float]], None], receiver: object = None) -> None:
         self.function, self.receiver = function, function if receiver is None else receiver
+
+    def on_start(self, steps: int) -> None:
+        """Give the receiver the number of steps of the whole run, for its progress bar."""
+        self._forward("on_start", steps)
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         self.function(step, metrics)

@@ -118,7 +118,7 @@ class RLConfig(StageConfig):
         default=None,
         description="of several turns, as calculator or module:attribute; default: the task's verifier",
     )
-    steps: int = Field(default=100, ge=1, description="rollout batches")
+    steps: int = Field(default=100, ge=1, description="rollout batches", json_schema_extra={"shrinks_to": 2})
     prompts_per_step: int = Field(default=16, ge=1, description="tasks per rollout batch")
     group_size: int = Field(default=8, ge=1, description="completions per task")
     max_completion_tokens: int = Field(default=64, ge=1, description="ids of a completion, or of one reply")

@@ -296,6 +296,6 @@ def run_stage(
         threads = f"{options.threads} {'thread' if options.threads == 1 else 'threads'} each"
         log(f"{replicas} replicas train, {threads}")
     task.apply_activation_budget(replicas)
-    if (on_start := getattr(callback, "on_start", None)) is not None:
-        on_start(task.steps)
-    Trainer(task, options, StepFunction(callback), log=log).fit()
+    receiver = StepFunction(callback)
+    receiver.on_start(task.steps)
+    Trainer(task, options, receiver, log=log).fit()

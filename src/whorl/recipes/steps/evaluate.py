@@ -32,9 +32,22 @@ class EvaluateConfig(BaseModel):
         ge=16,
         description="tokens of context at most; default: the evaluation window of the model",
     )
+    held_out_fraction: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="of the test files, that are scored",
+        json_schema_extra={"shrinks_to": 0.1},
+    )
     baselines: bool = Field(default=True, description="compressors and an n-gram model on the same files")
+    baseline_train_fraction: float = Field(
+        default=1.0, gt=0, le=1, json_schema_extra={"shrinks_to": 0.02},
+        description="of the training files, that primed compressors and the n-gram model read",
+    )  # fmt: skip
     ngram_order: int = Field(default=4, ge=1, le=8)
-    completions: int = Field(default=64, ge=0, description="held-out functions to complete")
+    completions: int = Field(
+        default=64, ge=0, description="held-out functions to complete", json_schema_extra={"shrinks_to": 8}
+    )
     completion_tokens: int = Field(default=160, ge=1)
     samples: int = Field(default=4, ge=0, description="samples in the report, with probabilities")
     sample_tokens: int = Field(default=120, ge=1)
@@ -53,7 +66,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     import torch
 
     from whorl.align.distillation.teacher import check_same_vocabulary
-    from whorl.evals.baselines import measure_baselines
+    from whorl.evals.baselines import measure_baselines, spread
     from whorl.evals.likelihood import bits_per_byte, document_nats, perplexity
     from whorl.models import load_model
     from whorl.tokens.hf_tokenizer import load_tokenizer
@@ -76,21 +89,22 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     names = ctx.parents["model"].name, ctx.parents["tokenizer"].name
     check_same_vocabulary(load_tokenizer(ctx.parents["model"].path), tokenizer, names=names)
-    tokens = TokenSet(ctx.parents["tokens"].path)
+    tokens, corpus = TokenSet(ctx.parents["tokens"].path), open_corpus(ctx)
     test = tokens.split("test")
-    corpus = open_corpus(ctx)
-    held_out = list(corpus.documents("test"))
+    held_out = spread([*corpus.documents("test")], config.held_out_fraction)
     if not held_out:
         raise NotApplicableError("the test split is empty", do="raise curate.test_bytes, or give more text")
 
     began = time.perf_counter()
-    with ctx.progress.task("Scoring", total=len(test) - test.n_documents, unit="tokens") as task:
-        nats = document_nats(model, test.iter_documents(), window, lambda n: task.advance(n))
+    chosen = [test.document(i) for i in spread(range(test.n_documents), config.held_out_fraction)]
+    n_tokens = sum(map(len, chosen)) - len(chosen)
+    with ctx.progress.task("Scoring", total=n_tokens, unit="tokens") as task:
+        nats = document_nats(model, chosen, window, lambda n: task.advance(n))
     seconds = time.perf_counter() - began
     total_bytes = sum(d.n_bytes for d in held_out)
     score = bits_per_byte(sum(nats), total_bytes)
-    per_token = perplexity(sum(nats), len(test) - test.n_documents)
-    scored = (len(test) - test.n_documents) * 1.5  # half of each window is read again as context
+    per_token = perplexity(sum(nats), n_tokens)
+    scored = n_tokens * 1.5  # half of each window is read again as context
     forward = model.flops_per_token(window) / 3
     result: dict[str, Any] = {
         "files": len(held_out),
@@ -105,9 +119,10 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     if config.baselines:
         train = [document.text.encode() for document in corpus.documents("train")]
         result["baselines"] = measure_baselines(
-            [d.text.encode() for d in held_out], train, tokens, order=config.ngram_order,
-            workers=ctx.machine.cores, progress=ctx.progress,
+            [d.text.encode() for d in held_out], train, tokens, chosen, fraction=config.baseline_train_fraction,
+            order=config.ngram_order, workers=ctx.machine.cores, progress=ctx.progress,
         )  # fmt: skip
+        result["baseline_train_fraction"] = config.baseline_train_fraction
     with torch.inference_mode():
         if config.completions:
             result["completions"] = complete_functions(

@@ -40,9 +40,18 @@ class SetConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     seed: int = Field(default=0, ge=0)
-    max_train: int = Field(default=2000, ge=1, description="training items, at most")
-    max_test: int = Field(default=128, ge=1, description="held-out items, at most")
-    max_files: int = Field(default=700, ge=1, description="python: files read per split, at most")
+    max_train: int = Field(
+        default=2000, ge=1, description="training items, at most", json_schema_extra={"shrinks_to": 64}
+    )
+    max_test: int = Field(
+        default=128, ge=1, description="held-out items, at most", json_schema_extra={"shrinks_to": 16}
+    )
+    max_files: int = Field(
+        default=700,
+        ge=1,
+        description="python: files read per split, at most",
+        json_schema_extra={"shrinks_to": 64},
+    )
     max_prompt_bytes: int = Field(default=600, ge=1, description="python: longest signature and docstring")
     max_completion_bytes: int = Field(default=240, ge=20, description="python: longest function body")
     path: str = Field(default="", description="files: a JSONL or Parquet file, or a folder of them")

@@ -32,7 +32,10 @@ from whorl.recipes.stage import (
 class SFTStepConfig(SFTConfig):
     """Fine-tuning, and the evaluation before and after it where the tasks have a verifier."""
 
-    eval_tasks: int = Field(default=64, ge=0, description="held-out tasks answered before and after, at most")
+    eval_tasks: int = Field(
+        default=64, ge=0, description="held-out tasks answered before and after, at most",
+        json_schema_extra={"shrinks_to": 16},
+    )  # fmt: skip
     max_completion_tokens: int = Field(default=96, ge=1, description="limit of an answer to a held-out task")
 
 

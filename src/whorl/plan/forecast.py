@@ -1,0 +1,85 @@
+"""How long the steps after the plan will take, from the speed that the plan has measured.
+
+The plan knows the seconds of pretraining and the tokens per second of a training step. Other steps are estimated as so many
+tokens at a multiple of that speed; what does not depend on the model (compressors, the tokenizer) as seconds per megabyte.
+The multiples are those of the quickstart on two cores (4 x 192, 30,000 tokens/s): a run takes more or less by a third.
+Steps of other kinds are named, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+BYTES_PER_TOKEN = 2.8
+STEP_SECONDS = 2.0  # of every step that loads a model
+BASELINE_SECONDS = (
+    2.4  # per megabyte of training text and core: xz and PPMd, both primed, and the n-gram model
+)
+TOKENIZE_SECONDS = 0.1  # per megabyte: learn merges, encode all splits
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What is known when the plan is made.
+
+    train_bytes, test_bytes: of the splits. task_bytes: of the texts that `sft` trains on. test_tasks: held-out tasks.
+    """
+
+    expected: Mapping[str, float]
+    train_bytes: float
+    test_bytes: float
+    task_bytes: float
+    test_tasks: float
+    cores: int
+
+    def seconds(self, tokens: float) -> float:
+        """Return the seconds in which training passes over so many tokens."""
+        return tokens / self.expected["tokens_per_second"]
+
+
+def _evaluate(config: Any, known: RunInputs) -> float:
+    tokens = 1.2 * known.test_bytes * config.held_out_fraction / BYTES_PER_TOKEN
+    tokens += 7.0 * config.completions * config.completion_tokens
+    read = known.train_bytes * config.baseline_train_fraction if config.baselines else 0.0
+    return STEP_SECONDS + known.seconds(tokens) + BASELINE_SECONDS * read / 1e6 / known.cores
+
+
+def _sft(config: Any, known: RunInputs) -> float:
+    texts = known.task_bytes / BYTES_PER_TOKEN * config.data.epochs / (1 - config.data.replay_fraction)
+    answers = 2 * min(config.eval_tasks, known.test_tasks) * config.max_completion_tokens
+    return STEP_SECONDS + known.seconds(2.0 * texts + 3.0 * answers)
+
+
+def _rl(config: Any, known: RunInputs) -> float:
+    length = config.max_completion_tokens / 2 + config.max_seq_len / 4  # of a prompt and its completion
+    answers = config.steps * config.prompts_per_step * config.group_size + 4 * known.test_tasks
+    return STEP_SECONDS + known.seconds(2.8 * length * answers)
+
+
+ESTIMATES: Mapping[str, Callable[[Any, RunInputs], float]] = {
+    "tokenizer": lambda config, known: TOKENIZE_SECONDS * known.train_bytes / 1e6,
+    "tokens": lambda config, known: TOKENIZE_SECONDS * known.train_bytes / 1e6,
+    "pretrain": lambda config, known: known.expected["seconds"],
+    "evaluate": _evaluate,
+    "sft": _sft,
+    "rl": _rl,
+    "report": lambda config, known: 0.5,
+}
+
+
+def forecast(steps: Mapping[str, tuple[str, BaseModel]], known: RunInputs) -> dict[str, float | None]:
+    """Return step name -> expected seconds, None for a kind without an estimate; empty for a plan that timed nothing.
+
+    Args:
+        steps: name -> (kind, configuration) of the steps to come.
+    """
+    if not known.expected.get("tokens_per_second"):
+        return {}
+    return {
+        name: ESTIMATES[kind](config, known) if kind in ESTIMATES else None
+        for name, (kind, config) in steps.items()
+    }
