@@ -166,6 +166,21 @@ async def test_sigterm_finishes_requests_then_stops_replicas() -> None:
         assert addresses[1] == str(client.base_url) + "/" and "/engine" in addresses[3]
 
 
+@async_test
+async def test_second_sigterm_ends_all_at_once_without_a_traceback() -> None:
+    async with router_program() as (popen, client, urls):
+        children = await pids(client, urls)
+        async with client.stream("POST", **complete("hold:1")) as answer:
+            await anext(answer.aiter_raw())
+            popen.send_signal(signal.SIGTERM)
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.005)
+            popen.send_signal(signal.SIGTERM)
+            await until(lambda: popen.poll() is not None)
+        assert popen.returncode == 0 and all(gone(pid) for pid in children)
+        assert popen.stderr is not None and "Traceback" not in popen.stderr.read()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists only on Linux")
 @async_test
 async def test_killed_router_leaves_no_orphans() -> None:

@@ -168,7 +168,46 @@ def _version(
 def main() -> None:
     """Run the command `whorl`. Names of the form "module:attribute" may name files of the working directory."""
     sys.path.append("")
+    if missing := _open_standard_streams():
+        print(f"whorl: {missing} is closed\n  do: open it, for example to /dev/null", file=sys.stderr)
+        raise SystemExit(1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets its escape
             stream.reconfigure(errors="backslashreplace")
-    build_app()()
+    code: str | int | None = 0
+    try:
+        try:
+            build_app()()
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or not _stdout_is_broken():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"whorl: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        code = 1
+    raise SystemExit(code)
+
+
+def _open_standard_streams() -> str:
+    """Open closed standard streams, so that no file gets their numbers; return "standard output" if that was closed.
+
+    A closed standard input remains None in `sys`: verbs that read it refuse.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    return "" if sys.stdout is not None else "standard output"
+
+
+def _stdout_is_broken() -> bool:
+    """Return whether standard output cannot be written, by writing the end of a line."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False

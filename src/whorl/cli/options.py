@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -22,6 +23,15 @@ RefArgument = Annotated[
         help="A name (quickstart/tokens, or tokens if unique), or the start of an address.",
     ),
 ]
+
+
+def standard_input() -> TextIO:
+    """Return the standard input. Raises ConfigError if it is closed."""
+    if sys.stdin is None:
+        from whorl.errors import ConfigError
+
+        raise ConfigError("standard input is closed", do="give the text in a pipe, or as an argument")
+    return sys.stdin
 
 
 def format_size(n_bytes: float) -> str:

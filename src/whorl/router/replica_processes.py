@@ -11,7 +11,7 @@ if there are enough: servers that share cores wait for each other at the end of 
   `STABLE_SECONDS`. The pool then clears the prefix index of the replica.
 - A process that is not healthy within `start_timeout` is killed and counts as one that exited.
 - On SIGTERM (uvicorn then ends the lifespan) the router first finishes its requests. Then the replicas get SIGTERM, and
-  SIGKILL after `grace` seconds.
+  SIGKILL after `grace` seconds, or at once after a second SIGTERM.
 - If this process is killed, the kernel sends SIGTERM to the replicas (`start_command`), so no orphan keeps its memory.
 """
 
@@ -176,6 +176,10 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
             await asyncio.sleep(process.backoff)
             process.backoff = min(MAX_BACKOFF, 2 * process.backoff)
 
+    def end_now(self) -> None:
+        """Give the replicas no time to exit, from now on."""
+        self.grace = 0.0
+
     def _command(self, process: ReplicaProcess) -> list[str]:
         return [*self.command, "--host", self.host, "--port", process.url.rsplit(":", 1)[1]]
 
@@ -220,9 +224,9 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
         if popen is None or popen.poll() is not None:
             return
         popen.send_signal(signal_number)
-        deadline = time.monotonic() + self.grace
+        started = time.monotonic()
         while popen.poll() is None:
-            if time.monotonic() > deadline:
+            if time.monotonic() > started + self.grace:
                 LOG.warning("replica %s did not exit within %g s and was killed", process.name, self.grace)
                 popen.kill()
                 popen.wait()
@@ -282,5 +286,5 @@ def serve_replicas(
     Raises:
         ConfigError: a replica does not become healthy.
     """
-    router, _ = make_replicated_router(command, n, grace=grace, **settings)
-    serve_router(router, host, port, grace, no_auth=no_auth)
+    router, replicas = make_replicated_router(command, n, grace=grace, **settings)
+    serve_router(router, host, port, grace, no_auth=no_auth, on_force_exit=replicas.end_now)

@@ -302,10 +302,16 @@ class _DrainingServer(uvicorn.Server):
     """uvicorn server that keeps its port open while it drains: /health reports it, and new requests get 503."""
 
     def __init__(
-        self, config: uvicorn.Config, router: ReplicaRouter, grace: float, on_ready: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        router: ReplicaRouter,
+        grace: float,
+        on_ready: Callable[[], None],
+        on_force_exit: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self.router, self.grace, self._on_ready = router, grace, on_ready
+        self.router, self.grace = router, grace
+        self._on_ready, self._on_force_exit = on_ready, on_force_exit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -319,9 +325,16 @@ class _DrainingServer(uvicorn.Server):
         """Drain at the first signal, exit at the second. The signal is not stored: uvicorn would change the exit code."""
         if self.router.draining or self._loop is None:
             self.should_exit = self.force_exit = True
+            self._on_force_exit()
         else:
             self.router.draining = True
             self._loop.call_soon_threadsafe(self._start_drain)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close, and end the lifespan also at a second signal, where uvicorn leaves its task to be cancelled."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
     def _start_drain(self) -> None:
         self._task = asyncio.ensure_future(self._drain())
@@ -335,12 +348,19 @@ class _DrainingServer(uvicorn.Server):
 
 
 def serve_router(
-    router: ReplicaRouter, host: str, port: int, grace: float = 40.0, *, no_auth: bool = False
+    router: ReplicaRouter,
+    host: str,
+    port: int,
+    grace: float = 40.0,
+    *,
+    no_auth: bool = False,
+    on_force_exit: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; running requests get `grace` seconds. Prints the addresses when it is ready.
 
     Args:
         no_auth: replicas without API keys are used also if `host` is reachable from other machines.
+        on_force_exit: called in the handler of a second signal.
 
     Raises:
         ConfigError: the startup failed, because a replica does not become healthy.
@@ -358,7 +378,7 @@ def serve_router(
     gc.collect()
     gc.freeze()  # as in a server: a full collection takes 0.1 s for the objects of the libraries
     with suppress(SystemExit):  # uvicorn raises it if the startup failed
-        _DrainingServer(config, router, grace, print_addresses).run()
+        _DrainingServer(config, router, grace, print_addresses, on_force_exit).run()
     if router.startup_error is not None:
         raise router.startup_error
 

@@ -60,6 +60,12 @@ class DrainingServer(uvicorn.Server):
             self.state.draining = True
             self._loop.call_soon_threadsafe(self.drain)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close, and end the lifespan also at a second signal, where uvicorn leaves its task to be cancelled."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     def drain(self) -> None:
         """Reject new requests from now on and close when no sequence runs. Called in the event loop."""
         self.state.draining = True

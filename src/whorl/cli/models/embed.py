@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whorl.cli.options import RefArgument, StoreOption
+from whorl.cli.options import RefArgument, StoreOption, standard_input
 
 if TYPE_CHECKING:
     from whorl.embedding.embedder import Vectors
@@ -231,5 +231,5 @@ class _TextReader:
                 yield {"file": str(path)}, b"", error.strerror or str(error)
 
     def _lines(self) -> Iterator[tuple[Source, bytes, str]]:
-        for number, line in enumerate(sys.stdin.buffer, start=1):
+        for number, line in enumerate(standard_input().buffer, start=1):
             yield {"line": number}, line.rstrip(b"\r\n"), ""

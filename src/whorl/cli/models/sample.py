@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from whorl.cli.options import RefArgument, StoreOption
+from whorl.cli.options import RefArgument, StoreOption, standard_input
 
 MAX_TOKENS = 1_000_000  # the cache is allocated for all of them
 
@@ -115,7 +115,7 @@ def _text(prompt: str) -> str:
     from whorl.errors import ConfigError
 
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = standard_input().read() if prompt == "-" else prompt
         text.encode()
     except UnicodeError as error:  # other encodings raise, or contain lone surrogates
         raise ConfigError(f"the prompt cannot be read: {error}", expected="text in UTF-8") from error

@@ -57,7 +57,7 @@ def route(
 
     try:
         from whorl.router.autoscaling_advice import AutoscalingConfig
-        from whorl.router.discovery import dns_discovery
+        from whorl.router.discovery import dns_discovery, parse_host_port
         from whorl.router.metrics import SLO
         from whorl.router.router import make_router, serve_router
     except ImportError as error:
@@ -75,6 +75,8 @@ def route(
         raise ConfigError(
             f"{invalid[0]!r} is not the address of a server", expected="e.g. http://10.0.0.7:8000"
         )
+    if discover is not None:
+        parse_host_port(discover)  # before the router starts
     router = make_router(
         {url.split("://")[1].rstrip("/"): url for url in urls or ()},
         slo=SLO(slo_ttft, slo_tpot),
