@@ -42,6 +42,8 @@ def test_version_needs_no_verb(tmp_path: Path) -> None:
         (("report", "tiny", "-o", "/dev/null"), "/dev/null is not a file", 2),
         (("sample", "tiny/curate", "x", "--temperature", "inf"), "--temperature is inf", 2),
         (("sample", "tiny/curate", "x", "-n", "999999999999"), "at most 1,000,000", 2),
+        (("serve", "tiny/curate", "--max-model-len", "1000000000"), "less than or equal to 16777216", 2),
+        (("route", "--discover", "name"), "whorl: --discover name\n  expected: NAME:PORT", 2),
     ],
 )
 def test_refused_with_a_message(words: tuple[str, ...], message: str, code: int, home: Path) -> None:
@@ -90,6 +92,25 @@ def test_finished_run_on_a_read_only_store(home: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(runner, "Run", ReadOnly)
     printed = succeed(home, "run", "tiny.toml", "--until", "curate").stdout
     assert "is read-only: log and metrics are in" in printed and printed.count("looked up") == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full exists only on Linux")
+@pytest.mark.parametrize(
+    ("call", "message", "code"),
+    [
+        ("-m whorl.cli ls >&-", "standard output is closed", 1),
+        ("-m whorl.cli --help >/dev/full", "standard output cannot be written: No space left", 1),
+        ("-m whorl.cli ls >/dev/full", "standard output cannot be written: No space left", 1),
+        ("-u -m whorl.cli ls >/dev/full", "standard output cannot be written: No space left", 1),
+        ("-m whorl.cli sample tiny/curate - <&-", "standard input is closed", 2),
+        ("-m whorl.cli ls <&-", "", 0),
+    ],
+)
+def test_closed_and_full_streams(call: str, message: str, code: int, home: Path) -> None:
+    script, env = f"exec {sys.executable} {call}", {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(["sh", "-c", script], cwd=home, capture_output=True, text=True, env=env)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert message in done.stderr and len(done.stderr.splitlines()) <= 2
 
 
 def test_bench_serve_names_its_extra(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from whorl.report.induction_onset import (
 )
 from whorl.report.render import to_html
 from whorl.report.stages import stage_curves
-from whorl.report.training import training_blocks
+from whorl.report.training import plan_table, training_blocks
 
 EVIL = "<script>alert(1)</script>\"'&</style>"
 VOID = {"meta", "link", "br", "line", "circle", "polyline"}
@@ -354,3 +354,11 @@ def test_expert_loads_are_drawn_and_described() -> None:
 def test_environment_is_in_words() -> None:
     found = step_environment()
     assert found["memory"].endswith("B") and "torch" in found and not any("_" in key for key in found)
+
+
+def test_plan_and_outcome_lists_what_may_differ() -> None:
+    fixed = {"parameters": 27e6, "flops_per_token": 1e7, "tokens": 5e6, "epochs": 0.5}
+    outcome = {"seconds": 309.2, "tokens_per_second": 15_900.0, "parameters": 27e6, "tokens": 5e6}
+    table = plan_table({"seconds": 300.0, "tokens_per_second": 16_600.0, **fixed}, outcome)
+    assert [row[0] for row in table.rows] == ["training time", "speed"]
+    assert [row[3] for row in table.rows] == [f"+3.1{NBSP}%", f"\N{MINUS SIGN}4.2{NBSP}%"]

@@ -160,6 +160,21 @@ def test_progress_terminal_bar_and_closing_line() -> None:
     assert "between" in lines and re.search(r"Reading \[bold\]: 2 of 2 MB, \d+\.\d s$", lines[-1])
 
 
+@pytest.mark.parametrize(("width", "line"), [(30, "Training: 12 of 99 steps (12 …"), (120, "Training ━━━")])
+def test_progress_fits_the_width_of_the_terminal(
+    width: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    progress = Progress(stream, interactive=True)
+    with progress.task("Training", total=99, unit="steps") as task:
+        task.update(done=12, note="loss 4.123, 12,345 tokens/s, held-out 1.2")
+        assert progress._live is not None
+        progress._live.console.print(progress._live.get_renderable())
+    drawn = stream.getvalue().splitlines()[0]
+    assert drawn.startswith(line) and len(drawn.rstrip()) <= width
+
+
 DURATIONS = [(0.42, "0.4 s"), (12.3, "12 s"), (59.9, "1 min 00 s"), (200, "3 min 20 s"), (3900, "1 h 05 min")]
 
 

@@ -61,7 +61,9 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.drain)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close, and end the lifespan also at a second signal, where uvicorn leaves its task to be cancelled."""
+        """Close. At a second signal also end streams and lifespan, whose tasks uvicorn leaves to be cancelled."""
+        if self.force_exit:
+            self._end_streams()
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -79,12 +81,15 @@ class DrainingServer(uvicorn.Server):
             await asyncio.wait_for(self.state.worker.wait_drained(), self.state.config.drain_seconds)
         except TimeoutError:
             LOG.warning("%d sequences were ended", len(self.state.worker.streams))
-            error = ApiError(
-                503, "the server shut down before the output was complete", code="shutdown", retry_after=1
-            )
-            for stream in list(self.state.worker.streams.values()):
-                stream.end_with_error(error)
+            self._end_streams()
         self.should_exit = True
+
+    def _end_streams(self) -> None:
+        error = ApiError(
+            503, "the server shut down before the output was complete", code="shutdown", retry_after=1
+        )
+        for stream in list(self.state.worker.streams.values()):
+            stream.end_with_error(error)
 
 
 def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:

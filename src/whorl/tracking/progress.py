@@ -1,6 +1,6 @@
 """Progress output for terminals and log files.
 
-On a terminal a task is a moving bar; elsewhere (a pipe, CI, nohup) a plain line every few seconds. In both cases it
+On a terminal a task is a moving bar, or a line where that is too wide; elsewhere (a pipe, CI, nohup) a plain line every few seconds. In both cases it
 ends with one closing line with its duration. The command line creates one `Progress` and passes it down; library calls
 use `Progress.silent()`. Every line also goes to the `sinks` (the run folder's log).
 
@@ -165,9 +165,12 @@ class Progress:
             if not self.interactive or self._quiet:
                 return
             if self._live is None:
-                self._live = _bars(self.stream, self._render_header)
+                self._live = _bars(self.stream, self._render_header, self._summaries)
                 self._live.start()
             task._bar = self._live.add_task(task.label, total=task.total, unit=task.unit, note="")
+
+    def _summaries(self) -> list[str]:
+        return [task.summary() for task in [*self._tasks]]
 
     def _render_header(self, width: int, height: int) -> Any:
         return None if self.header is None else self.header(width, height)
@@ -196,10 +199,14 @@ class Progress:
             self.log(f"{task.summary()}{' (stopped)' if stopped else ''}")
 
 
-def _bars(stream: TextIO, header: Callable[[int, int], Any]) -> RichProgress:
+def _bars(
+    stream: TextIO, header: Callable[[int, int], Any], summaries: Callable[[], list[str]]
+) -> RichProgress:
+    """Return the display of the tasks: bars, or where they do not fit the width the `summaries`, cut off at its end."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
+    from rich.text import Text
 
     console = Console(file=stream)
 
@@ -208,7 +215,11 @@ def _bars(stream: TextIO, header: Callable[[int, int], Any]) -> RichProgress:
             over = header(*console.size)
             if over is not None:
                 yield over
-            yield self.make_tasks_table(self.tasks)
+            table = self.make_tasks_table(self.tasks)
+            if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
+                yield table
+            else:
+                yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in summaries())
 
     return Bars(
         TextColumn("{task.description}"),

@@ -181,6 +181,24 @@ def test_sigterm_drains_running_and_rejects_new_requests() -> None:
         process.kill()
 
 
+def test_second_sigterm_ends_without_a_traceback() -> None:
+    pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CHILD]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env, cwd=ROOT)
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    try:
+        with open_stream(url):
+            process.send_signal(signal.SIGTERM)
+            while httpx.get(f"{url}/health").json()["status"] != "draining":
+                pass
+            process.send_signal(signal.SIGTERM)
+            errors = process.communicate("go\n", timeout=60)[1]
+        assert process.returncode == 0 and "Traceback" not in errors
+    finally:
+        process.kill()
+
+
 def test_drain_timeout_ends_streams_with_an_error() -> None:
     engine = make_tiny_engine()
     gate = Gate(engine)

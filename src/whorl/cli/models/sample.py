@@ -61,6 +61,7 @@ def sample(
         raise ConfigError(f"--temperature is {temperature}", expected="a finite number, 0 or more")
     if max_tokens > MAX_TOKENS:
         raise ConfigError(f"--max-tokens is {max_tokens:,}", expected=f"at most {MAX_TOKENS:,}")
+    text = _text(prompt)
     found = Store(store).open(artifact)
     if found.kind != "model":
         raise ConfigError(
@@ -73,7 +74,6 @@ def sample(
     torch.set_num_threads(1)  # the operations of one token are too small for several threads
     model = load_for_sampling(found.path, machine)
     tokenizer = load_tokenizer(found.path)
-    text = _text(prompt)
     healed = tokenizer.heal_prompt(text) if isinstance(tokenizer, HFTokenizer) else heal(tokenizer, text)
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
     rows = model.config.vocab_size

@@ -104,12 +104,6 @@ def load_generation_model(
     each = (model.kv_bytes_per_token() or 1) + (draft.kv_bytes_per_token() if draft is not None else 0)
     memory = cache_bytes or int(psutil.virtual_memory().available * CACHE_MEMORY_FRACTION)
     tokens = min(config.max_num_seqs * bound, memory // each)
-    if max_model_len is not None and max_model_len > tokens:
-        raise ConfigError(
-            f"--max-model-len is {max_model_len:,}",
-            expected=f"at most {tokens:,}, the positions that the KV cache of {memory / 1e9:.2f} GB holds",
-            do="reduce it, or increase --kv-cache-memory",
-        )
     if tokens < config.block_size:
         raise ConfigError(
             f"the KV cache would hold {tokens:,} positions of {each:,} bytes",
