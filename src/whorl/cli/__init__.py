@@ -200,7 +200,8 @@ def _open_standard_streams() -> str:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
     return "" if sys.stdout is not None else "standard output"
 
 

@@ -1,8 +1,8 @@
 """Progress output for terminals and log files.
 
-On a terminal a task is a moving bar, or a line where that is too wide; elsewhere (a pipe, CI, nohup) a plain line every few seconds. In both cases it
-ends with one closing line with its duration. The command line creates one `Progress` and passes it down; library calls
-use `Progress.silent()`. Every line also goes to the `sinks` (the run folder's log).
+On a terminal a task is a moving bar, or a line where the bar is too wide; elsewhere (a pipe, CI, nohup) a plain line every
+few seconds. In both cases it ends with one closing line with its duration. The command line creates one `Progress` and
+passes it down; library calls use `Progress.silent()`. Every line also goes to the `sinks` (the run folder's log).
 
 The subtle point: only the thread that holds `_lock` touches the live display. The display is removed when the last task
 ends, since it owns the cursor and would garble the caller's prints.
