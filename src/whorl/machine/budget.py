@@ -78,7 +78,7 @@ def budget_ratio(given: str, config: type[BaseModel], values: Mapping[str, Any])
 def shrink_sizes(config: type[BaseModel], values: dict[str, Any], ratio: float) -> dict[str, float]:
     """Multiply the sizes among a step's settings (`shrinks_to`) by `ratio`, at most 1; return those that have changed.
 
-    Integers stay integers, and a size below its minimum stays as it is.
+    Integers stay integers, and a size below its minimum does not change.
     """
     found = dict[str, float]()
     for name, field in config.model_fields.items():
