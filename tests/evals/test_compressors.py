@@ -9,6 +9,7 @@ import random
 import pytest
 
 from whorl.errors import DataError
+from whorl.evals.baselines import spread
 from whorl.evals.compressors import CompressionResult, measure_compressors, ppmd_size
 
 
@@ -76,3 +77,13 @@ def test_tiny_training_split_gives_dictionary() -> None:
 def test_compressors_reject_empty_split(held_out: list[bytes]) -> None:
     with pytest.raises(DataError, match="held-out split is empty"):
         measure_compressors(held_out, TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "kept"), [(6, 1.0, 6), (30, 0.1, 3), (79, 0.1, 8), (3, 0.01, 1), (0, 0.5, 0)]
+)
+def test_spread_keeps_a_fraction_at_equal_distances(n: int, fraction: float, kept: int) -> None:
+    chosen = spread(range(n), fraction)
+    assert len(chosen) == len(set(chosen)) == kept
+    assert chosen == sorted(chosen) and all(0 <= i < n for i in chosen)
+    assert fraction < 1 or chosen == [*range(n)]

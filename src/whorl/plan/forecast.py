@@ -1,9 +1,9 @@
 """How long the steps after the plan will take, from the speed that the plan has measured.
 
 The plan contains the seconds of pretraining and the tokens per second of a training step. Another step is estimated as a
-number of tokens at a multiple of that speed. Compressors and the tokenizer, which do not depend on the model, take a time per
-megabyte. The multiples were fitted to one quickstart on two cores (4 x 192, 30,000 tokens/s), to about a third. A step of any
-other kind has no estimate.
+number of tokens at a multiple of that speed. Compressors and the tokenizer, which do not depend on the model, take a time
+per megabyte. The multiples were fitted to one quickstart on two cores (4 x 192, 30,000 tokens/s), to about a third. A step
+of any other kind has no estimate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ TOKENIZE_SECONDS = 0.1  # per megabyte: learn merges, encode all splits
 class RunInputs:
     """Inputs of the estimates, at the time of the plan.
 
-    expected: figures of the plan. train_bytes, test_bytes: of the splits. task_bytes: of the texts that `sft` trains on. test_tasks: held-out tasks.
+    expected: figures of the plan. train_bytes, test_bytes: of the splits. task_bytes: of the texts that `sft` trains on.
+    test_tasks: held-out tasks.
     """
 
     expected: Mapping[str, float]
