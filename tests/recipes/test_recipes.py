@@ -195,11 +195,18 @@ def test_budget_that_cannot_work_is_refused_when_read() -> None:
         load_recipe("quickstart", budget="1s")
 
 
-def test_chain_of_3000_steps_and_its_cycle() -> None:
-    lines = ['[steps.s0]\nuses = "report"']
-    lines += [f'[steps.s{n}]\nuses = "report"\nparents = ["s{n - 1}"]' for n in range(1, 3000)]
-    recipe = parse_recipe("\n".join(reversed(lines)), "r.toml", kinds={"report": step_kinds()["report"]})
-    assert list(recipe.steps) == [f"s{n}" for n in range(3000)]
+@pytest.mark.parametrize("order", [1, -1])
+def test_long_chain_of_steps_is_refused(order: int) -> None:
+    def chain(n: int) -> str:
+        steps = [f'[steps.s{i}]\nuses = "noun"\nparents = {[f"s{i - 1}"] if i else []}' for i in range(n)]
+        return "\n".join(steps[::order])
+
+    kinds = {
+        "noun": StepKind("noun", "noun", Word, {"noun?": "noun"}, 1, "Nouns.", lambda ctx, config: None, None)
+    }
+    assert list(parse_recipe(chain(200), "r.toml", kinds=kinds).steps) == [f"s{i}" for i in range(200)]
+    with pytest.raises(ConfigError, match=r"s200 ends a chain of 201 steps(.|\n)*at most 200"):
+        parse_recipe(chain(3000), "r.toml", kinds=kinds)
 
 
 def test_deterministic_flag_refuses_time_budget() -> None:

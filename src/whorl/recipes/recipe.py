@@ -35,6 +35,7 @@ from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.renamed import ROLES, STEPS
 from whorl.recipes.toml_lines import key_lines, line_of
 
+MAX_CHAIN = 200  # steps of which each needs the one before it; the lineage nests as deep
 STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -285,8 +286,12 @@ class _RecipeParser:
         return found
 
     def topological_order(self, parents: dict[str, dict[str, str]]) -> list[str]:
-        """Return the steps with parents first, otherwise in the order of the text. Raises ConfigError on a cycle."""
-        done: dict[str, None] = {}
+        """Return the steps with parents first, otherwise in the order of the text.
+
+        Raises:
+            ConfigError: a cycle, or a chain of more than MAX_CHAIN steps.
+        """
+        done: dict[str, int] = {}  # step -> length of its longest chain
         for first in parents:
             path: dict[str, Iterator[str]] = {
                 first: iter(parents[first].values())
@@ -295,7 +300,12 @@ class _RecipeParser:
                 step, pending = next(reversed(path.items()))
                 parent = next((p for p in pending if p not in done), None)
                 if parent is None:
-                    done[step] = None
+                    done[step] = 1 + max((done[p] for p in parents[step].values()), default=0)
+                    if done[step] > MAX_CHAIN:
+                        raise ConfigError(
+                            f"{self.location('steps', step, 'parents')}: {step} ends a chain of {done[step]} steps",
+                            expected=f"at most {MAX_CHAIN} steps of which each needs the one before it",
+                        )
                     del path[step]
                 elif parent in path:
                     steps = [*path]
