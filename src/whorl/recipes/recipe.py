@@ -35,7 +35,7 @@ from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.renamed import ROLES, STEPS
 from whorl.recipes.toml_lines import key_lines, line_of
 
-MAX_CHAIN = 200  # steps of which each needs the one before it; the lineage nests as deep
+MAX_CHAIN = 200  # steps in a chain of parents; the lineage nests as deep
 STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -304,7 +304,7 @@ class _RecipeParser:
                     if done[step] > MAX_CHAIN:
                         raise ConfigError(
                             f"{self.location('steps', step, 'parents')}: {step} ends a chain of {done[step]} steps",
-                            expected=f"at most {MAX_CHAIN} steps of which each needs the one before it",
+                            expected=f"at most {MAX_CHAIN} steps in a chain of parents",
                         )
                     del path[step]
                 elif parent in path:
