@@ -208,7 +208,8 @@ async def test_drain_finishes_running_and_sends_no_new_requests() -> None:
         await w.client.post("/v1/router/resume", json={"replica": name})
         assert len(w.router.pool.available()) == 2
         assert (await w.client.post("/v1/router/drain", json={"replica": "r7"})).status_code == 404
-        for invalid in (b"[]", b"\xff", b"[" * 8000):
+        deep = b'{"replica": ' + b"[" * 1000 + b"]" * 1000 + b"}"
+        for invalid in (b"[]", b"\xff", b"[" * 8000, deep, b'{"replica": 1}'):
             answer = await w.client.post("/v1/router/drain", content=invalid, headers=JSON)
             assert answer.status_code == 400
 

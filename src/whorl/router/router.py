@@ -231,7 +231,9 @@ class ReplicaRouter:
     async def _set_draining(self, request: Request, on: bool) -> Response:
         try:
             name = orjson.loads(await read_body(request, LARGE_BODY_BYTES))["replica"]
-            self.pool.drain(str(name), on)
+            if not isinstance(name, str):  # text of a deep list would exceed the recursion limit
+                raise TypeError
+            self.pool.drain(name, on)
         except ClientDisconnect:
             return Response(status_code=400)  # not sent
         except RefusedError as error:
