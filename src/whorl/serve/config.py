@@ -65,7 +65,10 @@ class ServedModelConfig(BaseModel):
         json_schema_extra={"metavar": "NAME=FOLDER"},
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, le=1 << 24, description="maximum tokens of prompt and output; default: the model's"
+        default=None,
+        ge=2,
+        le=1 << 24,
+        description="maximum tokens of prompt and output; default: the model's",
     )
     kv_cache_memory: float | None = Field(
         default=None,
