@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from bench.serve._attacks import Attack
 
 ANSWER_SECONDS = 60.0
-ATTACKER = "127.0.0.2"  # another client than those at 127.0.0.1: without keys, shares go by address
+ATTACKER = "127.0.0.2"  # another client than 127.0.0.1: without keys, clients are addresses
 MAX_ANSWER = 64 << 20  # bytes that are read of one answer
 CONCURRENCY = 16
 # Output, models, metrics and state of a server, and the state of a router

@@ -7,8 +7,8 @@ once. A greedy control request follows each wave; its text must not change. Figu
 
 - requests with a bad answer (status 500 or more without Retry-After, or none), of those tried, refused and answered
 - the longest delay of an event loop
-- the memory of all processes of the server, after three waves and at the end, and of each process over the waves: the
-  first waves start the processes that compile grammars, and fill the KV cache, which takes its memory at the first use
+- the memory of all processes of the server, after three waves and at the end, and of each process over the waves. The
+  first waves start the processes that compile grammars, and fill the KV cache.
 - the speed of the other client's stream, alone and under attack
 - with `--keys`: attacks have no key, a wrong one, or one of small limits. A key is revoked during a stream in each wave, and
   another sends more than its limit (`_key_checks.py`)

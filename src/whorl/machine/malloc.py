@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
 def share_one_arena() -> None:
     """Let all threads that start from now on allocate from one arena.
 
-    By default each thread gets an arena of its own, which keeps fragments of the large requests that it processed. Four
+    By default each thread gets a separate arena, which keeps fragments of the large requests that it processed. Four
     waves of attacks (`bench/serve/attack.py`) left 230 MB in them, and 43 MB in one arena.
     """
     if (mallopt := _libc("mallopt")) is not None:

@@ -138,9 +138,8 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     headline = f"test {score:.3f} bits per byte (perplexity {per_token:.2f}) on {len(held_out)} whole files"
     best = {b["name"]: b["bits_per_byte"] for b in result.get("baselines", [])}
     if "xz -9e, one stream" in best:
-        headline += (
-            f" (xz -9e {best['xz -9e, one stream']:.3f}, PPMd primed {best['PPMd order 10, primed']:.3f})"
-        )
+        xz, ppmd = best["xz -9e, one stream"], best["PPMd order 10, primed"]
+        headline += f" (xz -9e {xz:.3f}, PPMd primed {ppmd:.3f})"
     if parsed := result.get("completions"):
         headline += f"; {parsed['parsed']} of {parsed['prompts']} completions parse"
     ctx.summary.update({k: v for k, v in result.items() if k != "samples"}, headline=headline)
