@@ -32,6 +32,10 @@ def run_filter(machine: str, number: int, *arguments: int, threads: bool = False
             (accumulator,) = struct.unpack_from("<I", data, k)
         elif operation == 0x54:  # BPF_ALU | BPF_AND | BPF_K
             accumulator &= k
+        elif operation == 0x05:  # BPF_JMP | BPF_JA
+            pc += k
+        elif operation == 0x35:  # BPF_JMP | BPF_JGE | BPF_K
+            pc += if_true if accumulator >= k else if_false
         elif operation == 0x15:  # BPF_JMP | BPF_JEQ | BPF_K
             pc += if_true if accumulator == k else if_false
         elif operation == 0x45:  # BPF_JMP | BPF_JSET | BPF_K

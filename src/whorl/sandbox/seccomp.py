@@ -63,8 +63,9 @@ IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 THREAD_FLAGS = 0x3D0F00  # VM FS FILES SIGHAND THREAD SYSVSEM SETTLS PARENT_SETTID CHILD_CLEARTID
 PROT_EXEC, O_ACCMODE, O_TRUNC, O_ASYNC, F_SETFL = 4, 3, 0o1000, 0o20000, 4
 
-# BPF: LD|W|ABS, JEQ|K, JSET|K, ALU|AND|K, RET|K
-BPF_LOAD, BPF_JEQ, BPF_JSET, BPF_AND, BPF_RET = 0x20, 0x15, 0x45, 0x54, 0x06
+# BPF: LD|W|ABS, JMP|JA, JEQ|K, JGE|K, JSET|K, ALU|AND|K, RET|K
+BPF_LOAD, BPF_JA, BPF_JEQ, BPF_JGE, BPF_JSET = 0x20, 0x05, 0x15, 0x35, 0x45
+BPF_AND, BPF_RET = 0x54, 0x06
 RET_ALLOW, RET_KILL_PROCESS, RET_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCHITECTURE, X32 = 0, 4, 0x40000000  # offsets in struct seccomp_data; the bit that marks an x32 call
 BPFInstruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
@@ -78,12 +79,17 @@ def _return_errno(number: int = errno.EPERM) -> BPFInstruction:
     return (BPF_RET, 0, 0, RET_ERRNO | number)
 
 
-def _for_syscall(number: int, body: list[BPFInstruction]) -> list[BPFInstruction]:
-    """Return code that runs `body` for this call and skips it for others. `body` must always return.
+def _search(ranges: list[tuple[int, list[BPFInstruction]]]) -> list[BPFInstruction]:
+    """Return a binary search of the call's number, in the accumulator, among sorted (first number, body).
 
-    The accumulator holds the call's number.
+    Each body must always return. The kernel runs a new filter once for every number, to find those that it always
+    allows; so a list of comparisons took longer than all that a program calls.
     """
-    return [(BPF_JEQ, 0, len(body), number), *body]
+    if len(ranges) == 1:
+        return ranges[0][1]
+    half = len(ranges) // 2
+    low, high = _search(ranges[:half]), _search(ranges[half:])
+    return [(BPF_JGE, 0, 1, ranges[half][0]), (BPF_JA, 0, 0, len(low)), *low, *high]
 
 
 def _allow_values(argument: int, values: tuple[int, ...]) -> list[BPFInstruction]:
@@ -134,10 +140,7 @@ def seccomp_filter(machine: str, pid: int, threads: bool) -> bytes:
         (BPF_JSET, 0, 1, X32),
         (BPF_RET, 0, 0, RET_KILL_PROCESS),
     ]
-    allowed = [n for n in (numbers[column] for numbers in ALLOWED_SYSCALLS.values()) if n is not None]
-    last = len(allowed) - 1  # each jumps to the return behind the last, which the others' path skips
-    code += [(BPF_JEQ, last - i, int(i == last), number) for i, number in enumerate(allowed)]
-    code.append((BPF_RET, 0, 0, RET_ALLOW))
+    allow, deny = [(BPF_RET, 0, 0, RET_ALLOW)], [_return_errno()]
     flags = [(BPF_LOAD, 0, 0, _argument(1)), (BPF_JEQ, 0, 4, F_SETFL), *_allow_without_bits(2, O_ASYNC)]
     special: list[tuple[tuple[int, int | None], list[BPFInstruction]]] = [
         (MMAP, _allow_without_bits(2, PROT_EXEC)),
@@ -152,9 +155,12 @@ def seccomp_filter(machine: str, pid: int, threads: bool) -> bytes:
         (CLONE, _allow_values(0, (THREAD_FLAGS,)) if threads else [_return_errno()]),
         (CLONE3, [_return_errno(errno.ENOSYS)]),
     ]
-    for numbers, body in special:
-        number = numbers[column]
-        if number is not None:
-            code += _for_syscall(number, body)
-    code.append(_return_errno())
+    bodies = {numbers[column]: body for numbers, body in special}
+    bodies |= {numbers[column]: allow for numbers in ALLOWED_SYSCALLS.values()}
+    ranges: list[tuple[int, list[BPFInstruction]]] = [(0, bodies.get(0, deny))]
+    for number in range(1, max(n for n in bodies if n is not None) + 2):  # the last range is denied
+        body = bodies.get(number, deny)
+        if body is not ranges[-1][1]:
+            ranges.append((number, body))
+    code += _search(ranges)
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
