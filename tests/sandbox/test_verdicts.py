@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 
 import pytest
 
@@ -134,6 +135,33 @@ def test_tests_that_check_nothing_never_pass(sandbox: Sandbox, kind: str) -> Non
     for source in (RIGHT, WRONG):
         result = sandbox.run(Program(source, NOTHING[kind]))
         assert result.kind == "failed", result
+
+
+FIXTURES = {  # bodies of a case for `add`: (passes, body)
+    "class fixture": (True, "@classmethod\ndef setUpClass(cls): cls.three = 3\n"
+                      "def test_a(self): self.assertEqual(add(1, 2), self.three)"),
+    "run in order": (True, "n = []\ndef test_b(self): self.assertEqual(self.n, [1])\ndef test_a(self): self.n.append(1)"),
+    "runTest": (True, "def runTest(self): self.assertEqual(add(1, 2), 3)"),
+    "later method": (False, "def test_a(self): pass\ndef test_b(self): self.assertEqual(add(1, 2), 4)"),
+    "setUpClass": (False, "@classmethod\ndef setUpClass(cls): assert add(1, 2) == 4\ndef test_a(self): pass"),
+    "tearDownClass": (False, "@classmethod\ndef tearDownClass(cls): assert add(1, 2) == 4\ndef test_a(self): pass"),
+    "class cleanup": (False, "@classmethod\ndef setUpClass(cls): cls.addClassCleanup(cls().fail)\ndef test_a(self): pass"),
+    "setUp": (False, "def setUp(self): self.assertEqual(add(1, 2), 4)\ndef test_a(self): pass"),
+    "tearDown": (False, "def tearDown(self): self.assertEqual(add(1, 2), 4)\ndef test_a(self): pass"),
+    "cleanup": (False, "def test_a(self): self.addCleanup(self.assertEqual, add(1, 2), 4)"),
+    "subtest": (False, "def test_a(self):\n    for n in (3, 4):\n        with self.subTest(): assert add(1, 2) == n"),
+    "skipped": (False, "def test_a(self): self.skipTest('later')"),
+    "unexpected success": (False, "@unittest.expectedFailure\ndef test_a(self): self.assertEqual(add(1, 2), 3)"),
+    "no test": (False, "def other(self): pass"),
+}  # fmt: skip
+
+
+def test_unittest_fixtures_count(sandbox: Sandbox) -> None:
+    head = "import unittest\nclass Sums(unittest.TestCase):\n"
+    tests = [head + textwrap.indent(body, "    ") for _, body in FIXTURES.values()]
+    results = sandbox.run_all([Program(RIGHT, text) for text in tests])
+    kinds = dict(zip(FIXTURES, [r.kind for r in results], strict=True))
+    assert kinds == {name: "passed" if passes else "failed" for name, (passes, _) in FIXTURES.items()}
 
 
 def test_guards_and_assert_calls_count_as_checks(sandbox: Sandbox) -> None:

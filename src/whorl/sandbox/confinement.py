@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from whorl.sandbox import seccomp
 
@@ -47,6 +48,7 @@ WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
 REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG, REFER = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 13
 FILE_RIGHTS = WRITE_FILE | READ_FILE | TRUNCATE
 WORK_FOLDER_RIGHTS = FILE_RIGHTS | READ_DIR | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | REFER
+ConfinementCall = tuple[str, Callable[..., int], tuple[Any, ...]]  # protection, function, arguments
 EXCLUDED_ENTRIES = {"lib-dynload", "site-packages", "dist-packages"}
 
 
@@ -81,18 +83,18 @@ class Confinement:
 
     def __post_init__(self) -> None:
         self.machine = platform.machine()
-        self.libc = ctypes.CDLL(None, use_errno=True)
-        self.syscall: Callable[..., int] = self.libc.syscall
-        self.prctl: Callable[..., int] = self.libc.prctl
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.syscall: Callable[..., int] = libc.syscall
+        self.prctl: Callable[..., int] = libc.prctl
+        self.setrlimit: Callable[..., int] = libc.setrlimit
         # Held here, because the zygote then hides ctypes from the programs (`hide_modules`).
-        self._char, self._size, self._errno = ctypes.c_char, ctypes.c_size_t, ctypes.get_errno
-        self._address = ctypes.addressof
-        self.active: dict[str, str] = {}
-        known = self.machine in seccomp.ARCHITECTURES
-        self.filters = {
-            t: seccomp.seccomp_filter(self.machine, PLACEHOLDER_PID, t) if known else b""
-            for t in (False, True)
-        }
+        self._size, self._errno = ctypes.c_size_t, ctypes.get_errno
+        self.filter_pids: list[ctypes.c_uint32] = []
+        self.filters: dict[bool, Any] = {}
+        if self.machine in seccomp.ARCHITECTURES:
+            self.filters = {threads: self._seccomp_filter(threads) for threads in (False, True)}
+        elif "seccomp" not in self.allow_missing:
+            raise ProtectionUnavailable("seccomp", f"no system call list for {self.machine}")
         self.version = self.syscall(LANDLOCK_CREATE, None, self._size(0), 1)
         self.base_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self.landlock_ruleset = self.read_only_ruleset = -1
@@ -102,6 +104,7 @@ class Confinement:
         """Build the Landlock rulesets for the folder that now has the name `folder`."""
         for rules in {self.landlock_ruleset, self.read_only_ruleset} - {-1}:
             os.close(rules)
+        self._prepared: dict[tuple[float, int, int, bool], list[ConfinementCall]] = {}
         self.landlock_ruleset = self._build_if_supported("landlock", self._landlock_ruleset, -1)
         self.read_only_ruleset = self._build_if_supported(
             "landlock", lambda: self._landlock_ruleset(read_only=True), -1
@@ -115,10 +118,20 @@ class Confinement:
                 raise
             return otherwise
 
-    def apply(
-        self, wall_seconds: float, cpu_seconds: float, memory_bytes: int, file_bytes: int, threads: bool
-    ) -> None:
-        """Confine the calling process. After a ProtectionUnavailable error no program may run."""
+    def prepare(
+        self, cpu_seconds: float, memory_bytes: int, file_bytes: int, threads: bool
+    ) -> list[ConfinementCall]:
+        """Return the calls that confine a process, for `apply`. Those of the last limits are kept."""
+        limits = (cpu_seconds, memory_bytes, file_bytes, threads)
+        if limits not in self._prepared:
+            self._prepared = {limits: self._confinement_calls(*limits)}
+        return self._prepared[limits]
+
+    def _confinement_calls(
+        self, cpu_seconds: float, memory_bytes: int, file_bytes: int, threads: bool
+    ) -> list[ConfinementCall]:
+        """Return (protection, function, arguments) in order. Each function returns 0 if it succeeds."""
+        calls: list[ConfinementCall] = []
         for kind, limit in (
             (resource.RLIMIT_CPU, ceil(cpu_seconds)),  # soft = hard: the kernel kills without a handler
             (resource.RLIMIT_AS, self.base_bytes + memory_bytes),
@@ -128,23 +141,31 @@ class Confinement:
         ):
             hard = resource.getrlimit(kind)[1]
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.setrlimit(kind, (limit, limit))
-        self.active["limits"] = "time, memory, files, descriptors"
-        self._check_call("seccomp", self.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+            calls.append(("limits", self.setrlimit, (kind, struct.pack("<QQ", limit, limit))))
+        calls.append(("seccomp", self.prctl, (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
         if os.geteuid() == 0 and self.machine in CAPSET:
             header = struct.pack("<Ii", CAPABILITY_VERSION, 0)
-            self._check_call("capabilities", self.syscall(CAPSET[self.machine], header, bytes(24)))
-        self.active["capabilities"] = "all dropped"
+            calls.append(("capabilities", self.syscall, (CAPSET[self.machine], header, bytes(24))))
         rules = self.landlock_ruleset if file_bytes else self.read_only_ruleset
         if rules >= 0:
-            self._check_call("landlock", self.syscall(LANDLOCK_RESTRICT, rules, 0))
-            self.active["landlock"] = f"version {self.version}: files, {self._network_scope()}"
-        try:
-            self._install_seccomp(threads)
-            self.active["seccomp"] = f"{len(seccomp.ALLOWED_SYSCALLS)} calls allowed"
-        except ProtectionUnavailable:
-            if "seccomp" not in self.allow_missing:
-                raise
+            calls.append(("landlock", self.syscall, (LANDLOCK_RESTRICT, rules, 0)))
+        if self.filters:
+            pointer = self.filters[threads]
+            calls.append(("seccomp filter", self.prctl, (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, pointer, 0, 0)))
+        return calls
+
+    def apply(self, calls: list[ConfinementCall]) -> None:
+        """Confine the calling process. After a ProtectionUnavailable error no program may run.
+
+        A fork copies each page that it changes, and running a function changes some. So this only makes the calls that
+        `prepare` returned before the fork.
+        """
+        pid = os.getpid()
+        for place in self.filter_pids:
+            place.value = pid
+        for name, call, arguments in calls:
+            if call(*arguments) and not (name == "seccomp filter" and "seccomp" in self.allow_missing):
+                raise ProtectionUnavailable(name, os.strerror(self._errno()))
 
     def die_with_parent(self, parent: int) -> None:
         """Make the kernel kill this process when its parent ends. Exit at once if the parent has already ended."""
@@ -157,25 +178,15 @@ class Confinement:
             raise ProtectionUnavailable(name, os.strerror(self._errno()))
         return result
 
-    def _install_seccomp(self, threads: bool) -> None:
-        if self.machine not in seccomp.ARCHITECTURES:
-            raise ProtectionUnavailable("seccomp", f"no system call list for {self.machine}")
-        code = self.filters[threads].replace(
-            struct.pack("<I", PLACEHOLDER_PID), struct.pack("<I", os.getpid())
-        )
-        array = (self._char * len(code)).from_buffer_copy(code)
-        header = struct.pack("<HxxxxxxQ", len(code) // 8, self._address(array))  # struct sock_fprog
-        pointer = (self._char * len(header)).from_buffer_copy(header)
-        self._check_call("seccomp", self.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, pointer, 0, 0))
-
-    def _network_scope(self) -> str:
-        return (
-            "TCP, signals, abstract sockets"
-            if self.version >= 6
-            else "TCP"
-            if self.version >= 4
-            else "no sockets"
-        )
+    def _seccomp_filter(self, threads: bool) -> Any:
+        """Return a pointer to a filter (struct sock_fprog). `apply` writes its pid into `filter_pids`."""
+        code = seccomp.seccomp_filter(self.machine, PLACEHOLDER_PID, threads)
+        array = (ctypes.c_char * len(code)).from_buffer_copy(code)
+        placeholder, at = struct.pack("<I", PLACEHOLDER_PID), -1
+        while (at := code.find(placeholder, at + 1)) >= 0:
+            self.filter_pids.append(ctypes.c_uint32.from_buffer(array, at))
+        header = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(array))
+        return (ctypes.c_char * len(header)).from_buffer_copy(header)
 
     def _landlock_ruleset(self, read_only: bool = False) -> int:
         """Return the descriptor of a Landlock ruleset: read the library, read and (by default) write the folder."""

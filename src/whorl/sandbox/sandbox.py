@@ -24,6 +24,7 @@ remaining weaknesses see `confinement.py` and `docs/sandbox.md`. To protect valu
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import selectors
@@ -42,12 +43,15 @@ import whorl
 from whorl.errors import ConfigError, WhorlError, one_of
 from whorl.sandbox.frames import receive_with_deadline, send
 from whorl.sandbox.limits import ExampleOutput, Program, ProgramResult, ResourceLimits
+from whorl.sandbox.unit_tests import compile_tests
 from whorl.sandbox.work_folder import clear
 
 REQUIRED_PROTECTIONS = ("landlock", "seccomp")
 GRACE_SECONDS = 10.0  # time beyond a program's wall_seconds before its worker counts as stuck
 START_SECONDS = 60.0
-_BOOTSTRAP = "import sys; sys.path.append(sys.argv.pop(1)); from whorl.sandbox.zygote import main; main()"
+# The library's hooks after a fork are left out: they change many pages, and a program's process forks no other.
+_BOOTSTRAP = "import os, sys; os.register_at_fork = lambda **hooks: None; sys.path.append(sys.argv.pop(1)); "
+_BOOTSTRAP += "from whorl.sandbox.zygote import main; main()"
 
 # Runs first in each worker. Prints the protection of every attempt that should fail but succeeds.
 _PROBE_PROGRAM = """
@@ -83,7 +87,8 @@ class SandboxWorker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},  # deterministic verdicts
+            # Deterministic verdicts; addresses of functions are resolved at the start, not after each fork.
+            env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
             start_new_session=True,  # Ctrl-C only reaches the parent
             bufsize=0,
         )
@@ -113,7 +118,8 @@ class SandboxWorker:
             }
         ]  # fmt: skip
         if has_checks:
-            parts.append({"tests": program.tests, "examples": program.examples})
+            tests = base64.b64encode(compile_tests(program.tests)).decode() if program.tests else ""
+            parts.append({"tests": tests, "examples": program.examples})
         self.job, self.deadline = job, time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         with contextlib.suppress(BrokenPipeError):
             for part in parts:

@@ -7,7 +7,6 @@ that only this process and the zygote hold.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import json
 import os
@@ -16,8 +15,8 @@ import sys
 from typing import Any, NoReturn
 
 from whorl.sandbox.program_runner import StandardStreams, format_exception
-from whorl.sandbox.rpc.peer import Peer, ProgramModule, read_frame, write_frame
-from whorl.sandbox.unit_tests import compile_tests, global_names, run_tests
+from whorl.sandbox.rpc.peer import PROGRAM_NUMBER, Peer, ProgramModule, read_frame, write_frame
+from whorl.sandbox.unit_tests import load_tests, run_tests
 
 
 class TestRunner:
@@ -25,6 +24,8 @@ class TestRunner:
 
     def __init__(self, streams: StandardStreams) -> None:
         self.peer, self.streams = Peer(trusted=True), streams
+        self.module = self.peer.decode(["object", PROGRAM_NUMBER, ["class", -1, "module", [], []]])
+        self.importable = ProgramModule(self.module)
 
     def run(self, tests: int, replies: int, requests: int, verdict: int) -> NoReturn:
         """Receive tests, run them, write the reason as one frame of JSON, and exit.
@@ -36,15 +37,15 @@ class TestRunner:
             verdict: descriptor of the reason.
         """
         self.streams.install()
-        random.seed(0)  # deterministic verdicts
         peer = self.peer
         peer.receive_fd, peer.send_fd = replies, requests
         try:
-            code = compile_tests(read_frame(tests).decode("utf-8", "surrogatepass"))
-            if isinstance(code, str):
-                reason = code
+            loaded = load_tests(read_frame(tests))
+            if isinstance(loaded, str):
+                reason = loaded
             else:
-                reason = run_tests(code, _program_names(peer, global_names(code)), format_exception)
+                code, names = loaded
+                reason = run_tests(code, self._program_names(names), format_exception)
         except BaseException as error:
             reason = f"failed: {format_exception(error)}"
         with contextlib.suppress(Exception):
@@ -52,25 +53,23 @@ class TestRunner:
         write_frame(verdict, json.dumps({"reason": peer.failure or reason}).encode())
         os._exit(0)
 
+    def _program_names(self, wanted: list[str]) -> dict[str, Any]:
+        """Return the values of the program's names that the tests use, and make it importable as `program`.
 
-def _program_names(peer: Peer, names: set[str]) -> dict[str, Any]:
-    """Return the values of the program's names that the tests use, and make it importable as `program`.
+        A name of the program that hides a builtin is not visible. A capitalised name is taken for a class of the
+        program: its objects then see the operands of their operators.
+        """
+        peer, module = self.peer, self.module
+        sys.modules["program"] = self.importable
+        found = peer.request("lookup", module, wanted)
+        if type(found) is not dict or not found.keys() <= set(wanted):
+            raise TypeError("the program's names were expected")
+        seed = random.seed
 
-    A name of the program that hides a builtin is not visible. A capitalised name is taken for a class of the program:
-    its objects then see the operands of their operators.
-    """
-    module = peer.decode(["object", 0, ["class", -1, "module", [], []]])
-    sys.modules["program"] = ProgramModule(module)
-    wanted = sorted(n for n in names if n[:2] != "__" and not hasattr(builtins, n))
-    found = peer.request("lookup", module, wanted)
-    if type(found) is not dict or not found.keys() <= set(wanted):
-        raise TypeError("the program's names were expected")
-    seed = random.seed
+        def seed_both(*arguments: Any) -> None:
+            seed(*arguments)
+            peer.request("seed", module, *arguments)
 
-    def seed_both(*arguments: Any) -> None:
-        seed(*arguments)
-        peer.request("seed", module, *arguments)
-
-    vars(random)["seed"] = seed_both
-    peer.passes_operands = any(n[:1].isupper() and isinstance(v, type) for n, v in found.items())
-    return found
+        vars(random)["seed"] = seed_both
+        peer.passes_operands = any(n[:1].isupper() and isinstance(v, type) for n, v in found.items())
+        return found

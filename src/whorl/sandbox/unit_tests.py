@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import itertools
+import marshal
 import sys
 import unittest
 from collections.abc import Callable, Iterator, Sequence
@@ -88,22 +90,30 @@ class _CountChecks(ast.NodeTransformer):
         return [ast.fix_missing_locations(ast.copy_location(call, statement)), statement]
 
 
-def compile_tests(source: str) -> CodeType | str:
-    """Return the tests as code that counts its checks, or the reason why they do not compile."""
+@functools.lru_cache(32)  # many completions of one task have the same tests
+def compile_tests(source: str) -> bytes:
+    """Return tests for `load_tests`. The parent compiles them once; in a new process this takes 1 ms."""
     try:
         tree = _CountChecks().visit(ast.parse(source, "tests.py"))
-        code: CodeType = compile(tree, "tests.py", "exec", dont_inherit=True)
-        return code
+        code = compile(tree, "tests.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"failed: the test source: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+        return marshal.dumps(f"failed: the test source: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+    names = sorted(n for n in _global_names(code) if n[:2] != "__" and not hasattr(builtins, n))
+    return marshal.dumps((code, names))
 
 
-def global_names(code: CodeType) -> set[str]:
+def load_tests(data: bytes) -> tuple[CodeType, list[str]] | str:
+    """Return the tests as code that counts its checks, with the names that they look up, or why they do not compile."""
+    loaded: tuple[CodeType, list[str]] | str = marshal.loads(data)  # trusted, and of the same interpreter
+    return loaded
+
+
+def _global_names(code: CodeType) -> set[str]:
     """Return every name that code and the functions in it look up."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= global_names(constant)
+            names |= _global_names(constant)
     return names
 
 
@@ -133,7 +143,7 @@ def run_tests(code: CodeType, program: dict[str, Any], describe: Callable[[BaseE
             _call(test)
             n_tests += 1
         if cases:
-            return _run_test_cases(cases)
+            return _run_test_cases(cases, describe)
     except BaseException as error:
         return f"failed: {running}: {describe(error)}"
     if next(counter) or n_tests:
@@ -181,15 +191,39 @@ def _is_test_case(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
 
 
-def _run_test_cases(cases: Sequence[type[unittest.TestCase]]) -> str:
-    result = unittest.TestResult()
-    unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)).run(result)
-    for test, text in [*result.failures, *result.errors]:
-        return f"failed: {test}: {text.strip().splitlines()[-1][:MAX_ERROR_CHARS]}"
-    if result.unexpectedSuccesses:
-        return f"failed: {result.unexpectedSuccesses[0]}: unexpected success"
-    if result.expectedFailures:
-        return f"failed: {result.expectedFailures[0][0]}: expected to fail, so it checks nothing"
-    if result.skipped:
-        return f"failed: {result.skipped[0][0]}: skipped"
-    return "passed" if result.testsRun else "failed: no test found"
+class _Cases(unittest.TestSuite):
+    """Tests of unittest cases. `running` is the present one, and "" before the first."""
+
+    running: Any = ""
+
+    def __iter__(self) -> Any:
+        for test in self._tests:
+            self.running = test
+            yield test
+
+
+def _run_test_cases(
+    cases: Sequence[type[unittest.TestCase]], describe: Callable[[BaseException], str]
+) -> str:
+    """Run cases and return the reason. The first failure ends them, so no result is collected and formatted."""
+    suite = _Cases(case(name) for case in cases for name in _case_test_names(case))
+    for test in suite:
+        method = getattr(type(test), test._testMethodName)
+        if any(getattr(marked, "__unittest_expecting_failure__", False) for marked in (type(test), method)):
+            return f"failed: {test}: expected to fail, so it checks nothing"
+    suite.running = ""
+    try:
+        suite.debug()
+    except unittest.SkipTest:
+        return f"failed: {suite.running}: skipped"
+    except BaseException as error:
+        return f"failed: {suite.running}: {describe(error)}"
+    return "passed" if suite.running else "failed: no test found"
+
+
+def _case_test_names(case: type[unittest.TestCase]) -> list[str]:
+    """Return the names that unittest's loader finds, without a look at its own classes."""
+    own = [kind for kind in case.__mro__ if not kind.__module__.startswith("unittest.")]
+    names = sorted({name for kind in own for name in vars(kind) if name.startswith("test")})
+    names = [name for name in names if callable(getattr(case, name))]
+    return names or ["runTest"] * hasattr(case, "runTest")

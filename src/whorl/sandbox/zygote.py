@@ -17,11 +17,13 @@ the zygote itself sends the examples. A child cannot fork, so killing two proces
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import importlib
 import json
 import os
+import random
 import resource
 import secrets
 import signal
@@ -33,7 +35,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from whorl.sandbox import work_folder as folder
-from whorl.sandbox.confinement import Confinement, ProtectionUnavailable, stdlib_paths
+from whorl.sandbox.confinement import Confinement, ConfinementCall, ProtectionUnavailable, stdlib_paths
 from whorl.sandbox.frames import receive, send
 from whorl.sandbox.limits import REASON_KINDS
 from whorl.sandbox.monitor import Monitor
@@ -80,9 +82,12 @@ class Zygote:
         self.work_folder = work_folder
         self.confinement = Confinement(work_folder, allow_missing)
         install_policy()
+        random.seed(0)  # deterministic verdicts
         hide_modules()
         streams = StandardStreams()
         self.program_runner, self.test_runner = ProgramRunner(streams), TestRunner(streams)
+        self.null = os.open(os.devnull, os.O_RDONLY)
+        self.descriptors = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024), 1 << 20)
         self.cleaners: list[int] = []  # processes that remove the folders of earlier programs
 
     def serve(self) -> None:
@@ -108,9 +113,12 @@ class Zygote:
         pairs = [os.pipe() for _ in range(5 if head["has_tests"] else 3)]
         (output, output_end), (requests_end, requests), (replies, replies_end), *own = pairs
         limits, program_runner, test_runner = head["limits"], self.program_runner, self.test_runner
+        calls = self.confinement.prepare(
+            limits["cpu_seconds"], limits["memory_bytes"], limits["file_bytes"], limits["processes"] > 1
+        )
         pids = [
             self._fork(
-                [requests_end, replies_end], output_end, limits, replies_end,
+                [requests_end, replies_end], output_end, calls, replies_end,
                 lambda: program_runner.run(head["source"], head["has_checks"], requests_end, replies_end),
             )
         ]  # fmt: skip
@@ -120,7 +128,7 @@ class Zygote:
             keep = [tests_end, requests, replies, verdict_end]
             pids.append(
                 self._fork(
-                    keep, output_end, limits, verdict_end,
+                    keep, output_end, calls, verdict_end,
                     lambda: test_runner.run(tests_end, replies, requests, verdict_end),
                 )
             )  # fmt: skip
@@ -149,14 +157,21 @@ class Zygote:
         }
 
     def _fork(
-        self, keep: list[int], output: int, limits: dict[str, Any], report: int, run: Callable[[], NoReturn]
+        self,
+        keep: list[int],
+        output: int,
+        calls: list[ConfinementCall],
+        report: int,
+        run: Callable[[], NoReturn],
     ) -> int:
         """Return the pid of a confined fork that keeps some descriptors and runs a function."""
         zygote_pid = os.getpid()
+        rules = {self.confinement.landlock_ruleset, self.confinement.read_only_ruleset} - {-1}
+        kept = sorted({*keep, *rules})
         pid = os.fork()
         if pid == 0:
             try:
-                self._enter_child(keep, output, limits, zygote_pid, report)
+                self._enter_child(kept, rules, output, calls, zygote_pid, report)
                 run()
             finally:
                 os._exit(70)
@@ -188,7 +203,7 @@ class Zygote:
         os.set_blocking(pipes.replies, True)  # only the tests read it from now on
         os.set_blocking(pipes.tests, False)
         os.set_blocking(pipes.verdict, False)
-        data = tests.encode("utf-8", "surrogatepass")
+        data = base64.b64decode(tests)
         frame = monitor.read_frame(pipes.verdict, pipes.tests, len(data).to_bytes(4, "little") + data)
         if frame is None:
             return "failed: the process of the tests ended before them"
@@ -223,31 +238,30 @@ class Zygote:
             os._exit(0)
 
     def _enter_child(
-        self, keep: list[int], output: int, limits: dict[str, Any], zygote_pid: int, report: int
+        self,
+        kept: list[int],
+        rules: set[int],
+        output: int,
+        calls: list[ConfinementCall],
+        zygote_pid: int,
+        report: int,
     ) -> None:
-        """In a fork: close all descriptors except `keep`, confine the process, and forget what leads outside."""
+        """In a fork: close all descriptors except `kept`, confine the process, and forget what leads outside."""
         os.setsid()
-        confinement = self.confinement
-        confinement.die_with_parent(zygote_pid)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, to in ((null, 0), (output, 1), (output, 2)):
+        self.confinement.die_with_parent(zygote_pid)
+        for source, to in ((self.null, 0), (output, 1), (output, 2)):
             os.dup2(source, to)
-        highest = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
-        rules = {confinement.landlock_ruleset, confinement.read_only_ruleset} - {-1}
-        kept = sorted({*keep, *rules})
-        for low, high in zip([2, *kept], [*kept, min(highest, 1 << 20)], strict=True):
+        for low, high in zip([2, *kept], [*kept, self.descriptors], strict=True):
             os.closerange(low + 1, high)
         try:
-            confinement.apply(
-                limits["wall_seconds"], limits["cpu_seconds"], limits["memory_bytes"], limits["file_bytes"],
-                limits["processes"] > 1,
-            )  # fmt: skip
+            self.confinement.apply(calls)
         except (ProtectionUnavailable, OSError) as error:
             write_frame(report, json.dumps({"reason": f"crashed: unconfined {error}"}).encode())
             os._exit(71)
         for rule in rules:
             os.close(rule)
-        vars(confinement).clear()  # the frames below keep this object, and it holds libc
+        calls.clear()  # the frames below keep these objects, and they hold functions of libc
+        vars(self.confinement).clear()
         vars(self).clear()
 
 

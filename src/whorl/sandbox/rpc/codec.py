@@ -207,8 +207,11 @@ class Codec:
             "class": lambda codec, data: codec._class(data),
             "type": lambda codec, data: SHARED_TYPES[data[1]],
         }
+        if trusted:  # most names of a program are functions: their class is built before the fork
+            self._class(Codec(trusted=False).function_class)
         if not trusted:
             self._decoders["global"] = lambda codec, data: _find_global(data[1], data[2])
+            self.function_class: Any = self._describe(FunctionType)  # number 0
 
     def encode(self, value: Any) -> Any:
         """Return a value as JSON. Raises TypeError if it can be neither copied nor exported."""

@@ -36,6 +36,7 @@ PATCHABLE: tuple[tuple[ModuleType, str], ...] = (
         for name in ("random", "randint", "choice", "shuffle", "uniform", "randrange", "sample")
     ),
 )
+PROGRAM_NUMBER = 1  # the program's module, in its process; number 0 is the class of functions
 _read, _write = os.read, os.write  # bound here: a program may replace those of `os`
 _to_json = json.JSONEncoder(check_circular=False).encode
 _from_json = json.JSONDecoder().decode
