@@ -222,7 +222,7 @@ def _run_test_cases(
 
 
 def _case_test_names(case: type[unittest.TestCase]) -> list[str]:
-    """Return the names that unittest's loader finds, without those of its own classes."""
+    """Return the names that the loader of unittest finds, in order."""
     own = [kind for kind in case.__mro__ if not kind.__module__.startswith("unittest.")]
     names = sorted({name for kind in own for name in vars(kind) if name.startswith("test")})
     names = [name for name in names if callable(getattr(case, name))]
