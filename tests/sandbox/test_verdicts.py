@@ -153,6 +153,8 @@ FIXTURES = {  # bodies of a case for `add`: (passes, body)
     "skipped": (False, "def test_a(self): self.skipTest('later')"),
     "unexpected success": (False, "@unittest.expectedFailure\ndef test_a(self): self.assertEqual(add(1, 2), 3)"),
     "no test": (False, "def other(self): pass"),
+    "coroutine": (False, "async def test_a(self): self.assertEqual(add(1, 2), 4)"),
+    "generator": (False, "def test_a(self):\n    yield\n    self.assertEqual(add(1, 2), 4)"),
 }  # fmt: skip
 
 

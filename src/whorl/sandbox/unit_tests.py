@@ -21,6 +21,7 @@ import marshal
 import sys
 import unittest
 from collections.abc import Callable, Iterator, Sequence
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import CodeType, CoroutineType, GeneratorType, ModuleType
 from typing import Any
 
@@ -30,6 +31,9 @@ from whorl.sandbox.rpc.peer import is_remote
 COUNTER = "__count_check__"  # the name of the counter in the tests' module
 MAX_ERROR_CHARS = 300
 _COMPOUND = (ast.If, ast.Try, ast.While, ast.For, ast.With, ast.Match)
+_NEVER_RUN = (
+    CO_COROUTINE | CO_GENERATOR | CO_ASYNC_GENERATOR
+)  # flags of methods that a plain TestCase does not run
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -211,6 +215,9 @@ def _run_test_cases(
         method = getattr(type(test), test._testMethodName)
         if any(getattr(marked, "__unittest_expecting_failure__", False) for marked in (type(test), method)):
             return f"failed: {test}: expected to fail, so it checks nothing"
+        is_async = isinstance(test, unittest.IsolatedAsyncioTestCase)
+        if not is_async and getattr(getattr(method, "__code__", None), "co_flags", 0) & _NEVER_RUN:
+            return f"failed: {test}: unittest does not run a coroutine or generator of a TestCase, so it checks nothing"
     suite.running = ""
     try:
         suite.debug()
