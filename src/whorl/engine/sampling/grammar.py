@@ -47,7 +47,7 @@ JSON_DEFAULTS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,16
 # 30 bytes takes 170 MB with the library's own limit of 1,000,000.
 FUEL_STEPS = ((5_000, 1), (100_000, 17))
 STEP_FUEL = 50_000  # for each position of a text
-CACHE_MB = 128  # compiled grammars that are kept
+CACHE_MB = 32  # compiled grammars that are kept; one takes milliseconds to compile again
 
 
 @dataclass(eq=False)

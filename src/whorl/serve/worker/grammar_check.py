@@ -8,6 +8,7 @@ checked it: the compiler releases the interpreter's lock, so that neither the ev
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 from collections import OrderedDict
@@ -54,7 +55,7 @@ class GrammarChecker:
             if len(self._results) > KEPT_RESULTS:
                 self._results.popitem(last=False)
         if error is not None:
-            raise error
+            raise copy.copy(error)  # a kept one would collect the frames of every request that it refused
 
     def close(self) -> None:
         """End the process."""
