@@ -7,7 +7,7 @@
 GRPO trains in the environment. Without the tool it sees as many direct answers, then GRPO trains on the verifier.
 
 `repair`: a program returns two wrong constants, and the right ones are known only to its tests. The first attempt is
-random. Each failing test prints one right constant, so a repair needs three attempts. In half of the texts an attempt
+random. Each failing test prints one right constant, so a repair needs three attempts. In a quarter of the texts an attempt
 ignores the output. Without turns GRPO trains on one attempt. The decoder first learns to copy digits and programs, as
 any pretrained model can; without that some seeds do not learn to read the output.
 
@@ -38,6 +38,7 @@ SIZES = {
     "calculator": sized((2_000, 3.0, 40), (16, 1.0, 1)),
     "repair": sized((1_200, 3.0, 16), (16, 1.0, 1)),
 }
+FOLLOWED = 0.75  # share of the attempts in the texts of `repair` that use the output
 COPIES = {"calculator": 0, "repair": sized(4_000, 16)}  # texts of the copying stage
 GROUPS, GROUP_SIZE = sized((8, 8), (2, 2))
 ARMS = ("without", "with")
@@ -137,7 +138,7 @@ def repair_data(seed: int, n_texts: int) -> tuple[dict[str, list[Any]], list[Any
             text = f"The tests fail. failed: the test source: {failed}"
             turns.append({"role": "user", "content": text})
             tried = list(tried)
-            tried[wrong] = right[wrong] if rng.random() < 0.5 else guess(tried[wrong])
+            tried[wrong] = right[wrong] if rng.random() < FOLLOWED else guess(tried[wrong])
         conversations["with"].append(turns)
         conversations["without"].append(turns[:2])
     return conversations, tasks[:n_texts], held_out[:HELD_OUT]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,8 +182,11 @@ GPT2 = Tokenizer.train([CODE * 20], 420, special_tokens=["<|c d|>"], pattern="gp
 @given(texts, st.lists(st.integers(0, 10**6), max_size=4), st.booleans())
 @example("it's I'LL  x\u00a0 y  \n  z ½１２３", [2], True)
 def test_gpt2_pattern_matches_hugging_face(text: str, cuts: list[int], special: bool) -> None:
-    """Pre-tokens and ids are those of the ByteLevel pre-tokenizer of `tokenizers`; streams and prompts agree."""
-    if has_lone_surrogate(text):
+    """Pre-tokens and ids are those of the ByteLevel pre-tokenizer of `tokenizers`; streams and prompts agree.
+
+    Characters that Python's Unicode does not know are left out: the two libraries have different versions of it.
+    """
+    if has_lone_surrogate(text) or any(unicodedata.category(c) == "Cn" for c in text):
         return
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
     want = [text[start:end] for _, (start, end) in pieces]
