@@ -24,7 +24,6 @@ Parts: `prefix_index.py` (cached prefixes), `routing_policy.py` (choice of a rep
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import hmac
 import ipaddress
@@ -51,6 +50,7 @@ from whorl.errors import ConfigError
 from whorl.http.connections import uvicorn_limits
 from whorl.http.hosts import cross_site_problem, http_address, is_local_name, is_loopback, print_pages
 from whorl.http.json_text import json_text_problem
+from whorl.http.server_process import prepare_server_process
 from whorl.router.autoscaling_advice import AutoscalingConfig, advise
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO, RouterMetrics
@@ -377,8 +377,7 @@ def serve_router(
         print(f"routing to {len(router.pool.replicas)} servers", file=sys.stderr)
         print_pages(http_address(host, port))
 
-    gc.collect()
-    gc.freeze()  # as in a server: a full collection takes 0.1 s for the objects of the libraries
+    prepare_server_process()
     with suppress(SystemExit):  # uvicorn raises it if the startup failed
         _DrainingServer(config, router, grace, print_addresses, on_force_exit).run()
     if router.startup_error is not None:
