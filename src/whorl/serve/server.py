@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import resource
 import socket
-import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -25,7 +23,7 @@ import uvicorn
 from whorl.errors import ConfigError
 from whorl.http.connections import uvicorn_limits
 from whorl.http.hosts import http_address, is_loopback, print_pages
-from whorl.machine.malloc import share_one_arena
+from whorl.http.server_process import prepare_server_process
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import LIMITS_FOLDER, AppState
 from whorl.serve.config import ServeConfig
@@ -34,9 +32,6 @@ from whorl.serve.middleware.auth import KeyStore
 
 LOG = logging.getLogger("whorl.serve")
 FLUSH_SECONDS = 5  # for responses that are written but not yet sent
-SWITCH_SECONDS = (
-    0.0005  # a computing thread yields the interpreter's lock after it; by default 10 times as late
-)
 
 
 class DrainingServer(uvicorn.Server):
@@ -134,10 +129,7 @@ def run_server(
     config = state.config
     port = sock.getsockname()[1]
     _raise_fd_limit()
-    share_one_arena()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()  # a full collection would hold the event loop while it walks all objects of the libraries
+    prepare_server_process()
     server = DrainingServer(
         uvicorn.Config(
             create_app(state),
