@@ -24,13 +24,14 @@ STALL_SECONDS = 0.3
 
 
 @pytest.fixture
-def address() -> Iterator[tuple[str, int]]:
-    """A server with at most 20 connections."""
+def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+    """A server with at most 20 connections; its parameter is the time for a header."""
+    header_seconds = getattr(request, "param", HEADER_SECONDS)
     large = PlainTextResponse("x" * (16 << 20))  # more than the kernel's buffers take
     app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("ok")), Route("/large", lambda _: large)])
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        app, http=bounded_protocol(20, HEADER_SECONDS, STALL_SECONDS), log_level="error", backlog=16
+        app, http=bounded_protocol(20, header_seconds, STALL_SECONDS), log_level="error", backlog=16
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -69,15 +70,14 @@ def test_connections_without_a_header_are_closed(address: tuple[str, int]) -> No
         assert is_closed(kept, 5)
 
 
+@pytest.mark.parametrize("address", [60.0], indirect=True)  # so it is not the timer that makes room
 def test_idle_connections_cannot_shut_out_others(address: tuple[str, int]) -> None:
     with ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]
         began = time.monotonic()
         assert ask(stack.enter_context(socket.create_connection(address))).endswith(b"ok")
-        assert time.monotonic() - began < HEADER_SECONDS
-        assert all(is_closed(connection, HEADER_SECONDS / 2) for connection in idle[:40]), (
-            "the oldest are closed"
-        )
+        assert time.monotonic() - began < 30
+        assert all(is_closed(connection, 5) for connection in idle[:40]), "the oldest are closed"
 
 
 def n_connections(port: int) -> int:
