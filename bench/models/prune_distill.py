@@ -63,7 +63,7 @@ def recover(student: LanguageModel, teacher: LanguageModel, by: str, tokens: Tok
     for name, p in student.named_parameters():
         p.requires_grad_(not name.startswith(frozen))
     optimiser = torch.optim.AdamW(learned, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    rows = torch.cat(calibration_rows(tokens.folder, steps * ROWS, LENGTH + 1, 1))
+    rows = torch.cat(calibration_rows(tokens, steps * ROWS, LENGTH + 1, 1))
     student.train()
     for step in range(steps):
         for group in optimiser.param_groups:
@@ -108,7 +108,7 @@ def main() -> None:
     dense = load_model(artifact.path)
     config = dense.config
     target = {"heads": max(1, config.n_heads * 2 // 3), "mlp_hidden": config.mlp_hidden * 2 // 3}
-    rows = calibration_rows(tokens.folder, *sized((64, 512), (8, 64)), 0)
+    rows = calibration_rows(tokens, *sized((64, 512), (8, 64)), 0)
     folder = given.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"prune-{every}-{steps}.json"
