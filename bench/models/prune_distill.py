@@ -29,6 +29,7 @@ from bench.models._smoke_store import open_store
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import LanguageModel, load_model
 from whorl.models.pruning.prune import prune, teacher_log_probs
+from whorl.models.transformer_config import AttentionConfig
 from whorl.objectives.distil import distil_top_k
 from whorl.objectives.next_token import next_token
 from whorl.recipes.steps.quantize import calibration_rows
@@ -106,8 +107,9 @@ def main() -> None:
     assert tokens_of is not None, "the model's token set is not in this store"
     tokens = TokenSet(tokens_of.path)
     dense = load_model(artifact.path)
-    config = dense.config
-    target = {"heads": max(1, config.n_heads * 2 // 3), "mlp_hidden": config.mlp_hidden * 2 // 3}
+    mixer = dense.config.layer_mixers()[0]
+    assert isinstance(mixer, AttentionConfig)
+    target = {"heads": max(1, mixer.n_heads * 2 // 3), "mlp_hidden": dense.config.mlp_hidden * 2 // 3}
     rows = calibration_rows(tokens, *sized((64, 512), (8, 64)), 0)
     folder = given.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)

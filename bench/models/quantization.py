@@ -91,9 +91,7 @@ def measure(kind: dict[str, Any], folder: Path, tokens: TokenSet, every: int) ->
     began = time.perf_counter()
     if scheme := kind.get("scheme"):
         rows = (
-            calibration_rows(tokens, *sized((64, 512), (8, 64)), 0)
-            if scheme.rounding == "calibrated"
-            else []
+            calibration_rows(tokens, *sized((64, 512), (8, 64)), 0) if scheme.rounding == "calibrated" else []
         )
         quantize_model(model, scheme, rows)
     seconds = time.perf_counter() - began
