@@ -150,8 +150,8 @@ def test_decode_process_runs_while_grammars_compile() -> None:
         return compiler.compile(grammar)
 
     engine.compile_grammar = compile_slowly
-    ours, theirs = Channel.pair()
-    worker = _DecodeWorker(theirs, engine)
+    engine_side, worker_side = Channel.pair()
+    worker = _DecodeWorker(worker_side, engine)
     grammars = {"spelt": Grammar(regex="ab{3}"), "wrong": Grammar(regex="("), "ended": Grammar(regex="c+")}
     for name, grammar in grammars.items():
         worker.handle(("write", request(name, LONG[:9], grammar=grammar, stop_ids=frozenset({49}))), None)
@@ -162,8 +162,8 @@ def test_decode_process_runs_while_grammars_compile() -> None:
         deadline = time.monotonic() + 20
         while not done() and time.monotonic() < deadline:
             worker.step()
-            while ours.poll(0):
-                (verb, *values), _ = ours.receive_with_fd()
+            while engine_side.poll(0):
+                (verb, *values), _ = engine_side.receive_with_fd()
                 if verb == "refused":
                     found[values[0]] = [values[1]]
                 for delta in values[0] if verb == "deltas" else ():
