@@ -9,9 +9,12 @@ GPU dtypes depend on the capability (`gpu_dtypes`): bf16 from 8.0, fp8 from 8.9,
 loses quality, so it must be faster by more. It is timed with its overhead (two maxima, two casts) and offered only if a
 product is correct. A CPU uses fp16 or fp8 (emulated) only on request. The GPU code has not run on a GPU yet.
 
-The cache (`~/.cache/whorl`, keyed by CPU model, usable cores, GPU and torch version) holds the measurement. `choose` is
-a pure function of it, and every choice can be forced by argument or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`.
+The cache (`~/.cache/whorl`, keyed by `identity.py`, usable cores, GPU and torch version) holds the measurements. `choose`
+is a pure function of one, and every choice can be forced by argument or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`.
 A measurement under contention expires after ten minutes: two threads that share one core look no faster than one.
+
+Two machines may have one identity: one is throttled, or a hypervisor hides the CPU. So a process compares the rate of a
+small product with the cached one before it uses a measurement. If no cached measurement has this rate, it measures.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -34,6 +37,7 @@ from whorl.machine.gemm_benchmark import (
     gpu_matmul_flops,
     matmul_flops,
 )
+from whorl.machine.identity import cpu_identity
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +48,12 @@ CPU_DTYPES = ("float32", "bfloat16")  # timed on a CPU
 DEVICES = ("cpu", "cuda")
 CONTENDED_CACHE_SECONDS = 600.0  # lifetime of a measurement under contention
 UNCONTENDED_FRACTION = 0.85
+SAME_MACHINE_FACTOR = 1.4  # between the rates of one machine now and earlier
+QUOTAS = (
+    (Path("/sys/fs/cgroup/cpu.max"),),
+    (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
+)  # microseconds of CPU time a period, and the period; "max" or -1: no limit
+MAX_MEASUREMENTS = 4  # kept of machines with one identity
 BF16_MIN_SPEEDUP = 1.2  # over fp32; also for fp16 in its place
 FP8_MIN_SPEEDUP = 1.3  # over bf16
 
@@ -131,24 +141,13 @@ def restore_threads() -> None:
         _threads_before = None
 
 
-def cpu_model() -> str:
-    """The CPU's model name, without heavy imports."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.lower().startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine() or "unknown CPU"
-
-
 def usable_cores() -> int:
-    """Number of cores this process may use: its affinity, limited by the container's CPU quota."""
+    """Number of cores this process may use: its affinity, limited by the container's CPU quota (cgroup v2 or v1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        limit, _, period = quota.read_text().strip().partition(" ")
-        if limit.isdigit() and period.isdigit():
-            cores = min(cores, max(1, math.ceil(int(limit) / int(period))))
+    for files in QUOTAS:
+        words = " ".join(path.read_text() for path in files if path.exists()).split()
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            cores = min(cores, max(1, math.ceil(int(words[0]) / int(words[1]))))
     return cores
 
 
@@ -186,20 +185,82 @@ def probe(
     import torch
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-    cpu, cores = cpu_model(), usable_cores()
-    if cache_dir is None:
-        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl"
-    identity = json.dumps([cpu, cores, gpu, torch.__version__, SHAPES, DTYPES])
-    cache = cache_dir / f"machine-{sha256(identity.encode()).hexdigest()[:16]}.json"
-    measured = None if refresh else _read_cache(cache)
-    if measured is None or (
-        not measured.uncontended and time.time() - measured.measured_at > CONTENDED_CACHE_SECONDS
-    ):
-        measured = measure(cores, gpu=bool(gpu))
-        _write_cache(cache, measured)
+    cpu, cores = cpu_identity().full_name, usable_cores()
+    measured, _ = measured_machine(cache_dir, refresh)
     return choose(
         measured, cpu=cpu, cores=cores, gpu=gpu, ram=ram_bytes(), device=device, dtype=dtype, threads=threads
     )
+
+
+def cache_folder() -> Path:
+    """The folder of measurements and of choices made from them."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl"
+
+
+def measured_machine(cache_dir: Path | None = None, refresh: bool = False) -> tuple[Measurement, str]:
+    """Return this machine's measurement, new or cached, and its name for files of what depends on it."""
+    import torch
+
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    cores = usable_cores()
+    identity = repr((cpu_identity(), cores, gpu, torch.__version__, SHAPES, DTYPES))
+    key = sha256(identity.encode()).hexdigest()[:16]
+    path = (cache_dir or cache_folder()) / f"machine-{key}.json"
+    kept = [] if refresh else _read_cache(path)
+    place = _find(path, kept)
+    if place is not None:
+        measured = kept[place]
+        expired = time.time() - measured.measured_at > CONTENDED_CACHE_SECONDS
+        if measured.uncontended or not expired:
+            return measured, f"{key}-{place}"
+    elif len(kept) < MAX_MEASUREMENTS:
+        place = len(kept)
+    else:
+        place = min(range(len(kept)), key=lambda number: kept[number].measured_at)
+    measured = measure(cores, gpu=bool(gpu))
+    kept[place : place + 1] = [measured]
+    _write_cache(path, kept)
+    _found[path] = place
+    return measured, f"{key}-{place}"
+
+
+_found: dict[Path, int] = {}  # place of this machine in a cache file, found once a process
+
+
+def _find(path: Path, kept: list[Measurement]) -> int | None:
+    """Return the place of the measurement whose rates are those of now; the first one if other processes disturb."""
+    if kept and _found.get(path, len(kept)) >= len(kept):
+        now = dict[str, float]()
+        for _ in range(3):  # a passing disturbance is no other machine
+            rates, fraction = current_rates()
+            now = {kind: max(speed, now.get(kind, 0.0)) for kind, speed in rates.items()}
+            same = (number for number, measured in enumerate(kept) if _has_rates(measured, now))
+            place = next(same, None if fraction > UNCONTENDED_FRACTION else 0)
+            if place is not None:
+                _found[path] = place
+                break
+        else:
+            return None
+    return _found.get(path) if kept else None
+
+
+def _has_rates(measured: Measurement, now: dict[str, float]) -> bool:
+    pairs = [(measured.flops[kind]["1"][0], speed) for kind, speed in now.items()]
+    return all(max(pair) <= SAME_MACHINE_FACTOR * min(pair) for pair in pairs)
+
+
+def current_rates() -> tuple[dict[str, float], float]:
+    """Return FLOP/s of the smallest shape by dtype with one thread, and the share of a core that the timing got."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        began, used = time.perf_counter(), time.thread_time()
+        rates = {kind: matmul_flops(SHAPES[0], kind, "cpu") for kind in CPU_DTYPES}
+        return rates, (time.thread_time() - used) / (time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(before)
 
 
 def choose(
@@ -314,19 +375,25 @@ def measure_peaks(device: str, dtype: str = "float32") -> tuple[dict[str, float]
     return flops, copy_bandwidth(device, 1 << 30 if device == "cuda" else 64 << 20)
 
 
-def _read_cache(path: Path) -> Measurement | None:
+def _read_cache(path: Path) -> list[Measurement]:
     try:
-        return Measurement(**json.loads(path.read_text()))
+        return [Measurement(**kept) for kept in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError):  # absent, damaged or of another version: measure again
-        return None
+        return []
 
 
-def _write_cache(path: Path, measured: Measurement) -> None:
+def _write_cache(path: Path, kept: list[Measurement]) -> None:
     """Best effort: without a writable home the next run measures again."""
+    write_atomically(path, [asdict(measured) for measured in kept])
+
+
+def write_atomically(path: Path, value: Any) -> None:
+    """Write a JSON file that readers see whole or not at all; best effort."""
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(measured)))
+        temporary.write_text(json.dumps(value))
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

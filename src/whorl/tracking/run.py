@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import whorl
-from whorl.machine.device_probe import cpu_model, ram_bytes, usable_cores
+from whorl.machine.device_probe import ram_bytes, usable_cores
+from whorl.machine.identity import cpu_name
 from whorl.tracking.sinks import SafeSinks
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "implementation": sys.implementation.name,
         "platform": platform.platform(),
-        "cpu": cpu_model(),
+        "cpu": cpu_name(),
         "cores": usable_cores(),
         "ram_bytes": ram_bytes(),
         "versions": versions,

@@ -1,0 +1,294 @@
+"""Choice among several ways to compute one product, by timing them on this machine.
+
+    way = fastest("weight_gradient 2048x384x1536 bf16", {"direct": direct, "transposed": transposed}, flops=2.4e9)
+
+    WHORL_CHOOSE=weight_gradient=transposed,head=512    forces choices; left of "=" stands the name's first word or a
+                                                        pattern of whole names (`fnmatch`)
+
+A table of CPUs cannot replace the timing: hypervisors, sandboxes and clocks make instructions slower than their flags
+suggest, and the best way changes with the shape. The first candidate is the default: another one must be faster by 3 %. A candidate that raises,
+or whose result differs, is dropped with a warning.
+
+Times and choices are kept in `kernels-MACHINE.json` in the cache folder, so that runs on one machine are reproducible;
+MACHINE is the measurement of `device_probe.py`. Processes that time the same product at once all take the choice that was
+written first. Within `recorded_choices` a step that continues takes the ways with which it began.
+
+The subtle part is when not to time: under torch's deterministic algorithms the default is taken, since timing must not
+decide bits. A choice that was timed under contention expires as a measurement does. Call `fastest` once for each shape and
+before a compiled region, not inside.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from pathlib import Path
+
+from whorl.errors import ConfigError, one_of
+from whorl.machine.choices import VARIABLE, choose_once
+from whorl.machine.device_probe import (
+    CONTENDED_CACHE_SECONDS,
+    UNCONTENDED_FRACTION,
+    cache_folder,
+    measured_machine,
+    write_atomically,
+)
+from whorl.machine.gemm_benchmark import available_core_fraction
+
+FORCE = "WHORL_CHOOSE"
+MIN_SPEEDUP = 1.03  # over the default
+SECONDS_PER_CHOICE = 0.2
+MIN_ROUNDS, MAX_ROUNDS = 3, 50
+HOPELESS = 3.0  # times the fastest: timed once only
+
+Candidates = Mapping[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class TimedChoice:
+    """The candidates' times for one product, and the choice.
+
+    seconds: of the fastest repetition of each candidate that ran. dropped: reason for each of the others.
+    """
+
+    chosen: str
+    seconds: dict[str, float]
+    dropped: dict[str, str] = field(default_factory=dict)
+    flops: float = 0.0  # of the product, as the caller gave it
+    uncontended: bool = True
+    measured_at: float = 0.0  # seconds since 1970
+
+    def flops_per_second(self) -> dict[str, float]:
+        """FLOP/s of each candidate that ran."""
+        return {name: self.flops / seconds for name, seconds in self.seconds.items()}
+
+
+def fastest(
+    name: str,
+    candidates: Candidates,
+    *,
+    flops: float = 0.0,
+    forced: str | None = None,
+    mismatch: Callable[[object, object], str | None] | None = None,
+) -> str:
+    """Return the name of the candidate to use for a product.
+
+    Args:
+        name: operation, shape and type, beginning with a word for the operation; torch's number of threads is added.
+        candidates: the ways by name, the default first. Each is called several times and must not change its inputs.
+        flops: of one call, for the table of choices.
+        forced: a candidate that a setting requires; WHORL_CHOOSE applies where it is None.
+        mismatch: (the default's result, another's) -> the difference, or None if they agree.
+
+    Raises:
+        ConfigError: a forced candidate does not exist or cannot run here.
+    """
+    if not candidates:
+        raise ValueError(f"{name}: no candidates")
+    forced = forced or _forced_by_environment(name)
+    if forced is not None:
+        _require(name, forced, candidates)
+        return forced
+    default = next(iter(candidates))
+    if len(candidates) == 1 or _deterministic():
+        return default
+    import torch
+
+    name = f"{name}, {torch.get_num_threads()} threads"
+    memo = (name, tuple(candidates), os.environ.get(VARIABLE, ""))
+    if memo not in _chosen:
+
+        def choose() -> str:
+            return timed_choice(name, candidates, flops=flops, mismatch=mismatch).chosen
+
+        recorded = choose_once(f"kernel-{sha256(name.encode()).hexdigest()[:16]}", choose)
+        _chosen[memo] = recorded if recorded in candidates else choose()
+    return _chosen[memo]
+
+
+_chosen: dict[tuple[str, tuple[str, ...], str], str] = {}  # of this process
+_required: set[tuple[str, str]] = set()  # forced candidates that ran
+
+
+def timed_choice(
+    name: str,
+    candidates: Candidates,
+    *,
+    flops: float = 0.0,
+    mismatch: Callable[[object, object], str | None] | None = None,
+    refresh: bool = False,
+) -> TimedChoice:
+    """Return the kept times of a product, or time the candidates and keep them. `name` holds the number of threads.
+
+    Raises:
+        RuntimeError: no candidate ran.
+    """
+    path = choices_file()
+    found = None if refresh else _valid(_read(path).get(name), candidates)
+    if found is None:
+        found = _keep(path, name, time_candidates(name, candidates, flops, mismatch), candidates, refresh)
+    return found
+
+
+def choices_file() -> Path:
+    """The file of the choices of this machine."""
+    return cache_folder() / f"kernels-{measured_machine()[1]}.json"
+
+
+def kept_choices() -> dict[str, TimedChoice]:
+    """Return what was timed on this machine so far, by name."""
+    return _read(choices_file())
+
+
+def time_candidates(
+    name: str,
+    candidates: Candidates,
+    flops: float = 0.0,
+    mismatch: Callable[[object, object], str | None] | None = None,
+) -> TimedChoice:
+    """Time the candidates alternately; keeps nothing. Raises RuntimeError if none runs."""
+    uncontended = _uncontended()
+    seconds, dropped = dict.fromkeys(candidates, math.inf), dict[str, str]()
+    reference: object = None
+
+    def call(way: str) -> object:
+        began = time.perf_counter()
+        result = candidates[way]()
+        seconds[way] = min(seconds[way], time.perf_counter() - began)
+        return result
+
+    for way in candidates:  # the first call packs, allocates or compiles
+        try:
+            result = call(way)
+            if reference is None:
+                reference = result
+            elif mismatch is not None and (why := mismatch(reference, result)):
+                raise ArithmeticError(f"its result differs: {why}")
+            seconds[way] = math.inf
+            call(way)
+        except Exception as error:  # any kind: a library, a refused instruction, no memory
+            dropped[way] = f"{type(error).__name__}: {error}"
+            warnings.warn(f"{name}: {way!r} is not used, {dropped[way]}", RuntimeWarning, stacklevel=2)
+    running = [way for way in candidates if way not in dropped]
+    if not running:
+        raise RuntimeError(f"{name}: no candidate runs: {dropped}")
+    best = min(seconds[way] for way in running)
+    contenders = [way for way in running if seconds[way] <= HOPELESS * best]
+    began = time.perf_counter()
+    for done in range(MAX_ROUNDS if len(contenders) > 1 else 0):
+        if done >= MIN_ROUNDS and time.perf_counter() - began > SECONDS_PER_CHOICE:
+            break
+        for way in contenders:
+            call(way)
+    default = running[0]
+    winner = min(running, key=lambda way: seconds[way])
+    chosen = winner if seconds[winner] * MIN_SPEEDUP < seconds[default] else default
+    return TimedChoice(
+        chosen, {way: seconds[way] for way in running}, dropped, flops, uncontended, time.time()
+    )
+
+
+def forced_choices() -> dict[str, str]:
+    """Return the forced choices by pattern. Raises ConfigError: a part of WHORL_CHOOSE is no `NAME=CANDIDATE`."""
+    found = {}
+    for part in filter(None, os.environ.get(FORCE, "").split(",")):
+        pattern, equals, way = (text.strip() for text in part.rpartition("="))
+        if not (pattern and equals and way):
+            raise ConfigError(f"{FORCE} has {part!r}", expected="NAME=CANDIDATE, separated by commas")
+        found[pattern] = way
+    return found
+
+
+def _forced_by_environment(name: str) -> str | None:
+    for pattern, way in forced_choices().items():
+        if pattern == name.partition(" ")[0] or fnmatchcase(name, pattern):
+            return way
+    return None
+
+
+def _require(name: str, forced: str, candidates: Candidates) -> None:
+    """Raise ConfigError unless the forced candidate exists and runs, which is tried once a process."""
+    if forced not in candidates:
+        raise ConfigError(
+            f"{name}: the choice {forced!r} is impossible", expected=one_of(forced, list(candidates))
+        )
+    if (name, forced) in _required:
+        return
+    try:
+        candidates[forced]()
+    except Exception as error:
+        others = [way for way in candidates if way != forced]
+        raise ConfigError(
+            f"{name}: the choice {forced!r} is impossible here: {type(error).__name__}: {error}",
+            expected=one_of(forced, others),
+            do=f"remove it from the setting or from {FORCE}",
+        ) from error
+    _required.add((name, forced))
+
+
+def _deterministic() -> bool:
+    import torch
+
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def _uncontended() -> bool:
+    """Whether torch's threads have their cores to themselves; measured at most once a minute."""
+    import torch
+
+    threads = torch.get_num_threads()
+    at, found = _contention.get(threads, (-math.inf, True))
+    if time.monotonic() - at > 60.0:
+        found = available_core_fraction(threads) > UNCONTENDED_FRACTION
+        _contention[threads] = time.monotonic(), found
+    return found
+
+
+_contention: dict[int, tuple[float, bool]] = {}  # number of threads -> when, whether uncontended
+
+
+def _valid(found: TimedChoice | None, candidates: Candidates) -> TimedChoice | None:
+    """Return a kept choice, unless it was among other candidates or has expired."""
+    if found is None or {*found.seconds, *found.dropped} != set(candidates) or found.chosen not in candidates:
+        return None
+    expired = not found.uncontended and time.time() - found.measured_at > CONTENDED_CACHE_SECONDS
+    return None if expired else found
+
+
+def _read(path: Path) -> dict[str, TimedChoice]:
+    try:
+        return {name: TimedChoice(**kept) for name, kept in json.loads(path.read_text()).items()}
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ):  # absent, damaged or of another version: time again
+        return {}
+
+
+def _keep(path: Path, name: str, timed: TimedChoice, candidates: Candidates, refresh: bool) -> TimedChoice:
+    """Add a choice to the file and return it, or the one that another process has written in the meantime."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError:  # no writable home: the next process times again
+        return timed
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = _read(path)
+        if not refresh and (first := _valid(kept.get(name), candidates)) is not None:
+            return first
+        kept[name] = timed
+        write_atomically(path, {key: asdict(value) for key, value in kept.items()})
+    return timed
