@@ -91,8 +91,9 @@ def test_contended_choice_expires(alone: bool, age: float, again: bool, clock: C
     ways = {name: clock.way(name, 1e-3) for name in ("a", "b")}
     timed_choice("p", ways)
     path = kernel_choice.choices_file()
-    old = replace(kept_choices()["p"], uncontended=alone, measured_at=time.time() - age)
-    path.write_text(json.dumps({"p": vars(old)}))
+    ((name, kept),) = kept_choices().items()
+    old = replace(kept, uncontended=alone, measured_at=time.time() - age)
+    path.write_text(json.dumps({name: vars(old)}))
     calls = len(clock.calls)
     timed_choice("p", ways)
     assert (len(clock.calls) > calls) == again
@@ -103,7 +104,8 @@ def test_first_writer_decides_for_all(clock: Clock) -> None:
     first = TimedChoice("a", {"a": 1.0, "b": 2.0})
 
     def late() -> object:  # another process writes while this one times
-        kernel_choice._keep(kernel_choice.choices_file(), "p", first, ways, refresh=False)
+        name = kernel_choice._with_threads("p")
+        kernel_choice._keep(kernel_choice.choices_file(), name, first, ways, refresh=False)
         return ways["a"]()
 
     assert timed_choice("p", {**ways, "a": late}).chosen == "a"

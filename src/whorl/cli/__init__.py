@@ -28,6 +28,7 @@ from whorl.errors import WhorlError
 VERBS = {
     "run": "jobs",
     "profile": "jobs",
+    "machine": "jobs",
     "sample": "models",
     "serve": "serving",
     "route": "serving",

@@ -70,7 +70,7 @@ def matmul_flops(shape: tuple[int, int, int], kind: str, device: str) -> float:
     with torch.no_grad():
         if kind == "float8" and not bool(((work() - inner).abs() < 0.01 * inner).all()):
             raise ArithmeticError("a float8 product of ones has a wrong result")
-        return 2.0 * rows * inner * outer / _best_seconds(work, device)
+        return 2.0 * rows * inner * outer / best_seconds(work, device)
 
 
 def _float8_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -91,10 +91,10 @@ def copy_bandwidth(device: str, n_bytes: int) -> float:
 
     source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    return 2.0 * n_bytes / _best_seconds(lambda: target.copy_(source), device)
+    return 2.0 * n_bytes / best_seconds(lambda: target.copy_(source), device)
 
 
-def _best_seconds(work: Any, device: str) -> float:
+def best_seconds(work: Any, device: str) -> float:
     """Seconds of the fastest repetition in about SECONDS_PER_TIMING (the cold first one only if it is the only one)."""
     import torch
 

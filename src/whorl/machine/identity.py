@@ -81,7 +81,7 @@ def machine_kind(gpu: str = "") -> str:
 
 
 def request_amx() -> str:
-    """Ask the kernel for this process's permission to use tiles; return "" if granted, else the reason.
+    """Request from the kernel permission for this process to use tiles; return "" if granted, else the reason.
 
     Threads that start later inherit the permission. Flags do not show a kernel or a sandbox that refuses it.
     """

@@ -2,12 +2,12 @@
 
     way = fastest("weight_gradient 2048x384x1536 bf16", {"direct": direct, "transposed": transposed}, flops=2.4e9)
 
-    WHORL_CHOOSE=weight_gradient=transposed,head=512    forces choices; left of "=" stands the name's first word or a
+    WHORL_CHOOSE=weight_gradient=transposed,head=512    forces choices; NAME is the first word of a name or a
                                                         pattern of whole names (`fnmatch`)
 
 A table of CPUs cannot replace the timing: hypervisors, sandboxes and clocks make instructions slower than their flags
-suggest, and the best way changes with the shape. The first candidate is the default: another one must be faster by 3 %. A candidate that raises,
-or whose result differs, is dropped with a warning.
+suggest, and the best way changes with the shape. The first candidate is the default: another one must be faster by 3 %. A
+candidate that raises, or whose result differs, is dropped with a warning.
 
 Times and choices are kept in `kernels-MACHINE.json` in the cache folder, so that runs on one machine are reproducible;
 MACHINE is the measurement of `device_probe.py`. Processes that time the same product at once all take the choice that was
@@ -101,16 +101,13 @@ def fastest(
     default = next(iter(candidates))
     if len(candidates) == 1 or _deterministic():
         return default
-    import torch
-
-    name = f"{name}, {torch.get_num_threads()} threads"
-    memo = (name, tuple(candidates), os.environ.get(VARIABLE, ""))
+    memo = (_with_threads(name), tuple(candidates), os.environ.get(VARIABLE, ""))
     if memo not in _chosen:
 
         def choose() -> str:
             return timed_choice(name, candidates, flops=flops, mismatch=mismatch).chosen
 
-        recorded = choose_once(f"kernel-{sha256(name.encode()).hexdigest()[:16]}", choose)
+        recorded = choose_once(f"kernel-{sha256(memo[0].encode()).hexdigest()[:16]}", choose)
         _chosen[memo] = recorded if recorded in candidates else choose()
     return _chosen[memo]
 
@@ -127,16 +124,22 @@ def timed_choice(
     mismatch: Callable[[object, object], str | None] | None = None,
     refresh: bool = False,
 ) -> TimedChoice:
-    """Return the kept times of a product, or time the candidates and keep them. `name` holds the number of threads.
+    """Return the kept times of a product, or time the candidates and keep them; arguments as of `fastest`.
 
     Raises:
         RuntimeError: no candidate ran.
     """
-    path = choices_file()
+    path, name = choices_file(), _with_threads(name)
     found = None if refresh else _valid(_read(path).get(name), candidates)
     if found is None:
         found = _keep(path, name, time_candidates(name, candidates, flops, mismatch), candidates, refresh)
     return found
+
+
+def _with_threads(name: str) -> str:
+    import torch
+
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def choices_file() -> Path:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.models.language_model import saved_bytes
-from whorl.models.transformer_config import AttentionConfig, MLAConfig
+from whorl.models.transformer_config import AttentionConfig, MLAConfig, TransformerConfig
 from whorl.nn.attention.backends import MAX_BLOCKED_LENGTH
 from whorl.nn.attention.causal import QUERY_BLOCK
 from whorl.nn.attention.mask import Mask
@@ -200,3 +200,48 @@ def measured_bytes(mixer: nn.Module, d_model: int, length: int, dtype: torch.dty
         return saved_bytes(lambda: mixer(x), mixer.parameters())
 
     return saved(2) - saved(1)
+
+
+def linear_shapes(model: TransformerConfig) -> dict[str, tuple[int, int, int]]:
+    """Return the linear layers: name -> (outputs, inputs, layers that have it). Heads of attention and dense MLPs only."""
+    found: dict[str, list[int]] = {}
+
+    def add(name: str, n: int, k: int) -> None:
+        entry = found.setdefault(f"{name} {n}x{k}", [n, k, 0])
+        entry[2] += 1
+
+    for number, mixer in enumerate(model.layer_mixers()):
+        if isinstance(mixer, AttentionConfig):
+            wide, narrow = mixer.n_heads * mixer.head_dim, mixer.n_kv_heads * mixer.head_dim
+            if mixer.fused_qkv:
+                add("qkv", wide + 2 * narrow, model.d_model)
+            else:
+                add("q", wide, model.d_model)
+                add("kv", narrow, model.d_model)
+                add("kv", narrow, model.d_model)
+            add("out", model.d_model, wide)
+        if model.experts is None or number in model.experts.dense_layers:
+            add("up", model.mlp_hidden * (2 if model.mlp in GATED else 1), model.d_model)
+            add("down", model.d_model, model.mlp_hidden)
+    return {
+        name.partition(" ")[0] if _unique(name, found) else name: (n, k, c)
+        for name, (n, k, c) in found.items()
+    }
+
+
+def _unique(name: str, names: dict[str, list[int]]) -> bool:
+    first = name.partition(" ")[0]
+    return sum(other.partition(" ")[0] == first for other in names) == 1
+
+
+def unlisted_parts(model: TransformerConfig) -> list[str]:
+    """Return the parts of the model whose products `linear_shapes` and `attention_layers` do not have."""
+    found = {
+        f"{mixer.kind} layers" for mixer in model.layer_mixers() if not isinstance(mixer, AttentionConfig)
+    }
+    return sorted(found | ({"experts"} if model.experts is not None else set()))
+
+
+def attention_layers(model: TransformerConfig) -> list[AttentionConfig]:
+    """Return the layers of multi-head attention."""
+    return [mixer for mixer in model.layer_mixers() if isinstance(mixer, AttentionConfig)]

@@ -1,0 +1,194 @@
+"""`whorl machine`: the machine as measured, and how fast it computes the products of a model."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whorl.cli.options import StoreOption
+
+if TYPE_CHECKING:
+    from whorl.machine.device_probe import Machine
+    from whorl.models import TransformerConfig
+    from whorl.store import Store
+    from whorl.train.profiling.product_table import TimedProduct
+
+SHAPE = re.compile(r"(\d+)x(\d+)/(\d+)(?:/(\d+)x(\d+))?")
+DEFAULT_SHAPE = "3x192/1024/8x256"  # of the quickstart, where no plan is in the store
+PLAN = "quickstart/plan"
+
+
+def machine(
+    shape: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SHAPE]",
+            help="layers x width / vocabulary / rows x tokens, as 6x384/8192/16x256; or a model or plan in the store. "
+            "Default: the plan of the quickstart.",
+        ),
+    ] = None,
+    step: Annotated[
+        str, typer.Option(metavar="training|decoding|both", help="Steps whose products are listed.")
+    ] = "both",
+    batch: Annotated[
+        str | None, typer.Option(metavar="8x256", help="Rows x tokens of a training step, over all replicas.")
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="Replicas that share the rows and threads; default: one for each thread."),
+    ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Time again what was timed on this machine before.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    store: StoreOption = None,
+) -> None:
+    """Measure this machine, and time every matrix product of a model in each way to compute it.
+
+    Each line of the table has a product, the fastest way (the choice), its rate, and the rates of the other ways. Its bound
+    is the best measured GEMM rate of the type, or the memory bandwidth. Low shares in lines with many calls show
+    what limits a step. Choices are kept for this machine, and training and sampling use them.
+
+    WHORL_CHOOSE=weight_gradient=transposed,head=512 forces choices; the part before "=" is the first word of a line.
+
+    Examples:
+
+        whorl machine
+
+        whorl machine 6x384/8192/16x256 --step training
+
+        whorl machine quickstart/pretrain --step decoding --json
+    """
+    import json
+
+    from whorl.errors import ConfigError, one_of
+    from whorl.machine.device_probe import probe
+    from whorl.models.transformer_cost import unlisted_parts
+    from whorl.store import Store
+    from whorl.train.profiling.product_table import ProductTimes
+
+    if step not in ("training", "decoding", "both"):
+        raise ConfigError(f"--step {step}", expected=one_of(step, ("training", "decoding", "both")))
+    found = probe(device="cpu")
+    model, source, sizes = find_shape(shape, Store(store))
+    rows, length = sizes if batch is None else _parse_batch(batch)
+    replicas = replicas or max(n for n in range(1, found.threads + 1) if rows % n == 0)
+    if rows % replicas:
+        raise ConfigError(f"--replicas {replicas}", expected=f"a divisor of the {rows} rows")
+    timed = ProductTimes(
+        model, rows // replicas, length, found.dtype, max(1, found.threads // replicas), found.cores
+    )
+    lines = {
+        "training": timed.training(refresh) if step != "decoding" else [],
+        "decoding": timed.decoding(refresh) if step != "training" else [],
+    }
+    sizes_of_step = {"shape": source, "rows": rows, "length": length, "replicas": replicas}
+    about = {**describe_machine(found), **sizes_of_step}
+    if as_json:
+        made = {name: [line.to_json() for line in of_step] for name, of_step in lines.items()}
+        print(json.dumps({**about, "left_out": unlisted_parts(model), **made}, indent=1))
+    else:
+        print(format_table(about, lines, unlisted_parts(model)))
+
+
+def find_shape(given: str | None, store: Store) -> tuple[TransformerConfig, str, tuple[int, int]]:
+    """Return the model, its source for people, and rows and tokens of a training step.
+
+    Raises:
+        ConfigError: a text that is neither a shape nor an artifact with a model.
+    """
+    from whorl.errors import ConfigError, StoreError
+    from whorl.models.serialization import read_config
+    from whorl.plan.cost import decoder_config
+    from whorl.plan.training_plan import TrainingPlan
+
+    sizes = (8, 256)
+    if (match := SHAPE.fullmatch(given or "")) is not None:
+        layers, width, vocabulary, *batch = (int(text) for text in match.groups() if text is not None)
+        if width % 32 or min(layers, width) < 1 or vocabulary < 2 or 0 in batch:
+            raise ConfigError(f"the shape {given}", expected="a width that 32 divides, and sizes above 0")
+        return decoder_config(width, layers, vocabulary), f"{given}", (batch[0], batch[1]) if batch else sizes
+    try:
+        artifact = store.open(given or PLAN)
+    except StoreError:
+        if given is None:
+            return find_shape(DEFAULT_SHAPE, store)
+        raise
+    if artifact.kind == "plan":
+        job = TrainingPlan.model_validate_json(artifact.file("plan.json").read_bytes()).job
+        return job.model, artifact.label, (job.batch_size, job.seq_len)
+    if artifact.kind != "model":
+        raise ConfigError(
+            f"{artifact.label} is of the kind {artifact.kind}",
+            expected="a model, a plan, or a shape such as 6x384/8192/16x256",
+        )
+    return read_config(artifact.path), artifact.label, sizes
+
+
+def _parse_batch(text: str) -> tuple[int, int]:
+    from whorl.errors import ConfigError
+
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise ConfigError(f"--batch {text}", expected="rows x tokens, such as 8x256")
+    return int(match[1]), int(match[2])
+
+
+def describe_machine(found: Machine) -> dict[str, Any]:
+    """Return the machine's identity, measured rates, and forced choices."""
+    from whorl.engine.native import build
+    from whorl.machine.identity import cpu_identity, machine_kind, request_amx
+    from whorl.machine.kernel_choice import choices_file, forced_choices, kept_choices
+    from whorl.train.profiling.products import OPERATIONS
+
+    identity = cpu_identity()
+    return {
+        "machine": identity.full_name,
+        "kind": machine_kind(),
+        "cores": found.cores,
+        "threads": found.threads,
+        "dtype": found.dtype,
+        "flops": found.flops,
+        "memory_bandwidth": found.memory_bandwidth,
+        "amx": request_amx() or "available",
+        "native_library": build.library() is not None,
+        "choices": str(choices_file()),
+        "forced": forced_choices(),
+        "other_choices": {
+            name: kept.chosen
+            for name, kept in kept_choices().items()
+            if name.partition(" ")[0] not in OPERATIONS
+        },
+    }
+
+
+def format_table(about: dict[str, Any], lines: dict[str, list[TimedProduct]], missing: list[str]) -> str:
+    """Return the tables as text."""
+    from whorl.train.profiling.product_table import format_products, total
+
+    rates = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in about["flops"].items())
+    found = [
+        f"{about['machine']} ({about['kind']}): {about['cores']} usable cores, {about['threads']} in use.",
+        f"GEMM in GFLOP/s: {rates}. Copy: {about['memory_bandwidth'] / 1e9:,.1f} GB/s. AMX: {about['amx']}. "
+        f"Native library: {'available' if about['native_library'] else 'none'}.",
+        f"Choices of this machine: {about['choices']}",
+        *(f"forced: {name} = {way}" for name, way in about["forced"].items()),
+        f"Shape {about['shape']}, {about['rows']} rows of {about['length']} tokens over {about['replicas']} replicas.",
+        *(f"Not listed: {part}." for part in missing),
+    ]
+    for step, of_step in lines.items():
+        if of_step:
+            found += ["", f"{step}:", format_products(of_step)]
+    if lines["training"]:
+        seconds, bound = total(lines["training"])
+        found += [
+            "",
+            f"Products of a training step of one replica: {1e3 * seconds:,.1f} ms, {bound / seconds:.0%} of the bound "
+            f"({1e3 * bound:,.1f} ms).",
+        ]
+    if about["other_choices"]:
+        found += ["", "Further choices of this machine:"]
+        found += [f"  {name}: {way}" for name, way in about["other_choices"].items()]
+    return "\n".join(found)
