@@ -2,9 +2,14 @@
 
     python bench/run_all.py --smoke               all of them, seconds each
     python bench/run_all.py --smoke --slice 2/8   every eighth script, beginning with the second
+    python bench/run_all.py --quick               the quick form of each within an hour, and what fell since the last time
     python bench/run_all.py --only engine,train   full sizes, hours
 
 A script passes if it exits with 0 and its last line is a JSON record. A script whose peer is not installed exits with 77.
+
+`--quick` gives `--quick` to the scripts that have it; the others run at full size, within the time limit. Scripts that
+passed the last time on this kind of machine run first. When the hour is over, the rest is named as not run. Records go into
+`bench/results/quick/KIND.jsonl` (`bench/_guard.py`).
 """
 
 from __future__ import annotations
@@ -12,15 +17,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench import _guard
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {"claim", "ours", "peer", "unit", "ratio", "bar", "ok", "machine", "samples"}
 SKIPPED = 77
+SMOKE_SECONDS, QUICK_SECONDS, FULL_SECONDS = 180, 150, 7200  # time limits of one script
+QUICK_TOTAL = 3500.0  # seconds of all scripts with --quick
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """result: "passed", "skipped" or "failed". records: the JSON lines that the script printed."""
+
+    result: str
+    reason: str = ""
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def scripts() -> list[Path]:
@@ -31,52 +54,126 @@ def scripts() -> list[Path]:
     return sorted(found)
 
 
-def run(script: Path, *, smoke: bool, timeout: float) -> tuple[str, str]:
-    """(outcome, reason): "passed", "skipped" or "failed"."""
-    command = [sys.executable, str(script), *(["--smoke"] if smoke else [])]
+def has_quick_form(script: Path) -> bool:
+    """Whether the script takes `--quick`."""
+    text = script.read_text(encoding="utf-8")
+    return '"--quick"' in text or "parse_quick(" in text
+
+
+def run(script: Path, options: list[str], timeout: float) -> Outcome:
+    """Run a script; its process group is killed after `timeout` seconds."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(script), *options], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
-        )
+        printed, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return "failed", f"no result after {timeout:.0f} s"
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode == SKIPPED:
-        return "skipped", lines[-1] if lines else done.stderr.strip().split("\n")[-1]
-    if done.returncode:
-        return "failed", done.stderr.strip().split("\n")[-1][:200]
-    try:
-        missing = FIELDS - json.loads(lines[-1]).keys()
-    except (IndexError, ValueError, AttributeError):
-        return "failed", "the last line is no JSON record"
-    return ("failed", f"the record has no field {sorted(missing)[0]!r}") if missing else ("passed", "")
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return Outcome("failed", f"no result after {timeout:.0f} s")
+    lines = [line for line in printed.splitlines() if line.strip()]
+    if process.returncode == SKIPPED:
+        return Outcome("skipped", lines[-1] if lines else errors.strip().split("\n")[-1])
+    if process.returncode:
+        return Outcome("failed", errors.strip().split("\n")[-1][:200])
+    records = [json.loads(line) for line in lines if line.startswith("{") and '"claim"' in line]
+    if not records or not lines[-1].startswith("{"):
+        return Outcome("failed", "the last line is no JSON record")
+    missing = [sorted(FIELDS - record.keys()) for record in records]
+    if any(missing):
+        return Outcome("failed", f"the record has no field {next(filter(None, missing))[0]!r}")
+    return Outcome("passed", "", records)
+
+
+def report(script: Path, outcome: Outcome, seconds: float) -> None:
+    """Print a script's line."""
+    reason = f": {outcome.reason}" if outcome.reason else ""
+    print(f"{outcome.result:8} {seconds:6.1f} s  {script.relative_to(ROOT)}{reason}", flush=True)
+
+
+def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> int:
+    """Run the quick forms, keep their records, and print what fell; return the number of failed scripts."""
+    from whorl.machine.identity import machine_kind
+
+    path = _guard.quick_file(machine_kind())
+    last = _guard.read_quick(path)
+    passed = {record["script"] for record in last.values()}
+    order = sorted(chosen, key=lambda script: str(script.relative_to(ROOT)) not in passed)
+    began, made, failed = time.monotonic(), dict[str, dict[str, Any]](), 0
+    before = _guard.current_rates()
+    for number, script in enumerate(order):
+        left = total - (time.monotonic() - began)
+        if left < 1:
+            print(f"not run, the time is over: {', '.join(str(s.relative_to(ROOT)) for s in order[number:])}")
+            break
+        started = time.monotonic()
+        outcome = run(script, ["--quick"] * has_quick_form(script), min(limit, left))
+        seconds = time.monotonic() - started
+        report(script, outcome, seconds)
+        failed += outcome.result == "failed"
+        after = _guard.current_rates()
+        for record in outcome.records:
+            made[record["id"]] = {
+                **record,
+                "rates": _guard.mean_rates(before, after),
+                "seconds": round(seconds, 1),
+            }
+        before = after
+        _guard.write_quick(path, {**last, **made})
+    fell = _guard.falls(last, made.values())
+    print(
+        f"{len(made)} figures in {path.name}, {len(made.keys() & last.keys())} of them compared with the last ones"
+    )
+    for line in fell:
+        print(f"fell: {line}")
+    return failed
+
+
+def run_others(chosen: list[Path], smoke: bool, limit: float) -> int:
+    """Run at full sizes or with `--smoke`; return the number of failed scripts."""
+
+    def one(script: Path) -> bool:
+        started = time.monotonic()
+        outcome = run(script, ["--smoke"] * smoke, limit)
+        report(script, outcome, time.monotonic() - started)
+        return outcome.result == "failed"
+
+    with ThreadPoolExecutor(2 if smoke else 1) as pool:
+        return sum(pool.map(one, chosen))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--smoke", action="store_true", help="tiny sizes")
+    size.add_argument(
+        "--quick", action="store_true", help="quick forms, kept and compared with the last ones"
+    )
     parser.add_argument("--slice", default="1/1", metavar="K/N", help="every N-th script from the K-th on")
-    parser.add_argument("--only", default="", metavar="ROOM,...", help="folders of bench/")
-    parser.add_argument("--timeout", type=float, default=0, help="seconds a script; default 180 or 7200")
+    parser.add_argument(
+        "--only", default="", metavar="NAME,...", help="folders of bench/, or names of scripts"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=0, help=f"seconds a script; default {SMOKE_SECONDS} with --smoke, "
+        f"{QUICK_SECONDS} with --quick, else {FULL_SECONDS}",
+    )  # fmt: skip
     args = parser.parse_args()
     first, step = map(int, args.slice.split("/"))
     chosen = scripts()[first - 1 :: step]
     if args.only:
-        chosen = [p for p in chosen if set(args.only.split(",")) & set(p.relative_to(ROOT).parts)]
-
-    def report(script: Path) -> bool:
-        began = time.monotonic()
-        outcome, why = run(script, smoke=args.smoke, timeout=args.timeout or (180 if args.smoke else 7200))
-        name = script.relative_to(ROOT)
-        print(f"{outcome:8} {time.monotonic() - began:6.1f} s  {name}{': ' + why if why else ''}", flush=True)
-        return outcome == "failed"
-
-    with ThreadPoolExecutor(2 if args.smoke else 1) as pool:
-        failed = sum(pool.map(report, chosen))
-    print(f"{len(chosen) - failed} passed or skipped, {failed} failed")
+        names = set(args.only.split(","))
+        chosen = [p for p in chosen if names & {*p.relative_to(ROOT).parts, p.stem}]
+    if args.quick:
+        failed = run_quick(chosen, args.timeout or QUICK_SECONDS)
+    else:
+        failed = run_others(
+            chosen, args.smoke, args.timeout or (SMOKE_SECONDS if args.smoke else FULL_SECONDS)
+        )
+    print(f"{len(chosen) - failed} passed, skipped or not run, {failed} failed")
     sys.exit(bool(failed))
 
 
