@@ -45,14 +45,23 @@ def write_quick(path: Path, records: Mapping[str, Record]) -> None:
     temporary.replace(path)
 
 
+def kind_of_machine() -> str:
+    """The kind of this machine, by its GPU if it has one."""
+    import torch
+
+    from whorl.machine.identity import machine_kind
+
+    return machine_kind(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
+
+
 def current_rates() -> dict[str, float]:
-    """Measure GEMM in FLOP/s by type and a copy in bytes/s, with all usable cores."""
+    """Measure GEMM in FLOP/s by type and a copy in bytes/s, with all usable cores or on the GPU."""
     import torch
 
     from whorl.machine.device_probe import measure_peaks, usable_cores
 
     torch.set_num_threads(usable_cores())
-    flops, bandwidth = measure_peaks("cpu")
+    flops, bandwidth = measure_peaks("cuda" if torch.cuda.is_available() else "cpu")
     return {**flops, "copy": bandwidth}
 
 

@@ -95,9 +95,7 @@ def report(script: Path, outcome: Outcome, seconds: float) -> None:
 
 def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> int:
     """Run the quick forms, keep their records, and print what fell; return the number of failed scripts."""
-    from whorl.machine.identity import machine_kind
-
-    path = _guard.quick_file(machine_kind())
+    path = _guard.quick_file(_guard.kind_of_machine())
     last = _guard.read_quick(path)
     passed = {record["script"] for record in last.values()}
     order = sorted(chosen, key=lambda script: str(script.relative_to(ROOT)) not in passed)
@@ -128,6 +126,7 @@ def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> i
     )
     for line in fell:
         print(f"fell: {line}")
+    print("`python bench/report.py` writes them into docs/benchmarks.md")
     return failed
 
 

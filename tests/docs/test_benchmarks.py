@@ -118,7 +118,7 @@ def test_quick_run_keeps_records_and_prints_falls(
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     monkeypatch.setattr(_guard, "RESULTS", tmp_path)
     monkeypatch.setattr(_guard, "current_rates", lambda: RATES)
-    monkeypatch.setattr("whorl.machine.identity.machine_kind", lambda: "k")
+    monkeypatch.setattr(_guard, "kind_of_machine", lambda: "k")
     _guard.write_quick(tmp_path / "quick" / "k.jsonl", {"a/b": {**record(), "script": "bench/b.py"}})
     assert run_all.run_quick([folder / "a.py", folder / "b.py"], limit=30) == 0
     printed = capsys.readouterr().out
