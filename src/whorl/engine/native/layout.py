@@ -21,6 +21,8 @@ ACTIVATIONS = {
 }
 MAX_NGRAM_ORDERS = 4  # of n-gram tables
 MATRIX_ALIGNMENT = 64  # bytes: alignment of every matrix
+TILE_BYTES = 64  # of k in a tile register (amx.h)
+METHODS: dict[str, int] = {"vectors": 0, "tiles": 1, "emulated tiles": 2}  # of a product
 
 Fields = list[tuple[str, Any]]
 
@@ -28,7 +30,8 @@ Fields = list[tuple[str, Any]]
 class Matrix(Structure):
     _fields_: ClassVar[Fields] = [
         *((name, c_int32) for name in ("kind", "group")),
-        *((name, c_int64) for name in ("n", "k", "gated")),
+        *((name, c_int64) for name in ("n", "k")),
+        *((name, c_int32) for name in ("gated", "method")),
         *((name, c_void_p) for name in ("data", "scales", "moved", "bias")),
     ]
 
@@ -115,7 +118,7 @@ def make_matrix(kind: str, group: int | None, n: int, k: int, gated: bool = Fals
         return Matrix(KINDS[kind], 0, n, k, int(gated))
     if group is not None and (group < unit or group % unit):
         raise ConfigError(f"weight_group_size is {group}", expected=f"a multiple of {unit}")
-    return Matrix(KINDS[kind], group or -(-k // unit) * unit, n, k, int(gated))
+    return Matrix(KINDS[kind], group or -(-k // TILE_BYTES) * TILE_BYTES, n, k, int(gated))
 
 
 class Arena:

@@ -103,7 +103,7 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
 
 extern "C" {
 
-// Bits: 1 AVX-512, 2 its bf16 products, 4 its byte products.
+// Bits: 1 AVX-512, 2 its bf16 products, 4 its byte products, 8 tile registers that this process may use.
 int32_t whorl_features() {
     int32_t bits = 0;
 #ifdef __AVX512F__
@@ -115,6 +115,7 @@ int32_t whorl_features() {
 #ifdef __AVX512VNNI__
     bits |= 4;
 #endif
+    if (tiles_permitted()) bits |= 8;
     return bits;
 }
 

@@ -10,7 +10,7 @@
 
 #include <cmath>
 
-#include "tiles.h"
+#include "amx.h"
 
 // Row of the given matrix for a packed output; -1 for padding.
 INLINE int64_t source_row(const Matrix& w, int64_t output) {

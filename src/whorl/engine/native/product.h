@@ -87,21 +87,50 @@ static const TileOf tiles[] = {tile_of<1>, tile_of<2>, tile_of<3>, tile_of<4>,
 #endif
 };
 
+// The rows of a part by one block, in steps of TILE_ROWS.
+template <class Tiles>
+inline void part_by_tiles(const Matrix& w, int64_t block, const Rows& x, int64_t first, int64_t end, const Target& to) {
+    Tiles tiles;
+    alignas(64) float tile[TILE_ROWS * BLOCK];
+    int shaped = 0;
+    for (int64_t row = first; row < end; row += TILE_ROWS) {
+        const int rows = int(end - row < TILE_ROWS ? end - row : TILE_ROWS);
+        if (rows != shaped) set_shapes(tiles, shaped = rows);
+        block_by_tiles(tiles, w, block, x, row, rows, tile);
+        finish(w, block, tile, row, rows, to);
+    }
+}
+
+inline void part_by_vectors(const Matrix& w, int64_t block, const Rows& x, int64_t first, int64_t end, const Target& to) {
+    alignas(64) float tile[TILE * BLOCK];
+    const int64_t m = end - first, n_tiles = (m + TILE - 1) / TILE;
+    for (int64_t t = 0; t < n_tiles; t++) {
+        const int64_t row = m * t / n_tiles;
+        const int rows = int(m * (t + 1) / n_tiles - row);
+        tiles[rows - 1](w, block, x, first + row, tile);
+        finish(w, block, tile, first + row, rows, to);
+    }
+}
+
+constexpr int64_t PART_ROWS = 256;  // most rows of a part: they stay in the second-level cache while blocks pass by
+
 // y = x w^T for m rows; all threads of the team call it.
 inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const Target& to) {
-    const int64_t n_blocks = blocks(w), n_tiles = (m + TILE - 1) / TILE;
+    const Method method = fits_tiles(w) ? Method(w.method) : VECTORS;
+    const int64_t n_blocks = blocks(w), unit = method == VECTORS ? TILE : TILE_ROWS, n_units = (m + unit - 1) / unit;
     // Rows are split too if there are fewer blocks than the threads need.
     int64_t parts = (4 * team.size + n_blocks - 1) / n_blocks;
-    if (parts > n_tiles) parts = n_tiles;
+    if (parts > n_units) parts = n_units;
+    if (parts * PART_ROWS < m) parts = (m + PART_ROWS - 1) / PART_ROWS;
     team.share(n_blocks * parts, [&](int64_t task) {
-        const int64_t block = task / parts, part = task % parts;
-        alignas(64) float tile[TILE * BLOCK];
-        for (int64_t t = n_tiles * part / parts; t < n_tiles * (part + 1) / parts; t++) {
-            const int64_t row = m * t / n_tiles;
-            const int rows = int(m * (t + 1) / n_tiles - row);
-            tiles[rows - 1](w, block, x, row, tile);
-            finish(w, block, tile, row, rows, to);
-        }
+        const int64_t block = task % n_blocks, part = task / n_blocks;
+        const int64_t first = n_units * part / parts * unit, last = n_units * (part + 1) / parts * unit;
+        const int64_t end = last < m ? last : m;
+#ifdef WHORL_AMX
+        if (method == TILES) return part_by_tiles<HardwareTiles>(w, block, x, first, end, to);
+#endif
+        if (method == EMULATED_TILES) return part_by_tiles<EmulatedTiles>(w, block, x, first, end, to);
+        part_by_vectors(w, block, x, first, end, to);
     });
 }
 

@@ -26,6 +26,8 @@
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
 
+enum Method : int32_t { VECTORS = 0, TILES = 1, EMULATED_TILES = 2 };  // of a product; TILES: amx.h
+
 constexpr int BLOCK = 64;  // outputs
 constexpr int PANELS = BLOCK / WIDTH;
 #ifdef __AVX512F__
@@ -38,7 +40,8 @@ struct Matrix {
     int32_t kind;
     int32_t group;  // of k, per scale; 0 for floats
     int64_t n, k;
-    int64_t gated;   // [gate; up] of a gated MLP, see pack.h
+    int32_t gated;   // [gate; up] of a gated MLP, see pack.h
+    int32_t method;  // Method
     void* data;
     bf16* scales;    // [n / 64][groups][64]
     int32_t* moved;  // int8: 128 times the sum of a group's weights, laid out as `scales`
@@ -49,7 +52,7 @@ INLINE int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit 
 INLINE int64_t blocks(const Matrix& w) {
     return w.gated ? (w.n / 2 + BLOCK / 2 - 1) / (BLOCK / 2) : (w.n + BLOCK - 1) / BLOCK;
 }
-INLINE int64_t padded(const Matrix& w) { return round_up(w.k, w.group ? w.group : 2); }
+INLINE int64_t padded(const Matrix& w) { return round_up(w.k, w.group ? w.group : w.kind == BFLOAT16 ? 32 : 1); }
 INLINE int64_t groups(const Matrix& w) { return w.group ? padded(w) / w.group : 0; }
 INLINE int64_t block_bytes(const Matrix& w) {
     const int64_t k = padded(w) * BLOCK;

@@ -1,0 +1,207 @@
+// Products by tile registers (AMX): up to 32 rows by 64 outputs of a packed matrix at a time, in bf16 or int8.
+//
+// The packing of tiles.h is also that of a tile register: 16 lines of 64 bytes, a line with 16 outputs times two bf16 (or four
+// int8) of k. So both ways to multiply read the same packed weights:
+//
+//     rows       accumulators                  registers                 loads for four products
+//     17 to 32   2 x 16 rows by 2 x 16 outputs 4 sums, 2 of x, 2 of w    4
+//     1 to 16    16 rows by 4 x 16 outputs     4 sums, 1 of x, 3 of w    5
+//
+// Subtle: a sum of bf16 products has another order than in tiles.h (32 of k at a time, even and odd ones apart), so bits
+// differ between the two ways. They do not depend on the number of rows: one matrix is always multiplied in one way. Sums of
+// int8 products are exact in int32 and equal in both ways.
+//
+// The tile registers need a permission of the kernel (Intel 64 and IA-32 Architectures Software Developer's Manual, vol. 1,
+// ch. 18; Linux Documentation/arch/x86/xstate.rst). Threads ask for it themselves: a thread of a process that was not asked
+// would be killed at its first tile. `EmulatedTiles` computes the same in plain C++, for tests on any CPU.
+#pragma once
+
+#include "tiles.h"
+
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+constexpr int TILE_LINES = 16, TILE_BYTES = 64;
+constexpr int TILE_ROWS = 2 * TILE_LINES;            // rows of x at a time
+constexpr int64_t BLOCK_LINE = 4 * BLOCK;            // bytes of a line of a packed block
+constexpr int64_t TILE_STEP = TILE_LINES * BLOCK_LINE;
+
+// Operand of ldtilecfg, palette 1.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define WHORL_AMX 1
+
+// Asks the kernel for the tile registers, once in each thread. False: refused, or a kernel before Linux 5.16.
+INLINE bool tiles_permitted() {
+    thread_local const bool permitted = [] {
+        const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+        return syscall(SYS_arch_prctl, request, tile_data) == 0;
+    }();
+    return permitted;
+}
+
+struct HardwareTiles {
+    HardwareTiles() { tiles_permitted(); }
+    ~HardwareTiles() { asm volatile("tilerelease" ::: "memory"); }
+    INLINE void shape(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+    template <int T>
+    INLINE void clear() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+    template <int T>
+    INLINE void load(const void* from, int64_t stride) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+    }
+    template <int T>
+    INLINE void store(void* to, int64_t stride) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
+    }
+    template <int C, int A, int B>
+    INLINE void add_pairs() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+    template <int C, int A, int B>
+    INLINE void add_fours() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+};
+#else
+INLINE bool tiles_permitted() { return false; }
+#endif
+
+// The same registers in memory. Rounding as in the manual's pseudocode of TDPBF16PS; denormals are not flushed.
+struct EmulatedTiles {
+    TileShapes shapes;
+    alignas(64) char tiles[8][TILE_LINES][TILE_BYTES];
+
+    void shape(const TileShapes& to) { shapes = to; }
+    template <int T>
+    void clear() { memset(tiles[T], 0, sizeof tiles[T]); }
+    template <int T>
+    void load(const void* from, int64_t stride) {
+        for (int i = 0; i < shapes.lines[T]; i++) memcpy(tiles[T][i], (const char*)from + i * stride, TILE_BYTES);
+    }
+    template <int T>
+    void store(void* to, int64_t stride) {
+        for (int i = 0; i < shapes.lines[T]; i++) memcpy((char*)to + i * stride, tiles[T][i], TILE_BYTES);
+    }
+    template <int C, int A, int B>
+    void add_pairs() {
+        for (int i = 0; i < shapes.lines[A]; i++)
+            for (int j = 0; j < WIDTH; j++) {
+                float even = 0, odd = 0;
+                for (int k = 0; k < shapes.lines[B]; k++) {
+                    const bf16 *a = (const bf16*)tiles[A][i] + 2 * k, *b = (const bf16*)tiles[B][k] + 2 * j;
+                    even = __builtin_fmaf(widen(a[0]), widen(b[0]), even);
+                    odd = __builtin_fmaf(widen(a[1]), widen(b[1]), odd);
+                }
+                ((float*)tiles[C][i])[j] += even + odd;
+            }
+    }
+    template <int C, int A, int B>
+    void add_fours() {
+        for (int i = 0; i < shapes.lines[A]; i++)
+            for (int j = 0; j < WIDTH; j++)
+                for (int k = 0; k < 4 * shapes.lines[B]; k++)
+                    ((int32_t*)tiles[C][i])[j] += int32_t(((const uint8_t*)tiles[A][i])[k]) *
+                                                  int32_t(((const int8_t*)tiles[B][k / 4])[4 * j + k % 4]);
+    }
+};
+
+// Which ways multiply this matrix: an int8 group must be whole tiles.
+INLINE bool fits_tiles(const Matrix& w) { return w.kind == BFLOAT16 || (w.kind == INT8 && w.group % 64 == 0); }
+
+template <class Tiles>
+INLINE void set_shapes(Tiles& tiles, int rows) {
+    TileShapes shapes;
+    if (rows <= TILE_LINES)
+        for (int t : {0, 1, 2, 3, 4}) shapes.lines[t] = uint8_t(rows);
+    else
+        for (int t : {2, 3, 5}) shapes.lines[t] = uint8_t(rows - TILE_LINES);
+    tiles.shape(shapes);
+}
+
+template <bool BYTES, int C, int A, int B, class Tiles>
+INLINE void add_products(Tiles& tiles) {
+    if constexpr (BYTES)
+        tiles.template add_fours<C, A, B>();
+    else
+        tiles.template add_pairs<C, A, B>();
+}
+
+// Sums over `steps` tiles of k -> out [rows][64], fp32 or int32. x and w point to the first byte of k.
+template <bool BYTES, class Tiles>
+INLINE void multiply(Tiles& tiles, const char* x, int64_t stride, int rows, const char* w, int64_t steps, void* out) {
+    const auto clear = [&] {
+        tiles.template clear<0>();
+        tiles.template clear<1>();
+        tiles.template clear<2>();
+        tiles.template clear<3>();
+    };
+    char* to = (char*)out;
+    const int64_t line = 4 * BLOCK;  // bytes of a line of `out`
+    if (rows <= TILE_LINES) {
+        clear();
+        for (int64_t s = 0; s < steps; s++, x += TILE_BYTES, w += TILE_STEP) {
+            tiles.template load<4>(x, stride);
+            tiles.template load<5>(w, BLOCK_LINE);
+            add_products<BYTES, 0, 4, 5>(tiles);
+            tiles.template load<6>(w + 64, BLOCK_LINE);
+            add_products<BYTES, 1, 4, 6>(tiles);
+            tiles.template load<7>(w + 128, BLOCK_LINE);
+            add_products<BYTES, 2, 4, 7>(tiles);
+            tiles.template load<5>(w + 192, BLOCK_LINE);
+            add_products<BYTES, 3, 4, 5>(tiles);
+        }
+        tiles.template store<0>(to, line);
+        tiles.template store<1>(to + 64, line);
+        tiles.template store<2>(to + 128, line);
+        tiles.template store<3>(to + 192, line);
+        return;
+    }
+    const char* below = x + TILE_LINES * stride;
+    for (int side = 0; side < 2; side++) {
+        const char* half = w + 128 * side;
+        clear();
+        for (int64_t s = 0; s < steps; s++, half += TILE_STEP) {
+            tiles.template load<6>(half, BLOCK_LINE);
+            tiles.template load<4>(x + s * TILE_BYTES, stride);
+            add_products<BYTES, 0, 4, 6>(tiles);
+            tiles.template load<7>(half + 64, BLOCK_LINE);
+            add_products<BYTES, 1, 4, 7>(tiles);
+            tiles.template load<5>(below + s * TILE_BYTES, stride);
+            add_products<BYTES, 2, 5, 6>(tiles);
+            add_products<BYTES, 3, 5, 7>(tiles);
+        }
+        char* low = to + TILE_LINES * line;
+        tiles.template store<0>(to + 128 * side, line);
+        tiles.template store<1>(to + 128 * side + 64, line);
+        tiles.template store<2>(low + 128 * side, line);
+        tiles.template store<3>(low + 128 * side + 64, line);
+    }
+}
+
+// Rows [row, row + rows) by a block -> out [rows][64]; the shapes are set.
+template <class Tiles>
+INLINE void block_by_tiles(Tiles& tiles, const Matrix& w, int64_t block, const Rows& x, int64_t row, int rows, float* out) {
+    const char *data = (const char*)w.data + block * block_bytes(w), *from = x.data + row * x.stride;
+    if (w.kind == BFLOAT16) return multiply<false>(tiles, from, x.stride, rows, data, padded(w) / 32, out);
+    const int64_t n_groups = groups(w), steps = w.group / 64;
+    alignas(64) int32_t sums[TILE_ROWS * BLOCK];
+    memset(out, 0, size_t(rows) * BLOCK * 4);
+    for (int64_t g = 0; g < n_groups; g++) {
+        multiply<true>(tiles, from + g * w.group, x.stride, rows, data + g * steps * TILE_STEP, steps, sums);
+        const int64_t at = (block * n_groups + g) * BLOCK;
+        for (int p = 0; p < BLOCK; p += WIDTH) {
+            const Lanes scale = load_lanes(w.scales + at + p);
+            const Ints moved = load<Ints>(w.moved + at + p);
+            for (int m = 0; m < rows; m++) {
+                Lanes acc = load_lanes(out + m * BLOCK + p);
+                acc += __builtin_convertvector(load<Ints>(sums + m * BLOCK + p) - moved, Lanes) *
+                       (scale * x.scales[(row + m) * n_groups + g]);
+                store(out + m * BLOCK + p, acc);
+            }
+        }
+    }
+}
