@@ -9,8 +9,9 @@ import random
 import pytest
 
 from whorl.errors import DataError
+from whorl.evals import compressors
 from whorl.evals.baselines import spread
-from whorl.evals.compressors import CompressionResult, measure_compressors, ppmd_size
+from whorl.evals.compressors import CompressionResult, measure_compressors, ppmd_size, primed_xz_size
 
 
 def _code(seed: int, lines: int) -> bytes:
@@ -87,3 +88,21 @@ def test_spread_keeps_a_fraction_at_equal_distances(n: int, fraction: float, kep
     assert len(chosen) == len(set(chosen)) == kept
     assert chosen == sorted(chosen) and all(0 <= i < n for i in chosen)
     assert fraction < 1 or chosen == [*range(n)]
+
+
+def test_primed_size_without_a_child_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressors, "Child", DeadChild)
+    assert primed_xz_size(STREAM, PRIMER) == xz_size(PRIMER + STREAM) - xz_size(PRIMER)
+
+
+class DeadChild:
+    """A child that was killed."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.channel = self
+
+    def recv(self) -> int:
+        raise EOFError
+
+    def close(self) -> int:
+        return -9

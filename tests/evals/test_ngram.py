@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import DataError
-from whorl.evals.ngram import NGram
+from whorl.evals.ngram import NGram, _rank
 
 BOS, EOS, VOCAB = 0, 1, 7
 
@@ -76,6 +76,15 @@ def test_ngram_sums_to_one_in_context(documents: list[list[int]], order: int, co
     model = NGram([_array(d) for d in [*documents, [EOS]]], VOCAB, order, BOS)
     last = [model.log2_prob(_array([*context, token]))[-1] for token in range(VOCAB)]
     assert sum(2.0**p for p in last) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("largest", [1, 10**6, 2**62])
+def test_rank_equals_unique_with_inverse(largest: int) -> None:
+    """Also for values that leave no room for their positions."""
+    values = np.random.default_rng(0).integers(0, largest, 300) // max(1, largest // 50)
+    values[::7] = largest - 1
+    for found, want in zip(_rank(values), np.unique(values, return_inverse=True), strict=True):
+        np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize("documents", [[], [_array([])]])

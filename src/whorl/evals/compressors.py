@@ -15,9 +15,10 @@ are four settings:
 strongest
   setting: the compressor also learns from the held-out files.
 
-Primed sizes are exact differences, |compress(train + held-out)| - |compress(train)|. For PPMd one pass gives both
-numbers. PPMd (Shkarin 2002, PPM: one step to practicality) is an n-gram model of order 10, here with enough memory to
-keep all its statistics. C libraries do the work without the interpreter lock, so threads run in parallel.
+Primed sizes are exact differences, |compress(train + held-out)| - |compress(train)|, from one pass over the training
+split. After it xz's state is duplicated by a fork, and one of the two ends there. PPMd (Shkarin 2002, PPM: one step to
+practicality) is an n-gram model of order 10, here with enough memory to keep all its statistics. C libraries do the work
+without the interpreter lock, so threads run in parallel.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from whorl.errors import DataError
+from whorl.machine.process import Channel, Child
 
 PPMD_ORDER = 10
 DICTIONARY_BYTES = 112_640  # zstd's default size of a trained dictionary
@@ -40,7 +44,7 @@ _PPMD_BYTES_PER_INPUT_BYTE = (
     24  # model memory per byte of input: order 10 used under 10 on 31 MB of source code
 )
 _PPMD_MEMORY = (64 << 20, 1 << 30)
-_PRIMER_ONLY = "primer only"  # xz's difference as two parallel jobs: by far the slowest
+_XZ_PRESET = 9 | lzma.PRESET_EXTREME
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def measure_compressors(
     held_out: Sequence[bytes],
     train: Sequence[bytes] = (),
     *,
-    workers: int = 2,
+    pool: Executor | None = None,
     on_result: Callable[[CompressionResult], None] | None = None,
 ) -> list[CompressionResult]:
     """Return the size of the held-out files under every method, in a fixed order.
@@ -82,7 +86,7 @@ def measure_compressors(
     Args:
         held_out: the files' bytes; empty files are ignored.
         train: the training split's files; without it the dictionary and primed settings are skipped.
-        workers: number of threads.
+        pool: threads that compress; by default two of its own.
         on_result: called with each result, for a progress bar.
 
     Raises:
@@ -102,8 +106,7 @@ def measure_compressors(
     jobs: list[tuple[str, str, Callable[[], int]]] = []
     if primer:
         jobs += [
-            ("xz -9e", "primed", lambda: _xz(recent + stream)),
-            ("xz -9e", _PRIMER_ONLY, lambda: _xz(recent)),
+            ("xz -9e", "primed", lambda: primed_xz_size(stream, recent)),
             (f"PPMd order {PPMD_ORDER}", "primed", lambda: ppmd_size(stream, primer)),
             ("zstd -19", "dictionary", lambda: _zstd_dictionary(held_out, train)),
         ]
@@ -124,22 +127,11 @@ def measure_compressors(
         return CompressionResult(method, setting, size(), len(stream), time.perf_counter() - start)
 
     results: list[CompressionResult] = []
-    halves: dict[str, CompressionResult] = {}
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        for future in as_completed([pool.submit(timed, *job) for job in jobs]):
-            result = future.result()
-            if result.method == "xz -9e" and result.setting in ("primed", _PRIMER_ONLY):
-                halves[result.setting] = result
-                if len(halves) < 2:
-                    continue
-                both, alone = halves["primed"], halves[_PRIMER_ONLY]
-                added = both.compressed_bytes - alone.compressed_bytes
-                result = CompressionResult(
-                    both.method, "primed", added, len(stream), both.seconds + alone.seconds
-                )
-            results.append(result)
+    with nullcontext(pool) if pool is not None else ThreadPoolExecutor(2) as threads:
+        for future in as_completed([threads.submit(timed, *job) for job in jobs]):
+            results.append(future.result())
             if on_result is not None:
-                on_result(result)
+                on_result(results[-1])
     return sorted(results, key=lambda result: -result.bits_per_byte)
 
 
@@ -155,8 +147,36 @@ def ppmd_size(stream: bytes, primer: bytes = b"") -> int:
     return total - before
 
 
+def primed_xz_size(stream: bytes, primer: bytes) -> int:
+    """Return the bytes that xz adds for `stream` after it has coded `primer`.
+
+    A child process reads the primer once; without a child both sizes are computed here.
+    """
+    child = Child("whorl.evals.compressors:send_primed_xz_size", stream, primer, name="xz")
+    try:
+        size: int = child.channel.recv()
+    except (EOFError, ConnectionError):  # killed, or this system cannot fork
+        return _xz(primer + stream) - _xz(primer)
+    finally:
+        child.close()
+    return size
+
+
+def send_primed_xz_size(channel: Channel, stream: bytes, primer: bytes) -> None:
+    """Main function of the child of `primed_xz_size`. liblzma cannot copy an encoder's state, but a fork does."""
+    encoder = lzma.LZMACompressor(preset=_XZ_PRESET)
+    encoder.compress(primer)
+    read_end, write_end = os.pipe()
+    if (fork := os.fork()) == 0:  # its end follows; no other thread holds a lock that it needs
+        os.write(write_end, b"%d" % len(encoder.flush()))
+        os._exit(0)
+    both = len(encoder.compress(stream)) + len(encoder.flush())
+    os.waitpid(fork, 0)
+    channel.send(both - int(os.read(read_end, 32)))
+
+
 def _xz(data: bytes) -> int:
-    return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
+    return len(lzma.compress(data, preset=_XZ_PRESET))
 
 
 def _gzip(data: bytes) -> int:

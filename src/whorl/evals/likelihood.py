@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from whorl.models import LanguageModel
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096  # temporaries of larger batches leave the CPU cache: a third more time on two cores, in a new process
 
 
 @dataclass(frozen=True)

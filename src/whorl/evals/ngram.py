@@ -77,11 +77,12 @@ class NGram:
         keys: Ints = np.zeros(1, np.int64)
         for n in range(1, order + 1):
             shorter_keys, shorter = keys, gram_id[predicted]
-            keys, gram_id = np.unique(_context(gram_id, n) * vocab_size + tokens, return_inverse=True)
+            keys, gram_id = _rank(_context(gram_id, n) * vocab_size + tokens)
             if n > 1:
                 # Continuation counts: each different n-gram counts once for its suffix, the shorter n-gram.
-                _, at = np.unique(gram_id[predicted], return_index=True)
-                counts = np.bincount(shorter[at], minlength=len(shorter_keys))
+                suffix = np.full(len(keys), -1, np.int64)
+                suffix[gram_id[predicted]] = shorter  # the same at each occurrence
+                counts = np.bincount(suffix[suffix >= 0], minlength=len(shorter_keys))
                 self._orders.append(_kneser_ney_tables(shorter_keys, counts, vocab_size))
         counts = np.bincount(gram_id[predicted], minlength=len(keys))
         self._orders.append(_kneser_ney_tables(keys, counts, vocab_size))
@@ -124,6 +125,23 @@ class NGram:
             real[start : start + len(document)] = True
             start += len(document)
         return tokens, np.flatnonzero(real)
+
+
+def _rank(values: Ints) -> tuple[Ints, Ints]:
+    """Return the sorted distinct values, and the rank of each value among them: `np.unique` with its inverse, faster.
+
+    numpy sorts numbers six times as fast as it sorts their positions. So the position is a number's low bits, if they fit.
+    """
+    bits = len(values).bit_length()
+    if int(values.max(initial=0)) >= 1 << (63 - bits):
+        order = np.argsort(values)
+    else:
+        order = np.sort(values << bits | np.arange(len(values))) & ((1 << bits) - 1)
+    ordered = values[order]
+    is_first = np.concatenate([np.ones(1, np.bool_), ordered[1:] != ordered[:-1]])
+    rank = np.empty_like(values)
+    rank[order] = np.cumsum(is_first) - 1
+    return ordered[is_first], rank
 
 
 def _context(gram_id: Ints, n: int) -> Ints:
