@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
+from itertools import islice, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -24,7 +25,8 @@ from bench.plan.scaling_sweep import run, token_set
 
 from whorl.machine.device_probe import probe
 from whorl.plan.cost import decoder_config
-from whorl.plan.planner import EVAL_OVERHEAD, MODEL_LADDER
+from whorl.plan.ladder import ladder
+from whorl.plan.planner import EVAL_OVERHEAD
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import time_steps
 
@@ -42,19 +44,18 @@ def main() -> None:
     job = Job.model_validate({**plan["job"], "tokens": "-"})
     seconds = a.seconds or (90.0 if a.quick else 300.0)
     width, depth, vocabulary = job.model.d_model, job.model.n_layers, job.model.vocab_size
-    position = MODEL_LADDER.index((width, depth))
+    smaller = [*takewhile(lambda shape: shape != (width, depth), ladder())]
+    larger = next(islice(ladder(), len(smaller) + 1, None))
     shapes = {
         "plan": (width, depth, vocabulary),
         "half the vocabulary": (width, depth, max(vocabulary // 2, 320)),
         "double the vocabulary": (width, depth, vocabulary * 2),
-        "narrower": (*MODEL_LADDER[max(0, position - 1)], vocabulary),
-        "wider": (*MODEL_LADDER[min(len(MODEL_LADDER) - 1, position + 1)], vocabulary),
+        "narrower": (*(smaller or [(width, depth)])[-1], vocabulary),
+        "wider": (*larger, vocabulary),
     }
     machine, steps, found = probe(), {}, {}
     for name, (w, d, v) in shapes.items():
         candidate = job.model_copy(update={"model": decoder_config(w, d, v), "dtype": machine.dtype})
-        if job.compile:
-            time_steps(candidate, 0.0)
         timing = time_steps(candidate, sized(2.0, 0.05))
         steps[name] = max(
             2, int((seconds - timing.startup_seconds) / (timing.step_seconds * (1 + EVAL_OVERHEAD)))

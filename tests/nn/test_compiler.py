@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whorl.models import make_model, save_model
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.nn.compiler import eager_only, meta_device
+from whorl.nn.compiler import cache_folder, eager_only, meta_device
 
 LOAD = """
 import sys
@@ -74,3 +74,37 @@ def test_load_imports_no_compiler(name: str, request: pytest.FixtureRequest, tmp
     save_model(request.getfixturevalue(name), tmp_path)
     done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+COMPILE = """
+import sys, torch
+from torch._dynamo.utils import counters
+from whorl.nn.compiler import compiled
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * FACTOR
+
+for FACTOR in map(float, sys.argv[1:]):
+    x = torch.ones(4, requires_grad=True)
+    compiled(lambda x: Scaled.apply(x).sum())(x).backward()
+    print(x.grad[0].item())
+print(*(counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("miss", "hit")))
+"""
+
+
+def test_kernels_are_kept_but_another_backward_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lasting cache serves what is compiled again, and its key covers the backward of our autograd functions."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    command = [sys.executable, "-c", COMPILE, "2", "2", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2.0", "2.0", "3.0", "2 1"]
+    assert [*cache_folder().rglob("*.cpp")] and cache_folder().is_relative_to(tmp_path)

@@ -17,6 +17,8 @@ from whorl.plan.forecast import RunInputs, forecast
 from whorl.plan.scaling_law import expected_bits_per_byte, fitted_law
 from whorl.plan.training_plan import TrainingPlan
 from whorl.recipes import load_recipe
+from whorl.recipes.steps.pretrain.plan import with_first_step
+from whorl.report.training import plan_table
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
@@ -28,7 +30,7 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
-def fake_step_timing(job: Job, seconds: float = 0.0) -> StepTiming:
+def fake_step_timing(job: Job, seconds: float = 0.0, warmup: int = 0) -> StepTiming:
     """Return step times of a machine with 1e11 FLOP/s and 10 ms overhead per step."""
     cost = training_cost(job.model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=1)
     flops = cost.token_flops * job.batch_size * job.seq_len
@@ -96,8 +98,42 @@ def test_plan_rejects_too_small_budget_with_advice(monkeypatch: pytest.MonkeyPat
 def test_short_budget_is_not_spent_on_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [plan(budget=budget).job.compile for budget in ("60s", "5m")] == [False, True]
     assert plan(budget="60s", compile=True).job.compile
-    monkeypatch.setattr(planner, "PLANNING_SHARE", 0.0)
-    assert len({(row["d_model"], row["n_layers"]) for row in plan(budget="20s").candidates}) == 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "n_widths", "n_timed"), [("20s", 1, 3), ("1h", 3, 7), ("1e15flops", 0, 2)]
+)
+def test_few_shallow_networks_are_timed(
+    budget: str, n_widths: int, n_timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two depths of each width, and the chosen shape, uncompiled only if that may be faster."""
+    timed: list[Job] = []
+
+    def time_and_record(job: Job, **options: Any) -> StepTiming:
+        timed.append(job)
+        slow = 1.0 if job.compile else 4.0
+        return replace(fake_step_timing(job), step_seconds=slow * fake_step_timing(job).step_seconds)
+
+    monkeypatch.setattr(planner, "time_steps", time_and_record)
+    monkeypatch.setattr(planner, "SHAPES_SHARE", 0.0 if budget == "20s" else 1.0)
+    made = plan(budget=budget)
+    shallow = [job.model for job in timed if job.replicas == 1]
+    assert [m.n_layers for m in shallow] == [1, 3] * n_widths
+    assert len({m.d_model for m in shallow}) == n_widths and len(timed) == n_timed
+    chosen = [job.compile for job in timed if job.replicas > 1]
+    assert timed[-1].model == made.job.model and made.job.compile == (budget != "20s")
+    assert chosen == {"20s": [False], "1h": [True], "1e15flops": [True, False]}[budget]
+
+
+def test_plan_shows_time_to_first_training_step() -> None:
+    timed = plan(budget="5m")
+    made = with_first_step(timed, before=12.0, now=40.0, corpus_bytes=30_000_000)
+    startup = timed.expected["startup_seconds"]
+    assert made.expected["first_step_seconds"] == 40.0 + 2 * 0.1 * 30 + startup
+    planning, first = made.arithmetic[-2:]
+    assert planning.startswith("planning: 28 s = 9% of the budget") and f"{startup:.0f} s to start" in first
+    assert plan_table(made.expected).rows[0][0] == "start of the run to the first training step"
+    assert "startup_seconds" not in plan(budget="1e14flops", deterministic=True).expected
 
 
 RECIPE = load_recipe("quickstart")
@@ -113,7 +149,7 @@ def test_forecast_is_near_a_measured_run() -> None:
         "tokenizer": 2,
         "tokens": 1,
         "pretrain": 326,
-        "evaluate": 51,
+        "evaluate": 31,
         "sft": 26,
         "rl": 93,
         "report": 0,

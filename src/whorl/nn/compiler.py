@@ -1,4 +1,7 @@
-"""Work without torch's compiler, whose import takes half of the time of a process that loads a model.
+"""Torch's compiler with a lasting cache, and work without it: its import takes half of the time to load a model.
+
+Kernels are kept in `$XDG_CACHE_HOME/whorl/inductor` (`~/.cache` by default; `TORCHINDUCTOR_CACHE_DIR` replaces it). So
+the planner's timing, the replicas, the run and later runs of the same shape compile once. Torch's own folder is in /tmp.
 
 `torch.compiler.disable` imports `torch._dynamo` where a function is defined. `eager_only` waits until something is
 compiled.
@@ -11,9 +14,13 @@ leaves out what draws initial weights.
 from __future__ import annotations
 
 import functools
+import os
+import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -26,6 +33,51 @@ _FILL: frozenset[Any] = frozenset({
 })  # fmt: skip
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_seconds_in_backend = 0.0
+
+
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Return `function` compiled for the shapes of each call, with kernels kept in the lasting cache.
+
+    Earlier graphs of this process are dropped: they would count towards the recompile limit, beyond which torch stops
+    compiling.
+    """
+    torch.compiler.reset()
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    default = default_cache_dir()  # torch sets the variable to it, perhaps already when it was imported
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder())
+    # Traced graphs are kept too, with the code of our autograd functions as part of the key.
+    functorch.autograd_cache_allow_custom_autograd_functions = True
+    if platform.machine() == "x86_64":  # spares five compilations that only repeat what /proc/cpuinfo lists
+        inductor.cpp.vec_isa_ok = True
+    return torch.compile(function, dynamic=False, backend=_timed_backend)
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled kernels."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl" / "inductor"
+
+
+def seconds_in_backend() -> float:
+    """Return the seconds that this process has spent on code generation and the C++ compiler, or on their caches."""
+    return _seconds_in_backend
+
+
+def _timed_backend(graph: Any, inputs: Any) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    global _seconds_in_backend
+    began = time.perf_counter()
+    try:
+        return compile_fx(graph, inputs)
+    finally:
+        _seconds_in_backend += time.perf_counter() - began
 
 
 def eager_only(function: Callable[P, T]) -> Callable[P, T]:

@@ -1,11 +1,15 @@
 """The planner: from a budget to a model, a vocabulary and a number of steps.
 
-1. Take a ladder of shapes; drop a shape if FLOPs alone leave too few steps, or if its memory does not fit.
-2. Time a few real steps of each remaining shape on this machine (uncompiled, one replica's share).
+1. Take a ladder of shapes (`ladder.py`) up to where FLOPs alone leave too few steps, or memory does not suffice.
+2. Time two shallow networks of one width on this machine (uncompiled, one replica's share), which gives its step at any
+   depth. Start at the width that looks best. Then time the best one by these timings and the next wider one.
 3. For each shape and vocabulary, compute the text seen within the budget, and the expected bits per byte by the fitted
    scaling law. Choose the lowest.
-4. Time the chosen shape as it will run, with all replicas, compiled and uncompiled; keep the faster. The number of steps
-   fills the budget, including start-up, evaluation and checkpoints.
+4. Time the chosen shape as it will run, with all replicas, compiled; uncompiled where that may be faster. The number of
+   steps fills the budget, including start-up, evaluation and checkpoints.
+
+Planning is not part of the budget. Step 2 ends at SHAPES_SHARE of it, and the kernels of step 4 stay compiled for the run
+and for later runs (`nn/compiler.py`). A budget of FLOPs fixes the steps of each shape, so step 2 times nothing.
 
 With a model given in the recipe (`model`) only step 4 runs. With `deterministic` nothing is timed: the law and the FLOPs
 decide, for a budget of FLOPs.
@@ -17,7 +21,6 @@ down later, the run takes longer than planned.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from typing import Any
 
 from whorl.errors import BudgetError
@@ -26,6 +29,7 @@ from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import TransformerConfig
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import TrainingCost, decoder_config, training_cost
+from whorl.plan.ladder import VOCAB_SIZES, Candidate, Shape, StepTimes, ladder, rank
 from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bits_per_byte
 from whorl.plan.training_plan import TrainingPlan
 from whorl.tracking.progress import Progress
@@ -33,29 +37,20 @@ from whorl.train.config import OptimConfig
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import StepTiming, time_steps
 
-MODEL_LADDER = (  # (width, depth)
-    (64, 2), (96, 3), (128, 3), (128, 4), (192, 3), (192, 4), (256, 4), (256, 6), (384, 6), (512, 8), (768, 12),
-)  # fmt: skip
-VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 COMPILED_TIME_RATIO = 0.72  # compiled / uncompiled step time, for ranking only; the chosen shape is timed
-PLANNING_SHARE = 0.25  # of a budget of seconds, spent on timing shapes
+SHAPES_SHARE = 0.03  # of a budget of seconds, after which no further width is timed
+CHOSEN_SHARE = (
+    0.007  # of a budget of seconds, for timed steps of the chosen shape, after start and compilation
+)
+PEAK_SHARE = 0.2  # of the peak, assumed before the first timing; decides only the width that is timed first
 EVAL_OVERHEAD = 0.025  # evaluation, samples and checkpoints, relative to training time
 MIN_STEPS = 20
+MIN_LADDER_STEPS = 400  # of a shape that is a candidate
 MIN_COMPILE_BUDGET = 120.0  # seconds; in a shorter run compiling takes longer than it saves
 MAX_USEFUL_EPOCHS = 4  # up to here repeated text is nearly worth new text (arXiv:2305.16264)
 # For a network without query and key norms and with a small initial embedding. The default rates reach 3.75 nats after
 # 1,000 steps, these 2.90 (LOG.md).
 LLAMA_OPTIM = OptimConfig(lr_muon=0.01, lr_embedding=0.02)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A shape with a vocabulary, and its expected result."""
-
-    model: TransformerConfig
-    step_seconds: float
-    steps: int
-    bits_per_byte: float
 
 
 def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress: Progress) -> TrainingPlan:
@@ -75,17 +70,19 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         return _build_plan(config, machine, job, corpus_bytes, None, [])
     candidates: list[Candidate] = []
     chosen: TransformerConfig
+    uncompiled: float | None = None
     if config.model is not None:
         chosen = _fixed_model(config)
         _check_budget(config, budget, machine, chosen, replicas)
     else:
-        candidates = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress)
-        chosen = min(candidates, key=lambda c: c.bits_per_byte).model
+        candidates, is_timed = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress)
+        best = min(candidates, key=lambda c: c.bits_per_byte)
+        chosen, uncompiled = best.model, best.step_seconds / COMPILED_TIME_RATIO if is_timed else None
     timing: StepTiming | None = None
     if config.deterministic:
         job = _build_job(config, chosen, machine, replicas, 1, compile=bool(config.compile))
     else:
-        job, timing = _choose_compilation(config, chosen, machine, replicas, budget, progress)
+        job, timing = _choose_compilation(config, chosen, machine, replicas, budget, uncompiled, progress)
     step_flops = _step_flops(config, _cost(config, chosen, replicas))
     if budget.seconds is not None and timing is not None:
         usable = budget.seconds - timing.startup_seconds
@@ -191,32 +188,27 @@ def _step_flops(config: PlanConfig, cost: TrainingCost) -> float:
     return cost.token_flops * config.data.batch_size * config.data.seq_len
 
 
-def _ladder_shapes(
+def _ladder_costs(
     config: PlanConfig, machine: Machine, replicas: int, budget: Budget
-) -> list[tuple[int, int]]:
-    """Return the shapes worth timing."""
-    ladder = [
-        (config.d_model or width, config.n_layers or depth)
-        for width, depth in MODEL_LADDER
-        if config.d_model in (None, width) or (config.d_model is not None and config.n_layers is None)
-    ] or [(config.d_model or 128, config.n_layers or 4)]
-    kept: list[tuple[int, int]] = []
-    smallest: TrainingCost | None = None
-    for width, depth in dict.fromkeys(ladder):
-        model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
+) -> dict[Shape, TrainingCost]:
+    """Return the shapes that the budget may buy, with their costs at a vocabulary of `config.vocab_size` or 1,024."""
+    flops = budget.flops or (budget.seconds or 0.0) * machine.peak_flops * 0.5
+    kept: dict[Shape, TrainingCost] = {}
+    for width, depth in ladder():
+        shape = config.d_model or width, config.n_layers or depth
+        model = decoder_config(*shape, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
         cost = _cost(config, model, replicas)
-        fits = cost.peak_memory_bytes < 0.6 * machine.ram_bytes
-        if smallest is None or cost.peak_memory_bytes < smallest.peak_memory_bytes:
-            smallest = cost
-        flops = budget.flops or (budget.seconds or 0.0) * machine.peak_flops * 0.5
-        steps = flops / _step_flops(config, cost)
+        if cost.peak_memory_bytes >= 0.6 * machine.ram_bytes:
+            if not kept:
+                raise _memory_error(cost, cost.peak_memory_bytes, machine)
+            break
         # With fewer steps the law would extrapolate too far; the smallest shape always stays.
-        if fits and (steps > 400 or not kept):
-            kept.append((width, depth))
-    if not kept:
-        assert smallest is not None
-        raise _memory_error(smallest, smallest.peak_memory_bytes, machine)
-    return kept[-6:]
+        if kept and flops / _step_flops(config, cost) <= MIN_LADDER_STEPS:
+            break
+        kept[shape] = cost
+        if config.d_model and config.n_layers:
+            break
+    return kept
 
 
 def _memory_error(cost: TrainingCost, needed: float, machine: Machine) -> BudgetError:
@@ -236,46 +228,36 @@ def _rank_candidates(
     budget: Budget,
     corpus_bytes: int,
     progress: Progress,
-) -> list[Candidate]:
-    found: list[Candidate] = []
-    shapes = _ladder_shapes(config, machine, replicas, budget)
+) -> tuple[list[Candidate], bool]:
+    """Return every shape with every vocabulary, and whether a shape was timed."""
+    costs = _ladder_costs(config, machine, replicas, budget)
     smallest = decoder_config(
-        *shapes[0], config.vocab_size or VOCAB_SIZES[0], ngram_buckets=config.ngram_buckets
+        *next(iter(costs)), config.vocab_size or VOCAB_SIZES[0], ngram_buckets=config.ngram_buckets
     )
     _check_budget(config, budget, machine, smallest, replicas)
-    vocabularies = [config.vocab_size] if config.vocab_size else VOCAB_SIZES
-    with progress.task("Timing shapes", total=len(shapes), unit="shapes") as task:
-        for width, depth in shapes:
-            if found and budget.seconds is not None and task.seconds > PLANNING_SHARE * budget.seconds:
-                break  # larger shapes are for larger budgets
-            timed = decoder_config(width, depth, 1024, ngram_buckets=config.ngram_buckets)
-            timed_flops = _step_flops(config, _cost(config, timed, replicas))
-            rows = config.data.model_copy(update={"batch_size": max(1, config.data.batch_size // replicas)})
-            share = config.model_copy(update={"data": rows})
-            if config.deterministic:  # cancels out: a FLOP budget fixes the steps
-                seconds = timed_flops / machine.peak_flops
-            else:
-                job = _build_job(share, timed, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
-                seconds = time_steps(job, seconds=0.6).step_seconds * COMPILED_TIME_RATIO
-            task.advance(1, note=f"{width} wide, {depth} deep: {seconds * 1e3:.0f} ms")
-            for vocabulary in vocabularies:
-                model = decoder_config(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)
-                cost = _cost(config, model, replicas)
-                flops = _step_flops(config, cost)
-                # The vocabulary changes the step time in proportion to its FLOPs.
-                step = seconds * (1 + 0.5 * (flops / timed_flops - 1))
-                if budget.seconds is not None:
-                    steps = int(budget.seconds * 0.93 / step)
-                else:
-                    steps = int((budget.flops or 0.0) / flops)
-                seen = (
-                    max(1, steps) * config.data.batch_size * config.data.seq_len * bytes_per_token(vocabulary)
-                )
-                # A repeated epoch is worth less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
-                effective = effective_bytes(seen, corpus_bytes)
-                bits = expected_bits_per_byte(cost.block_params, effective, vocabulary)
-                found.append(Candidate(model, step, steps, bits))
-    return found
+    rows = config.data.model_copy(update={"batch_size": max(1, config.data.batch_size // replicas)})
+    share = config.model_copy(update={"data": rows})
+
+    def measure(width: int, depth: int) -> float:
+        model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
+        job = _build_job(share, model, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
+        return time_steps(job, seconds=0.3, warmup=1).step_seconds * COMPILED_TIME_RATIO
+
+    flops = {shape: _step_flops(config, cost) for shape, cost in costs.items()}
+    times = StepTimes(flops, measure, PEAK_SHARE * machine.peak_flops)
+    found = rank(config, budget, corpus_bytes, costs, times)
+    if budget.seconds is None or config.deterministic:
+        return found, False
+    with progress.task("Timing shapes", total=None) as task:
+        while True:
+            best = min(found, key=lambda c: c.bits_per_byte).model
+            width = times.next_width((best.d_model, best.n_layers))
+            if width is None or (times.timed and task.seconds > SHAPES_SHARE * budget.seconds):
+                return found, True
+            times.time_width(width)
+            fixed, layer = times.timed[width]
+            task.update(note=f"{width} wide: {fixed * 1e3:.0f} ms and {layer * 1e3:.0f} ms per layer")
+            found = rank(config, budget, corpus_bytes, costs, times)
 
 
 def _choose_compilation(
@@ -284,22 +266,26 @@ def _choose_compilation(
     machine: Machine,
     replicas: int,
     budget: Budget,
+    uncompiled: float | None,
     progress: Progress,
 ) -> tuple[Job, StepTiming]:
-    """Time the chosen model as it will run, and choose whether to compile."""
+    """Time the chosen model as it will run, and choose whether to compile.
+
+    uncompiled: seconds of an uncompiled step by the timed shapes, without the overhead of replicas; None if unknown.
+    """
     plain = _build_job(config, model, machine, replicas, 1, compile=False)
+    seconds = max(0.5, CHOSEN_SHARE * (budget.seconds or 300.0))
+    worthwhile = config.compile or budget.seconds is None or budget.seconds >= MIN_COMPILE_BUDGET
+    options: list[tuple[Job, StepTiming]] = []
     with progress.task("Timing the chosen shape", total=None) as task:
-        options: list[tuple[Job, StepTiming]] = []
-        if config.compile is not True:
-            task.update(note="uncompiled")
-            options.append((plain, time_steps(plain, seconds=2.0)))
-        worthwhile = config.compile or budget.seconds is None or budget.seconds >= MIN_COMPILE_BUDGET
         if config.compile is not False and worthwhile and can_compile():
-            compiled = plain.model_copy(update={"compile": True})
             task.update(note="compiled (compiling)")
-            time_steps(compiled, seconds=0.0)  # fills the compiler's cache for the run
-            task.update(note="compiled")
-            options.append((compiled, time_steps(compiled, seconds=3.0)))
+            compiled = plain.model_copy(update={"compile": True})
+            options.append((compiled, time_steps(compiled, seconds=seconds)))
+        is_faster = options and uncompiled is not None and options[0][1].step_seconds < uncompiled
+        if config.compile is not True and not is_faster:
+            task.update(note="uncompiled")
+            options.append((plain, time_steps(plain, seconds=seconds)))
         if not options:
             raise BudgetError(
                 "compile=true, but no C++ compiler was found", do="install g++, or omit compile"
@@ -328,9 +314,8 @@ def _build_plan(
     tokens = job.steps * job.batch_size * job.seq_len
     per_token = bytes_per_token(model.vocab_size)
     cost = training_cost(model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=job.replicas)
-    resident = (
-        cost.peak_memory_bytes - cost.activation_bytes
-    )  # pretrain's settings can lower activations, but not the rest
+    # Settings of pretrain can lower activations, but not the rest.
+    resident = cost.peak_memory_bytes - cost.activation_bytes
     if machine.device == "cpu" and resident > machine.ram_bytes:
         raise _memory_error(cost, resident, machine)
     flops = cost.token_flops
@@ -344,6 +329,7 @@ def _build_plan(
         "activation_bytes": cost.activation_bytes,
     }
     if timing is not None:
+        expected |= {"compile_seconds": timing.compile_seconds, "startup_seconds": timing.startup_seconds}
         expected["seconds"] = timing.startup_seconds + job.steps * timing.step_seconds * (1 + EVAL_OVERHEAD)
         expected["tokens_per_second"] = job.batch_size * job.seq_len / timing.step_seconds
         expected["mfu"] = expected["tokens_per_second"] * flops / machine.peak_flops

@@ -60,6 +60,7 @@ def training_report(
         blocks.append(Facts(section="Training", rows=[("peak memory", peak)]))
     actual = {
         "seconds": seconds, "tokens_per_second": speed, "memory_bytes": summary.get("peak_memory_bytes"), "mfu": mfu,
+        "first_step_seconds": summary.get("first_step_seconds"),
     }  # fmt: skip
     if expected:
         blocks.append(plan_table(expected, actual))
@@ -219,6 +220,7 @@ def event_table(records: Records, section: str = "Training", title: str = "Event
 
 # Only what may turn out differently: the plan fixes parameters, FLOPs, tokens and epochs, which its arithmetic lists.
 _PLAN_ROWS = {
+    "first_step_seconds": ("start of the run to the first training step", "s"),
     "seconds": ("training time", "s"),
     "tokens_per_second": ("speed", "tokens/s"),
     "mfu": ("MFU, of the measured peak", "share"),

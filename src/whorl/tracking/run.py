@@ -137,7 +137,7 @@ class Run:
         tensorboard: bool = True,
         sinks: SafeSinks | None = None,
     ) -> None:
-        self.dir = dir
+        self.dir, self._started = dir, time.monotonic()
         self.tensorboard, self.sinks = tensorboard, sinks
         self.config = dict(config or {})
         dir.mkdir(parents=True, exist_ok=True)
@@ -148,6 +148,11 @@ class Run:
     @property
     def name(self) -> str:
         return self.dir.name
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds since this process started or continued the run."""
+        return time.monotonic() - self._started
 
     @property
     def has_metrics(self) -> bool:

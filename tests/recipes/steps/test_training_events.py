@@ -27,7 +27,7 @@ def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", tensorboard=True)
     task = SimpleNamespace(update=lambda **_: None)
     machine = SimpleNamespace(flops={"float32": 1.0})
-    ctx = SimpleNamespace(run=run, name="pretrain", progress=Progress.silent(), machine=machine)
+    ctx = SimpleNamespace(run=run, name="pretrain", progress=Progress.silent(), machine=machine, summary={})
     job: Any = SimpleNamespace(steps=9, dtype="float32")
     tokenizer: Any = None
     observer = PretrainObserver(
@@ -39,6 +39,7 @@ def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
             observer.on_event(3, SKIPPED)
             observer.on_event(4, BACK)
     observer.close()
+    assert 0 < ctx.summary["first_step_seconds"] < run.seconds
     curve = list(run.read_metrics("pretrain"))
     assert [r["step"] for r in curve if "nll" in r] == [1, 2, 5, 9]
     events = [(r["step"], r["event"], r["n_documents"]) for r in curve if "event" in r]
@@ -48,6 +49,19 @@ def test_event_reaches_metrics_and_page(tmp_path: Path) -> None:
     assert "a/&lt;i&gt;.txt (id-12)" in page and "and 21 more" in page
     without_events = page_of([record for record in curve if "event" not in record])
     assert "Events</h3>" in page and "Events</h3>" not in without_events
+
+
+def test_resumed_run_has_no_time_to_its_first_step(tmp_path: Path) -> None:
+    ctx: Any = SimpleNamespace(
+        run=Run(tmp_path), name="pretrain", machine=SimpleNamespace(flops={"float32": 1.0}), summary={}
+    )
+    task, job = SimpleNamespace(update=lambda **_: None), SimpleNamespace(steps=1000, dtype="float32")
+    options: Any = {"job": job, "bytes_per_token": 1.0, "tokenizer": None, "prompt": ""}
+    observer = PretrainObserver(ctx, task, progress_note, **options)
+    for step in (400, 402):
+        observer.on_step(step, {"nll": 4.0, "tokens_per_second": 9.0, "flops_per_second": 0.5})
+    observer.close()
+    assert ctx.summary == {}
 
 
 def page_of(curve: Sequence[dict[str, Any]]) -> str:

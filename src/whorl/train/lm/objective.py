@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from whorl.models import LanguageModel
 from whorl.nn import Linear
+from whorl.nn.compiler import compiled
 from whorl.nn.experts import Experts, expert_lr_scales, router_parameter_names
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives.next_token import Loss, next_token
@@ -91,9 +91,7 @@ class LMObjective:
         self.model, self.z_loss, self.moe = model, z_loss, moe
         self.compiled_loss: Callable[..., tuple[Tensor, ...]] = self._loss
         if compile and not moe:
-            # Graphs of an earlier job would count towards the recompile limit, beyond which torch stops compiling.
-            torch.compiler.reset()
-            self.compiled_loss = torch.compile(self._loss, dynamic=False)
+            self.compiled_loss = compiled(self._loss)
 
     def _loss(
         self,

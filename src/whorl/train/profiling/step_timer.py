@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from whorl.machine.malloc import trim_freed_memory
+from whorl.nn.compiler import seconds_in_backend
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.tracking.seeds import generator
 from whorl.train.determinism import deterministic
@@ -25,67 +26,83 @@ WARMUP_STEPS = 3
 
 @dataclass(frozen=True)
 class StepTiming:
-    """startup_seconds: until the first steps are done (processes, compilation); step_seconds: median of the rest."""
+    """Seconds of a run.
+
+    Attributes:
+        startup_seconds: until the first steps are done (processes, tracing), in a run that finds its kernels compiled.
+        step_seconds: median of the steps after them.
+        compile_seconds: of compilation in this timing, which later runs do not repeat (`nn/compiler.py`).
+    """
 
     startup_seconds: float
     step_seconds: float
+    compile_seconds: float = 0.0
 
 
-def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
-    """Time steps of `job` for about `seconds` after the first few.
+def time_steps(job: Job, seconds: float = 2.0, warmup: int = WARMUP_STEPS) -> StepTiming:
+    """Time steps of `job` for about `seconds`, and three at least, after `warmup` steps.
 
     Raises:
         OutOfMemoryError: with the settings to reduce.
     """
     try:
-        return _time_steps(job, seconds)
+        return _time_steps(job, seconds, warmup)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise suggest(error, job) from error
 
 
-def _time_steps(job: Job, seconds: float) -> StepTiming:
+def _time_steps(job: Job, seconds: float, warmup: int) -> StepTiming:
     began = time.perf_counter()
     shared = allocate_shared(build_model(job), job)
-    world = spawn_replicas(job.replicas, _replica, job, shared, seconds)
+    world = spawn_replicas(job.replicas, _replica, job, shared, began, (seconds, warmup))
     try:
-        times, startup = _measure_with_threads(world, job, shared, seconds)
+        return _measure_with_threads(world, job, shared, began, (seconds, warmup))
     finally:
         world.close()
         del shared
         trim_freed_memory()  # the next job has other shapes
-    return StepTiming(startup - began, sorted(times)[len(times) // 2])
 
 
-def _replica(process_group: ProcessGroup, job: Job, shared: SharedState, seconds: float) -> None:
-    _measure_with_threads(process_group, job, shared, seconds)
+def _replica(
+    process_group: ProcessGroup, job: Job, shared: SharedState, began: float, length: tuple[float, int]
+) -> None:
+    _measure_with_threads(process_group, job, shared, began, length)
 
 
 def _measure_with_threads(
-    process_group: ProcessGroup, job: Job, shared: SharedState, seconds: float
-) -> tuple[list[float], float]:
+    process_group: ProcessGroup, job: Job, shared: SharedState, began: float, length: tuple[float, int]
+) -> StepTiming:
     threads = torch.get_num_threads()
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
     try:
-        return _measure_steps(process_group, job, shared, seconds)
+        return _measure_steps(process_group, job, shared, began, length)
     finally:
         torch.set_num_threads(threads)
 
 
 def _measure_steps(
-    process_group: ProcessGroup, job: Job, shared: SharedState, seconds: float
-) -> tuple[list[float], float]:
+    process_group: ProcessGroup, job: Job, shared: SharedState, began: float, length: tuple[float, int]
+) -> StepTiming:
+    """Return the timing; every rank calls it. `began` is rank 0's clock, which all processes share."""
+    (seconds, warmup), compiling = length, seconds_in_backend()
     with deterministic(job.deterministic):
         (update,) = build_learner(build_model(job), job, shared, process_group).updates
         rows = job.batch_size // job.replicas
         part = random_batch(job, rows)
-        for _ in range(WARMUP_STEPS):
+        update.accumulate(update.objective(part))
+        # All ranks compile at once. In a run that does not compile, the slowest of them without it decides.
+        own = time.perf_counter() - began - (seconds_in_backend() - compiling)
+        slowest = max(rank[0] for rank in process_group.all_gather_scalars(own))
+        compile_seconds = time.perf_counter() - began - slowest
+        update.step(1e-3)
+        for _ in range(warmup - 1):
             update.accumulate(update.objective(part))
             update.step(1e-3)
-        started = time.perf_counter()
         times: list[float] = []
+        started = time.perf_counter()
         # Rank 0 decides when to stop; the all-gather carries its clock, so that all ranks stop at the same step.
         while (
             process_group.all_gather_scalars(time.perf_counter() - started)[0][0] < seconds or len(times) < 3
@@ -94,7 +111,8 @@ def _measure_steps(
             update.accumulate(update.objective(part))
             update.step(1e-3)
             times.append(time.perf_counter() - begin)
-        return times, started
+    startup = started - began - compile_seconds
+    return StepTiming(startup, sorted(times)[len(times) // 2], compile_seconds)
 
 
 def random_batch(job: Job, rows: int) -> MicroBatch:

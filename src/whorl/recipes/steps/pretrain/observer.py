@@ -33,6 +33,11 @@ class PretrainObserver(StageRecorder):
         self.peak_flops = flops.get(job.dtype, flops["float32"])  # denominator of `mfu`
         self.started = time.monotonic()
 
+    def on_step(self, step: int, metrics: Metrics, *more: Any) -> None:
+        if not self.last and step <= max(1, self.steps // 500):  # the first record, and of no resumed run
+            self.ctx.summary["first_step_seconds"] = self.ctx.run.seconds
+        super().on_step(step, metrics, *more)
+
     def step_values(self, metrics: Metrics) -> Metrics:
         mfu = metrics["flops_per_second"] / self.peak_flops
         return {**metrics, "mfu": mfu, "seconds": time.monotonic() - self.started}

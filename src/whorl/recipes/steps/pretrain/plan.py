@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from whorl.machine.budget import Budget
 from whorl.plan.config import PlanConfig
+from whorl.plan.forecast import TOKENIZE_SECONDS
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.report.training import plan_blocks
 
+if TYPE_CHECKING:
+    from whorl.plan.training_plan import TrainingPlan
 
-@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=6)
+
+@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=7)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time training steps on this machine and choose the configuration for the budget."""
     from whorl.plan.planner import make_plan
 
-    corpus = open_corpus(ctx)
+    corpus, before = open_corpus(ctx), ctx.run.seconds
     made = make_plan(config, ctx.machine, corpus.bytes("train"), ctx.progress)
+    if "startup_seconds" in made.expected:
+        made = with_first_step(made, before, ctx.run.seconds, corpus.bytes("train"))
     (ctx.out / "plan.json").write_text(made.model_dump_json(indent=2) + "\n")
     for line in made.arithmetic:
         ctx.progress.log(f"    {line}")
@@ -28,3 +37,21 @@ def plan(ctx: StepContext, config: PlanConfig) -> None:
         expected=made.expected, arithmetic=made.arithmetic, budget=made.budget, headline=headline
     )
     ctx.report.blocks += plan_blocks(made.budget, made.expected, made.arithmetic)
+
+
+def with_first_step(made: TrainingPlan, before: float, now: float, corpus_bytes: int) -> TrainingPlan:
+    """Return a timed plan with the time of planning, and the expected time to the first training step.
+
+    before, now: seconds since the start of the run, when planning began and ended.
+    """
+    tokens = 2 * TOKENIZE_SECONDS * corpus_bytes / 1e6
+    startup, compiling = made.expected["startup_seconds"], made.expected["compile_seconds"]
+    first, budget = now + tokens + startup, Budget.parse(made.budget).seconds
+    share = f" = {(now - before) / budget:.0%} of the budget" if budget else ""
+    lines = [
+        f"planning: {now - before:.0f} s{share}, {compiling:.0f} s of it to compile the chosen shape, which the run reuses",
+        f"first training step: {first:.0f} s after the start of the run = {before:.0f} s before planning "
+        f"+ {now - before:.0f} s + {tokens:.0f} s for tokenizer and tokens + {startup:.0f} s to start",
+    ]
+    expected = {**made.expected, "plan_seconds": now - before, "first_step_seconds": first}
+    return made.model_copy(update={"expected": expected, "arithmetic": [*made.arithmetic, *lines]})

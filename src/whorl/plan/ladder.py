@@ -1,0 +1,113 @@
+"""The ladder of shapes, and the step time of every shape from few timings.
+
+Widths are powers of two and the widths half-way between them: 64, 96, 128, 192, 256, 384, ... Each has two depths: a layer
+per 64 of width (but 2 layers at width 64, and 3 up to width 192), and half as many layers more. Heads are 64 wide, or 32
+where 64 does not divide the width (`cost.decoder_config`). The ladder has no end; memory and budget bound it.
+
+The time of a step is linear in the number of layers: t = a + b x layers. So two timings of shallow networks give all
+depths of a width. A width without timings has the FLOP/s of the nearest width that has them. Small networks reach fewer
+FLOP/s, so this overestimates wider shapes and underestimates narrower ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from whorl.machine.budget import Budget
+from whorl.models import TransformerConfig
+from whorl.plan.config import PlanConfig
+from whorl.plan.cost import TrainingCost, decoder_config
+from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bits_per_byte
+
+Shape = tuple[int, int]  # width, depth
+TIMED_DEPTHS = (1, 3)
+VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
+
+
+def ladder() -> Iterator[Shape]:
+    """Yield all shapes from small to large: each has over 1.3 times the weights of its predecessor."""
+    width = 64
+    while True:
+        for wide in (width, width * 3 // 2):
+            depth = max(wide // 64, min(3, wide // 32))
+            yield wide, depth
+            yield wide, depth + max(1, depth // 2)
+        width *= 2
+
+
+class StepTimes:
+    """Seconds of a step by shape.
+
+    Args:
+        flops: FLOPs of a step of each shape.
+        measure: times a step of a shape, in seconds.
+        flop_rate: FLOP/s, assumed before the first timing.
+    """
+
+    def __init__(
+        self, flops: Mapping[Shape, float], measure: Callable[[int, int], float], flop_rate: float
+    ) -> None:
+        self.flops, self.measure, self.flop_rate = flops, measure, flop_rate
+        self.timed: dict[int, tuple[float, float]] = {}  # width -> seconds apart from layers, and per layer
+
+    def time_width(self, width: int) -> None:
+        """Time two depths of a width."""
+        shallow, deep = (self.measure(width, depth) for depth in TIMED_DEPTHS)
+        per_layer = max((deep - shallow) / (TIMED_DEPTHS[1] - TIMED_DEPTHS[0]), 0.1 * shallow)
+        self.timed[width] = (max(0.0, shallow - TIMED_DEPTHS[0] * per_layer), per_layer)
+
+    def seconds(self, shape: Shape) -> float:
+        """Return the seconds of a step: of a timed width by its line, else by the FLOP/s of the nearest timed shape."""
+        width, depth = shape
+        if width in self.timed:
+            fixed, per_layer = self.timed[width]
+            return fixed + depth * per_layer
+        known = [other for other in self.flops if other[0] in self.timed]
+        if not known:
+            return self.flops[shape] / self.flop_rate
+        nearest = min(known, key=lambda other: abs(math.log(self.flops[other] / self.flops[shape])))
+        return self.seconds(nearest) * self.flops[shape] / self.flops[nearest]
+
+    def next_width(self, best: Shape) -> int | None:
+        """Return the width to time next: that of the best shape, then the next wider one; None if both are timed."""
+        widths = sorted({width for width, _ in self.flops})
+        wanted = [width for width in widths if width >= best[0]][:2]
+        return next((width for width in wanted if width not in self.timed), None)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A shape with a vocabulary, and its expected result."""
+
+    model: TransformerConfig
+    step_seconds: float
+    steps: int
+    bits_per_byte: float
+
+
+def rank(
+    config: PlanConfig,
+    budget: Budget,
+    corpus_bytes: int,
+    costs: Mapping[Shape, TrainingCost],
+    times: StepTimes,
+) -> list[Candidate]:
+    """Return every shape with every vocabulary and its expected result."""
+    found: list[Candidate] = []
+    timed_vocabulary = config.vocab_size or 1024
+    tokens = config.data.batch_size * config.data.seq_len
+    for (width, depth), cost in costs.items():
+        for vocabulary in [config.vocab_size] if config.vocab_size else VOCAB_SIZES:
+            model = decoder_config(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)
+            flops = (cost.token_flops + 6.0 * width * (vocabulary - timed_vocabulary)) * tokens
+            # The vocabulary changes the step time in proportion to its FLOPs.
+            step = times.seconds((width, depth)) * (1 + 0.5 * (flops / times.flops[width, depth] - 1))
+            steps = int(budget.seconds * 0.93 / step if budget.seconds else (budget.flops or 0.0) / flops)
+            seen = max(1, steps) * tokens * bytes_per_token(vocabulary)
+            # A repeated epoch is worth less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
+            effective = effective_bytes(seen, corpus_bytes)
+            bits = expected_bits_per_byte(cost.block_params, effective, vocabulary)
+            found.append(Candidate(model, step, steps, bits))
+    return found
