@@ -79,7 +79,7 @@ def test_load_imports_no_compiler(name: str, request: pytest.FixtureRequest, tmp
 COMPILE = """
 import sys, torch
 from torch._dynamo.utils import counters
-from whorl.nn.compiler import compiled
+from whorl.nn import compiler
 
 class Scaled(torch.autograd.Function):
     @staticmethod
@@ -90,9 +90,11 @@ class Scaled(torch.autograd.Function):
     def backward(ctx, gradient):
         return gradient * FACTOR
 
-for FACTOR in map(float, sys.argv[1:]):
+for number, FACTOR in enumerate(map(float, sys.argv[1:])):
+    if number == 3:
+        compiler.code_digest = lambda: "edited"
     x = torch.ones(4, requires_grad=True)
-    compiled(lambda x: Scaled.apply(x).sum())(x).backward()
+    compiler.compiled(lambda x: Scaled.apply(x).sum())(x).backward()
     print(x.grad[0].item())
 print(*(counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("miss", "hit")))
 """
@@ -101,10 +103,10 @@ print(*(counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("miss", 
 def test_kernels_are_kept_but_another_backward_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lasting cache serves what is compiled again, and its key covers the backward of our autograd functions."""
+    """The lasting cache serves what is compiled again. Its key covers the backward of autograd functions, and our code."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    command = [sys.executable, "-c", COMPILE, "2", "2", "3"]
+    command = [sys.executable, "-c", COMPILE, "2", "2", "3", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["2.0", "2.0", "3.0", "2 1"]
+    assert done.stdout.splitlines() == ["2.0", "2.0", "3.0", "2.0", "3 1"]
     assert [*cache_folder().rglob("*.cpp")] and cache_folder().is_relative_to(tmp_path)

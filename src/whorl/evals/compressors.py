@@ -86,7 +86,7 @@ def measure_compressors(
     Args:
         held_out: the files' bytes; empty files are ignored.
         train: the training split's files; without it the dictionary and primed settings are skipped.
-        pool: threads that compress; by default two of its own.
+        pool: threads that compress; by default two.
         on_result: called with each result, for a progress bar.
 
     Raises:

@@ -14,6 +14,7 @@ leaves out what draws initial weights.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import sys
@@ -52,8 +53,9 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     default = default_cache_dir()  # torch sets the variable to it, perhaps already when it was imported
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder())
-    # Traced graphs are kept too, with the code of our autograd functions as part of the key.
+    # Traced graphs are kept too. Their key has the calls of custom operators, but not the code of their gradients.
     functorch.autograd_cache_allow_custom_autograd_functions = True
+    torch.compiler.config.cache_key_tag = code_digest()
     if platform.machine() == "x86_64":  # spares five compilations that only repeat what /proc/cpuinfo lists
         inductor.cpp.vec_isa_ok = True
     return torch.compile(function, dynamic=False, backend=_timed_backend)
@@ -62,6 +64,16 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 def cache_folder() -> Path:
     """Return the folder of compiled kernels."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl" / "inductor"
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a hash of the code that computes and differentiates: the packages `nn`, `objectives` and `models`."""
+    root, digest = Path(__file__).parents[1], hashlib.blake2b(digest_size=8)
+    for package in ("nn", "objectives", "models"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def seconds_in_backend() -> float:
