@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -204,3 +206,27 @@ def test_device_memory_uses_container_limit(tmp_path: Path, monkeypatch: pytest.
     assert device_memory("cpu") == 1_000_000
     (tmp_path / "max").write_text("max\n")
     assert device_memory("cpu") > 1_000_000
+
+
+HUGE = """
+import re
+from whorl.machine.malloc import request_huge_pages
+request_huge_pages()
+import torch
+tensor = torch.ones(4 << 20)
+print(sum(map(int, re.findall("AnonHugePages: +([0-9]+)", open("/proc/self/smaps").read()))))
+"""
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, True), ("0", False)])
+def test_large_tensors_are_in_huge_pages_unless_disabled(
+    setting: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not offered.exists() or "[madvise]" not in offered.read_text():
+        pytest.skip("this system does not give huge pages on request")
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", setting)
+    done = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) > 0) == expected

@@ -49,6 +49,9 @@ def profile(
     import sys
     from pathlib import Path
 
+    from whorl.machine.malloc import request_huge_pages
+
+    request_huge_pages()  # before an import below loads torch
     from whorl.recipes import load_recipe
     from whorl.recipes.profile import profile_recipe
     from whorl.store import Store

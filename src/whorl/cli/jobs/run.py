@@ -66,6 +66,9 @@ def run(
 
         whorl run my.toml --until tokens --store s3://bucket/whorl
     """
+    from whorl.machine.malloc import request_huge_pages
+
+    request_huge_pages()  # before an import below loads torch
     from whorl.recipes import load_recipe, run_recipe
     from whorl.store import Store
     from whorl.tracking.dashboard import Dashboard
