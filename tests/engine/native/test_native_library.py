@@ -16,6 +16,7 @@ from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep, build, layout, unsupported_reason
 from whorl.engine.native.runner import make_runner
 from whorl.errors import ConfigError
+from whorl.machine.native_build import BuildError
 from whorl.nn.mlp import activate
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
@@ -89,7 +90,8 @@ RACE = """
 import sys
 from pathlib import Path
 from whorl.engine.native import build
-build.ARCH_FLAGS = (("-O1",),)
+from whorl.machine import native_build
+native_build.ARCH_FLAGS = (("-O1",),)
 print(build.load_library(Path(sys.argv[1])).whorl_features())
 """
 
@@ -137,6 +139,6 @@ def test_failing_compiler_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
     failing.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'it is broken' >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
-    with pytest.raises(build.BuildError, match="it is broken"):
+    with pytest.raises(BuildError, match="it is broken"):
         build.load_library(tmp_path / "kept")
     assert [p.name for p in (tmp_path / "kept").iterdir()] == ["lock"]
