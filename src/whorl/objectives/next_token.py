@@ -96,11 +96,11 @@ class _Fused(torch.autograd.Function):
         z_loss: float,
         softcap: float | None,
         step: LogitsStep,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         weight = head.to(hidden.dtype)
         totals, nlls, d_hidden = [], [], []
         d_head = None
-        chunk = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // head.shape[0])
         parts = zip(*(torch.split(t, chunk) for t in (hidden, targets, mask)), strict=True)
         for h, target, keep in parts:
             total, nll, d_logits = step(F.linear(h, weight), target, keep, z_loss, softcap)
@@ -118,7 +118,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0]
         d_hidden, d_head = ctx.saved_tensors
-        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, None, None, None, None, None
+        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, *[None] * 6
+
+
+def default_chunk_tokens(vocabulary: int) -> int:
+    """Return the tokens whose logits are held at a time, if nothing else was measured."""
+    return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
 
 
 def next_token(
@@ -129,6 +134,7 @@ def next_token(
     z_loss: float = 0.0,
     softcap: float | None = None,
     select_step: LogitsStepSelector | None = None,
+    chunk_tokens: int | None = None,
 ) -> Loss:
     """Return the summed cross-entropy of the next tokens, in nats.
 
@@ -139,11 +145,13 @@ def next_token(
         z_loss: weight of the squared log-normalizer.
         softcap: c, for a model whose logits are c tanh(W h / c) (Gemma 2, arXiv:2408.00118, section 2).
         select_step: returns another `LogitsStep` if there is a faster one for the device.
+        chunk_tokens: whose logits are held at a time; None: `default_chunk_tokens`.
 
     Returns:
         Loss: `total` [] fp32, `count` [] = number of targets, metrics `nll` (total without the z-loss).
     """
     keep = mask.float()
     step = logits_step if select_step is None else select_step(hidden, head, softcap, logits_step)
-    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap, step)  # type: ignore[no-untyped-call]
+    chunk = chunk_tokens or default_chunk_tokens(head.shape[0])
+    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap, step, chunk)  # type: ignore[no-untyped-call]
     return Loss(total, keep.sum(), {"nll": nll})

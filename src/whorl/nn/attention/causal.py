@@ -4,18 +4,23 @@ torch's fused attention on a CPU computes all T^2 products, and its backward is 
 short rows, batched products over blocks of queries are 3 times as fast (bench/nn/causal_attention.py). The scores have
 the compute type, and the softmax sums them in fp32. In bf16 a score of 64 is rounded by up to 0.25, which the
 definition would keep. `causal_attention_reference` is the definition.
+
+On a CPU with AMX, `choose_path` may select a C++ kernel for one shape (`nn/native/attention.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from whorl.machine.kernel_choice import fastest
 from whorl.nn.attention.mask import Mask
 from whorl.nn.kernels import dispatch
+from whorl.nn.native import attention as native
 
 QUERY_BLOCK = 256  # queries per block; 128 skips more masked products, but ran 20 % slower
 
@@ -101,10 +106,46 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
         return dispatch.attention(q, k, v, seen, 1.0, lambda q, k, v: _sdpa(q, k, v, segments))
     if q.is_cuda:
         return _sdpa(q, k, v, segments)
+    if segments is None and native.is_chosen(q, k, v):
+        return native.causal_attention(q, k, v)
+    return _blocked(q, k, v, segments)
+
+
+def _blocked(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
     batch, heads, length, _ = q.shape
     flat = (t.reshape(batch * heads, *t.shape[2:]) for t in (q, k, v))
     out: Tensor = _BlockedAttention.apply(*flat, segments, heads)  # type: ignore[no-untyped-call]
     return out.view(batch, heads, length, v.shape[-1])
+
+
+def choose_path(batch: int, heads: int, length: int, head_dim: int) -> str:
+    """Time the paths of bf16 attention on a CPU for one shape, forward and backward; `causal_attention` takes the fastest.
+
+    Call it before the step is compiled. Returns "blocked" or "native".
+    """
+    shape = (batch, heads, length, head_dim)
+    candidates = {"blocked": lambda: _forward_and_backward(lambda q, k, v: _blocked(q, k, v, None), shape)}
+    if native.supports(head_dim):
+        candidates["native"] = lambda: _forward_and_backward(native.causal_attention, shape)
+    flops = 7.0 * batch * heads * length * length * head_dim  # 7 products of half of the pairs
+    name = f"attention {batch}x{heads}x{length}x{head_dim} bf16"
+    chosen = fastest(name, candidates, flops=flops)
+    native.select(shape, chosen == "native")
+    return chosen
+
+
+def _forward_and_backward(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], shape: tuple[int, int, int, int]
+) -> None:
+    batch, heads, length, head_dim = shape
+    # Not random: a measurement must not change the state of any generator.
+    values = torch.arange(batch * length * heads * head_dim).remainder(97).sub(48).div(48).bfloat16()
+    q, k, v = (
+        values.view(batch, length, heads, head_dim).transpose(1, 2).detach().requires_grad_() for _ in "qkv"
+    )
+    with torch.enable_grad():
+        y = attention(q, k, v)
+    y.backward(v.detach())  # type: ignore[no-untyped-call]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:

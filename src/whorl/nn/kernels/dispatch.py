@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn.kernels.autotune import forward_and_backward, next_power_of_2, use_kernel
+from whorl.nn.native import cross_entropy as native
 
 if TYPE_CHECKING:
     from whorl.nn.attention.mask import Mask
@@ -82,14 +83,18 @@ def attention(
 
 
 def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, reference: LogitsStep) -> LogitsStep:
-    """Return the function that computes loss and gradient of a chunk of logits in `next_token`: always `reference` on a CPU.
+    """Return the function that computes loss and gradient of a chunk of logits in `next_token`.
+
+    On a CPU, the C++ kernel if it was chosen before (`nn/native/cross_entropy.py`), else `reference`.
 
     Args:
         hidden: [N, d_model]; head: [vocab, d_model]: they have the device, type and width.
         softcap: as passed to `next_token`.
         reference: the torch version.
     """
-    if not hidden.is_cuda or torch.compiler.is_compiling():
+    if not hidden.is_cuda:
+        return native.logits_step if native.is_chosen(hidden, head.shape[0], softcap) else reference
+    if torch.compiler.is_compiling():
         return reference
     from whorl.nn.kernels.cross_entropy import cross_entropy_
 

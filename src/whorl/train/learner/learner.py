@@ -27,9 +27,10 @@ from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.update import GradHook, ParamOptim, TargetNetwork, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters
-from whorl.train.optim.clipping import clip_scale, squared_norm
+from whorl.train.optim.clipping import clip_scale, squared_norm, sum_replicas
 from whorl.train.optim.optimizer import Optimizer, OptimizerInputs, get_optimizer
-from whorl.train.optim.optimizers import SparseAdagrad, contiguous_zeros, flatten_views
+from whorl.train.optim.optimizers import contiguous_zeros, flatten_views
+from whorl.train.optim.sparse_adagrad import SparseAdagrad, own_rows
 
 
 @dataclass
@@ -316,11 +317,12 @@ class UpdateState:
         sums = dict(zip(self.metric_sums or ("loss", "loss_tokens"), map(sum, columns), strict=False))
         divisor = max(sums["loss_tokens"], 1.0)
         gradients, dense = self.reduced_gradients, self.flat_gradients
+        square = None
         if self.process_group.size > 1:
-            for name, into in gradients.items():
-                torch.sum(self.shared.gradients[name], dim=0, out=into)
+            square = sum_replicas(self.shared.gradients, gradients, self.update.native)
         kept = self._hold()
-        square = squared_norm(dense)
+        if square is None or kept:  # frozen gradients do not count
+            square = squared_norm(dense)
         metrics = {k: v / divisor for k, v in sums.items() if k != "loss_tokens"}
         scaler, nonfinite = self.update.loss_scaler, 0.0
         if scaler is not None:
@@ -382,17 +384,15 @@ class UpdateState:
     def _step_sparse(
         self, name: str, table: Tensor, counts: list[int], divisor: float, lr_scale: float
     ) -> None:
-        ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(counts)])
-        if self.process_group.size == 1:
-            values = self.shared.row_gradients[name][0, : counts[0]]
-        else:
-            own = (ids % self.process_group.size == self.process_group.rank).nonzero().squeeze(1)
-            parts, begin = [], 0
-            for rank, n in enumerate(counts):
-                inside = own[(own >= begin) & (own < begin + n)] - begin
-                parts.append(self.shared.row_gradients[name][rank][inside])
-                begin += n
-            ids, values = ids[own], torch.cat(parts)
+        rank = self.process_group.rank
+        rows, gradients = (
+            [t[rank, :n] for rank, n in enumerate(counts)]
+            for t in (self.shared.row_ids[name], self.shared.row_gradients[name])
+        )
+        if self.update.native and self.grad_hook is None:
+            self.sparse_adagrad.step_native(name, table, rows, gradients, rank, divisor, lr_scale)
+            return
+        ids, values = own_rows(rows, gradients, rank)
         if len(ids):
             values = values.div_(divisor)  # in place: the next step overwrites the buffer
             if self.grad_hook is not None:

@@ -94,6 +94,7 @@ class Update:
         accept_step: maps a step's metrics to whether the step is applied (see `accept_if_finite`, `spike_guard.py`).
         loss_scaler: for fp16.
         rounding: of matrices stored in bf16.
+        native: run the passes over memory in C++ (`nn/native/update.py`) where the types allow it.
     """
 
     objective: Callable[[MicroBatch], Loss]
@@ -109,6 +110,7 @@ class Update:
     accept_step: AcceptStep = accept_if_finite
     loss_scaler: LossScaler | None = None
     rounding: Rounding | None = None
+    native: bool = False
 
     def names_for(self, optimizer: str) -> list[str]:
         """Names of the parameters under one optimizer."""

@@ -11,6 +11,7 @@ from whorl.train.job import Job
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.learner.update import AcceptStep, Update, accept_if_finite
+from whorl.train.lm.kernels import choose_kernels
 from whorl.train.lm.objective import LMObjective, freeze_routers_from, param_optims
 from whorl.train.lm.precision import activation_dtype, make_rounding, muon_dtype
 from whorl.train.metrics.moe_balance import MoEBalancer
@@ -53,6 +54,7 @@ def build_learner(
     loss_scaler: LossScaler | None = None,
 ) -> Learner:
     """Return the learner of a language model: one update, next-token prediction."""
+    kernels = choose_kernels(model, job)
     optim = job.optim
     treated = freeze_routers_from(model, param_optims(model, optim), job.routing.freeze_router_step)
     update = Update(
@@ -61,6 +63,7 @@ def build_learner(
             moe or MoEBalancer(model, job.routing, process_group),
             z_loss=job.z_loss,
             compile=job.compile,
+            chunk_tokens=kernels.chunk_tokens,
         ),
         treated,
         clip_norm=optim.clip_norm,
@@ -73,6 +76,7 @@ def build_learner(
         accept_step=accept_step,
         loss_scaler=loss_scaler or (LossScaler() if job.dtype == "float16" else None),
         rounding=make_rounding(job.bf16_weights, job.seed, treated),
+        native=kernels.native_update,
     )
     return Learner(
         model, [update], shared, process_group, dtype=muon_dtype(model.dtype), steps_done=steps_done

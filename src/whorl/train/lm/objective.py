@@ -87,8 +87,16 @@ class LMObjective:
     the routing.
     """
 
-    def __init__(self, model: LanguageModel, moe: MoEBalancer, *, z_loss: float, compile: bool) -> None:
-        self.model, self.z_loss, self.moe = model, z_loss, moe
+    def __init__(
+        self,
+        model: LanguageModel,
+        moe: MoEBalancer,
+        *,
+        z_loss: float,
+        compile: bool,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        self.model, self.z_loss, self.moe, self.chunk_tokens = model, z_loss, moe, chunk_tokens
         self.compiled_loss: Callable[..., tuple[Tensor, ...]] = self._loss
         if compile and not moe:
             self.compiled_loss = compiled(self._loss)
@@ -112,6 +120,7 @@ class LMObjective:
             self.z_loss,
             model.logit_softcap,
             select_step=logits_step,
+            chunk_tokens=self.chunk_tokens,
         )
         return loss.total, loss.count, loss.metrics["nll"]
 

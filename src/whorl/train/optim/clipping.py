@@ -5,15 +5,31 @@ g <- g min(1, max_norm / |g|),   |g| the Euclidean norm over all gradients toget
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from whorl.nn.native.update import sum_parts
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:
     """Return the sum of squares over all tensors; 0 for none."""
     return sum(float(norm) ** 2 for norm in torch._foreach_norm(list(tensors))) if tensors else 0.0
+
+
+def sum_replicas(gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor], native: bool) -> float | None:
+    """Sum the gradients [replicas, ...] of the names in `sums` into them, in rank order.
+
+    Returns:
+        the squared norm over all sums, which costs nothing in C++ (`native`); None in torch.
+    """
+    parts = [gradients[name] for name in sums]
+    if native:
+        return sum(sum_parts(parts, list(sums.values())))
+    for part, into in zip(parts, sums.values(), strict=True):
+        torch.sum(part, dim=0, out=into)
+    return None
 
 
 def clip_scale(norm: float, max_norm: float) -> float:

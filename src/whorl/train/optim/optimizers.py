@@ -4,9 +4,7 @@
   nearest orthogonal matrix, so every direction of the update has equal size. The iteration is Polar Express (Amsel et al.
   2025, arXiv:2505.16932), which has the optimal quintic for each round. Matrices of equal shape are batched.
 - `AdamW` (Loshchilov & Hutter 2019, arXiv:1711.05101) for embeddings, head, gains and scalars.
-- `SparseAdagrad` for n-gram tables: updates only the rows of the batch, each with its step size (Duchi et al. 2011, one
-  accumulator per row as in recommendation models). Dense Adam would move hundreds of megabytes per step to change a few
-  thousand rows.
+- `SparseAdagrad` for n-gram tables (`sparse_adagrad.py`).
 
 All take gradients of the *mean* loss and update weights in place. `state` holds tensors by "name/moment", the names in
 a checkpoint.
@@ -21,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whorl.nn.native import update
 from whorl.train.optim.optimizer import Allocator, Optimizer, OptimizerInputs, OptimizerSettings, Shape
 from whorl.train.optim.stochastic_rounding import Rounding
 
@@ -78,6 +77,7 @@ class Muon(Optimizer):
         decay_scale: by name, times weight_decay; default 1.
         dtype: of the orthogonalization's products.
         rounding: of updates, for weights narrower than fp32.
+        native: passes over memory in C++, for bf16 products and fp32 weights.
 
     Groups save time: momentum averages some twenty gradients, so the direction changes little per step. Orthogonalizing
     every matrix in every step would take a seventh of a small model's training time (LOG.md).
@@ -113,6 +113,7 @@ class Muon(Optimizer):
         return cls(
             groups, inputs.lr, momentum=settings.momentum, weight_decay=settings.weight_decay,
             decay_scale=inputs.decay_scale, dtype=inputs.dtype, allocate=inputs.allocate, rounding=settings.rounding,
+            native=settings.native,
         )  # fmt: skip
 
     def __init__(
@@ -126,8 +127,10 @@ class Muon(Optimizer):
         dtype: torch.dtype = torch.float32,
         allocate: Allocator = zeros_like_named,
         rounding: Rounding | None = None,
+        native: bool = False,
     ) -> None:
         self.rounding = rounding
+        self.native = native and rounding is None and dtype == torch.bfloat16
         self.momentum, self.dtype, self.steps = momentum, dtype, 0
         self.learning_rates: dict[str, float] = {}
         self.weight_decay: dict[str, float] = {}
@@ -153,25 +156,43 @@ class Muon(Optimizer):
 
     def step(self, gradients: Mapping[str, Tensor], lr_scale: float) -> None:
         """Apply one update; `lr_scale` multiplies the peak learning rate."""
-        for name, moment in self.momentum_buffers.items():
-            moment.lerp_(gradients[name], 1 - self.momentum)
         turns = len(self.param_groups)
-        for (short, long), group in self.param_groups[self.steps % turns]:
-            directions = torch.empty(len(group), short, long, dtype=self.dtype, device=group[0][1].device)
-            for (name, p), direction in zip(group, directions, strict=True):
-                nesterov = gradients[name].lerp(self.momentum_buffers[name], self.momentum)
-                direction.copy_(nesterov if p.shape[0] == short else nesterov.mT)
-            for (name, p), update in zip(group, orthogonalize(directions), strict=True):
+        turn = self.param_groups[self.steps % turns]
+        directions = {shape: self._empty_directions(shape, group) for shape, group in turn}
+        into = {n: d for shape, group in turn for (n, _), d in zip(group, directions[shape], strict=True)}
+        for name, moment in self.momentum_buffers.items():
+            self._average(moment, gradients[name], into.get(name))
+        for shape, group in turn:
+            for (name, p), direction in zip(group, orthogonalize(directions[shape]), strict=True):
                 rows, columns = p.shape
                 rate = self.learning_rates[name] * lr_scale * turns
-                wide = p if self.rounding is None else p.float()
-                if self.weight_decay[name]:
-                    wide.mul_(1 - rate * self.weight_decay[name])
-                scale = rate * max(1.0, rows / columns) ** 0.5
-                wide.add_(update if rows == short else update.mT, alpha=-scale)
-                if self.rounding is not None:
-                    self.rounding.write(p, wide, name, self.steps)
+                decayed = 1 - rate * self.weight_decay[name] if self.weight_decay[name] else 1.0
+                self._apply(name, p, direction, decayed, rate * max(1.0, rows / columns) ** 0.5)
         self.steps += 1
+
+    def _empty_directions(self, shape: tuple[int, int], group: NamedTensors) -> Tensor:
+        return torch.empty(len(group), *shape, dtype=self.dtype, device=group[0][1].device)
+
+    def _average(self, moment: Tensor, gradient: Tensor, direction: Tensor | None) -> None:
+        """Average the gradient into its momentum; write Nesterov's direction, transposed where the matrix is tall."""
+        if self.native:
+            update.momentum_(moment, gradient, self.momentum, direction)
+            return
+        moment.lerp_(gradient, 1 - self.momentum)
+        if direction is not None:
+            nesterov = gradient.lerp(moment, self.momentum)
+            direction.copy_(nesterov if nesterov.shape[0] == direction.shape[0] else nesterov.mT)
+
+    def _apply(self, name: str, p: Tensor, direction: Tensor, decayed: float, scale: float) -> None:
+        if self.native:
+            update.add_update_(p, direction, decayed, -scale)
+            return
+        wide = p if self.rounding is None else p.float()
+        if decayed != 1.0:
+            wide.mul_(decayed)
+        wide.add_(direction if len(p) == len(direction) else direction.mT, alpha=-scale)
+        if self.rounding is not None:
+            self.rounding.write(p, wide, name, self.steps)
 
 
 class _Group(NamedTuple):
@@ -329,28 +350,3 @@ def flatten_alike(*lists: list[Tensor]) -> list[list[Tensor]]:
     """Return `flatten_views` of each list if all of them can be flattened, else the lists."""
     flat = [flatten_views(tensors) for tensors in lists]
     return flat if len({len(views) for views in flat}) == 1 else list(lists)
-
-
-class SparseAdagrad:
-    """Adagrad with one accumulator per row, for lookup tables [rows, d] with sparse gradients."""
-
-    def __init__(
-        self,
-        params: NamedTensors,
-        learning_rate: float,
-        *,
-        eps: float = 1e-8,
-        allocate: Allocator = zeros_like_named,
-    ) -> None:
-        self.params, self.learning_rate, self.eps = params, learning_rate, eps
-        self.state = {f"{name}/square": allocate(f"{name}/square", (p.shape[0],)) for name, p in params}
-
-    def step(self, name: str, table: Tensor, rows: Tensor, gradients: Tensor, lr_scale: float) -> None:
-        """Update the given rows. rows: [n] row numbers, with repeats; gradients: [n, d], summed over repeats here."""
-        touched, inverse = torch.unique(rows, return_inverse=True)
-        total = gradients.new_zeros(len(touched), gradients.shape[1]).index_add_(0, inverse, gradients)
-        squares = self.state[f"{name}/square"]
-        square = squares[touched] + total.square().mean(dim=1)
-        squares[touched] = square
-        step = -self.learning_rate * lr_scale / (square.sqrt() + self.eps)
-        table.index_add_(0, touched, total.mul_(step[:, None]))

@@ -37,6 +37,7 @@ class _Settings:
     muon_every: int = 1
     fused: bool | None = None
     rounding: Rounding | None = None
+    native: bool = False
 
 
 class TorchOptimizer(torch.optim.Optimizer):

@@ -1,0 +1,398 @@
+// Causal attention in bf16 with fp32 sums: forward, and backward from the log-sum of each row (FlashAttention, Dao et al.
+// 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691). Products run on AMX tiles.
+//
+//     S = Q K^T (j <= i),  P = exp(S - lse),  O = P V
+//     dV = P^T dO,  dS = P * (dO V^T - rowsum(dO * O)),  dQ = dS K,  dK = dS^T Q
+//
+// A block has 32 queries or keys; blocks above the diagonal are left out. The forward keeps the scores of one block of
+// queries over all keys. The backward keeps those of one block of keys over all later queries, transposed, so that dV and
+// dK are sums over one row of blocks. dQ is summed over groups of keys, transposed, from dS^T in the order of pairs that a
+// right operand has.
+//
+// A left tile has 16 rows of 32 numbers. A right tile has 16 pairs of rows by 16 columns: row 2p in the low half of each
+// 32 bits, row 2p + 1 in the high half. Without AMX the same products are plain loops: slow, for tests.
+#include "numbers.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && !defined(WHORL_PLAIN)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+typedef uint32_t pair;
+
+constexpr int64_t SIDE = 16, DEPTH = 32, BLOCK = 32;
+constexpr int64_t TILE = SIDE * DEPTH;  // numbers
+constexpr int64_t GROUP = 4;            // blocks of keys whose dS^T is kept
+constexpr float MASKED = 1e30f;         // log-sum of a query that does not exist: its probabilities are 0
+
+// The transpose of 16 x 16 numbers of 32 bits.
+static void transpose(const pair* in, int64_t stride, pair* out, int64_t out_stride) {
+#ifdef __AVX512F__
+    __m512i r[16], s[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(in + i * stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {  // r[4 q + i] has column 4 l + i of rows 4 q to 4 q + 3 in its quarter l
+        const __m512i a = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+        _mm512_storeu_si512(out + i * out_stride, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_storeu_si512(out + (8 + i) * out_stride, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_storeu_si512(out + (4 + i) * out_stride, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_storeu_si512(out + (12 + i) * out_stride, _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
+#else
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) out[j * out_stride + i] = in[i * stride + j];
+#endif
+}
+
+// Sums of `steps` products of two left and two right tiles: out [32][32], rows `stride` apart. Left rows are `left_stride`
+// numbers apart; consecutive right tiles follow each other, and the second column of them is `column` numbers away.
+static void multiply(const bf16* left, int64_t left_stride, int64_t left_step, int64_t second, const bf16* right, int64_t column,
+                     int64_t steps, float* out, int64_t stride, bool add) {
+#ifdef TILES
+    const int64_t bytes = 4 * stride, left_bytes = 2 * left_stride;
+    float* below = out + SIDE * stride;
+    if (add) {
+        _tile_loadd(0, out, bytes);
+        _tile_loadd(1, out + SIDE, bytes);
+        _tile_loadd(2, below, bytes);
+        _tile_loadd(3, below + SIDE, bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < steps; k++, left += left_step, right += TILE) {
+        _tile_loadd(4, left, left_bytes);
+        _tile_loadd(6, right, 64);
+        _tile_loadd(5, left + second, left_bytes);
+        _tile_loadd(7, right + column, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, bytes);
+    _tile_stored(1, out + SIDE, bytes);
+    _tile_stored(2, below, bytes);
+    _tile_stored(3, below + SIDE, bytes);
+#else
+    for (int64_t m = 0; m < BLOCK; m++)
+        for (int64_t n = 0; n < BLOCK; n++) {
+            float sum = add ? out[m * stride + n] : 0.0f;
+            const bf16* a = left + (m / SIDE) * second + (m % SIDE) * left_stride;
+            const bf16* b = right + (n / SIDE) * column + (n % SIDE) * 2;
+            for (int64_t k = 0; k < steps; k++)
+                for (int64_t c = 0; c < DEPTH; c++)
+                    sum += widen(a[k * left_step + c]) * widen(b[k * TILE + c / 2 * 2 * SIDE + c % 2]);
+            out[m * stride + n] = sum;
+        }
+#endif
+}
+
+struct Matrix {  // [rows][heads][length][d]: numbers between rows, heads and positions
+    bf16* data;
+    int64_t strides[3];
+    bf16* head(int64_t row, int64_t head) const { return data + row * strides[0] + head * strides[1]; }
+};
+
+struct Sizes {
+    int64_t rows, heads, length, d;
+    int64_t blocks() const { return (length + BLOCK - 1) / BLOCK; }
+};
+
+// One thread's memory, kept between calls.
+struct Scratch {
+    char* data = nullptr;
+    size_t size = 0, used = 0;
+    bool reserve(size_t bytes) {
+        used = 0;
+        if (size >= bytes) return true;
+        free(data);
+        data = (char*)aligned_alloc(64, (bytes + 63) / 64 * 64);
+        size = data ? bytes : 0;
+        return data != nullptr;
+    }
+    template <class T> T* take(int64_t count) {
+        T* found = (T*)(data + used);
+        used += (size_t(count) * sizeof(T) + 63) / 64 * 64;
+        return found;
+    }
+    ~Scratch() { free(data); }
+};
+
+// Rows of one head, padded with 0 to whole blocks: [blocks * 32][d].
+static void copy_rows(const bf16* from, int64_t stride, const Sizes& z, bf16* to) {
+    for (int64_t t = 0; t < z.length; t++) memcpy(to + t * z.d, from + t * stride, z.d * sizeof(bf16));
+    memset(to + z.length * z.d, 0, (z.blocks() * BLOCK - z.length) * z.d * sizeof(bf16));
+}
+
+// X^T as a right operand [d][length]: 16 positions by 32 features a tile, in the order [position / 16][feature / 32].
+static void pack_transposed(const bf16* rows, const Sizes& z, bf16* to) {
+    for (int64_t n = 0; n < z.blocks() * 2; n++)
+        for (int64_t k = 0; k < z.d / DEPTH; k++, to += TILE)
+            transpose((const pair*)(rows + n * SIDE * z.d + k * DEPTH), z.d / 2, (pair*)to, SIDE);
+}
+
+// X as a right operand [length][d]: pairs of positions by 16 features, in the order [feature / 16][position / 32]. With
+// `turned`, X^T as a left operand [d][length]: 16 features by 32 positions, in the same order.
+static void pack(const bf16* rows, const Sizes& z, bf16* to, bool turned) {
+    pair tile[SIDE * SIDE];
+    for (int64_t n = 0; n < z.d / SIDE; n++)
+        for (int64_t k = 0; k < z.blocks(); k++, to += TILE) {
+            pair* into = turned ? tile : (pair*)to;
+            for (int64_t p = 0; p < SIDE; p++) {
+                const bf16 *low = rows + (k * DEPTH + 2 * p) * z.d + n * SIDE, *high = low + z.d;
+                for (int64_t c = 0; c < SIDE; c++) into[p * SIDE + c] = pair(low[c]) | pair(high[c]) << 16;
+            }
+            if (turned) transpose(tile, SIDE, (pair*)to, SIDE);
+        }
+}
+
+static void write_rows(const float* from, int64_t stride, float factor, int64_t rows, int64_t d, bf16* to, int64_t to_stride) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < d; c++) to[r * to_stride + c] = bf16(rounded(from[r * stride + c] * factor));
+}
+
+struct Forward {
+    Sizes z;
+    Matrix q, k, v, out;
+    float* lse;
+
+    size_t bytes() const {
+        const size_t n = z.blocks() * BLOCK;
+        return 5 * n * z.d * sizeof(bf16) + BLOCK * (6 * n + 4 * z.d) + 1024;
+    }
+
+    void head(int64_t row, int64_t head, Scratch& scratch) const {
+        const int64_t n = z.blocks() * BLOCK, d = z.d;
+        bf16 *queries = scratch.take<bf16>(n * d), *keys = scratch.take<bf16>(n * d), *values = scratch.take<bf16>(n * d);
+        bf16 *right_keys = scratch.take<bf16>(n * d), *right_values = scratch.take<bf16>(n * d);
+        float *scores = scratch.take<float>(BLOCK * n), *sums = scratch.take<float>(BLOCK * d);
+        bf16* p = scratch.take<bf16>(BLOCK * n);
+        copy_rows(q.head(row, head), q.strides[2], z, queries);
+        copy_rows(k.head(row, head), k.strides[2], z, keys);
+        copy_rows(v.head(row, head), v.strides[2], z, values);
+        pack_transposed(keys, z, right_keys);
+        pack(values, z, right_values, false);
+        for (int64_t i = 0; i < z.blocks(); i++) {
+            const int64_t first = i * BLOCK, n_keys = first + BLOCK;
+            const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
+            for (int64_t j = 0; j <= i; j++)
+                multiply(queries + first * d, d, DEPTH, SIDE * d, right_keys + j * BLOCK * d, SIDE * d, d / DEPTH,
+                         scores + j * BLOCK, n, false);
+            for (int64_t r = 0; r < BLOCK; r++) {
+                float* s = scores + r * n;
+                bf16* to = p + r * n;
+                for (int64_t c = first + r + 1; c < n_keys; c++) s[c] = -INFINITY;
+                float most = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : most)
+                for (int64_t c = 0; c < n_keys; c++) most = s[c] > most ? s[c] : most;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t c = 0; c < n_keys; c++) {
+                    const float e = exponential(s[c] - most);
+                    sum += e;
+                    to[c] = bf16(rounded(e));
+                }
+                s[0] = 1.0f / sum;
+                if (r < n_rows) lse[(row * z.heads + head) * z.length + first + r] = most + logf(sum);
+            }
+            for (int64_t c = 0; c < d; c += BLOCK)
+                multiply(p, n, DEPTH, SIDE * n, right_values + c * n, SIDE * n, i + 1, sums + c, d, false);
+            for (int64_t r = 0; r < n_rows; r++)
+                write_rows(sums + r * d, 0, scores[r * n], 1, d, out.head(row, head) + (first + r) * out.strides[2], 0);
+        }
+    }
+};
+
+struct Backward {
+    Sizes z;
+    Matrix q, k, v, out, d_out, d_q, d_k, d_v;
+    const float* lse;
+
+    size_t bytes() const {
+        const size_t n = z.blocks() * BLOCK;
+        return 9 * n * z.d * sizeof(bf16) + 4 * z.d * n + n * (8 + BLOCK * 12 + GROUP * BLOCK * 2) + 4 * BLOCK * z.d + 2048;
+    }
+
+    void head(int64_t row, int64_t head, Scratch& scratch) const {
+        const int64_t n = z.blocks() * BLOCK, d = z.d, blocks = z.blocks();
+        bf16 *queries = scratch.take<bf16>(n * d), *keys = scratch.take<bf16>(n * d), *values = scratch.take<bf16>(n * d);
+        bf16 *grads = scratch.take<bf16>(n * d), *turned_queries = scratch.take<bf16>(n * d);
+        bf16 *turned_grads = scratch.take<bf16>(n * d), *right_queries = scratch.take<bf16>(n * d);
+        bf16 *right_grads = scratch.take<bf16>(n * d), *turned_keys = scratch.take<bf16>(n * d);
+        float *sum_q = scratch.take<float>(d * n), *normalizer = scratch.take<float>(n), *mean = scratch.take<float>(n);
+        float *scores = scratch.take<float>(BLOCK * n), *d_p = scratch.take<float>(BLOCK * n);
+        bf16 *p = scratch.take<bf16>(BLOCK * n), *d_s = scratch.take<bf16>(BLOCK * n);
+        bf16* right_d_s = scratch.take<bf16>(GROUP * BLOCK * n);
+        float* sums = scratch.take<float>(BLOCK * d);
+        copy_rows(q.head(row, head), q.strides[2], z, queries);
+        copy_rows(k.head(row, head), k.strides[2], z, keys);
+        copy_rows(v.head(row, head), v.strides[2], z, values);
+        copy_rows(d_out.head(row, head), d_out.strides[2], z, grads);
+        pack_transposed(queries, z, turned_queries);
+        pack_transposed(grads, z, turned_grads);
+        pack(queries, z, right_queries, false);
+        pack(grads, z, right_grads, false);
+        pack(keys, z, turned_keys, true);
+        for (int64_t t = 0; t < n; t++) {
+            normalizer[t] = t < z.length ? lse[(row * z.heads + head) * z.length + t] : MASKED;
+            float sum = 0.0f;
+            if (t < z.length) {
+                const bf16* o = out.head(row, head) + t * out.strides[2];
+#pragma omp simd reduction(+ : sum)
+                for (int64_t c = 0; c < d; c++) sum += widen(o[c]) * widen(grads[t * d + c]);
+            }
+            mean[t] = sum;
+        }
+        for (int64_t g = 0; g < blocks; g += GROUP) {
+            const int64_t last = g + GROUP < blocks ? g + GROUP : blocks;
+            for (int64_t j = g; j < last; j++) {
+                const int64_t first = j * BLOCK;  // of the keys, and of the queries that see them
+                for (int64_t i = j; i < blocks; i++) {
+                    multiply(keys + first * d, d, DEPTH, SIDE * d, turned_queries + i * BLOCK * d, SIDE * d, d / DEPTH,
+                             scores + i * BLOCK, n, false);
+                    multiply(values + first * d, d, DEPTH, SIDE * d, turned_grads + i * BLOCK * d, SIDE * d, d / DEPTH,
+                             d_p + i * BLOCK, n, false);
+                }
+                for (int64_t r = 0; r < BLOCK; r += 2) softmax_gradient(r, first, n, j - g, scores, d_p, normalizer, mean, p, d_s, right_d_s);
+                const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
+                for (const bool of_values : {true, false}) {
+                    const bf16 *left = of_values ? p : d_s, *right = of_values ? right_grads : right_queries;
+                    const Matrix& to = of_values ? d_v : d_k;
+                    for (int64_t c = 0; c < d; c += BLOCK)
+                        multiply(left + first, n, DEPTH, SIDE * n, right + c * n + j * TILE, SIDE * n, blocks - j, sums + c, d, false);
+                    write_rows(sums, d, 1.0f, n_rows, d, to.head(row, head) + first * to.strides[2], to.strides[2]);
+                }
+            }
+            for (int64_t i = g; i < blocks; i++)
+                for (int64_t c = 0; c < d; c += BLOCK)
+                    multiply(turned_keys + c * n + g * TILE, DEPTH, TILE, SIDE * n, right_d_s + i * 2 * GROUP * TILE, GROUP * TILE,
+                             (i + 1 < last ? i + 1 : last) - g, sum_q + c * n + i * BLOCK, n, g > 0);
+        }
+        alignas(64) float tile[SIDE * SIDE];
+        for (int64_t t = 0; t < z.length; t += SIDE)
+            for (int64_t c = 0; c < d; c += SIDE) {
+                transpose((const pair*)(sum_q + c * n + t), n, (pair*)tile, SIDE);
+                write_rows(tile, SIDE, 1.0f, z.length - t < SIDE ? z.length - t : SIDE, SIDE,
+                           d_q.head(row, head) + t * d_q.strides[2] + c, d_q.strides[2]);
+            }
+    }
+
+    // P^T and dS^T of keys `first` + r and `first` + r + 1, and both rows of dS^T as a row of pairs of right tiles.
+    static void softmax_gradient(int64_t r, int64_t first, int64_t n, int64_t step, const float* scores, const float* d_p,
+                                 const float* normalizer, const float* mean, bf16* p, bf16* d_s, bf16* right_d_s) {
+        const float *s0 = scores + r * n, *s1 = s0 + n, *g0 = d_p + r * n, *g1 = g0 + n;
+        bf16 *p0 = p + r * n, *p1 = p0 + n, *d0 = d_s + r * n, *d1 = d0 + n;
+        for (int64_t t = first; t < n; t += SIDE) {
+            pair* tile = (pair*)(right_d_s + (t / SIDE * GROUP + step) * TILE) + r / 2 * SIDE;
+            const int64_t from0 = first + r - t, from1 = from0 + 1;  // queries before these do not see the key
+#pragma omp simd
+            for (int64_t c = 0; c < SIDE; c++) {
+                const float e0 = c < from0 ? 0.0f : exponential(s0[t + c] - normalizer[t + c]);
+                const float e1 = c < from1 ? 0.0f : exponential(s1[t + c] - normalizer[t + c]);
+                const uint32_t low = rounded(e0 * (g0[t + c] - mean[t + c])), high = rounded(e1 * (g1[t + c] - mean[t + c]));
+                p0[t + c] = bf16(rounded(e0));
+                p1[t + c] = bf16(rounded(e1));
+                d0[t + c] = bf16(low);
+                d1[t + c] = bf16(high);
+                tile[c] = low | high << 16;
+            }
+        }
+    }
+};
+
+// All heads on `threads` threads. Returns 0, or 1 without memory.
+template <class Job> static int32_t run(const Job& job, int32_t threads) {
+    const int64_t heads = job.z.rows * job.z.heads, n = threads < heads ? threads : heads;
+    std::vector<int32_t> failed(n > 0 ? n : 1, 0);
+    const auto work = [&](int64_t t) {
+        static thread_local Scratch scratch;
+#ifdef TILES
+        struct __attribute__((packed)) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shape;
+        for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = SIDE;
+        _tile_loadconfig(&shape);
+#endif
+        for (int64_t h = t * heads / n; h < (t + 1) * heads / n; h++) {
+            if (!scratch.reserve(job.bytes())) {
+                failed[t] = 1;
+                break;
+            }
+            job.head(h / job.z.heads, h % job.z.heads, scratch);
+        }
+#ifdef TILES
+        _tile_release();
+#endif
+    };
+    std::vector<std::thread> others;
+    for (int64_t t = 1; t < n; t++) others.emplace_back(work, t);
+    if (n > 0) work(0);
+    for (auto& one : others) one.join();
+    for (int32_t one : failed)
+        if (one) return 1;
+    return 0;
+}
+
+static Matrix matrix(const int64_t*& m) {
+    const Matrix found = {(bf16*)m[0], {m[1], m[2], m[3]}};
+    m += 4;
+    return found;
+}
+
+extern "C" {
+
+// Whether products run on tiles: compiled for them, and permitted by the kernel for all threads of the process.
+int32_t whorl_tiles() {
+#ifdef TILES
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
+
+// matrices: address and strides (row, head, position) of q, k, v and out; features are adjacent. lse: [rows, heads, length].
+int32_t whorl_attention(const int64_t* matrices, float* lse, const int64_t* sizes, int32_t threads) {
+    const int64_t* m = matrices;
+    Forward job = {{sizes[0], sizes[1], sizes[2], sizes[3]}};
+    for (Matrix* one : {&job.q, &job.k, &job.v, &job.out}) *one = matrix(m);
+    job.lse = lse;
+    return run(job, threads);
+}
+
+// matrices: q, k, v, out, and the gradients of out, q, k and v.
+int32_t whorl_attention_backward(const int64_t* matrices, const float* lse, const int64_t* sizes, int32_t threads) {
+    const int64_t* m = matrices;
+    Backward job = {{sizes[0], sizes[1], sizes[2], sizes[3]}};
+    for (Matrix* one : {&job.q, &job.k, &job.v, &job.out, &job.d_out, &job.d_q, &job.d_k, &job.d_v}) *one = matrix(m);
+    job.lse = lse;
+    return run(job, threads);
+}
+}

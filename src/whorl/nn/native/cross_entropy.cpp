@@ -1,0 +1,79 @@
+// Cross-entropy of rows of bf16 logits, and its gradient in their place (`objectives/next_token.py`):
+//
+//     total = sum over rows of keep (lse - z_target + z_loss lse^2),    dz = keep (p (1 + 2 z_loss lse) - onehot)
+//
+// A row is read once from memory: its exponentials stay in cache until the gradient is written.
+#include "numbers.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+struct Rows {
+    bf16* logits;
+    const int64_t* targets;
+    const float* keep;
+    int64_t vocabulary;
+    float z_loss;
+
+    // Rows first .. last - 1; adds their total and negative log-likelihood to `sums`. Returns 1 without memory.
+    int32_t run(int64_t first, int64_t last, double* sums) const {
+        float* e = (float*)malloc(vocabulary * sizeof(float));
+        if (!e) return 1;
+        for (int64_t r = first; r < last; r++) {
+            bf16* z = logits + r * vocabulary;
+            if (keep[r] == 0.0f) {
+                memset(z, 0, vocabulary * sizeof(bf16));
+                continue;
+            }
+            float most = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : most)
+            for (int64_t c = 0; c < vocabulary; c++) {
+                e[c] = widen(z[c]);
+                most = e[c] > most ? e[c] : most;
+            }
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = 0; c < vocabulary; c++) {
+                e[c] = exponential(e[c] - most);
+                sum += e[c];
+            }
+            const float lse = most + logf(sum), nll = lse - widen(z[targets[r]]);
+            const float factor = keep[r] * (1.0f + 2.0f * z_loss * lse) / sum;
+            sums[0] += double(keep[r]) * (nll + z_loss * lse * lse);
+            sums[1] += double(keep[r]) * nll;
+            const float of_target = e[targets[r]] * factor - keep[r];
+#pragma omp simd
+            for (int64_t c = 0; c < vocabulary; c++) z[c] = bf16(rounded(e[c] * factor));
+            z[targets[r]] = bf16(rounded(of_target));
+        }
+        free(e);
+        return 0;
+    }
+};
+
+extern "C" {
+
+// logits: [rows, vocabulary], overwritten with the gradient of the total; sums: total and negative log-likelihood.
+int32_t whorl_cross_entropy(bf16* logits, const int64_t* targets, const float* keep, int64_t rows, int64_t vocabulary,
+                            float z_loss, float* sums, int32_t threads) {
+    const Rows job = {logits, targets, keep, vocabulary, z_loss};
+    const int64_t n = threads < rows ? (threads > 0 ? threads : 1) : (rows > 0 ? rows : 1);
+    std::vector<double> parts(2 * n, 0.0);
+    std::vector<int32_t> failed(n, 0);
+    std::vector<std::thread> others;
+    for (int64_t t = 1; t < n; t++)
+        others.emplace_back([&, t] { failed[t] = job.run(t * rows / n, (t + 1) * rows / n, &parts[2 * t]); });
+    failed[0] = job.run(0, rows / n, &parts[0]);
+    for (auto& one : others) one.join();
+    double total = 0.0, nll = 0.0;
+    for (int64_t t = 0; t < n; t++) {
+        if (failed[t]) return 1;
+        total += parts[2 * t];
+        nll += parts[2 * t + 1];
+    }
+    sums[0] = float(total);
+    sums[1] = float(nll);
+    return 0;
+}
+}

@@ -1,0 +1,76 @@
+"""Loss and gradient of a chunk of bf16 logits in C++ (`cross_entropy.cpp`), in one reading: a `LogitsStep` of `next_token`.
+
+`choose_logits_step` times it before a step is compiled. What it replaces is compiled together with its neighbours and
+cannot be timed alone, so it competes with torch's softmax of the same logits, which is a part of that work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from whorl.machine.kernel_choice import fastest
+from whorl.nn.native.library import native_library
+
+_chosen: dict[int, bool] = {}  # vocabulary -> whether the kernel was the fastest
+
+
+def is_chosen(hidden: Tensor, vocabulary: int, softcap: float | None) -> bool:
+    """Return whether logits of these hidden states should run here."""
+    return (
+        softcap is None
+        and hidden.device.type == "cpu"
+        and hidden.dtype == torch.bfloat16
+        and _chosen.get(vocabulary, False)
+    )
+
+
+def logits_step(
+    logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float, _softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a `LogitsStep` without a softcap; the gradient overwrites the logits."""
+    sums = cross_entropy_(logits, targets, keep, z_loss)
+    return sums[0], sums[1], logits
+
+
+@torch.library.custom_op("whorl::cross_entropy_", mutates_args=("logits",))
+def cross_entropy_(logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float) -> Tensor:
+    """Overwrite logits [n, V] with the gradient of the total; return total and negative log-likelihood, [2] fp32.
+
+    Raises:
+        MemoryError: there is no memory for a row.
+    """
+    library = native_library("cross_entropy")
+    assert library is not None  # or it would not have been chosen
+    ids, weight, sums = targets.contiguous(), keep.float().contiguous(), torch.empty(2)
+    failed = library.whorl_cross_entropy(
+        ctypes.c_void_p(logits.data_ptr()),
+        ctypes.c_void_p(ids.data_ptr()),
+        ctypes.c_void_p(weight.data_ptr()),
+        *(ctypes.c_int64(n) for n in logits.shape),
+        ctypes.c_float(z_loss),
+        ctypes.c_void_p(sums.data_ptr()),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError(f"cross-entropy of {logits.shape[1]} logits: no memory for a row")
+    return sums
+
+
+@cross_entropy_.register_fake
+def _(logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float) -> Tensor:
+    return logits.new_empty(2, dtype=torch.float32)
+
+
+def choose_logits_step(rows: int, vocabulary: int) -> str:
+    """Time the ways for chunks of bf16 logits [rows, vocabulary] on a CPU. Returns "compiled" or "native"."""
+    values = torch.arange(rows * vocabulary).remainder(97).sub(48).div(12).bfloat16().view(rows, vocabulary)
+    targets, keep = torch.arange(rows) % vocabulary, torch.ones(rows)
+    candidates = {"compiled": lambda: values.float().softmax(-1).bfloat16()}
+    if native_library("cross_entropy") is not None:
+        candidates["native"] = lambda: logits_step(values, targets, keep, 1e-4, None)[0]  # any values do
+    chosen = fastest(f"cross_entropy {rows}x{vocabulary} bf16", candidates)
+    _chosen[vocabulary] = chosen == "native"
+    return chosen

@@ -1,0 +1,29 @@
+"""Build and load of this folder's C++ sources."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from pathlib import Path
+
+from whorl.machine.native_build import BuildError, cache_folder, is_enabled, load_library
+
+FLAGS = ("-fopenmp-simd",)
+
+
+def source(name: str) -> Path:
+    """Return the path of `NAME.cpp`."""
+    return Path(__file__).parent / f"{name}.cpp"
+
+
+@functools.cache
+def native_library(name: str) -> ctypes.CDLL | None:
+    """Return the library of `NAME.cpp`, compiled if needed; None (logged once) if that fails, or with WHORL_NATIVE=0."""
+    if not is_enabled():
+        return None
+    try:
+        return load_library(source(name), cache_folder(), FLAGS)
+    except BuildError as error:
+        warnings.warn(f"{name} by torch: {error}", RuntimeWarning, stacklevel=2)
+        return None

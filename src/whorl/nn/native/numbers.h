@@ -1,0 +1,39 @@
+// bf16 and exponentials in plain code that compilers turn into vector instructions.
+#pragma once
+#if defined(__AVX512F__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+#include <cstdint>
+#include <cstring>
+
+typedef uint16_t bf16;
+
+static inline float widen(bf16 x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t rounded(float x) {  // to the nearest bf16, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+// exp(x) for x <= 0, with a relative error below 1e-6; 0 below -87.
+static inline float exponential(float x) {
+    const float scaled = (x < -87.0f ? -87.0f : x) * 1.44269504f;
+    const float whole = (scaled + 12582912.0f) - 12582912.0f;  // the nearest integer
+    const float f = scaled - whole;
+    float y = 1.3333558e-3f;
+    y = y * f + 9.6181291e-3f;
+    y = y * f + 5.5504109e-2f;
+    y = y * f + 2.4022651e-1f;
+    y = y * f + 6.9314718e-1f;
+    y = y * f + 1.0f;
+    const int32_t bits = (int32_t(whole) + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x < -87.0f ? 0.0f : y * power;
+}

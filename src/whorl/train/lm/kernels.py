@@ -1,0 +1,70 @@
+"""The kernels of a pretraining step on a CPU, chosen by timing for the shapes of a job, before the step is compiled.
+
+    attention       blocked products in torch, or C++ on tiles         nn/attention/causal.py
+    cross_entropy   compiled, or C++ in one reading                    nn/native/cross_entropy.py
+    head            tokens whose logits are held at a time             objectives/next_token.py
+    update          the optimizer's passes, in torch or in C++         nn/native/update.py
+
+Only in bf16: the loops of fp32 are as fast in torch. Under torch's deterministic algorithms the first of each is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from whorl.machine.kernel_choice import fastest
+from whorl.models import LanguageModel
+from whorl.nn.attention.causal import choose_path
+from whorl.nn.attention.multi_head import MultiHeadAttention
+from whorl.nn.kernels.dispatch import logits_step
+from whorl.nn.native.cross_entropy import choose_logits_step
+from whorl.nn.native.update import choose_update
+from whorl.objectives.next_token import default_chunk_tokens, next_token
+from whorl.train.job import Job
+
+MAX_LOGITS = 1 << 24  # held at a time: 32 MB in bf16
+CHUNK_FACTORS = (2, 4, 8, 16)  # of the default chunk
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """chunk_tokens: whose logits are held at a time, None for the default; native_update: the optimizer's passes in C++."""
+
+    chunk_tokens: int | None = None
+    native_update: bool = False
+
+
+def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
+    """Choose the kernels of `job`: those of the model by shape, for this process; the others are returned."""
+    if job.device != "cpu" or model.dtype != torch.bfloat16:
+        return Kernels()
+    rows = job.micro_batch_size or job.batch_size // job.replicas
+    layers = (mixer for mixer in model.layer_mixers() if isinstance(mixer, MultiHeadAttention))
+    for heads, head_dim in sorted({(mixer.n_heads, mixer.head_dim) for mixer in layers}):
+        choose_path(rows, heads, job.seq_len, head_dim)
+    vocabulary, width = model.head_weight.shape
+    tokens = rows * job.seq_len
+    step = choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary)
+    return Kernels(_choose_chunk(tokens, model, step), choose_update(4 * width, width))
+
+
+def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
+    """Time head and loss of all tokens in chunks of several sizes. step: the choice of `choose_logits_step`."""
+    vocabulary, width = model.head_weight.shape
+    default = default_chunk_tokens(vocabulary)
+    sizes = [default, *(default * n for n in CHUNK_FACTORS if default * n * vocabulary <= MAX_LOGITS)]
+    sizes = [size for n, size in enumerate(sizes) if n == 0 or sizes[n - 1] < tokens]
+    hidden = torch.arange(tokens * width).remainder(97).sub(48).div(48).bfloat16().view(tokens, width)
+    head = torch.arange(vocabulary * width).remainder(89).sub(44).div(2000).view(vocabulary, width)
+    targets, mask = torch.arange(tokens) % vocabulary, torch.ones(tokens, dtype=torch.bool)
+
+    def run(size: int) -> Callable[[], object]:
+        return lambda: (
+            next_token(hidden, head, targets, mask, select_step=logits_step, chunk_tokens=size).total
+        )
+
+    name = f"head {tokens}x{width}x{vocabulary} bf16, {step}"
+    return int(fastest(name, {str(n): run(n) for n in sizes}, flops=6.0 * tokens * width * vocabulary))

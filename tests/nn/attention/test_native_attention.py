@@ -1,0 +1,110 @@
+"""The C++ attention, on tiles where the CPU has them and with plain loops everywhere, against the definition in fp64."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from tests.support.nn.checks import gen
+
+from whorl.errors import ConfigError
+from whorl.machine import kernel_choice
+from whorl.machine.native_build import BuildError, cache_folder, load_library
+from whorl.nn.attention import causal
+from whorl.nn.native import attention as native
+from whorl.nn.native.library import FLAGS, native_library, source
+
+
+def build(variant: str) -> ctypes.CDLL:
+    try:
+        found = load_library(
+            source("causal_attention"), cache_folder(), (*FLAGS, *(["-DWHORL_PLAIN"] * (variant == "plain")))
+        )
+    except BuildError as error:
+        pytest.skip(str(error))
+    if variant == "tiles" and not found.whorl_tiles():
+        pytest.skip("this CPU has no tiles")
+    return found
+
+
+@pytest.fixture(params=["plain", "tiles"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = build(request.param)
+    monkeypatch.setattr(native, "library", lambda: found)
+
+
+def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
+    return float((found.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(2, 3, 64, 64), (1, 2, 77, 32), (1, 1, 170, 96), (1, 2, 5, 64)], ids=str)
+def test_native_attention_matches_definition(
+    library: None, shape: tuple[int, int, int, int], threads: int
+) -> None:
+    batch, heads, length, d = shape
+    numbers = torch.randn(4, batch, length, heads, d, generator=gen(1)).bfloat16().transpose(2, 3)
+    q, k, v = (t.detach().requires_grad_() for t in (numbers[0] * d**-0.5, *numbers[1:3]))
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    scores = (exact[0] @ exact[1].mT).masked_fill(~allowed, float("-inf"))
+    want = scores.softmax(-1) @ exact[2]
+    want.backward(numbers[3].double())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = native.causal_attention(q, k, v)
+        out.backward(numbers[3])
+    finally:
+        torch.set_num_threads(before)
+    assert relative_error(out.detach(), want.detach()) < 0.004
+    for tensor, expected in zip((q, k, v), exact, strict=True):
+        assert tensor.grad is not None and expected.grad is not None
+        assert relative_error(tensor.grad, expected.grad) < 0.012
+
+
+def test_attention_takes_the_selected_path(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (1, 2, 40, 32)
+    q = torch.randn(shape, generator=gen(2)).bfloat16().requires_grad_()
+    monkeypatch.setattr(native, "_chosen", {})
+    calls: list[int] = []
+    monkeypatch.setattr(native, "causal_attention", lambda q, k, v: calls.append(len(q)) or q)
+    for forced, segments, expected in (
+        ("native", None, [1]),
+        ("native", torch.zeros(1, 40, dtype=torch.long), []),  # packed rows
+        ("blocked", None, []),
+    ):
+        native.select(shape, forced == "native")
+        calls.clear()
+        causal.causal_attention(q, q, q, segments)
+        assert calls == expected
+
+
+def test_path_is_never_native_in_deterministic_mode(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_chosen", {})
+    monkeypatch.setenv(kernel_choice.FORCE, "attention=native")
+    assert causal.choose_path(1, 1, 33, 32) == "native"
+    monkeypatch.delenv(kernel_choice.FORCE)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert causal.choose_path(1, 1, 33, 32) == "blocked"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    q = torch.zeros(1, 1, 33, 32, dtype=torch.bfloat16)
+    assert not native.is_chosen(q, q, q)
+
+
+def test_native_attention_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native_library.cache_clear()
+    native.library.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="no-such-compiler"):
+            assert not native.supports(64)
+        monkeypatch.setenv(kernel_choice.FORCE, "attention=native")
+        with pytest.raises(ConfigError, match="native"):
+            causal.choose_path(1, 1, 34, 32)
+    finally:
+        native_library.cache_clear()
+        native.library.cache_clear()
