@@ -56,7 +56,7 @@ def load_library(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> cty
 
     Args:
         source: the file to compile. It may include other sources of its folder.
-        flags: beside COMMON_FLAGS and ARCH_FLAGS.
+        flags: added to COMMON_FLAGS and ARCH_FLAGS.
 
     Raises:
         BuildError: there is no compiler, it fails, or its output cannot be loaded.

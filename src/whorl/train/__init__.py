@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from whorl.train.optim.decay_mask import decayed_parameters
     from whorl.train.optim.lr_schedule import lr_scale
     from whorl.train.optim.optimizer import Optimizer, OptimizerInputs
-    from whorl.train.optim.optimizers import AdamW, Muon, orthogonalize
+    from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonalize
     from whorl.train.optim.soap import SOAP
-    from whorl.train.optim.sparse_adagrad import SparseAdagrad
     from whorl.train.optim.torch_optimizer import TorchOptimizer
 
 _MODULES = {
@@ -39,8 +38,7 @@ _MODULES = {
     "optim.decay_mask": ("decayed_parameters",),
     "optim.lr_schedule": ("lr_scale",),
     "optim.optimizer": ("Optimizer", "OptimizerInputs"),
-    "optim.optimizers": ("AdamW", "Muon", "orthogonalize"),
-    "optim.sparse_adagrad": ("SparseAdagrad",),
+    "optim.optimizers": ("AdamW", "Muon", "SparseAdagrad", "orthogonalize"),
     "optim.soap": ("SOAP",),
     "optim.torch_optimizer": ("TorchOptimizer",),
 }

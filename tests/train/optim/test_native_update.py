@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.nn.native import variant_flags
 from torch import Tensor
 
 from whorl.machine import kernel_choice
+from whorl.machine.native_build import cache_folder, load_library
+from whorl.nn.native import orthogonalize as native_orthogonalize
 from whorl.nn.native import update
-from whorl.nn.native.library import native_library
+from whorl.nn.native.library import native_library, source
 from whorl.train.optim.clipping import squared_norm, sum_replicas
-from whorl.train.optim.optimizers import Muon
-from whorl.train.optim.sparse_adagrad import SparseAdagrad, own_rows
+from whorl.train.optim.optimizers import POLAR_EXPRESS, Muon, SparseAdagrad, orthogonalize, own_rows
 
 pytestmark = pytest.mark.skipif(native_library("update") is None, reason="there is no C++ compiler here")
 
@@ -34,7 +36,7 @@ def test_sum_and_norm_match_torch(replicas: int) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_native_muon_matches_torch(decay: float) -> None:
-    """Wide, tall and square matrices of odd sizes, in two groups that take turns."""
+    """Wide, tall and square matrices, most of odd sizes, in two groups that take turns."""
     shapes = {"wide": (33, 70), "tall": (70, 33), "square": (40, 40), "large": (96, 64)}
     starts = {n: randn(*shape, seed=len(n)) for n, shape in shapes.items()}
     found: dict[bool, dict[str, Tensor]] = {}
@@ -54,6 +56,27 @@ def test_native_muon_matches_torch(decay: float) -> None:
 
 def test_fp32_muon_does_not_use_bf16_passes() -> None:
     assert not Muon([[("a", torch.zeros(4, 4))]], 0.1, native=True).native
+
+
+@pytest.mark.parametrize("variant", ["plain", "tiles"])
+@pytest.mark.parametrize(("shape", "threads"), [((3, 32, 96), 2), ((1, 64, 64), 1), ((2, 96, 160), 1)])
+def test_native_orthogonalization_matches_torch(
+    variant: str, shape: tuple[int, int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load_library(source("orthogonalize"), cache_folder(), variant_flags(variant))
+    if variant == "tiles" and not library.whorl_tiles():
+        pytest.skip("this CPU has no tiles")
+    monkeypatch.setattr(native_orthogonalize, "native_library", lambda _: library)
+    x = randn(*shape)
+    want = orthogonalize(x.clone())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = native_orthogonalize.orthogonalize_(x.bfloat16(), POLAR_EXPRESS).float()
+    finally:
+        torch.set_num_threads(before)
+    by_torch = orthogonalize(x.bfloat16()).float()
+    assert float((found - want).norm()) < 1.5 * float((by_torch - want).norm()) + 1e-3 * float(want.norm())
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

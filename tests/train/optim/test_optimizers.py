@@ -14,8 +14,7 @@ from whorl.train.learner.update import Update
 from whorl.train.learner.zero1 import partition_parameters
 from whorl.train.lm.objective import param_optims
 from whorl.train.optim.clipping import clip_grad_norm_
-from whorl.train.optim.optimizers import AdamW, Muon, orthogonalize
-from whorl.train.optim.sparse_adagrad import SparseAdagrad
+from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (16, 17), (24, 48)])

@@ -1,7 +1,7 @@
 """Loss and gradient of a chunk of bf16 logits in C++ (`cross_entropy.cpp`), in one reading: a `LogitsStep` of `next_token`.
 
-`choose_logits_step` times it before a step is compiled. What it replaces is compiled together with its neighbours and
-cannot be timed alone, so it competes with torch's softmax of the same logits, which is a part of that work.
+`choose_logits_step` times it before a step is compiled. The compiled loss is fused with other operations and cannot be
+timed alone. So the candidate in its place is torch's softmax of the same logits, which is a part of that work.
 """
 
 from __future__ import annotations

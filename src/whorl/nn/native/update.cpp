@@ -93,8 +93,8 @@ void whorl_add_update(float* weight, const bf16* update, int64_t rows, int64_t c
         }
 }
 
-// Adagrad with one accumulator a row, of the rows r with r mod parts = part. ids and gradients: one address for each of
-// `parts` lists of counts[p] rows, with repeats; the gradient of a row is the sum of its entries over `divisor`.
+// Adagrad with one accumulator a row, of the rows r with r mod parts = part. ids and gradients: the addresses of `parts`
+// lists of counts[p] rows, with repeats. The gradient of a row is the sum of its entries over `divisor`.
 void whorl_row_adagrad(float* table, float* squares, int64_t d, const int64_t* ids, const int64_t* gradients, const int64_t* counts,
                        int64_t parts, int64_t part, float divisor, float rate, float eps) {
     std::vector<std::pair<int64_t, const float*>> found;

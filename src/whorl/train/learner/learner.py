@@ -28,9 +28,9 @@ from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.update import GradHook, ParamOptim, TargetNetwork, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters
 from whorl.train.optim.clipping import clip_scale, squared_norm, sum_replicas
+from whorl.train.optim.flat_views import contiguous_zeros, flatten_views
 from whorl.train.optim.optimizer import Optimizer, OptimizerInputs, get_optimizer
-from whorl.train.optim.optimizers import contiguous_zeros, flatten_views
-from whorl.train.optim.sparse_adagrad import SparseAdagrad, own_rows
+from whorl.train.optim.optimizers import SparseAdagrad, own_rows
 
 
 @dataclass

@@ -4,7 +4,9 @@
   nearest orthogonal matrix, so every direction of the update has equal size. The iteration is Polar Express (Amsel et al.
   2025, arXiv:2505.16932), which has the optimal quintic for each round. Matrices of equal shape are batched.
 - `AdamW` (Loshchilov & Hutter 2019, arXiv:1711.05101) for embeddings, head, gains and scalars.
-- `SparseAdagrad` for n-gram tables (`sparse_adagrad.py`).
+- `SparseAdagrad` for n-gram tables: updates only the rows of the batch, each with its step size (Duchi et al. 2011, one
+  accumulator per row as in recommendation models). Dense Adam would move hundreds of megabytes per step to change a few
+  thousand rows. Every replica updates the rows r with r mod replicas = rank, from the lists of all replicas.
 
 All take gradients of the *mean* loss and update weights in place. `state` holds tensors by "name/moment", the names in
 a checkpoint.
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 
 from whorl.nn.native import update
+from whorl.nn.native.orthogonalize import choose_orthogonalize, orthogonalize_
+from whorl.train.optim.flat_views import flatten_alike
 from whorl.train.optim.optimizer import Allocator, Optimizer, OptimizerInputs, OptimizerSettings, Shape
 from whorl.train.optim.stochastic_rounding import Rounding
 
@@ -131,6 +135,7 @@ class Muon(Optimizer):
     ) -> None:
         self.rounding = rounding
         self.native = native and rounding is None and dtype == torch.bfloat16
+        self._on_tiles: dict[tuple[int, int, int], bool] = {}  # shape of a batch -> orthogonalized in C++
         self.momentum, self.dtype, self.steps = momentum, dtype, 0
         self.learning_rates: dict[str, float] = {}
         self.weight_decay: dict[str, float] = {}
@@ -163,7 +168,7 @@ class Muon(Optimizer):
         for name, moment in self.momentum_buffers.items():
             self._average(moment, gradients[name], into.get(name))
         for shape, group in turn:
-            for (name, p), direction in zip(group, orthogonalize(directions[shape]), strict=True):
+            for (name, p), direction in zip(group, self._orthogonalize(directions[shape]), strict=True):
                 rows, columns = p.shape
                 rate = self.learning_rates[name] * lr_scale * turns
                 decayed = 1 - rate * self.weight_decay[name] if self.weight_decay[name] else 1.0
@@ -172,6 +177,14 @@ class Muon(Optimizer):
 
     def _empty_directions(self, shape: tuple[int, int], group: NamedTensors) -> Tensor:
         return torch.empty(len(group), *shape, dtype=self.dtype, device=group[0][1].device)
+
+    def _orthogonalize(self, directions: Tensor) -> Tensor:
+        shape = (directions.shape[0], directions.shape[1], directions.shape[2])
+        if self.native and shape not in self._on_tiles:
+            self._on_tiles[shape] = choose_orthogonalize(shape, POLAR_EXPRESS, orthogonalize)
+        if self._on_tiles.get(shape, False):
+            return orthogonalize_(directions, POLAR_EXPRESS)
+        return orthogonalize(directions)
 
     def _average(self, moment: Tensor, gradient: Tensor, direction: Tensor | None) -> None:
         """Average the gradient into its momentum; write Nesterov's direction, transposed where the matrix is tall."""
@@ -323,30 +336,51 @@ class AdamW(Optimizer):
         )
 
 
-def contiguous_zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros with the shapes of `like`, as views of one flat tensor."""
-    sizes = [p.numel() for p in like.values()]
-    flat = torch.zeros(sum(sizes), device=next((p.device for p in like.values()), None))
-    return {
-        n: part.view(p.shape) for (n, p), part in zip(like.items(), torch.split(flat, sizes), strict=True)
-    }
+class SparseAdagrad:
+    """Adagrad with one accumulator per row, for lookup tables [rows, d] with sparse gradients."""
+
+    def __init__(
+        self,
+        params: NamedTensors,
+        learning_rate: float,
+        *,
+        eps: float = 1e-8,
+        allocate: Allocator = zeros_like_named,
+    ) -> None:
+        self.params, self.learning_rate, self.eps = params, learning_rate, eps
+        self.state = {f"{name}/square": allocate(f"{name}/square", (p.shape[0],)) for name, p in params}
+
+    def step(self, name: str, table: Tensor, rows: Tensor, gradients: Tensor, lr_scale: float) -> None:
+        """Update the given rows. rows: [n] row numbers, with repeats; gradients: [n, d], summed over repeats here."""
+        touched, inverse = torch.unique(rows, return_inverse=True)
+        total = gradients.new_zeros(len(touched), gradients.shape[1]).index_add_(0, inverse, gradients)
+        squares = self.state[f"{name}/square"]
+        square = squares[touched] + total.square().mean(dim=1)
+        squares[touched] = square
+        step = -self.learning_rate * lr_scale / (square.sqrt() + self.eps)
+        table.index_add_(0, touched, total.mul_(step[:, None]))
+
+    def step_native(
+        self,
+        name: str,
+        table: Tensor,
+        rows: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        rank: int,
+        divisor: float,
+        lr_scale: float,
+    ) -> None:
+        """Update a rank's rows in C++, with gradients over `divisor`. rows, gradients: a list of each replica."""
+        squares = self.state[f"{name}/square"]
+        rate = self.learning_rate * lr_scale
+        update.row_adagrad_(table, squares, rows, gradients, rank, divisor, rate, self.eps)
 
 
-def flatten_views(tensors: list[Tensor]) -> list[Tensor]:
-    """Return one flat view if the tensors are contiguous in memory, else the tensors."""
-    if len(tensors) < 2:
-        return [t.view(-1) for t in tensors]
-    first, end = tensors[0], tensors[0].data_ptr()
-    for t in tensors:
-        if t.data_ptr() != end or not t.is_contiguous():
-            return tensors
-        end += t.numel() * t.element_size()
-    if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
-        return tensors  # adjacent, but in different storages
-    return [torch.as_strided(first, (sum(t.numel() for t in tensors),), (1,))]
-
-
-def flatten_alike(*lists: list[Tensor]) -> list[list[Tensor]]:
-    """Return `flatten_views` of each list if all of them can be flattened, else the lists."""
-    flat = [flatten_views(tensors) for tensors in lists]
-    return flat if len({len(views) for views in flat}) == 1 else list(lists)
+def own_rows(rows: Sequence[Tensor], gradients: Sequence[Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    """Return a rank's rows and their gradients out of the lists of all replicas; the tensors themselves for one replica."""
+    if len(rows) == 1:
+        return rows[0], gradients[0]
+    own = [each % len(rows) == rank for each in rows]
+    kept = ([t[mask] for t, mask in zip(lists, own, strict=True)] for lists in (rows, gradients))
+    ids, values = (torch.cat(parts) for parts in kept)
+    return ids, values

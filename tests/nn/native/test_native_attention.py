@@ -7,20 +7,19 @@ import ctypes
 import pytest
 import torch
 from tests.support.nn.checks import gen
+from tests.support.nn.native import variant_flags
 
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
 from whorl.machine.native_build import BuildError, cache_folder, load_library
 from whorl.nn.attention import causal
 from whorl.nn.native import attention as native
-from whorl.nn.native.library import FLAGS, native_library, source
+from whorl.nn.native.library import native_library, source
 
 
 def build(variant: str) -> ctypes.CDLL:
     try:
-        found = load_library(
-            source("causal_attention"), cache_folder(), (*FLAGS, *(["-DWHORL_PLAIN"] * (variant == "plain")))
-        )
+        found = load_library(source("causal_attention"), cache_folder(), variant_flags(variant))
     except BuildError as error:
         pytest.skip(str(error))
     if variant == "tiles" and not found.whorl_tiles():

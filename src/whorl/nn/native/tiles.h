@@ -1,0 +1,150 @@
+// Products of bf16 matrices on AMX tiles, with fp32 sums. A left tile has 16 rows of 32 numbers. A right tile has 16 pairs of
+// rows by 16 columns: row 2p in the low half of each 32 bits, row 2p + 1 in the high half. Without AMX, or with WHORL_PLAIN,
+// the same products are plain loops: slow, for tests.
+#pragma once
+#include "numbers.h"
+
+#include <cstdlib>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && !defined(WHORL_PLAIN)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+typedef uint32_t pair;
+
+constexpr int64_t SIDE = 16, DEPTH = 32, BLOCK = 32;
+constexpr int64_t TILE = SIDE * DEPTH;  // numbers
+
+// The transpose of 16 x 16 numbers of 32 bits.
+static void transpose(const pair* in, int64_t stride, pair* out, int64_t out_stride) {
+#ifdef __AVX512F__
+    __m512i r[16], s[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(in + i * stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {  // r[4 q + i] has column 4 l + i of rows 4 q to 4 q + 3 in its quarter l
+        const __m512i a = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+        _mm512_storeu_si512(out + i * out_stride, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_storeu_si512(out + (8 + i) * out_stride, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_storeu_si512(out + (4 + i) * out_stride, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_storeu_si512(out + (12 + i) * out_stride, _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
+#else
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) out[j * out_stride + i] = in[i * stride + j];
+#endif
+}
+
+// Sums of `steps` products of two left and two right tiles: out [32][32], rows `stride` apart. Left rows are `left_stride`
+// numbers apart; consecutive right tiles follow each other, and the second column of them is `column` numbers away.
+static void multiply(const bf16* left, int64_t left_stride, int64_t left_step, int64_t second, const bf16* right, int64_t column,
+                     int64_t steps, float* out, int64_t stride, bool add) {
+#ifdef TILES
+    const int64_t bytes = 4 * stride, left_bytes = 2 * left_stride;
+    float* below = out + SIDE * stride;
+    if (add) {
+        _tile_loadd(0, out, bytes);
+        _tile_loadd(1, out + SIDE, bytes);
+        _tile_loadd(2, below, bytes);
+        _tile_loadd(3, below + SIDE, bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < steps; k++, left += left_step, right += TILE) {
+        _tile_loadd(4, left, left_bytes);
+        _tile_loadd(6, right, 64);
+        _tile_loadd(5, left + second, left_bytes);
+        _tile_loadd(7, right + column, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, bytes);
+    _tile_stored(1, out + SIDE, bytes);
+    _tile_stored(2, below, bytes);
+    _tile_stored(3, below + SIDE, bytes);
+#else
+    for (int64_t m = 0; m < BLOCK; m++)
+        for (int64_t n = 0; n < BLOCK; n++) {
+            float sum = add ? out[m * stride + n] : 0.0f;
+            const bf16* a = left + (m / SIDE) * second + (m % SIDE) * left_stride;
+            const bf16* b = right + (n / SIDE) * column + (n % SIDE) * 2;
+            for (int64_t k = 0; k < steps; k++)
+                for (int64_t c = 0; c < DEPTH; c++)
+                    sum += widen(a[k * left_step + c]) * widen(b[k * TILE + c / 2 * 2 * SIDE + c % 2]);
+            out[m * stride + n] = sum;
+        }
+#endif
+}
+
+// One thread's memory, kept between calls.
+struct Scratch {
+    char* data = nullptr;
+    size_t size = 0, used = 0;
+    bool reserve(size_t bytes) {
+        used = 0;
+        if (size >= bytes) return true;
+        free(data);
+        data = (char*)aligned_alloc(64, (bytes + 63) / 64 * 64);
+        size = data ? bytes : 0;
+        return data != nullptr;
+    }
+    template <class T> T* take(int64_t count) {
+        T* found = (T*)(data + used);
+        used += (size_t(count) * sizeof(T) + 63) / 64 * 64;
+        return found;
+    }
+    ~Scratch() { free(data); }
+};
+
+// The tiles of this thread, all of 16 rows of 64 bytes, while the object lives.
+struct TileShapes {
+    TileShapes() {
+#ifdef TILES
+        struct __attribute__((packed)) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shape;
+        for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = SIDE;
+        _tile_loadconfig(&shape);
+#endif
+    }
+    ~TileShapes() {
+#ifdef TILES
+        _tile_release();
+#endif
+    }
+};
+
+// Whether products run on tiles: compiled for them, and permitted by the kernel for all threads of the process.
+extern "C" inline __attribute__((used)) int32_t whorl_tiles() {
+#ifdef TILES
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
