@@ -74,6 +74,29 @@ def test_read_trace_by_part_and_class() -> None:
     assert found.classes[REDUCTIONS].bytes == 64.0
 
 
+def test_read_trace_names_native_kernels_and_compiled_dispatch() -> None:
+    graph = "## Call CompiledFxGraph abc ##"
+    shapes = {"Input_Dims": [[1, 2, 8, 4]] * 3, "Input_type": ["c10::BFloat16"] * 3}
+    events = [
+        marked(STEP, 0, 1000),
+        event("Torch-Compiled Region: 0/0", 0, 300),
+        event(graph, 10, 280),
+        event("whorl::causal_attention", 20, 100, **shapes),
+        event("whorl::cross_entropy_", 130, 50),
+        event(BACKWARD + "CompiledFunctionBackward", 400, 400),
+        event(graph, 410, 380),
+        event("whorl::causal_attention_backward", 420, 200),
+    ]
+    found = trace.read_trace(events)
+    expected = {
+        ("attention", False): 100, ("attention", True): 200, ("head, loss", False): 50, ("dispatch", False): 150,
+        ("dispatch", True): 200, ("other", False): 300,
+    }  # fmt: skip
+    assert {part: round(seconds * 1e6) for part, seconds in found.parts.items()} == expected
+    assert found.classes[ATTENTION].seconds == pytest.approx(300e-6)
+    assert found.classes[ATTENTION].flops == 4 * 0.5 * (2 * 8 * 4) * 8
+
+
 def test_read_trace_assigns_gpu_kernels_to_launching_op() -> None:
     """A synthetic trace in CUDA's format; no GPU recorded it."""
     events = [

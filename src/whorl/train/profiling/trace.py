@@ -3,7 +3,8 @@
 A trace (torch's profiler, chrome://tracing JSON) is a list of intervals with name, thread, start and duration.
 Operators nest in operators and in the ranges of `profiler.py`.
 
-    part        the innermost range around an operator
+    part        the innermost range around an operator; C++ kernels (`nn/native`) have theirs by name. The time of compiled
+                code outside of its kernels is "dispatch": guards, launches, allocation
     backward    an operator under `autograd::engine::evaluate_function`. Its part is that of the forward operator with the
                 same sequence number. Many forward operators show a number before the one that creates the node uses it,
                 so the last forward operator with that number decides
@@ -38,6 +39,7 @@ PARTS = (
     "gradient accumulation",
     "optimizer",
     "all-gather",
+    "dispatch",
     "other",
 )
 MATMULS, ATTENTION, POINTWISE = "matmul", "attention", "pointwise"
@@ -75,6 +77,15 @@ _WIDTHS = {
     "float": 4, "double": 8, "int": 4, "long int": 8, "long": 8, "bool": 1, "unsigned char": 1, "signed char": 1,
     "short": 2, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
 }  # fmt: skip
+_NATIVE_PARTS = {
+    "whorl::causal_attention": "attention",
+    "whorl::causal_attention_backward": "attention",
+    "whorl::cross_entropy_": "head, loss",
+}
+_COMPILED = (
+    "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "CompiledFunction", "## Call CompiledFxGraph",
+    "autograd::engine::evaluate_function: CompiledFunctionBackward",
+)  # fmt: skip
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -208,6 +219,8 @@ class _Reader:
             return
         elif node.name.startswith(RANGE) and node.name != RANGE + STEP:
             part = node.name.removeprefix(RANGE).partition(" | ")[0]
+        elif node.name in _NATIVE_PARTS:
+            part, backward = _NATIVE_PARTS[node.name], backward or node.name.endswith("backward")
         elif number is not None and not backward:
             self.part_by_sequence[number] = part
         kind = classify_op(node.name, part, is_leaf=_has_only_views(node))
@@ -220,7 +233,7 @@ class _Reader:
             self.count(node, part, backward, kind, flops, n_bytes)
             return
         seconds = node.device_seconds if self.on_device else node.self_seconds
-        self.parts[part, backward] += seconds
+        self.parts["dispatch" if node.name.startswith(_COMPILED) else part, backward] += seconds
         self.classes[WAITING if part in ("data wait", "all-gather") else FRAMEWORK].add(seconds)
         for child in node.children:
             self.visit(child, part, backward)
@@ -252,7 +265,10 @@ def classify_op(name: str, part: str, *, is_leaf: bool = True) -> str | None:
     if "::" not in name or name.startswith(("autograd::", "torch::autograd::")):
         return None
     bare = _base_name(name)
-    if "scaled_dot_product" in bare or "flash_attention" in bare or "efficient_attention" in bare:
+    if any(
+        word in bare
+        for word in ("scaled_dot_product", "flash_attention", "efficient_attention", "causal_attention")
+    ):
         return ATTENTION
     if bare in _MATMULS:
         return ATTENTION if part == "attention" and bare in ("bmm", "baddbmm") else MATMULS
@@ -285,7 +301,7 @@ def estimate_cost(name: str, dims: list[Any], types: list[str]) -> tuple[float, 
         flops, out = _matmul_cost([s for s, _ in shapes], bare)
         given = any(math.prod(s) == out for s, _ in shapes[2:])  # the output is among the arguments
         return flops, moved + (0.0 if given else out * shapes[0][1])
-    if "scaled_dot_product" in bare or "flash_attention" in bare:
+    if any(word in bare for word in ("scaled_dot_product", "flash_attention", "causal_attention")):
         q = shapes[0][0]
         causal = 0.5  # language models use causal attention only
         return 4.0 * causal * math.prod(q) * q[-2] * (2.5 if "backward" in bare else 1.0), moved + sizes[0][
