@@ -72,7 +72,7 @@ def build_learner(
         weight_decay=optim.weight_decay,
         betas=(0.8, 0.95),
         eps=1e-10,
-        fused=optim.fused,
+        fused=kernels.fused_adamw if optim.fused is None else optim.fused,
         accept_step=accept_step,
         loss_scaler=loss_scaler or (LossScaler() if job.dtype == "float16" else None),
         rounding=make_rounding(job.bf16_weights, job.seed, treated),

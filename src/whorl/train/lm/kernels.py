@@ -4,6 +4,7 @@
     cross_entropy   compiled, or C++ in one reading                    nn/native/cross_entropy.py
     head            tokens whose logits are held at a time             objectives/next_token.py
     update          the optimizer's passes, in torch or in C++         nn/native/update.py
+    adamw           one operation after the other, or torch's fused    train/optim/optimizers.py
 
 Only in bf16: the loops of fp32 are as fast in torch. Under torch's deterministic algorithms the first of each is taken.
 """
@@ -24,17 +25,24 @@ from whorl.nn.native.cross_entropy import choose_logits_step
 from whorl.nn.native.update import choose_update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job
+from whorl.train.optim.optimizers import AdamW
 
 MAX_LOGITS = 1 << 24  # held at a time: 32 MB in bf16
+MAX_ADAMW_NUMBERS = 1 << 22
 CHUNK_FACTORS = (2, 4, 8, 16)  # of the default chunk
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """chunk_tokens: whose logits are held at a time, None for the default; native_update: the optimizer's passes in C++."""
+    """The choices that are not made by shape.
+
+    chunk_tokens: whose logits are held at a time, None for the default. native_update: the optimizer's passes in C++.
+    fused_adamw: as `OptimConfig.fused`, None where nothing was timed.
+    """
 
     chunk_tokens: int | None = None
     native_update: bool = False
+    fused_adamw: bool | None = None
 
 
 def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
@@ -48,7 +56,23 @@ def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
     vocabulary, width = model.head_weight.shape
     tokens = rows * job.seq_len
     step = choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary)
-    return Kernels(_choose_chunk(tokens, model, step), choose_update(4 * width, width))
+    return Kernels(
+        _choose_chunk(tokens, model, step),
+        choose_update(4 * width, width),
+        job.optim.fused if job.optim.fused is not None else _choose_fused_adamw(vocabulary * width),
+    )
+
+
+def _choose_fused_adamw(numbers: int) -> bool:
+    """Time AdamW over a matrix of this many numbers."""
+    numbers = min(numbers, MAX_ADAMW_NUMBERS)
+    gradient = {"w": torch.full((numbers,), 1e-3)}
+
+    def run(fused: bool) -> Callable[[], object]:
+        optimizer = AdamW([("w", torch.zeros(numbers))], {"w": 1e-3}, fused=fused)
+        return lambda: optimizer.step(gradient, 1.0)
+
+    return fastest(f"adamw {numbers}", {"passes": run(False), "fused": run(True)}) == "fused"
 
 
 def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:

@@ -1,0 +1,66 @@
+"""The choice of a step's kernels: what is timed, and when nothing is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.train.tiny import job
+
+from whorl.nn.native import attention, cross_entropy
+from whorl.train.lm import kernels
+from whorl.train.lm.build import build_model
+from whorl.train.lm.kernels import Kernels, choose_kernels
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the timed choices; the last candidate is chosen without a call."""
+    names: list[str] = []
+
+    def last(name: str, candidates: dict[str, object], **_: object) -> str:
+        names.append(name)
+        return list(candidates)[-1]
+
+    for module in ("whorl.nn.attention.causal", "whorl.nn.native.cross_entropy", "whorl.nn.native.update"):
+        monkeypatch.setattr(f"{module}.fastest", last)
+    monkeypatch.setattr(kernels, "fastest", last)
+    monkeypatch.setattr(attention, "_chosen", {})
+    monkeypatch.setattr(cross_entropy, "_chosen", {})
+    return names
+
+
+def test_bf16_job_times_its_shapes(timed: list[str]) -> None:
+    wanted = job(Path("unused"), dtype="bfloat16", batch_size=8, micro_batch_size=2)
+    model = build_model(wanted)
+    chosen = choose_kernels(model, wanted)
+    mixer = model.layer_mixers()[0]
+    vocabulary, width = model.head_weight.shape
+    assert timed[0] == f"attention 2x{mixer.n_heads}x32x{mixer.head_dim} bf16"
+    assert [name.split()[0] for name in timed] == ["attention", "cross_entropy", "head", "update", "adamw"]
+    assert f"head 64x{width}x{vocabulary} bf16" in timed[2]
+    assert chosen.chunk_tokens and chosen.fused_adamw is True
+
+
+def test_forced_fused_adamw_is_not_timed(timed: list[str]) -> None:
+    wanted = job(Path("unused"), dtype="bfloat16", optim={"fused": False})
+    assert choose_kernels(build_model(wanted), wanted).fused_adamw is False
+    assert not any(name.startswith("adamw") for name in timed)
+
+
+def test_fp32_job_times_nothing(timed: list[str]) -> None:
+    wanted = job(Path("unused"))
+    assert choose_kernels(build_model(wanted), wanted) == Kernels() and not timed
+
+
+def test_deterministic_mode_takes_the_defaults() -> None:
+    wanted = job(Path("unused"), dtype="bfloat16")
+    model = build_model(wanted)
+    torch.use_deterministic_algorithms(True)
+    try:
+        chosen = choose_kernels(model, wanted)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    default = max(128, (1 << 20) // len(model.head_weight))
+    assert chosen == Kernels(default, False, False)
