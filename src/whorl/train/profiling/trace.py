@@ -3,8 +3,8 @@
 A trace (torch's profiler, chrome://tracing JSON) is a list of intervals with name, thread, start and duration.
 Operators nest in operators and in the ranges of `profiler.py`.
 
-    part        the innermost range around an operator; C++ kernels (`nn/native`) have theirs by name. The time of compiled
-                code outside of its kernels is "dispatch": guards, launches, allocation
+    part        the innermost range around an operator, or for a C++ kernel (`nn/native`) the part of its name. The time of
+                compiled code outside of its kernels is "dispatch": guards, launches, allocation
     backward    an operator under `autograd::engine::evaluate_function`. Its part is that of the forward operator with the
                 same sequence number. Many forward operators show a number before the one that creates the node uses it,
                 so the last forward operator with that number decides
