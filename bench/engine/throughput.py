@@ -1,19 +1,20 @@
-"""End-to-end tokens/s of Whorl, Hugging Face `generate` and llama.cpp, over the same weights.
+"""Tokens/s of the engine against vLLM, OpenVINO GenAI, llama.cpp and Hugging Face, with the same weights and number type.
 
-    python bench/engine/throughput.py [--quick] [--models 14M,109M] [--batches 1,8,32] [--only ours,hf,llama]
+    python bench/engine/throughput.py --peer vllm=/PATH/bin/python --peer openvino=/PATH/bin/python
+        [--models 14M,109M] [--cells 1,8,32,128,prefill] [--kinds fp32,bf16,int8] [--only ours,vllm] [--rounds 3] [--quick]
 
-Each cell: `batch` prompts of 128 random ids, present at the start, and 128 new tokens each, greedy; prefill counts. The
-contenders alternate `--rounds` times, and the table has their medians. The claims compare the best weight format of each
-side. All use two threads.
+Cells 1, 8 and 32: so many prompts of 128 random ids, present at the start, and 128 new tokens each, greedy, no end token.
+128: prompts of 32, 64 new tokens. prefill: 8 prompts of 1,024 ids, one new token each, counted in prompt tokens. Prefill is
+always part of the time; prefix caches are off.
 
-Bars depend on the CPU: bf16 is the faster type with AMX, fp32 without.
+Every contender runs alone in a separate process, with two threads; the best round counts. The engine and the peers run
+at their own choices of kernels. The table ends with the ratio to the fastest peer of the same type. Bar: 1.2 with AMX, 1.3
+without. "same ids" is the share of ids that equal ours in fp32 (or in the first type measured). In fp32, at least 90 % of
+the first tokens must be equal.
 
-    32 rows       3 x (13.8 M) and 4 x (109.5 M) Hugging Face; 2 x and 1.5 x without AMX
-    8, 32 rows    2 x llama.cpp; 1 x without AMX
-    1 row         1 x llama.cpp at 109.5 M; 1 x Hugging Face's compiled step at 13.8 M, where overhead per step dominates
-
---quick: 32 new tokens, one round, no compilation. Needs transformers, gguf and llama-cpp-python; `--smoke` runs without
-llama-cpp-python. --log FILE appends each median as a JSON line. --folder DIR keeps the peers' files.
+--peer NAME=PYTHON gives the interpreter of vllm, openvino, llama or hf; the default is this one. A peer that its interpreter
+cannot import is left out. Installation: docs/engine.md. --folder DIR keeps the peers' files. --quick: 14M, 8 rows, 32
+new tokens, one round.
 
 llama.cpp crashes on CPUs with AMX (ggml-org/llama.cpp issue 20824). There it must be built without it:
 CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=OFF".
@@ -21,184 +22,230 @@ CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX5
 
 from __future__ import annotations
 
-import gc
 import json
-import statistics
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized, smoke
-from bench.engine.support import models
-from bench.engine.support.ours import Ours, kinds
-from bench.engine.support.peers import HuggingFace, LlamaCpp
+from bench.engine.support import contender, models
+from bench.engine.support.contender import Job, Outcome
+from bench.engine.support.peers import GGUF_NAMES, MODULES
 
-THREADS, PROMPT = 2, sized(128, 16)
+THREADS, TIMEOUT = 2, 900
 NAMES = {"14M": "13.8 M", "109M": "109.5 M"}
-PEERS = {"hf": "Hugging Face generate, best type", "llama": "llama.cpp, best type"}
-Run = Callable[[models.Rows, int], models.Rows]
+TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "llama": "llama.cpp", "hf": "Hugging Face generate"}
+# Name -> rows, prompt length, new tokens.
+CELLS = {
+    "1": (1, sized(128, 16), 128),
+    "8": (8, sized(128, 16), 128),
+    "32": (32, 128, 128),
+    "128": (128, 32, 64),
+    "prefill": (8, 1024, 1),
+}
+MIN_FIRST_IDS = 0.9  # share of first tokens that must be equal in fp32
 
 
-@dataclass
-class Contender:
-    """An implementation; `open` returns its `run(prompts, n_new)` and a function that closes it."""
+@dataclass(frozen=True)
+class Cell:
+    """A shape of work of one model. In a prefill, the prompt's tokens count; otherwise the new ones."""
+
+    model: str
+    name: str
+    rows: int
+    prompt: int
+    n_new: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * (self.n_new if self.n_new > 1 else self.prompt)
+
+    def prompts(self) -> models.Rows:
+        return models.prompts(self.model, self.rows, self.prompt)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender in one cell: tokens/s of each round, and the ids of the last."""
 
     side: str
     kind: str
-    open: Callable[[], tuple[Run, Callable[[], None]]]
+    version: str
+    speeds: list[float]
+    ids: models.Rows
+
+    @property
+    def best(self) -> float:
+        return max(self.speeds)
 
 
-def contenders(files: models.Files, batch: int, n_new: int, compiled: bool) -> list[Contender]:
-    """The contenders of one cell."""
+def interpreters(given: Sequence[str]) -> dict[str, str]:
+    """The interpreter of each peer that can be imported; the others are printed.
 
-    def huggingface(dtype: torch.dtype, is_compiled: bool) -> Callable[[], tuple[Run, Callable[[], None]]]:
-        def opened() -> tuple[Run, Callable[[], None]]:
-            peer = HuggingFace(files.huggingface, dtype, THREADS, is_compiled)
-            return peer.run, lambda: None
-
-        return opened
-
-    def llama(kind: str) -> Callable[[], tuple[Run, Callable[[], None]]]:
-        def opened() -> tuple[Run, Callable[[], None]]:
-            peer = LlamaCpp(files.gguf(kind), batch, PROMPT + n_new, THREADS)
-            return peer.run, peer.close
-
-        return opened
-
-    def ours(kind: str, threads: int) -> Callable[[], tuple[Run, Callable[[], None]]]:
-        def opened() -> tuple[Run, Callable[[], None]]:
-            return Ours(files.name, kind, batch, PROMPT + n_new, threads).run, lambda: None
-
-        return opened
-
-    found = [Contender("ours", kind, ours(kind, THREADS)) for kind in kinds()]
-    if batch == 1:  # in a small step, the overhead of a second thread may exceed its gain
-        found += [Contender("ours", f"{kind}, 1 thread", ours(kind, 1)) for kind in kinds()]
-    found.append(Contender("hf", "fp32", huggingface(torch.float32, False)))
-    found.append(Contender("hf", "bf16", huggingface(torch.bfloat16, False)))
-    if batch == 1 and compiled:
-        found.append(Contender("hf", "fp32 compiled", huggingface(torch.float32, True)))
-        found.append(Contender("hf", "bf16 compiled", huggingface(torch.bfloat16, True)))
-    if not smoke() or find_spec("llama_cpp"):
-        found += [Contender("llama", kind, llama(kind)) for kind in ("f32", "bf16", "f16", "q8_0")]
+    Raises:
+        SystemExit: an option that is not NAME=PYTHON.
+    """
+    chosen = dict.fromkeys(TITLES, sys.executable)
+    for text in given:
+        name, _, python = text.partition("=")
+        if name not in TITLES or not python:
+            sys.exit(f"--peer {text}: expected NAME=PYTHON, NAME one of {', '.join(TITLES)}")
+        chosen[name] = python
+    found = {}
+    for name, python in chosen.items():
+        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULES[name]!r}) is None)"
+        try:
+            missing = subprocess.run([python, "-c", look], env=environment(python)).returncode
+        except OSError as error:
+            sys.exit(f"--peer {name}={python}: {error.strerror}; expected an interpreter")
+        if missing:
+            print(f"left out: {TITLES[name]}, no module {MODULES[name]} in {python}")
+        else:
+            found[name] = python
     return found
 
 
-def measure(
-    chosen: list[Contender], prompts: models.Rows, n_new: int, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each contender's runs, and the share of its ids that equal the first contender's."""
-    opened = {f"{c.side} {c.kind}": c.open() for c in chosen}
-    for name, (run, _) in opened.items():
-        run(prompts, n_new if "compiled" in name else 4)
-    seconds: dict[str, list[float]] = {name: [] for name in opened}
-    texts: dict[str, models.Rows] = {}
-    for number in range(rounds):
-        for name in list(opened) if number % 2 == 0 else list(reversed(opened)):
-            began = time.perf_counter()
-            rows = opened[name][0](prompts, n_new)
-            seconds[name].append(time.perf_counter() - began)
-            assert [len(row) for row in rows] == [n_new] * len(prompts), name
-            texts[name] = rows
-    for _, close in opened.values():
-        close()
-    first = next(iter(texts.values()))
-    same = {
-        name: sum(a == b for one, two in zip(rows, first, strict=True) for a, b in zip(one, two, strict=True))
-        / (n_new * len(prompts))
-        for name, rows in texts.items()
-    }
-    return seconds, same
+def environment(python: str) -> dict[str, str]:
+    """Variables of a contender's process; PYTHONPATH is for this interpreter."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or python == sys.executable}
+    return kept | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 
-def claims(table: dict[tuple[str, int], dict[str, float]], n_new: int, quick: bool) -> None:
-    """Print the claims for the measured cells."""
-    amx = bool(torch.cpu._is_amx_tile_supported())  # type: ignore[attr-defined]
-
-    def compare(cell: tuple[str, int], side: str, bar: float, variant: str) -> None:
-        speeds = table.get(cell, {})
-        # No peer runs in 4 bits here, so Whorl's int4 is shown in the table only.
-        own = {
-            name: speed for name, speed in speeds.items() if name.startswith("ours") and "int4" not in name
-        }
-        ours = max(own.values(), default=None)
-        peer = max((s for name, s in speeds.items() if name.startswith(side)), default=None)
-        if ours is None or peer is None:
-            return
-        claim(
-            f"decoding {NAMES[cell[0]]} parameters, {cell[1]} rows, {PROMPT} in, {n_new} out",
-            ours=round(ours, 1), peer=round(peer, 1), unit="tokens/s",
-            ratio=ours / peer, bar=bar, ok=ours >= bar * peer, samples=[speeds], quick=quick,
-            peer_name=PEERS[side], variant=variant,
+def measure(job: Job, python: str, cells: Sequence[Cell], scratch: Path) -> list[Result] | None:
+    """Run one contender, a result for each cell; None, and a line, if it failed. Raises SystemExit if the engine failed."""
+    file, log = scratch / "job.json", scratch / "job.log"
+    file.write_text(json.dumps(asdict(job)))
+    with log.open("w") as output:
+        done = subprocess.run(
+            [python, contender.__file__, str(file)], env=environment(python), stdout=output, stderr=output, timeout=TIMEOUT
         )  # fmt: skip
+    if done.returncode:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        why = f"{job.side} {job.kind}, {job.model}: exit code {done.returncode}: {(lines or ['nothing'])[-1][:300]}"
+        if job.side == "ours":
+            sys.exit(why)
+        print(f"left out: {why}")
+        return None
+    outcome = Outcome(**json.loads(file.with_suffix(".out").read_text()))
+    rows = zip(cells, outcome.seconds, outcome.ids, strict=True)
+    return [
+        Result(job.side, job.kind, outcome.version, [cell.tokens / s for s in seconds], ids)
+        for cell, seconds, ids in rows
+    ]
 
-    for name, with_amx, without in (("14M", 3.0, 2.0), ("109M", 4.0, 1.5)):
-        size = name.replace("109M", "110M")
-        compare(
-            (name, 32), "hf", with_amx if amx else without, f"{size}-32" + ("-hf" if name == "109M" else "")
-        )
-        for batch in (8, 32):
-            variant = f"{size}-{batch}" + ("-llama" if name == "14M" else "")
-            compare((name, batch), "llama", 2.0 if amx else 1.0, variant)
-    compare(("109M", 1), "llama", 1.0, "110M-1")
-    compare(("14M", 1), "hf", 1.0, "14M-1")
+
+def share_equal(a: models.Rows, b: models.Rows, n: int | None = None) -> float:
+    """Share of equal ids among the first `n` of each row."""
+    pairs = [x == y for one, two in zip(a, b, strict=True) for x, y in zip(one[:n], two[:n], strict=True)]
+    return sum(pairs) / len(pairs)
+
+
+def by_kind(found: Sequence[Result]) -> list[tuple[Result, list[Result]]]:
+    """Ours and the peers, the fastest first, of each type."""
+    ours = [result for result in found if result.side == "ours"]
+    return [
+        (own, sorted((r for r in found if r.kind == own.kind and r is not own), key=lambda r: -r.best)) for own in ours
+    ]  # fmt: skip
+
+
+def show(cell: Cell, found: Sequence[Result]) -> list[str]:
+    """Print a line for each contender of a cell. Returns what is wrong with the ids in fp32."""
+    wrong = []
+    for own, peers in by_kind(found):
+        for result in (own, *peers):
+            name = f"{NAMES[cell.model]:>8}  {cell.name:>7}  {own.kind}  {TITLES.get(result.side, 'ours'):21}"
+            ratio = f"ours / it {own.best / result.best:5.2f}" if result is not own else " " * 15
+            same = share_equal(result.ids, found[0].ids)
+            print(
+                f"{name} {result.best:10,.1f}  {ratio}  same ids {same:4.0%}  {[round(s) for s in result.speeds]}"
+            )
+            if own.kind == "fp32" and (first := share_equal(result.ids, own.ids, 1)) < MIN_FIRST_IDS:
+                wrong.append(f"{name}: {first:.0%} of the first ids are ours")
+    return wrong
+
+
+def claims(cell: Cell, found: Sequence[Result], quick: bool) -> None:
+    """Print a claim for each type that has a peer; under `--smoke` for every type."""
+    amx = bool(torch.cpu._is_amx_tile_supported())  # type: ignore[attr-defined]
+    size, what = cell.model.replace("109M", "110M"), f"{cell.rows} rows, {cell.prompt} in, {cell.n_new} out"
+    if cell.n_new == 1:
+        what = f"prefill of {cell.rows} x {cell.prompt:,}"
+    for own, peers in by_kind(found):
+        if not peers and not smoke():
+            continue
+        best = peers[0] if peers else replace(own, side="none", version="")
+        bar = 1.2 if amx else 1.3
+        claim(
+            f"engine, {NAMES[cell.model]} parameters, {own.kind}, {what}", ours=round(own.best, 1), peer=round(best.best, 1),
+            unit="tokens/s", ratio=own.best / best.best, bar=bar, ok=own.best >= bar * best.best, quick=quick,
+            variant=f"{size}-{cell.name}-{own.kind}", peer_name=f"{TITLES.get(best.side, '')} {best.version}".strip(),
+            samples=[{r.side: [round(s, 1) for s in r.speeds] for r in (own, *peers)}],
+        )  # fmt: skip
 
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--models", default="14M,109M")
-    parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--only", default="", help="contenders by prefix of their name")
-    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--cells", default=",".join(CELLS))
+    parser.add_argument("--kinds", default=",".join(GGUF_NAMES))
+    parser.add_argument("--only", default="", help="contenders; ours always runs")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--log", type=Path)
 
 
 def main() -> None:
-    given = parse(__doc__, arguments, smoke={"quick": True, "models": "14M", "batches": "1"})
-    n_new, rounds = (sized(32, 4), 1) if given.quick else (128, given.rounds or 3)
-    if not find_spec("transformers") or not (smoke() or find_spec("llama_cpp")):
-        print("skipped: needs transformers and llama_cpp (pip install transformers llama-cpp-python)")
+    small = {"quick": True, "cells": "1,8"}
+    given = parse(__doc__, arguments, smoke=small)
+    if given.quick:
+        given.models, given.rounds = "14M", 1
+        given.cells = given.cells if given.cells != ",".join(CELLS) else "8"
+    pythons = {"ours": sys.executable} | interpreters(given.peer)
+    if len(pythons) == 1 and not smoke():
+        print("skipped: no peer is installed (--peer NAME=PYTHON)")
         sys.exit(77)
-    only = tuple(part for part in given.only.split(",") if part)
-    torch.set_num_threads(THREADS)
-    table: dict[tuple[str, int], dict[str, float]] = {}
+    if given.only:
+        pythons = {side: p for side, p in pythons.items() if side == "ours" or side in given.only.split(",")}
+    kinds = given.kinds.split(",")
+    table: dict[Cell, list[Result]] = {}
     with tempfile.TemporaryDirectory() as spare:
-        for name in given.models.split(","):
-            files = models.Files(given.folder or Path(spare), name)
-            for batch in map(int, given.batches.split(",")):
-                chosen = [
-                    c
-                    for c in contenders(files, batch, n_new, not given.quick)
-                    if not only or f"{c.side} {c.kind}".startswith(only)
-                ]
-                found, same = measure(chosen, models.prompts(name, batch, PROMPT), n_new, rounds)
-                cell = {who: batch * n_new / statistics.median(times) for who, times in found.items()}
-                table[name, batch] = cell
-                for who, speed in cell.items():
-                    spread = [round(batch * n_new / t, 1) for t in found[who]]
-                    line = f"{NAMES[name]:>8} {batch:3d} rows  {who:19} {speed:8.1f} tokens/s"
-                    print(f"{line}  same ids {same[who]:.0%}  {spread}", flush=True)
-                    if given.log:
-                        with given.log.open("a") as file:
-                            line = {
-                                "model": name,
-                                "batch": batch,
-                                "who": who,
-                                "tokens_per_second": speed,
-                                "runs": spread,
-                            }
-                            file.write(json.dumps(line) + "\n")
-                gc.collect()
-    claims(table, n_new, given.quick)
+        for model in given.models.split(","):
+            # llama.cpp makes q8_0 from f32
+            ggufs = (
+                [{"int8": "f32"}.get(kind, GGUF_NAMES[kind]) for kind in kinds] if "llama" in pythons else []
+            )
+            files = models.write_files(given.folder or Path(spare), model, ggufs)
+            cells = []
+            for name in given.cells.split(","):
+                rows, prompt, n_new = CELLS[name]
+                cells.append(
+                    Cell(model, name, rows, prompt, sized(32, 4) if given.quick and n_new > 32 else n_new)
+                )
+            batches = [(cell.prompts(), cell.n_new) for cell in cells]
+            for kind in kinds:
+                for side, python in pythons.items():
+                    if side == "hf" and kind == "int8":
+                        continue  # `generate` has no int8 on a CPU
+                    job = Job(side, kind, model, str(files), batches, given.rounds, THREADS)
+                    print(f"{time.strftime('%X')} {model} {kind} {side}", file=sys.stderr, flush=True)
+                    for cell, result in zip(
+                        cells, measure(job, python, cells, Path(spare)) or [], strict=False
+                    ):
+                        table.setdefault(cell, []).append(result)
+    wrong = [line for cell, found in table.items() for line in show(cell, found)]
+    for cell, found in table.items():
+        claims(cell, found, given.quick)
+    if wrong:
+        sys.exit("ids in fp32 differ:\n" + "\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
 13.8 M and 109.5 M parameters. The embedding is tied to the head, so that decoding a token reads every weight once. The
 cost of a token depends on shapes and types only, not on the values of the weights, so no trained model is needed.
 
-    files = Files(folder, "109M")         files.huggingface, files.gguf("f16"): written at first use
+    files = write_files(folder, "109M", ["f32"])         files/hf, files/f32.gguf
 
 Under `--smoke` all names stand for one tiny shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from bench._run import sized
@@ -21,8 +21,7 @@ from whorl.models.exchange.gguf.file import export_gguf
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
-GGUF_TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-Q8_0 = 7  # llama.cpp's number of the file type
+GGUF_TYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 Rows = list[list[int]]
 
 
@@ -59,34 +58,14 @@ def prompts(name: str, rows: int, length: int, seed: int = 1) -> list[list[int]]
     return found
 
 
-class Files:
-    """Files of one model for the peers, in `folder`."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder / name, name
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def huggingface(self) -> Path:
-        """A folder for `LlamaForCausalLM`, fp32."""
-        place = self.folder / "hf"
-        if not place.exists():
-            export_model(model(self.name), place, "llama")
-        return place
-
-    def gguf(self, kind: str) -> Path:
-        """A file in f32, bf16, f16 or q8_0 (int8 with a scale per 32, written by llama.cpp)."""
-        place = self.folder / f"{kind}.gguf"
-        if place.exists():
-            return place
-        if kind in GGUF_TYPES:
-            export_gguf(model(self.name), place, dtype=GGUF_TYPES[kind])
-            return place
-        import llama_cpp
-
-        library: Any = llama_cpp
-        options = library.llama_model_quantize_default_params()
-        options.ftype = Q8_0
-        if library.llama_model_quantize(str(self.gguf("f32")).encode(), str(place).encode(), options):
-            raise RuntimeError("llama.cpp could not write q8_0")
-        return place
+def write_files(folder: Path, name: str, ggufs: Sequence[str]) -> Path:
+    """Write what peers read, unless it is there, and return its folder: `hf`, a folder for `LlamaForCausalLM` in fp32, and
+    GGUF files of the types `ggufs`."""
+    place = folder / name
+    place.mkdir(parents=True, exist_ok=True)
+    if not (place / "hf" / "config.json").exists():
+        export_model(model(name), place / "hf", "llama")
+    for kind in ggufs:
+        if not (place / f"{kind}.gguf").exists():
+            export_gguf(model(name), place / f"{kind}.gguf", dtype=GGUF_TYPES[kind])
+    return place

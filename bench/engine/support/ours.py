@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from bench.engine.support import models
+from bench.engine.support.peers import DTYPES, Sizes
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -77,21 +78,23 @@ def ask(number: int, ids: Sequence[int], max_tokens: int) -> Request:
 
 
 class Ours:
-    """The engine as a contender of `bench/engine/throughput.py`."""
+    """The engine as a contender of `bench/engine/throughput.py`, with the path and the threads that it chooses.
 
-    def __init__(self, name: str, kind: str, rows: int, length: int, threads: int) -> None:
-        self.threads, self.n_requests = threads, 0
+    Args:
+        kind: fp32, bf16 or int8.
+    """
+
+    def __init__(self, name: str, kind: str, sizes: Sizes, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.n_requests = 0
         config = EngineConfig(
-            max_num_seqs=rows,
-            max_model_len=length,
-            kv_cache_tokens=rows * (length + 32),
-            enable_prefix_caching=False,
-        )
-        self.engine = made(name, kind, config, threads)
+            max_num_seqs=sizes.rows, max_model_len=sizes.length, kv_cache_tokens=sizes.tokens + 32 * sizes.rows,
+            enable_prefix_caching=False, weight_dtype="int8" if kind == "int8" else None,
+        )  # fmt: skip
+        self.engine = Engine(models.model(name, DTYPES[kind]), config)
 
     def run(self, prompts: models.Rows, n_new: int) -> models.Rows:
         """Greedy continuations of `n_new` ids each."""
-        torch.set_num_threads(self.threads)
         out: dict[str, list[int]] = {}
         for ids in prompts:
             request = ask(self.n_requests, ids, n_new)
