@@ -211,8 +211,8 @@ def measure(name: str, python: str, folder: Path, rates: Sequence[float], second
     try:
         with server(name, python, folder, 0) as url:
             load(url, 4.0, 2.0, seed=-1)  # connections, compilation
-            for number, rate in enumerate(rates):
-                points.append(load(url, rate, seconds, seed=number))
+            for rate in rates:
+                points.append(load(url, rate, seconds, seed=round(100 * rate)))
                 show(name, points[-1])
                 if len(points) > 1 and max(p.attainment for p in points[-2:]) < 0.5:
                     break
