@@ -64,6 +64,39 @@ def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) 
     assert arena.n_bytes > 0
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("n", "k", "group"), [(1, 8, None), (63, 70, None), (200, 333, 128), (130, 256, 64)])
+def test_tile_products_match_vectors(kind: str, n: int, k: int, group: int | None) -> None:
+    """Tile registers, emulated and (with AMX) real, which agree to the bit; int8 products agree with vectors' too."""
+    check_tiles(LIBRARY, kind, n, k, group)
+
+
+def check_tiles(library: ctypes.CDLL, kind: str, n: int, k: int, group: int | None) -> None:
+    g = torch.Generator().manual_seed(k)
+    weight = torch.randn(n, k, generator=g)
+    matrix = layout.make_matrix(kind, group if kind == "int8" else None, n, k)
+    arena = layout.Arena(library, [matrix])
+    library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 2)
+    step, bf16_rounds = library.whorl_open(), library.whorl_features() & 2
+    for m in (1, 16, 17, 33, 300):
+        x, found = torch.randn(m, k, generator=g), {}
+        for method in {"vectors", "emulated tiles", *layout.usable_methods(library, kind)}:
+            matrix.method, found[method] = layout.METHODS[method], torch.full((m, n), float("nan"))
+            library.whorl_product(
+                step, ctypes.byref(matrix), x.data_ptr(), m, found[method].data_ptr(), 0, 0.0, 2
+            )
+        assert torch.equal(found["emulated tiles"], found.get("tiles", found["emulated tiles"]))
+        if kind == "int8":
+            assert torch.equal(found["emulated tiles"], found["vectors"])
+        else:
+            want = _rounded(x, kind, 0, False).double() @ _rounded(weight, kind, 0, True).double().T
+            torch.testing.assert_close(found["emulated tiles"], want.float(), atol=2e-4, rtol=1e-5)
+            if bf16_rounds:
+                torch.testing.assert_close(found["vectors"], want.float(), atol=2e-4, rtol=1e-5)
+    library.whorl_close(step)
+    assert arena.n_bytes > 0
+
+
 @pytest.mark.parametrize("size", [2, 3, 64])
 def test_activations_match_torch(size: int) -> None:
     """Each activation function over its whole range of inputs."""
@@ -112,6 +145,8 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_portable_product_matches_rounded_weights(kind: str, portable: ctypes.CDLL) -> None:
     check_products(portable, kind, 130, 70, 32)
+    if kind in ("bfloat16", "int8"):
+        check_tiles(portable, kind, 130, 70, 64)
 
 
 def test_portable_step_matches_forward(portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

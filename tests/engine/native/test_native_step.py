@@ -18,6 +18,7 @@ from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep, build, unsupported_reason
 from whorl.engine.native.runner import NativeRunner, autotune, make_runner
 from whorl.errors import ConfigError
+from whorl.machine import kernel_choice
 from whorl.machine.choices import recorded_choices
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
@@ -71,8 +72,9 @@ def test_native_step_bf16_error_is_within_torch_bf16_error() -> None:
 
 def test_native_step_is_batch_invariant() -> None:
     model = llama()
-    for kind in BOUNDS:
+    for kind, method in [*((kind, "vectors") for kind in BOUNDS), ("bfloat16", "emulated tiles")]:
         step = NativeStep(model, 16, weight_dtype=kind, threads=2)
+        step.method = method
         found = []
         for lengths in ([37], [37, 1, 50, 9, 9, 9, 9, 9]):
             texts = Texts(model, 16, lengths)
@@ -147,21 +149,27 @@ def test_measured_path_is_kept_or_unused(tmp_path: Path) -> None:
         torch.use_deterministic_algorithms(False)
     with recorded_choices(tmp_path):
         make_runner(llama(), {None: 4}, 16, 2, 64)
-        (record,) = tmp_path.glob("engine-*.json")
-        for chosen in ({"threads": 1, "use_native": False}, {"threads": 2, "use_native": True}):
+        (record,) = tmp_path.glob("kernel-*.json")
+        for chosen in ("torch", "native, vectors, 1 threads"):
             record.write_text(json.dumps(chosen))
+            kernel_choice._chosen.clear()  # as in another process
             again = make_runner(llama(), {None: 4}, 16, 2, 64)
             assert isinstance(again, NativeRunner)
-            assert {"threads": again.native_step.threads, "use_native": again.use_native} == chosen
+            assert again.use_native == (chosen != "torch")
+        assert (again.native_step.method, again.native_step.threads) == ("vectors", 1)
 
 
-def test_autotune_selects_fastest() -> None:
+def test_autotune_selects_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(llama(), {None: 4}, 16, 2, 64)
     assert isinstance(runner, NativeRunner)
-    seconds = autotune(runner)
-    assert runner.use_native == (min(seconds, key=lambda k: seconds[k]) != "torch")
-    assert f"native, {runner.native_step.threads} threads" in seconds
-    assert "torch" not in autotune(runner, native_only=True)
+    chosen = autotune(runner)
+    ((_, timed),) = [(n, c) for n, c in kernel_choice.kept_choices().items() if c.chosen == chosen][-1:]
+    assert min(timed.seconds.values()) <= timed.seconds[chosen] <= 1.04 * min(timed.seconds.values())
+    assert runner.use_native == (chosen != "torch")
+    monkeypatch.setenv("WHORL_CHOOSE", "engine_step=torch")
+    assert autotune(runner) == "torch" and not runner.use_native
+    with pytest.raises(ConfigError, match="'torch' is impossible"):
+        autotune(runner, native_only=True)
 
 
 def test_hooks_fall_back_to_torch_on_same_pages() -> None:

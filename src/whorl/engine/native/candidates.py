@@ -1,7 +1,7 @@
 """The ways in which the native library computes one product, for choices by timing and for `whorl machine`.
 
     with NativeProducts(n, k) as weight:              a random matrix [n, k], packed once for each way
-        weight.candidates(rows, threads)              {"native float32": work, "native int8": work, ...}
+        weight.candidates(rows, threads)              {"native float32 vectors": work, "native int8 tiles": work, ...}
 
 `make_variants` lists the ways: a further one is a further entry there.
 """
@@ -21,7 +21,15 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 
 def make_variants(n: int, k: int) -> dict[str, layout.Matrix]:
     """Return an empty matrix [n, k] for each way of this library."""
-    return {f"native {kind}": layout.make_matrix(kind, None, n, k) for kind in WEIGHT_DTYPES}
+    library = build.library()
+    variants: dict[str, layout.Matrix] = {}
+    if library is None:
+        return variants
+    for kind in WEIGHT_DTYPES:
+        for method in layout.usable_methods(library, kind):
+            matrix = variants[f"native {kind} {method}"] = layout.make_matrix(kind, None, n, k)
+            matrix.method = layout.METHODS[method]
+    return variants
 
 
 class NativeProducts:
@@ -30,7 +38,7 @@ class NativeProducts:
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
         self._library = build.library()
-        self._variants = {} if self._library is None else make_variants(n, k)
+        self._variants = make_variants(n, k)
         self._step: int | None = None
         if self._library is not None:
             self._step = self._library.whorl_open()

@@ -22,7 +22,8 @@ ACTIVATIONS = {
 MAX_NGRAM_ORDERS = 4  # of n-gram tables
 MATRIX_ALIGNMENT = 64  # bytes: alignment of every matrix
 TILE_BYTES = 64  # of k in a tile register (amx.h)
-METHODS: dict[str, int] = {"vectors": 0, "tiles": 1, "emulated tiles": 2}  # of a product
+METHODS: dict[str, int] = {"vectors": 0, "tiles": 1, "emulated tiles": 2}  # of a product; Method in tiles.h
+TILES_FEATURE = 8  # bit of `whorl_features`
 
 Fields = list[tuple[str, Any]]
 
@@ -119,6 +120,15 @@ def make_matrix(kind: str, group: int | None, n: int, k: int, gated: bool = Fals
     if group is not None and (group < unit or group % unit):
         raise ConfigError(f"weight_group_size is {group}", expected=f"a multiple of {unit}")
     return Matrix(KINDS[kind], group or -(-k // TILE_BYTES) * TILE_BYTES, n, k, int(gated))
+
+
+def usable_methods(library: ctypes.CDLL, kind: str) -> tuple[str, ...]:
+    """Return how matrices of `kind` can be multiplied on this machine, the usually fastest way first.
+
+    Tile registers need AMX, a compiler that knows it, and the kernel's permission.
+    """
+    tiles = kind in ("bfloat16", "int8") and library.whorl_features() & TILES_FEATURE
+    return ("tiles", "vectors") if tiles else ("vectors",)
 
 
 class Arena:

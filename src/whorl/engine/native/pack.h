@@ -71,7 +71,7 @@ inline void pack_integers(const Matrix& w, int64_t block, const float* weights) 
 // Convert one row x[k] to the type of w; `scales` and `sums` [groups] for integers.
 inline void ready_row(const Matrix& w, const float* x, char* to, float* scales, int32_t* sums) {
     const int64_t k_padded = padded(w);
-    if (w.kind == FLOAT32 || (w.kind == BFLOAT16 && sizeof(BfActivation) == 4)) {
+    if (reads_floats(w)) {
         memcpy(to, x, size_t(w.k) * 4);
         for (int64_t k = w.k; k < k_padded; k++) ((float*)to)[k] = 0;
         return;

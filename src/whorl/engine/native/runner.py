@@ -6,17 +6,15 @@
                        deterministic algorithms nothing is timed and torch runs
 
 CPU flags do not decide: a machine may have bf16 products and run faster without, and two threads may share one core. So the
-torch path and the native step, with one thread and with all, run the same small batches on the empty cache. The smallest
-geometric mean of the times wins. Batches that the native step cannot run (adapters, replaced products) use torch, step by
+torch path and the native step, by tile registers and by vectors, with one thread and with all, run the same small batches on the
+empty cache. The fastest wins and is kept for this machine (`machine/kernel_choice.py`). Batches that the native step cannot run (adapters, replaced products) use torch, step by
 step, over the same cache: both write the same pages.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -30,11 +28,11 @@ from whorl.engine.native.step import NativeStep, unsupported_reason
 from whorl.errors import ConfigError
 from whorl.machine.choices import choose_once
 from whorl.machine.device_probe import usable_cores
+from whorl.machine.kernel_choice import fastest
 from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
 
-TIMED_BATCH_SIZES = (1, 8)  # rows of the timed steps
-ROUNDS = 3
+TIMED_BATCH_SIZES = (1, 1, 1, 1, 8)  # rows of the timed steps: one row and several weigh about the same
 
 
 class NativeRunner(ModelRunner):
@@ -124,46 +122,42 @@ def make_runner(
     return runner
 
 
-def autotune(runner: NativeRunner, native_only: bool = False) -> dict[str, float]:
-    """Select the fastest path and number of threads; returns the seconds of each (geometric mean over batch sizes).
-
-    A continued step of a recipe takes those with which it began, and returns nothing (`machine/choices.py`).
+def autotune(runner: NativeRunner, native_only: bool = False) -> str:
+    """Select the fastest path, method and number of threads, and return its name; kept for this machine (`fastest`).
 
     The cache must be empty: its first pages are written.
 
     Args:
         native_only: leave out the torch path.
     """
-    seconds: dict[str, float] = {}
+    step = runner.native_step
+    ways = [(f"native, {method}, {n} threads", (method, n)) for method in step.methods for n in _thread_counts()]
+    settings: dict[str, tuple[str, int] | None] = dict(ways)
+    if not native_only:
+        settings["torch"] = None
+    batches = {rows: _timing_batch(runner, rows) for rows in set(TIMED_BATCH_SIZES)}
 
-    def measure(name: str, run: Callable[[InputBatch], Tensor]) -> None:
-        log_means = []
+    def work(setting: tuple[str, int] | None) -> None:
+        _apply(runner, setting)
         for rows in TIMED_BATCH_SIZES:
-            batch = _timing_batch(runner, rows)
-            run(batch)
-            times = []
-            for _ in range(ROUNDS):
-                started = time.perf_counter()
-                run(batch)
-                times.append(time.perf_counter() - started)
-            log_means.append(math.log(min(times)))
-        seconds[name] = math.exp(sum(log_means) / len(log_means))
+            runner.run(batches[rows])
 
-    def choose() -> dict[str, int | bool]:
-        threads = sorted({1, max(1, usable_cores())})
-        for n in threads:
-            runner.native_step.threads = n
-            measure(f"native, {n} threads", runner.run)
-        fastest = min(threads, key=lambda n: seconds[f"native, {n} threads"])
-        if not native_only:
-            runner.use_native = False
-            measure("torch", runner.run)
-        return {"threads": fastest, "use_native": min(seconds, key=lambda name: seconds[name]) != "torch"}
+    shape = f"{runner.model.config!r} {runner.model.dtype} {step.weight_dtype} {step.group_size}"
+    name = f"engine_step {sha256(shape.encode()).hexdigest()[:16]} {step.weight_dtype}"
+    chosen = fastest(name, {way: partial(work, setting) for way, setting in settings.items()})
+    _apply(runner, settings[chosen])
+    return chosen
 
-    shape = f"{runner.model.config!r} {runner.model.dtype} {native_only}"
-    chosen = choose_once(f"engine-{sha256(shape.encode()).hexdigest()[:16]}", choose)
-    runner.native_step.threads, runner.use_native = chosen["threads"], chosen["use_native"]
-    return seconds
+
+def _apply(runner: NativeRunner, setting: tuple[str, int] | None) -> None:
+    runner.use_native = setting is not None
+    if setting is not None:
+        runner.native_step.method, runner.native_step.threads = setting
+
+
+def _thread_counts() -> list[int]:
+    """The default, all usable cores, first."""
+    return sorted({1, max(1, usable_cores())}, reverse=True)
 
 
 def _timing_batch(runner: ModelRunner, batch_size: int) -> InputBatch:

@@ -83,6 +83,9 @@ class NativeStep:
         self.weights = PackedWeights(
             library, model, self.weight_dtype, weight_group_size, page_size, self.threads, max_positions
         )
+        self.group_size = weight_group_size
+        self.methods = layout.usable_methods(library, self.weight_dtype)
+        self.method = self.methods[0]
         self.vocab_size = model.config.vocab_size
         self.uses_ngrams = model.ngram_context > 0
         self._caches = (layout.LayerCache * len(self.weights.layers))()
@@ -96,6 +99,16 @@ class NativeStep:
             if model.max_positions is None
             else min(MIN_ROTARY_POSITIONS, model.max_positions)
         )
+
+    @property
+    def method(self) -> str:
+        """How the matrices are multiplied: a key of `layout.METHODS`. It changes the last bits of bfloat16 products."""
+        return self._method
+
+    @method.setter
+    def method(self, method: str) -> None:
+        self.weights.set_method(method)
+        self._method = method
 
     @property
     def n_bytes(self) -> int:

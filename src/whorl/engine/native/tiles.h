@@ -73,9 +73,11 @@ typedef bf16 BfActivation;
 typedef float BfActivation;  // no instruction for pairs: activations are not rounded
 #endif
 
-INLINE int64_t activation_bytes(const Matrix& w) {
-    return w.kind == FLOAT32 ? 4 : w.kind == BFLOAT16 ? int64_t(sizeof(BfActivation)) : 1;
+// Whether activations stay fp32 for this matrix.
+INLINE bool reads_floats(const Matrix& w) {
+    return w.kind == FLOAT32 || (w.kind == BFLOAT16 && w.method == VECTORS && sizeof(BfActivation) == 4);
 }
+INLINE int64_t activation_bytes(const Matrix& w) { return reads_floats(w) ? 4 : w.kind == BFLOAT16 ? 2 : 1; }
 
 // Four products of unsigned and signed bytes, added to each of 16 sums.
 INLINE Ints dot4(Ints sum, Ints u, Ints s) {

@@ -103,6 +103,11 @@ class PackedWeights:
             self.arena = layout.Arena(library, [m for m, _ in self._matrices])
             self.refresh()
 
+    def set_method(self, method: str) -> None:
+        """Set how every matrix is multiplied: a key of `layout.METHODS`. Packed weights serve all of them."""
+        for matrix, _ in self._matrices:
+            matrix.method = layout.METHODS[method]
+
     def refresh(self) -> None:
         """Pack the model's current weights."""
         with torch.no_grad():
