@@ -1,8 +1,8 @@
 // A dense decoder as numbers and addresses; engine/native/layout.py mirrors these structures field by field.
 #pragma once
 
-#include "attention.h"
 #include "product.h"
+#include "tile_attention.h"
 
 enum NormKind : int32_t { NO_NORM = 0, RMS, LAYER };
 

@@ -64,7 +64,9 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
     bool branch = false;
     Ready input{}, second{}, between{};
     const Heads& h0 = model.layers[0].heads;
-    const int64_t group0 = h0.n_heads / h0.n_kv_heads, most = group0 < QUERIES ? QUERIES / group0 : 1;
+    const bool tiles = sizeof(T) == 2 && model.layers[0].qkv.method != VECTORS && attends_by_tiles(h0);
+    const int64_t group0 = h0.n_heads / h0.n_kv_heads, queries = tiles ? TILE_QUERIES : QUERIES;
+    const int64_t most = group0 < queries ? queries / group0 : 1;
     for (int64_t row = 0; row < batch.rows; row++) {
         const int64_t tokens = batch.starts[row + 1] - batch.starts[row];
         split |= tokens > most;
@@ -79,6 +81,7 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         larger(y, layer.out.k);
         larger(hidden, layer.down.k);
         larger(room, attention_room(layer.heads, most * group));
+        if (attends_by_tiles(layer.heads)) larger(room, tile_attention_room(layer.heads, most * group));
         branch |= layer.mixer_after.kind || layer.mlp_after.kind;
         input = step.input.reserve(layer.qkv, n);
         second = step.second.reserve(layer.up, n);

@@ -109,10 +109,19 @@ struct Run {
         const Cache<T> cache{(T*)kept.k, (T*)kept.v, kept.page, kept.head, kept.position};
         const int64_t hd = h.head_dim, group = h.n_heads / h.n_kv_heads, width = h.n_heads * hd;
         const int64_t start = batch.starts[piece.row], tokens = batch.starts[piece.row + 1] - start;
-        const int64_t t = start + piece.from;
-        attend(h, cache, kept.pages + piece.row * kept.pages_stride, kv, batch.lengths[piece.row] - tokens + piece.from,
-               piece.to - piece.from, qkv + t * qkv_width + kv * group * hd, qkv_width, y + t * width + kv * group * hd,
-               width, room);
+        const int64_t t = start + piece.from, n = piece.to - piece.from;
+        const auto run = [&](auto&& by) {
+            by(h, cache, kept.pages + piece.row * kept.pages_stride, kv, batch.lengths[piece.row] - tokens + piece.from, n,
+               qkv + t * qkv_width + kv * group * hd, qkv_width, y + t * width + kv * group * hd, width, room);
+        };
+        if constexpr (sizeof(T) == 2) {
+            const bool by_tiles = attends_by_tiles(h) && n * group >= MIN_TILE_QUERIES;
+#ifdef WHORL_AMX
+            if (by_tiles && layer.qkv.method == TILES) return run(attend_by_tiles<HardwareTiles>);
+#endif
+            if (by_tiles && layer.qkv.method == EMULATED_TILES) return run(attend_by_tiles<EmulatedTiles>);
+        }
+        run(attend<T>);
     }
 
     void operator()(Team& team, float* logits) {

@@ -1,0 +1,203 @@
+// The attention of attention.h for many queries of one key head, by tile registers: prefill chunks over a bf16 cache.
+//
+// A step reads 64 keys. Keys are transposed in pairs of features and values are interleaved in pairs of positions, as a right
+// operand needs; up to 64 queries share that work. Scores of 32 queries are two rows of tiles, their running softmax is as in
+// attention.h, and the probabilities, rounded to bf16, multiply the values. Sums and the running output are fp32.
+//
+// Subtle: values outside of the row are set to 0, since a probability of 0 times NaN is NaN. Keys need no such care: their
+// scores are replaced before use.
+#pragma once
+
+#include "amx.h"
+#include "attention.h"
+
+constexpr int MIN_TILE_QUERIES = 8, TILE_QUERIES = 64, TILE_KEYS = 64, GROUP = 2 * TILE_LINES;
+
+INLINE bool attends_by_tiles(const Heads& h) { return h.head_dim % 32 == 0 && h.page_size % TILE_LINES == 0; }
+
+// Scratch size, in floats.
+INLINE int64_t tile_attention_room(const Heads& h, int64_t queries) {
+    const int64_t n = round_up(queries, GROUP), d = h.head_dim;
+    return n * d / 2 + n * d + GROUP * TILE_KEYS * 3 / 2 + TILE_KEYS * d + 2 * n + 64;
+}
+
+// 2^x to 4e-5 of its value, for -126 <= x <= 0; smaller x give 2^-126.
+INLINE Lanes power_of_two(Lanes x) {
+    const Lanes magic = all(12582912.0f);  // 1.5 * 2^23
+    x = max_lanes(x, all(-126.0f));
+    const Lanes shifted = x + magic, r = x - (shifted - magic);
+    Lanes p = all(9.61812911e-3f);
+    p = p * r + 5.55041087e-2f;
+    p = p * r + 2.40226507e-1f;
+    p = p * r + 6.93147181e-1f;
+    p = p * r + 1.0f;
+    return (Lanes)((Ints)p + (((Ints)shifted - (Ints)magic) << 23));
+}
+
+INLINE void store_narrow(bf16* to, Lanes x) {
+#ifdef __AVX512BF16__
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(to, &half, sizeof half);
+#else
+    for (int i = 0; i < WIDTH; i++) to[i] = narrow(x[i]);
+#endif
+}
+
+// As `soften`, for 64 scores -> probabilities in bf16; `most` is in units of log2.
+INLINE float soften64(const float* scores, bf16* probabilities, int from, int to, float softcap, float& most, float& sum) {
+    const float log2e = 1.44269504f;
+    if (to <= from) {
+        memset(probabilities, 0, TILE_KEYS * sizeof(bf16));
+        return 1.0f;
+    }
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const bool partly = from > 0 || to < TILE_KEYS;
+    Lanes s[4], highest = all(LOWEST);
+    UNROLL for (int h = 0; h < 4; h++) {
+        s[h] = load_lanes(scores + h * WIDTH);
+        if (softcap != 0) s[h] = softcap * tanh_lanes(s[h] / softcap);
+        s[h] *= log2e;
+        if (partly) s[h] = (lane + h * WIDTH >= from) & (lane + h * WIDTH < to) ? s[h] : all(LOWEST);
+        highest = max_lanes(highest, s[h]);
+    }
+    const float here = max_of(highest), now = here > most ? here : most;
+    Lanes total{};
+    UNROLL for (int h = 0; h < 4; h++) {
+        Lanes p = power_of_two(s[h] - now);
+        if (partly) p = (Lanes)((Ints)p & ((lane + h * WIDTH >= from) & (lane + h * WIDTH < to)));
+        store_narrow(probabilities + h * WIDTH, p);
+        total += p;
+    }
+    const float correction = now == most ? 1.0f : power_of_two(all(most - now))[0];
+    sum = sum * correction + sum_lanes(total);
+    most = now;
+    return correction;
+}
+
+// Keys [start, start + 64) -> [4][d / 32] tiles of feature pairs by keys, values -> [2][d / 16] tiles of position pairs by
+// features. Tiles without a position in [first, last] are 0, and so are values outside.
+INLINE void turn_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* pages, int64_t kv, int64_t start, int64_t first,
+                       int64_t last, float* keys, float* values) {
+    const int64_t d = h.head_dim, tile = TILE_LINES * WIDTH;
+    for (int side = 0; side < TILE_KEYS / TILE_LINES; side++) {
+        const int64_t p0 = start + side * TILE_LINES;
+        float* to = keys + side * (d / 32) * tile;
+        // lines of this side: half of the tiles of 32 positions
+        float* into = values + side / 2 * (d / 16) * tile + side % 2 * (TILE_LINES / 2) * WIDTH;
+        if (p0 > last || p0 + TILE_LINES <= first) {
+            memset(to, 0, size_t(d / 32 * tile) * 4);
+            for (int64_t c = 0; c < d / 16; c++) memset(into + c * tile, 0, size_t(tile / 2) * 4);
+            continue;
+        }
+        const int64_t at = cache.at(h, pages, kv, p0), stride = cache.position;
+        for (int64_t c = 0; c < d / 32; c++) {
+            Lanes rows[WIDTH];
+            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = load<Lanes>(cache.k + at + j * stride + c * 32);
+            transpose16(rows, to + c * tile, WIDTH);
+        }
+        for (int j = 0; j < TILE_LINES; j += 2) {
+            const bf16 *even = cache.v + at + j * stride, *odd = even + stride;
+            const bool has_even = p0 + j >= first && p0 + j <= last, has_odd = p0 + j + 1 >= first && p0 + j + 1 <= last;
+            for (int64_t c = 0; c < d / 16; c++) {
+                Bits pair{};
+                if (has_even) pair = __builtin_convertvector(load<Halves>(even + c * WIDTH), Bits);
+                if (has_odd) pair |= __builtin_convertvector(load<Halves>(odd + c * WIDTH), Bits) << 16;
+                store((Bits*)(into + c * tile + j / 2 * WIDTH), pair);
+            }
+        }
+    }
+}
+
+// Arguments as of `attend`.
+template <class Tiles>
+void attend_by_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* pages, int64_t kv, int64_t position,
+                     int64_t tokens, const float* q, int64_t q_stride, float* y, int64_t y_stride, float* room) {
+    const int64_t group = h.n_heads / h.n_kv_heads, n = tokens * group, d = h.head_dim, padded_n = round_up(n, GROUP);
+    const int64_t tile = TILE_LINES * WIDTH;
+    room = (float*)round_up(int64_t(room), 64);
+    float *out = room, *keys = out + padded_n * d, *values = keys + TILE_KEYS * d / 2, *scores = values + TILE_KEYS * d / 2;
+    bf16 *probabilities = (bf16*)(scores + GROUP * TILE_KEYS), *queries = probabilities + GROUP * TILE_KEYS;
+    float *most = (float*)(queries + padded_n * d), *sum = most + padded_n;
+    memset(out, 0, size_t(padded_n * d) * 4);
+    for (int64_t i = 0; i < padded_n; i++) {
+        const float* from = q + i / group * q_stride + i % group * d;
+        for (int64_t c = 0; c < d; c += WIDTH)
+            store_narrow(queries + i * d + c, i < n ? load_lanes(from + c) * h.scale : Lanes{});
+        most[i] = LOWEST;
+        sum[i] = 0;
+    }
+    Tiles tiles;
+    tiles.shape(TileShapes());
+    const int64_t last = position + tokens - 1;
+    const int64_t first = h.window > 0 && position - h.window + 1 > 0 ? position - h.window + 1 : 0;
+    for (int64_t start = first / TILE_KEYS * TILE_KEYS; start <= last; start += TILE_KEYS) {
+        turn_tiles(h, cache, pages, kv, start, first, last, keys, values);
+        for (int64_t r = 0; r < n; r += GROUP) {
+            if (position + (r + GROUP - 1) / group < start) continue;  // all keys are later
+            for (int side = 0; side < 4; side += 2) {
+                tiles.template clear<0>();
+                tiles.template clear<1>();
+                tiles.template clear<2>();
+                tiles.template clear<3>();
+                for (int64_t c = 0; c < d / 32; c++) {
+                    tiles.template load<4>(queries + r * d + c * 32, 2 * d);
+                    tiles.template load<6>(keys + (side * (d / 32) + c) * tile, 64);
+                    tiles.template add_pairs<0, 4, 6>();
+                    tiles.template load<7>(keys + ((side + 1) * (d / 32) + c) * tile, 64);
+                    tiles.template add_pairs<1, 4, 7>();
+                    tiles.template load<5>(queries + (r + TILE_LINES) * d + c * 32, 2 * d);
+                    tiles.template add_pairs<2, 5, 6>();
+                    tiles.template add_pairs<3, 5, 7>();
+                }
+                float *to = scores + side * WIDTH, *below = to + TILE_LINES * TILE_KEYS;
+                tiles.template store<0>(to, 4 * TILE_KEYS);
+                tiles.template store<1>(to + WIDTH, 4 * TILE_KEYS);
+                tiles.template store<2>(below, 4 * TILE_KEYS);
+                tiles.template store<3>(below + WIDTH, 4 * TILE_KEYS);
+            }
+            for (int64_t i = 0; i < GROUP; i++) {
+                const int64_t own = position + (r + i) / group - start;  // position among the 64
+                const int64_t low = h.window > 0 && own - h.window + 1 > 0 ? own - h.window + 1 : 0;
+                const int64_t high = r + i < n ? own + 1 < TILE_KEYS ? own + 1 : TILE_KEYS : 0;
+                const float correction = soften64(scores + i * TILE_KEYS, probabilities + i * TILE_KEYS, int(low), int(high),
+                                                  h.softcap, most[r + i], sum[r + i]);
+                if (correction != 1.0f)
+                    for (int64_t c = 0; c < d; c += WIDTH)
+                        store(out + (r + i) * d + c, load_lanes(out + (r + i) * d + c) * correction);
+            }
+            for (int64_t c = 0; c < d / 16; c += 2) {
+                float *to = out + r * d + c * WIDTH, *below = to + TILE_LINES * d;
+                tiles.template load<0>(to, 4 * d);
+                tiles.template load<1>(to + WIDTH, 4 * d);
+                tiles.template load<2>(below, 4 * d);
+                tiles.template load<3>(below + WIDTH, 4 * d);
+                for (int64_t s = 0; s < 2; s++) {
+                    tiles.template load<4>(probabilities + s * 32, 2 * TILE_KEYS);
+                    tiles.template load<6>(values + (s * (d / 16) + c) * tile, 64);
+                    tiles.template add_pairs<0, 4, 6>();
+                    tiles.template load<7>(values + (s * (d / 16) + c + 1) * tile, 64);
+                    tiles.template add_pairs<1, 4, 7>();
+                    tiles.template load<5>(probabilities + TILE_LINES * TILE_KEYS + s * 32, 2 * TILE_KEYS);
+                    tiles.template add_pairs<2, 5, 6>();
+                    tiles.template add_pairs<3, 5, 7>();
+                }
+                tiles.template store<0>(to, 4 * d);
+                tiles.template store<1>(to + WIDTH, 4 * d);
+                tiles.template store<2>(below, 4 * d);
+                tiles.template store<3>(below + WIDTH, 4 * d);
+            }
+        }
+    }
+    const float log2e = 1.44269504f;
+    for (int64_t i = 0; i < n; i++) {
+        float total = sum[i];
+        if (h.sink) {
+            const float sink = h.sink[kv * group + i % group] * log2e, now = sink > most[i] ? sink : most[i];
+            const float shrink = power_of_two(all(most[i] - now))[0];
+            total = total * shrink + power_of_two(all(sink - now))[0];
+            for (int64_t c = 0; c < d; c++) out[i * d + c] *= shrink;
+        }
+        float* to = y + i / group * y_stride + i % group * d;
+        for (int64_t c = 0; c < d; c++) to[c] = out[i * d + c] / total;
+    }
+}
