@@ -12,8 +12,8 @@
 // int8 products are exact in int32 and equal in both ways.
 //
 // The tile registers need a permission of the kernel (Intel 64 and IA-32 Architectures Software Developer's Manual, vol. 1,
-// ch. 18; Linux Documentation/arch/x86/xstate.rst). Threads ask for it themselves: a thread of a process that was not asked
-// would be killed at its first tile. `EmulatedTiles` computes the same in plain C++, for tests on any CPU.
+// ch. 18; Linux Documentation/arch/x86/xstate.rst). Every thread requests it before its
+// first tile; without it, the process would be killed there. `EmulatedTiles` computes the same in plain C++, for tests on any CPU.
 #pragma once
 
 #include "tiles.h"
@@ -38,7 +38,7 @@ struct alignas(64) TileShapes {
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define WHORL_AMX 1
 
-// Asks the kernel for the tile registers, once in each thread. False: refused, or a kernel before Linux 5.16.
+// Requests the tile registers from the kernel, once in each thread. False: refused, or a kernel before Linux 5.16.
 INLINE bool tiles_permitted() {
     thread_local const bool permitted = [] {
         const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

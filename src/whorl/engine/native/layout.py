@@ -125,7 +125,7 @@ def make_matrix(kind: str, group: int | None, n: int, k: int, gated: bool = Fals
 def usable_methods(library: ctypes.CDLL, kind: str) -> tuple[str, ...]:
     """Return how matrices of `kind` can be multiplied on this machine, the usually fastest way first.
 
-    Tile registers need AMX, a compiler that knows it, and the kernel's permission.
+    Tile registers need AMX, a compiler with support for it, and the kernel's permission.
     """
     tiles = kind in ("bfloat16", "int8") and library.whorl_features() & TILES_FEATURE
     return ("tiles", "vectors") if tiles else ("vectors",)

@@ -131,7 +131,9 @@ def autotune(runner: NativeRunner, native_only: bool = False) -> str:
         native_only: leave out the torch path.
     """
     step = runner.native_step
-    ways = [(f"native, {method}, {n} threads", (method, n)) for method in step.methods for n in _thread_counts()]
+    ways = [
+        (f"native, {method}, {n} threads", (method, n)) for method in step.methods for n in _thread_counts()
+    ]
     settings: dict[str, tuple[str, int] | None] = dict(ways)
     if not native_only:
         settings["torch"] = None
