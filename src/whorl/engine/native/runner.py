@@ -6,9 +6,9 @@
                        deterministic algorithms nothing is timed and torch runs
 
 CPU flags do not decide: a machine may have bf16 products and run faster without, and two threads may share one core. So the
-torch path and the native step, by tile registers and by vectors, with one thread and with all, run the same small batches on the
-empty cache. The fastest wins and is kept for this machine (`machine/kernel_choice.py`). Batches that the native step cannot run (adapters, replaced products) use torch, step by
-step, over the same cache: both write the same pages.
+torch path and the native step, by tile registers and by vectors, with one thread and with all, run the same small batches on
+the empty cache. The fastest wins and is kept for this machine (`machine/kernel_choice.py`). Batches that the native step
+cannot run (adapters, replaced products) use torch, step by step, over the same cache: both write the same pages.
 """
 
 from __future__ import annotations
