@@ -144,8 +144,10 @@ def autotune(runner: NativeRunner, native_only: bool = False) -> str:
         for rows in TIMED_BATCH_SIZES:
             runner.run(batches[rows])
 
-    shape = f"{runner.model.config!r} {runner.model.dtype} {step.weight_dtype} {step.group_size}"
-    name = f"engine_step {sha256(shape.encode()).hexdigest()[:16]} {step.weight_dtype}"
+    c = runner.model.config
+    shape = f"{c!r} {runner.model.dtype} {step.group_size}"
+    digest = sha256(shape.encode()).hexdigest()[:8]
+    name = f"engine_step {c.n_layers}x{c.d_model}/{c.vocab_size} {digest} {step.weight_dtype}"
     chosen = fastest(name, {way: partial(work, setting) for way, setting in settings.items()})
     _apply(runner, settings[chosen])
     return chosen
