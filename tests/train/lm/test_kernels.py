@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.train.tiny import job
 
-from whorl.nn.native import attention, cross_entropy
+from whorl.nn.native import attention, cross_entropy, mlp
 from whorl.train.lm import kernels
 from whorl.train.lm.build import build_model
 from whorl.train.lm.kernels import Kernels, choose_kernels
@@ -23,11 +23,12 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return list(candidates)[-1]
 
-    for module in ("whorl.nn.attention.causal", "whorl.nn.native.cross_entropy", "whorl.nn.native.update"):
-        monkeypatch.setattr(f"{module}.fastest", last)
+    for module in ("attention.causal", "native.cross_entropy", "native.mlp", "native.update"):
+        monkeypatch.setattr(f"whorl.nn.{module}.fastest", last)
     monkeypatch.setattr(kernels, "fastest", last)
     monkeypatch.setattr(attention, "_chosen", {})
     monkeypatch.setattr(cross_entropy, "_chosen", {})
+    monkeypatch.setattr(mlp, "_chosen", {})
     return names
 
 
@@ -38,8 +39,10 @@ def test_bf16_job_times_its_shapes(timed: list[str]) -> None:
     mixer = model.layer_mixers()[0]
     vocabulary, width = model.head_weight.shape
     assert timed[0] == f"attention 2x{mixer.n_heads}x32x{mixer.head_dim} bf16"
-    assert [name.split()[0] for name in timed] == ["attention", "cross_entropy", "head", "update", "adamw"]
-    assert f"head 64x{width}x{vocabulary} bf16" in timed[2]
+    expected = ["attention", "mlp", "cross_entropy", "head", "update", "adamw"]
+    assert [name.split()[0] for name in timed] == expected
+    assert timed[1] == f"mlp 64x{width}x{wanted.model.mlp_hidden} bf16"
+    assert f"head 64x{width}x{vocabulary} bf16" in timed[3]
     assert chosen.chunk_tokens and chosen.fused_adamw is True
 
 

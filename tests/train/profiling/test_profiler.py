@@ -154,7 +154,7 @@ def test_read_trace_flops_match_torch_counter(work: Any, tmp_path: Path) -> None
 
 
 def test_estimate_cost_bytes_of_other_ops() -> None:
-    f, tables = "float", ["TensorList", "TensorList"]
+    f, b, tables = "float", "c10::BFloat16", ["TensorList", "TensorList"]
     for name, shapes, types, cost in (
         ("add", [[8, 4], [8, 4], []], [f, f, "Scalar"], (32, 3 * 128)),
         ("copy_", [[8], [8], []], [f, "c10::BFloat16", ""], (0, 8 * 4 + 8 * 2)),
@@ -162,6 +162,12 @@ def test_estimate_cost_bytes_of_other_ops() -> None:
         ("embedding", [[1000, 16], [3]], [f, "long int"], (0, 3 * (8 + 2 * 16 * 4))),
         ("gather", [[64, 1000], [], [64, 1]], [f, "Scalar", "long int"], (0, 64 * 16)),
         ("index", [[64, 16], []], [f, ""], (0, 64 * (8 + 2 * 16 * 4))),
+        (
+            "mlp_backward",
+            [[8, 4], [8, 4], [8, 16], [16, 4], [4, 16]],
+            [b] * 3 + [f] * 2,
+            (8 * 8 * 4 * 16, 960),
+        ),
         ("add", [], [], (0, 0)),
     ):
         assert trace.estimate_cost(f"aten::{name}", shapes, types) == cost, name

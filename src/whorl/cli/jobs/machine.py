@@ -49,7 +49,7 @@ def machine(
 
     Each line of the table has a product, the fastest way (the choice), its rate, and the rates of the other ways. Its bound
     is the best measured GEMM rate of the type, or the memory bandwidth. Low shares in lines with many calls show
-    what limits a step. Choices are kept for this machine, and training and sampling use them.
+    what limits a step. Choices are kept for this machine. Pretraining times its kernels in the same way when it begins.
 
     WHORL_CHOOSE=weight_gradient=transposed,head=512 forces choices; the part before "=" is the first word of a line.
 

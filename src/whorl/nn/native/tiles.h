@@ -5,6 +5,9 @@
 #include "numbers.h"
 
 #include <cstdlib>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -99,6 +102,8 @@ static void multiply(const bf16* left, int64_t left_stride, int64_t left_step, i
 #endif
 }
 
+constexpr size_t HUGE_PAGE = 1 << 21;
+
 // One thread's memory, kept between calls.
 struct Scratch {
     char* data = nullptr;
@@ -107,7 +112,12 @@ struct Scratch {
         used = 0;
         if (size >= bytes) return true;
         free(data);
-        data = (char*)aligned_alloc(64, (bytes + 63) / 64 * 64);
+        const size_t unit = bytes < HUGE_PAGE ? 64 : HUGE_PAGE;
+        const size_t whole = (bytes + unit - 1) / unit * unit;
+        data = (char*)aligned_alloc(unit, whole);
+#ifdef MADV_HUGEPAGE
+        if (data && unit == HUGE_PAGE) madvise(data, whole, MADV_HUGEPAGE);
+#endif
         size = data ? bytes : 0;
         return data != nullptr;
     }

@@ -1,6 +1,7 @@
 """The kernels of a pretraining step on a CPU, chosen by timing for the shapes of a job, before the step is compiled.
 
     attention       blocked products in torch, or C++ on tiles         nn/attention/causal.py
+    mlp             products in torch, or C++ on tiles                 nn/mlp.py
     cross_entropy   compiled, or C++ in one reading                    nn/native/cross_entropy.py
     head            tokens whose logits are held at a time             objectives/next_token.py
     update          the optimizer's passes, in torch or in C++         nn/native/update.py
@@ -18,6 +19,7 @@ import torch
 
 from whorl.machine.kernel_choice import fastest
 from whorl.models import LanguageModel
+from whorl.nn import mlp
 from whorl.nn.attention.causal import choose_path
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.kernels.dispatch import logits_step
@@ -55,6 +57,9 @@ def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
         choose_path(rows, heads, job.seq_len, head_dim)
     vocabulary, width = model.head_weight.shape
     tokens = rows * job.seq_len
+    plain = (m for m in model.modules() if isinstance(m, mlp.MLP) and m.is_plain_relu2)
+    for d, hidden in sorted({(m.up.weight.shape[1], m.up.weight.shape[0]) for m in plain}):
+        mlp.choose_path(tokens, d, hidden)
     step = choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary)
     return Kernels(
         _choose_chunk(tokens, model, step),

@@ -49,6 +49,7 @@ CLASSES = (MATMULS, ATTENTION, POINTWISE, REDUCTIONS, LOOKUPS, COPIES, WAITING, 
 
 _MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "_linear_pointwise", "mkldnn_linear", "_scaled_mm",
+    "mlp", "mlp_backward",
 }  # fmt: skip
 _SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
 _REDUCTIONS = _SOFTMAX | {
@@ -81,6 +82,8 @@ _NATIVE_PARTS = {
     "whorl::causal_attention": "attention",
     "whorl::causal_attention_backward": "attention",
     "whorl::cross_entropy_": "head, loss",
+    "whorl::mlp": "MLP, experts",
+    "whorl::mlp_backward": "MLP, experts",
 }
 _COMPILED = (
     "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "CompiledFunction", "## Call CompiledFxGraph",
@@ -336,6 +339,9 @@ def _matmul_cost(shapes: list[list[int]], bare: str) -> tuple[float, float]:
     if len(shapes) < 2 or not shapes[0] or not shapes[1]:
         return 0.0, 0.0
     a, b = shapes[0], shapes[1]
+    if bare in ("mlp", "mlp_backward"):  # of nn/native: the weights come last
+        out = math.prod(a)
+        return (4.0 if bare == "mlp" else 8.0) * out * shapes[-2][0], float(out)
     if bare in ("_linear_pointwise", "mkldnn_linear"):
         out = math.prod(a[:-1]) * (b[0] if b[-1] == a[-1] else b[-1])
     elif len(b) == 1:

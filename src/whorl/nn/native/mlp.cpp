@@ -1,0 +1,172 @@
+// The MLP  y = relu(x U^T)^2 D^T  of a transformer block (`nn/mlp.py`) and its gradients, in bf16 on tiles. The activation
+// runs on each block of sums while it is in cache. Weights and their gradients are fp32, without copies in bf16.
+//
+// Forward, by blocks of rows: r = relu(x U^T), which the backward reads, a = r^2, y = a D^T. Backward, by sections of rows
+// whose operands stay in the second-level cache, and in them by blocks of 32 hidden units:
+//
+//     dh = 2 r (dy D),    dU (+)= dh^T x,    dD (+)= dy^T a;    after all units    dx = dh U
+//
+// One thread. Rows and both widths are multiples of 32. All matrices are contiguous; r, a and dh are stored as blocks of
+// 32 x 32 numbers, [row / 32][unit / 32], so that blocks are written and read without strides.
+#include "tiles.h"
+
+#include <algorithm>
+
+static thread_local Scratch scratch;
+constexpr int64_t AREA = BLOCK * BLOCK;
+constexpr int64_t FORWARD_ROWS = 64;
+constexpr int64_t SECTION_BYTES = 3 << 18;
+
+// Two rows of 32 numbers side by side: number c of both in pair c.
+static inline void interleave(const bf16* low, const bf16* high, pair* left, pair* right) {
+#pragma omp simd
+    for (int64_t c = 0; c < SIDE; c++) left[c] = pair(low[c]) | pair(high[c]) << 16;
+#pragma omp simd
+    for (int64_t c = 0; c < SIDE; c++) right[c] = pair(low[SIDE + c]) | pair(high[SIDE + c]) << 16;
+}
+
+static inline void narrow(const float* from, bf16* to, int64_t n) {
+#pragma omp simd
+    for (int64_t c = 0; c < n; c++) to[c] = bf16(rounded(from[c]));
+}
+
+// W [n][k] as the right operand of X W^T, in the order [n / 16][k / 32].
+static void pack_transposed(const float* w, int64_t rows, int64_t columns, bf16* to) {
+    alignas(64) bf16 block[SIDE * DEPTH];
+    for (int64_t n = 0; n < rows; n += SIDE)
+        for (int64_t k = 0; k < columns; k += DEPTH, to += TILE) {
+            for (int64_t i = 0; i < SIDE; i++) narrow(w + (n + i) * columns + k, block + i * DEPTH, DEPTH);
+            transpose((const pair*)block, SIDE, (pair*)to, SIDE);
+        }
+}
+
+// W [k][n] as the right operand of X W, in the order [n / 16][k / 32].
+static void pack(const float* w, int64_t rows, int64_t columns, bf16* to) {
+    alignas(64) bf16 low[BLOCK], high[BLOCK];
+    const int64_t steps = rows / DEPTH;
+    for (int64_t k = 0; k < rows; k += 2)
+        for (int64_t n = 0; n < columns; n += BLOCK) {
+            narrow(w + k * columns + n, low, BLOCK);
+            narrow(w + (k + 1) * columns + n, high, BLOCK);
+            pair* at = (pair*)(to + (n / SIDE * steps + k / DEPTH) * TILE) + k % DEPTH / 2 * SIDE;
+            interleave(low, high, at, at + steps * TILE / 2);
+        }
+}
+
+// X [k][n] in bf16 as a right operand, in the order [n / 16][k / 32].
+static void pack(const bf16* x, int64_t rows, int64_t columns, bf16* to) {
+    const int64_t steps = rows / DEPTH;
+    for (int64_t k = 0; k < rows; k += 2)
+        for (int64_t n = 0; n < columns; n += BLOCK) {
+            pair* at = (pair*)(to + (n / SIDE * steps + k / DEPTH) * TILE) + k % DEPTH / 2 * SIDE;
+            interleave(x + k * columns + n, x + (k + 1) * columns + n, at, at + steps * TILE / 2);
+        }
+}
+
+// 32 rows by 32 columns of X, rows `stride` apart, as two tiles of the left operand X^T.
+static void turn(const bf16* x, int64_t stride, bf16* to) {
+    alignas(64) pair pairs[2][SIDE * SIDE];
+    for (int64_t p = 0; p < SIDE; p++)
+        interleave(x + 2 * p * stride, x + (2 * p + 1) * stride, pairs[0] + p * SIDE, pairs[1] + p * SIDE);
+    transpose(pairs[0], SIDE, (pair*)to, SIDE);
+    transpose(pairs[1], SIDE, (pair*)(to + TILE), SIDE);
+}
+
+// to [rows][columns] = from [rows][depth], in blocks, times a packed right operand.
+static void product(const bf16* from, int64_t depth, const bf16* right, int64_t rows, int64_t columns, float* sums, bf16* to) {
+    const int64_t steps = depth / DEPTH;
+    for (int64_t m = 0; m < rows; m += BLOCK)
+        for (int64_t n = 0; n < columns; n += BLOCK) {
+            multiply(from + m * depth, BLOCK, AREA, TILE, right + n * depth, steps * TILE, steps, sums, BLOCK, false);
+            for (int64_t i = 0; i < BLOCK; i++) narrow(sums + i * BLOCK, to + (m + i) * columns + n, BLOCK);
+        }
+}
+
+extern "C" {
+
+// x, y [rows][width]; up [hidden][width]; down [width][hidden]; r: rows * hidden numbers. Returns 1 without memory.
+int32_t whorl_mlp(const bf16* x, const float* up, const float* down, bf16* r, bf16* y, int64_t rows, int64_t width, int64_t hidden) {
+    if (!scratch.reserve(size_t(4 * width * hidden + 2 * FORWARD_ROWS * hidden + 4 * AREA + 256))) return 1;
+    bf16 *right_up = scratch.take<bf16>(width * hidden), *right_down = scratch.take<bf16>(width * hidden);
+    bf16* a = scratch.take<bf16>(FORWARD_ROWS * hidden);
+    float* sums = scratch.take<float>(AREA);
+    pack_transposed(up, hidden, width, right_up);
+    pack_transposed(down, width, hidden, right_down);
+    const int64_t steps = width / DEPTH;
+    const TileShapes shapes;
+    for (int64_t start = 0; start < rows; start += FORWARD_ROWS) {
+        const int64_t count = std::min(FORWARD_ROWS, rows - start);
+        for (int64_t h = 0; h < hidden; h += BLOCK)
+            for (int64_t m = 0; m < count; m += BLOCK) {
+                const bf16* left = x + (start + m) * width;
+                multiply(left, width, DEPTH, SIDE * width, right_up + h * width, steps * TILE, steps, sums, BLOCK, false);
+                bf16 *kept = r + (start + m) * hidden + h * BLOCK, *square = a + m * hidden + h * BLOCK;
+#pragma omp simd
+                for (int64_t c = 0; c < AREA; c++) {
+                    const uint32_t positive = rounded(sums[c] < 0.0f ? 0.0f : sums[c]);
+                    const float value = widen(bf16(positive));
+                    kept[c] = bf16(positive);
+                    square[c] = bf16(rounded(value * value));
+                }
+            }
+        product(a, hidden, right_down, count, width, sums, y + start * width);
+    }
+    return 0;
+}
+
+// dy, x, dx [rows][width]; r of `whorl_mlp`; up, d_up [hidden][width]; down, d_down [width][hidden].
+// Returns 1 without memory.
+int32_t whorl_mlp_backward(const bf16* dy, const bf16* x, const bf16* r, const float* up, const float* down, bf16* dx, float* d_up,
+                           float* d_down, int64_t rows, int64_t width, int64_t hidden) {
+    const int64_t most = std::max(BLOCK, SECTION_BYTES / (6 * width)), parts = (rows + most - 1) / most;
+    const int64_t section = ((rows + parts - 1) / parts + BLOCK - 1) / BLOCK * BLOCK;
+    const int64_t numbers = 2 * width * hidden + section * (2 * width + hidden + 2 * BLOCK);
+    if (!scratch.reserve(size_t(2 * numbers + 6 * AREA + 1024))) return 1;
+    bf16 *right_up = scratch.take<bf16>(width * hidden), *right_down = scratch.take<bf16>(width * hidden);
+    bf16 *right_x = scratch.take<bf16>(section * width), *left_dy = scratch.take<bf16>(section * width);
+    bf16 *dh = scratch.take<bf16>(section * hidden), *left_dh = scratch.take<bf16>(section * BLOCK);
+    bf16 *right_a = scratch.take<bf16>(section * BLOCK), *a = scratch.take<bf16>(AREA);
+    float* sums = scratch.take<float>(AREA);
+    pack(up, hidden, width, right_up);
+    pack(down, width, hidden, right_down);
+    const TileShapes shapes;
+    for (int64_t start = 0; start < rows; start += section) {
+        const int64_t count = std::min(section, rows - start), steps = count / DEPTH;
+        pack(x + start * width, count, width, right_x);
+        for (int64_t m = 0; m < width; m += BLOCK)
+            for (int64_t k = 0; k < steps; k++)
+                turn(dy + (start + k * DEPTH) * width + m, width, left_dy + (m / SIDE * steps + 2 * k) * TILE);
+        for (int64_t h = 0; h < hidden; h += BLOCK) {
+            for (int64_t i = 0; i < width; i++) {  // lines that are written below
+                __builtin_prefetch(d_up + h * width + i * BLOCK, 1);
+                __builtin_prefetch(d_up + h * width + i * BLOCK + SIDE, 1);
+                __builtin_prefetch(d_down + i * hidden + h, 1);
+                __builtin_prefetch(d_down + i * hidden + h + SIDE, 1);
+            }
+            for (int64_t k = 0; k < steps; k++) {
+                const bf16* left = dy + (start + k * DEPTH) * width;
+                multiply(left, width, DEPTH, SIDE * width, right_down + h * width, width * SIDE, width / DEPTH, sums, BLOCK, false);
+                const bf16* kept = r + (start + k * DEPTH) * hidden + h * BLOCK;
+                bf16* to = dh + k * DEPTH * hidden + h * BLOCK;
+#pragma omp simd
+                for (int64_t c = 0; c < AREA; c++) {
+                    const float value = widen(kept[c]);
+                    to[c] = bf16(rounded(2.0f * value * sums[c]));
+                    a[c] = bf16(rounded(value * value));
+                }
+                turn(to, BLOCK, left_dh + 2 * k * TILE);
+                for (int64_t p = 0; p < SIDE; p++) {
+                    pair* at = (pair*)(right_a + k * TILE) + p * SIDE;
+                    interleave(a + 2 * p * BLOCK, a + (2 * p + 1) * BLOCK, at, at + steps * TILE / 2);
+                }
+            }
+            for (int64_t n = 0; n < width; n += BLOCK) {
+                multiply(left_dh, DEPTH, 2 * TILE, TILE, right_x + n * count, steps * TILE, steps, d_up + h * width + n, width, start > 0);
+                multiply(left_dy + n * count, DEPTH, 2 * TILE, TILE, right_a, steps * TILE, steps, d_down + n * hidden + h, hidden, start > 0);
+            }
+        }
+        product(dh, hidden, right_up, count, width, sums, dx + start * width);
+    }
+    return 0;
+}
+}

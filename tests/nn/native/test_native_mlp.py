@@ -1,0 +1,88 @@
+"""The C++ MLP, on tiles where the CPU has them and with plain loops everywhere, against the definition in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.nn.checks import gen
+from tests.support.nn.native import variant_flags
+
+from whorl.machine import kernel_choice
+from whorl.machine.native_build import BuildError, cache_folder, load_library
+from whorl.nn import mlp
+from whorl.nn.native import mlp as native
+from whorl.nn.native.library import source
+
+
+@pytest.fixture(params=["plain", "tiles"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        found = load_library(source("mlp"), cache_folder(), variant_flags(request.param))
+    except BuildError as error:
+        pytest.skip(str(error))
+    if request.param == "tiles" and not found.whorl_tiles():
+        pytest.skip("this CPU has no tiles")
+    monkeypatch.setattr(native, "library", lambda: found)
+    monkeypatch.setattr(native, "_chosen", {})
+
+
+def layer(d: int, hidden: int, bias: bool = False) -> mlp.MLP:
+    made = mlp.MLP(d, hidden, "relu2", gen(1), bias=bias)
+    torch.nn.init.normal_(made.down.weight, std=hidden**-0.5, generator=gen(2))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rows", "d", "hidden"),
+    [(32, 32, 32), (96, 64, 160), (160, 96, 32), (544, 1024, 32)],  # the last has several sections of rows
+    ids=str,
+)
+def test_native_mlp_matches_definition(library: None, rows: int, d: int, hidden: int) -> None:
+    x, d_y = torch.randn(2, 2, rows // 2, d, generator=gen(3)).bfloat16()
+    made = layer(d, hidden)
+    inputs = (x.requires_grad_(), made.up.weight, made.down.weight)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = (exact[0] @ exact[1].mT).relu().square() @ exact[2].mT
+    expected = (want, *torch.autograd.grad(want, exact, d_y.double()))
+    native._chosen[rows, d, hidden] = True
+    found = made(x)
+    for tensor, exactly in zip((found, *torch.autograd.grad(found, inputs, d_y)), expected, strict=True):
+        assert float((tensor.double() - exactly).detach().norm() / exactly.detach().norm()) < 0.008
+        assert tensor.shape == exactly.shape
+
+
+def test_mlp_takes_the_selected_path(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    x, made = torch.zeros(32, 64).bfloat16(), layer(64, 32)
+    threads = torch.get_num_threads()
+    try:
+        for count, way, expected in ((1, "native", [32]), (1, "torch", []), (2, "torch", [])):
+            torch.set_num_threads(count)
+            monkeypatch.setenv(kernel_choice.FORCE, f"mlp={way}")
+            assert mlp.choose_path(32, 64, 32) == way
+            calls.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(native, "mlp", lambda x, _up, _down: calls.append(len(x)) or x)
+                for network, rows in (
+                    (made, x),
+                    (layer(64, 32, bias=True), x),
+                    (made, x.float()),
+                    (made, x[:31]),
+                ):
+                    network(rows)
+            assert calls == expected
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("rows", "d", "threads"), [(33, 64, 1), (32, 1 << 14, 1), (32, 64, 2)])
+def test_unsupported_shapes_are_left_to_torch(
+    library: None, rows: int, d: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "fastest", lambda name, candidates, **_: ",".join(candidates))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert mlp.choose_path(rows, d, 32) == "torch"
+    finally:
+        torch.set_num_threads(before)
