@@ -94,7 +94,10 @@ for number, FACTOR in enumerate(map(float, sys.argv[1:])):
     if number == 3:
         compiler.code_digest = lambda: "edited"
     x = torch.ones(4, requires_grad=True)
-    compiler.compiled(lambda x: Scaled.apply(x).sum())(x).backward()
+    out = compiler.compiled(lambda x: Scaled.apply(x).sum())(x)
+    written = [*compiler.cache_folder().rglob("*.main.cpp")]
+    out.backward()
+    assert written == [*compiler.cache_folder().rglob("*.main.cpp")], "the first backward pass compiles"
     print(x.grad[0].item())
 print(*(counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("miss", "hit")))
 """

@@ -15,10 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError, StoreError
+from whorl.machine import identity, native_build
 from whorl.machine.budget import BudgetText
 from whorl.machine.device_probe import Measurement, choose
+from whorl.machine.identity import CpuIdentity
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, step_kinds
 from whorl.recipes.recipe import Recipe, load_recipe, ready_recipes
+from whorl.recipes.registry import start_native_builds
 from whorl.store import Store
 from whorl.tracking.progress import Progress
 
@@ -295,6 +298,27 @@ def test_run_writes_log_and_records(store: Store) -> None:
     run(GOOD, store)
     assert "[3/3] eats: looked up" in (outcome.run.dir / "log.txt").read_text()
     assert (outcome.run.dir / "environment.json").exists() and (outcome.run.dir / "steps.json").exists()
+
+
+def test_native_code_is_compiled_during_the_steps_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    monkeypatch.setattr(
+        native_build, "start_builds", lambda sources: built.extend(source.stem for source, _ in sources)
+    )
+    monkeypatch.setattr(identity, "cpu_identity", lambda: CpuIdentity("a CPU", flags=("avx512_bf16",)))
+    training = ["causal_attention", "cross_entropy", "update", "orthogonalize"]
+    quickstart = load_recipe("quickstart", budget="1e14flops")
+    deterministic = load_recipe("quickstart", budget="1e14flops", deterministic=True)
+    for recipe, first, expected in (
+        (quickstart, "ingest", [*training, "native"]),
+        (quickstart.with_ancestors("plan"), "ingest", training),
+        (quickstart.with_ancestors("tasks"), "ingest", []),
+        (quickstart, "plan", []),  # it measures the machine
+        (deterministic, "curate", ["native"]),
+    ):
+        built.clear()
+        start_native_builds(first, {s.kind.name: s.config for s in recipe.steps.values()})
+        assert built == expected
 
 
 def test_step_leaves_the_number_of_threads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

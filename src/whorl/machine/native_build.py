@@ -7,20 +7,26 @@ A shipped binary would target the oldest CPU or need a build for each. A source 
 in a few seconds. Libraries are kept in `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default). The file name is the hash of
 sources, flags, compiler version and CPU, so machines that share a home folder do not collide.
 
-Subtle: several processes may start at once. One compiles under a file lock, which the kernel releases if it dies; the
-others wait and find the file. It is written under a temporary name and renamed, so an existing file is always complete.
+Subtle: several processes may start at once. One compiles under a file lock of the source, which the kernel releases if it
+dies; the others wait and find the file. It is written under a temporary name and renamed, so an existing file is always
+complete.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 COMMON_FLAGS = (
@@ -35,6 +41,7 @@ COMMON_FLAGS = (
 )
 ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # tried in turn until one compiles
 COMPILE_TIMEOUT_SECONDS = 300.0
+Source = tuple[Path, tuple[str, ...]]  # a source and its flags
 
 
 class BuildError(Exception):
@@ -65,14 +72,44 @@ def load_library(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> cty
     target = library_file(source, folder, flags)
     try:
         if not target.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # released on close or when the process dies
-                if not target.exists():
-                    _compile_into(compiler, source, flags, target)
+            _compile_once(compiler, source, flags, target)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise BuildError(f"{target}: {error}") from error
+
+
+def build_libraries(libraries: Iterable[Source]) -> None:
+    """Compile those of `libraries`, (source, flags), that are missing in `cache_folder`, two at a time.
+
+    A failure is left to `load_library`, which compiles again and raises the reason.
+    """
+
+    def build(library: Source) -> None:
+        source, flags = library
+        with suppress(BuildError, OSError):
+            target = library_file(source, cache_folder(), flags)
+            if not target.exists():
+                _compile_once(find_compiler(), source, flags, target)
+
+    if is_enabled():
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(build, libraries))
+
+
+def start_builds(libraries: Iterable[Source]) -> None:
+    """Begin `build_libraries` in a thread; `finish_builds` waits for it."""
+    thread = threading.Thread(target=build_libraries, args=(list(libraries),), name="native builds")
+    _started.append(thread)
+    thread.start()
+
+
+def finish_builds() -> None:
+    """Wait for what `start_builds` has begun: a running compiler would slow down measurements."""
+    while _started:
+        _started.pop().join()
+
+
+_started: list[threading.Thread] = []
 
 
 def library_file(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> Path:
@@ -101,9 +138,8 @@ def find_compiler() -> str:
 def _fingerprint(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     """Hash of everything a compiled library depends on."""
     sources = sorted(p for p in source.parent.iterdir() if p.suffix in (".h", ".cpp"))
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [
-        version,
+        _version(compiler),
         cpu_description(),
         platform.machine(),
         repr((COMMON_FLAGS, ARCH_FLAGS, flags)),
@@ -111,6 +147,11 @@ def _fingerprint(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     ]
     parts += [f"{p.name}\n{p.read_text()}" for p in sources]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def cpu_description() -> str:
@@ -121,6 +162,20 @@ def cpu_description() -> str:
         return platform.processor()
     prefixes = ("model name", "flags", "Features", "cpu family", "model\t")
     return "\n".join(sorted(line for line in lines if line.startswith(prefixes)))
+
+
+def _compile_once(compiler: str, source: Path, flags: tuple[str, ...], target: Path) -> None:
+    """Compile under the lock of the source, unless another process does it first.
+
+    Raises:
+        BuildError: the compiler fails.
+        OSError: the folder cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f"{source.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released on close or when the process dies
+        if not target.exists():
+            _compile_into(compiler, source, flags, target)
 
 
 def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: Path) -> None:

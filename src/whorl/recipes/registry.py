@@ -80,7 +80,9 @@ class StepContext:
         """The device properties, measured or from the cache; in a continued step, those with which it began."""
         from whorl.machine.choices import choose_once
         from whorl.machine.device_probe import Machine, probe
+        from whorl.machine.native_build import finish_builds
 
+        finish_builds()
         now = probe()
         if self.deterministic:
             now = now.without_measured_choices()
@@ -172,3 +174,21 @@ def step_kinds() -> Mapping[str, StepKind]:
     for module in pkgutil.walk_packages(steps.__path__, f"{steps.__name__}."):
         importlib.import_module(module.name)
     return _registered
+
+
+def start_native_builds(first: str, steps: Mapping[str, BaseModel]) -> None:
+    """Compile native code for training and sampling during the steps before them, which leave cores idle.
+
+    Args:
+        first: kind of the step that begins. steps: kind -> configuration of all steps.
+    """
+    if first not in ("ingest", "curate", "tasks") or not {"plan", "pretrain"} & steps.keys():
+        return
+    from whorl.engine.native.build import SOURCE  # these import torch, as the later steps do
+    from whorl.machine.identity import cpu_identity
+    from whorl.machine.native_build import start_builds
+    from whorl.nn.native.library import sources
+
+    has_bf16 = any("bf16" in flag for flag in cpu_identity().flags)
+    training = sources() if has_bf16 and not any(map(is_deterministic, steps.values())) else []
+    start_builds([*training, *([(SOURCE, ())] if "pretrain" in steps else [])])

@@ -24,7 +24,7 @@ from whorl.machine.choices import recorded_choices
 from whorl.machine.device_probe import restore_threads, usable_cores
 from whorl.plan.forecast import RunInputs, forecast
 from whorl.recipes.recipe import Recipe, RecipeStep
-from whorl.recipes.registry import StepContext, is_deterministic
+from whorl.recipes.registry import StepContext, is_deterministic, start_native_builds
 from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
@@ -213,6 +213,7 @@ def _run_step(
         ) as build:
             if build.existing is None:
                 _check_installed(recipe, step.name)
+                start_native_builds(kind.name, {s.kind.name: s.config for s in recipe.steps.values()})
                 progress.log(f"{label}: {'continues after an interruption' if build.resumed else kind.about}")
                 run.record_environment()
                 ctx = StepContext(

@@ -7,14 +7,20 @@ import functools
 import warnings
 from pathlib import Path
 
-from whorl.machine.native_build import BuildError, cache_folder, is_enabled, load_library
+from whorl.machine.native_build import BuildError, Source, cache_folder, is_enabled, load_library
 
 FLAGS = ("-fopenmp-simd",)
+NAMES = ("causal_attention", "cross_entropy", "update", "orthogonalize")
 
 
 def source(name: str) -> Path:
     """Return the path of `NAME.cpp`."""
     return Path(__file__).parent / f"{name}.cpp"
+
+
+def sources() -> list[Source]:
+    """Return every source of this folder with its flags, for `native_build.build_libraries`."""
+    return [(source(name), FLAGS) for name in NAMES]
 
 
 @functools.cache

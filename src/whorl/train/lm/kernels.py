@@ -18,12 +18,14 @@ from dataclasses import dataclass
 import torch
 
 from whorl.machine.kernel_choice import fastest
+from whorl.machine.native_build import build_libraries
 from whorl.models import LanguageModel
 from whorl.nn import mlp
 from whorl.nn.attention.causal import choose_path
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.native.cross_entropy import choose_logits_step
+from whorl.nn.native.library import sources
 from whorl.nn.native.update import choose_update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job
@@ -51,6 +53,8 @@ def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
     """Choose the kernels of `job`: those of the model by shape, for this process; the others are returned."""
     if job.device != "cpu" or model.dtype != torch.bfloat16:
         return Kernels()
+    if not job.deterministic:
+        build_libraries(sources())
     rows = job.micro_batch_size or job.batch_size // job.replicas
     layers = (mixer for mixer in model.layer_mixers() if isinstance(mixer, MultiHeadAttention))
     for heads, head_dim in sorted({(mixer.n_heads, mixer.head_dim) for mixer in layers}):

@@ -1,0 +1,52 @@
+"""Builds of several native libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whorl.machine import native_build
+
+# Each waits until two have started, and fails otherwise.
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exit 0
+for output; do :; done
+touch "{folder}/$$"
+for i in $(seq 100); do
+    [ $(ls "{folder}" | wc -l) -eq 2 ] && echo built > "$output" && exit 0
+    sleep 0.02
+done
+exit 1
+"""
+
+
+def test_libraries_are_compiled_two_at_a_time_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, compiler = tmp_path / "started", tmp_path / "compiler"
+    started.mkdir()
+    compiler.write_text(COMPILER.format(folder=started))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sources = [(tmp_path / f"{name}.cpp", ("-g",)) for name in "ab"]
+    for source, _ in sources:
+        source.write_text("")
+    monkeypatch.setenv("WHORL_NATIVE", "0")
+    native_build.build_libraries(sources)
+    assert not [*started.iterdir()]
+    monkeypatch.delenv("WHORL_NATIVE")
+    native_build.start_builds(sources)
+    native_build.finish_builds()
+    folder = native_build.cache_folder()
+    assert all(native_build.library_file(source, folder, flags).exists() for source, flags in sources)
+    native_build.build_libraries(sources)
+    assert len([*started.iterdir()]) == 2
+
+
+def test_a_build_that_fails_is_left_to_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native_build.build_libraries([(tmp_path / "a.cpp", ())])
+    with pytest.raises(native_build.BuildError, match="no-such-compiler"):
+        native_build.load_library(tmp_path / "a.cpp", tmp_path)
