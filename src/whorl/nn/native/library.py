@@ -10,7 +10,7 @@ from pathlib import Path
 from whorl.machine.native_build import BuildError, Source, cache_folder, is_enabled, load_library
 
 FLAGS = ("-fopenmp-simd",)
-NAMES = ("causal_attention", "cross_entropy", "update", "orthogonalize")
+NAMES = ("causal_attention", "cross_entropy", "mlp", "update", "orthogonalize")
 
 
 def source(name: str) -> Path:
