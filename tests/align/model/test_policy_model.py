@@ -11,6 +11,7 @@ from tests.support.align.byte_model import BANNED, decoder, network, scribe, sum
 from tests.support.tiny import make_decoder
 
 from whorl.align.config import LoRAConfig, StageConfig
+from whorl.align.model import policy_model
 from whorl.align.model.batch import pack, pad
 from whorl.align.model.example import TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
@@ -20,6 +21,7 @@ from whorl.errors import ConfigError
 from whorl.models import Transformer
 from whorl.models.lora import merge_lora
 from whorl.objectives.next_token import Loss
+from whorl.train.lm.kernels import Kernels
 
 
 def sample(
@@ -127,3 +129,23 @@ def test_sampling_rejects_greedy_and_long_prompts() -> None:
         sample_completions(
             engine, [[1], [1] * 20], policy_sampling(1.0), max_tokens=2, stop_ids=frozenset(), seed=0
         )
+
+
+def test_only_long_stages_time_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    chosen = Kernels(256, True, True)
+    monkeypatch.setattr(
+        policy_model, "choose_step_kernels", lambda model, *shape: asked.append(shape) or chosen
+    )
+    net = network()
+    for flops, timed, compiles in ((1e12, False, False), (2e13, True, False), (1e14, True, True)):
+        asked.clear()
+        net.choose_kernels(4, 512, flops)
+        assert asked == [(4, 512)] * timed and net.compiles is compiles
+        assert net.kernels == (chosen if timed else Kernels())
+    torch.use_deterministic_algorithms(True)
+    try:
+        net.choose_kernels(4, 512, 1e14)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert net.kernels == Kernels() and not net.compiles

@@ -16,6 +16,7 @@ from tests.support.align.stage_inputs import MOE, SFT, train_sft, write_replay_t
 from tests.support.configs import nested, updated
 
 from whorl.align.config import DistilConfig, LoRAConfig, SFTConfig
+from whorl.align.model import policy_model
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage import task
 from whorl.align.stage.io import load_stage_model, save_stage_model
@@ -24,6 +25,7 @@ from whorl.errors import ConfigError, DataError
 from whorl.models import make_model
 from whorl.parallel import process_group
 from whorl.tracking.seeds import generator
+from whorl.train.lm import objective
 from whorl.train.resilience.oom_advice import OutOfMemoryError
 
 
@@ -37,6 +39,30 @@ def test_fine_tune_lowers_loss_of_all_parameters(packing: bool) -> None:
     assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
     begun = dict(network().named_parameters())
     assert all(not torch.equal(p, begun[n]) for n, p in net.named_parameters() if "memory" not in n)
+
+
+def test_long_stage_compiles_full_packed_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, shapes = changed(batch_size=4, epochs=1), list[tuple[int, ...]]()
+
+    def compiled(function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            shapes.append(tuple(args[2].shape))
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(objective, "compiled", compiled)
+    _, expected = train_sft(settings)
+    assert not shapes
+    monkeypatch.setattr(policy_model, "MIN_COMPILED_FLOPS", 0.0)
+    _, seen = train_sft(settings)
+    assert len(set(shapes)) == 1 and shapes[0][1] == SFT.data.seq_len and len(shapes) >= len(seen) - 1
+    for found, usual in zip(seen, expected, strict=True):
+        assert found["nll"] == pytest.approx(usual["nll"], rel=1e-3)
+    shapes.clear()
+    for other in ({"packing": False, "batch_size": 9}, {"lora": LoRAConfig(rank=2)}):
+        train_sft(changed(epochs=1, **other))
+    assert not shapes
 
 
 def test_resume_with_adapter_gives_same_bits(tmp_path: Path) -> None:

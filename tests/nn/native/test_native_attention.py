@@ -38,22 +38,38 @@ def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shape", [(2, 3, 64, 64), (1, 2, 77, 32), (1, 1, 170, 96), (1, 2, 5, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "documents"),
+    [
+        ((2, 3, 64, 64), []),
+        ((1, 2, 77, 32), []),
+        ((1, 1, 170, 96), []),
+        ((1, 2, 5, 64), []),
+        ((2, 1, 64, 32), [32]),  # at a border of blocks
+        ((2, 2, 333, 32), [1, 1, 40, 95, 160, 3, 30]),  # longer than a group of blocks, and a padded end
+    ],
+    ids=str,
+)
 def test_native_attention_matches_definition(
-    library: None, shape: tuple[int, int, int, int], threads: int
+    library: None, shape: tuple[int, int, int, int], documents: list[int], threads: int
 ) -> None:
     batch, heads, length, d = shape
     numbers = torch.randn(4, batch, length, heads, d, generator=gen(1)).bfloat16().transpose(2, 3)
     q, k, v = (t.detach().requires_grad_() for t in (numbers[0] * d**-0.5, *numbers[1:3]))
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    segments = None
+    if documents:  # the second row has them in the opposite order
+        ends = [torch.tensor(order).cumsum(0) for order in (documents, documents[::-1])]
+        segments = torch.stack([torch.searchsorted(end, torch.arange(length), right=True) for end in ends])
+        allowed = (allowed & (segments[:, :, None] == segments[:, None]))[:, None]
     scores = (exact[0] @ exact[1].mT).masked_fill(~allowed, float("-inf"))
     want = scores.softmax(-1) @ exact[2]
     want.backward(numbers[3].double())
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        out = native.causal_attention(q, k, v)
+        out = native.causal_attention(q, k, v, segments)
         out.backward(numbers[3])
     finally:
         torch.set_num_threads(before)
@@ -67,11 +83,12 @@ def test_attention_takes_the_selected_path(library: None, monkeypatch: pytest.Mo
     shape = (1, 2, 40, 32)
     q = torch.randn(shape, generator=gen(2)).bfloat16().requires_grad_()
     monkeypatch.setattr(native, "_chosen", {})
-    calls: list[int] = []
-    monkeypatch.setattr(native, "causal_attention", lambda q, k, v: calls.append(len(q)) or q)
+    calls: list[torch.Tensor | None] = []
+    monkeypatch.setattr(native, "causal_attention", lambda q, k, v, s: calls.append(s) or q)
+    packed = torch.zeros(1, 40, dtype=torch.long)
     for forced, segments, expected in (
-        ("native", None, [1]),
-        ("native", torch.zeros(1, 40, dtype=torch.long), []),  # packed rows
+        ("native", None, [None]),
+        ("native", packed, [packed]),
         ("blocked", None, []),
     ):
         native.select(shape, forced == "native")

@@ -106,10 +106,13 @@ def round_up_8(n: int) -> int:
     return max(8, -(-n // 8) * 8)
 
 
-def micro_batches(batch: MicroBatch, batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield micro-batches of `batch_size` rows, without trailing columns that are padding in all rows."""
+def micro_batches(batch: MicroBatch, batch_size: int, *, trim: bool = True) -> Iterator[dict[str, Tensor]]:
+    """Yield micro-batches of `batch_size` rows. trim: without trailing columns that are padding in all rows."""
     for i in range(0, len(batch["tokens"]), batch_size):
         piece = {name: t[i : i + batch_size] for name, t in batch.items()}
+        if not trim:
+            yield piece
+            continue
         used = (piece["sequence"] >= 0).any(0).nonzero()
         stop = min(piece["tokens"].shape[1], -(-(int(used.max()) + 1) // 8) * 8) if len(used) else 1
         yield {name: t[:, :stop] for name, t in piece.items()}

@@ -34,9 +34,12 @@ from whorl.objectives.log_probs import token_log_probs
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim
+from whorl.train.lm.kernels import Kernels, choose_step_kernels
 from whorl.train.lm.objective import param_optims
 
 SCORE_POSITIONS = 1 << 13  # positions of a forward pass without gradients
+MIN_TIMED_FLOPS = 1e13  # FLOPs of a stage, about half a minute; timing its kernels takes two seconds
+MIN_COMPILED_FLOPS = 4e13  # the first compilation takes 20 s, and halves a step
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class PolicyModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.temperature, self.lora = model, temperature, lora
+        self.kernels, self.compiles = Kernels(), False  # set by `choose_kernels`
         self.banned_mask: Tensor | None = None
         self.routings: list[Any] | None = None  # filled by forward passes where experts are balanced
         if banned_ids:
@@ -109,6 +113,18 @@ class PolicyModel(nn.Module):
         overlap.
         """
         return {name: t.to(self.device) for name, t in batch.items()}
+
+    def choose_kernels(self, rows: int, length: int, flops: float) -> None:
+        """Choose the kernels of a stage on a CPU, and whether to compile its rows of one shape, where it is long enough.
+
+        rows, length: of a forward pass with gradients. flops: of the whole stage.
+        """
+        self.kernels, self.compiles = Kernels(), False
+        if self.device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
+            return
+        self.compiles = flops >= MIN_COMPILED_FLOPS and self.lora is None
+        if flops >= MIN_TIMED_FLOPS:
+            self.kernels = choose_step_kernels(self.model, rows, length)
 
     def param_optims(self, optim: OptimConfig) -> dict[str, ParamOptim]:
         """Return the optimizer of each trained parameter; adapter factors and critic use AdamW."""

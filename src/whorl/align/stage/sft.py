@@ -13,7 +13,8 @@ mixes instructions into late pretraining.
 With `batch_tokens` a step takes as many texts as the budget holds, and packs or pads them alone. The divisor is still
 the number of targets in the step.
 
-A long stage on several cores starts replicas, each with its rows of every step (`stage/task.py`). The steps agree
+A long stage on a CPU compiles the step for full micro-batches of packed rows, which keep their padding so that they have
+one shape. On several cores it starts replicas, each with its rows of every step (`stage/task.py`). The steps agree
 up to the rounding of sums. A script that calls this needs `if __name__ == "__main__":`.
 
 Batches depend only on the configuration and the step number, so a resumed run ends with the same bits.
@@ -139,8 +140,14 @@ class SFTTask(DatasetTask):
         return {"stage": self.name, "config": self.settings(), "texts": self.fingerprint}
 
     def make_learner(self, trainer: Trainer[Sequence[MicroBatch]]) -> Learner:
-        self.lm_objective = LMObjective(self.network.model, trainer.moe, z_loss=0.0, compile=False)
-        return super().make_learner(trainer)
+        learner = super().make_learner(trainer)
+        data, network = self.config.data, self.network
+        self.compiles = network.compiles and data.packing and data.batch_tokens is None and not trainer.moe
+        self.lm_objective = LMObjective(
+            network.model, trainer.moe, z_loss=0.0, compile=False, chunk_tokens=network.kernels.chunk_tokens,
+            packed_shape=(self.micro_rows, self.row_length) if self.compiles else None,
+        )  # fmt: skip
+        return learner
 
     def objective(self, batch: MicroBatch) -> Loss:
         return self.lm_objective(batch)
@@ -159,7 +166,7 @@ class SFTTask(DatasetTask):
                 piece
                 for part in own
                 if len(part["tokens"])
-                for piece in micro_batches(part, micro_batch_rows(self.config, part))
+                for piece in micro_batches(part, micro_batch_rows(self.config, part), trim=not self.compiles)
             ]
 
     def rows_from(self, first: int) -> Iterator[list[dict[str, Tensor]]]:

@@ -97,6 +97,8 @@ def make_learner(
         eps=1e-10,
         accept_step=accept_step,
         loss_scaler=loss_scaler or (LossScaler() if network.model.dtype == torch.float16 else None),
+        fused=network.kernels.fused_adamw,
+        native=network.kernels.native_update,
     )
     muon_type = muon_dtype(network.model.dtype)
     shared = shared or make_shared_state(network, config, positions=positions)
@@ -158,6 +160,17 @@ class StageTask(Task[R]):
         """Return the configuration, without the fields that decide no weight."""
         return self.config.model_dump(mode="json", exclude=set(NON_IDENTITY_FIELDS))
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of the whole stage, over all replicas."""
+        return self.network.model.flops_per_token(self.row_length) * self.positions * self.steps
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a full forward pass with gradients, in each replica."""
+        most = max(1, self.config.train.micro_batch_tokens // self.row_length)
+        return min(-(-self.rows // self.group.size), most)
+
     @abstractmethod
     def objective(self, batch: MicroBatch) -> Loss:
         """Return the loss of a micro-batch on the network's device."""
@@ -180,6 +193,8 @@ class StageTask(Task[R]):
 
     def make_learner(self, trainer: Trainer[R]) -> Learner:
         self.trainer, self.group = trainer, trainer.group
+        if not self.config.train.deterministic:
+            self.network.choose_kernels(self.micro_rows, self.row_length, self.flops)
         learner = make_learner(
             self.network, self._balanced_objective, self.config, positions=self.positions,
             steps_done=trainer.rounds_done, shared=trainer.shared, world=trainer.group,

@@ -97,7 +97,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
     """Return causal attention by the fastest path for the device, equal to `causal_attention_reference`. -> [B, H, T, dv].
 
     q: [B, H, T, d], already scaled. k: [B, H, Tk, d]; v: [B, H, Tk, dv]. The last T positions belong to the queries.
-    segments: [B, Tk], or None where each row is one segment.
+    segments: [B, Tk], each segment in one piece, or None where each row is one segment.
     """
     if q.is_cuda and not torch.compiler.is_compiling():
         before = k.shape[2] - q.shape[2]
@@ -106,8 +106,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
         return dispatch.attention(q, k, v, seen, 1.0, lambda q, k, v: _sdpa(q, k, v, segments))
     if q.is_cuda:
         return _sdpa(q, k, v, segments)
-    if segments is None and native.is_chosen(q, k, v):
-        return native.causal_attention(q, k, v)
+    if native.is_chosen(q, k, v):
+        return native.causal_attention(q, k, v, segments)
     return _blocked(q, k, v, segments)
 
 

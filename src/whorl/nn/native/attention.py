@@ -52,54 +52,62 @@ def is_chosen(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
     """Return softmax(q k^T) v over keys that are not after the query, [B, H, T, d] in bf16; q is already scaled.
+
+    segments: [B, T], the document of each position, each document in one piece; None where a row is one document.
 
     Raises:
         MemoryError: there is no memory for the scores of one head.
     """
-    out: Tensor = attention_forward(q, k, v)[0]
+    out: Tensor = attention_forward(q, k, v, None if segments is None else document_starts(segments))[0]
     return out
 
 
+def document_starts(segments: Tensor) -> Tensor:
+    """Return the first position of each position's document, [B, T] int32."""
+    at = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device).expand_as(segments)
+    begins = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    return torch.where(begins, at, 0).cummax(dim=1).values
+
+
 @torch.library.custom_op("whorl::causal_attention", mutates_args=())
-def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention [B, H, T, d] and the log of each row's sum, [B, H, T] fp32."""
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return attention [B, H, T, d] and the log of each row's sum, [B, H, T] fp32. starts: of `document_starts`."""
     out, log_sum = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    _call("whorl_attention", (q, k, v, out), log_sum)
+    _call("whorl_attention", (q, k, v, out), log_sum, starts)
     return out, log_sum
 
 
 @torch.library.custom_op("whorl::causal_attention_backward", mutates_args=())
 def attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, d_out: Tensor
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, out: Tensor, log_sum: Tensor, d_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, [B, H, T, d] each."""
     d_q, d_k, d_v = _like(q), _like(k), _like(v)
-    _call("whorl_attention_backward", (q, k, v, out, d_out, d_q, d_k, d_v), log_sum)
+    _call("whorl_attention_backward", (q, k, v, out, d_out, d_q, d_k, d_v), log_sum, starts)
     return d_q, d_k, d_v
 
 
 @attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @attention_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, d_out: Tensor
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, out: Tensor, log_sum: Tensor, d_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, d_out: Tensor, _d_log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = attention_backward(*ctx.saved_tensors, d_out)
-    return gradients
+def _backward(ctx: Any, d_out: Tensor, _d_log_sum: Tensor) -> tuple[Tensor | None, ...]:
+    return *attention_backward(*ctx.saved_tensors, d_out), None
 
 
 attention_forward.register_autograd(_backward, setup_context=_save)
@@ -111,14 +119,15 @@ def _like(t: Tensor) -> Tensor:
     return t.new_empty(batch, length, heads, d).transpose(1, 2)
 
 
-def _call(name: str, matrices: tuple[Tensor, ...], log_sum: Tensor) -> None:
+def _call(name: str, matrices: tuple[Tensor, ...], log_sum: Tensor, starts: Tensor | None) -> None:
     adjacent = [t if t.stride(3) == 1 else t.contiguous() for t in matrices]  # outputs always are
     numbers = [n for t in adjacent for n in (t.data_ptr(), *t.stride()[:3])]
-    sizes = matrices[0].shape
+    sizes, first = matrices[0].shape, None if starts is None else starts.contiguous()
     function = getattr(library(), name)
     failed = function(
         (ctypes.c_int64 * len(numbers))(*numbers),
         ctypes.c_void_p(log_sum.data_ptr()),
+        None if first is None else ctypes.c_void_p(first.data_ptr()),
         (ctypes.c_int64 * 4)(*sizes),
         ctypes.c_int32(torch.get_num_threads()),
     )

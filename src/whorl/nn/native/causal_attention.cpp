@@ -7,6 +7,9 @@
 // A block has 32 queries or keys; blocks above the diagonal are left out. The forward keeps the scores of one block of
 // queries over all keys. The backward keeps those of one block of keys over all later queries, transposed: dV and dK are
 // then sums over one row of blocks. dQ^T is summed over groups of keys. For it, dS^T is written as a right operand too.
+//
+// In packed rows a query sees no key before the start of its document. Starts never fall along a row, so the blocks that a
+// query or a key needs are adjacent, and the others are left out.
 #include "tiles.h"
 
 #include <cmath>
@@ -24,7 +27,16 @@ struct Matrix {  // [rows][heads][length][d]: numbers between rows, heads and po
 
 struct Sizes {
     int64_t rows, heads, length, d;
+    const int32_t* starts;  // [rows][length], first position of each position's document; null: one document a row
     int64_t blocks() const { return (length + BLOCK - 1) / BLOCK; }
+
+    // Starts of one row, padded to whole blocks with that of the last position.
+    void copy_starts(int64_t row, int32_t* to) const {
+        for (int64_t t = 0; t < blocks() * BLOCK; t++) {
+            const int64_t at = t < length ? t : length - 1;
+            to[t] = starts ? starts[row * length + at] : 0;
+        }
+    }
 };
 
 // Rows of one head, padded with 0 to whole blocks: [blocks * 32][d].
@@ -67,7 +79,7 @@ struct Forward {
 
     size_t bytes() const {
         const size_t n = z.blocks() * BLOCK;
-        return 5 * n * z.d * sizeof(bf16) + BLOCK * (6 * n + 4 * z.d) + 1024;
+        return 5 * n * z.d * sizeof(bf16) + BLOCK * (6 * n + 4 * z.d) + 4 * n + 1024;
     }
 
     void head(int64_t row, int64_t head, Scratch& scratch) const {
@@ -76,6 +88,8 @@ struct Forward {
         bf16 *right_keys = scratch.take<bf16>(n * d), *right_values = scratch.take<bf16>(n * d);
         float *scores = scratch.take<float>(BLOCK * n), *sums = scratch.take<float>(BLOCK * d);
         bf16* p = scratch.take<bf16>(BLOCK * n);
+        int32_t* starts = scratch.take<int32_t>(n);
+        z.copy_starts(row, starts);
         copy_rows(q.head(row, head), q.strides[2], z, queries);
         copy_rows(k.head(row, head), k.strides[2], z, keys);
         copy_rows(v.head(row, head), v.strides[2], z, values);
@@ -84,18 +98,20 @@ struct Forward {
         for (int64_t i = 0; i < z.blocks(); i++) {
             const int64_t first = i * BLOCK, n_keys = first + BLOCK;
             const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
-            for (int64_t j = 0; j <= i; j++)
+            const int64_t j0 = starts[first] / BLOCK, key = j0 * BLOCK;  // of the first block and key that a query sees
+            for (int64_t j = j0; j <= i; j++)
                 multiply(queries + first * d, d, DEPTH, SIDE * d, right_keys + j * BLOCK * d, SIDE * d, d / DEPTH,
                          scores + j * BLOCK, n, false);
             for (int64_t r = 0; r < BLOCK; r++) {
                 float* s = scores + r * n;
                 bf16* to = p + r * n;
                 for (int64_t c = first + r + 1; c < n_keys; c++) s[c] = -INFINITY;
+                for (int64_t c = key; c < starts[first + r]; c++) s[c] = -INFINITY;
                 float most = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : most)
-                for (int64_t c = 0; c < n_keys; c++) most = s[c] > most ? s[c] : most;
+                for (int64_t c = key; c < n_keys; c++) most = s[c] > most ? s[c] : most;
 #pragma omp simd reduction(+ : sum)
-                for (int64_t c = 0; c < n_keys; c++) {
+                for (int64_t c = key; c < n_keys; c++) {
                     const float e = exponential(s[c] - most);
                     sum += e;
                     to[c] = bf16(rounded(e));
@@ -104,7 +120,7 @@ struct Forward {
                 if (r < n_rows) lse[(row * z.heads + head) * z.length + first + r] = most + logf(sum);
             }
             for (int64_t c = 0; c < d; c += BLOCK)
-                multiply(p, n, DEPTH, SIDE * n, right_values + c * n, SIDE * n, i + 1, sums + c, d, false);
+                multiply(p + key, n, DEPTH, SIDE * n, right_values + c * n + j0 * TILE, SIDE * n, i + 1 - j0, sums + c, d, false);
             for (int64_t r = 0; r < n_rows; r++)
                 write_rows(sums + r * d, 0, scores[r * n], 1, d, out.head(row, head) + (first + r) * out.strides[2], 0);
         }
@@ -118,7 +134,7 @@ struct Backward {
 
     size_t bytes() const {
         const size_t n = z.blocks() * BLOCK;
-        return 9 * n * z.d * sizeof(bf16) + 4 * z.d * n + n * (8 + BLOCK * 12 + GROUP * BLOCK * 2) + 4 * BLOCK * z.d + 2048;
+        return 9 * n * z.d * sizeof(bf16) + 4 * z.d * n + n * (8 + BLOCK * 12 + GROUP * BLOCK * 2) + 4 * BLOCK * z.d + 4 * n + 2048;
     }
 
     void head(int64_t row, int64_t head, Scratch& scratch) const {
@@ -132,6 +148,8 @@ struct Backward {
         bf16 *p = scratch.take<bf16>(BLOCK * n), *d_s = scratch.take<bf16>(BLOCK * n);
         bf16* right_d_s = scratch.take<bf16>(GROUP * BLOCK * n);
         float* sums = scratch.take<float>(BLOCK * d);
+        int32_t* starts = scratch.take<int32_t>(n);
+        z.copy_starts(row, starts);
         copy_rows(q.head(row, head), q.strides[2], z, queries);
         copy_rows(k.head(row, head), k.strides[2], z, keys);
         copy_rows(v.head(row, head), v.strides[2], z, values);
@@ -155,26 +173,32 @@ struct Backward {
             const int64_t last = g + GROUP < blocks ? g + GROUP : blocks;
             for (int64_t j = g; j < last; j++) {
                 const int64_t first = j * BLOCK;  // of the keys, and of the queries that see them
-                for (int64_t i = j; i < blocks; i++) {
+                int64_t stop = j + 1;  // of the blocks of queries
+                while (stop < blocks && starts[stop * BLOCK] < first + BLOCK) stop++;
+                for (int64_t i = j; i < stop; i++) {
                     multiply(keys + first * d, d, DEPTH, SIDE * d, turned_queries + i * BLOCK * d, SIDE * d, d / DEPTH,
                              scores + i * BLOCK, n, false);
                     multiply(values + first * d, d, DEPTH, SIDE * d, turned_grads + i * BLOCK * d, SIDE * d, d / DEPTH,
                              d_p + i * BLOCK, n, false);
                 }
-                for (int64_t r = 0; r < BLOCK; r += 2) softmax_gradient(r, first, n, j - g, scores, d_p, normalizer, mean, p, d_s, right_d_s);
+                for (int64_t r = 0; r < BLOCK; r += 2)
+                    softmax_gradient(r, first, stop * BLOCK, n, j - g, starts, scores, d_p, normalizer, mean, p, d_s, right_d_s);
                 const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
                 for (const bool of_values : {true, false}) {
                     const bf16 *left = of_values ? p : d_s, *right = of_values ? right_grads : right_queries;
                     const Matrix& to = of_values ? d_v : d_k;
                     for (int64_t c = 0; c < d; c += BLOCK)
-                        multiply(left + first, n, DEPTH, SIDE * n, right + c * n + j * TILE, SIDE * n, blocks - j, sums + c, d, false);
+                        multiply(left + first, n, DEPTH, SIDE * n, right + c * n + j * TILE, SIDE * n, stop - j, sums + c, d, false);
                     write_rows(sums, d, 1.0f, n_rows, d, to.head(row, head) + first * to.strides[2], to.strides[2]);
                 }
             }
-            for (int64_t i = g; i < blocks; i++)
+            for (int64_t i = g; i < blocks; i++) {
+                const int64_t j0 = starts[i * BLOCK] / BLOCK, from = j0 > g ? j0 : g, to = i + 1 < last ? i + 1 : last;
+                if (from >= to) continue;
                 for (int64_t c = 0; c < d; c += BLOCK)
-                    multiply(turned_keys + c * n + g * TILE, DEPTH, TILE, SIDE * n, right_d_s + i * 2 * GROUP * TILE, GROUP * TILE,
-                             (i + 1 < last ? i + 1 : last) - g, sum_q + c * n + i * BLOCK, n, g > 0);
+                    multiply(turned_keys + c * n + from * TILE, DEPTH, TILE, SIDE * n, right_d_s + (i * 2 * GROUP + from - g) * TILE,
+                             GROUP * TILE, to - from, sum_q + c * n + i * BLOCK, n, from > j0);
+            }
         }
         alignas(64) float tile[SIDE * SIDE];
         for (int64_t t = 0; t < z.length; t += SIDE)
@@ -186,17 +210,19 @@ struct Backward {
     }
 
     // P^T and dS^T of keys `first` + r and `first` + r + 1, and both rows of dS^T as a row of pairs of right tiles.
-    static void softmax_gradient(int64_t r, int64_t first, int64_t n, int64_t step, const float* scores, const float* d_p,
-                                 const float* normalizer, const float* mean, bf16* p, bf16* d_s, bf16* right_d_s) {
+    static void softmax_gradient(int64_t r, int64_t first, int64_t stop, int64_t n, int64_t step, const int32_t* starts,
+                                 const float* scores, const float* d_p, const float* normalizer, const float* mean, bf16* p,
+                                 bf16* d_s, bf16* right_d_s) {
+        const int32_t key0 = int32_t(first + r), key1 = key0 + 1;
         const float *s0 = scores + r * n, *s1 = s0 + n, *g0 = d_p + r * n, *g1 = g0 + n;
         bf16 *p0 = p + r * n, *p1 = p0 + n, *d0 = d_s + r * n, *d1 = d0 + n;
-        for (int64_t t = first; t < n; t += SIDE) {
+        for (int64_t t = first; t < stop; t += SIDE) {
             pair* tile = (pair*)(right_d_s + (t / SIDE * GROUP + step) * TILE) + r / 2 * SIDE;
             const int64_t from0 = first + r - t, from1 = from0 + 1;  // queries before these do not see the key
 #pragma omp simd
             for (int64_t c = 0; c < SIDE; c++) {
-                const float e0 = c < from0 ? 0.0f : exponential(s0[t + c] - normalizer[t + c]);
-                const float e1 = c < from1 ? 0.0f : exponential(s1[t + c] - normalizer[t + c]);
+                const float e0 = c < from0 || starts[t + c] > key0 ? 0.0f : exponential(s0[t + c] - normalizer[t + c]);
+                const float e1 = c < from1 || starts[t + c] > key1 ? 0.0f : exponential(s1[t + c] - normalizer[t + c]);
                 const uint32_t low = rounded(e0 * (g0[t + c] - mean[t + c])), high = rounded(e1 * (g1[t + c] - mean[t + c]));
                 p0[t + c] = bf16(rounded(e0));
                 p1[t + c] = bf16(rounded(e1));
@@ -241,18 +267,20 @@ static Matrix matrix(const int64_t*& m) {
 extern "C" {
 
 // matrices: address and strides (row, head, position) of q, k, v and out; features are adjacent. lse: [rows, heads, length].
-int32_t whorl_attention(const int64_t* matrices, float* lse, const int64_t* sizes, int32_t threads) {
+// starts: of `Sizes`, or null.
+int32_t whorl_attention(const int64_t* matrices, float* lse, const int32_t* starts, const int64_t* sizes, int32_t threads) {
     const int64_t* m = matrices;
-    Forward job = {{sizes[0], sizes[1], sizes[2], sizes[3]}};
+    Forward job = {{sizes[0], sizes[1], sizes[2], sizes[3], starts}};
     for (Matrix* one : {&job.q, &job.k, &job.v, &job.out}) *one = matrix(m);
     job.lse = lse;
     return run(job, threads);
 }
 
 // matrices: q, k, v, out, and the gradients of out, q, k and v.
-int32_t whorl_attention_backward(const int64_t* matrices, const float* lse, const int64_t* sizes, int32_t threads) {
+int32_t whorl_attention_backward(const int64_t* matrices, const float* lse, const int32_t* starts, const int64_t* sizes,
+                                 int32_t threads) {
     const int64_t* m = matrices;
-    Backward job = {{sizes[0], sizes[1], sizes[2], sizes[3]}};
+    Backward job = {{sizes[0], sizes[1], sizes[2], sizes[3], starts}};
     for (Matrix* one : {&job.q, &job.k, &job.v, &job.out, &job.d_out, &job.d_q, &job.d_k, &job.d_v}) *one = matrix(m);
     job.lse = lse;
     return run(job, threads);

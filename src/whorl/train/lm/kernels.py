@@ -1,4 +1,4 @@
-"""The kernels of a pretraining step on a CPU, chosen by timing for the shapes of a job, before the step is compiled.
+"""The kernels of a training step on a CPU, chosen by timing for its shapes, before the step is compiled.
 
     attention       blocked products in torch, or C++ on tiles         nn/attention/causal.py
     mlp             products in torch, or C++ on tiles                 nn/mlp.py
@@ -51,16 +51,23 @@ class Kernels:
 
 def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
     """Choose the kernels of `job`: those of the model by shape, for this process; the others are returned."""
-    if job.device != "cpu" or model.dtype != torch.bfloat16:
-        return Kernels()
-    if not job.deterministic:
-        build_libraries(sources())
     rows = job.micro_batch_size or job.batch_size // job.replicas
+    return choose_step_kernels(model, rows, job.seq_len, job.optim.fused)
+
+
+def choose_step_kernels(
+    model: LanguageModel, rows: int, length: int, fused_adamw: bool | None = None
+) -> Kernels:
+    """Choose the kernels of micro-batches [rows, length], as `choose_kernels`. fused_adamw: as set, None times it."""
+    if model.embedding.device.type != "cpu" or model.dtype != torch.bfloat16:
+        return Kernels()
+    if not torch.are_deterministic_algorithms_enabled():
+        build_libraries(sources())
     layers = (mixer for mixer in model.layer_mixers() if isinstance(mixer, MultiHeadAttention))
     for heads, head_dim in sorted({(mixer.n_heads, mixer.head_dim) for mixer in layers}):
-        choose_path(rows, heads, job.seq_len, head_dim)
+        choose_path(rows, heads, length, head_dim)
     vocabulary, width = model.head_weight.shape
-    tokens = rows * job.seq_len
+    tokens = rows * length
     plain = (m for m in model.modules() if isinstance(m, mlp.MLP) and m.is_plain_relu2)
     for d, hidden in sorted({(m.up.weight.shape[1], m.up.weight.shape[0]) for m in plain}):
         mlp.choose_path(tokens, d, hidden)
@@ -68,7 +75,7 @@ def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
     return Kernels(
         _choose_chunk(tokens, model, step),
         choose_update(4 * width, width),
-        job.optim.fused if job.optim.fused is not None else _choose_fused_adamw(vocabulary * width),
+        fused_adamw if fused_adamw is not None else _choose_fused_adamw(vocabulary * width),
     )
 
 

@@ -82,9 +82,11 @@ def freeze_routers_from(
 class LMObjective:
     """Next-token loss of a micro-batch.
 
-    Rows with one document each, the common case, take the compiled path without a document mask. Packed rows run
-    uncompiled with segments and positions. Models with experts are not compiled: the shapes of their products depend on
-    the routing.
+    Rows with one document each, the common case, take the compiled path without a document mask. Packed rows, with
+    segments and positions, are compiled for one shape, if it is given. Models with experts are not compiled: the shapes
+    of their products depend on the routing.
+
+    packed_shape: [rows, length] of the packed micro-batches to compile; others run uncompiled.
     """
 
     def __init__(
@@ -95,9 +97,12 @@ class LMObjective:
         z_loss: float,
         compile: bool,
         chunk_tokens: int | None = None,
+        packed_shape: tuple[int, int] | None = None,
     ) -> None:
         self.model, self.z_loss, self.moe, self.chunk_tokens = model, z_loss, moe, chunk_tokens
         self.compiled_loss: Callable[..., tuple[Tensor, ...]] = self._loss
+        self.packed_shape = packed_shape
+        self.packed_loss = compiled(self._loss) if packed_shape else self._loss
         if compile and not moe:
             self.compiled_loss = compiled(self._loss)
 
@@ -138,5 +143,6 @@ class LMObjective:
         if segments is None:
             total, count, nll = self.compiled_loss(x, where, *rest)
         else:
-            total, count, nll = self._loss(x, where, *rest, segments)
+            loss = self.packed_loss if micro_batch["tokens"].shape == self.packed_shape else self._loss
+            total, count, nll = loss(x, where, *rest, segments)
         return Loss(total, count, {"nll": nll})
