@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.align.config import LoRAConfig
+from whorl.align.model import policy_model
 from whorl.align.model import shared_prefix as room
 from whorl.align.model.batch import pad
 from whorl.align.model.example import concat
@@ -157,6 +158,25 @@ def test_target_index_finds_every_target(seed: int, groups: int, answers: int) -
     prefix = columns[first] + 1
     for here, prefix_row, n in torch.stack([rows_[first], places[first, 0], prefix], 1).tolist():
         assert torch.equal(rows["tokens"][here, :n], rows["tokens"][prefix_row, :n])
+
+
+def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def compiled(trunk: Any) -> Any:
+        return lambda x, *rest: calls.append(x.shape[1]) or trunk(x, *rest)
+
+    monkeypatch.setattr(policy_model, "compiled", compiled)
+    net, counted = network(MODELS["llama"]), []
+    for groups in (4, 5, 6):  # two of these three shapes
+        rows = ragged(groups=groups)
+        net.compiles = False
+        expected = outcome(net, rows)
+        net.compiles = True
+        for _ in range(3):
+            torch.testing.assert_close(outcome(net, rows), expected, rtol=2e-3, atol=3e-5)
+        counted.append(len(calls))
+    assert counted == [2, 4, 4] and all(positions % 8 == 0 for positions in calls)
 
 
 def test_nothing_shared_uses_plain_rows() -> None:

@@ -18,7 +18,7 @@ micro-batch there, and `score` returns its result to the CPU. Algorithms do not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,15 @@ from torch import Tensor, nn
 
 from whorl.align.config import LoRAConfig
 from whorl.align.model.batch import micro_batches, sort_by_group, sort_by_length
-from whorl.align.model.shared_prefix import find_shared_prefixes, shared_prefix_hidden, supports_shared_prefix
+from whorl.align.model.shared_prefix import (
+    SharedPrefixBatch,
+    find_shared_prefixes,
+    shared_prefix_hidden,
+    supports_shared_prefix,
+)
 from whorl.models import LanguageModel, make_model
 from whorl.models.lora import LoRA, LoRAFactors, init_lora, target_modules
+from whorl.nn.compiler import compiled
 from whorl.objectives.log_probs import token_log_probs
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
@@ -40,6 +46,8 @@ from whorl.train.lm.objective import param_optims
 SCORE_POSITIONS = 1 << 13  # positions of a forward pass without gradients
 MIN_TIMED_FLOPS = 1e13  # FLOPs of a stage, about half a minute; timing its kernels takes two seconds
 MIN_COMPILED_FLOPS = 4e13  # the first compilation takes 20 s, and halves a step
+MAX_COMPILED_SHAPES = 2  # of rows with shared prompts
+COMPILED_MULTIPLE = 8  # positions: so that more rollout batches have one shape
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model, self.temperature, self.lora = model, temperature, lora
         self.kernels, self.compiles = Kernels(), False  # set by `choose_kernels`
+        self._compiled_trunk: Callable[..., Tensor] | None = None
+        self._seen_shapes, self._compiled_shapes = set[tuple[int, ...]](), set[tuple[int, ...]]()
         self.banned_mask: Tensor | None = None
         self.routings: list[Any] | None = None  # filled by forward passes where experts are balanced
         if banned_ids:
@@ -151,10 +161,24 @@ class PolicyModel(nn.Module):
         A shared prompt is computed once.
         """
         if self.routings is None and "segment_ids" not in batch and supports_shared_prefix(self.model):
-            found = find_shared_prefixes(batch)
+            found = find_shared_prefixes(batch, COMPILED_MULTIPLE if self.compiles else 1)
             if found is not None:
-                return shared_prefix_hidden(self.model, batch, found)
+                return shared_prefix_hidden(self.model, batch, found, self._trunk_for(found))
         return self.hidden(batch)[batch["loss_mask"]]
+
+    def _trunk_for(self, prefixes: SharedPrefixBatch) -> Callable[..., Tensor]:
+        """Return the trunk, compiled for the first shapes that occur twice where a stage compiles."""
+        trunk: Callable[..., Tensor] = self.model.trunk
+        if not self.compiles or not torch.is_grad_enabled():
+            return trunk
+        shape = (*prefixes.shape, prefixes.is_padded)
+        if shape not in self._compiled_shapes:
+            if shape not in self._seen_shapes or len(self._compiled_shapes) == MAX_COMPILED_SHAPES:
+                self._seen_shapes.add(shape)
+                return trunk
+            self._compiled_shapes.add(shape)
+        self._compiled_trunk = self._compiled_trunk or compiled(trunk)
+        return self._compiled_trunk
 
     def log_probs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenLogProbs:
         """Return the results for the N targets in the loss. The batch is on the device of the weights (`to_device`)."""

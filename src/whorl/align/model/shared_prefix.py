@@ -14,6 +14,7 @@ position of its completions. Then relative distances (windows, slopes) and prede
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +35,7 @@ class SharedPrefixBatch:
 
     row, column: [N] source of each position's id (arbitrary for padding). prefix_index: [R] prompt of each row.
     prefix_length: [F] of the prompts. shape: (F, P, R, A). target_index: [M] positions of the hidden states of the
-    targets in the loss, in row order.
+    targets in the loss, in row order. is_padded: whether a prompt is shorter than P.
     """
 
     row: Tensor
@@ -43,12 +44,13 @@ class SharedPrefixBatch:
     prefix_length: Tensor
     shape: tuple[int, int, int, int]
     target_index: Tensor
+    is_padded: bool
 
 
-def find_shared_prefixes(batch: MicroBatch) -> SharedPrefixBatch | None:
+def find_shared_prefixes(batch: MicroBatch, multiple: int = 1) -> SharedPrefixBatch | None:
     """Return the layout of plain rows with one text each, or None where too little is shared.
 
-    A row's prompt ends where its first target begins.
+    A row's prompt ends where its first target begins. multiple: of P and A, which padding reaches.
     """
     tokens, mask = batch["tokens"], batch["loss_mask"]
     n, width = tokens.shape
@@ -65,6 +67,7 @@ def find_shared_prefixes(batch: MicroBatch) -> SharedPrefixBatch | None:
     f, p, a = len(prompts), int(length.max()), max(1, int((row_length - prompt).max()))
     if f * p + n * a > MAX_POSITIONS_FRACTION * n * width:
         return None
+    p, a = (-(-positions // multiple) * multiple for positions in (p, a))
     first_row = torch.full((f,), n, device=tokens.device).scatter_reduce(
         0, prefix_index, torch.arange(n, device=tokens.device), "amin"
     )  # one row of each prompt
@@ -82,7 +85,9 @@ def find_shared_prefixes(batch: MicroBatch) -> SharedPrefixBatch | None:
     r, t = mask.nonzero(as_tuple=True)
     offset = t - prompt[r]
     target_index = torch.where(offset < 0, prefix_index[r] * p + p + offset, f * p + r * a + offset)
-    return SharedPrefixBatch(row, column, prefix_index, length, (f, p, n, a), target_index)
+    return SharedPrefixBatch(
+        row, column, prefix_index, length, (f, p, n, a), target_index, int(length.min()) < p
+    )
 
 
 def supports_shared_prefix(model: LanguageModel) -> bool:
@@ -90,8 +95,10 @@ def supports_shared_prefix(model: LanguageModel) -> bool:
     return not model.checkpointed_blocks and model.batch_independent and model.attends_by_distance
 
 
-def shared_prefix_hidden(model: LanguageModel, batch: MicroBatch, prefixes: SharedPrefixBatch) -> Tensor:
-    """Return [M, d_model] hidden states at the targets in the loss, with gradients."""
+def shared_prefix_hidden(
+    model: LanguageModel, batch: MicroBatch, prefixes: SharedPrefixBatch, trunk: Callable[..., Tensor]
+) -> Tensor:
+    """Return [M, d_model] hidden states at the targets in the loss, with gradients. trunk: of the model."""
     tokens = batch["tokens"]
     state = _ModelState([_SharedPrefixLayer(prefixes) for _ in model.blocks])
     before: Tensor | None = None
@@ -104,7 +111,7 @@ def shared_prefix_hidden(model: LanguageModel, batch: MicroBatch, prefixes: Shar
         before,
         model.context_hint or tokens.shape[1],
     )
-    hidden: Tensor = model.trunk(x, where, None, state)
+    hidden = trunk(x, where, None, state)
     # Not hidden[0, target_index]: its gradient is summed in thread order where one position belongs to several rows.
     return hidden[0].index_select(0, prefixes.target_index)
 
@@ -126,7 +133,7 @@ class _SharedPrefixLayer(PagedState):
         p = prefixes.shape[1]
         starts = p - prefixes.prefix_length
         self.padded: Tensor | None = None
-        if int(starts.max()):
+        if prefixes.is_padded:
             self.padded = torch.arange(p, device=starts.device) < starts[:, None]  # [F, P]
 
     def _split(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
