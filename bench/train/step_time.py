@@ -21,6 +21,9 @@ import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault(
+    "THP_MEM_ALLOC_ENABLE", "1"
+)  # large pages for all, as in `whorl run`; torch reads it when it starts
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
@@ -170,9 +173,15 @@ def main() -> None:
         f"ours in {machine.dtype} with {machine.cores} replicas; {share:.0%} of the products' speed",
         flush=True,
     )
-    small, fast_bf16 = width < 384, torch.cpu._is_amx_tile_supported()
-    bars = {"Llama": 2.0 if small else 1.8 if fast_bf16 else 1.05, "plain GPT": 2.5 if not small and fast_bf16 else 1.0,
-            "products": 0.65 if small else 0.6 if fast_bf16 else 0.9}  # fmt: skip
+    # Bars with and without AMX: over both peers, and share of the products. The last pair is for larger shapes.
+    bars_by_width = {
+        128: ((2.5, 0.4), (2.0, 0.6)),
+        192: ((2.0, 0.5), (1.6, 0.7)),
+        1 << 30: ((1.8, 0.6), (1.25, 0.82)),
+    }
+    with_amx, without = next(pair for at_most, pair in bars_by_width.items() if width <= at_most)
+    ratio, of_products = with_amx if torch.cpu._is_amx_tile_supported() else without
+    bars = {"Llama": ratio, "plain GPT": ratio, "products": of_products}
     samples = [{"peers": {k: round(v) for k, v in peers.items()},
                 "rounds": [{k: round(v) for k, v in each.items()} for each in rounds]}]  # fmt: skip
     variants = {"Llama": f"{layers}x{width}", "plain GPT": f"{layers}x{width}-plain-gpt",
