@@ -70,6 +70,20 @@ def test_native_step_bf16_error_is_within_torch_bf16_error() -> None:
     assert 1e-3 < texts.compare(NativeStep(rounded, 16), most=30) < 2 * noise
 
 
+@pytest.mark.parametrize(
+    "shape", ["head_dim 64, many rows a head", "head_dim 128", "window", "sink, softcap", "smear, norm"]
+)
+def test_tile_attention_error_is_that_of_bf16(shape: str) -> None:
+    """Chunks of prompts whose attention runs on tiles; emulated and real tiles agree to the bit."""
+    model, worst = llama(**SHAPES[shape], dtype=torch.bfloat16), {}
+    step = NativeStep(model, 16, threads=2)
+    for method in ("emulated tiles", *step.methods):
+        step.method = method
+        worst[method] = Texts(model, 16, [1, 3, 33, 100, 170], seed=1).compare(step, most=90)
+    assert max(worst.values()) < BOUNDS["bfloat16"]
+    assert worst["emulated tiles"] == worst.get("tiles", worst["emulated tiles"])
+
+
 def test_native_step_is_batch_invariant() -> None:
     model = llama()
     for kind, method in [*((kind, "vectors") for kind in BOUNDS), ("bfloat16", "emulated tiles")]:

@@ -18,20 +18,28 @@ INLINE bool attends_by_tiles(const Heads& h) { return h.head_dim % 32 == 0 && h.
 // Scratch size, in floats.
 INLINE int64_t tile_attention_room(const Heads& h, int64_t queries) {
     const int64_t n = round_up(queries, GROUP), d = h.head_dim;
-    return n * d / 2 + n * d + GROUP * TILE_KEYS * 3 / 2 + TILE_KEYS * d + 2 * n + 64;
+    return n * d / 2 + n * d + GROUP * TILE_KEYS * 3 / 2 + TILE_KEYS * d + (1 + WIDTH) * n + 64;
 }
 
-// 2^x to 4e-5 of its value, for -126 <= x <= 0; smaller x give 2^-126.
+// 2^x to 4e-5 of its value, for x <= 0; for x below -126 it is at most 2^-126.
 INLINE Lanes power_of_two(Lanes x) {
+#ifdef __AVX512F__
+    const Lanes whole = (Lanes)_mm512_roundscale_ps((__m512)x, 8), r = x - whole;
+#else
     const Lanes magic = all(12582912.0f);  // 1.5 * 2^23
     x = max_lanes(x, all(-126.0f));
     const Lanes shifted = x + magic, r = x - (shifted - magic);
+#endif
     Lanes p = all(9.61812911e-3f);
     p = p * r + 5.55041087e-2f;
     p = p * r + 2.40226507e-1f;
     p = p * r + 6.93147181e-1f;
     p = p * r + 1.0f;
+#ifdef __AVX512F__
+    return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     return (Lanes)((Ints)p + (((Ints)shifted - (Ints)magic) << 23));
+#endif
 }
 
 INLINE void store_narrow(bf16* to, Lanes x) {
@@ -43,8 +51,9 @@ INLINE void store_narrow(bf16* to, Lanes x) {
 #endif
 }
 
-// As `soften`, for 64 scores -> probabilities in bf16; `most` is in units of log2.
-INLINE float soften64(const float* scores, bf16* probabilities, int from, int to, float softcap, float& most, float& sum) {
+// As `soften`, for 64 scores -> probabilities in bf16. Scores and `most` are in units of log2, unless they are capped here.
+// Sums of 16 lanes are added at the end.
+INLINE float soften64(const float* scores, bf16* probabilities, int from, int to, float softcap, float& most, Lanes& sum) {
     const float log2e = 1.44269504f;
     if (to <= from) {
         memset(probabilities, 0, TILE_KEYS * sizeof(bf16));
@@ -55,8 +64,7 @@ INLINE float soften64(const float* scores, bf16* probabilities, int from, int to
     Lanes s[4], highest = all(LOWEST);
     UNROLL for (int h = 0; h < 4; h++) {
         s[h] = load_lanes(scores + h * WIDTH);
-        if (softcap != 0) s[h] = softcap * tanh_lanes(s[h] / softcap);
-        s[h] *= log2e;
+        if (softcap != 0) s[h] = log2e * softcap * tanh_lanes(s[h] / softcap);
         if (partly) s[h] = (lane + h * WIDTH >= from) & (lane + h * WIDTH < to) ? s[h] : all(LOWEST);
         highest = max_lanes(highest, s[h]);
     }
@@ -69,7 +77,7 @@ INLINE float soften64(const float* scores, bf16* probabilities, int from, int to
         total += p;
     }
     const float correction = now == most ? 1.0f : power_of_two(all(most - now))[0];
-    sum = sum * correction + sum_lanes(total);
+    sum = sum * correction + total;
     most = now;
     return correction;
 }
@@ -117,14 +125,16 @@ void attend_by_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* pa
     room = (float*)round_up(int64_t(room), 64);
     float *out = room, *keys = out + padded_n * d, *values = keys + TILE_KEYS * d / 2, *scores = values + TILE_KEYS * d / 2;
     bf16 *probabilities = (bf16*)(scores + GROUP * TILE_KEYS), *queries = probabilities + GROUP * TILE_KEYS;
-    float *most = (float*)(queries + padded_n * d), *sum = most + padded_n;
+    float* most = (float*)(queries + padded_n * d);
+    Lanes* sum = (Lanes*)(most + padded_n);  // aligned: padded_n and d are multiples of 32
     memset(out, 0, size_t(padded_n * d) * 4);
+    const float log2e = 1.44269504f, scale = h.softcap != 0 ? h.scale : h.scale * log2e;
     for (int64_t i = 0; i < padded_n; i++) {
         const float* from = q + i / group * q_stride + i % group * d;
         for (int64_t c = 0; c < d; c += WIDTH)
-            store_narrow(queries + i * d + c, i < n ? load_lanes(from + c) * h.scale : Lanes{});
+            store_narrow(queries + i * d + c, i < n ? load_lanes(from + c) * scale : Lanes{});
         most[i] = LOWEST;
-        sum[i] = 0;
+        sum[i] = Lanes{};
     }
     Tiles tiles;
     tiles.shape(TileShapes());
@@ -188,9 +198,8 @@ void attend_by_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* pa
             }
         }
     }
-    const float log2e = 1.44269504f;
     for (int64_t i = 0; i < n; i++) {
-        float total = sum[i];
+        float total = sum_lanes(sum[i]);
         if (h.sink) {
             const float sink = h.sink[kv * group + i % group] * log2e, now = sink > most[i] ? sink : most[i];
             const float shrink = power_of_two(all(most[i] - now))[0];
