@@ -306,7 +306,7 @@ def test_native_code_is_compiled_during_the_steps_before_training(monkeypatch: p
         native_build, "start_builds", lambda sources: built.extend(source.stem for source, _ in sources)
     )
     monkeypatch.setattr(identity, "cpu_identity", lambda: CpuIdentity("a CPU", flags=("avx512_bf16",)))
-    training = ["causal_attention", "cross_entropy", "update", "orthogonalize"]
+    training = ["causal_attention", "cross_entropy", "mlp", "update", "orthogonalize"]
     quickstart = load_recipe("quickstart", budget="1e14flops")
     deterministic = load_recipe("quickstart", budget="1e14flops", deterministic=True)
     for recipe, first, expected in (

@@ -151,7 +151,7 @@ def test_native_candidates_compute_the_same_product() -> None:
         for way in ways.values():
             torch.manual_seed(0)
             results.append(way())
-        assert {f"native {kind}" for kind in WEIGHT_DTYPES} <= set(ways)
+        assert {f"native {kind} vectors" for kind in WEIGHT_DTYPES} <= set(ways)
         for result in results:
             assert isinstance(result, Tensor) and result.shape == (3, 48)
             assert torch.allclose(result, results[0], atol=0.1)
