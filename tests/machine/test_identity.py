@@ -89,9 +89,9 @@ def test_measurement_of_another_machine_is_not_reused(
     rates: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert measured_by_new_process(monkeypatch) == "0"
-    rates.bf16 = 8e11 / 1.3
+    rates.bf16 = 8e11 / 2  # neighbors on the host
     assert measured_by_new_process(monkeypatch) == "0" and rates.measure.call_count == 1
-    rates.bf16 = 4e11  # throttled, or another CPU of this name
+    rates.bf16 = 2e11  # throttled, or another CPU of this name
     assert measured_by_new_process(monkeypatch) == "1" and rates.measure.call_count == 2
     rates.bf16 = 8e11  # both are kept
     assert measured_by_new_process(monkeypatch) == "0" and rates.measure.call_count == 2
