@@ -112,11 +112,13 @@ inline void part_by_vectors(const Matrix& w, int64_t block, const Rows& x, int64
     }
 }
 
+constexpr int64_t FEW_ROWS = 4;     // int8: most rows for which vectors are faster than tiles
 constexpr int64_t PART_ROWS = 256;  // most rows of a part: they stay in the second-level cache while blocks pass by
 
 // y = x w^T for m rows; all threads of the team call it.
 inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const Target& to) {
-    const Method method = fits_tiles(w) ? Method(w.method) : VECTORS;
+    // Sums of int8 products are exact, so few rows take the faster way without a change of bits.
+    const Method method = !fits_tiles(w) || (w.kind == INT8 && m <= FEW_ROWS) ? VECTORS : Method(w.method);
     const int64_t n_blocks = blocks(w), unit = method == VECTORS ? TILE : TILE_ROWS, n_units = (m + unit - 1) / unit;
     // Rows are split too if there are fewer blocks than the threads need.
     int64_t parts = (4 * team.size + n_blocks - 1) / n_blocks;
