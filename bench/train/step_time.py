@@ -21,9 +21,7 @@ import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault(
-    "THP_MEM_ALLOC_ENABLE", "1"
-)  # large pages for all, as in `whorl run`; torch reads it when it starts
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in `whorl run`; costs the peers 5 to 9 % (LOG.md)
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
