@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in `whorl run`; costs the peers 5 to 9 % (LOG.md)
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in `whorl run`
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
@@ -30,6 +30,7 @@ from bench.train._plain_gpt import KINDS as ALL_KINDS
 from bench.train._plain_gpt import PlainGPT, Setting, Training, heads_of, seconds_per_step
 
 from whorl.machine.device_probe import probe
+from whorl.machine.malloc import keep_freed_memory
 from whorl.models import TransformerConfig
 from whorl.models.transformer_config import AttentionConfig
 from whorl.plan.cost import decoder_config
@@ -130,6 +131,7 @@ def main() -> None:
         parser.add_argument("--rounds", type=int, default=ROUNDS)
 
     a = parse(__doc__, arguments, smoke={"shape": "1x64/512/2x64", "seconds": 0.02, "rounds": 1})
+    keep_freed_memory()  # as in our replicas; the peers and the products gain 3 to 20 % by it (LOG.md)
     layers, width, vocabulary, rows, length = map(
         int, re.fullmatch(r"(\d+)x(\d+)/(\d+)/(\d+)x(\d+)", a.shape).groups()
     )
