@@ -50,3 +50,14 @@ def test_a_build_that_fails_is_left_to_the_load(tmp_path: Path, monkeypatch: pyt
     native_build.build_libraries([(tmp_path / "a.cpp", ())])
     with pytest.raises(native_build.BuildError, match="no-such-compiler"):
         native_build.load_library(tmp_path / "a.cpp", tmp_path)
+
+
+def test_shared_headers_are_found_and_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(native_build, "SHARED_HEADERS", shared)
+    source = tmp_path / "a.cpp"
+    source.write_text('#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n')
+    for value in (1, 2):
+        (shared / "answer.h").write_text(f"#define ANSWER {value}\n")
+        assert native_build.load_library(source, tmp_path).answer() == value

@@ -41,6 +41,7 @@ COMMON_FLAGS = (
 )
 ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # tried in turn until one compiles
 COMPILE_TIMEOUT_SECONDS = 300.0
+SHARED_HEADERS = Path(__file__).parent  # which any source may include
 Source = tuple[Path, tuple[str, ...]]  # a source and its flags
 
 
@@ -62,7 +63,7 @@ def load_library(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> cty
     """Load the library of `source` from `folder`; compiles it if it is missing.
 
     Args:
-        source: the file to compile. It may include other sources of its folder.
+        source: the file to compile. It may include other sources of its folder and SHARED_HEADERS.
         flags: added to COMMON_FLAGS and ARCH_FLAGS.
 
     Raises:
@@ -137,7 +138,8 @@ def find_compiler() -> str:
 
 def _fingerprint(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     """Hash of everything a compiled library depends on."""
-    sources = sorted(p for p in source.parent.iterdir() if p.suffix in (".h", ".cpp"))
+    folders = (source.parent, SHARED_HEADERS)
+    sources = [p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in (".h", ".cpp")]
     parts = [
         _version(compiler),
         cpu_description(),
@@ -188,7 +190,7 @@ def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: P
     for flags in ARCH_FLAGS:
         descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
-        command = [compiler, *COMMON_FLAGS, *extra, *flags, str(source), "-o", name]
+        command = [compiler, *COMMON_FLAGS, f"-I{SHARED_HEADERS}", *extra, *flags, str(source), "-o", name]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS, check=False

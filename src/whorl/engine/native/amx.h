@@ -11,46 +11,17 @@
 // differ between the two ways. They do not depend on the number of rows: one matrix is always multiplied in one way. Sums of
 // int8 products are exact in int32 and equal in both ways.
 //
-// The tile registers need a permission of the kernel (Intel 64 and IA-32 Architectures Software Developer's Manual, vol. 1,
-// ch. 18; Linux Documentation/arch/x86/xstate.rst). Every thread requests it before its
-// first tile; without it, the process would be killed there. `EmulatedTiles` computes the same in plain C++, for tests on any CPU.
+// `EmulatedTiles` computes the same in plain C++, for tests on any CPU.
 #pragma once
 
 #include "tiles.h"
 
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-constexpr int TILE_LINES = 16, TILE_BYTES = 64;
 constexpr int TILE_ROWS = 2 * TILE_LINES;            // rows of x at a time
 constexpr int64_t BLOCK_LINE = 4 * BLOCK;            // bytes of a line of a packed block
 constexpr int64_t TILE_STEP = TILE_LINES * BLOCK_LINE;
 
-// Operand of ldtilecfg, palette 1.
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define WHORL_AMX 1
-
-// Requests the tile registers from the kernel, once in each thread. False: refused, or a kernel before Linux 5.16.
-INLINE bool tiles_permitted() {
-    thread_local const bool permitted = [] {
-        const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-        return syscall(SYS_arch_prctl, request, tile_data) == 0;
-    }();
-    return permitted;
-}
-
-struct HardwareTiles {
-    HardwareTiles() { tiles_permitted(); }
-    ~HardwareTiles() { asm volatile("tilerelease" ::: "memory"); }
-    INLINE void shape(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+#ifdef WHORL_AMX
+struct HardwareTiles : TileRegisters {
     template <int T>
     INLINE void clear() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
     template <int T>
@@ -66,8 +37,6 @@ struct HardwareTiles {
     template <int C, int A, int B>
     INLINE void add_fours() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 };
-#else
-INLINE bool tiles_permitted() { return false; }
 #endif
 
 // The same registers in memory. Rounding as in the manual's pseudocode of TDPBF16PS; denormals are not flushed.

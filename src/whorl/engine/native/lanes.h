@@ -9,15 +9,14 @@
 // rounds by adding and subtracting 1.5 * 2^23, which fast-math would delete.
 #pragma once
 
+#include "tile_registers.h"
+
 #include <cstddef>
-#include <cstdint>
-#include <cstring>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-#define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")  // sums stay in registers only if every index is a constant
 #define UNROLL16 _Pragma("GCC unroll 16")
 
@@ -25,7 +24,6 @@ typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef uint16_t bf16;  // the upper half of a float
 
 constexpr int WIDTH = 16;
 
@@ -45,20 +43,8 @@ INLINE Lanes all(float x) { return Lanes{} + x; }
 INLINE Ints all_ints(int32_t x) { return Ints{} + x; }
 INLINE Lanes as_lanes(Bits b) { return (Lanes)b; }
 
-INLINE float widen(bf16 h) {
-    uint32_t bits = uint32_t(h) << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 // Round to nearest, ties to even; a NaN stays a NaN.
-INLINE bf16 narrow(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return x == x ? bf16(rounded) : bf16(0x7fc0);
-}
+INLINE bf16 narrow(float x) { return x == x ? bf16(rounded(x)) : bf16(0x7fc0); }
 
 INLINE Lanes load_lanes(const float* from) { return load<Lanes>(from); }
 INLINE Lanes load_lanes(const bf16* from) {

@@ -72,9 +72,20 @@ static void write_rows(const float* from, int64_t stride, float factor, int64_t 
         for (int64_t c = 0; c < d; c++) to[r * to_stride + c] = bf16(rounded(from[r * stride + c] * factor));
 }
 
-struct Forward {
+struct Inputs {
     Sizes z;
-    Matrix q, k, v, out;
+    Matrix q, k, v;
+
+    void copy_head(int64_t row, int64_t head, bf16* queries, bf16* keys, bf16* values, int32_t* starts) const {
+        copy_rows(q.head(row, head), q.strides[2], z, queries);
+        copy_rows(k.head(row, head), k.strides[2], z, keys);
+        copy_rows(v.head(row, head), v.strides[2], z, values);
+        z.copy_starts(row, starts);
+    }
+};
+
+struct Forward : Inputs {
+    Matrix out;
     float* lse;
 
     size_t bytes() const {
@@ -89,10 +100,7 @@ struct Forward {
         float *scores = scratch.take<float>(BLOCK * n), *sums = scratch.take<float>(BLOCK * d);
         bf16* p = scratch.take<bf16>(BLOCK * n);
         int32_t* starts = scratch.take<int32_t>(n);
-        z.copy_starts(row, starts);
-        copy_rows(q.head(row, head), q.strides[2], z, queries);
-        copy_rows(k.head(row, head), k.strides[2], z, keys);
-        copy_rows(v.head(row, head), v.strides[2], z, values);
+        copy_head(row, head, queries, keys, values, starts);
         pack_transposed(keys, z, right_keys);
         pack(values, z, right_values, false);
         for (int64_t i = 0; i < z.blocks(); i++) {
@@ -127,9 +135,8 @@ struct Forward {
     }
 };
 
-struct Backward {
-    Sizes z;
-    Matrix q, k, v, out, d_out, d_q, d_k, d_v;
+struct Backward : Inputs {
+    Matrix out, d_out, d_q, d_k, d_v;
     const float* lse;
 
     size_t bytes() const {
@@ -149,10 +156,7 @@ struct Backward {
         bf16* right_d_s = scratch.take<bf16>(GROUP * BLOCK * n);
         float* sums = scratch.take<float>(BLOCK * d);
         int32_t* starts = scratch.take<int32_t>(n);
-        z.copy_starts(row, starts);
-        copy_rows(q.head(row, head), q.strides[2], z, queries);
-        copy_rows(k.head(row, head), k.strides[2], z, keys);
-        copy_rows(v.head(row, head), v.strides[2], z, values);
+        copy_head(row, head, queries, keys, values, starts);
         copy_rows(d_out.head(row, head), d_out.strides[2], z, grads);
         pack_transposed(queries, z, turned_queries);
         pack_transposed(grads, z, turned_grads);
@@ -240,7 +244,7 @@ template <class Job> static int32_t run(const Job& job, int32_t threads) {
     std::vector<int32_t> failed(n > 0 ? n : 1, 0);
     const auto work = [&](int64_t t) {
         static thread_local Scratch scratch;
-        const TileShapes shapes;
+        const WholeTiles tiles;
         for (int64_t h = t * heads / n; h < (t + 1) * heads / n; h++) {
             if (!scratch.reserve(job.bytes())) {
                 failed[t] = 1;
@@ -270,7 +274,7 @@ extern "C" {
 // starts: of `Sizes`, or null.
 int32_t whorl_attention(const int64_t* matrices, float* lse, const int32_t* starts, const int64_t* sizes, int32_t threads) {
     const int64_t* m = matrices;
-    Forward job = {{sizes[0], sizes[1], sizes[2], sizes[3], starts}};
+    Forward job = {{{sizes[0], sizes[1], sizes[2], sizes[3], starts}}};
     for (Matrix* one : {&job.q, &job.k, &job.v, &job.out}) *one = matrix(m);
     job.lse = lse;
     return run(job, threads);
@@ -280,7 +284,7 @@ int32_t whorl_attention(const int64_t* matrices, float* lse, const int32_t* star
 int32_t whorl_attention_backward(const int64_t* matrices, const float* lse, const int32_t* starts, const int64_t* sizes,
                                  int32_t threads) {
     const int64_t* m = matrices;
-    Backward job = {{sizes[0], sizes[1], sizes[2], sizes[3], starts}};
+    Backward job = {{{sizes[0], sizes[1], sizes[2], sizes[3], starts}}};
     for (Matrix* one : {&job.q, &job.k, &job.v, &job.out, &job.d_out, &job.d_q, &job.d_k, &job.d_v}) *one = matrix(m);
     job.lse = lse;
     return run(job, threads);

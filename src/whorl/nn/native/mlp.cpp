@@ -93,7 +93,7 @@ int32_t whorl_mlp(const bf16* x, const float* up, const float* down, bf16* r, bf
     pack_transposed(up, hidden, width, right_up);
     pack_transposed(down, width, hidden, right_down);
     const int64_t steps = width / DEPTH;
-    const TileShapes shapes;
+    const WholeTiles tiles;
     for (int64_t start = 0; start < rows; start += FORWARD_ROWS) {
         const int64_t count = std::min(FORWARD_ROWS, rows - start);
         for (int64_t h = 0; h < hidden; h += BLOCK)
@@ -129,7 +129,7 @@ int32_t whorl_mlp_backward(const bf16* dy, const bf16* x, const bf16* r, const f
     float* sums = scratch.take<float>(AREA);
     pack(up, hidden, width, right_up);
     pack(down, width, hidden, right_down);
-    const TileShapes shapes;
+    const WholeTiles tiles;
     for (int64_t start = 0; start < rows; start += section) {
         const int64_t count = std::min(section, rows - start), steps = count / DEPTH;
         pack(x + start * width, count, width, right_x);

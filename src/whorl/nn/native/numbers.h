@@ -1,25 +1,9 @@
-// bf16 and exponentials in plain code that compilers turn into vector instructions.
+// Exponentials in plain code that compilers turn into vector instructions, with bf16 of tile_registers.h.
 #pragma once
 #if defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")
 #endif
-#include <cstdint>
-#include <cstring>
-
-typedef uint16_t bf16;
-
-static inline float widen(bf16 x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline uint32_t rounded(float x) {  // to the nearest bf16, ties to even
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
+#include "tile_registers.h"
 
 // exp(x) for x <= 0, with a relative error below 1e-6; 0 below -87.
 static inline float exponential(float x) {

@@ -109,7 +109,7 @@ int32_t whorl_orthogonalize(bf16* matrices, int64_t n, int64_t rows, int64_t col
     std::vector<int32_t> failed(used, 0);
     const auto work = [&](int64_t t) {
         static thread_local Scratch scratch;
-        const TileShapes shapes;
+        const WholeTiles tiles;
         for (int64_t i = t * n / used; i < (t + 1) * n / used; i++) {
             if (!scratch.reserve(job.bytes())) {
                 failed[t] = 1;

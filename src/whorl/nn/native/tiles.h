@@ -11,11 +11,6 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
-#if defined(__AMX_BF16__) && !defined(WHORL_PLAIN)
-#define TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 typedef uint32_t pair;
 
@@ -60,7 +55,7 @@ static void transpose(const pair* in, int64_t stride, pair* out, int64_t out_str
 // numbers apart; consecutive right tiles follow each other, and the second column of them is `column` numbers away.
 static void multiply(const bf16* left, int64_t left_stride, int64_t left_step, int64_t second, const bf16* right, int64_t column,
                      int64_t steps, float* out, int64_t stride, bool add) {
-#ifdef TILES
+#ifdef WHORL_AMX
     const int64_t bytes = 4 * stride, left_bytes = 2 * left_stride;
     float* below = out + SIDE * stride;
     if (add) {
@@ -129,32 +124,10 @@ struct Scratch {
     ~Scratch() { free(data); }
 };
 
-// The tiles of this thread, all of 16 rows of 64 bytes, while the object lives.
-struct TileShapes {
-    TileShapes() {
-#ifdef TILES
-        struct __attribute__((packed)) {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t bytes[16] = {};
-            uint8_t rows[16] = {};
-        } shape;
-        for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = SIDE;
-        _tile_loadconfig(&shape);
-#endif
-    }
-    ~TileShapes() {
-#ifdef TILES
-        _tile_release();
-#endif
-    }
+// This thread's tile registers, all whole, while the object lives.
+struct WholeTiles : TileRegisters {
+    WholeTiles() { shape(TileShapes()); }
 };
 
-// Whether products run on tiles: compiled for them, and permitted by the kernel for all threads of the process.
-extern "C" inline __attribute__((used)) int32_t whorl_tiles() {
-#ifdef TILES
-    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-#else
-    return 0;
-#endif
-}
+// Whether products run on tiles.
+extern "C" inline __attribute__((used)) int32_t whorl_tiles() { return tiles_permitted(); }

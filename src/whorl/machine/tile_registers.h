@@ -1,0 +1,66 @@
+// bf16 numbers, and the tile registers (AMX) of this process, for the C++ code of `nn/native` and `engine/native`.
+//
+// Tile registers need a permission of the kernel (Intel 64 and IA-32 Architectures Software Developer's Manual, vol. 1,
+// ch. 18; Linux Documentation/arch/x86/xstate.rst). Each thread requests it before its first tile; without it, the kernel
+// would kill the process there. WHORL_PLAIN compiles without tiles, for tests.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(WHORL_PLAIN)
+#define WHORL_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+typedef uint16_t bf16;  // the upper half of a float
+
+INLINE float widen(bf16 x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// To the nearest bf16, ties to even. Of the NaNs, only the usual ones stay NaN; `narrow` in lanes.h keeps all.
+INLINE uint32_t rounded(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+constexpr int TILE_LINES = 16, TILE_BYTES = 64;  // of a line
+
+// Operand of ldtilecfg, palette 1: eight whole tiles.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES};
+    uint8_t lines[16] = {TILE_LINES, TILE_LINES, TILE_LINES, TILE_LINES, TILE_LINES, TILE_LINES, TILE_LINES, TILE_LINES};
+};
+
+// Whether this thread may use tile registers; requests it once. False: compiled without them, refused, or before Linux 5.16.
+INLINE bool tiles_permitted() {
+#ifdef WHORL_AMX
+    thread_local const bool permitted = [] {
+        const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+        return syscall(SYS_arch_prctl, request, tile_data) == 0;
+    }();
+    return permitted;
+#else
+    return false;
+#endif
+}
+
+// This thread's tile registers, while the object lives; nothing without AMX.
+struct TileRegisters {
+#ifdef WHORL_AMX
+    TileRegisters() { tiles_permitted(); }
+    ~TileRegisters() { asm volatile("tilerelease" ::: "memory"); }
+    INLINE void shape(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+#else
+    void shape(const TileShapes&) {}
+#endif
+};
