@@ -78,8 +78,12 @@ def test_load_imports_no_compiler(name: str, request: pytest.FixtureRequest, tmp
 
 COMPILE = """
 import sys, torch
+import torch._functorch.config, torch._inductor.config
 from torch._dynamo.utils import counters
 from whorl.nn import compiler
+
+configs = (torch._functorch.config, torch._inductor.config, torch.compiler.config)
+before = [config.save_config() for config in configs]
 
 class Scaled(torch.autograd.Function):
     @staticmethod
@@ -99,6 +103,7 @@ for number, FACTOR in enumerate(map(float, sys.argv[1:])):
     out.backward()
     assert written == [*compiler.cache_folder().rglob("*.main.cpp")], "the first backward pass compiles"
     print(x.grad[0].item())
+assert before == [config.save_config() for config in configs], "settings stay"
 print(*(counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("miss", "hit")))
 """
 
@@ -106,7 +111,10 @@ print(*(counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("miss", 
 def test_kernels_are_kept_but_another_backward_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lasting cache serves what is compiled again. Its key covers the backward of autograd functions, and our code."""
+    """The lasting cache serves what is compiled again. Its key covers the backward of autograd functions, and our code.
+
+    Torch's settings are as before.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     command = [sys.executable, "-c", COMPILE, "2", "2", "3", "2"]

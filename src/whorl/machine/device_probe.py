@@ -48,9 +48,7 @@ CPU_DTYPES = ("float32", "bfloat16")  # timed on a CPU
 DEVICES = ("cpu", "cuda")
 CONTENDED_CACHE_SECONDS = 600.0  # lifetime of a measurement under contention
 UNCONTENDED_FRACTION = 0.85
-SAME_MACHINE_FACTOR = (
-    3.0  # between the rates of one machine now and earlier; neighbors on the host may halve them
-)
+SAME_MACHINE_FACTOR = 3.0  # at most, between rates of one machine: neighbors on the host may halve them
 QUOTAS = (
     (Path("/sys/fs/cgroup/cpu.max"),),
     (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),

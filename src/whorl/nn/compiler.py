@@ -46,21 +46,11 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     compiling.
     """
     torch.compiler.reset()
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     default = default_cache_dir()  # torch sets the variable to it, perhaps already when it was imported
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder())
-    # Traced graphs are kept too. Their key has the calls of custom operators, but not the code of their gradients.
-    functorch.autograd_cache_allow_custom_autograd_functions = True
-    functorch.force_non_lazy_backward_lowering = (
-        True  # torch compiles it in the first backward pass, unseen by `_timed_backend`
-    )
-    torch.compiler.config.cache_key_tag = code_digest()
-    if platform.machine() == "x86_64":  # spares five compilations that only repeat what /proc/cpuinfo lists
-        inductor.cpp.vec_isa_ok = True
     return torch.compile(function, dynamic=False, backend=_timed_backend)
 
 
@@ -90,9 +80,28 @@ def _timed_backend(graph: Any, inputs: Any) -> Any:
     global _seconds_in_backend
     began = time.perf_counter()
     try:
-        return compile_fx(graph, inputs)
+        with _settings():
+            return compile_fx(graph, inputs)
     finally:
         _seconds_in_backend += time.perf_counter() - began
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Set torch's options for one call of its compiler; other code of the process keeps its own."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    # Traced graphs are kept too. Their key has the calls of custom operators, but not the code of their gradients.
+    key = torch.compiler.config.patch(cache_key_tag=code_digest())
+    # By default torch compiles gradients in the first backward pass, which `_timed_backend` does not see.
+    graphs = functorch.patch(
+        autograd_cache_allow_custom_autograd_functions=True, force_non_lazy_backward_lowering=True
+    )
+    # A CPU's vector instructions are in /proc/cpuinfo. This spares five compilations that test them.
+    cpu = inductor.patch({"cpp.vec_isa_ok": True} if platform.machine() == "x86_64" else {})
+    with key, graphs, cpu:
+        yield
 
 
 def eager_only(function: Callable[P, T]) -> Callable[P, T]:
