@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from whorl.models.transformer import Transformer
     from whorl.store import Store
     from whorl.tokens.tokenizer import Tokenizer
+
+# Tests measure and choose kernels for tiny models, in a cache of their own. It lasts: compiled kernels are kept in it.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+if _CACHE.parts[-2:] != ("whorl", "tests"):  # as inherited by the workers of xdist
+    os.environ["XDG_CACHE_HOME"] = str(_CACHE / "whorl" / "tests")
 
 
 @pytest.hookimpl(tryfirst=True)
