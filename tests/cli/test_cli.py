@@ -53,6 +53,15 @@ def test_modules_of_the_working_directory_can_be_named(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "SOAP", done.stderr
 
 
+def test_warning_is_one_line_without_source() -> None:
+    code = (
+        "import sys, warnings; sys.argv = ['whorl', '--version']\nfrom whorl.cli import main\n"
+        "try: main()\nexcept SystemExit: warnings.warn('decoding by torch')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "whorl: warning: decoding by torch\n"
+
+
 def test_help_is_fast_and_imports_no_torch() -> None:
     seconds = []
     for _ in range(3):

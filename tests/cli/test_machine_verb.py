@@ -39,7 +39,7 @@ def test_machine_prints_products_of_a_shape(tmp_path: Path, monkeypatch: pytest.
     assert "usable cores" in printed and "GEMM in GFLOP/s" in printed and "AMX: " in printed
     assert "weight_gradient up 256x" in printed and "decode head bf16" in printed
     assert "of the bound" in printed and "attention 8x2 bf16: native" in printed
-    monkeypatch.setenv(kernel_choice.FORCE, "weight_gradient=looped")
+    monkeypatch.setenv(kernel_choice.FORCE, "head=looped")
     assert "'looped' is impossible" in refuse(tmp_path, "machine", "2x64/128/4x32")
 
 

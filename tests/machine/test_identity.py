@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -62,6 +63,15 @@ def test_request_amx_reports_a_refusal(
     monkeypatch.setattr(identity.sys, "platform", "linux")
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Mock(syscall=Mock(return_value=answer)))
     assert identity.request_amx().startswith(reason) and bool(identity.request_amx()) == bool(reason)
+    identity.warn_of_unused_amx.cache_clear()
+    with warnings.catch_warnings(record=True) as found:
+        for _ in range(2):
+            identity.warn_of_unused_amx()
+    identity.warn_of_unused_amx.cache_clear()
+    expected = (
+        [] if flags == "avx2" else [f"AMX is not used: {reason or 'the C++ compiler has no support for it'}"]
+    )
+    assert [str(one.message).partition(" (")[0] for one in found] == expected
 
 
 @pytest.fixture
@@ -106,6 +116,8 @@ def test_measurement_is_kept_under_contention(rates: Mock, monkeypatch: pytest.M
     measured_by_new_process(monkeypatch)
     rates.bf16, rates.fraction = 1e11, 0.5  # other processes use half of the core
     assert measured_by_new_process(monkeypatch) == "0" and rates.measure.call_count == 1
+    rates.bf16 = 8e12  # which other processes cannot cause
+    assert measured_by_new_process(monkeypatch) == "1" and rates.measure.call_count == 2
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ def test_candidate_with_another_result_is_dropped(clock: Clock) -> None:
     ("setting", "name", "expected"),
     [
         ("head=512", "head 128x8192 bf16", "512"),
-        ("other=x, head=512", "head", "512"),
+        ("mlp=native, tiles, head=512", "head", "512"),
+        ("engine_step=native, tiles, 2 threads", "engine_step 3x192", "native, tiles, 2 threads"),
         ("*bf16=512", "head 128x8192 bf16", "512"),
         ("*fp32=512", "head 128x8192 bf16", "128"),
     ],
@@ -163,7 +164,9 @@ def test_forced_choice(
     setting: str, name: str, expected: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(kernel_choice.FORCE, setting)
-    ways = {way: clock.way(way, 1e-3 * int(way)) for way in ("128", "512")}
+    ways = {
+        way: clock.way(way, 1e-3 * n) for n, way in enumerate(("128", "512", "native, tiles, 2 threads"), 1)
+    }
     assert fastest(name, ways) == expected
     assert fastest(name, ways, forced="512") == "512"
 
@@ -171,9 +174,16 @@ def test_forced_choice(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("p=tile", "p 1x1: the choice 'tile' is impossible(.|\n)*did you mean 'tiles'"),
-        ("p=tiles", "'tiles' is impossible here: OSError: refused(.|\n)*one of: direct"),
-        ("p", "WHORL_CHOOSE has 'p'(.|\n)*NAME=CANDIDATE"),
+        (
+            "mlp=tile",
+            "mlp 1x1: the choice 'tile' is impossible(.|\n)*did you mean 'tiles'(.|\n)*from WHORL_CHOOSE",
+        ),
+        (
+            "mlp=tiles",
+            "'tiles' is impossible here: OSError: refused(.|\n)*one of: direct(.|\n)*from WHORL_CHOOSE",
+        ),
+        ("mlp", "WHORL_CHOOSE has 'mlp'(.|\n)*NAME=CANDIDATE"),
+        ("atention=native", "WHORL_CHOOSE names 'atention'(.|\n)*did you mean 'attention'"),
     ],
 )
 def test_impossible_forced_choice_is_refused(
@@ -182,6 +192,6 @@ def test_impossible_forced_choice_is_refused(
     monkeypatch.setenv(kernel_choice.FORCE, setting)
     ways = {"direct": clock.way("direct", 1e-3), "tiles": clock.way("tiles", 1e-3, OSError("refused"))}
     with pytest.raises(ConfigError, match=message):
-        fastest("p 1x1", ways)
+        fastest("mlp 1x1", ways)
     monkeypatch.delenv(kernel_choice.FORCE)
     assert forced_choices() == {}

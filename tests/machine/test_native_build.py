@@ -52,7 +52,9 @@ def test_a_build_that_fails_is_left_to_the_load(tmp_path: Path, monkeypatch: pyt
         native_build.load_library(tmp_path / "a.cpp", tmp_path)
 
 
-def test_shared_headers_are_found_and_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_headers_are_found_and_part_of_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setattr(native_build, "SHARED_HEADERS", shared)

@@ -14,6 +14,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from keyword import iskeyword
 from pathlib import Path
@@ -169,6 +170,7 @@ def _version(
 def main() -> None:
     """Run the command `whorl`. Names of the form "module:attribute" may name files of the working directory."""
     sys.path.append("")
+    warnings.formatwarning = _format_warning
     if missing := _open_standard_streams():
         print(f"whorl: {missing} is closed\n  do: open it, for example to /dev/null", file=sys.stderr)
         raise SystemExit(1)
@@ -189,6 +191,10 @@ def main() -> None:
         print(f"whorl: standard output cannot be written: {error.strerror}", file=sys.stderr)
         code = 1
     raise SystemExit(code)
+
+
+def _format_warning(message: Warning | str, *_place: Any) -> str:
+    return f"whorl: warning: {message}\n"
 
 
 def _open_standard_streams() -> str:

@@ -228,25 +228,26 @@ _found: dict[Path, int] = {}  # place of this machine in a cache file, found onc
 
 
 def _find(path: Path, kept: list[Measurement]) -> int | None:
-    """Return the place of the measurement whose rates are those of now; the first one if other processes disturb."""
+    """Return the place of the measurement with the rates of now, or of one that other processes may slow down to them."""
     if kept and _found.get(path, len(kept)) >= len(kept):
         now = dict[str, float]()
         for _ in range(3):  # a passing disturbance is no other machine
             rates, fraction = current_rates()
             now = {kind: max(speed, now.get(kind, 0.0)) for kind, speed in rates.items()}
-            same = (number for number, measured in enumerate(kept) if _has_rates(measured, now))
-            place = next(same, None if fraction > UNCONTENDED_FRACTION else 0)
-            if place is not None:
+            slowed = (False, True) if fraction <= UNCONTENDED_FRACTION else (False,)
+            same = (n for slow in slowed for n, found in enumerate(kept) if _may_have(found, now, slow))
+            if (place := next(same, None)) is not None:
                 _found[path] = place
-                break
-        else:
-            return None
+                return place
+        return None
     return _found.get(path) if kept else None
 
 
-def _has_rates(measured: Measurement, now: dict[str, float]) -> bool:
-    pairs = [(measured.flops[kind]["1"][0], speed) for kind, speed in now.items()]
-    return all(max(pair) <= SAME_MACHINE_FACTOR * min(pair) for pair in pairs)
+def _may_have(measured: Measurement, now: dict[str, float], slowed: bool) -> bool:
+    """Whether the measured machine may have the rates of now. slowed: by other processes, which make nothing faster."""
+    ratios = [speed / measured.flops[kind]["1"][0] for kind, speed in now.items()]
+    least = 0.0 if slowed else 1 / SAME_MACHINE_FACTOR
+    return all(least <= ratio <= SAME_MACHINE_FACTOR for ratio in ratios)
 
 
 def current_rates() -> tuple[dict[str, float], float]:

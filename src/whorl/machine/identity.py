@@ -8,9 +8,11 @@ environment of a run, and by the benches. No import of torch.
 from __future__ import annotations
 
 import ctypes
+import functools
 import platform
 import re
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,3 +96,11 @@ def request_amx() -> str:
     if libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA):
         return f"the kernel refuses AMX (errno {ctypes.get_errno()})"
     return ""
+
+
+@functools.cache
+def warn_of_unused_amx() -> None:
+    """Warn once that the CPU lists AMX, but native code does not use it, with the reason."""
+    if cpu_identity().amx:
+        reason = request_amx() or "the C++ compiler has no support for it"
+        warnings.warn(f"AMX is not used: {reason}", RuntimeWarning, stacklevel=2)

@@ -1,9 +1,9 @@
 """Choice among several ways to compute one product, by timing them on this machine.
 
-    way = fastest("weight_gradient 2048x384x1536 bf16", {"direct": direct, "transposed": transposed}, flops=2.4e9)
+    way = fastest("attention 8x3x256x64 bf16", {"blocked": blocked, "native": native}, flops=7e8)
 
-    WHORL_CHOOSE=weight_gradient=transposed,head=512    forces choices; NAME is the first word of a name or a
-                                                        pattern of whole names (`fnmatch`)
+    WHORL_CHOOSE=attention=blocked,head=512    forces choices; the part before "=" is one of OPERATIONS, the first
+                                               word of a name, or a pattern of whole names (`fnmatch`)
 
 A table of CPUs cannot replace the timing: hypervisors, sandboxes and clocks make instructions slower than their flags
 suggest, and the best way changes with the shape. The first candidate is the default: another one must be faster by 3 %. A
@@ -45,6 +45,7 @@ from whorl.machine.device_probe import (
 from whorl.machine.gemm_benchmark import available_core_fraction
 
 FORCE = "WHORL_CHOOSE"
+OPERATIONS = ("attention", "mlp", "cross_entropy", "head", "update", "adamw", "orthogonalize", "engine_step")
 MIN_SPEEDUP = 1.03  # over the default
 SECONDS_PER_CHOICE = 0.2
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
@@ -201,13 +202,22 @@ def time_candidates(
 
 
 def forced_choices() -> dict[str, str]:
-    """Return the forced choices by pattern. Raises ConfigError: a part of WHORL_CHOOSE is no `NAME=CANDIDATE`."""
-    found = {}
+    """Return the forced choices by operation or pattern of names. A candidate may contain commas.
+
+    Raises:
+        ConfigError: a part of WHORL_CHOOSE is no `NAME=CANDIDATE`, or names no operation.
+    """
+    found, last = dict[str, str](), ""
     for part in filter(None, os.environ.get(FORCE, "").split(",")):
-        pattern, equals, way = (text.strip() for text in part.rpartition("="))
-        if not (pattern and equals and way):
+        name, equals, way = (text.strip() for text in part.rpartition("="))
+        if last and not equals:
+            found[last] += f", {way}"
+            continue
+        if not (name and equals and way):
             raise ConfigError(f"{FORCE} has {part!r}", expected="NAME=CANDIDATE, separated by commas")
-        found[pattern] = way
+        if name.isidentifier() and name not in OPERATIONS:
+            raise ConfigError(f"{FORCE} names {name!r}", expected=one_of(name, OPERATIONS))
+        found[name], last = way, name
     return found
 
 
@@ -220,9 +230,12 @@ def _forced_by_environment(name: str) -> str | None:
 
 def _require(name: str, forced: str, candidates: Candidates) -> None:
     """Raise ConfigError unless the forced candidate exists and runs, which is tried once a process."""
+    remedy = f"remove it from the setting or from {FORCE}"
     if forced not in candidates:
         raise ConfigError(
-            f"{name}: the choice {forced!r} is impossible", expected=one_of(forced, list(candidates))
+            f"{name}: the choice {forced!r} is impossible",
+            expected=one_of(forced, list(candidates)),
+            do=remedy,
         )
     if (name, forced) in _required:
         return
@@ -233,7 +246,7 @@ def _require(name: str, forced: str, candidates: Candidates) -> None:
         raise ConfigError(
             f"{name}: the choice {forced!r} is impossible here: {type(error).__name__}: {error}",
             expected=one_of(forced, others),
-            do=f"remove it from the setting or from {FORCE}",
+            do=remedy,
         ) from error
     _required.add((name, forced))
 
@@ -270,12 +283,7 @@ def _valid(found: TimedChoice | None, candidates: Candidates) -> TimedChoice | N
 def _read(path: Path) -> dict[str, TimedChoice]:
     try:
         return {name: TimedChoice(**kept) for name, kept in json.loads(path.read_text()).items()}
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ):  # absent, damaged or of another version: time again
+    except (OSError, ValueError, TypeError, AttributeError):  # absent, damaged or of another version
         return {}
 
 

@@ -66,7 +66,7 @@ def test_native_orthogonalization_matches_torch(
     library = load_library(source("orthogonalize"), cache_folder(), variant_flags(variant))
     if variant == "tiles" and not library.whorl_tiles():
         pytest.skip("this CPU has no tiles")
-    monkeypatch.setattr(native_orthogonalize, "native_library", lambda _: library)
+    monkeypatch.setattr(native_orthogonalize, "tile_library", lambda _: library)
     x = randn(*shape)
     want = orthogonalize(x.clone())
     before = torch.get_num_threads()

@@ -7,7 +7,9 @@ import functools
 import warnings
 from pathlib import Path
 
+from whorl.engine.native.layout import TILES_FEATURE
 from whorl.machine import native_build
+from whorl.machine.identity import warn_of_unused_amx
 from whorl.machine.native_build import BuildError, cache_folder
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -19,10 +21,13 @@ def library() -> ctypes.CDLL | None:
     if not native_build.is_enabled():
         return None
     try:
-        return load_library(cache_folder())
+        found = load_library(cache_folder())
     except BuildError as error:
         warnings.warn(f"decoding by torch: {error}", RuntimeWarning, stacklevel=2)
         return None
+    if not found.whorl_features() & TILES_FEATURE:
+        warn_of_unused_amx()
+    return found
 
 
 def is_compiled() -> bool:

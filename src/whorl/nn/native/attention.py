@@ -12,24 +12,21 @@ never used.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whorl.nn.native.library import native_library
+from whorl.nn.native.library import tile_library
 
 MAX_HEAD_DIM = 256
 
 _chosen: dict[tuple[int, ...], bool] = {}  # [B, H, T, d] -> whether the kernel was the fastest
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel, or None where it cannot be built or the CPU's tiles cannot be used."""
-    found = native_library("causal_attention")
-    return found if found is not None and found.whorl_tiles() else None
+    return tile_library("causal_attention")
 
 
 def supports(head_dim: int) -> bool:

@@ -7,6 +7,7 @@ import functools
 import warnings
 from pathlib import Path
 
+from whorl.machine.identity import warn_of_unused_amx
 from whorl.machine.native_build import BuildError, Source, cache_folder, is_enabled, load_library
 
 FLAGS = ("-fopenmp-simd",)
@@ -33,3 +34,12 @@ def native_library(name: str) -> ctypes.CDLL | None:
     except BuildError as error:
         warnings.warn(f"{name} by torch: {error}", RuntimeWarning, stacklevel=2)
         return None
+
+
+def tile_library(name: str) -> ctypes.CDLL | None:
+    """Return the library of `NAME.cpp` as `native_library`, or None (logged once) where its tiles cannot be used."""
+    found = native_library(name)
+    if found is not None and not found.whorl_tiles():
+        warn_of_unused_amx()
+        return None
+    return found

@@ -7,7 +7,6 @@ transposed copy. `choose_mlp` times it for one shape and one thread, before a st
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import native_library
+from whorl.nn.native.library import tile_library
 
 MAX_WEIGHTS = (
     1 << 18
@@ -25,11 +24,9 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 _chosen: dict[tuple[int, ...], bool] = {}  # (rows, d, hidden) -> whether the kernel was the fastest
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel, or None where it cannot be built or the CPU's tiles cannot be used."""
-    found = native_library("mlp")
-    return found if found is not None and found.whorl_tiles() else None
+    return tile_library("mlp")
 
 
 def is_chosen(x: Tensor, up: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import native_library
+from whorl.nn.native.library import tile_library
 
 Coefficients = Sequence[tuple[float, float, float]]
 
@@ -21,8 +21,7 @@ def supports(rows: int, columns: int) -> bool:
     """Return whether the kernel runs here for matrices [rows, columns]."""
     if rows % 32 or columns % 32:
         return False
-    library = native_library("orthogonalize")
-    return library is not None and bool(library.whorl_tiles())
+    return tile_library("orthogonalize") is not None
 
 
 def orthogonalize_(matrices: Tensor, coefficients: Coefficients) -> Tensor:
@@ -33,7 +32,7 @@ def orthogonalize_(matrices: Tensor, coefficients: Coefficients) -> Tensor:
     Raises:
         MemoryError: there is no memory for the products of one matrix.
     """
-    library = native_library("orthogonalize")
+    library = tile_library("orthogonalize")
     assert library is not None and matrices.is_contiguous()
     numbers = [x for each in coefficients for x in each]
     failed = library.whorl_orthogonalize(

@@ -41,7 +41,7 @@ class Kernels:
     """The choices that are not made by shape.
 
     chunk_tokens: whose logits are held at a time, None for the default. native_update: the optimizer's passes in C++.
-    fused_adamw: as `OptimConfig.fused`, None where nothing was timed.
+    fused_adamw: as `OptimConfig.fused`; None in fp32 and on a GPU, which leaves it to `AdamW`.
     """
 
     chunk_tokens: int | None = None
@@ -92,7 +92,10 @@ def _choose_fused_adamw(numbers: int) -> bool:
 
 
 def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
-    """Time head and loss of all tokens in chunks of several sizes. step: the choice of `choose_logits_step`."""
+    """Time head and loss of all tokens in chunks of several sizes. step: the choice of `choose_logits_step`.
+
+    Returns the default, untimed, if no larger chunk is needed or allowed, or under deterministic algorithms.
+    """
     vocabulary, width = model.head_weight.shape
     default = default_chunk_tokens(vocabulary)
     sizes = [default, *(default * n for n in CHUNK_FACTORS if default * n * vocabulary <= MAX_LOGITS)]
