@@ -61,7 +61,7 @@ def has_quick_form(script: Path) -> bool:
 
 
 def run(script: Path, options: list[str], timeout: float) -> Outcome:
-    """Run a script; its process group is killed after `timeout` seconds."""
+    """Run a script; its process group is killed after `timeout` seconds, and if this process is interrupted."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         [sys.executable, str(script), *options], cwd=ROOT, env=environment, text=True,
@@ -70,9 +70,11 @@ def run(script: Path, options: list[str], timeout: float) -> Outcome:
     try:
         printed, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return Outcome("failed", f"no result after {timeout:.0f} s")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     lines = [line for line in printed.splitlines() if line.strip()]
     if process.returncode == SKIPPED:
         return Outcome("skipped", lines[-1] if lines else errors.strip().split("\n")[-1])

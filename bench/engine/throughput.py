@@ -29,6 +29,7 @@ import tempfile
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -91,14 +92,16 @@ def measure(job: Job, python: str, cells: Sequence[Cell], scratch: Path) -> list
     """Run one contender, a result for each cell; None, and a line, if it failed. Raises SystemExit if the engine failed."""
     file, log = scratch / "job.json", scratch / "job.log"
     file.write_text(json.dumps(asdict(job)))
-    with log.open("w") as output:
+    ended = f"no result after {TIMEOUT} s"
+    with log.open("w") as output, suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
             [python, contender.__file__, str(file)],
             env=environment(python, THREADS), stdout=output, stderr=output, timeout=TIMEOUT,
         )  # fmt: skip
-    if done.returncode:
+        ended = f"exit code {done.returncode}" if done.returncode else ""
+    if ended:
         lines = log.read_text(errors="replace").strip().splitlines()
-        why = f"{job.side} {job.kind}, {job.model}: exit code {done.returncode}: {(lines or ['nothing'])[-1][:300]}"
+        why = f"{job.side} {job.kind}, {job.model}: {ended}: {(lines or ['nothing'])[-1][:300]}"
         if job.side == "ours":
             sys.exit(why)
         print(f"left out: {why}")
@@ -183,6 +186,10 @@ def main() -> None:
         sys.exit(77)
     if given.only:
         pythons = {side: p for side, p in pythons.items() if side == "ours" or side in given.only.split(",")}
+    for option, allowed in (("models", NAMES), ("cells", CELLS), ("kinds", GGUF_NAMES)):
+        for text in getattr(given, option).split(","):
+            if text not in allowed:
+                sys.exit(f"--{option} {text}: expected some of {','.join(allowed)}")
     kinds = given.kinds.split(",")
     table: dict[Cell, list[Result]] = {}
     with tempfile.TemporaryDirectory() as spare:

@@ -21,14 +21,16 @@ servers can be measured by separate commands. --draw FILE plots goodput against 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -116,37 +118,25 @@ def server(name: str, python: str, folder: Path, port: int) -> Iterator[str]:
             "VLLM_NO_USAGE_STATS": "1",
         }
     else:
-        words = [
-            "llama_cpp.server",
-            "--model",
-            str(folder / "model.gguf"),
-            "--n_ctx",
-            str(LENGTH),
-            "--model_alias",
-            "bench",
-        ]
-        words += [
-            "--n_threads",
-            str(THREADS),
-            "--n_threads_batch",
-            str(THREADS),
-            "--interrupt_requests",
-            "false",
-        ]
+        words = ["llama_cpp.server", "--model", str(folder / "model.gguf"), "--n_ctx", str(LENGTH)]
+        words += ["--n_threads", str(THREADS), "--n_threads_batch", str(THREADS)]
+        words += ["--model_alias", "bench", "--interrupt_requests", "false"]
     command = [python, "-m", *words, "--host", "127.0.0.1", "--port", str(port)]
     log, url = folder / f"{name}.log", f"http://127.0.0.1:{port}"
     with log.open("w") as output:
-        process = subprocess.Popen(command, env=variables, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, env=variables, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         wait_until_ready(process, url, log)
         yield url
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):  # its workers too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

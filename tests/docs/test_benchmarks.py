@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,23 @@ def test_outcome_of_a_script(body: str, result: str, reason: str, tmp_path: Path
     assert (
         outcome.result == result and reason in outcome.reason and len(outcome.records) == (result == "passed")
     )
+
+
+def test_interrupted_run_leaves_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, started = tmp_path / "script.py", list[subprocess.Popen[str]]()
+    script.write_text("import time; time.sleep(60)")
+    real = subprocess.Popen.communicate
+
+    def interrupted(process: subprocess.Popen[str], timeout: float | None = None) -> Any:
+        if not started:
+            started.append(process)
+            raise KeyboardInterrupt
+        return real(process, timeout=timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all.run(script, [], timeout=30)
+    assert started[0].poll() == -signal.SIGKILL
 
 
 def test_quick_run_keeps_records_and_prints_falls(

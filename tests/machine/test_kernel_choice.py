@@ -14,7 +14,7 @@ import torch
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
 from whorl.machine.choices import recorded_choices
-from whorl.machine.kernel_choice import TimedChoice, fastest, forced_choices, kept_choices, timed_choice
+from whorl.machine.kernel_choice import TimedChoice, fastest, forced_choices, timed_choice
 
 
 class Clock:
@@ -58,7 +58,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_fastest_takes_the_smallest_time(costs: dict[str, float], chosen: str, clock: Clock) -> None:
     ways = {name: clock.way(name, cost) for name, cost in costs.items()}
     assert fastest("head 1x2x3 bf16", ways, flops=6e6) == chosen
-    (kept,) = kept_choices().values()
+    (kept,) = kernel_choice._read(kernel_choice.choices_file()).values()
     assert kept.chosen == chosen and kept.uncontended and kept.seconds == pytest.approx(costs)
     assert kept.flops_per_second()["direct"] == pytest.approx(6e6 / costs["direct"])
     assert clock.calls.count("fp32") <= 2  # a hopeless way is timed once
@@ -91,7 +91,7 @@ def test_contended_choice_expires(alone: bool, age: float, again: bool, clock: C
     ways = {name: clock.way(name, 1e-3) for name in ("a", "b")}
     timed_choice("p", ways)
     path = kernel_choice.choices_file()
-    ((name, kept),) = kept_choices().items()
+    ((name, kept),) = kernel_choice._read(kernel_choice.choices_file()).items()
     old = replace(kept, uncontended=alone, measured_at=time.time() - age)
     path.write_text(json.dumps({name: vars(old)}))
     calls = len(clock.calls)
@@ -134,7 +134,7 @@ def test_candidate_that_fails_is_dropped_with_a_warning(clock: Clock) -> None:
     ways = {"direct": clock.way("direct", 2e-3), "tiles": clock.way("tiles", 1e-3, refused)}
     with pytest.warns(RuntimeWarning, match="'tiles' is not used, RuntimeError: the kernel refuses AMX"):
         assert fastest("p", ways) == "direct"
-    (kept,) = kept_choices().values()
+    (kept,) = kernel_choice._read(kernel_choice.choices_file()).values()
     assert list(kept.dropped) == ["tiles"] and list(kept.seconds) == ["direct"]
     with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="no candidate runs"):
         timed_choice("q", {"tiles": ways["tiles"]})

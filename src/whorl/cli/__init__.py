@@ -193,7 +193,9 @@ def main() -> None:
     raise SystemExit(code)
 
 
-def _format_warning(message: Warning | str, *_place: Any) -> str:
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     return f"whorl: warning: {message}\n"
 
 

@@ -26,8 +26,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -95,7 +95,9 @@ def fastest(
     """
     if not candidates:
         raise ValueError(f"{name}: no candidates")
-    forced = forced or _forced_by_environment(name)
+    if _requests is not None:
+        _requests.append(ChoiceRequest(name, candidates, flops))
+    forced = forced or forced_candidate(name)
     if forced is not None:
         _require(name, forced, candidates)
         return forced
@@ -111,6 +113,30 @@ def fastest(
         recorded = choose_once(f"kernel-{sha256(memo[0].encode()).hexdigest()[:16]}", choose)
         _chosen[memo] = recorded if recorded in candidates else choose()
     return _chosen[memo]
+
+
+@dataclass(frozen=True)
+class ChoiceRequest:
+    """Arguments of one call of `fastest`."""
+
+    name: str
+    candidates: Candidates = field(repr=False)
+    flops: float
+
+
+_requests: list[ChoiceRequest] | None = None
+
+
+@contextmanager
+def listed_requests() -> Iterator[list[ChoiceRequest]]:
+    """Within the context, each call of `fastest` is added to the list, which `whorl machine` prints."""
+    global _requests
+    found = list[ChoiceRequest]()
+    _requests = found
+    try:
+        yield found
+    finally:
+        _requests = None
 
 
 _chosen: dict[tuple[str, tuple[str, ...], str], str] = {}  # of this process
@@ -146,11 +172,6 @@ def _with_threads(name: str) -> str:
 def choices_file() -> Path:
     """The file of the choices of this machine."""
     return cache_folder() / f"kernels-{measured_machine()[1]}.json"
-
-
-def kept_choices() -> dict[str, TimedChoice]:
-    """Return what was timed on this machine so far, by name."""
-    return _read(choices_file())
 
 
 def time_candidates(
@@ -221,7 +242,8 @@ def forced_choices() -> dict[str, str]:
     return found
 
 
-def _forced_by_environment(name: str) -> str | None:
+def forced_candidate(name: str) -> str | None:
+    """Return the candidate that WHORL_CHOOSE requires for a product, or None."""
     for pattern, way in forced_choices().items():
         if pattern == name.partition(" ")[0] or fnmatchcase(name, pattern):
             return way

@@ -93,7 +93,8 @@ def _settings() -> Iterator[None]:
     import torch._inductor.config as inductor
 
     # Traced graphs are kept too. Their key has the calls of custom operators, but not the code of their gradients.
-    key = torch.compiler.config.patch(cache_key_tag=code_digest())
+    compiler: Any = torch.compiler.config
+    key = compiler.patch(cache_key_tag=code_digest())
     # By default torch compiles gradients in the first backward pass, which `_timed_backend` does not see.
     graphs = functorch.patch(
         autograd_cache_allow_custom_autograd_functions=True, force_non_lazy_backward_lowering=True

@@ -39,9 +39,7 @@ from whorl.train.profiling.step_timer import StepTiming, time_steps
 
 COMPILED_TIME_RATIO = 0.72  # compiled / uncompiled step time, for ranking only; the chosen shape is timed
 SHAPES_SHARE = 0.03  # of a budget of seconds, after which no further width is timed
-CHOSEN_SHARE = (
-    0.007  # of a budget of seconds, for timed steps of the chosen shape, after start and compilation
-)
+CHOSEN_SHARE = 0.007  # of a budget of seconds, for timed steps of the chosen shape, without its start
 PEAK_SHARE = 0.2  # of the peak, assumed before the first timing; decides only the width that is timed first
 EVAL_OVERHEAD = 0.025  # evaluation, samples and checkpoints, relative to training time
 MIN_STEPS = 20

@@ -18,9 +18,10 @@ from whorl.models import make_model
 from whorl.models.transformer_config import AttentionConfig, CustomMixer, MoEConfig, TransformerConfig
 from whorl.models.transformer_cost import linear_shapes, unlisted_parts
 from whorl.plan.cost import decoder_config
+from whorl.train.config import OptimConfig
 from whorl.train.profiling import product_table
-from whorl.train.profiling.product_table import Bounds, ProductTimes, format_products, time_training, total
-from whorl.train.profiling.products import OPERATIONS, training_products
+from whorl.train.profiling.product_table import Bounds, ProductTimes, format_products, total
+from whorl.train.profiling.products import muon_batches, training_products
 
 MODEL = decoder_config(64, 3, 160)
 LLAMA = TransformerConfig(
@@ -56,7 +57,8 @@ def test_training_products_hold_all_flops_of_the_layers() -> None:
     assert linear == 6.0 * weights * 2 * 32
     head = next(p for p in products if p.name.startswith("head"))
     assert head.calls * head.flops == 6.0 * 160 * 64 * 2 * 32
-    assert {p.name.split()[0] for p in products} == {*OPERATIONS} - {"decode"}
+    operations = {"forward", "input_gradient", "weight_gradient", "head", "attention_product", "muon"}
+    assert {p.name.split()[0] for p in products} == operations
     assert len({p.name for p in products}) == len(products)
 
 
@@ -96,21 +98,57 @@ def test_unlisted_parts_names_what_is_not_listed() -> None:
     }
 
 
-def test_training_table_has_choices_rates_and_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = time_training(training_products(MODEL, 2, 32, "bfloat16"), BOUNDS, threads=1)
+def test_training_table_has_choices_of_training_and_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = ProductTimes(MODEL, 2, 32, "bfloat16", threads=1, cores=1)
+    lines = times.training()
+    calls = {" ".join(line.name.split()[:2]): line.calls for line in lines}
+    assert calls["attention 2x1x32x64"] == calls["mlp 64x64x256"] == calls["forward qkv"] == 3
+    batches = [
+        f"orthogonalize {n}x{rows}x{columns}"
+        for n, rows, columns in muon_batches(MODEL, OptimConfig().muon_every)
+    ]
+    assert [calls[name] for name in (*batches, "head 64x64x160")] == [1] * (len(batches) + 1) and len(
+        batches
+    ) == 3
+    for part in ("cross_entropy 64x160", "update 256x64", "weight_gradient up", "attention_product scores"):
+        assert calls[part] == 0
+    assert not {line.name.split()[0] for line in lines} & {"muon"} and calls.keys() >= {"adamw 10240"}
     for line in lines:
-        assert line.chosen in line.rates and line.threads == 1 and not line.dropped
-        assert line.seconds == pytest.approx(line.flops / line.rates[line.chosen]) and 0 < line.share <= 1e3
+        assert line.chosen in line.times and line.threads == 1 and not line.dropped
+        assert 0 < line.share <= 1 if line.flops else line.share == 0
+        assert (
+            "_" not in line.name.split()[0]
+            or line.name.startswith("cross")
+            or line.chosen == next(iter(line.times))
+        )
     seconds, bound = total(lines)
     assert seconds > 0 and bound == pytest.approx(sum(line.calls * line.bound_seconds for line in lines))
     text = format_products(lines)
     assert len(text.splitlines()) == len(lines) + 1 and "weight_gradient down" in text and "fp32" in text
-    monkeypatch.setenv(kernel_choice.FORCE, "weight_gradient=fp32")
-    forced = time_training(training_products(MODEL, 2, 32, "bfloat16"), BOUNDS, threads=1)
-    assert {line.chosen for line in forced if line.name.startswith("weight_gradient")} == {"fp32"}
-    monkeypatch.setenv(kernel_choice.FORCE, "weight_gradient=tiles")
-    with pytest.raises(ConfigError, match="the choice 'tiles' is impossible"):
-        time_training(training_products(MODEL, 2, 32, "bfloat16"), BOUNDS, threads=1)
+    monkeypatch.setenv(kernel_choice.FORCE, "mlp=torch")
+    assert next(line.chosen for line in times.training() if line.name.startswith("mlp")) == "torch"
+    monkeypatch.setenv(kernel_choice.FORCE, "mlp=looped")
+    with pytest.raises(ConfigError, match="the choice 'looped' is impossible"):
+        times.training()
+
+
+def test_training_table_in_fp32_has_single_products_only() -> None:
+    lines = ProductTimes(MODEL, 2, 32, "float32", threads=1, cores=1).training()
+    assert all(line.calls and line.chosen == next(iter(line.times)) for line in lines)
+    assert {"head", "muon", "attention_product"} <= {line.name.split()[0] for line in lines}
+
+
+def test_refresh_times_choices_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, timed = ProductTimes(MODEL, 2, 32, "bfloat16", threads=1, cores=1), list[str]()
+    real = kernel_choice.time_candidates
+    monkeypatch.setattr(
+        kernel_choice, "time_candidates", lambda name, *rest: timed.append(name) or real(name, *rest)
+    )
+    first = len(times.training()), len(timed)
+    times.training()
+    assert first == (len(timed), len(timed))  # each line once
+    times.training(refresh=True)
+    assert len(timed) == 2 * first[1]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +175,7 @@ def test_decoding_table_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("whorl.engine.native.build.library", lambda: None)
     monkeypatch.setattr(product_table, "DECODING_ROWS", (1, 8))
     lines = ProductTimes(MODEL, 2, 32, "float32", threads=1, cores=2).decoding()
-    assert len(lines) == 5 * 2 * 2  # products, rows, types
+    assert len(lines) == 5 * 2 * 2  # products, rows, types; no choice without the library
     assert {way for line in lines for way in line.rates} == {"torch, 1 thread", "torch, 2 threads"}
     assert all(math.isfinite(line.share) and line.chosen in line.rates for line in lines)
 

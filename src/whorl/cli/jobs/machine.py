@@ -47,11 +47,15 @@ def machine(
 ) -> None:
     """Measure this machine, and time every matrix product of a model in each way to compute it.
 
-    Each line of the table has a product, the fastest way (the choice), its rate, and the rates of the other ways. Its bound
-    is the best measured GEMM rate of the type, or the memory bandwidth. Low shares in lines with many calls show
-    what limits a step. Choices are kept for this machine. Pretraining times its kernels in the same way when it begins.
+    The first lines are the choices that training and the engine make by timing when they begin: attention, mlp, head,
+    orthogonalize and others, and engine_step. They are kept for this machine. The other lines are single products of a
+    step. In training they run in the first way; the other ways show what a choice could gain. A line without calls is a
+    part of another one, or no matrix product.
 
-    WHORL_CHOOSE=weight_gradient=transposed,head=512 forces choices; the part before "=" is the first word of a line.
+    The bound is the best measured GEMM rate of the type, or the memory bandwidth. Low shares in lines with many calls show
+    what limits a step.
+
+    WHORL_CHOOSE=attention=blocked,head=512 forces choices of training and engine, by the first word of their lines.
 
     Examples:
 
@@ -140,8 +144,7 @@ def describe_machine(found: Machine) -> dict[str, Any]:
     """Return the machine's identity, measured rates, and forced choices."""
     from whorl.engine.native import build
     from whorl.machine.identity import cpu_identity, machine_kind, request_amx
-    from whorl.machine.kernel_choice import choices_file, forced_choices, kept_choices
-    from whorl.train.profiling.products import OPERATIONS
+    from whorl.machine.kernel_choice import choices_file, forced_choices
 
     identity = cpu_identity()
     return {
@@ -156,11 +159,6 @@ def describe_machine(found: Machine) -> dict[str, Any]:
         "native_library": build.library() is not None,
         "choices": str(choices_file()),
         "forced": forced_choices(),
-        "other_choices": {
-            name: kept.chosen
-            for name, kept in kept_choices().items()
-            if name.partition(" ")[0] not in OPERATIONS
-        },
     }
 
 
@@ -170,12 +168,12 @@ def format_table(about: dict[str, Any], lines: dict[str, list[TimedProduct]], mi
 
     rates = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in about["flops"].items())
     found = [
-        f"{about['machine']} ({about['kind']}): {about['cores']} usable cores, {about['threads']} in use.",
+        f"{about['machine']} ({about['kind']}): usable cores {about['cores']}, threads {about['threads']}.",
         f"GEMM in GFLOP/s: {rates}. Copy: {about['memory_bandwidth'] / 1e9:,.1f} GB/s. AMX: {about['amx']}. "
         f"Native library: {'available' if about['native_library'] else 'none'}.",
-        f"Choices of this machine: {about['choices']}",
+        f"Times of this machine: {about['choices']}",
         *(f"forced: {name} = {way}" for name, way in about["forced"].items()),
-        f"Shape {about['shape']}, {about['rows']} rows of {about['length']} tokens over {about['replicas']} replicas.",
+        f"Shape {about['shape']}; batch {about['rows']} x {about['length']} tokens; replicas {about['replicas']}.",
         *(f"Not listed: {part}." for part in missing),
     ]
     for step, of_step in lines.items():
@@ -188,7 +186,4 @@ def format_table(about: dict[str, Any], lines: dict[str, list[TimedProduct]], mi
             f"Products of a training step of one replica: {1e3 * seconds:,.1f} ms, {bound / seconds:.0%} of the bound "
             f"({1e3 * bound:,.1f} ms).",
         ]
-    if about["other_choices"]:
-        found += ["", "Further choices of this machine:"]
-        found += [f"  {name}: {way}" for name, way in about["other_choices"].items()]
     return "\n".join(found)

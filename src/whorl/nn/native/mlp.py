@@ -16,9 +16,7 @@ from torch import Tensor
 from whorl.machine.kernel_choice import fastest
 from whorl.nn.native.library import tile_library
 
-MAX_WEIGHTS = (
-    1 << 18
-)  # numbers of a matrix; larger ones leave the second-level cache, and no whole step was measured
+MAX_WEIGHTS = 1 << 18  # numbers of a matrix; larger ones leave the second-level cache, and were not measured
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _chosen: dict[tuple[int, ...], bool] = {}  # (rows, d, hidden) -> whether the kernel was the fastest

@@ -58,8 +58,11 @@ def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
 def choose_step_kernels(
     model: LanguageModel, rows: int, length: int, fused_adamw: bool | None = None
 ) -> Kernels:
-    """Choose the kernels of micro-batches [rows, length], as `choose_kernels`. fused_adamw: as set, None times it."""
-    if model.embedding.device.type != "cpu" or model.dtype != torch.bfloat16:
+    """Choose the kernels of micro-batches [rows, length], as `choose_kernels`. fused_adamw: as set, None times it.
+
+    The weights are not read: they may be on the device "meta".
+    """
+    if model.embedding.device.type not in ("cpu", "meta") or model.dtype != torch.bfloat16:
         return Kernels()
     if not torch.are_deterministic_algorithms_enabled():
         build_libraries(sources())

@@ -2,17 +2,20 @@
 
 The bound of a product is the larger of two times: FLOPs over the best measured GEMM rate of its type, and bytes over the
 bandwidth of a copy of as many bytes. Both are measured with its number of threads. So a small product is bounded by its
-cache. A training product may run in fp32 too, and takes the better rate. A product that beats the rate raises it.
+cache. A training product may run in fp32 too, and takes the better rate. A product that beats a rate raises it.
 
 Training products run with the threads of one replica. A decoding product runs in its type by torch and by the native
 library, with one thread and with all.
+
+Two kinds of lines: what training and the engine choose by timing (`step_choices.py`), and the single products in it, which
+run in the first way; their other ways show what a choice could gain.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +24,16 @@ from torch.nn import functional as F
 from whorl.engine.native.candidates import NativeProducts
 from whorl.machine.device_probe import measure_peaks
 from whorl.machine.gemm_benchmark import SHAPES, best_seconds, copy_bandwidth
-from whorl.machine.kernel_choice import TimedChoice, fastest, timed_choice
+from whorl.machine.kernel_choice import ChoiceRequest, TimedChoice, forced_candidate, timed_choice
 from whorl.models import TransformerConfig
 from whorl.models.transformer_cost import linear_shapes
 from whorl.train.config import OptimConfig
 from whorl.train.profiling.products import MatrixProduct, Way, training_products
+from whorl.train.profiling.step_choices import engine_choices, training_choices
 
 DECODING_ROWS = (1, 8, 32, 128)
 DECODING_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "int8": "int8"}
-COPY_BYTES = (1 << 15, 1 << 18, 1 << 21, 1 << 25)  # first, second and third level of caches, and memory
+COPY_BYTES = tuple(1 << power for power in range(15, 26, 2))  # from the first level of caches to memory
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -37,22 +41,31 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 class TimedProduct:
     """One line of the table.
 
-    rates: FLOP/s of each candidate that ran; dropped: reason for each of the others. chosen: the candidate in use, which
-    a setting may force. threads: of the chosen candidate. bound_seconds, seconds: of one call.
+    calls: in a step; 0 for a line that is part of another one, or no matrix product. times: seconds of each candidate that
+    ran. dropped: reason for each of the others. chosen: the candidate in use, which a setting may force. threads: of the
+    chosen candidate. bound_seconds: of one call. flops: 0 for no matrix product, which has no bound.
     """
 
     name: str
-    shape: str
     dtype: str
     calls: int
-    rates: dict[str, float]
+    times: dict[str, float]
     dropped: dict[str, str]
     chosen: str
     threads: int
-    seconds: float
-    bound_seconds: float = math.nan
-    flops: float = field(default=0.0, repr=False)
-    bytes: float = field(default=0.0, repr=False)
+    bound_seconds: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time of one call as chosen."""
+        return self.times[self.chosen]
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """FLOP/s of each candidate that ran."""
+        return {way: self.flops / seconds for way, seconds in self.times.items()}
 
     @property
     def share(self) -> float:
@@ -60,7 +73,7 @@ class TimedProduct:
         return self.bound_seconds / self.seconds
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "share_of_bound": self.share}
+        return {**asdict(self), "seconds": self.seconds, "rates": self.rates, "share_of_bound": self.share}
 
 
 @dataclass(frozen=True)
@@ -72,8 +85,13 @@ class Bounds:
 
     def seconds(self, flops: float, n_bytes: float, dtypes: Iterable[str]) -> float:
         """Return the least time of a product that may run in any of these types."""
-        size = min((size for size in self.bandwidth if size >= n_bytes), default=max(self.bandwidth))
-        return max(flops / max(self.flops[kind] for kind in dtypes), n_bytes / self.bandwidth[size])
+        return max(
+            flops / max(self.flops[kind] for kind in dtypes), n_bytes / self.bandwidth[self.size(n_bytes)]
+        )
+
+    def size(self, n_bytes: float) -> int:
+        """Return the measured size to use for a product of this many bytes."""
+        return min((size for size in self.bandwidth if size >= n_bytes), default=max(self.bandwidth))
 
     def at_least(self, other: Bounds) -> Bounds:
         """Return the better of both: on busy cores several threads may have measured less than one."""
@@ -85,14 +103,10 @@ class Bounds:
 
 def measure_bounds(threads: int) -> Bounds:
     """Measure GEMM rates (fp32, bf16, int8) and bandwidth now, with this number of threads."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with _threads(threads):
         flops, _ = measure_peaks("cpu")
         bandwidth = {2 * size: copy_bandwidth("cpu", size) for size in COPY_BYTES}
         flops["int8"] = _int8_rate(flops["bfloat16"])
-    finally:
-        torch.set_num_threads(before)
     return Bounds(flops, bandwidth)
 
 
@@ -122,46 +136,96 @@ class ProductTimes:
     cores: int
 
     def training(self, refresh: bool = False) -> list[TimedProduct]:
-        """Time a training step; see `time_training`."""
+        """Time a training step: its choices, if it makes any, and its single products.
+
+        Raises:
+            ConfigError: WHORL_CHOOSE forces a candidate that does not exist or cannot run.
+        """
         every = OptimConfig().muon_every
-        products = training_products(self.model, self.rows, self.length, self.dtype, every)
-        return time_training(products, measure_bounds(self.threads), self.threads, refresh)
+        products = list(training_products(self.model, self.rows, self.length, self.dtype, every))
+        bounds = {self.threads: measure_bounds(self.threads)}
+        with _threads(self.threads):
+            choices = []
+            if self.dtype == "bfloat16":
+                choices = training_choices(self.model, self.rows, self.length, every)
+            found = [
+                _time_choice(request, calls, self.dtype, self.threads, refresh) for request, calls in choices
+            ]
+            made = {line.name.partition(" ")[0] for line in found if line.calls}
+            found += time_products(_without_parts(products, made), self.threads, refresh)
+        return _with_bounds(found, bounds, {line.dtype: ("float32", line.dtype) for line in found})
 
     def decoding(self, refresh: bool = False) -> list[TimedProduct]:
-        """Time decoding steps of DECODING_ROWS rows; see `time_decoding`."""
+        """Time decoding steps: the engine's choices, and single products of DECODING_ROWS rows (`time_decoding`).
+
+        Raises:
+            ConfigError: as `training`.
+        """
         bounds = {1: measure_bounds(1)}
         if self.cores > 1:
             bounds[self.cores] = measure_bounds(self.cores).at_least(bounds[1])
-        return time_decoding(self.model, bounds, DECODING_ROWS, refresh)
+        with _threads(self.cores):
+            found = [
+                _time_choice(request, 0, request.name.rpartition(" ")[2], self.cores, refresh)
+                for request in engine_choices(self.model)
+            ]
+        return found + time_decoding(self.model, bounds, DECODING_ROWS, refresh)
 
 
-def time_training(
-    products: Iterable[MatrixProduct], bounds: Bounds, threads: int, refresh: bool = False
-) -> list[TimedProduct]:
-    """Time the products of a training step with the threads of one replica.
-
-    Raises:
-        ConfigError: WHORL_CHOOSE forces a candidate that does not exist or cannot run.
-    """
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        torch.set_num_threads(threads)
-        with torch.no_grad():
-            found = [_time_product(product, threads, refresh) for product in products]
+        yield
     finally:
         torch.set_num_threads(before)
-    types = {line.dtype: ("float32", line.dtype) for line in found}
-    return _with_bounds(found, {threads: bounds}, types)
 
 
-def _time_product(product: MatrixProduct, threads: int, refresh: bool) -> TimedProduct:
-    ways = product.ways()
-    timed = timed_choice(product.name, ways, flops=product.flops, refresh=refresh)
-    chosen = fastest(product.name, ways, flops=product.flops)
+def _without_parts(products: Iterable[MatrixProduct], made: set[str]) -> Iterator[MatrixProduct]:
+    """Yield the products; those that are parts of a choice (made: its operations) have 0 calls, copies are left out."""
+    for product in products:
+        operation, operand, *_ = product.name.split()
+        if (operation == "head" and "head" in made) or (operation == "muon" and "orthogonalize" in made):
+            continue
+        is_part = (
+            "attention" in made
+            if operation == "attention_product"
+            else "mlp" in made and operand in ("up", "down")
+        )
+        yield replace(product, calls=0) if is_part else product
+
+
+def _time_choice(request: ChoiceRequest, calls: int, dtype: str, threads: int, refresh: bool) -> TimedProduct:
+    timed = timed_choice(request.name, request.candidates, flops=request.flops, refresh=refresh)
+    chosen = forced_candidate(request.name) or timed.chosen
     return TimedProduct(
-        product.name, product.shape, product.dtype, product.calls, timed.flops_per_second(), timed.dropped,
-        chosen, threads, timed.seconds[chosen], flops=product.flops, bytes=product.bytes,
-    )  # fmt: skip
+        request.name, dtype, calls, timed.seconds, timed.dropped, chosen, threads, flops=request.flops
+    )
+
+
+def time_products(
+    products: Iterable[MatrixProduct], threads: int, refresh: bool = False
+) -> list[TimedProduct]:
+    """Time single products, which run in the first way, with torch's number of threads; without their bounds."""
+    found = []
+    with torch.no_grad():
+        for product in products:
+            timed = timed_choice(product.name, product.ways(), flops=product.flops, refresh=refresh)
+            found.append(
+                TimedProduct(
+                    product.name,
+                    product.dtype,
+                    product.calls,
+                    timed.seconds,
+                    timed.dropped,
+                    next(iter(timed.seconds)),
+                    threads,
+                    flops=product.flops,
+                    bytes=product.bytes,
+                )
+            )
+    return found
 
 
 def time_decoding(
@@ -173,15 +237,13 @@ def time_decoding(
     """Time the linear layers of a decoding step for batches of these sizes; bounds: by number of threads."""
     layers = {**linear_shapes(model), "head": (model.vocab_size, model.d_model, 1)}
     found = []
-    before = torch.get_num_threads()
-    try:
-        with torch.inference_mode():
-            for name, (n, k, calls) in layers.items():
-                with NativeProducts(n, k) as native:
-                    for m in rows:
-                        timed = {}
-                        for threads in bounds:
-                            torch.set_num_threads(threads)
+    with torch.inference_mode():
+        for name, (n, k, calls) in layers.items():
+            with NativeProducts(n, k) as native:
+                for m in rows:
+                    timed = {}
+                    for threads in bounds:
+                        with _threads(threads):
                             ways = _decoding_ways(n, k, m, threads, native)
                             timed[threads] = {
                                 kind: timed_choice(
@@ -193,9 +255,7 @@ def time_decoding(
                                 for kind, short in DECODING_DTYPES.items()
                                 if (of_kind := ways.get(kind))
                             }
-                        found += list(_decoding_lines(name, (m, k, n), calls, timed))
-    finally:
-        torch.set_num_threads(before)
+                    found += list(_decoding_lines(name, (m, k, n), calls, timed))
     return _with_bounds(found, bounds, {kind: (kind,) for kind in DECODING_DTYPES})
 
 
@@ -234,9 +294,9 @@ def _decoding_lines(
         way, threads = min(seconds, key=lambda key: seconds[key])
         flops, n_bytes = 2.0 * m * n * k, float(ITEM_BYTES[kind] * n * k + 4 * m * (n + k))
         yield TimedProduct(
-            f"decode {name} {DECODING_DTYPES[kind]}", "x".join(map(str, sizes)), kind, calls,
-            {_label(*key): flops / s for key, s in seconds.items()}, dropped, _label(way, threads), threads,
-            seconds[way, threads], flops=flops, bytes=n_bytes,
+            f"decode {name} {m}x{k}x{n} {DECODING_DTYPES[kind]}", kind, calls,
+            {_label(*key): s for key, s in seconds.items()}, dropped, _label(way, threads), threads,
+            flops=flops, bytes=n_bytes,
         )  # fmt: skip
 
 
@@ -247,35 +307,37 @@ def _label(way: str, threads: int) -> str:
 def _with_bounds(
     lines: list[TimedProduct], bounds: dict[int, Bounds], types: Mapping[str, Iterable[str]]
 ) -> list[TimedProduct]:
-    """Return the lines with their bounds; a product faster than the measured rate of its type raises the rate."""
-    best = {threads: dict(bound.flops) for threads, bound in bounds.items()}
+    """Return the lines with their bounds; a product faster than the measured rate of its type, or copy, raises the rate."""
+    best = {threads: Bounds(dict(bound.flops), dict(bound.bandwidth)) for threads, bound in bounds.items()}
     for line in lines:
-        wide = line.chosen == "fp32"
-        kind = "float32" if wide else line.dtype
-        best[line.threads][kind] = max(best[line.threads][kind], line.flops / line.seconds)
-    made = []
-    for line in lines:
-        bound = Bounds(best[line.threads], bounds[line.threads].bandwidth)
-        seconds = bound.seconds(line.flops, line.bytes, types[line.dtype])
-        made.append(TimedProduct(**{**vars(line), "bound_seconds": seconds}))
-    return made
+        bound, kind = best[line.threads], "float32" if line.chosen == "fp32" else line.dtype
+        bound.flops[kind] = max(bound.flops[kind], line.flops / line.seconds)
+        size = bound.size(line.bytes)
+        bound.bandwidth[size] = max(bound.bandwidth[size], line.bytes / line.seconds)
+    return [
+        replace(line, bound_seconds=best[line.threads].seconds(line.flops, line.bytes, types[line.dtype]))
+        for line in lines
+    ]
 
 
 def format_products(lines: list[TimedProduct]) -> str:
-    """Return the table as text, the choice first and then the other candidates in GFLOP/s."""
+    """Return the table as text, the choice first and then the other candidates in GFLOP/s (no product: in us)."""
     wide = max(len(line.name) for line in lines)
-    shape = max(len(line.shape) for line in lines)
     choice = max(len(line.chosen) for line in lines)
     found = [
-        f"{'product':<{wide}}  {'shape':<{shape}}{'calls':>7}{'us':>10}  {'choice':<{choice}}{'GFLOP/s':>9}"
-        f"{'of bound':>10}  others"
+        f"{'product':<{wide}}{'calls':>7}{'us':>10}  {'choice':<{choice}}{'GFLOP/s':>9}{'of bound':>10}  others"
     ]
     for line in lines:
-        others = [f"{name} {rate / 1e9:,.0f}" for name, rate in line.rates.items() if name != line.chosen]
-        others += [f"{name} dropped ({reason})" for name, reason in line.dropped.items()]
+        speeds = {
+            way: f"{rate / 1e9:,.0f}" if rate else f"{1e6 * line.times[way]:,.0f} us"
+            for way, rate in line.rates.items()
+        }
+        others = [f"{way} {speed}" for way, speed in speeds.items() if way != line.chosen]
+        others += [f"{way} dropped ({reason})" for way, reason in line.dropped.items()]
+        speed, share = (speeds[line.chosen], f"{line.share:.0%}") if line.flops else ("", "")
         found.append(
-            f"{line.name:<{wide}}  {line.shape:<{shape}}{line.calls:>7}{1e6 * line.seconds:>10,.0f}  "
-            f"{line.chosen:<{choice}}{line.flops / line.seconds / 1e9:>9,.0f}{line.share:>10.0%}  {'; '.join(others)}"
+            f"{line.name:<{wide}}{line.calls or '-':>7}{1e6 * line.seconds:>10,.0f}  {line.chosen:<{choice}}{speed:>9}"
+            f"{share:>10}  {'; '.join(others)}".rstrip()
         )
     return "\n".join(found)
 

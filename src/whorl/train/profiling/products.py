@@ -30,7 +30,6 @@ from whorl.objectives.next_token import CHUNK_LOGITS, MIN_CHUNK_TOKENS
 from whorl.train.optim.optimizers import POLAR_EXPRESS, orthogonalize
 
 Way = Callable[[], object]
-OPERATIONS = ("forward", "input_gradient", "weight_gradient", "head", "attention_product", "muon", "decode")
 HEAD_CHUNKS = (128, 256, 512, 1024)
 MAX_HEAD_TOKENS = 2048  # timed tokens of the head: its time is proportional to them
 
@@ -74,11 +73,16 @@ def training_products(
     heads = attention_layers(model)
     for mixer in dict.fromkeys(heads):
         yield from _attention(mixer, rows, length, dtype, heads.count(mixer))
+    for count, short, long in muon_batches(model, muon_every):
+        yield _muon(count, short, long, dtype)
+
+
+def muon_batches(model: TransformerConfig, muon_every: int) -> list[tuple[int, int, int]]:
+    """Return the batches of matrices of one shape that a step orthogonalizes: number, shorter side, longer side."""
     shapes: dict[tuple[int, int], int] = {}
-    for n, k, calls in layers.values():
+    for n, k, calls in linear_shapes(model).values():
         shapes[min(n, k), max(n, k)] = shapes.get((min(n, k), max(n, k)), 0) + calls
-    for (short, long), count in shapes.items():
-        yield _muon(max(1, round(count / muon_every)), short, long, dtype)
+    return [(max(1, round(count / muon_every)), *sides) for sides, count in shapes.items()]
 
 
 def _name(operation: str, operand: str, shape: str, dtype: str) -> str:
