@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whorl.models import make_model, save_model
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.nn.compiler import cache_folder, eager_only, meta_device
+from whorl.nn.compiler import cache_folder, compiled, eager_only, meta_device
 
 LOAD = """
 import sys
@@ -121,3 +121,21 @@ def test_kernels_are_kept_but_another_backward_compiles(
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["2.0", "2.0", "3.0", "2.0", "3 1"]
     assert [*cache_folder().rglob("*.cpp")] and cache_folder().is_relative_to(tmp_path)
+
+
+def test_failing_compiler_warns_and_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    def fails(graph: Any, inputs: Any) -> Any:
+        output = "header.hpp:1:\ng++: error: unrecognized option '-std=c++20'\n"
+        raise InductorError(CppCompileError(["g++"], output), None)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fails)
+    x = torch.ones(3, requires_grad=True)
+    with pytest.warns(
+        RuntimeWarning, match=r"runs uncompiled, .*: g\+\+: error: unrecognized option '-std=c\+\+20'"
+    ):
+        y = compiled(lambda x: (x * x).sum())(x)
+    y.backward()
+    assert y.item() == 3.0 and torch.equal(x.grad, 2 * x)

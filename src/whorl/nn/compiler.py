@@ -19,6 +19,7 @@ import os
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ _seconds_in_backend = 0.0
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Return `function` compiled for the shapes of each call, with kernels kept in the lasting cache.
+
+    If the C++ compiler is missing, fails or is too old, the graph runs uncompiled, and one warning gives the reason.
 
     Earlier graphs of this process are dropped: they would count towards the recompile limit, beyond which torch stops
     compiling.
@@ -75,13 +78,24 @@ def seconds_in_backend() -> float:
 
 
 def _timed_backend(graph: Any, inputs: Any) -> Any:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor import compile_fx
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     global _seconds_in_backend
     began = time.perf_counter()
     try:
         with _settings():
-            return compile_fx(graph, inputs)
+            return compile_fx.compile_fx(graph, inputs)
+    except RuntimeError as error:
+        cause = getattr(error, "inner_exception", error)
+        if not isinstance(cause, CppCompileError | InvalidCxxCompiler):
+            raise
+        lines = str(getattr(cause, "output", cause)).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        warnings.warn(
+            f"a graph runs uncompiled, the C++ compiler fails: {reason}", RuntimeWarning, stacklevel=2
+        )
+        return graph.forward
     finally:
         _seconds_in_backend += time.perf_counter() - began
 
