@@ -242,8 +242,12 @@ def test_output_is_charged_before_it_starts_and_refunded(file: KeyFile) -> None:
         gate.let(3)
         stream = client.completions.create(model="tiny", prompt=[5], max_tokens=120, n=8, stream=True)
         next(iter(stream))
-        large = functools.partial(client.completions.create, model="tiny", prompt=[[5] * 100] * 8, max_tokens=1)
-        with pytest.raises(openai.RateLimitError):  # 8 x 121 of 1,000 tokens are reserved: 46 s until 808 are free
+        large = functools.partial(
+            client.completions.create, model="tiny", prompt=[[5] * 100] * 8, max_tokens=1
+        )
+        with pytest.raises(
+            openai.RateLimitError
+        ):  # 8 x 121 of 1,000 tokens are reserved: 46 s until 808 are free
             large()
         stream.close()
         while server.api.worker.streams:  # until the server sees that the client has gone
