@@ -44,6 +44,7 @@ def make_runner_and_cache(
         model, pages, config.block_size, config.max_num_seqs, max_model_len,
         weight_dtype=config.weight_dtype, weight_group_size=config.weight_group_size, invariant=same,
         dtype=torch.int8 if config.kv_cache_dtype == "int8" else None, adapters=adapters, compile_native=compile_native,
+        decode_rows=config.decode_rows, max_threads=config.max_threads,
     )  # fmt: skip
     groups = [KVCacheGroup(w, BlockPool(pages[w], config.block_size)) for w in runner.windows or [None]]
     share = config.enable_prefix_caching and not runner.has_recurrent_layers

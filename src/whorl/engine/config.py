@@ -39,6 +39,12 @@ class EngineConfig(BaseModel):
     weight_dtype: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
         default=None, description="weight format on a CPU; default: as loaded"
     )
+    decode_rows: int | None = Field(
+        default=None, ge=1, description="usual rows of a decode step, for the choice by timing; default: few"
+    )
+    max_threads: int | None = Field(
+        default=None, ge=1, description="threads of the native step, at most; default: all usable cores"
+    )
     weight_group_size: int | None = Field(
         default=None, ge=8, description="inputs that share a scale, for int8 and int4"
     )
@@ -59,5 +65,5 @@ class EngineConfig(BaseModel):
         return cls(
             max_num_seqs=sequences, max_model_len=max_length, kv_cache_tokens=sequences * row_length,
             block_size=BATCH_BLOCK_SIZE, max_num_batched_tokens=max(2048, 2 * sequences), max_decode_slowdown=math.inf,
-            **options,
+            **{"decode_rows": sequences, **options},
         )  # fmt: skip

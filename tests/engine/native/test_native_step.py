@@ -188,6 +188,20 @@ def test_autotune_selects_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
         autotune(runner, native_only=True)
 
 
+@pytest.mark.parametrize(("decode_rows", "timed"), [(40, {32}), (9, {1, 8})])
+def test_autotune_times_a_batch_of_its_rows(
+    decode_rows: int, timed: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(llama(), {None: 4}, 16, 2, 64)
+    assert isinstance(runner, NativeRunner)
+    seen, run = set[int](), runner.run
+    monkeypatch.setattr(runner, "run", lambda batch: (seen.add(len(batch.lengths)), run(batch))[1])
+    monkeypatch.setattr(kernel_choice, "_chosen", {})
+    monkeypatch.setattr(kernel_choice, "choices_file", lambda: tmp_path / "choices.json")
+    way = autotune(runner, decode_rows=decode_rows, max_threads=1)
+    assert seen == timed and "2 threads" not in way
+
+
 def test_hooks_fall_back_to_torch_on_same_pages() -> None:
     model, ids, pages = llama(), torch.arange(9), [np.arange(4, dtype=np.int32)[None]]
     runner = NativeRunner(model, {None: 4}, 16, 2, 64)

@@ -140,7 +140,7 @@ def _rlvr(run: StageRun, reward_model_verifier: bool = False, **options: Any) ->
     )  # fmt: skip
     train_policy(network, worker, config, reference=reference, **run.usual)
     if not config.async_rollout.workers:
-        assert worker._engine.model.embedding.device == network.device
+        assert worker._sampler.engine.model.embedding.device == network.device
     run.evaluate(network)
     return network
 

@@ -6,6 +6,8 @@
 The algorithm is a `PolicyLossConfig` (`objectives/llm_policy.py`), and the configuration may override any argument.
 `RLState` holds what persists between rollout batches in addition to the weights: an adaptive KL coefficient, the
 running mean of rewards (baseline "running"), and the difference between the log-probabilities of engine and trainer.
+Where its last mean is within `rollout.max_logprob_diff`, the sampler's values are the denominator of the ratio, and
+several updates of a rollout batch need no further forward pass for it.
 
 The subtle point is that difference. The first forward pass of a rollout batch uses the weights that sampled it, so each
 log-probability must equal the engine's up to rounding: 1e-4 in fp32. The comparison costs nothing. It is made for every
@@ -94,10 +96,11 @@ class RLState:
         self.reward_mean: float | None = None  # decayed, of earlier rollout batches
         self.logprob_diff = LogProbDiff()
         self.metrics: dict[str, float] = {}
+        self.sampler_difference: float | None = None  # the last `logprob_diff_mean`
         self._expected_version: int | None = None
 
-    def expect_version(self, version: int) -> None:
-        """Declare that the next forward pass uses the weights of `version`, which sampled the batch."""
+    def expect_version(self, version: int | None) -> None:
+        """Declare that the next forward passes use the weights of `version`, which sampled the batch; None: other ones."""
         self._expected_version = version
 
     def compare_log_probs(self, batch: MicroBatch, log_prob: Tensor, version: int) -> None:
@@ -120,17 +123,24 @@ class RLState:
 
     def pop_metrics(self, process_group: ProcessGroup | None = None) -> dict[str, float]:
         """Return the metrics since the last call and reset them. process_group: its ranks call this together."""
-        metrics = self.metrics | self.logprob_diff.pop_metrics(process_group)
+        differences = self.logprob_diff.pop_metrics(process_group)
+        self.sampler_difference = differences.get("logprob_diff_mean", self.sampler_difference)
+        metrics = self.metrics | differences
         self.metrics, self._expected_version = {}, None
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"kl_coef": self.kl_coef, "reward_mean": self.reward_mean}
+        return {
+            "kl_coef": self.kl_coef,
+            "reward_mean": self.reward_mean,
+            "sampler_difference": self.sampler_difference,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""
         self.kl_coef, self.reward_mean = state["kl_coef"], state.get("reward_mean")
+        self.sampler_difference = state.get("sampler_difference")
 
 
 @torch.no_grad()

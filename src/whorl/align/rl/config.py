@@ -57,6 +57,36 @@ class AsyncRolloutConfig(BaseModel):
         return self
 
 
+MAX_LOGPROB_DIFF = {
+    "float32": 1e-4,
+    "bfloat16": 0.02,
+    "float16": 0.02,
+}  # nats, by the learner's compute dtype
+SamplingType = Literal["auto", "model", "float32", "bfloat16", "int8"]
+
+
+class RolloutConfig(BaseModel):
+    """The type in which rollouts are sampled, and how far its log-probabilities may be from the learner's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: SamplingType = Field(
+        default="auto",
+        description="weights of the sampler; auto: the fastest type within max_logprob_diff, in stages of half a minute "
+        "or more on a CPU; model: the learner's compute dtype; another type is forced",
+    )
+    max_logprob_diff: float | None = Field(
+        default=None,
+        ge=0,
+        description="largest mean difference between log-probabilities of sampler and learner, in nats; default: 1e-4 "
+        "for a learner in fp32, 0.02 in bf16",
+    )
+
+    def bound(self, dtype: str) -> float:
+        """Return the largest mean difference for a learner that computes in `dtype`."""
+        return MAX_LOGPROB_DIFF.get(dtype, 0.0) if self.max_logprob_diff is None else self.max_logprob_diff
+
+
 class RLRunConfig(RunConfig):
     """How a stage of reinforcement learning runs."""
 
@@ -130,6 +160,7 @@ class RLConfig(StageConfig):
     update: PolicyUpdateConfig = PolicyUpdateConfig()
     loss: PolicyLossOverrides = PolicyLossOverrides()
     kl: KLConfig = KLConfig()
+    rollout: RolloutConfig = RolloutConfig()
     async_rollout: AsyncRolloutConfig = AsyncRolloutConfig()
     run: RLRunConfig = Field(default=RLRunConfig(), description="checkpoints, memory, processes, log")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whorl.align.rl.rollout import Rollouts
+from whorl.align.rl.rollout import ROLLOUT_DTYPES, Rollouts
 from whorl.slots import Slot
 
 COUNTS = ("tool_calls", "malformed_calls", "env_errors")
@@ -30,7 +30,8 @@ class Experience:
 
     batch: rows with streams (see the top of this file). reward: [R]. passed, finished: [R] bool. length: [R] sampled
     ids. task: [R] index. reason: [R] of the rewards. turns, tool_calls, malformed_calls, env_errors: [R] counts.
-    resampled_groups, failed_verifications: counts.
+    resampled_groups, failed_verifications: counts. dtype: of the sampler. dtype_difference: of its log-probabilities to
+    the learner's, 0 where they were not compared.
     """
 
     batch: dict[str, Tensor]
@@ -46,6 +47,8 @@ class Experience:
     resampled_groups: int
     failed_verifications: int
     reason: list[str]
+    dtype: str
+    dtype_difference: float
 
     @property
     def rows(self) -> int:
@@ -85,6 +88,8 @@ def read_rollouts(slot: Slot[Rollouts]) -> Experience:
         int(views["resampled_groups"][0]),
         int(views["failed_verifications"][0]),
         [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "ignore") for row in views["reason"]],
+        ROLLOUT_DTYPES[int(views["dtype"][0])],
+        float(views["dtype_difference"][0]),
     )
 
 
@@ -112,4 +117,5 @@ def rollout_metrics(experience: Experience, group_size: int, *, multi_turn: bool
         "completion_length/mean": float(length.mean()),
         "completion_length/correct": mean(length, passed),
         "completion_length/incorrect": mean(length, wrong),
+        f"rollout_dtype/{experience.dtype}": 1.0,
     }

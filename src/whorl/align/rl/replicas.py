@@ -85,6 +85,11 @@ class ReplicaGroup:
         """Return the values of all replicas, concatenated in rank order."""
         return [value for each in self.process_group.all_gather_scalars(*values) for value in each]
 
+    def all_gather_max(self, values: Sequence[float]) -> list[float]:
+        """Return the largest value over all replicas, item by item."""
+        gathered, n = self.all_gather_list(values), len(values)
+        return [max(gathered[i::n]) for i in range(n)]
+
     def all_gather_rows(self, into: Mapping[str, Tensor], rows: Tensor) -> None:
         """Fill tensors [R, ...] with the rows of every replica. rows: [n] indices of this replica's rows.
 

@@ -11,6 +11,9 @@ lockstep with the learner, in a process that samples ahead, or in Ray; `slots/` 
 With `dynamic_sampling_rounds` a group with equal rewards, from which a group-relative advantage learns nothing, is
 replaced by a group of another task (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
 
+The engine begins with the learner's compute dtype. After the first rollout batch of a long stage it takes the fastest type
+whose log-probabilities stay near the learner's, and leaves it when they no longer do (`model/sampling_dtype.py`).
+
 The subtle point is a change of weights during sampling. In lockstep weights do not change. A worker that samples
 ahead may update between two engine steps (`update_in_flight`), so the ids of one completion may have several
 versions. Each id records its version, and the version of the rollout batch is the oldest.
@@ -31,9 +34,10 @@ from torch import Tensor
 
 from whorl.align.data.curriculum import Curriculum, resample
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.model.sampling import policy_sampling, rollout_engine
+from whorl.align.model.sampling import policy_sampling
+from whorl.align.model.sampling_dtype import CANDIDATES, RolloutSampler
 from whorl.align.preference.reward_model import load_reward_verifier
-from whorl.align.rl.config import AsyncRolloutConfig
+from whorl.align.rl.config import AsyncRolloutConfig, RolloutConfig
 from whorl.align.rl.env_loop import make_env_loop
 from whorl.align.rl.episodes import Episode, EpisodeRunner
 from whorl.align.rl.replicas import ReplicaGroup
@@ -44,6 +48,7 @@ from whorl.models import TransformerConfig, make_model
 from whorl.slots import BoardReader, Slot, Spec
 from whorl.tracking.seeds import derive
 
+ROLLOUT_DTYPES = (*CANDIDATES, "float16")
 REASON_BYTES = 160  # of the reason of a reward; longer ones are cut
 
 
@@ -54,6 +59,8 @@ class Rollouts:
     behaviour_log_prob, version: of each sampled id. reward, passed: from the verifier. finished: ended with a stop id.
     task: index. turns, tool_calls, malformed_calls, env_errors: counts of each row. resampled_groups: groups that were
     replaced. failed_verifications: completions whose verifier failed. reason: of the reward, UTF-8 padded with NUL.
+    dtype: of the sampler, index into `ROLLOUT_DTYPES`. dtype_difference: mean difference of its log-probabilities to
+    the learner's, 0 where it was not compared.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
@@ -72,6 +79,8 @@ class Rollouts:
     resampled_groups: Annotated[NDArray[np.int64], 1]
     failed_verifications: Annotated[NDArray[np.int64], 1]
     reason: Annotated[NDArray[np.uint8], "R", REASON_BYTES]
+    dtype: Annotated[NDArray[np.int64], 1]
+    dtype_difference: Annotated[NDArray[np.float32], 1]
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class RolloutWorker:
         environment: of several turns; None verifies one completion.
         reward_model: folder of a reward model, loaded in the worker process; None uses the verifiers.
         device: of the engine and the reward model (see `assign_devices`).
+        rollout: the type of the sampler. rollout_dtype: with auto, the type in use; None until it is chosen.
     """
 
     model_config: TransformerConfig
@@ -134,6 +144,8 @@ class RolloutWorker:
     reward_model: Path | None = None
     device: str = "cpu"
     environment: EnvironmentConfig | None = None
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(dtype="model"))
+    rollout_dtype: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -158,14 +170,14 @@ class RolloutWorker:
         network = make_model(self.model_config, torch.Generator(), getattr(torch, self.dtype))
         network.requires_grad_(False).eval().to(self.device)
         example_tokenizer = self._example_tokenizer = load_example_tokenizer(self.tokenizer_path)
-        self._engine = rollout_engine(
-            network,
-            example_tokenizer,
-            sequences=min(128, rows),
-            max_length=self.max_seq_len,
-            **self.engine_options,
-        )
-        self._engine.version = -1  # no version, so the first `sync_weights` loads
+        shares_cores = self.threads is not None or not self.replica_group.is_single
+        options = {**({"max_threads": torch.get_num_threads()} if shares_cores else {}), **self.engine_options}
+        self._sampler = RolloutSampler(
+            network, example_tokenizer, sequences=min(128, rows), max_length=self.max_seq_len,
+            temperature=self.temperature, requested=self.rollout.dtype, dtype=self.rollout_dtype,
+            bound=self.rollout.bound(self.dtype), agree=self.replica_group.all_gather_max, options=options,
+        )  # fmt: skip
+        self._sampler.engine.version = -1  # no version, so the first `sync_weights` loads
         verifier = (
             None
             if self.reward_model is None
@@ -174,7 +186,7 @@ class RolloutWorker:
         workers = None if self.replica_group.is_single else 1  # one core per replica
         self._loop = make_env_loop(self.environment, self.tasks, verifier, sandbox_workers=workers)
         self._episodes = EpisodeRunner(
-            self._engine, example_tokenizer, self._loop, self.environment, self.max_completion_tokens
+            self._sampler.engine, example_tokenizer, self._loop, self.environment, self.max_completion_tokens
         )
 
     def close(self) -> None:
@@ -184,13 +196,14 @@ class RolloutWorker:
 
     def fill(self, slot: Slot[Rollouts], weights: BoardReader, rng: np.random.Generator) -> int:
         """Write one rollout batch and return the number of sampled ids."""
-        if not hasattr(self, "_engine"):
+        if not hasattr(self, "_sampler"):
             most = -(-(len(slot.data.reward) // self.group_size) // self.replica_group.process_group.size)
             self.setup(most * self.group_size)
         data, k = slot.data, self.group_size
         groups = len(data.reward) // k
-        self._engine.sync_weights(weights.board)
-        self._engine.follow_board(weights.board if self.update_in_flight else None)
+        engine = self._episodes.engine = self._sampler.engine
+        engine.sync_weights(weights.board)
+        engine.follow_board(weights.board if self.update_in_flight else None)
         attempts = count()
 
         def roll(tasks: Sequence[int]) -> list[tuple[RolloutGroup, list[float]]]:
@@ -221,7 +234,11 @@ class RolloutWorker:
                 sampled += sum(episode.action_mask)
                 oldest = min([oldest, *episode.versions_sampled])
         data.failed_verifications[0] = sum(v.failed for group in groups_kept for v in group.verdicts)
-        weights.version = oldest if sampled else self._engine.version
+        weights.version = oldest if sampled else engine.version
+        data.dtype[0] = ROLLOUT_DTYPES.index(self._sampler.dtype or self.dtype)
+        sampled_here = [group.episodes for group in groups_kept if group.episodes]
+        data.dtype_difference[0] = np.float32(self._sampler.adapt(sampled_here, slot.seed))
+        self.rollout_dtype = self._sampler.dtype
         if not self.replica_group.is_single:
             views = slot.tensors()
             shared = {name: view for name, view in views.items() if len(view) == len(data.reward)}

@@ -14,7 +14,8 @@ those of an undisturbed run.
 Three log-probabilities have three names. `behaviour_log_prob` comes from the weights that sampled. `proximal_log_prob`
 comes from the learner's weights before the first step of the rollout batch; a clipped ratio is measured from it.
 `log_prob` comes from the weights in training. In lockstep the first two agree up to rounding. The metrics
-`logprob_diff_max` and `logprob_diff_mean` report the difference: if it grows, engine or trainer is wrong.
+`logprob_diff_max` and `logprob_diff_mean` report the difference: if it grows, engine or trainer is wrong. While the mean
+is within `rollout.max_logprob_diff`, `behaviour_log_prob` of fresh rollouts serves as the proximal one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from whorl.align.model.batch import micro_batches, sort_by_group
-from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.policy_model import MIN_TIMED_FLOPS, PolicyModel
 from whorl.align.rl.advantages import RLState, check_method, compute_advantages, policy_loss_of
 from whorl.align.rl.config import RLConfig
 from whorl.align.rl.experience import Experience, read_rollouts, rollout_metrics
@@ -127,6 +128,10 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
             row_length=worker.max_seq_len,
         )
         self.worker, self.reference, self.state = worker, reference, RLState(config)
+        worker.rollout = config.rollout
+        if config.rollout.dtype == "auto" and (self.flops < MIN_TIMED_FLOPS or config.train.deterministic):
+            worker.rollout = config.rollout.model_copy(update={"dtype": "model"})
+        self.rollout_dtype = worker.dtype  # of the last rollout batch
         self.updates_per_step = config.update.epochs * config.update.minibatches
         self.buffers: dict[str, Tensor] = {}
         self.seconds = 0.0  # of training before this start
@@ -167,6 +172,7 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
     def minibatches(self, record: Slot[Rollouts]) -> Iterator[list[MicroBatch]]:
         config, experience = self.config, read_rollouts(record)
         self.experience = experience
+        self._log_dtype(experience)
         # In lockstep the worker updates this curriculum. Asynchronous workers have copies, and this one covers the
         # rollouts that were read. A checkpoint keeps it, and a restarted worker starts from it. Compared with the lost
         # copy it lacks the replaced groups and the rollouts in flight.
@@ -187,6 +193,19 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
             self.replicas,
         )
 
+    def _log_dtype(self, experience: Experience) -> None:
+        """Log a change of the sampler's type."""
+        bound = self.config.rollout.bound(self.worker.dtype)
+        if experience.dtype != self.rollout_dtype:
+            self.trainer.log(f"rollouts are sampled with {experience.dtype} weights")
+        if experience.dtype_difference > bound:
+            self.trainer.log(
+                f"rollouts are sampled with {self.worker.dtype} weights from now on: log-probabilities with "
+                f"{experience.dtype} differ from the learner's by {experience.dtype_difference:.2g} nats on average, more "
+                f"than rollout.max_logprob_diff ({bound:g})"
+            )
+        self.rollout_dtype = experience.dtype if experience.dtype_difference <= bound else self.worker.dtype
+
     def sync_weights(self, steps_done: int) -> None:
         self.board.publish(self.network.merged_weights(), steps_done)
 
@@ -206,12 +225,15 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
             "seconds": self.seconds,
             "curriculum": self.worker.curriculum.state_dict(),
             "signals": self.state.state_dict(),
+            "rollout_dtype": self.worker.rollout_dtype,
         }
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.seconds = state["seconds"]
         self.worker.curriculum.load_state_dict(state["curriculum"])
         self.state.load_state_dict(state["signals"])
+        self.worker.rollout_dtype = state.get("rollout_dtype")
+        self.rollout_dtype = self.worker.rollout_dtype or self.worker.dtype
 
 
 def _rollout_reader(
@@ -278,13 +300,16 @@ def rollout_minibatches(
     groups = torch.arange(experience.rows) // config.group_size
     batch["group"] = groups[:, None].expand_as(batch["tokens"])
     stale = bool((batch["version"][batch["loss_mask"]] != version).any())
-    if network.value is not None or stale or config.update.epochs * config.update.minibatches > 1:
+    several = config.update.epochs * config.update.minibatches > 1
+    bound = config.rollout.bound(str(network.model.dtype).removeprefix("torch."))
+    agrees = state.sampler_difference is not None and state.sampler_difference <= bound
+    if network.value is not None or stale or (several and not agrees):
         scored = _score_sharded(network, batch, replicas, "")
         batch["proximal_log_prob"] = scored["log_prob"]
         state.compare_log_probs(batch, scored["log_prob"], version)
         if "value" in scored:
             batch["old_value"] = scored["value"]
-    else:  # one step: log_prob is the proximal one
+    else:  # the sampler's log-probabilities are the proximal ones; the first minibatch compares them
         state.expect_version(version)
     if reference is not None:
         batch["reference_log_prob"] = _score_sharded(reference, batch, replicas, "reference_")["log_prob"]
@@ -295,6 +320,7 @@ def rollout_minibatches(
         for chosen in order.tensor_split(config.update.minibatches):
             rows = replicas.shard_rows(sort_by_group({name: t[chosen] for name, t in batch.items()}))
             yield list(micro_batches(rows, micro_batch_rows(config, rows)))
+            state.expect_version(None)
 
 
 def _score_sharded(

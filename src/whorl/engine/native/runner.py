@@ -2,8 +2,8 @@
 
     WHORL_NATIVE=0     never
     WHORL_NATIVE=1     for every supported model, without measuring
-    (unset)            both are timed when the engine starts, on a step of one row and one of several; under torch's
-                       deterministic algorithms nothing is timed and torch runs
+    (unset)            both are timed when the engine starts, on a step of one row and one of several, or of
+                       `EngineConfig.decode_rows`; under torch's deterministic algorithms nothing is timed and torch runs
 
 CPU flags do not decide: a machine may have bf16 products and run faster without, and two threads may share one core. So the
 torch path and the native step, by tile registers and by vectors, with one thread and with all, run the same small batches on
@@ -14,6 +14,7 @@ cannot run (adapters, replaced products) use torch, step by step, over the same 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -33,6 +34,7 @@ from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
 
 TIMED_BATCH_SIZES = (1, 1, 1, 1, 8)  # rows of the timed steps: one row and several weigh about the same
+MIN_TIMED_ROWS = 16  # below, the choice is the one for few rows
 
 
 class NativeRunner(ModelRunner):
@@ -92,11 +94,14 @@ def make_runner(
     weight_dtype: str | None = None,
     weight_group_size: int | None = None,
     compile_native: bool = True,
+    decode_rows: int | None = None,
+    max_threads: int | None = None,
     **kwargs: Any,
 ) -> ModelRunner:
     """Return the faster runner for `model` on this machine; arguments as of `ModelRunner` and `NativeStep`.
 
     compile_native: False runs torch if the native library has not been compiled on this machine, which takes seconds.
+    decode_rows: usual rows of a decode step, for the choice by timing. max_threads: of the native step.
 
     Raises:
         ConfigError: `weight_dtype` is set, and the native step cannot run; only it has weight formats.
@@ -115,42 +120,79 @@ def make_runner(
             )
         return ModelRunner(model, *args, **kwargs)
     runner = NativeRunner(
-        model, *args, weight_dtype=weight_dtype, weight_group_size=weight_group_size, **kwargs
+        model,
+        *args,
+        weight_dtype=weight_dtype,
+        weight_group_size=weight_group_size,
+        threads=max_threads,
+        **kwargs,
     )
     if setting != "1":
-        autotune(runner, native_only=weight_dtype is not None)
+        autotune(runner, weight_dtype is not None, decode_rows, max_threads)
     return runner
 
 
-def autotune(runner: NativeRunner, native_only: bool = False) -> str:
+def autotune(
+    runner: NativeRunner,
+    native_only: bool = False,
+    decode_rows: int | None = None,
+    max_threads: int | None = None,
+) -> str:
     """Select the fastest path, method and number of threads, and return its name; kept for this machine (`fastest`).
 
     The cache must be empty: its first pages are written.
 
     Args:
         native_only: leave out the torch path.
+        decode_rows: usual rows of a decode step, rounded down to a power of 2; below 16 and by default one and several.
+        max_threads: default all usable cores.
     """
     step = runner.native_step
     ways = [
-        (f"native, {method}, {n} threads", (method, n)) for method in step.methods for n in _thread_counts()
+        (f"native, {method}, {n} threads", (method, n))
+        for method in step.methods
+        for n in _thread_counts(max_threads)
     ]
     settings: dict[str, tuple[str, int] | None] = dict(ways)
     if not native_only:
         settings["torch"] = None
-    batches = {rows: _timing_batch(runner, rows) for rows in set(TIMED_BATCH_SIZES)}
+    rows = timed_rows(decode_rows)
+    steps = decode_steps(runner, rows)
 
     def work(setting: tuple[str, int] | None) -> None:
         _apply(runner, setting)
-        for rows in TIMED_BATCH_SIZES:
-            runner.run(batches[rows])
+        steps()
 
-    c = runner.model.config
-    shape = f"{c!r} {runner.model.dtype} {step.group_size}"
-    digest = sha256(shape.encode()).hexdigest()[:8]
-    name = f"engine_step {c.n_layers}x{c.d_model}/{c.vocab_size} {digest} {step.weight_dtype}"
+    suffix = "" if rows == TIMED_BATCH_SIZES else f" {rows[0]} rows"
+    name = f"engine_step {step_shape(runner, step.group_size)} {step.weight_dtype}{suffix}"
     chosen = fastest(name, {way: partial(work, setting) for way, setting in settings.items()})
     _apply(runner, settings[chosen])
     return chosen
+
+
+def timed_rows(decode_rows: int | None) -> tuple[int, ...]:
+    """Return the rows of the steps that are timed: `decode_rows` rounded down to a power of 2, or one row and several."""
+    if decode_rows is None or decode_rows < MIN_TIMED_ROWS:
+        return TIMED_BATCH_SIZES
+    return (1 << decode_rows.bit_length() - 1,)
+
+
+def decode_steps(runner: ModelRunner, rows: Sequence[int]) -> Callable[[], None]:
+    """Return a function that runs one decode step of each size on an empty cache, whose first pages it writes."""
+    batches = {n: _timing_batch(runner, n) for n in set(rows)}
+
+    def work() -> None:
+        for n in rows:
+            runner.run(batches[n])
+
+    return work
+
+
+def step_shape(runner: ModelRunner, group_size: int | None = None) -> str:
+    """Return the name of a model's shape and compute dtype, for choices."""
+    c = runner.model.config
+    digest = sha256(f"{c!r} {runner.model.dtype} {group_size}".encode()).hexdigest()[:8]
+    return f"{c.n_layers}x{c.d_model}/{c.vocab_size} {digest}"
 
 
 def _apply(runner: NativeRunner, setting: tuple[str, int] | None) -> None:
@@ -159,9 +201,9 @@ def _apply(runner: NativeRunner, setting: tuple[str, int] | None) -> None:
         runner.native_step.method, runner.native_step.threads = setting
 
 
-def _thread_counts() -> list[int]:
-    """The default, all usable cores, first."""
-    return sorted({1, max(1, usable_cores())}, reverse=True)
+def _thread_counts(most: int | None = None) -> list[int]:
+    """The default, `most` or all usable cores, first."""
+    return sorted({1, most or max(1, usable_cores())}, reverse=True)
 
 
 def _timing_batch(runner: ModelRunner, batch_size: int) -> InputBatch:

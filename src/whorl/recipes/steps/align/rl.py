@@ -97,7 +97,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     ctx.summary.update(
         eval=result.evaluation, **result.likelihood,
         tasks={"train": len(tasks.train), "test": len(tasks.test)}, left_out=tasks.rejected,
-        seconds=result.seconds, params=network.model.params(),
+        seconds=result.seconds, params=network.model.params(), rollout_dtype=_rollout_dtype(result.curve),
         headline=_headline(len(tasks.test), **result.evaluation) + criterion
         + format_likelihood_change(**result.likelihood),
     )  # fmt: skip
@@ -179,6 +179,13 @@ def _headline(n_tasks: int, before: dict[str, float], after: dict[str, float]) -
             f"; reward model score {before['reward_model_score']:.2f}, then {after['reward_model_score']:.2f}"
         )
     return text
+
+
+def _rollout_dtype(curve: list[dict[str, Any]]) -> str | None:
+    """Return the type that sampled the last rollout batch."""
+    prefix = "rollout_dtype/"
+    names = (name for record in reversed(curve) for name in record if name.startswith(prefix))
+    return next((name.removeprefix(prefix) for name in names), None)
 
 
 def reward_model_folder(ctx: StepContext) -> Path | None:
