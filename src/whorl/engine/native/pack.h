@@ -20,18 +20,63 @@ INLINE int64_t source_row(const Matrix& w, int64_t output) {
     return output % BLOCK < BLOCK / 2 ? i : hidden + i;
 }
 
+// A piece of 16 inputs is one cache line of each row, and what it fills stays in the first cache.
 inline void pack_floats(const Matrix& w, int64_t block, const float* weights) {
-    for (int j = 0; j < BLOCK; j++) {
-        const int64_t row = source_row(w, block * BLOCK + j);
-        const float* from = weights + row * w.k;
-        for (int64_t k = 0; k < padded(w); k++) {
-            const float x = row < 0 || k >= w.k ? 0.0f : from[k];
-            if (w.kind == FLOAT32)
-                ((float*)w.data)[(block * padded(w) + k) * BLOCK + j] = x;
-            else
-                ((bf16*)w.data)[(block * padded(w) + k / 2 * 2) * BLOCK + 2 * j + k % 2] = narrow(x);
+    const int64_t piece = 16, k_padded = padded(w);
+    for (int64_t first = 0; first < k_padded; first += piece) {
+        const int64_t last = first + piece < k_padded ? first + piece : k_padded;
+        for (int j = 0; j < BLOCK; j++) {
+            const int64_t row = source_row(w, block * BLOCK + j);
+            const float* from = weights + row * w.k;
+            const int64_t stop = row < 0 ? first : w.k < last ? w.k : last;
+            float x[piece] = {};
+            for (int64_t k = first; k < stop; k++) x[k - first] = from[k];
+            for (int64_t k = first; k < last; k++) {
+                if (w.kind == FLOAT32)
+                    ((float*)w.data)[(block * k_padded + k) * BLOCK + j] = x[k - first];
+                else
+                    ((bf16*)w.data)[(block * k_padded + k / 2 * 2) * BLOCK + 2 * j + k % 2] = narrow(x[k - first]);
+            }
         }
     }
+}
+
+// Largest magnitude of n numbers.
+inline float largest_magnitude(const float* from, int64_t n) {
+    Lanes most{};
+    int64_t k = 0;
+    for (; k + WIDTH <= n; k += WIDTH) {
+        const Lanes v = load_lanes(from + k);
+        most = max_lanes(most, max_lanes(v, -v));
+    }
+    float largest = max_of(most);
+    for (; k < n; k++) largest = std::fabs(from[k]) > largest ? std::fabs(from[k]) : largest;
+    return largest;
+}
+
+// x rounded to the nearest integer, ties to even, for |x| < 2^22; in a loop the compiler makes vectors of it.
+INLINE int32_t rounded(float x) {
+    const float moved = x + 12582912.0f;  // its last bits are the rounded integer
+    int32_t q;
+    memcpy(&q, &moved, 4);
+    return q - 0x4b400000;
+}
+
+// One row of a group of int8 weights into quads of 4 inputs; returns the sum.
+inline int32_t pack_bytes(const float* from, int64_t size, int64_t group, float scale, uint8_t* to) {
+    int32_t sum = 0;
+    const float divisor = scale != 0 ? scale : 1;
+    for (int64_t k = 0; k < group; k += 4) {
+        uint8_t quad[4] = {};
+        for (int64_t i = 0; i < 4 && k + i < size; i++) {
+            int32_t q = scale != 0 ? rounded(from[k + i] / divisor) : 0;
+            q = q < -127 ? -127 : q > 127 ? 127 : q;
+            sum += q;
+            quad[i] = uint8_t(q);
+        }
+        memcpy(to + k / 4 * 4 * BLOCK, quad, 4);
+    }
+    return sum;
 }
 
 inline void pack_integers(const Matrix& w, int64_t block, const float* weights) {
@@ -44,26 +89,24 @@ inline void pack_integers(const Matrix& w, int64_t block, const float* weights) 
             const int64_t first = g * w.group;
             const int64_t size = row < 0 ? 0 : w.k - first < w.group ? w.k - first : w.group;
             const float* from = weights + row * w.k + first;
+            const int64_t column = (block * n_groups + g) * BLOCK + j;
+            if (w.kind == INT8) {
+                w.scales[column] = narrow(largest_magnitude(from, size) / 127);
+                uint8_t* to = data + first / 4 * 4 * BLOCK + 4 * j;
+                w.moved[column] = 128 * pack_bytes(from, size, w.group, widen(w.scales[column]), to);
+                continue;
+            }
             float largest = 0;
             for (int64_t k = 0; k < size; k++)
                 if (std::fabs(from[k]) > std::fabs(largest)) largest = from[k];
-            const bf16 kept = narrow(w.kind == INT8 ? std::fabs(largest) / 127 : largest / -8);
-            const float scale = widen(kept);
-            const int low = w.kind == INT8 ? -127 : -8, high = w.kind == INT8 ? 127 : 7;
-            int32_t sum = 0;
-            for (int64_t k = 0; k < w.group; k++) {
+            w.scales[column] = narrow(largest / -8);
+            const float scale = widen(w.scales[column]);
+            for (int64_t k = 0; k < w.group; k++) {  // the group's second half in the upper nibbles
                 int q = k < size && scale != 0 ? int(std::lrintf(from[k] / scale)) : 0;
-                q = q < low ? low : q > high ? high : q;
-                sum += q;
-                if (w.kind == INT8) {
-                    data[(first + k) / 4 * 4 * BLOCK + 4 * j + k % 4] = uint8_t(q);
-                } else {  // the group's second half in the upper nibbles
-                    uint8_t& byte = data[(first / 2 + k % half) / 4 * 4 * BLOCK + 4 * j + k % half % 4];
-                    byte = k < half ? uint8_t(q + 8) : uint8_t(byte | (q + 8) << 4);
-                }
+                q = q < -8 ? -8 : q > 7 ? 7 : q;
+                uint8_t& byte = data[(first / 2 + k % half) / 4 * 4 * BLOCK + 4 * j + k % half % 4];
+                byte = k < half ? uint8_t(q + 8) : uint8_t(byte | (q + 8) << 4);
             }
-            w.scales[(block * n_groups + g) * BLOCK + j] = kept;
-            if (w.kind == INT8) w.moved[(block * n_groups + g) * BLOCK + j] = 128 * sum;
         }
     }
 }
@@ -85,28 +128,16 @@ inline void ready_row(const Matrix& w, const float* x, char* to, float* scales, 
         const int64_t first = g * w.group, size = w.k - first < w.group ? w.k - first : w.group;
         const float* from = x + first;
         int8_t* out = (int8_t*)to + first;
-        Lanes most{};
-        float largest = 0;
-        int64_t k = 0;
-        for (; k + WIDTH <= size; k += WIDTH) {
-            const Lanes v = load_lanes(from + k);
-            most = max_lanes(most, max_lanes(v, -v));
-        }
-        largest = max_of(most);
-        for (; k < size; k++) largest = std::fabs(from[k]) > largest ? std::fabs(from[k]) : largest;
+        const float largest = largest_magnitude(from, size);
         const float inverse = largest > 0 ? 127 / largest : 0;
-        const float magic = 12582912.0f;  // its last bits are the rounded integer
         const uint8_t shift = w.kind == INT8 ? 0x80 : 0;
         int32_t sum = 0;
-        for (k = 0; k < size; k++) {
-            const float moved = from[k] * inverse + magic;
-            int32_t q;
-            memcpy(&q, &moved, 4);
-            q -= 0x4b400000;
+        for (int64_t k = 0; k < size; k++) {
+            const int32_t q = rounded(from[k] * inverse);
             sum += q;
             out[k] = int8_t(uint8_t(q) ^ shift);
         }
-        for (; k < w.group; k++) out[k] = int8_t(shift);
+        for (int64_t k = size; k < w.group; k++) out[k] = int8_t(shift);
         scales[g] = largest / 127;
         sums[g] = 8 * sum;
     }
