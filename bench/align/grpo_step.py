@@ -9,7 +9,8 @@ The loss is TRL's default: the mean over all tokens, without a reference model. 
 on both sides. No completion ends early on either side.
 
 TRL is tuned (`_trl.py`): three precisions, the batch whole or in micro-batches, both caches of `generate`, with and
-without `torch_compile`. Continuous batching is left out: on a CPU it sampled six times slower. The contenders run their
+without `torch_compile`. Continuous batching is left out: on a CPU it sampled six times slower. So is vLLM: its CPU backend
+frees the weights that it has packed, so TRL's update of its weights fails (TRL 1.16, vLLM 0.32). The contenders run their
 steps in turn, each in a separate process, with equal threads and an allocator that keeps freed memory. `--plain` also
 runs TRL with glibc's default allocator settings. The lowest median of each side is compared.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,7 +38,11 @@ def accept_tokens(
             finish = "abort"
             text += sequence.stop_checker.flush()
             break
-        token = replace(candidate, version=version) if version else candidate
+        token = candidate  # without `replace`, which takes a tenth of the engine's Python
+        if version:
+            token = Token(
+                candidate.id, candidate.log_prob, candidate.raw_log_prob, candidate.alternatives, version
+            )
         accepted.append(token)
         sequence.ids.append(token.id)
         if token.id in request.stop_ids:

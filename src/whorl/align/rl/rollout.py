@@ -171,7 +171,10 @@ class RolloutWorker:
         network.requires_grad_(False).eval().to(self.device)
         example_tokenizer = self._example_tokenizer = load_example_tokenizer(self.tokenizer_path)
         shares_cores = self.threads is not None or not self.replica_group.is_single
-        options = {**({"max_threads": torch.get_num_threads()} if shares_cores else {}), **self.engine_options}
+        options = {
+            **({"max_threads": torch.get_num_threads()} if shares_cores else {}),
+            **self.engine_options,
+        }
         self._sampler = RolloutSampler(
             network, example_tokenizer, sequences=min(128, rows), max_length=self.max_seq_len,
             temperature=self.temperature, requested=self.rollout.dtype, dtype=self.rollout_dtype,
