@@ -37,7 +37,8 @@ class EngineConfig(BaseModel):
         default=False, description="bit-identical tokens for any batch composition (slower)"
     )
     weight_dtype: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
-        default=None, description="weight format on a CPU; default: as loaded"
+        default=None,
+        description="weight format on a CPU; default: as loaded, with the codes of a quantized model",
     )
     decode_rows: int | None = Field(
         default=None, ge=1, description="usual rows of a decode step, for the choice by timing; default: few"

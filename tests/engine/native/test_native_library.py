@@ -17,7 +17,9 @@ from whorl.engine.native import NativeStep, build, layout, unsupported_reason
 from whorl.engine.native.runner import make_runner
 from whorl.errors import ConfigError
 from whorl.machine.native_build import BuildError
+from whorl.nn.linear import Linear
 from whorl.nn.mlp import activate
+from whorl.nn.quantized_linear import QuantizedLinear
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
 LIBRARY: Any = build.library()
@@ -41,7 +43,9 @@ def _rounded(t: torch.Tensor, kind: str, group: int, weight: bool) -> torch.Tens
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
-@pytest.mark.parametrize(("n", "k", "group"), [(1, 8, 8), (63, 70, 8), (200, 333, 32), (130, 256, 256)])
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(1, 8, 8), (63, 70, 8), (33, 70, 6), (200, 333, 32), (130, 256, 256)]
+)
 def test_product_matches_rounded_weights(kind: str, n: int, k: int, group: int) -> None:
     check_products(LIBRARY, kind, n, k, group)
 
@@ -64,17 +68,19 @@ def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) 
     assert arena.n_bytes > 0
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("n", "k", "group"), [(1, 8, None), (63, 70, None), (200, 333, 128), (130, 256, 64)])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(1, 8, None), (63, 70, None), (200, 333, 128), (130, 256, 64), (70, 96, 32), (9, 20, 6)]
+)  # fmt: skip
 def test_tile_products_match_vectors(kind: str, n: int, k: int, group: int | None) -> None:
-    """Tile registers, emulated and (with AMX) real, which agree to the bit; int8 products agree with vectors' too."""
+    """Tile registers, emulated and (with AMX) real, which agree to the bit; integer products agree with vectors' too."""
     check_tiles(LIBRARY, kind, n, k, group)
 
 
 def check_tiles(library: ctypes.CDLL, kind: str, n: int, k: int, group: int | None) -> None:
     g = torch.Generator().manual_seed(k)
     weight = torch.randn(n, k, generator=g)
-    matrix = layout.make_matrix(kind, group if kind == "int8" else None, n, k)
+    matrix = layout.make_matrix(kind, group, n, k)
     arena = layout.Arena(library, [matrix])
     library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 2)
     step, bf16_rounds = library.whorl_open(), library.whorl_features() & 2
@@ -86,7 +92,7 @@ def check_tiles(library: ctypes.CDLL, kind: str, n: int, k: int, group: int | No
                 step, ctypes.byref(matrix), x.data_ptr(), m, found[method].data_ptr(), 0, 0.0, 2
             )
         assert torch.equal(found["emulated tiles"], found.get("tiles", found["emulated tiles"]))
-        if kind == "int8":
+        if kind != "bfloat16":
             assert torch.equal(found["emulated tiles"], found["vectors"])
         else:
             want = _rounded(x, kind, 0, False).double() @ _rounded(weight, kind, 0, True).double().T
@@ -95,6 +101,47 @@ def check_tiles(library: ctypes.CDLL, kind: str, n: int, k: int, group: int | No
                 torch.testing.assert_close(found["vectors"], want.float(), atol=2e-4, rtol=1e-5)
     library.whorl_close(step)
     assert arena.n_bytes > 0
+
+
+def _packed_codes(matrix: layout.Matrix, data: bytes) -> torch.Tensor:
+    """The codes [n, k] of a packed matrix, by the layout at the top of tiles.h."""
+    n_groups, n_blocks = -(-matrix.k // matrix.inputs), -(-matrix.n // 64)
+    lines = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(n_blocks, n_groups, -1, 64, 4)
+    if matrix.kind == layout.KINDS["int4"]:
+        lines = torch.cat([lines & 15, lines >> 4], dim=2).to(torch.int8) - 8
+    by_output = lines.view(torch.int8).permute(0, 3, 1, 2, 4).reshape(n_blocks * 64, n_groups, -1)
+    return by_output[: matrix.n, :, : matrix.inputs].flatten(1)
+
+
+@pytest.mark.parametrize("method", ["vectors", "emulated tiles"])
+@pytest.mark.parametrize(
+    ("kind", "k", "group"),
+    [("int8", 75, None), ("int8", 66, 2), ("int8", 70, 14), ("int8", 128, 64), ("int8", 96, 32),
+     ("int4", 66, None), ("int4", 66, 2), ("int4", 70, 14), ("int4", 128, 64), ("int4", 384, 128)],
+)  # fmt: skip
+def test_given_codes_are_packed_unchanged(kind: str, k: int, group: int | None, method: str) -> None:
+    """Stored codes to the bit, and their product with rounded rows by fp32 scales, in every grouping of the quantizer."""
+    g, n = torch.Generator().manual_seed(k), 70
+    layer = Linear(k, n, std=0.1)
+    layer.weight.data = torch.randn(n, k, generator=g)
+    quantized = QuantizedLinear.from_linear(layer, kind, group)  # type: ignore[arg-type]
+    quantized.scales *= (
+        torch.rand(quantized.scales.shape, generator=g) - 0.5
+    )  # signs, and more bits than bf16 has
+    codes, scales = quantized.unpacked_codes.contiguous(), quantized.scales
+    matrix = layout.make_matrix(kind, group, n, k, scale_kind="float32")
+    matrix.method = layout.METHODS[method]
+    arena = layout.Arena(LIBRARY, [matrix])
+    LIBRARY.whorl_pack_codes(ctypes.byref(matrix), codes.data_ptr(), scales.data_ptr(), 2)
+    assert torch.equal(
+        _packed_codes(matrix, ctypes.string_at(matrix.data, matrix.scales - matrix.data)), codes
+    )
+    step, x, y = LIBRARY.whorl_open(), torch.randn(37, k, generator=g), torch.empty(37, n)
+    LIBRARY.whorl_product(step, ctypes.byref(matrix), x.data_ptr(), 37, y.data_ptr(), 0, 0.0, 2)
+    LIBRARY.whorl_close(step)
+    rows = _rounded(x, kind, group or k, False).double()
+    torch.testing.assert_close(y, (rows @ quantized.weight.double().T).float(), atol=2e-5, rtol=1e-5)
+    del arena
 
 
 @pytest.mark.parametrize("size", [2, 3, 64])
@@ -145,7 +192,7 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_portable_product_matches_rounded_weights(kind: str, portable: ctypes.CDLL) -> None:
     check_products(portable, kind, 130, 70, 32)
-    if kind in ("bfloat16", "int8"):
+    if kind != "float32":
         check_tiles(portable, kind, 130, 70, 64)
 
 

@@ -130,8 +130,6 @@ def test_unsupported_models_have_a_reason() -> None:
     assert all(REASONS[name] != "" for name in FAMILIES)
     with pytest.raises(ConfigError, match="mixture"):
         NativeStep(FAMILIES["experts"](), 16)
-    with pytest.raises(ConfigError, match="weight_group_size is 12"):
-        NativeStep(llama(), 16, weight_dtype="int4", weight_group_size=12)
     with pytest.raises(ConfigError, match="bfloat16"):
         NativeStep(llama(), 16, weight_dtype="bf16")
 

@@ -1,4 +1,4 @@
-// Products by tile registers (AMX): up to 32 rows by 64 outputs of a packed matrix at a time, in bf16 or int8.
+// Products by tile registers (AMX): up to 32 rows by 64 outputs of a packed matrix at a time, in bf16, int8 or int4.
 //
 // The packing of tiles.h is also that of a tile register: 16 lines of 64 bytes, a line with 16 outputs times two bf16 (or four
 // int8) of k. So both ways to multiply read the same packed weights:
@@ -7,9 +7,12 @@
 //     17 to 32   2 x 16 rows by 2 x 16 outputs 4 sums, 2 of x, 2 of w    4
 //     1 to 16    16 rows by 4 x 16 outputs     4 sums, 1 of x, 3 of w    5
 //
+// int4 codes of a block are unpacked to int8 first, once for all rows of a part. A group of fewer than 64 inputs is a tile with
+// fewer columns of x and lines of w.
+//
 // Subtle: a sum of bf16 products has another order than in tiles.h (32 of k at a time, even and odd ones apart), so bits
 // differ between the two ways. They do not depend on the number of rows: one matrix is always multiplied in one way. Sums of
-// int8 products are exact in int32 and equal in both ways.
+// integer products are exact in int32 and equal in both ways.
 //
 // `EmulatedTiles` computes the same in plain C++, for tests on any CPU.
 #pragma once
@@ -36,6 +39,8 @@ struct HardwareTiles : TileRegisters {
     INLINE void add_pairs() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
     template <int C, int A, int B>
     INLINE void add_fours() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+    template <int C, int A, int B>
+    INLINE void add_signed_fours() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 };
 #endif
 
@@ -49,7 +54,7 @@ struct EmulatedTiles {
     void clear() { memset(tiles[T], 0, sizeof tiles[T]); }
     template <int T>
     void load(const void* from, int64_t stride) {
-        for (int i = 0; i < shapes.lines[T]; i++) memcpy(tiles[T][i], (const char*)from + i * stride, TILE_BYTES);
+        for (int i = 0; i < shapes.lines[T]; i++) memcpy(tiles[T][i], (const char*)from + i * stride, shapes.bytes[T]);
     }
     template <int T>
     void store(void* to, int64_t stride) {
@@ -68,22 +73,33 @@ struct EmulatedTiles {
                 ((float*)tiles[C][i])[j] += even + odd;
             }
     }
-    template <int C, int A, int B>
+    template <int C, int A, int B, class Byte = uint8_t>
     void add_fours() {
         for (int i = 0; i < shapes.lines[A]; i++)
             for (int j = 0; j < WIDTH; j++)
                 for (int k = 0; k < 4 * shapes.lines[B]; k++)
-                    ((int32_t*)tiles[C][i])[j] += int32_t(((const uint8_t*)tiles[A][i])[k]) *
+                    ((int32_t*)tiles[C][i])[j] += int32_t(((const Byte*)tiles[A][i])[k]) *
                                                   int32_t(((const int8_t*)tiles[B][k / 4])[4 * j + k % 4]);
     }
+    template <int C, int A, int B>
+    void add_signed_fours() { add_fours<C, A, B, int8_t>(); }
 };
 
-// Which ways multiply this matrix: an int8 group must be whole tiles.
-INLINE bool fits_tiles(const Matrix& w) { return w.kind == BFLOAT16 || (w.kind == INT8 && w.group % 64 == 0); }
+// Which ways multiply this matrix: a group of integers must be whole tiles, or a part of one.
+INLINE bool fits_tiles(const Matrix& w) { return w.kind == BFLOAT16 || (w.inputs && (w.group % 64 == 0 || w.group < 64)); }
+
+// Bytes of x in a tile, for this matrix.
+INLINE int tile_columns(const Matrix& w) { return w.inputs && w.group < TILE_BYTES ? w.group : TILE_BYTES; }
 
 template <class Tiles>
-INLINE void set_shapes(Tiles& tiles, int rows) {
+INLINE void set_shapes(Tiles& tiles, const Matrix& w, int rows) {
     TileShapes shapes;
+    const int columns = tile_columns(w);
+    for (int t : {4, 5, 6, 7})
+        if (t == 4 || (t == 5 && rows > TILE_LINES))
+            shapes.bytes[t] = uint16_t(columns);
+        else
+            shapes.lines[t] = uint8_t(columns / 4);
     if (rows <= TILE_LINES)
         for (int t : {0, 1, 2, 3, 4}) shapes.lines[t] = uint8_t(rows);
     else
@@ -91,16 +107,30 @@ INLINE void set_shapes(Tiles& tiles, int rows) {
     tiles.shape(shapes);
 }
 
-template <bool BYTES, int C, int A, int B, class Tiles>
+template <Kind KIND, int C, int A, int B, class Tiles>
 INLINE void add_products(Tiles& tiles) {
-    if constexpr (BYTES)
+    if constexpr (KIND == BFLOAT16)
+        tiles.template add_pairs<C, A, B>();
+    else if constexpr (KIND == INT8)
         tiles.template add_fours<C, A, B>();
     else
-        tiles.template add_pairs<C, A, B>();
+        tiles.template add_signed_fours<C, A, B>();
+}
+
+// int4 codes of a block -> int8 [padded k / 4][64][4].
+INLINE void unpack_codes(const Matrix& w, const char* from, char* to) {
+    typedef int8_t Bytes __attribute__((vector_size(64)));
+    const int64_t half = w.group / 2 * BLOCK, n_groups = groups(w);  // half: bytes
+    for (int64_t g = 0; g < n_groups; g++, to += 2 * half)
+        for (int64_t i = 0; i < half; i += 64, from += 64) {
+            const Ints pairs = load<Ints>(from);
+            store(to + i, Bytes(pairs & 0x0f0f0f0f) - 8);
+            store(to + half + i, Bytes((pairs >> 4) & 0x0f0f0f0f) - 8);
+        }
 }
 
 // Sums over `steps` tiles of k -> out [rows][64], fp32 or int32. x and w point to the first byte of k.
-template <bool BYTES, class Tiles>
+template <Kind KIND, class Tiles>
 INLINE void multiply(Tiles& tiles, const char* x, int64_t stride, int rows, const char* w, int64_t steps, void* out) {
     const auto clear = [&] {
         tiles.template clear<0>();
@@ -115,13 +145,13 @@ INLINE void multiply(Tiles& tiles, const char* x, int64_t stride, int rows, cons
         for (int64_t s = 0; s < steps; s++, x += TILE_BYTES, w += TILE_STEP) {
             tiles.template load<4>(x, stride);
             tiles.template load<5>(w, BLOCK_LINE);
-            add_products<BYTES, 0, 4, 5>(tiles);
+            add_products<KIND, 0, 4, 5>(tiles);
             tiles.template load<6>(w + 64, BLOCK_LINE);
-            add_products<BYTES, 1, 4, 6>(tiles);
+            add_products<KIND, 1, 4, 6>(tiles);
             tiles.template load<7>(w + 128, BLOCK_LINE);
-            add_products<BYTES, 2, 4, 7>(tiles);
+            add_products<KIND, 2, 4, 7>(tiles);
             tiles.template load<5>(w + 192, BLOCK_LINE);
-            add_products<BYTES, 3, 4, 5>(tiles);
+            add_products<KIND, 3, 4, 5>(tiles);
         }
         tiles.template store<0>(to, line);
         tiles.template store<1>(to + 64, line);
@@ -136,12 +166,12 @@ INLINE void multiply(Tiles& tiles, const char* x, int64_t stride, int rows, cons
         for (int64_t s = 0; s < steps; s++, half += TILE_STEP) {
             tiles.template load<6>(half, BLOCK_LINE);
             tiles.template load<4>(x + s * TILE_BYTES, stride);
-            add_products<BYTES, 0, 4, 6>(tiles);
+            add_products<KIND, 0, 4, 6>(tiles);
             tiles.template load<7>(half + 64, BLOCK_LINE);
-            add_products<BYTES, 1, 4, 7>(tiles);
+            add_products<KIND, 1, 4, 7>(tiles);
             tiles.template load<5>(below + s * TILE_BYTES, stride);
-            add_products<BYTES, 2, 5, 6>(tiles);
-            add_products<BYTES, 3, 5, 7>(tiles);
+            add_products<KIND, 2, 5, 6>(tiles);
+            add_products<KIND, 3, 5, 7>(tiles);
         }
         char* low = to + TILE_LINES * line;
         tiles.template store<0>(to + 128 * side, line);
@@ -151,22 +181,25 @@ INLINE void multiply(Tiles& tiles, const char* x, int64_t stride, int rows, cons
     }
 }
 
-// Rows [row, row + rows) by a block -> out [rows][64]; the shapes are set.
+// Rows [row, row + rows) by a block -> out [rows][64]; the shapes are set. data: the block, of int4 unpacked.
 template <class Tiles>
-INLINE void block_by_tiles(Tiles& tiles, const Matrix& w, int64_t block, const Rows& x, int64_t row, int rows, float* out) {
-    const char *data = (const char*)w.data + block * block_bytes(w), *from = x.data + row * x.stride;
-    if (w.kind == BFLOAT16) return multiply<false>(tiles, from, x.stride, rows, data, padded(w) / 32, out);
-    const int64_t n_groups = groups(w), steps = w.group / 64;
+INLINE void block_by_tiles(Tiles& tiles, const Matrix& w, int64_t block, const char* data, const Rows& x, int64_t row,
+                           int rows, float* out) {
+    const char* from = x.data + row * x.stride;
+    if (w.kind == BFLOAT16) return multiply<BFLOAT16>(tiles, from, x.stride, rows, data, padded(w) / 32, out);
+    const int64_t n_groups = groups(w), steps = w.group / tile_columns(w);
     alignas(64) int32_t sums[TILE_ROWS * BLOCK];
-    memset(out, 0, size_t(rows) * BLOCK * 4);
-    for (int64_t g = 0; g < n_groups; g++) {
-        multiply<true>(tiles, from + g * w.group, x.stride, rows, data + g * steps * TILE_STEP, steps, sums);
+    for (int64_t g = 0; g < n_groups; g++, from += w.group, data += w.group * BLOCK) {
+        if (w.kind == INT8)
+            multiply<INT8>(tiles, from, x.stride, rows, data, steps, sums);
+        else
+            multiply<INT4>(tiles, from, x.stride, rows, data, steps, sums);
         const int64_t at = (block * n_groups + g) * BLOCK;
         for (int p = 0; p < BLOCK; p += WIDTH) {
-            const Lanes scale = load_lanes(w.scales + at + p);
-            const Ints moved = load<Ints>(w.moved + at + p);
+            const Lanes scale = load_scales(w, at + p);
+            const Ints moved = w.kind == INT8 ? load<Ints>(w.moved + at + p) : Ints{};
             for (int m = 0; m < rows; m++) {
-                Lanes acc = load_lanes(out + m * BLOCK + p);
+                Lanes acc = g ? load_lanes(out + m * BLOCK + p) : Lanes{};
                 acc += __builtin_convertvector(load<Ints>(sums + m * BLOCK + p) - moved, Lanes) *
                        (scale * x.scales[(row + m) * n_groups + g]);
                 store(out + m * BLOCK + p, acc);

@@ -56,6 +56,7 @@ def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
         ("packed_bytes", None, [p, p]),
         ("large_pages", None, [p, i64]),
         ("pack", None, [p, p, i32]),
+        ("pack_codes", None, [p, p, p, i32]),
         ("open", p, []),
         ("close", None, [p]),
         ("product", i32, [p, p, p, i64, p, i32, ctypes.c_float, i32]),

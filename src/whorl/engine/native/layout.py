@@ -30,7 +30,7 @@ Fields = list[tuple[str, Any]]
 
 class Matrix(Structure):
     _fields_: ClassVar[Fields] = [
-        *((name, c_int32) for name in ("kind", "group")),
+        *((name, c_int32) for name in ("kind", "inputs", "group", "scale_kind")),
         *((name, c_int64) for name in ("n", "k")),
         *((name, c_int32) for name in ("gated", "method")),
         *((name, c_void_p) for name in ("data", "scales", "moved", "bias")),
@@ -74,6 +74,7 @@ class ModelStruct(Structure):
         ("orders", c_int64 * MAX_NGRAM_ORDERS),
         ("buckets", c_int64),
         ("tables", c_void_p * MAX_NGRAM_ORDERS),
+        ("table_scales", c_void_p * MAX_NGRAM_ORDERS),
     ]
 
 
@@ -106,28 +107,30 @@ def check_sizes(library: ctypes.CDLL) -> None:
             )
 
 
-def make_matrix(kind: str, group: int | None, n: int, k: int, gated: bool = False) -> Matrix:
+def make_matrix(
+    kind: str, group: int | None, n: int, k: int, gated: bool = False, scale_kind: WeightKind = "bfloat16"
+) -> Matrix:
     """Return an empty matrix [n, k]. group: of the k inputs, how many share a scale; None for all of them.
 
     Raises:
-        ConfigError: unknown `kind`, or a `group` that the kernels do not support.
+        ConfigError: unknown `kind`.
     """
     if kind not in KINDS:
         raise ConfigError(f"weight_dtype is {kind!r}", expected=one_of(kind, list(KINDS)))
-    unit = {"int8": 4, "int4": 8}.get(kind, 0)
-    if not unit:
-        return Matrix(KINDS[kind], 0, n, k, int(gated))
-    if group is not None and (group < unit or group % unit):
-        raise ConfigError(f"weight_group_size is {group}", expected=f"a multiple of {unit}")
-    return Matrix(KINDS[kind], group or -(-k // TILE_BYTES) * TILE_BYTES, n, k, int(gated))
+    unit = {"int8": 4, "int4": 8}.get(kind)
+    if unit is None:
+        return Matrix(KINDS[kind], 0, 0, 0, n, k, int(gated))
+    inputs = group or k
+    unit = unit if group else TILE_BYTES
+    return Matrix(KINDS[kind], inputs, -(-inputs // unit) * unit, KINDS[scale_kind], n, k, int(gated))
 
 
-def usable_methods(library: ctypes.CDLL, kind: str) -> tuple[str, ...]:
-    """Return how matrices of `kind` can be multiplied on this machine, the usually fastest way first.
+def usable_methods(library: ctypes.CDLL, *kinds: str) -> tuple[str, ...]:
+    """Return how matrices of `kinds` can be multiplied on this machine, the usually fastest way first.
 
     Tile registers need AMX, a compiler with support for it, and the kernel's permission.
     """
-    tiles = kind in ("bfloat16", "int8") and library.whorl_features() & TILES_FEATURE
+    tiles = set(kinds) != {"float32"} and library.whorl_features() & TILES_FEATURE
     return ("tiles", "vectors") if tiles else ("vectors",)
 
 

@@ -38,7 +38,8 @@ struct Model {
     const Layer* layers;
     int64_t parallel;        // attention and MLP read the same norm
     int64_t n_orders, orders[ORDERS], buckets;  // n-gram embedding
-    const float* tables[ORDERS];                // [buckets][d_model]
+    const void* tables[ORDERS];                 // [buckets][d_model], float or int8
+    const float* table_scales[ORDERS];          // [buckets] of int8, or null
 };
 
 // k, v, raw: [n_pages][n_kv_heads][page_size][head_dim] with the given strides; position p of a row is in page
@@ -119,7 +120,10 @@ inline void add_memory(const Model& model, const int64_t* past, float* x) {
         if (model.orders[found] != back + 1) continue;
         const uint64_t mixed = (state ^ (state >> 16)) * 0x45D9F3Bu & mask;
         const int64_t row = int64_t((mixed ^ (mixed >> 13)) % uint64_t(model.buckets));
-        const float* from = model.tables[found++] + row * model.d_model;
-        for (int64_t c = 0; c < model.d_model; c++) x[c] += from[c];
+        const float* scales = model.table_scales[found];
+        const void* table = model.tables[found++];
+        const int64_t at = row * model.d_model;
+        for (int64_t c = 0; c < model.d_model; c++)
+            x[c] += scales ? float(((const int8_t*)table)[at + c]) * scales[row] : ((const float*)table)[at + c];
     }
 }

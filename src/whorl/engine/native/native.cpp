@@ -131,7 +131,7 @@ int64_t whorl_sizeof(int32_t what) {
 void whorl_packed_bytes(const Matrix* w, int64_t* bytes) {
     const int64_t per_output = blocks(*w) * BLOCK * groups(*w);
     bytes[0] = blocks(*w) * block_bytes(*w);
-    bytes[1] = 2 * per_output;
+    bytes[1] = (w->scale_kind == FLOAT32 ? 4 : 2) * per_output;
     bytes[2] = w->kind == INT8 ? 4 * per_output : 0;
 }
 
@@ -152,11 +152,18 @@ void whorl_large_pages(void* from, int64_t bytes) {
 void whorl_pack(const Matrix* w, const float* weights, int32_t threads) {
     Pool().together(threads, 1, [w = *w, weights](Team& team) {
         team.share(blocks(w), [&](int64_t block) {
-            if (w.kind == FLOAT32 || w.kind == BFLOAT16)
-                pack_floats(w, block, weights);
+            if (w.inputs)
+                pack_integers(w, block, weights, {});
             else
-                pack_integers(w, block, weights);
+                pack_floats(w, block, weights);
         });
+    });
+}
+
+// codes: [n][k]; scales: [n][groups].
+void whorl_pack_codes(const Matrix* w, const int8_t* codes, const float* scales, int32_t threads) {
+    Pool().together(threads, 1, [w = *w, given = Codes{codes, scales}](Team& team) {
+        team.share(blocks(w), [&](int64_t block) { pack_integers(w, block, nullptr, given); });
     });
 }
 

@@ -5,7 +5,7 @@
 //
 // Rounding of weights. int8: scale = largest magnitude in the group / 127. int4: scale = the number of largest magnitude / -8,
 // so that one side of the range is used in full (as Q4_0 of llama.cpp). The scale is rounded to bf16 first, and the weights
-// are rounded with the rounded scale, so that its error is not added.
+// are rounded with the rounded scale, so that its error is not added. Given codes are packed unchanged, with fp32 scales.
 #pragma once
 
 #include <cmath>
@@ -79,34 +79,60 @@ inline int32_t pack_bytes(const float* from, int64_t size, int64_t group, float 
     return sum;
 }
 
-inline void pack_integers(const Matrix& w, int64_t block, const float* weights) {
+// Codes [n][k] with scales [n][groups], of a quantized model.
+struct Codes {
+    const int8_t* codes;
+    const float* scales;
+};
+
+// The scale of n weights that are rounded here.
+INLINE float rounded_scale(const Matrix& w, const float* weights, int64_t n) {
+    if (w.kind == INT8) return widen(narrow(largest_magnitude(weights, n) / 127));
+    float largest = 0;
+    for (int64_t k = 0; k < n; k++)
+        if (std::fabs(weights[k]) > std::fabs(largest)) largest = weights[k];
+    return widen(narrow(largest / -8));
+}
+
+// `weights` are rounded, if there are no `given` codes.
+inline void pack_integers(const Matrix& w, int64_t block, const float* weights, const Codes& given) {
     uint8_t* data = (uint8_t*)w.data + block * block_bytes(w);
     const int64_t n_groups = groups(w);
     const int half = w.group / 2;
     for (int j = 0; j < BLOCK; j++) {
         const int64_t row = source_row(w, block * BLOCK + j);
         for (int64_t g = 0; g < n_groups; g++) {
-            const int64_t first = g * w.group;
-            const int64_t size = row < 0 ? 0 : w.k - first < w.group ? w.k - first : w.group;
-            const float* from = weights + row * w.k + first;
-            const int64_t column = (block * n_groups + g) * BLOCK + j;
-            if (w.kind == INT8) {
-                w.scales[column] = narrow(largest_magnitude(from, size) / 127);
-                uint8_t* to = data + first / 4 * 4 * BLOCK + 4 * j;
-                w.moved[column] = 128 * pack_bytes(from, size, w.group, widen(w.scales[column]), to);
+            const int64_t first = g * w.inputs, left = w.k - first, at = row * w.k + first, to = g * w.group;
+            const int64_t size = row < 0 ? 0 : left < w.inputs ? left : w.inputs;
+            const int64_t place = (block * n_groups + g) * BLOCK + j;
+            float scale = 0;
+            if (size) scale = given.codes ? given.scales[row * n_groups + g] : rounded_scale(w, weights + at, size);
+            if (w.scale_kind == FLOAT32)
+                ((float*)w.scales)[place] = scale;
+            else
+                ((bf16*)w.scales)[place] = narrow(scale);
+            if (w.kind == INT8 && !given.codes) {
+                w.moved[place] = 128 * pack_bytes(weights + at, size, w.group, scale, data + to * BLOCK + 4 * j);
                 continue;
             }
-            float largest = 0;
-            for (int64_t k = 0; k < size; k++)
-                if (std::fabs(from[k]) > std::fabs(largest)) largest = from[k];
-            w.scales[column] = narrow(largest / -8);
-            const float scale = widen(w.scales[column]);
-            for (int64_t k = 0; k < w.group; k++) {  // the group's second half in the upper nibbles
-                int q = k < size && scale != 0 ? int(std::lrintf(from[k] / scale)) : 0;
-                q = q < -8 ? -8 : q > 7 ? 7 : q;
-                uint8_t& byte = data[(first / 2 + k % half) / 4 * 4 * BLOCK + 4 * j + k % half % 4];
-                byte = k < half ? uint8_t(q + 8) : uint8_t(byte | (q + 8) << 4);
+            const int low = w.kind == INT8 ? -127 : -8, high = w.kind == INT8 ? 127 : 7;
+            int32_t sum = 0;
+            for (int64_t k = 0; k < w.group; k++) {
+                int q = 0;
+                if (k < size && given.codes)
+                    q = given.codes[at + k];
+                else if (k < size && scale != 0)
+                    q = int(std::lrintf(weights[at + k] / scale));
+                q = q < low ? low : q > high ? high : q;
+                sum += q;
+                if (w.kind == INT8) {
+                    data[(to + k) / 4 * 4 * BLOCK + 4 * j + k % 4] = uint8_t(q);
+                } else {  // the group's second half in the upper nibbles
+                    uint8_t& byte = data[(to / 2 + k % half) / 4 * 4 * BLOCK + 4 * j + k % half % 4];
+                    byte = k < half ? uint8_t(q + 8) : uint8_t(byte | (q + 8) << 4);
+                }
             }
+            if (w.kind == INT8) w.moved[place] = 128 * sum;
         }
     }
 }
@@ -125,9 +151,9 @@ inline void ready_row(const Matrix& w, const float* x, char* to, float* scales, 
         return;
     }
     for (int64_t g = 0; g < groups(w); g++) {
-        const int64_t first = g * w.group, size = w.k - first < w.group ? w.k - first : w.group;
+        const int64_t first = g * w.inputs, size = w.k - first < w.inputs ? w.k - first : w.inputs;
         const float* from = x + first;
-        int8_t* out = (int8_t*)to + first;
+        int8_t* out = (int8_t*)to + g * w.group;
         const float largest = largest_magnitude(from, size);
         const float inverse = largest > 0 ? 127 / largest : 0;
         const uint8_t shift = w.kind == INT8 ? 0x80 : 0;

@@ -74,9 +74,9 @@ void tile_of(const Matrix& w, int64_t block, const Rows& x, int64_t row, float* 
         else if (w.kind == BFLOAT16)
             tile_bfloat16<M, SPAN>(w, data + 4 * p * WIDTH, x, row, out + p * WIDTH);
         else if (w.kind == INT8)
-            tile_integer<M, SPAN, false>(w, data + 4 * p * WIDTH, w.scales + at, w.moved + at, x, row, out + p * WIDTH);
+            tile_integer<M, SPAN, false>(w, data + 4 * p * WIDTH, at, x, row, out + p * WIDTH);
         else
-            tile_integer<M, SPAN, true>(w, data + 4 * p * WIDTH, w.scales + at, nullptr, x, row, out + p * WIDTH);
+            tile_integer<M, SPAN, true>(w, data + 4 * p * WIDTH, at, x, row, out + p * WIDTH);
     }
 }
 
@@ -87,16 +87,31 @@ static const TileOf tiles[] = {tile_of<1>, tile_of<2>, tile_of<3>, tile_of<4>,
 #endif
 };
 
+// Memory that only grows, on large pages if the system provides them.
+struct Room {
+    void* data = nullptr;
+    size_t bytes = 0;
+    char* at_least(size_t wanted);
+    ~Room();
+};
+
 // The rows of a part by one block, in steps of TILE_ROWS.
 template <class Tiles>
 inline void part_by_tiles(const Matrix& w, int64_t block, const Rows& x, int64_t first, int64_t end, const Target& to) {
     Tiles tiles;
     alignas(64) float tile[TILE_ROWS * BLOCK];
+    const char* data = (const char*)w.data + block * block_bytes(w);
+    if (w.kind == INT4) {
+        static thread_local Room unpacked;
+        char* to = unpacked.at_least(size_t(padded(w) * BLOCK));
+        unpack_codes(w, data, to);
+        data = to;
+    }
     int shaped = 0;
     for (int64_t row = first; row < end; row += TILE_ROWS) {
         const int rows = int(end - row < TILE_ROWS ? end - row : TILE_ROWS);
-        if (rows != shaped) set_shapes(tiles, shaped = rows);
-        block_by_tiles(tiles, w, block, x, row, rows, tile);
+        if (rows != shaped) set_shapes(tiles, w, shaped = rows);
+        block_by_tiles(tiles, w, block, data, x, row, rows, tile);
         finish(w, block, tile, row, rows, to);
     }
 }
@@ -112,13 +127,14 @@ inline void part_by_vectors(const Matrix& w, int64_t block, const Rows& x, int64
     }
 }
 
-constexpr int64_t FEW_ROWS = 4;     // int8: most rows for which vectors are faster than tiles
-constexpr int64_t PART_ROWS = 256;  // most rows of a part: they stay in the second-level cache while blocks pass by
+constexpr int64_t FEW_ROWS = 4, FEW_INT4_ROWS = 16;  // most rows for which vectors are faster than tiles, of integers
+constexpr int64_t PART_ROWS = 256;                   // most rows of a part: they stay in the second-level cache while blocks pass by
 
 // y = x w^T for m rows; all threads of the team call it.
 inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const Target& to) {
-    // Sums of int8 products are exact, so few rows take the faster way without a change of bits.
-    const Method method = !fits_tiles(w) || (w.kind == INT8 && m <= FEW_ROWS) ? VECTORS : Method(w.method);
+    // Sums of integers are exact, so few rows take the faster way without a change of bits.
+    const int64_t few = w.kind == INT8 ? FEW_ROWS : w.kind == INT4 ? FEW_INT4_ROWS : 0;
+    const Method method = !fits_tiles(w) || m <= few ? VECTORS : Method(w.method);
     const int64_t n_blocks = blocks(w), unit = method == VECTORS ? TILE : TILE_ROWS, n_units = (m + unit - 1) / unit;
     // Rows are split too if there are fewer blocks than the threads need.
     int64_t parts = (4 * team.size + n_blocks - 1) / n_blocks;
@@ -135,14 +151,6 @@ inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const
         part_by_vectors(w, block, x, first, end, to);
     });
 }
-
-// Memory that only grows, on large pages if the system provides them.
-struct Room {
-    void* data = nullptr;
-    size_t bytes = 0;
-    char* at_least(size_t wanted);
-    ~Room();
-};
 
 INLINE int64_t ready_stride(const Matrix& w) { return round_up(padded(w) * activation_bytes(w), 64); }
 

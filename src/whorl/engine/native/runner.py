@@ -191,7 +191,10 @@ def decode_steps(runner: ModelRunner, rows: Sequence[int]) -> Callable[[], None]
 def step_shape(runner: ModelRunner, group_size: int | None = None) -> str:
     """Return the name of a model's shape and compute dtype, for choices."""
     c = runner.model.config
-    digest = sha256(f"{c!r} {runner.model.dtype} {group_size}".encode()).hexdigest()[:8]
+    shape = f"{c!r} {runner.model.dtype} {group_size}"
+    if runner.model.quantization is not None:
+        shape += f" {runner.model.quantization!r}"
+    digest = sha256(shape.encode()).hexdigest()[:8]
     return f"{c.n_layers}x{c.d_model}/{c.vocab_size} {digest}"
 
 

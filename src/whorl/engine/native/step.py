@@ -54,7 +54,8 @@ class NativeStep:
     Args:
         model: its current weights are packed; see `refresh`.
         page_size: of the cache.
-        weight_dtype: of the packed weights: float32, bfloat16, int8, int4; default the model's compute dtype.
+        weight_dtype: of the packed weights: float32, bfloat16, int8, int4; default: the codes of a quantized model,
+            unchanged, and the model's compute dtype otherwise.
         weight_group_size: for int8 and int4, how many inputs share a scale; default all for int8, 32 for int4.
         threads: default torch's number.
         max_positions: of a row; with a trained length, longer rows have other rotary tables.
@@ -76,15 +77,12 @@ class NativeStep:
         if reason is not None or library is None:
             raise ConfigError(f"the native step cannot run this model: {reason}", do="WHORL_NATIVE=0")
         layout.check_sizes(library)
-        self.weight_dtype = weight_dtype or str(model.dtype).removeprefix("torch.")
-        if self.weight_dtype == "int4" and weight_group_size is None:
-            weight_group_size = 32
         self.library, self.threads = library, threads or torch.get_num_threads()
         self.weights = PackedWeights(
-            library, model, self.weight_dtype, weight_group_size, page_size, self.threads, max_positions
+            library, model, weight_dtype, weight_group_size, page_size, self.threads, max_positions
         )
-        self.group_size = weight_group_size
-        self.methods = layout.usable_methods(library, self.weight_dtype)
+        self.weight_dtype, self.group_size = "+".join(self.weights.kinds), weight_group_size
+        self.methods = layout.usable_methods(library, *self.weights.kinds)
         self.method = self.methods[0]
         self.vocab_size = model.config.vocab_size
         self.uses_ngrams = model.ngram_context > 0

@@ -12,10 +12,11 @@
 //     int8      [k / 4][64][4] int8, scale per group and output    fours (vpdpbusd), exact in int32 within a group
 //     int4      [k / 8][64][4] bytes of two, likewise              fours, a byte's halves half a group apart
 //
-// Integers: w = scale * q, with a bf16 scale per output and group of k (q is rounded with the stored scale). Activations are
-// rounded to int8 with one scale per row and group. vpdpbusd multiplies unsigned by signed bytes, so for int8 the activations
-// are shifted by 128 and for int4 the weights by 8. The offset is subtracted again: for int8, 128 times the sum of the weights
-// (stored with them); for int4, 8 times the sum of the activations.
+// Integers: w = scale * q, with a scale per output and group of k: bf16 if pack.h rounds the weights, fp32 if codes and scales
+// are given. A group is padded with 0 to whole lines. Activations are rounded to int8 with one scale per row and group.
+// vpdpbusd multiplies unsigned by signed bytes, so for int8 the activations are shifted by 128 and for int4 the weights by 8.
+// The offset is subtracted again: for int8, 128 times the sum of the weights (stored with them); for int4, 8 times the sum of
+// the activations.
 //
 // Subtle: a row is summed in the same order for any m and any tile, so its result does not depend on the other rows, to the
 // bit. One accumulator per output is enough even at m = 1: four independent chains of 64 bytes per step are faster than any
@@ -38,12 +39,14 @@ constexpr int TILE = 4, SPAN = 1;
 
 struct Matrix {
     int32_t kind;
-    int32_t group;  // of k, per scale; 0 for floats
+    int32_t inputs;  // of k, per scale; 0 for floats
+    int32_t group;   // `inputs` with padding
+    int32_t scale_kind;  // BFLOAT16 or FLOAT32
     int64_t n, k;
     int32_t gated;   // [gate; up] of a gated MLP, see pack.h
     int32_t method;  // Method
     void* data;
-    bf16* scales;    // [n / 64][groups][64]
+    void* scales;    // [n / 64][groups][64]
     int32_t* moved;  // int8: 128 times the sum of a group's weights, laid out as `scales`
     float* bias;     // [n] or null
 };
@@ -52,11 +55,17 @@ INLINE int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit 
 INLINE int64_t blocks(const Matrix& w) {
     return w.gated ? (w.n / 2 + BLOCK / 2 - 1) / (BLOCK / 2) : (w.n + BLOCK - 1) / BLOCK;
 }
-INLINE int64_t padded(const Matrix& w) { return round_up(w.k, w.group ? w.group : w.kind == BFLOAT16 ? 32 : 1); }
-INLINE int64_t groups(const Matrix& w) { return w.group ? padded(w) / w.group : 0; }
+INLINE int64_t groups(const Matrix& w) { return w.inputs ? (w.k + w.inputs - 1) / w.inputs : 0; }
+INLINE int64_t padded(const Matrix& w) {
+    return w.inputs ? groups(w) * w.group : round_up(w.k, w.kind == BFLOAT16 ? 32 : 1);
+}
 INLINE int64_t block_bytes(const Matrix& w) {
     const int64_t k = padded(w) * BLOCK;
     return w.kind == FLOAT32 ? 4 * k : w.kind == BFLOAT16 ? 2 * k : w.kind == INT8 ? k : k / 2;
+}
+
+INLINE Lanes load_scales(const Matrix& w, int64_t at) {
+    return w.scale_kind == FLOAT32 ? load_lanes((const float*)w.scales + at) : load_lanes((const bf16*)w.scales + at);
 }
 
 // Rows converted for a matrix.
@@ -145,10 +154,9 @@ INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int
         UNROLL for (int p = 0; p < P; p++) store(out + m * BLOCK + p * WIDTH, acc[m][p]);
 }
 
-// `scales` and `moved` point to this block's first panel.
+// at: of this block's first scale, in the first panel.
 template <int M, int P, bool HALF>
-INLINE void tile_integer(const Matrix& w, const char* block, const bf16* scales, const int32_t* moved, const Rows& x,
-                         int64_t row, float* out) {
+INLINE void tile_integer(const Matrix& w, const char* block, int64_t at, const Rows& x, int64_t row, float* out) {
     const int64_t n_groups = groups(w);
     const char* weights = block;
     const char* rows[M];
@@ -160,7 +168,7 @@ INLINE void tile_integer(const Matrix& w, const char* block, const bf16* scales,
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int p = 0; p < P; p++)
                 sum[m][p] = HALF ? all_ints(-x.sums[(row + m) * n_groups + g])
-                                 : -load<Ints>(moved + g * BLOCK + p * WIDTH);
+                                 : -load<Ints>(w.moved + at + g * BLOCK + p * WIDTH);
         const int64_t first = g * w.group, half = w.group / 2;
         for (int64_t k = 0; k < (HALF ? half : int64_t(w.group)); k += 4, weights += 4 * BLOCK) {
             UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(weights + 4096 + 64 * p);
@@ -182,7 +190,7 @@ INLINE void tile_integer(const Matrix& w, const char* block, const bf16* scales,
             }
         }
         UNROLL for (int p = 0; p < P; p++) {
-            const Lanes scale = load_lanes(scales + g * BLOCK + p * WIDTH);
+            const Lanes scale = load_scales(w, at + g * BLOCK + p * WIDTH);
             UNROLL for (int m = 0; m < M; m++)
                 acc[m][p] += __builtin_convertvector(sum[m][p], Lanes) * (scale * x.scales[(row + m) * n_groups + g]);
         }

@@ -5,12 +5,15 @@ The native step supports dense models: a `Transformer` of attention and dense ML
 
 Queries, keys and values are one matrix, so one product computes all three. Vectors (gains, biases, fractions) are copied in
 fp32; the embedding is read in place. `refresh` packs again in place after a change of weights: addresses stay the same.
+
+The int8 and int4 codes of a quantized model are packed unchanged, with their scales and groups, unless another format is
+requested. Its other weights (fp8, or another format) are dequantized and rounded like any others.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from whorl.nn.linear import Linear
 from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.norm import LayerNorm, RMSNorm
 from whorl.nn.positions.rotary import Rotary
+from whorl.nn.quantized_linear import QuantizedLinear, QuantizedNGramEmbedding
 
 RMS_NORM, LAYER_NORM = 1, 2  # of NormKind in model.h
 MAX_HEAD_DIM, MAX_NGRAM_ORDER = 1024, 32  # sizes of arrays in step.h
@@ -38,8 +42,8 @@ def unsupported_model_reason(model: LanguageModel) -> str | None:
     if any(isinstance(m, Linear) and m.matmul is not None for m in model.modules()):
         return "its matrix products are replaced (fp8)"
     if (memory := model.memory) is not None:
-        if not isinstance(memory, NGramEmbedding):
-            return "its n-gram embedding is quantized"
+        if not isinstance(memory, NGramEmbedding | QuantizedNGramEmbedding):
+            return f"its n-gram embedding is a {type(memory).__name__}"
         if len(memory.orders) > layout.MAX_NGRAM_ORDERS or max(memory.orders) > MAX_NGRAM_ORDER:
             return f"n-grams of orders {memory.orders}"
     blocks: list[Any] = list(model.blocks)
@@ -67,7 +71,7 @@ class PackedWeights:
     """The packed weights of `model`.
 
     Args:
-        weight_dtype, group_size: of every matrix (`layout.make_matrix`).
+        weight_dtype, group_size: of every matrix (`layout.make_matrix`); default: stored codes or the model's dtype.
         page_size: of the cache.
         threads: for packing.
     """
@@ -76,7 +80,7 @@ class PackedWeights:
         self,
         library: ctypes.CDLL,
         model: LanguageModel,
-        weight_dtype: str,
+        weight_dtype: str | None,
         group_size: int | None,
         page_size: int,
         threads: int,
@@ -91,7 +95,8 @@ class PackedWeights:
         )
         self.page_size, self.threads = page_size, threads
         self._vectors: list[tuple[Tensor, TensorGetter]] = []
-        self._matrices: list[tuple[layout.Matrix, TensorGetter]] = []
+        # Each with what it is packed from: weights, or layers with codes.
+        self._matrices: list[tuple[layout.Matrix, TensorGetter | list[QuantizedLinear]]] = []
         self.rotaries: dict[int, tuple[Rotary, list[layout.Layer]]] = {}
         self._blocks: list[Any] = list(model.blocks)
         self.layers = (layout.Layer * len(self._blocks))()
@@ -103,6 +108,17 @@ class PackedWeights:
             self.arena = layout.Arena(library, [m for m, _ in self._matrices])
             self.refresh()
 
+    @property
+    def kinds(self) -> list[str]:
+        """The weight formats of the matrices."""
+        names = list(layout.KINDS)
+        return sorted({names[matrix.kind] for matrix, _ in self._matrices})
+
+    @property
+    def n_stored(self) -> int:
+        """Number of matrices with the codes of a quantized model."""
+        return sum(isinstance(source, list) for _, source in self._matrices)
+
     def set_method(self, method: str) -> None:
         """Set how every matrix is multiplied: a key of `layout.METHODS`. Packed weights serve all of them."""
         for matrix, _ in self._matrices:
@@ -111,15 +127,21 @@ class PackedWeights:
     def refresh(self) -> None:
         """Pack the model's current weights."""
         with torch.no_grad():
-            for copy, source in self._vectors:
-                value = source()
+            for copy, getter in self._vectors:
+                value = getter()
                 assert value is not None
                 copy.copy_(value.reshape(copy.shape))
             for matrix, source in self._matrices:
-                value = source()
-                assert value is not None
-                dense = value.float().contiguous()
-                self.library.whorl_pack(ctypes.byref(matrix), dense.data_ptr(), self.threads)
+                to = ctypes.byref(matrix)
+                if isinstance(source, list):
+                    codes = torch.cat([layer.unpacked_codes for layer in source])
+                    scales = torch.cat([layer.scales.float() for layer in source])
+                    self.library.whorl_pack_codes(to, codes.data_ptr(), scales.data_ptr(), self.threads)
+                else:
+                    value = source()
+                    assert value is not None
+                    dense = value.float().contiguous()
+                    self.library.whorl_pack(to, dense.data_ptr(), self.threads)
             self._set_table_pointers()
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -133,18 +155,34 @@ class PackedWeights:
         self._vectors.append((copy, source))
         return copy.data_ptr()
 
-    def _set_matrix(
-        self, to: layout.Matrix, source: TensorGetter, bias: TensorGetter = lambda: None, gated: bool = False
-    ) -> layout.Matrix:
+    def _set_layers(self, to: layout.Matrix, layers: Sequence[Linear], gated: bool = False) -> None:
+        """Make `to` (a field of a structure) the matrix of `layers`, one below the other."""
+        stored = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+        if len(stored) == len(layers) and all(self._takes(layer) for layer in stored):
+            first, n = stored[0], sum(layer.d_out for layer in stored)
+            matrix = layout.make_matrix(first.kind, first.group_size, n, first.d_in, gated, "float32")
+            ctypes.memmove(ctypes.byref(to), ctypes.byref(matrix), ctypes.sizeof(matrix))
+            self._matrices.append((to, stored))
+        else:
+            self._set_matrix(to, lambda: torch.cat([layer.weight for layer in layers]), gated)
+        to.bias = self._vector(lambda: _bias(layers))
+
+    def _takes(self, layer: QuantizedLinear) -> bool:
+        """Whether the codes of `layer` are packed unchanged."""
+        if self.weight_dtype is None:
+            return layer.kind in layout.KINDS
+        return layer.kind == self.weight_dtype and self.group_size in (None, layer.group_size)
+
+    def _set_matrix(self, to: layout.Matrix, source: TensorGetter, gated: bool = False) -> None:
         """Make `to` (a field of a structure) the matrix that `source` returns, [n, k]."""
         value = source()
         assert value is not None
+        kind = self.weight_dtype or str(self.model.dtype).removeprefix("torch.")
+        group = 32 if kind == "int4" and self.group_size is None else self.group_size
         n, k = value.shape
-        matrix = layout.make_matrix(self.weight_dtype, self.group_size, n, k, gated)
+        matrix = layout.make_matrix(kind, group, n, k, gated)
         ctypes.memmove(ctypes.byref(to), ctypes.byref(matrix), ctypes.sizeof(matrix))
-        to.bias = self._vector(bias)
         self._matrices.append((to, source))
-        return to
 
     def _norm(self, module: nn.Module, heads: int = 1) -> layout.Norm:
         """heads: how many times the gain is repeated, one copy per head."""
@@ -164,9 +202,8 @@ class PackedWeights:
         layer.mixer_norm, layer.mixer_after = self._norm(block.mixer_norm), self._norm(block.mixer_after)
         layer.mlp_norm, layer.mlp_after = self._norm(block.mlp_norm), self._norm(block.mlp_after)
         parts = (a.q, a.k, a.v) if a.qkv is None else (a.qkv,)
-        biases: TensorGetter = lambda: None if parts[0].bias is None else torch.cat([p.bias for p in parts])  # noqa: E731
-        self._set_matrix(layer.qkv, lambda: torch.cat([p.weight for p in parts]), biases)
-        self._set_matrix(layer.out, lambda: a.out.weight, lambda: a.out.bias)
+        self._set_layers(layer.qkv, parts)
+        self._set_layers(layer.out, (a.out,))
         self._mlp(mlp, layer)
         scale = a.head_dim**-0.5 if a.scale is None else a.scale
         layer.heads = layout.Heads(
@@ -186,8 +223,8 @@ class PackedWeights:
     def _mlp(self, mlp: Any, layer: layout.Layer) -> None:
         layer.activation = layout.ACTIVATIONS[mlp.kind]
         gated = mlp.kind in ("swiglu", "geglu")
-        self._set_matrix(layer.up, lambda: mlp.up.weight, lambda: mlp.up.bias, gated)
-        self._set_matrix(layer.down, lambda: mlp.down.weight, lambda: mlp.down.bias)
+        self._set_layers(layer.up, (mlp.up,), gated)
+        self._set_layers(layer.down, (mlp.down,))
 
     def _rotary(self, rotary: Rotary, layer: layout.Layer) -> None:
         layer.rotary_dim, layer.interleaved = rotary.rotary_dim, int(rotary.layout == "interleaved")
@@ -206,19 +243,35 @@ class PackedWeights:
         if c.ngram is not None:
             to.n_orders, to.buckets = len(c.ngram.orders), c.ngram.buckets
             to.orders[: to.n_orders] = c.ngram.orders
-        self._set_matrix(to.head, lambda: model.head_weight)
+        if isinstance(product := getattr(model, "head_product", None), QuantizedLinear):
+            self._set_layers(to.head, (product,))
+        else:
+            self._set_matrix(to.head, lambda: model.head_weight)
 
     def _set_table_pointers(self) -> None:
         """Set the addresses of the id and position tables."""
         model, to = self.model, self.struct
         positions: nn.Parameter | None = getattr(model, "positions", None)
         found = [model.embedding, *([] if positions is None else [positions])]
-        if isinstance(model.memory, NGramEmbedding):
-            found += list(model.memory.tables)
+        memory, codes = model.memory, []
+        if isinstance(memory, NGramEmbedding):
+            found += list(memory.tables)
+        elif isinstance(memory, QuantizedNGramEmbedding):
+            codes = [getattr(memory, f"codes_{order}").contiguous() for order in memory.orders]
+            found += [getattr(memory, f"scales_{order}") for order in memory.orders]
         # No copy of fp32 tables.
-        tables = self._table_tensors = [t.detach().float().contiguous() for t in found]
+        tables = [t.detach().float().contiguous() for t in found]
+        self._table_tensors = tables + codes
         to.embedding = tables[0].data_ptr()
         if positions is not None:
             to.positions = tables[1].data_ptr()
         if to.n_orders:
-            to.tables[: to.n_orders] = [t.data_ptr() for t in tables[-to.n_orders :]]
+            addresses = [t.data_ptr() for t in tables[-to.n_orders :]]
+            to.tables[: to.n_orders] = [t.data_ptr() for t in codes] or addresses
+            to.table_scales[: to.n_orders] = addresses if codes else [None] * to.n_orders
+
+
+def _bias(layers: Sequence[Linear]) -> Tensor | None:
+    """Return the biases of `layers`, one after the other, or None."""
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    return torch.cat(biases) if biases else None
