@@ -103,6 +103,20 @@ def check_tiles(library: ctypes.CDLL, kind: str, n: int, k: int, group: int | No
     assert arena.n_bytes > 0
 
 
+@pytest.mark.parametrize(("m", "n"), [(5000, 3), (1, 64 * 70_000)])
+def test_each_piece_of_work_runs_once(m: int, n: int) -> None:
+    """Many rows, in pieces of several; more blocks than a phase has pieces."""
+    weight, x, y = torch.arange(1.0, n + 1), torch.arange(1.0, m + 1), torch.full((m, n), float("nan"))
+    matrix = layout.make_matrix("float32", None, n, 1)
+    arena = layout.Arena(LIBRARY, [matrix])
+    LIBRARY.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 3)
+    step = LIBRARY.whorl_open()
+    LIBRARY.whorl_product(step, ctypes.byref(matrix), x.data_ptr(), m, y.data_ptr(), 0, 0.0, 3)
+    LIBRARY.whorl_close(step)
+    assert torch.equal(y, x[:, None] * weight)
+    del arena
+
+
 def _packed_codes(matrix: layout.Matrix, data: bytes) -> torch.Tensor:
     """The codes [n, k] of a packed matrix, by the layout at the top of tiles.h."""
     n_groups, n_blocks = -(-matrix.k // matrix.inputs), -(-matrix.n // 64)

@@ -178,7 +178,7 @@ int32_t whorl_product(void* step, const Matrix* w, const float* x, int64_t m, fl
         const Rows into = s.input.reserve(*w, m).rows(*w);
         const Target to{activation ? ACTIVATE : PUT, y, w->gated ? w->n / 2 : w->n, Activation(activation), cap};
         s.pool.together(threads, 2, [w = *w, rows = into, x, m, to](Team& team) {
-            team.share(m, [&](int64_t i) { ready_row(w, rows, i, x + i * w.k); });
+            team.share_rows(m, [&](int64_t i) { ready_row(w, rows, i, x + i * w.k); });
             product(team, w, rows, m, to);
         });
     } catch (const std::bad_alloc&) {

@@ -160,28 +160,28 @@ struct Run {
                 if (!split) turn_piece(layer, kept, piece(i), i % h.n_kv_heads);
                 attend_piece(layer, kept, piece(i), i % h.n_kv_heads, room);
             });
-            team.share(n, [&](int64_t t) { ready_row(layer.out, between.rows(layer.out), t, y + t * layer.out.k); });
+            team.share_rows(n, [&](int64_t t) { ready_row(layer.out, between.rows(layer.out), t, y + t * layer.out.k); });
             product(team, layer.out, between.rows(layer.out), n,
                     layer.mixer_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
             if (!model.parallel)
-                team.share(n, [&](int64_t t) {
+                team.share_rows(n, [&](int64_t t) {
                     add_normed(layer.mixer_after, t);
                     normalise(layer.mlp_norm, x + t * d, d, own(team));
                     ready_row(layer.up, second.rows(layer.up), t, own(team));
                 });
             product(team, layer.up, second.rows(layer.up), n,
                     {ACTIVATE, hidden, layer.down.k, ::Activation(layer.activation)});
-            team.share(n, [&](int64_t t) { ready_row(layer.down, between.rows(layer.down), t, hidden + t * layer.down.k); });
+            team.share_rows(n, [&](int64_t t) { ready_row(layer.down, between.rows(layer.down), t, hidden + t * layer.down.k); });
             product(team, layer.down, between.rows(layer.down), n,
                     layer.mlp_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
             if (layer.mlp_after.kind || l + 1 < model.n_layers)
-                team.share(n, [&](int64_t t) {
+                team.share_rows(n, [&](int64_t t) {
                     add_normed(layer.mlp_after, t);
                     if (l + 1 < model.n_layers) ready_layer(layers[l + 1], t);
                 });
         }
         if (batch.hidden)
-            team.share(n, [&](int64_t t) { normalise(model.final_norm, x + t * d, d, batch.hidden + t * d); });
+            team.share_rows(n, [&](int64_t t) { normalise(model.final_norm, x + t * d, d, batch.hidden + t * d); });
         if (!batch.wanted) return;
         team.share(batch.wanted, [&](int64_t i) {
             normalise(model.final_norm, x + batch.which[i] * d, d, own(team));

@@ -6,6 +6,9 @@
 // more; a barrier (as of OpenMP) would cost the whole delay, several milliseconds when another process uses the core. Results
 // do not depend on which thread runs a piece.
 //
+// Pieces are taken from two halves: threads of even number begin with the lower half, the others with the upper one, and each
+// continues with the other half. So one of two threads finds the rows (or weights) of its last phase in its own cache.
+//
 // Subtle: a helper may wake after the step, or during a later one. So counters carry the step number in the upper half, and
 // pieces are taken by compare-and-swap; a thread that finds another step number stops. The data that it may have read lives as
 // long as the pool: a job is copied when a thread joins it, and its pointers lead to data of the pool's owner or are used only
@@ -28,6 +31,7 @@
 
 constexpr int SPINS = 4000;
 constexpr size_t PHASES = 8192;  // maximum phases of a step
+constexpr int64_t MOST_PIECES = 0xffff;  // of a phase: one half has 16 bits of a counter
 
 INLINE void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -36,7 +40,7 @@ INLINE void relax() {
 }
 
 struct Phase {
-    alignas(64) std::atomic<uint64_t> next{0};
+    alignas(64) std::atomic<uint64_t> next{0};  // step number; pieces taken of the upper half, of the lower half
     alignas(64) std::atomic<uint64_t> done{0};
 };
 
@@ -47,23 +51,29 @@ struct Team {
     size_t at = 0;      // next phase
     bool over = false;  // the step has ended; only ever true for a helper
 
-    // Runs work(i) for every i below n, split among the threads; all are done when it returns.
+    // Runs work(i) for every i below n, split among the threads in pieces of `grain`; all are done when it returns.
     template <class F>
-    INLINE void share(int64_t n, F work) {
+    INLINE void share(int64_t n, F work, int64_t grain = 1) {
         if (size == 1) {
             for (int64_t i = 0; i < n; i++) work(i);
             return;
         }
         if (over) return;
         Phase& phase = phases[at++];
-        const uint64_t all = tag + uint64_t(n);
+        while (n > grain * MOST_PIECES) grain *= 2;
+        const uint64_t pieces = uint64_t((n + grain - 1) / grain), half = (pieces + 1) / 2, all = tag + pieces;
         uint64_t mine = 0, taken = phase.next.load(std::memory_order_relaxed);
-        while (!(over = other(taken)) && taken < all)
-            if (phase.next.compare_exchange_weak(taken, taken + 1, std::memory_order_relaxed)) {
-                work(int64_t(taken - tag));
-                mine++;
-                taken = phase.next.load(std::memory_order_relaxed);
-            }
+        while (!(over = other(taken))) {
+            const uint64_t low = taken & 0xffff, high = (taken >> 16) & 0xffff;
+            const bool low_left = low < half, high_left = half + high < pieces;
+            if (!low_left && !high_left) break;
+            const bool upper = high_left && (id % 2 || !low_left);
+            if (!phase.next.compare_exchange_weak(taken, taken + (upper ? 0x10000 : 1), std::memory_order_relaxed)) continue;
+            const int64_t first = int64_t(upper ? half + high : low) * grain, end = first + grain < n ? first + grain : n;
+            for (int64_t i = first; i < end; i++) work(i);
+            mine++;
+            taken = phase.next.load(std::memory_order_relaxed);
+        }
         if (mine) phase.done.fetch_add(mine, std::memory_order_acq_rel);
         uint64_t done = 0;
         for (int spins = 0; !over; spins++) {
@@ -75,6 +85,12 @@ struct Team {
             else
                 sched_yield();
         }
+    }
+
+    // As `share`, for short work on rows: at least four pieces per thread.
+    template <class F>
+    INLINE void share_rows(int64_t n, F work) {
+        share(n, work, n / (4 * size) + 1);
     }
 
     INLINE bool other(uint64_t counter) const { return (counter ^ tag) >> 32; }
