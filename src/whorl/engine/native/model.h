@@ -101,13 +101,16 @@ inline void turn(const Layer& layer, int64_t position, float* x) {
     if (!layer.cos) return;
     const int64_t dim = layer.rotary_dim, half = dim / 2;
     const float *cos = layer.cos + position * dim, *sin = layer.sin + position * dim;
-    const int64_t step = layer.interleaved ? 2 : 1, other = layer.interleaved ? 1 : half;
-    for (int64_t i = 0; i < half; i++) {
-        const int64_t a = i * step, b = a + other;
-        const float low = x[a], high = x[b];
-        x[a] = low * cos[a] + high * sin[a];
-        x[b] = high * cos[b] + low * sin[b];
-    }
+    const auto rotate = [&](int64_t step, int64_t other) __attribute__((always_inline)) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < half; i++) {
+            const int64_t a = i * step, b = a + other;
+            const float low = x[a], high = x[b];
+            x[a] = low * cos[a] + high * sin[a];
+            x[b] = high * cos[b] + low * sin[b];
+        }
+    };
+    layer.interleaved ? rotate(2, 1) : rotate(1, half);
 }
 
 // nn/ngram.py, `_hash`: rows of the n-gram tables for one id and the ids before it; 32-bit arithmetic, as there.
