@@ -55,7 +55,7 @@ inline float largest_magnitude(const float* from, int64_t n) {
 }
 
 // x rounded to the nearest integer, ties to even, for |x| < 2^22; in a loop the compiler makes vectors of it.
-INLINE int32_t rounded(float x) {
+INLINE int32_t nearest(float x) {
     const float moved = x + 12582912.0f;  // its last bits are the rounded integer
     int32_t q;
     memcpy(&q, &moved, 4);
@@ -69,7 +69,7 @@ inline int32_t pack_bytes(const float* from, int64_t size, int64_t group, float 
     for (int64_t k = 0; k < group; k += 4) {
         uint8_t quad[4] = {};
         for (int64_t i = 0; i < 4 && k + i < size; i++) {
-            int32_t q = scale != 0 ? rounded(from[k + i] / divisor) : 0;
+            int32_t q = scale != 0 ? nearest(from[k + i] / divisor) : 0;
             q = q < -127 ? -127 : q > 127 ? 127 : q;
             sum += q;
             quad[i] = uint8_t(q);
@@ -159,7 +159,7 @@ inline void ready_row(const Matrix& w, const float* x, char* to, float* scales, 
         const uint8_t shift = w.kind == INT8 ? 0x80 : 0;
         int32_t sum = 0;
         for (int64_t k = 0; k < size; k++) {
-            const int32_t q = rounded(from[k] * inverse);
+            const int32_t q = nearest(from[k] * inverse);
             sum += q;
             out[k] = int8_t(uint8_t(q) ^ shift);
         }
