@@ -1,0 +1,24 @@
+"""Map, shuffle by key, reduce, over files; each unit of work is kept under a hash of what it depends on.
+
+    work = UnitStore(folder)
+    counted = work.run(Stage("my_package:count", 1, {"field": "text"}), units, LocalPool(workers=4))
+    totals = work.run(Stage("my_package:total", 1, {}), shuffled(counted), LocalPool(workers=4))
+
+See `docs/corpus.md` for the model (Dean & Ghemawat 2004, MapReduce: Simplified Data Processing on Large Clusters).
+"""
+
+from whorl.corpus.mapreduce.executors import Executor, LocalPool, RayTasks
+from whorl.corpus.mapreduce.units import Input, Output, Stage, Unit, UnitStore, partition_name, shuffled
+
+__all__ = [
+    "Executor",
+    "Input",
+    "LocalPool",
+    "Output",
+    "RayTasks",
+    "Stage",
+    "Unit",
+    "UnitStore",
+    "partition_name",
+    "shuffled",
+]

@@ -1,0 +1,200 @@
+"""Units of work: a function of input files that writes a folder, kept under the hash of all that its result depends on.
+
+The key of a unit has the contents of its inputs, the stage's function, version and configuration, and the unit's
+arguments. It has no path, time, or number of workers. So after a changed file, a new filter or a kill, exactly the
+missing units run; equal inputs run once; and any executor gives the same bytes.
+
+A map stage writes its records into one file per partition (`partition_name`). `shuffled` makes one unit of each
+partition, with that partition's files of all maps as inputs: the reduce stage. A map that ran again and wrote an equal
+partition leaves that partition's reduction as it is, since its key has the contents.
+
+    UNITS/ab/abcd.../       the files of a finished unit, and manifest.json with their hashes and the unit's summary
+    UNITS/ab/.abcd...-PID   a unit in progress; renamed when it is finished, so that a kill leaves no half unit
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whorl.errors import DataError
+from whorl.registry import import_attribute
+
+if TYPE_CHECKING:
+    from whorl.corpus.mapreduce.executors import Executor
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file. Only `digest`, a hash of the content (`hash_file`), is part of a key."""
+
+    path: str
+    digest: str
+
+    @classmethod
+    def of(cls, path: Path) -> Input:
+        """Return a local file as an input; reads it."""
+        return cls(str(path), hash_file(path))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """arguments: JSON values that the function gets as well, such as a range of the file."""
+
+    inputs: tuple[Input, ...]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of the work.
+
+    function: "module:name" of `f(inputs: list[Path], out: Path, config, arguments) -> summary`, which writes files into
+    the empty folder `out` and returns JSON values. Equal arguments must give equal bytes.
+    version: to be raised when the function's results change.
+    """
+
+    function: str
+    version: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self, unit: Unit) -> str:
+        """Return the key of a unit in this stage: 32 hex digits."""
+        parts = [self.function, self.version, self.config, [i.digest for i in unit.inputs], unit.arguments]
+        text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished unit. files: name -> digest."""
+
+    key: str
+    folder: Path
+    files: Mapping[str, str]
+    summary: Mapping[str, Any]
+
+    def input(self, name: str) -> Input:
+        """Return one of the files as an input of another stage."""
+        return Input(str(self.folder / name), self.files[name])
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an executor runs, in any process that sees the folder; picklable."""
+
+    stage: Stage
+    unit: Unit
+    folder: Path
+
+    def __call__(self) -> None:
+        """Run the unit, unless it is finished, and publish its folder. Raises what the function raises."""
+        if (self.folder / MANIFEST).is_file():
+            return
+        work = self.folder.with_name(f".{self.folder.name}-{os.getpid()}")
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        try:
+            function: Callable[..., Mapping[str, Any] | None] = import_attribute(self.stage.function)
+            paths = [Path(i.path) for i in self.unit.inputs]
+            summary = function(paths, work, self.stage.config, self.unit.arguments)
+            files = {p.name: hash_file(p) for p in sorted(work.iterdir())}
+            manifest = {"files": files, "summary": dict(summary or {})}
+            (work / MANIFEST).write_text(json.dumps(manifest))
+            try:
+                work.rename(self.folder)
+            except OSError:  # another process has finished the same unit
+                if not (self.folder / MANIFEST).is_file():
+                    raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+class UnitStore:
+    """A folder of finished units. One process at a time may use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._used: set[str] = set()
+
+    def run(
+        self, stage: Stage, units: Sequence[Unit], executor: Executor,
+        advance: Callable[[Unit], Any] = lambda unit: None,
+    ) -> list[Output]:  # fmt: skip
+        """Run the units that are not finished, and return the outputs of all, in order.
+
+        Args:
+            advance: called for each unit when it is finished, in any order.
+
+        Raises:
+            DataError: a unit's process was killed, again and again.
+        """
+        keys = [stage.key(unit) for unit in units]
+        self._used.update(keys)
+        missing: dict[str, Call] = {}
+        for key, unit in zip(keys, units, strict=True):
+            if self._read(key) is not None:
+                advance(unit)
+            elif key not in missing:
+                missing[key] = Call(stage, unit, self._folder(key))
+            else:  # an equal unit
+                advance(unit)
+        calls = list(missing.values())
+        for number in executor.execute(calls):
+            advance(calls[number].unit)
+        outputs = [self._read(key) for key in keys]
+        return [output for output in outputs if output is not None]
+
+    def prune(self) -> int:
+        """Delete what this object has neither run nor reused, and return the number of deleted units."""
+        n = 0
+        for folder in self.folder.glob("*/*"):
+            if folder.name not in self._used:
+                n += not folder.name.startswith(".")
+                shutil.rmtree(folder, ignore_errors=True)
+        return n
+
+    def _folder(self, key: str) -> Path:
+        return self.folder / key[:2] / key
+
+    def _read(self, key: str) -> Output | None:
+        folder = self._folder(key)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder / MANIFEST} is damaged: {error}", do=f"delete {folder}: the unit runs again"
+            ) from error
+        return Output(key, folder, manifest["files"], manifest["summary"])
+
+
+def partition_name(number: int) -> str:
+    """Return the name of the file in which a map stage writes the records of a partition."""
+    return f"part-{number:05d}"
+
+
+def shuffled(outputs: Iterable[Output], names: Sequence[str] | None = None) -> list[Unit]:
+    """Return one unit for each partition that a map has written, with the files of all maps in their order.
+
+    Args:
+        names: the partitions' files; default all, sorted.
+    """
+    outputs = list(outputs)
+    found = sorted({name for output in outputs for name in output.files}) if names is None else names
+    return [Unit(tuple(o.input(name) for o in outputs if name in o.files)) for name in found]
+
+
+def hash_file(path: Path) -> str:
+    """Return the BLAKE2b hash of a file's content: 32 hex digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
