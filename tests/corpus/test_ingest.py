@@ -326,9 +326,10 @@ read, done = module.read_block, []
 def read_block(*args):
     if len(done) == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-    done.append(read(*args))
+    done.append(args)
+    return read(*args)
 module.read_block = read_block
-ingest(IngestConfig(sources=[sys.argv[1]]), Path(sys.argv[2]), Progress.silent(), scratch=Path(sys.argv[3]))
+ingest(IngestConfig(sources=[sys.argv[1]]), Path(sys.argv[2]), Progress.silent(), units=Path(sys.argv[3]))
 """
 
 
@@ -337,21 +338,56 @@ def test_killed_ingest_continues_with_finished_blocks(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = mixed_sources(data)
-    for name in ("first", "second", "whole", "scratch"):
+    for name in ("first", "second", "whole", "units"):
         (tmp_path / name).mkdir()
     expected = ingest(config, tmp_path / "whole", Progress.silent())
-    command = [sys.executable, "-c", KILLED, data, tmp_path / "first", tmp_path / "scratch"]
+    command = [sys.executable, "-c", KILLED, data, tmp_path / "first", tmp_path / "units"]
     assert subprocess.run(command, timeout=100).returncode == -9
     read, done = MODULE.read_block, []
 
-    def counted(*args: Any) -> None:
-        done.append(args[2].name)
-        read(*args)
+    def counted(*args: Any) -> Any:
+        done.append(args)
+        return read(*args)
 
     monkeypatch.setattr(MODULE, "read_block", counted)
-    again = ingest(config, tmp_path / "second", Progress.silent(), scratch=tmp_path / "scratch")
+    again = ingest(config, tmp_path / "second", Progress.silent(), units=tmp_path / "units")
     assert again == expected and tree(tmp_path / "second") == tree(tmp_path / "whole")
-    assert done[0] == "00004"
+    n_blocks = len(list((tmp_path / "units").glob("[!.]*")))
+    assert len(done) == n_blocks - 4 > 4
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_only_blocks_around_a_changed_file_are_read_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(data, {f"{n:03d}.txt": f"file {n} " * 40 for n in range(400)})
+    read, done = MODULE.read_block, []
+
+    def counted(*args: Any) -> Any:
+        done.append(args)
+        return read(*args)
+
+    monkeypatch.setattr(MODULE, "read_block", counted)
+
+    def rows(out: str, **options: Any) -> list[str]:
+        (tmp_path / out).mkdir()
+        done.clear()
+        config = IngestConfig(sources=[str(data)], **options)
+        ingest(config, tmp_path / out, Progress.silent(), units=tmp_path / "units")
+        files = sorted((tmp_path / out).glob("documents-*.parquet"))
+        return [path for f in files for path in pq.read_table(f)["path"].to_pylist()]
+
+    assert len(rows("first")) == 400
+    total = len(done)
+    write(data, {"200.txt": "fine 200 " * 40})
+    assert len(rows("changed")) == 400 and len(done) == 1
+    write(data, {"2005.txt": "added " * 40})
+    (data / "300.txt").unlink()
+    found = rows("added")
+    assert "2005.txt" in found and "300.txt" not in found and 2 <= len(done) < 10 < total / 4
+    assert len(rows("with a folder that is left out", exclude=["nothing"])) == 400 and not done
+    rows("another limit", max_document_bytes=10_000)
+    assert len(done) == total or len(done) > total - 3
 
 
 def test_ingest_reads_urls(data: Path) -> None:

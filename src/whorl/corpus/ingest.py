@@ -9,33 +9,32 @@ Output:
 Documents never change after this step. Attributes, selection and splits are in side files that are row-aligned with
 them.
 
-The input is divided into blocks of about `BLOCK_BYTES`: whole files, or ranges of a large one. Blocks depend on the input
-only, and each writes its own document files, so any number of processes gives the same bytes. A finished block has a
-manifest in the scratch folder. A run that was killed continues there: a block whose manifest has the same configuration
-and the same input is not read again.
+The input is divided into blocks of about `BLOCK_BYTES`: whole files, or ranges of a large one. A block is a unit of work
+(`mapreduce`): it depends on its files' contents and on the settings that read them, and writes its own document files. So
+any number of processes gives the same bytes, a killed run continues, and a run with another file reads that file's block.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_schema
+from whorl.corpus.mapreduce import Input, LocalPool, Output, Stage, Unit, UnitStore
 from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import (
     MAX_SPLIT_FILE_BYTES,
     SourceFile,
     exceeds_limit,
+    file_versions,
     fingerprint,
     is_divided,
     list_files,
@@ -45,16 +44,18 @@ from whorl.data.formats import open_format
 from whorl.data.formats.format import DAMAGE
 from whorl.data.quarantine import Quarantine
 from whorl.errors import DataError
-from whorl.machine.process import die_with_parent
 
 if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
+VERSION = 1  # of `read_block`
 BLOCK_BYTES = 64_000_000
 ROW_GROUP_BYTES = 4_000_000
 ROW_GROUP_ROWS = 4096
 FILE_BYTES = 256_000_000
 LOGGED_DAMAGED_FILES = 5
+# Settings that choose the files, whose effect on a block is in its parts.
+CHOICE_OF_FILES = {"sources", "include", "exclude", "licences", "fingerprint"}
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ class FilePart:
 
 
 def ingest(
-    config: IngestConfig, out: Path, progress: Progress, *, workers: int = 1, scratch: Path | None = None
+    config: IngestConfig, out: Path, progress: Progress, *, workers: int = 1, units: Path | None = None
 ) -> dict[str, Any]:
     """Read all sources into `out` and return counts of all records.
 
     Args:
         workers: processes; with more than one, a script must start under `if __name__ == "__main__"`.
-        scratch: folder of finished blocks, from which a killed run continues; by default below `out`.
+        units: folder of finished blocks, which later runs reuse; default a temporary folder.
 
     Returns:
         `files`, `excluded_files`, `documents`, `bytes`, `funnel` (found, read), `quarantine` (reason -> documents,
@@ -87,12 +88,15 @@ def ingest(
     files, excluded = list_files(config)
     given, config = config, with_split_size(config, files)
     blocks = plan_blocks(files, config)
-    folder = (out if scratch is None else scratch) / "blocks"
-    folder.mkdir(parents=True, exist_ok=True)
     total = sum(f.size or 0 for f in files)
-    with progress.task("Reading", total=total / 1e6, unit="MB") as task:
-        _read_blocks(blocks, config, folder, workers, task.advance)
-    stats = _collect(blocks, config, folder, out)
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = tempfile.TemporaryDirectory(dir=out, prefix="units-") if units is None else nullcontext(units)
+    with temporary as folder, progress.task("Reading", total=total / 1e6, unit="MB") as task:
+        found = UnitStore(Path(folder)).run(
+            _stage(config), _units(blocks, files, config), LocalPool(workers),
+            advance=lambda unit: task.advance(sum(part["size"] for part in unit.arguments["parts"]) / 1e6),
+        )  # fmt: skip
+        stats = _collect(found, out)
     for line in stats.damaged:
         progress.log(f"    damaged: {line}")
     if not stats.accepted["documents"]:
@@ -110,16 +114,27 @@ def ingest(
 
 
 def plan_blocks(files: Sequence[SourceFile], config: IngestConfig) -> list[list[FilePart]]:
-    """Return the blocks, each a list of consecutive parts with about BLOCK_BYTES, or one larger part."""
+    """Return the blocks, each a list of consecutive parts with at most BLOCK_BYTES, or one larger part.
+
+    From half of that size on, a hash of the next file's path may end the block. So where a file is added or removed, the
+    blocks around it change, and not all after it.
+    """
     blocks: list[list[FilePart]] = []
-    room = 0
+    size = 0
     for part in (part for file in files for part in _parts(file, config)):
-        if part.size > room or not blocks:
+        may_end = size >= BLOCK_BYTES // 2 and _chance(part.file.path) < 4 * part.size / BLOCK_BYTES
+        if not blocks or may_end or size + part.size > BLOCK_BYTES:
             blocks.append([])
-            room = BLOCK_BYTES
+            size = 0
         blocks[-1].append(part)
-        room -= part.size
+        size += part.size
     return blocks
+
+
+def _chance(path: str) -> float:
+    """Return a number in [0, 1) that depends on the path."""
+    digest = hashlib.blake2b(path.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
 
 
 def _parts(file: SourceFile, config: IngestConfig) -> list[FilePart]:
@@ -135,61 +150,49 @@ def _parts(file: SourceFile, config: IngestConfig) -> list[FilePart]:
     return found if len(found) > 1 else whole
 
 
-def _read_blocks(
-    blocks: list[list[FilePart]], config: IngestConfig, folder: Path, workers: int,
-    advance: Callable[[float], Any],
-) -> None:  # fmt: skip
-    waiting = []
-    for number, block in enumerate(blocks):
-        if _manifest(block, config, folder / f"{number:05d}") is None:
-            waiting.append((number, block))
-        else:
-            advance(_megabytes(block))
-    if workers <= 1 or len(waiting) <= 1:
-        for number, block in waiting:
-            read_block(block, config, folder / f"{number:05d}", advance)
-        return
-    try:
-        with ProcessPoolExecutor(
-            min(workers, len(waiting)), mp_context=get_context("spawn"),
-            initializer=die_with_parent, initargs=(signal.SIGKILL,),
-        ) as pool:  # fmt: skip
-            futures = {
-                pool.submit(read_block, block, config, folder / f"{number:05d}"): block
-                for number, block in waiting
-            }
-            for future in as_completed(futures):
-                future.result()
-                advance(_megabytes(futures[future]))
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a process that read a block was killed, perhaps for its memory",
-            do="run again, with fewer workers or a smaller max_document_bytes: finished blocks are kept",
-        ) from error
+def _stage(config: IngestConfig) -> Stage:
+    return Stage(f"{__name__}:read_block", VERSION, config.model_dump(mode="json", exclude=CHOICE_OF_FILES))
+
+
+def _units(
+    blocks: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], config: IngestConfig
+) -> list[Unit]:
+    versions = dict(zip(map(id, files), file_versions(files, config), strict=True))
+    return [
+        Unit(
+            tuple(Input(part.file.location, versions[id(part.file)]) for part in block),
+            {"parts": [_describe(part) for part in block]},
+        )
+        for block in blocks
+    ]
+
+
+def _describe(part: FilePart) -> dict[str, Any]:
+    """Return all of a part but its location and time, which no document depends on."""
+    file = asdict(part.file)
+    del file["location"], file["modified_ns"]
+    file["path"] = os.fsencode(part.file.path).hex()
+    return {"file": file, "start": part.start, "stop": part.stop, "size": part.size}
 
 
 def read_block(
-    block: Sequence[FilePart], config: IngestConfig, folder: Path,
-    advance: Callable[[float], Any] = lambda megabytes: None,
-) -> None:  # fmt: skip
-    """Write a block's documents, its quarantine and, last, its manifest into `folder`, which is emptied before."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write a block's documents and its quarantine into `out` (a unit's function); return their counts."""
+    settings = IngestConfig(**config)
     stats = _IngestStats()
-    quarantine = Quarantine(folder / "quarantine.jsonl", max_kept=0)
-    with _DocumentWriter(folder) as documents:
-        for part in block:
-            for record in _read_part(part, config):
+    quarantine = Quarantine(out / "quarantine.jsonl", max_kept=0)
+    with _DocumentWriter(out) as documents:
+        for location, part in zip(inputs, arguments["parts"], strict=True):
+            path = os.fsdecode(bytes.fromhex(part["file"]["path"]))
+            file = SourceFile(**{**part["file"], "path": path}, location=location, modified_ns=0)
+            for record in _read_part(FilePart(file, part["start"], part["stop"], part["size"]), settings):
                 stats.add(record)
                 if isinstance(record, Document):
                     documents.write(record)
                 else:
                     quarantine.store(record)
-            advance(part.size / 1e6)
-    manifest = {"key": _key(block, config), "files": documents.n_files, "stats": vars(stats)}
-    unfinished = folder / "manifest.tmp"
-    unfinished.write_text(json.dumps(manifest))
-    unfinished.replace(folder / "manifest.json")
+    return vars(stats)
 
 
 def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | RejectedDocument]:
@@ -201,49 +204,31 @@ def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | Reje
     )  # fmt: skip
 
 
-def _manifest(block: Sequence[FilePart], config: IngestConfig, folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a finished block with this input; or None."""
-    try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
-        return None
-    whole = manifest["key"] == _key(block, config) and all(
-        (folder / _document_file(n)).is_file() for n in range(manifest["files"])
-    )
-    return manifest if whole else None
-
-
-def _key(block: Sequence[FilePart], config: IngestConfig) -> str:
-    inputs = json.dumps([config.model_dump(mode="json"), [asdict(part) for part in block]])
-    return hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()
-
-
-def _collect(
-    blocks: Sequence[Sequence[FilePart]], config: IngestConfig, folder: Path, out: Path
-) -> _IngestStats:
-    """Move the files of all blocks to `out`, in order, and return the sum of their counts."""
+def _collect(blocks: Sequence[Output], out: Path) -> _IngestStats:
+    """Link the files of all blocks into `out`, in order, and return the sum of their counts."""
     stats, n_files = _IngestStats(), 0
     with (out / "quarantine.jsonl").open("wb") as quarantine:
-        for number, block in enumerate(blocks):
-            part = folder / f"{number:05d}"
-            manifest = _manifest(block, config, part)
-            assert manifest is not None
-            stats.merge(manifest["stats"])
-            if (part / "quarantine.jsonl").exists():
-                quarantine.write((part / "quarantine.jsonl").read_bytes())
-            for n in range(manifest["files"]):
-                shutil.move(part / _document_file(n), out / _document_file(n_files))
-                n_files += 1
-    shutil.rmtree(folder)
+        for block in blocks:
+            stats.merge(block.summary)
+            for name in sorted(block.files):
+                if name == "quarantine.jsonl":
+                    quarantine.write((block.folder / name).read_bytes())
+                else:
+                    link_or_copy(block.folder / name, out / _document_file(n_files))
+                    n_files += 1
     return stats
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a hard link to a file that is never changed, or a copy on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _document_file(number: int) -> str:
     return f"documents-{number:05d}.parquet"
-
-
-def _megabytes(block: Sequence[FilePart]) -> float:
-    return sum(part.size for part in block) / 1e6
 
 
 class _IngestStats:

@@ -281,22 +281,29 @@ def is_divided(file: SourceFile, config: IngestConfig) -> bool:
 def fingerprint(config: IngestConfig) -> str:
     """Return a hash that changes with the bytes that `ingest(config)` would read (see the top of this file)."""
     files, _ = list_files(config)
-    config = with_split_size(config, files)
-    read = [f for f in files if f.size is not None and not exceeds_limit(f, config)]
-    by_content = sum(f.size or 0 for f in read) <= MAX_HASHED_BYTES
-    unread = {id(f) for f in files} - {id(f) for f in read}
     digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        if id(file) in unread:
-            content = f"unread {file.size}"
-        elif by_content and not is_url(file.location):
-            content = _hash(file.location)
-        else:
-            content = f"modified {file.modified_ns}"
-        digest.update(
-            f"{file.source}\0{file.path}\0{file.size}\0{content}\0".encode("utf-8", "surrogateescape")
-        )
+    for file, version in zip(files, file_versions(files, config), strict=True):
+        line = f"{file.source}\0{file.path}\0{file.size}\0{version}\0"
+        digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
+
+
+def file_versions(files: Sequence[SourceFile], config: IngestConfig) -> list[str]:
+    """Return for each file a text that changes with its content: a hash, or its modification time (see the top)."""
+    config = with_split_size(config, files)
+    read = [f.size is not None and not exceeds_limit(f, config) for f in files]
+    by_content = (
+        sum(f.size or 0 for f, is_read in zip(files, read, strict=True) if is_read) <= MAX_HASHED_BYTES
+    )
+    versions = []
+    for file, is_read in zip(files, read, strict=True):
+        if not is_read:
+            versions.append(f"unread {file.size}")
+        elif by_content and not is_url(file.location):
+            versions.append(_hash(file.location))
+        else:
+            versions.append(f"modified {file.modified_ns}")
+    return versions
 
 
 def exceeds_size_limit(file: SourceFile, limit: int, formats: Mapping[str, str] | None = None) -> bool:

@@ -3,6 +3,7 @@
     artifacts/ADDRESS/   manifest.json and the files; immutable once published
     names/NAME           the address that the name currently points to
     staging/, scratch/   builds in progress, and their files that survive a crash
+    units/               finished parts of corpus steps, which later runs reuse
     locks/, verified/    the owner of each build; modification times at the last hash of each file
     quarantine/          damaged artifacts
 
@@ -28,8 +29,8 @@ from whorl.store.lock import FileLock
 from whorl.store.manifest import FILE_NAME, Manifest
 from whorl.store.remote import Remote
 
-FOLDERS = ("artifacts", "names", "staging", "scratch", "locks", "verified", "quarantine")
-SCRATCH_KEPT_SECONDS = 7 * 86400.0
+FOLDERS = ("artifacts", "names", "staging", "scratch", "units", "locks", "verified", "quarantine")
+KEPT_SECONDS = {"staging": 0.0, "scratch": 7 * 86400.0, "units": 7 * 86400.0, "quarantine": 0.0}
 RECENT_SECONDS = 3600.0
 
 
@@ -269,10 +270,10 @@ class Store:
         return problems
 
     def gc(self, *, dry_run: bool = True, recent_seconds: float = RECENT_SECONDS) -> list[Garbage]:
-        """Remove unreachable artifacts, old scratch folders, staging folders of dead builds, and damaged artifacts.
+        """Remove unreachable artifacts, old scratch and units, staging folders of dead builds, and damaged artifacts.
 
         An artifact is reachable from a name, or from a build in progress. Artifacts of the last `recent_seconds` are
-        kept, since a run may be between two steps, and so are scratch folders of the last week.
+        kept, since a run may be between two steps, and so are scratch folders and units that were used in the last week.
 
         Returns the removed items, or with `dry_run` the removable ones.
         """
@@ -287,7 +288,7 @@ class Store:
             if artifact.address not in reachable and now - artifact.created > recent_seconds:
                 folder = self.root / "artifacts" / artifact.address
                 items.append(Garbage(folder, artifact.label, artifact.manifest.size))
-        for kind, age in (("staging", 0.0), ("scratch", SCRATCH_KEPT_SECONDS), ("quarantine", 0.0)):
+        for kind, age in KEPT_SECONDS.items():
             for folder in sorted((self.root / kind).glob("*")):
                 if folder.name not in roots and now - folder.stat().st_mtime > age:
                     items.append(Garbage(folder, f"{kind} of {folder.name[:8]}", _disk_bytes(folder)))

@@ -66,10 +66,11 @@ class LocalPool:
             for _ in range(min(self.workers, len(calls))):
                 start(_worker())
             while running:
-                for channel in wait(list(running)):
+                ready: list[Any] = wait(list(running))
+                for channel in ready:
                     child, number = running.pop(channel)
                     try:
-                        error = channel.recv()  # type: ignore[attr-defined]
+                        error: Exception | None = channel.recv()
                     except (EOFError, ConnectionError):
                         child.close()
                         _check_attempts(calls[number], attempts[number], child.exit_description())
@@ -108,7 +109,8 @@ class RayTasks:
         init_ray()
         import ray
 
-        limit = self.workers or int(ray.cluster_resources().get("CPU", 1))
+        cluster: Any = ray
+        limit = self.workers or int(cluster.cluster_resources().get("CPU", 1))
         task: Any = ray.remote(_run).options(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=False)
         waiting, running = deque(range(len(calls))), dict[Any, int]()
         try:

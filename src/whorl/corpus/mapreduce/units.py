@@ -6,10 +6,10 @@ missing units run; equal inputs run once; and any executor gives the same bytes.
 
 A map stage writes its records into one file per partition (`partition_name`). `shuffled` makes one unit of each
 partition, with that partition's files of all maps as inputs: the reduce stage. A map that ran again and wrote an equal
-partition leaves that partition's reduction as it is, since its key has the contents.
+partition does not repeat that partition's reduction, since its key has the contents.
 
-    UNITS/ab/abcd.../       the files of a finished unit, and manifest.json with their hashes and the unit's summary
-    UNITS/ab/.abcd...-PID   a unit in progress; renamed when it is finished, so that a kill leaves no half unit
+    UNITS/KEY/        the files of a finished unit, and manifest.json with their hashes and the unit's summary
+    UNITS/.KEY-PID/   a unit in progress; renamed when it is finished, so that a kill leaves no half unit
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whorl.errors import DataError
 from whorl.registry import import_attribute
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Input:
-    """A file. Only `digest`, a hash of the content (`hash_file`), is part of a key."""
+    """A local path or URL. Only `digest`, a hash of the content (`hash_file`), is part of a key."""
 
     path: str
     digest: str
@@ -57,8 +56,8 @@ class Unit:
 class Stage:
     """A step of the work.
 
-    function: "module:name" of `f(inputs: list[Path], out: Path, config, arguments) -> summary`, which writes files into
-    the empty folder `out` and returns JSON values. Equal arguments must give equal bytes.
+    function: "module:name" of `f(inputs, out, config, arguments) -> summary`, which reads the files of the list `inputs`,
+    writes files into the empty folder `out`, and returns JSON values. Equal arguments must give equal bytes.
     version: to be raised when the function's results change.
     """
 
@@ -89,7 +88,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Call:
-    """What an executor runs, in any process that sees the folder; picklable."""
+    """A unit with its stage, to be run in any process that sees the folder; picklable."""
 
     stage: Stage
     unit: Unit
@@ -104,7 +103,7 @@ class Call:
         work.mkdir(parents=True)
         try:
             function: Callable[..., Mapping[str, Any] | None] = import_attribute(self.stage.function)
-            paths = [Path(i.path) for i in self.unit.inputs]
+            paths = [i.path for i in self.unit.inputs]
             summary = function(paths, work, self.stage.config, self.unit.arguments)
             files = {p.name: hash_file(p) for p in sorted(work.iterdir())}
             manifest = {"files": files, "summary": dict(summary or {})}
@@ -119,11 +118,13 @@ class Call:
 
 
 class UnitStore:
-    """A folder of finished units. One process at a time may use it."""
+    """A folder of finished units, which several runs may share.
+
+    A unit that is used again gets a new modification time. One that was damaged runs again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._used: set[str] = set()
 
     def run(
         self, stage: Stage, units: Sequence[Unit], executor: Executor,
@@ -138,44 +139,38 @@ class UnitStore:
             DataError: a unit's process was killed, again and again.
         """
         keys = [stage.key(unit) for unit in units]
-        self._used.update(keys)
         missing: dict[str, Call] = {}
         for key, unit in zip(keys, units, strict=True):
-            if self._read(key) is not None:
-                advance(unit)
-            elif key not in missing:
-                missing[key] = Call(stage, unit, self._folder(key))
-            else:  # an equal unit
+            if key not in missing and self._read(key, check=True) is None:
+                missing[key] = Call(stage, unit, self.folder / key)
+            else:
                 advance(unit)
         calls = list(missing.values())
         for number in executor.execute(calls):
             advance(calls[number].unit)
         outputs = [self._read(key) for key in keys]
+        assert None not in outputs
         return [output for output in outputs if output is not None]
 
-    def prune(self) -> int:
-        """Delete what this object has neither run nor reused, and return the number of deleted units."""
-        n = 0
-        for folder in self.folder.glob("*/*"):
-            if folder.name not in self._used:
-                n += not folder.name.startswith(".")
-                shutil.rmtree(folder, ignore_errors=True)
-        return n
-
-    def _folder(self, key: str) -> Path:
-        return self.folder / key[:2] / key
-
-    def _read(self, key: str) -> Output | None:
-        folder = self._folder(key)
+    def _read(self, key: str, *, check: bool = False) -> Output | None:
+        """Return a finished unit; with `check` only if its files are whole, else it is deleted."""
+        folder = self.folder / key
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
+            if check and any(
+                hash_file(folder / name) != digest for name, digest in manifest["files"].items()
+            ):
+                raise ValueError("a file was changed")
+            os.utime(folder)
         except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{folder / MANIFEST} is damaged: {error}", do=f"delete {folder}: the unit runs again"
-            ) from error
-        return Output(key, folder, manifest["files"], manifest["summary"])
+            if not folder.exists():
+                return None
+        except ValueError:
+            pass
+        else:
+            return Output(key, folder, manifest["files"], manifest["summary"])
+        shutil.rmtree(folder)
+        return None
 
 
 def partition_name(number: int) -> str:

@@ -44,7 +44,11 @@ def with_fingerprint(config: IngestConfig) -> IngestConfig:
 def ingest(ctx: StepContext, config: IngestConfig) -> None:
     """Read the sources into documents; write unreadable records to the quarantine."""
     found = ingest_sources(
-        config, ctx.out, ctx.progress, workers=min(MAX_WORKERS, available_cores()), scratch=ctx.scratch
+        config,
+        ctx.out,
+        ctx.progress,
+        workers=min(MAX_WORKERS, available_cores()),
+        units=ctx.store.root / "units",
     )
     headline = format_counts(found["documents"], found["bytes"])
     ctx.summary.update(
