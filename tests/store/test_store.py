@@ -222,6 +222,11 @@ def test_gc_removes_only_unreachable_and_defaults_to_dry(store: Store) -> None:
     make(store, "a/old", "new")
     (store.root / "names" / "a" / "root").unlink()  # root is still reachable through leaf
     (store.root / "staging" / "0123").mkdir()
+    for name, days in (("used", 6), ("unused", 8)):
+        (store.root / "units" / name).mkdir(parents=True)
+        os.utime(store.root / "units" / name, (time.time() - 86400 * days,) * 2)
+    assert [item.label for item in store.gc() if item.label.startswith("units")] == ["units of unused"]
+    (store.root / "units" / "unused").rmdir()
     assert store.gc() == [item for item in store.gc() if "staging" in item.label]  # everything else is recent
     found = store.gc(recent_seconds=0)
     assert sorted(item.label.split()[0] for item in found) == ["a/old", "staging"]
