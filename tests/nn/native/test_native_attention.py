@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
 from whorl.machine.native_build import BuildError, cache_folder, load_library
 from whorl.nn.attention import causal
+from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.native import attention as native
 from whorl.nn.native.library import native_library, source
+from whorl.nn.positions.rotary import Rotary
 
 
 def build(variant: str) -> ctypes.CDLL:
@@ -122,3 +125,58 @@ def test_native_attention_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
             causal.choose_path(1, 1, 34, 32)
     finally:
         native_library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "d", "documents", "threads"),
+    [
+        (2, 64, 64, [], 1),
+        (1, 77, 32, [], 2),
+        (2, 333, 32, [1, 1, 40, 95, 160, 3, 33], 2),
+        (1, 40, 96, [32, 8], 1),
+    ],
+)
+def test_rotary_attention_matches_layer(
+    library: None, batch: int, length: int, d: int, documents: list[int], threads: int
+) -> None:
+    def layer(dtype: torch.dtype) -> tuple[MultiHeadAttention, tuple[torch.Tensor, torch.Tensor]]:
+        rotary = Rotary(d, 10_000.0, dtype)
+        made = MultiHeadAttention(
+            2 * d, 2, head_dim=d, rotary=rotary, qk_norm=1e-6, scale="learned", smear=True, projections="fused",
+            backend="blocked", generator=gen(1),
+        )  # fmt: skip
+        with torch.no_grad():
+            for parameter in made.parameters():  # none of them at a special value
+                parameter += torch.randn(parameter.shape, generator=gen(2)) * 0.3
+            made.temperature *= 0.2  # with large scores, the error of bf16 hides others
+        return made, rotary.tables_between(0, length, torch.device("cpu"))
+
+    x = torch.randn(batch, length, 2 * d, generator=gen(3)).bfloat16()
+    d_y = torch.randn(x.shape, generator=gen(4))
+    segments = None
+    if documents:
+        ends = [torch.tensor(order).cumsum(0) for order in (documents, documents[::-1])[:batch]]
+        segments = torch.stack([torch.searchsorted(end, torch.arange(length), right=True) for end in ends])
+    found = {}
+    threads_before = torch.get_num_threads()
+    for way, dtype in (("exact", torch.float32), ("torch", torch.bfloat16), ("native", torch.bfloat16)):
+        attention, tables = layer(dtype)
+        inputs = x.detach().to(dtype).requires_grad_()
+        native.select((batch, 2, length, d), way != "torch")
+        torch.set_num_threads(threads)
+        try:
+            with mock.patch.object(native, "rotary_forward", wraps=native.rotary_forward) as kernel:
+                y = attention(inputs, tables, segments)
+            y.backward(d_y.to(dtype))
+            assert kernel.called == (way == "native")
+        finally:
+            torch.set_num_threads(threads_before)
+            native._chosen.clear()
+        found[way] = {"y": y, "x": inputs.grad, **{n: p.grad for n, p in attention.named_parameters()}}
+    for name, want in found["exact"].items():
+        assert want is not None
+        errors = {
+            way: relative_error(found[way][name].detach(), want.detach().double())
+            for way in ("torch", "native")
+        }
+        assert errors["native"] < 1.5 * errors["torch"] + 0.005, name

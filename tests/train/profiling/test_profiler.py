@@ -168,6 +168,7 @@ def test_estimate_cost_bytes_of_other_ops() -> None:
             [b] * 3 + [f] * 2,
             (8 * 8 * 4 * 16, 960),
         ),
+        ("rotary_attention_backward", [[2, 8, 9, 4]], ["c10::BFloat16"], (5 * 2 * 3 * 8 * 8 * 4, 2 * 1152)),
         ("add", [], [], (0, 0)),
     ):
         assert trace.estimate_cost(f"aten::{name}", shapes, types) == cost, name

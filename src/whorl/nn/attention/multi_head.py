@@ -48,6 +48,7 @@ from whorl.nn.attention.short_conv import Smear
 from whorl.nn.attention.state import KeyValues, KeyValueState
 from whorl.nn.linear import Linear
 from whorl.nn.mixer import KVCacheSpec, SharedCacheSpec
+from whorl.nn.native import attention as native
 from whorl.nn.norm import RMSNorm, rms_norm
 from whorl.nn.positions.absolute import alibi_slopes
 from whorl.nn.positions.rotary import Positions, Rotary
@@ -185,7 +186,11 @@ class MultiHeadAttention(nn.Module):
         batch, length = self._check(x)
         if bias is not None and self.slopes is not None:
             raise ConfigError("bias is given to a layer with alibi", expected="one bias")
-        fused = self._split_qkv(x)
+        joined = None if self.qkv is None else self._joined_qkv(x)
+        plain = joined is not None and all(t is None for t in (state, shared_kv, key_allowed, bias))
+        if plain and (y := native.rotary_attention(self, joined, positions, segments)) is not None:
+            return self._project(y)
+        fused = None if joined is None else self._split(joined)
         keys: KeyValues | PagedState
         if self.context_dim is not None:
             assert not isinstance(state, PagedState)
@@ -220,16 +225,21 @@ class MultiHeadAttention(nn.Module):
             sink=self.sink,
             backend="auto" if self.backend == "blocked" and state is not None else self.backend,
         )
-        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
-        return out
+        return self._project(y)
 
-    def _split_qkv(self, x: Tensor) -> tuple[Tensor, ...] | None:
-        """Return queries, keys and values [B, T, heads, head_dim] from one product; None without `qkv`."""
-        if self.qkv is None:
-            return None
-        heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
-        joined: Tensor = self.qkv(x).view(*x.shape[:2], sum(heads), self.head_dim)
-        return torch.split(joined, heads, dim=2)
+    def _joined_qkv(self, x: Tensor) -> Tensor:
+        """Return the heads of queries, keys and values, [B, T, heads, head_dim], from one product."""
+        assert self.qkv is not None
+        joined: Tensor = self.qkv(x)
+        return joined.view(*x.shape[:2], -1, self.head_dim)
+
+    def _split(self, joined: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(joined, [self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
+
+    def _project(self, y: Tensor) -> Tensor:
+        """Return the output of heads y [B, H, T, head_dim]."""
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
 
     def _queries(
         self, x: Tensor, positions: Positions, start: int, fused: tuple[Tensor, ...] | None
@@ -253,8 +263,7 @@ class MultiHeadAttention(nn.Module):
         q = self._queries(x, positions, 0, fused).transpose(1, 2)
         backend = "auto" if self.backend == "blocked" else self.backend
         y = keys.attend(q, self.mask, self.scale, self.slopes, self.softcap, self.sink, backend)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
-        return out
+        return self._project(y)
 
     def project_kv(
         self,
@@ -301,8 +310,9 @@ class MultiHeadAttention(nn.Module):
 
     def _keys_and_values(self, x: Tensor, fused: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of x [B, T, n_kv_heads, head_dim], as projected."""
-        if (fused := fused or self._split_qkv(x)) is not None:
-            return fused[1], fused[2]
+        if self.qkv is not None:
+            _, k, v = fused or self._split(self._joined_qkv(x))
+            return k, v
         if self.k is None or self.v is None:
             raise ConfigError(
                 "shared_kv is missing", expected='keys of another layer, because projections is "shared"'
@@ -355,13 +365,7 @@ class MultiHeadAttention(nn.Module):
         """Return x [B, T, heads, head_dim] rotated by `positions`, by default those from `start` on."""
         if self.rotary is None:
             return x
-        if isinstance(positions, tuple):
-            tables = positions
-        elif positions is None:
-            tables = self.rotary.tables_between(start, start + x.shape[1], x.device)
-        else:
-            tables = self.rotary.tables_at(positions)
-        return self.rotary.rotate(x, tables).to(x.dtype)
+        return self.rotary.rotate(x, self.rotary.tables_of(positions, start, x)).to(x.dtype)
 
     def _context_kv(
         self,

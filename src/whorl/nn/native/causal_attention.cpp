@@ -8,21 +8,29 @@
 // queries over all keys. The backward keeps those of one block of keys over all later queries, transposed: dV and dK are
 // then sums over one row of blocks. dQ^T is summed over groups of keys. For it, dS^T is written as a right operand too.
 //
+// A `Prologue` is applied to projected queries and keys before, and its gradient after: keys are mixed with their predecessors
+// (smear), both are normed, queries are scaled, and both are rotated.
+//
 // In packed rows a query sees no key before the start of its document. Starts never fall along a row, so the blocks that a
 // query or a key needs are adjacent, and the others are left out.
 #include "tiles.h"
+#include "vectors.h"
 
 #include <cmath>
 #include <thread>
 #include <vector>
 
+constexpr int64_t AREA = BLOCK * BLOCK;
 constexpr int64_t GROUP = 4;            // blocks of keys whose dS^T is kept
+constexpr int64_t MAX_D = 256;
 constexpr float MASKED = 1e30f;         // log-sum of a query that does not exist: its probabilities are 0
+static const floats LEAST = floats{} - MASKED;
 
 struct Matrix {  // [rows][heads][length][d]: numbers between rows, heads and positions
     bf16* data;
     int64_t strides[3];
     bf16* head(int64_t row, int64_t head) const { return data + row * strides[0] + head * strides[1]; }
+    bf16* at(int64_t row, int64_t head, int64_t t) const { return this->head(row, head) + t * strides[2]; }
 };
 
 struct Sizes {
@@ -39,125 +47,222 @@ struct Sizes {
     }
 };
 
-// Rows of one head, padded with 0 to whole blocks: [blocks * 32][d].
-static void copy_rows(const bf16* from, int64_t stride, const Sizes& z, bf16* to) {
-    for (int64_t t = 0; t < z.length; t++) memcpy(to + t * z.d, from + t * stride, z.d * sizeof(bf16));
-    memset(to + z.length * z.d, 0, (z.blocks() * BLOCK - z.length) * z.d * sizeof(bf16));
-}
+// Rows of one head, `stride` numbers apart: these themselves, or a copy that is padded with 0 to whole blocks, [blocks * 32][d].
+struct Rows {
+    const bf16* data;
+    int64_t stride;
+    Rows(const bf16* from, int64_t stride) : data(from), stride(stride) {}
+    Rows(const bf16* from, int64_t stride, const Sizes& z, bf16* copy) : Rows(from, stride) {
+        if (z.length % BLOCK == 0) return;
+        for (int64_t t = 0; t < z.length; t++) memcpy(copy + t * z.d, from + t * stride, z.d * sizeof(bf16));
+        memset(copy + z.length * z.d, 0, (z.blocks() * BLOCK - z.length) * z.d * sizeof(bf16));
+        data = copy;
+        this->stride = z.d;
+    }
+    const bf16* at(int64_t t) const { return data + t * stride; }
+};
+
+// The layer's operations on a query or key x before the scores:  m = x + share (x before - x),  u = m / rms(m),  y = rotate(factor u).
+// Queries have share 0, keys factor 1. The other half of a head's features makes the pairs, and `sin` has the signs.
+struct Prologue {
+    const float *temperature, *share;  // [heads]: factor of queries, share of keys; null: there is no prologue
+    const bf16 *cos, *sin;             // [rows][length][d]
+    int64_t stride;                    // numbers between rows of the tables
+    float eps;
+
+    // m [d]; returns 1 / rms(m). before: null where there is no predecessor.
+    float mix(const bf16* x, const bf16* before, float part, int64_t d, float* m) const {
+        floats total = {};
+        for (int64_t c = 0; c < d; c += SIDE) {
+            floats v = load(x + c);
+            if (before) v += part * (load(before + c) - v);
+            total += v * v;
+            store(m + c, v);
+        }
+        return 1.0f / sqrtf(sum(total) / float(d) + eps);
+    }
+
+    void rotate(const float* m, float factor, int64_t at, int64_t d, bf16* y) const {
+        for (int64_t c = 0; c < d; c += SIDE) {
+            const int64_t other = c < d / 2 ? c + d / 2 : c - d / 2;
+            store(y + c, (load(m + c) * load(cos + at + c) + load(m + other) * load(sin + at + c)) * factor);
+        }
+    }
+
+    // Overwrites the gradient of y with that of m, and returns the gradient of the factor.
+    float gradient(const float* m, float scale, float factor, int64_t at, int64_t d, float* dy) const {
+        floats turned[16], total = {};
+        for (int64_t c = 0; c < d; c += SIDE) {
+            const int64_t other = c < d / 2 ? c + d / 2 : c - d / 2;
+            turned[c / SIDE] = load(dy + c) * load(cos + at + c) + load(dy + other) * load(sin + at + other);
+            total += turned[c / SIDE] * load(m + c);
+        }
+        const float of_factor = sum(total) * scale, mean = of_factor * scale / float(d);
+        for (int64_t c = 0; c < d; c += SIDE) store(dy + c, (turned[c / SIDE] - load(m + c) * mean) * (scale * factor));
+        return of_factor;
+    }
+
+    // Queries or keys of a head, padded with 0 to whole blocks, [blocks * 32][d]. starts: null for queries.
+    void apply(const Rows& rows, const Sizes& z, int64_t row, float factor, float part, const int32_t* starts, bf16* to) const {
+        float m[MAX_D];
+        for (int64_t t = 0; t < z.length; t++) {
+            const float scale = mix(rows.at(t), starts && t > starts[t] ? rows.at(t - 1) : nullptr, part, z.d, m);
+            rotate(m, scale * factor, row * stride + t * z.d, z.d, to + t * z.d);
+        }
+        memset(to + z.length * z.d, 0, (z.blocks() * BLOCK - z.length) * z.d * sizeof(bf16));
+    }
+};
 
 // X^T as a right operand [d][length]: 16 positions by 32 features a tile, in the order [position / 16][feature / 32].
-static void pack_transposed(const bf16* rows, const Sizes& z, bf16* to) {
+static void pack_transposed(const Rows& rows, const Sizes& z, bf16* to) {
     for (int64_t n = 0; n < z.blocks() * 2; n++)
         for (int64_t k = 0; k < z.d / DEPTH; k++, to += TILE)
-            transpose((const pair*)(rows + n * SIDE * z.d + k * DEPTH), z.d / 2, (pair*)to, SIDE);
+            transpose((const pair*)(rows.at(n * SIDE) + k * DEPTH), rows.stride / 2, (pair*)to, SIDE);
 }
 
 // X as a right operand [length][d]: pairs of positions by 16 features, in the order [feature / 16][position / 32]. With
 // `turned`, X^T as a left operand [d][length]: 16 features by 32 positions, in the same order.
-static void pack(const bf16* rows, const Sizes& z, bf16* to, bool turned) {
-    pair tile[SIDE * SIDE];
+static void pack(const Rows& rows, const Sizes& z, bf16* to, bool turned) {
+    alignas(64) pair tile[SIDE * SIDE];
     for (int64_t n = 0; n < z.d / SIDE; n++)
         for (int64_t k = 0; k < z.blocks(); k++, to += TILE) {
             pair* into = turned ? tile : (pair*)to;
             for (int64_t p = 0; p < SIDE; p++) {
-                const bf16 *low = rows + (k * DEPTH + 2 * p) * z.d + n * SIDE, *high = low + z.d;
-                for (int64_t c = 0; c < SIDE; c++) into[p * SIDE + c] = pair(low[c]) | pair(high[c]) << 16;
+                const bf16 *low = rows.at(k * DEPTH + 2 * p) + n * SIDE, *high = low + rows.stride;
+                const words both = (words)load(low) >> 16 | (words)load(high);
+                memcpy(into + p * SIDE, &both, sizeof both);
             }
             if (turned) transpose(tile, SIDE, (pair*)to, SIDE);
         }
 }
 
-static void write_rows(const float* from, int64_t stride, float factor, int64_t rows, int64_t d, bf16* to, int64_t to_stride) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < d; c++) to[r * to_stride + c] = bf16(rounded(from[r * stride + c] * factor));
-}
-
-struct Inputs {
-    Sizes z;
-    Matrix q, k, v;
-
-    void copy_head(int64_t row, int64_t head, bf16* queries, bf16* keys, bf16* values, int32_t* starts) const {
-        copy_rows(q.head(row, head), q.strides[2], z, queries);
-        copy_rows(k.head(row, head), k.strides[2], z, keys);
-        copy_rows(v.head(row, head), v.strides[2], z, values);
-        z.copy_starts(row, starts);
+// Queries and keys of a head as the scores need them. buffers: two of [blocks * 32][d].
+struct Projected {
+    Rows queries, keys;
+    Projected(const Matrix& q, const Matrix& k, const Prologue& prologue, const Sizes& z, int64_t row, int64_t head,
+              const int32_t* starts, bf16* buffers)
+        : queries(q.head(row, head), q.strides[2]), keys(k.head(row, head), k.strides[2]) {
+        bf16 *to_q = buffers, *to_k = buffers + z.blocks() * BLOCK * z.d;
+        if (!prologue.share) {
+            queries = Rows(queries.data, queries.stride, z, to_q);
+            keys = Rows(keys.data, keys.stride, z, to_k);
+            return;
+        }
+        prologue.apply(queries, z, row, prologue.temperature[head], 0.0f, nullptr, to_q);
+        prologue.apply(keys, z, row, 1.0f, prologue.share[head], starts, to_k);
+        queries = Rows(to_q, z.d);
+        keys = Rows(to_k, z.d);
     }
 };
 
-struct Forward : Inputs {
-    Matrix out;
+// Numbers c of queries 0 .. 15, for c < 16, as columns: rows of queries, of which there are `n`.
+static void write_turned(const float* from, int64_t stride, int64_t n, bf16* to, int64_t to_stride) {
+    alignas(64) float tile[SIDE * SIDE];
+    transpose((const pair*)from, stride, (pair*)tile, SIDE);
+    for (int64_t r = 0; r < n; r++) store(to + r * to_stride, load(tile + r * SIDE));
+}
+
+// Whether queries t .. t + 15 see a key.
+static inline ints seen(int64_t key, int64_t t, const int32_t* starts) {
+    ints from;
+    memcpy(&from, starts + t, sizeof from);
+    return (LANE + int32_t(t) >= int32_t(key)) & (from <= int32_t(key));
+}
+
+struct Forward {
+    Sizes z;
+    Matrix q, k, v, out;
+    Prologue prologue;
     float* lse;
 
     size_t bytes() const {
         const size_t n = z.blocks() * BLOCK;
-        return 5 * n * z.d * sizeof(bf16) + BLOCK * (6 * n + 4 * z.d) + 4 * n + 1024;
+        return 5 * n * z.d * sizeof(bf16) + n * BLOCK * 6 + 4 * n + 4 * AREA + 1024;
     }
 
     void head(int64_t row, int64_t head, Scratch& scratch) const {
         const int64_t n = z.blocks() * BLOCK, d = z.d;
-        bf16 *queries = scratch.take<bf16>(n * d), *keys = scratch.take<bf16>(n * d), *values = scratch.take<bf16>(n * d);
-        bf16 *right_keys = scratch.take<bf16>(n * d), *right_values = scratch.take<bf16>(n * d);
-        float *scores = scratch.take<float>(BLOCK * n), *sums = scratch.take<float>(BLOCK * d);
-        bf16* p = scratch.take<bf16>(BLOCK * n);
         int32_t* starts = scratch.take<int32_t>(n);
-        copy_head(row, head, queries, keys, values, starts);
-        pack_transposed(keys, z, right_keys);
-        pack(values, z, right_values, false);
+        z.copy_starts(row, starts);
+        const Projected projected(q, k, prologue, z, row, head, starts, scratch.take<bf16>(2 * n * d));
+        const Rows &queries = projected.queries, &keys = projected.keys;
+        const Rows values(v.head(row, head), v.strides[2], z, scratch.take<bf16>(n * d));
+        bf16 *right_queries = scratch.take<bf16>(n * d), *turned_values = scratch.take<bf16>(n * d);
+        float *scores = scratch.take<float>(BLOCK * n), *sums = scratch.take<float>(AREA);
+        bf16* p = scratch.take<bf16>(BLOCK * n);
+        pack_transposed(queries, z, right_queries);
+        pack(values, z, turned_values, true);
         for (int64_t i = 0; i < z.blocks(); i++) {
-            const int64_t first = i * BLOCK, n_keys = first + BLOCK;
-            const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
-            const int64_t j0 = starts[first] / BLOCK, key = j0 * BLOCK;  // of the first block and key that a query sees
-            for (int64_t j = j0; j <= i; j++)
-                multiply(queries + first * d, d, DEPTH, SIDE * d, right_keys + j * BLOCK * d, SIDE * d, d / DEPTH,
-                         scores + j * BLOCK, n, false);
-            for (int64_t r = 0; r < BLOCK; r++) {
-                float* s = scores + r * n;
-                bf16* to = p + r * n;
-                for (int64_t c = first + r + 1; c < n_keys; c++) s[c] = -INFINITY;
-                for (int64_t c = key; c < starts[first + r]; c++) s[c] = -INFINITY;
-                float most = -INFINITY, sum = 0.0f;
-#pragma omp simd reduction(max : most)
-                for (int64_t c = key; c < n_keys; c++) most = s[c] > most ? s[c] : most;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t c = key; c < n_keys; c++) {
-                    const float e = exponential(s[c] - most);
-                    sum += e;
-                    to[c] = bf16(rounded(e));
-                }
-                s[0] = 1.0f / sum;
-                if (r < n_rows) lse[(row * z.heads + head) * z.length + first + r] = most + logf(sum);
+            const int64_t first = i * BLOCK, j0 = starts[first] / BLOCK, steps = i + 1 - j0;  // blocks that a query sees
+            floats most[2] = {LEAST, LEAST}, total[2] = {}, factor[2];
+            for (int64_t j = j0; j <= i; j++) {
+                float* s = scores + (j - j0) * AREA;
+                multiply(keys.at(j * BLOCK), keys.stride, DEPTH, SIDE * keys.stride, right_queries + first * d, SIDE * d, d / DEPTH,
+                         s, BLOCK, false);
+                const bool all = j < i && !z.starts;
+                for (int64_t r = 0; r < BLOCK; r++)
+                    for (int64_t h = 0; h < 2; h++) {
+                        floats x = load(s + r * BLOCK + h * SIDE);
+                        if (!all) store(s + r * BLOCK + h * SIDE, x = seen(j * BLOCK + r, first + h * SIDE, starts) ? x : LEAST);
+                        most[h] = maximum(most[h], x);
+                    }
             }
-            for (int64_t c = 0; c < d; c += BLOCK)
-                multiply(p + key, n, DEPTH, SIDE * n, right_values + c * n + j0 * TILE, SIDE * n, i + 1 - j0, sums + c, d, false);
+            for (int64_t h = 0; h < 2; h++)
+                for (int64_t j = 0; j < steps; j++) {
+                    const float* s = scores + j * AREA + h * SIDE;
+                    for (int64_t r = 0; r < BLOCK; r += 2) {
+                        const floats low = exponential(load(s + r * BLOCK) - most[h]);
+                        const floats high = exponential(load(s + (r + 1) * BLOCK) - most[h]);
+                        total[h] += low + high;
+                        store_pairs((pair*)(p + (h * steps + j) * TILE) + r / 2 * SIDE, low, high);
+                    }
+                }
+            const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
             for (int64_t r = 0; r < n_rows; r++)
-                write_rows(sums + r * d, 0, scores[r * n], 1, d, out.head(row, head) + (first + r) * out.strides[2], 0);
+                lse[(row * z.heads + head) * z.length + first + r] = most[r / SIDE][r % SIDE] + logf(total[r / SIDE][r % SIDE]);
+            for (int64_t h = 0; h < 2; h++) factor[h] = 1.0f / total[h];
+            for (int64_t c = 0; c < d; c += BLOCK) {
+                multiply(turned_values + c * n + j0 * TILE, DEPTH, TILE, SIDE * n, p, steps * TILE, steps, sums, BLOCK, false);
+                for (int64_t x = 0; x < 2 * BLOCK; x++) store(sums + x * SIDE, load(sums + x * SIDE) * factor[x % 2]);
+                for (int64_t h = 0; h < n_rows; h += SIDE)
+                    for (int64_t x = 0; x < BLOCK; x += SIDE)
+                        write_turned(sums + x * BLOCK + h, BLOCK, n_rows - h < SIDE ? n_rows - h : SIDE,
+                                     out.head(row, head) + (first + h) * out.strides[2] + c + x, out.strides[2]);
+            }
         }
     }
 };
 
-struct Backward : Inputs {
-    Matrix out, d_out, d_q, d_k, d_v;
+struct Backward {
+    Sizes z;
+    Matrix q, k, v, out, d_out, d_q, d_k, d_v;
+    Prologue prologue;
     const float* lse;
+    float* scalars;  // [2][rows][heads]: gradients of the temperature and of the share
 
     size_t bytes() const {
         const size_t n = z.blocks() * BLOCK;
-        return 9 * n * z.d * sizeof(bf16) + 4 * z.d * n + n * (8 + BLOCK * 12 + GROUP * BLOCK * 2) + 4 * BLOCK * z.d + 4 * n + 2048;
+        const size_t matrices = 9 * n * z.d * sizeof(bf16) + 4 * z.d * n + n * (8 + BLOCK * 4 + GROUP * BLOCK * 2);
+        return matrices + 4 * BLOCK * z.d + 4 * n + 8 * AREA + 2048;
     }
 
     void head(int64_t row, int64_t head, Scratch& scratch) const {
         const int64_t n = z.blocks() * BLOCK, d = z.d, blocks = z.blocks();
-        bf16 *queries = scratch.take<bf16>(n * d), *keys = scratch.take<bf16>(n * d), *values = scratch.take<bf16>(n * d);
-        bf16 *grads = scratch.take<bf16>(n * d), *turned_queries = scratch.take<bf16>(n * d);
-        bf16 *turned_grads = scratch.take<bf16>(n * d), *right_queries = scratch.take<bf16>(n * d);
-        bf16 *right_grads = scratch.take<bf16>(n * d), *turned_keys = scratch.take<bf16>(n * d);
+        int32_t* starts = scratch.take<int32_t>(n);
+        z.copy_starts(row, starts);
+        const Projected projected(q, k, prologue, z, row, head, starts, scratch.take<bf16>(2 * n * d));
+        const Rows &queries = projected.queries, &keys = projected.keys;
+        const Rows values(v.head(row, head), v.strides[2], z, scratch.take<bf16>(n * d));
+        const Rows grads(d_out.head(row, head), d_out.strides[2], z, scratch.take<bf16>(n * d));
+        bf16 *turned_queries = scratch.take<bf16>(n * d), *turned_grads = scratch.take<bf16>(n * d);
+        bf16 *right_queries = scratch.take<bf16>(n * d), *right_grads = scratch.take<bf16>(n * d);
+        bf16* turned_keys = scratch.take<bf16>(n * d);
         float *sum_q = scratch.take<float>(d * n), *normalizer = scratch.take<float>(n), *mean = scratch.take<float>(n);
-        float *scores = scratch.take<float>(BLOCK * n), *d_p = scratch.take<float>(BLOCK * n);
+        float *scores = scratch.take<float>(AREA), *d_p = scratch.take<float>(AREA);
         bf16 *p = scratch.take<bf16>(BLOCK * n), *d_s = scratch.take<bf16>(BLOCK * n);
         bf16* right_d_s = scratch.take<bf16>(GROUP * BLOCK * n);
         float* sums = scratch.take<float>(BLOCK * d);
-        int32_t* starts = scratch.take<int32_t>(n);
-        copy_head(row, head, queries, keys, values, starts);
-        copy_rows(d_out.head(row, head), d_out.strides[2], z, grads);
+        KeyGradient key_gradient(*this, row, head, starts);
         pack_transposed(queries, z, turned_queries);
         pack_transposed(grads, z, turned_grads);
         pack(queries, z, right_queries, false);
@@ -165,13 +270,10 @@ struct Backward : Inputs {
         pack(keys, z, turned_keys, true);
         for (int64_t t = 0; t < n; t++) {
             normalizer[t] = t < z.length ? lse[(row * z.heads + head) * z.length + t] : MASKED;
-            float sum = 0.0f;
-            if (t < z.length) {
-                const bf16* o = out.head(row, head) + t * out.strides[2];
-#pragma omp simd reduction(+ : sum)
-                for (int64_t c = 0; c < d; c++) sum += widen(o[c]) * widen(grads[t * d + c]);
-            }
-            mean[t] = sum;
+            floats total = {};
+            for (int64_t c = 0; c < d && t < z.length; c += SIDE)
+                total += load(out.head(row, head) + t * out.strides[2] + c) * load(grads.at(t) + c);
+            mean[t] = sum(total);
         }
         for (int64_t g = 0; g < blocks; g += GROUP) {
             const int64_t last = g + GROUP < blocks ? g + GROUP : blocks;
@@ -180,20 +282,25 @@ struct Backward : Inputs {
                 int64_t stop = j + 1;  // of the blocks of queries
                 while (stop < blocks && starts[stop * BLOCK] < first + BLOCK) stop++;
                 for (int64_t i = j; i < stop; i++) {
-                    multiply(keys + first * d, d, DEPTH, SIDE * d, turned_queries + i * BLOCK * d, SIDE * d, d / DEPTH,
-                             scores + i * BLOCK, n, false);
-                    multiply(values + first * d, d, DEPTH, SIDE * d, turned_grads + i * BLOCK * d, SIDE * d, d / DEPTH,
-                             d_p + i * BLOCK, n, false);
+                    multiply(keys.at(first), keys.stride, DEPTH, SIDE * keys.stride, turned_queries + i * BLOCK * d, SIDE * d,
+                             d / DEPTH, scores, BLOCK, false);
+                    multiply(values.at(first), values.stride, DEPTH, SIDE * values.stride, turned_grads + i * BLOCK * d, SIDE * d,
+                             d / DEPTH, d_p, BLOCK, false);
+                    for (int64_t t = i * BLOCK; t < (i + 1) * BLOCK; t += SIDE)
+                        softmax_gradient(first, t, i > j && !z.starts ? nullptr : starts, scores + t % BLOCK, d_p + t % BLOCK,
+                                         load(normalizer + t), load(mean + t), p + (i - j) * 2 * TILE + t % BLOCK,
+                                         d_s + (i - j) * 2 * TILE + t % BLOCK, (pair*)(right_d_s + (t / SIDE * GROUP + j - g) * TILE));
                 }
-                for (int64_t r = 0; r < BLOCK; r += 2)
-                    softmax_gradient(r, first, stop * BLOCK, n, j - g, starts, scores, d_p, normalizer, mean, p, d_s, right_d_s);
                 const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
                 for (const bool of_values : {true, false}) {
                     const bf16 *left = of_values ? p : d_s, *right = of_values ? right_grads : right_queries;
-                    const Matrix& to = of_values ? d_v : d_k;
                     for (int64_t c = 0; c < d; c += BLOCK)
-                        multiply(left + first, n, DEPTH, SIDE * n, right + c * n + j * TILE, SIDE * n, stop - j, sums + c, d, false);
-                    write_rows(sums, d, 1.0f, n_rows, d, to.head(row, head) + first * to.strides[2], to.strides[2]);
+                        multiply(left, DEPTH, 2 * TILE, TILE, right + c * n + j * TILE, SIDE * n, stop - j, sums + c, d, false);
+                    for (int64_t r = 0; r < n_rows; r++)
+                        if (!of_values && prologue.share)
+                            key_gradient.add(first + r, sums + r * d);
+                        else
+                            write((of_values ? d_v : d_k).at(row, head, first + r), sums + r * d, d);
                 }
             }
             for (int64_t i = g; i < blocks; i++) {
@@ -204,36 +311,74 @@ struct Backward : Inputs {
                              GROUP * TILE, to - from, sum_q + c * n + i * BLOCK, n, from > j0);
             }
         }
-        alignas(64) float tile[SIDE * SIDE];
-        for (int64_t t = 0; t < z.length; t += SIDE)
-            for (int64_t c = 0; c < d; c += SIDE) {
-                transpose((const pair*)(sum_q + c * n + t), n, (pair*)tile, SIDE);
-                write_rows(tile, SIDE, 1.0f, z.length - t < SIDE ? z.length - t : SIDE, SIDE,
-                           d_q.head(row, head) + t * d_q.strides[2] + c, d_q.strides[2]);
+        float of_temperature = 0.0f, m[MAX_D];
+        for (int64_t t = 0; t < z.length; t++) {
+            if (t % SIDE == 0)
+                for (int64_t c = 0; c < d; c += SIDE) transpose((const pair*)(sum_q + c * n + t), n, (pair*)(sums + c), d);
+            float* dy = sums + t % SIDE * d;
+            if (prologue.share) {
+                const float scale = prologue.mix(q.at(row, head, t), nullptr, 0.0f, d, m);
+                of_temperature += prologue.gradient(m, scale, prologue.temperature[head], row * prologue.stride + t * d, d, dy);
             }
+            write(d_q.at(row, head, t), dy, d);
+        }
+        if (!prologue.share) return;
+        key_gradient.write_last();
+        scalars[row * z.heads + head] = of_temperature;
+        scalars[(z.rows + row) * z.heads + head] = key_gradient.of_share;
     }
 
-    // P^T and dS^T of keys `first` + r and `first` + r + 1, and both rows of dS^T as a row of pairs of right tiles.
-    static void softmax_gradient(int64_t r, int64_t first, int64_t stop, int64_t n, int64_t step, const int32_t* starts,
-                                 const float* scores, const float* d_p, const float* normalizer, const float* mean, bf16* p,
-                                 bf16* d_s, bf16* right_d_s) {
-        const int32_t key0 = int32_t(first + r), key1 = key0 + 1;
-        const float *s0 = scores + r * n, *s1 = s0 + n, *g0 = d_p + r * n, *g1 = g0 + n;
-        bf16 *p0 = p + r * n, *p1 = p0 + n, *d0 = d_s + r * n, *d1 = d0 + n;
-        for (int64_t t = first; t < stop; t += SIDE) {
-            pair* tile = (pair*)(right_d_s + (t / SIDE * GROUP + step) * TILE) + r / 2 * SIDE;
-            const int64_t from0 = first + r - t, from1 = from0 + 1;  // queries before these do not see the key
-#pragma omp simd
-            for (int64_t c = 0; c < SIDE; c++) {
-                const float e0 = c < from0 || starts[t + c] > key0 ? 0.0f : exponential(s0[t + c] - normalizer[t + c]);
-                const float e1 = c < from1 || starts[t + c] > key1 ? 0.0f : exponential(s1[t + c] - normalizer[t + c]);
-                const uint32_t low = rounded(e0 * (g0[t + c] - mean[t + c])), high = rounded(e1 * (g1[t + c] - mean[t + c]));
-                p0[t + c] = bf16(rounded(e0));
-                p1[t + c] = bf16(rounded(e1));
-                d0[t + c] = bf16(low);
-                d1[t + c] = bf16(high);
-                tile[c] = low | high << 16;
+    static void write(bf16* to, const float* from, int64_t d) {
+        for (int64_t c = 0; c < d; c += SIDE) store(to + c, load(from + c));
+    }
+
+    // Gradients of the keys before the prologue, in the order of positions: a key waits for what its successor adds.
+    struct KeyGradient {
+        const Backward& job;
+        int64_t row, head, next = 0;
+        const int32_t* starts;
+        float of_share = 0.0f, waiting[MAX_D];
+        KeyGradient(const Backward& job, int64_t row, int64_t head, const int32_t* starts)
+            : job(job), row(row), head(head), starts(starts) {}
+
+        void add(int64_t t, float* dy) {
+            const int64_t d = job.z.d;
+            const bool mixed = t > starts[t];
+            const bf16 *x = job.k.at(row, head, t), *before = mixed ? job.k.at(row, head, t - 1) : nullptr;
+            const float share = job.prologue.share[head], kept = mixed ? 1.0f - share : 1.0f;
+            float m[MAX_D];
+            const float scale = job.prologue.mix(x, before, share, d, m);
+            job.prologue.gradient(m, scale, 1.0f, row * job.prologue.stride + t * d, d, dy);
+            floats total = {};
+            for (int64_t c = 0; c < d && mixed; c += SIDE) {
+                total += load(dy + c) * (load(before + c) - load(x + c));
+                store(waiting + c, load(waiting + c) + share * load(dy + c));
             }
+            of_share += sum(total);
+            write_last();
+            for (int64_t c = 0; c < d; c += SIDE) store(waiting + c, kept * load(dy + c));
+            next = t + 1;
+        }
+
+        void write_last() const {
+            if (next > 0) write(job.d_k.at(row, head, next - 1), waiting, job.z.d);
+        }
+    };
+
+    // P^T and dS^T of 32 keys and queries t .. t + 15 as left tiles, and dS^T as a right tile. starts: null if all is seen.
+    static inline void softmax_gradient(int64_t first, int64_t t, const int32_t* starts, const float* scores, const float* d_p,
+                                        floats normalizer, floats mean, bf16* p, bf16* d_s, pair* right_d_s) {
+        const floats none = {};
+        for (int64_t r = 0; r < BLOCK; r += 2) {
+            floats change[2];
+            for (int64_t x = r; x < r + 2; x++) {
+                floats e = exponential(load(scores + x * BLOCK) - normalizer);
+                if (starts) e = seen(first + x, t, starts) ? e : none;
+                change[x - r] = e * (load(d_p + x * BLOCK) - mean);
+                store(p + x * DEPTH, e);
+                store(d_s + x * DEPTH, change[x - r]);
+            }
+            store_pairs(right_d_s + r / 2 * SIDE, change[0], change[1]);
         }
     }
 };
@@ -244,7 +389,7 @@ template <class Job> static int32_t run(const Job& job, int32_t threads) {
     std::vector<int32_t> failed(n > 0 ? n : 1, 0);
     const auto work = [&](int64_t t) {
         static thread_local Scratch scratch;
-        const WholeTiles tiles;
+        const TileShapes shapes;
         for (int64_t h = t * heads / n; h < (t + 1) * heads / n; h++) {
             if (!scratch.reserve(job.bytes())) {
                 failed[t] = 1;
@@ -268,25 +413,35 @@ static Matrix matrix(const int64_t*& m) {
     return found;
 }
 
+// Addresses of temperature, share, cos and sin, and the stride of the tables; null: no prologue.
+static Prologue prologue_of(const int64_t* p, float eps) {
+    if (!p) return {};
+    return {(const float*)p[0], (const float*)p[1], (const bf16*)p[2], (const bf16*)p[3], p[4], eps};
+}
+
 extern "C" {
 
 // matrices: address and strides (row, head, position) of q, k, v and out; features are adjacent. lse: [rows, heads, length].
-// starts: of `Sizes`, or null.
-int32_t whorl_attention(const int64_t* matrices, float* lse, const int32_t* starts, const int64_t* sizes, int32_t threads) {
+// starts: of `Sizes`, or null. prologue, eps: of `prologue_of`.
+int32_t whorl_attention(const int64_t* matrices, float* lse, const int32_t* starts, const int64_t* sizes, int32_t threads,
+                        const int64_t* prologue, float eps) {
     const int64_t* m = matrices;
-    Forward job = {{{sizes[0], sizes[1], sizes[2], sizes[3], starts}}};
+    Forward job = {{sizes[0], sizes[1], sizes[2], sizes[3], starts}};
     for (Matrix* one : {&job.q, &job.k, &job.v, &job.out}) *one = matrix(m);
+    job.prologue = prologue_of(prologue, eps);
     job.lse = lse;
     return run(job, threads);
 }
 
-// matrices: q, k, v, out, and the gradients of out, q, k and v.
+// matrices: q, k, v, out, and the gradients of out, q, k and v. scalars: of `Backward`, for a prologue.
 int32_t whorl_attention_backward(const int64_t* matrices, const float* lse, const int32_t* starts, const int64_t* sizes,
-                                 int32_t threads) {
+                                 int32_t threads, const int64_t* prologue, float eps, float* scalars) {
     const int64_t* m = matrices;
-    Backward job = {{{sizes[0], sizes[1], sizes[2], sizes[3], starts}}};
+    Backward job = {{sizes[0], sizes[1], sizes[2], sizes[3], starts}};
     for (Matrix* one : {&job.q, &job.k, &job.v, &job.out, &job.d_out, &job.d_q, &job.d_k, &job.d_v}) *one = matrix(m);
+    job.prologue = prologue_of(prologue, eps);
     job.lse = lse;
+    job.scalars = scalars;
     return run(job, threads);
 }
 }

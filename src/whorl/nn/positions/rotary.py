@@ -237,6 +237,14 @@ class Rotary:
             positions, self.head_dim, self.base, self.dtype, self.scaling, self.layout, self.rotary_dim
         )
 
+    def tables_of(self, positions: Positions, start: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin) for x [B, T, ...] at `positions`, by default start .. start + T - 1."""
+        if isinstance(positions, tuple):
+            return positions
+        if positions is None:
+            return self.tables_between(start, start + x.shape[1], x.device)
+        return self.tables_at(positions)
+
     def rotate(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Return `apply_rotary` in this layout. x: [B, T, H, head_dim]; tables: from `tables_between` or `tables_at`."""
         return apply_rotary(x, *tables, layout=self.layout)

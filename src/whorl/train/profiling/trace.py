@@ -78,9 +78,12 @@ _WIDTHS = {
     "float": 4, "double": 8, "int": 4, "long int": 8, "long": 8, "bool": 1, "unsigned char": 1, "signed char": 1,
     "short": 2, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
 }  # fmt: skip
+_FUSED_ATTENTION = ("scaled_dot_product", "flash_attention", "causal_attention", "rotary_attention")
 _NATIVE_PARTS = {
     "whorl::causal_attention": "attention",
     "whorl::causal_attention_backward": "attention",
+    "whorl::rotary_attention": "attention",
+    "whorl::rotary_attention_backward": "attention",
     "whorl::cross_entropy_": "head, loss",
     "whorl::mlp": "MLP, experts",
     "whorl::mlp_backward": "MLP, experts",
@@ -268,10 +271,7 @@ def classify_op(name: str, part: str, *, is_leaf: bool = True) -> str | None:
     if "::" not in name or name.startswith(("autograd::", "torch::autograd::")):
         return None
     bare = _base_name(name)
-    if any(
-        word in bare
-        for word in ("scaled_dot_product", "flash_attention", "efficient_attention", "causal_attention")
-    ):
+    if any(word in bare for word in (*_FUSED_ATTENTION, "efficient_attention")):
         return ATTENTION
     if bare in _MATMULS:
         return ATTENTION if part == "attention" and bare in ("bmm", "baddbmm") else MATMULS
@@ -304,8 +304,10 @@ def estimate_cost(name: str, dims: list[Any], types: list[str]) -> tuple[float, 
         flops, out = _matmul_cost([s for s, _ in shapes], bare)
         given = any(math.prod(s) == out for s, _ in shapes[2:])  # the output is among the arguments
         return flops, moved + (0.0 if given else out * shapes[0][1])
-    if any(word in bare for word in ("scaled_dot_product", "flash_attention", "causal_attention")):
+    if any(word in bare for word in _FUSED_ATTENTION):
         q = shapes[0][0]
+        if bare.startswith("rotary"):  # of nn/native: [B, T, 3 H, d]
+            q = [q[0], q[2] // 3, q[1], q[3]]
         causal = 0.5  # language models use causal attention only
         return 4.0 * causal * math.prod(q) * q[-2] * (2.5 if "backward" in bare else 1.0), moved + sizes[0][
             0
