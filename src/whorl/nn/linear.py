@@ -1,8 +1,8 @@
 """A linear layer with an fp32 master weight.
 
 The product runs in the type of its input: bf16 activations are multiplied with a bf16 copy of the weight, cast at each
-call. The gradient reaches the fp32 weight through the cast. `matmul` replaces the product, for example by fp8
-(`nn/float8.py`).
+call. The gradient reaches the fp32 weight through the cast, or in fp32 from a C++ kernel (`nn/native/linear.py`).
+`matmul` replaces the product, for example by fp8 (`nn/float8.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from whorl.nn.native import linear as native
 
 
 class Linear(nn.Module):
@@ -42,4 +44,6 @@ class Linear(nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.matmul is not None:
             return self.matmul(x, self.weight, bias)
+        if bias is None and native.is_chosen(x, self.weight):
+            return native.linear(x, self.weight)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)

@@ -32,6 +32,9 @@ MIN_CHUNK_TOKENS = 128  # tokens; smaller chunks make inefficient matrix product
 # (logits [n, V], targets [n], keep [n], z_loss, softcap) -> (total [], nll [], gradient of total [n, V]).
 # The gradient has the dtype of the logits and may overwrite the logits.
 LogitsStep = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
+WeightGradient = Callable[
+    [Tensor, Tensor], Tensor
+]  # (gradient of logits [n, V], hidden [n, d]) -> [V, d] fp32
 # (hidden, head, softcap, the default step) -> the step to use
 LogitsStepSelector = Callable[[Tensor, Tensor, float | None, LogitsStep], LogitsStep]
 
@@ -83,6 +86,11 @@ def logits_step(
     return total, nll.sum(), d_logits.to(raw.dtype)
 
 
+def plain_weight_gradient(d_logits: Tensor, hidden: Tensor) -> Tensor:
+    """Compute a `WeightGradient` by torch's product in the type of the operands."""
+    return (d_logits.t() @ hidden).float()
+
+
 class _Fused(torch.autograd.Function):
     """Compute (total, nll) and the gradients in one forward pass; see the top of this file."""
 
@@ -97,6 +105,7 @@ class _Fused(torch.autograd.Function):
         softcap: float | None,
         step: LogitsStep,
         chunk: int,
+        weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
         weight = head.to(hidden.dtype)
         totals, nlls, d_hidden = [], [], []
@@ -107,7 +116,7 @@ class _Fused(torch.autograd.Function):
             totals.append(total)
             nlls.append(nll)
             d_hidden.append(d_logits @ weight)
-            part = (d_logits.t() @ h).float()
+            part = weight_gradient(d_logits, h)
             d_head = part if d_head is None else d_head + part
         ctx.save_for_backward(torch.cat(d_hidden), d_head)
         total, nll = torch.stack(totals).sum(), torch.stack(nlls).sum()
@@ -118,7 +127,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0]
         d_hidden, d_head = ctx.saved_tensors
-        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, *[None] * 6
+        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, *[None] * 7
 
 
 def default_chunk_tokens(vocabulary: int) -> int:
@@ -135,6 +144,7 @@ def next_token(
     softcap: float | None = None,
     select_step: LogitsStepSelector | None = None,
     chunk_tokens: int | None = None,
+    weight_gradient: WeightGradient | None = None,
 ) -> Loss:
     """Return the summed cross-entropy of the next tokens, in nats.
 
@@ -146,6 +156,7 @@ def next_token(
         softcap: c, for a model whose logits are c tanh(W h / c) (Gemma 2, arXiv:2408.00118, section 2).
         select_step: returns another `LogitsStep` if there is a faster one for the device.
         chunk_tokens: whose logits are held at a time; None: `default_chunk_tokens`.
+        weight_gradient: another way to compute the head's gradient of a chunk.
 
     Returns:
         Loss: `total` [] fp32, `count` [] = number of targets, metrics `nll` (total without the z-loss).
@@ -153,5 +164,6 @@ def next_token(
     keep = mask.float()
     step = logits_step if select_step is None else select_step(hidden, head, softcap, logits_step)
     chunk = chunk_tokens or default_chunk_tokens(head.shape[0])
-    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap, step, chunk)  # type: ignore[no-untyped-call]
+    product = weight_gradient or plain_weight_gradient
+    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap, step, chunk, product)  # type: ignore[no-untyped-call]
     return Loss(total, keep.sum(), {"nll": nll})

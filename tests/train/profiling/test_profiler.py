@@ -169,6 +169,7 @@ def test_estimate_cost_bytes_of_other_ops() -> None:
             (8 * 8 * 4 * 16, 960),
         ),
         ("rotary_attention_backward", [[2, 8, 9, 4]], ["c10::BFloat16"], (5 * 2 * 3 * 8 * 8 * 4, 2 * 1152)),
+        ("weight_gradient", [[8, 4], [8, 6]], [b, b], (2 * 8 * 4 * 6, 2 * (32 + 48 + 24))),
         ("add", [], [], (0, 0)),
     ):
         assert trace.estimate_cost(f"aten::{name}", shapes, types) == cost, name

@@ -13,14 +13,12 @@
 //
 // In packed rows a query sees no key before the start of its document. Starts never fall along a row, so the blocks that a
 // query or a key needs are adjacent, and the others are left out.
-#include "tiles.h"
-#include "vectors.h"
+#include "operands.h"
 
 #include <cmath>
 #include <thread>
 #include <vector>
 
-constexpr int64_t AREA = BLOCK * BLOCK;
 constexpr int64_t GROUP = 4;            // blocks of keys whose dS^T is kept
 constexpr int64_t MAX_D = 256;
 constexpr float MASKED = 1e30f;         // log-sum of a query that does not exist: its probabilities are 0
@@ -129,8 +127,7 @@ static void pack(const Rows& rows, const Sizes& z, bf16* to, bool turned) {
             pair* into = turned ? tile : (pair*)to;
             for (int64_t p = 0; p < SIDE; p++) {
                 const bf16 *low = rows.at(k * DEPTH + 2 * p) + n * SIDE, *high = low + rows.stride;
-                const words both = (words)load(low) >> 16 | (words)load(high);
-                memcpy(into + p * SIDE, &both, sizeof both);
+                join(low, high, into + p * SIDE);
             }
             if (turned) transpose(tile, SIDE, (pair*)to, SIDE);
         }

@@ -11,7 +11,7 @@ from whorl.machine.identity import warn_of_unused_amx
 from whorl.machine.native_build import BuildError, Source, cache_folder, is_enabled, load_library
 
 FLAGS = ("-fopenmp-simd",)
-NAMES = ("causal_attention", "cross_entropy", "mlp", "update", "orthogonalize")
+NAMES = ("causal_attention", "cross_entropy", "mlp", "update", "orthogonalize", "weight_gradient")
 
 
 def source(name: str) -> Path:

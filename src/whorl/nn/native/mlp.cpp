@@ -8,26 +8,16 @@
 //
 // One thread. Rows and both widths are multiples of 32. All matrices are contiguous; r, a and dh are stored as blocks of
 // 32 x 32 numbers, [row / 32][unit / 32], so that blocks are written and read without strides.
-#include "tiles.h"
+#include "operands.h"
 
 #include <algorithm>
 
 static thread_local Scratch scratch;
-constexpr int64_t AREA = BLOCK * BLOCK;
 constexpr int64_t FORWARD_ROWS = 64;
 constexpr int64_t SECTION_BYTES = 3 << 18;
 
-// Two rows of 32 numbers side by side: number c of both in pair c.
-static inline void interleave(const bf16* low, const bf16* high, pair* left, pair* right) {
-#pragma omp simd
-    for (int64_t c = 0; c < SIDE; c++) left[c] = pair(low[c]) | pair(high[c]) << 16;
-#pragma omp simd
-    for (int64_t c = 0; c < SIDE; c++) right[c] = pair(low[SIDE + c]) | pair(high[SIDE + c]) << 16;
-}
-
 static inline void narrow(const float* from, bf16* to, int64_t n) {
-#pragma omp simd
-    for (int64_t c = 0; c < n; c++) to[c] = bf16(rounded(from[c]));
+    for (int64_t c = 0; c < n; c += SIDE) store(to + c, load(from + c));
 }
 
 // W [n][k] as the right operand of X W^T, in the order [n / 16][k / 32].
@@ -51,25 +41,6 @@ static void pack(const float* w, int64_t rows, int64_t columns, bf16* to) {
             pair* at = (pair*)(to + (n / SIDE * steps + k / DEPTH) * TILE) + k % DEPTH / 2 * SIDE;
             interleave(low, high, at, at + steps * TILE / 2);
         }
-}
-
-// X [k][n] in bf16 as a right operand, in the order [n / 16][k / 32].
-static void pack(const bf16* x, int64_t rows, int64_t columns, bf16* to) {
-    const int64_t steps = rows / DEPTH;
-    for (int64_t k = 0; k < rows; k += 2)
-        for (int64_t n = 0; n < columns; n += BLOCK) {
-            pair* at = (pair*)(to + (n / SIDE * steps + k / DEPTH) * TILE) + k % DEPTH / 2 * SIDE;
-            interleave(x + k * columns + n, x + (k + 1) * columns + n, at, at + steps * TILE / 2);
-        }
-}
-
-// 32 rows by 32 columns of X, rows `stride` apart, as two tiles of the left operand X^T.
-static void turn(const bf16* x, int64_t stride, bf16* to) {
-    alignas(64) pair pairs[2][SIDE * SIDE];
-    for (int64_t p = 0; p < SIDE; p++)
-        interleave(x + 2 * p * stride, x + (2 * p + 1) * stride, pairs[0] + p * SIDE, pairs[1] + p * SIDE);
-    transpose(pairs[0], SIDE, (pair*)to, SIDE);
-    transpose(pairs[1], SIDE, (pair*)(to + TILE), SIDE);
 }
 
 // to [rows][columns] = from [rows][depth], in blocks, times a packed right operand.
@@ -101,12 +72,9 @@ int32_t whorl_mlp(const bf16* x, const float* up, const float* down, bf16* r, bf
                 const bf16* left = x + (start + m) * width;
                 multiply(left, width, DEPTH, SIDE * width, right_up + h * width, steps * TILE, steps, sums, BLOCK, false);
                 bf16 *kept = r + (start + m) * hidden + h * BLOCK, *square = a + m * hidden + h * BLOCK;
-#pragma omp simd
-                for (int64_t c = 0; c < AREA; c++) {
-                    const uint32_t positive = rounded(sums[c] < 0.0f ? 0.0f : sums[c]);
-                    const float value = widen(bf16(positive));
-                    kept[c] = bf16(positive);
-                    square[c] = bf16(rounded(value * value));
+                for (int64_t c = 0; c < AREA; c += SIDE) {
+                    store(kept + c, maximum(load(sums + c), floats{}));
+                    store(square + c, load(kept + c) * load(kept + c));
                 }
             }
         product(a, hidden, right_down, count, width, sums, y + start * width);
@@ -148,11 +116,10 @@ int32_t whorl_mlp_backward(const bf16* dy, const bf16* x, const bf16* r, const f
                 multiply(left, width, DEPTH, SIDE * width, right_down + h * width, width * SIDE, width / DEPTH, sums, BLOCK, false);
                 const bf16* kept = r + (start + k * DEPTH) * hidden + h * BLOCK;
                 bf16* to = dh + k * DEPTH * hidden + h * BLOCK;
-#pragma omp simd
-                for (int64_t c = 0; c < AREA; c++) {
-                    const float value = widen(kept[c]);
-                    to[c] = bf16(rounded(2.0f * value * sums[c]));
-                    a[c] = bf16(rounded(value * value));
+                for (int64_t c = 0; c < AREA; c += SIDE) {
+                    const floats value = load(kept + c);
+                    store(to + c, 2.0f * value * load(sums + c));
+                    store(a + c, value * value);
                 }
                 turn(to, BLOCK, left_dh + 2 * k * TILE);
                 for (int64_t p = 0; p < SIDE; p++) {

@@ -24,7 +24,11 @@ static inline floats load(const float* from) {
 static inline floats load(const bf16* from) {
     halves x;
     memcpy(&x, from, sizeof x);
+#ifdef WIDE
+    return (floats)((words)_mm512_cvtepu16_epi32((__m256i)x) << 16);
+#else
     return (floats)(__builtin_convertvector(x, words) << 16);
+#endif
 }
 
 static inline void store(float* to, floats x) { memcpy(to, &x, sizeof x); }
@@ -46,6 +50,12 @@ static inline void store(bf16* to, floats x) {
 // Number c of both in bf16, `low` in the low half of 32 bits.
 static inline void store_pairs(uint32_t* to, floats low, floats high) {
     const words both = rounded(low) | rounded(high) << 16;
+    memcpy(to, &both, sizeof both);
+}
+
+// Number c of both side by side, as of `store_pairs`.
+static inline void join(const bf16* low, const bf16* high, uint32_t* to) {
+    const words both = (words)load(low) >> 16 | (words)load(high);
     memcpy(to, &both, sizeof both);
 }
 

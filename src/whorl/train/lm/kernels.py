@@ -2,6 +2,7 @@
 
     attention       blocked products in torch, or C++ on tiles         nn/attention/causal.py
     mlp             products in torch, or C++ on tiles                 nn/mlp.py
+    linear          weight gradients by torch, or C++ on tiles         nn/native/linear.py
     cross_entropy   compiled, or C++ in one reading                    nn/native/cross_entropy.py
     head            tokens whose logits are held at a time             objectives/next_token.py
     update          the optimizer's passes, in torch or in C++         nn/native/update.py
@@ -20,12 +21,14 @@ import torch
 from whorl.machine.kernel_choice import fastest
 from whorl.machine.native_build import build_libraries
 from whorl.models import LanguageModel
-from whorl.nn import mlp
+from whorl.nn import Linear, mlp
 from whorl.nn.attention.causal import choose_path
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.native.cross_entropy import choose_logits_step
 from whorl.nn.native.library import sources
+from whorl.nn.native.linear import choose_weight_gradient, weight_gradient
+from whorl.nn.native.linear import select as select_weight_gradient
 from whorl.nn.native.update import choose_update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job
@@ -71,9 +74,14 @@ def choose_step_kernels(
         choose_path(rows, heads, length, head_dim)
     vocabulary, width = model.head_weight.shape
     tokens = rows * length
+    linears = [m for m in model.modules() if type(m) is Linear and m.bias is None and m.matmul is None]
+    shapes = {(m.weight.shape[1], m.weight.shape[0]) for m in linears}
     plain = (m for m in model.modules() if isinstance(m, mlp.MLP) and m.is_plain_relu2)
     for d, hidden in sorted({(m.up.weight.shape[1], m.up.weight.shape[0]) for m in plain}):
-        mlp.choose_path(tokens, d, hidden)
+        if mlp.choose_path(tokens, d, hidden) == "native":
+            shapes -= {(d, hidden), (hidden, d)}
+    for inner, outer in sorted(shapes):
+        choose_weight_gradient(tokens, inner, outer)
     step = choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary)
     return Kernels(
         _choose_chunk(tokens, model, step),
@@ -103,13 +111,25 @@ def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
     default = default_chunk_tokens(vocabulary)
     sizes = [default, *(default * n for n in CHUNK_FACTORS if default * n * vocabulary <= MAX_LOGITS)]
     sizes = [size for n, size in enumerate(sizes) if n == 0 or sizes[n - 1] < tokens]
+    largest = min(sizes[-1], tokens)
+    native = choose_weight_gradient(largest, width, vocabulary) == "native"
+    for size in sizes:
+        select_weight_gradient((size, width, vocabulary), native and size % 32 == 0)
     hidden = torch.arange(tokens * width).remainder(97).sub(48).div(48).bfloat16().view(tokens, width)
     head = torch.arange(vocabulary * width).remainder(89).sub(44).div(2000).view(vocabulary, width)
     targets, mask = torch.arange(tokens) % vocabulary, torch.ones(tokens, dtype=torch.bool)
 
     def run(size: int) -> Callable[[], object]:
         return lambda: (
-            next_token(hidden, head, targets, mask, select_step=logits_step, chunk_tokens=size).total
+            next_token(
+                hidden,
+                head,
+                targets,
+                mask,
+                select_step=logits_step,
+                chunk_tokens=size,
+                weight_gradient=weight_gradient,
+            ).total
         )
 
     name = f"head {tokens}x{width}x{vocabulary} bf16, {step}"

@@ -17,6 +17,7 @@ from whorl.nn import Linear
 from whorl.nn.compiler import compiled
 from whorl.nn.experts import Experts, expert_lr_scales, router_parameter_names
 from whorl.nn.kernels.dispatch import logits_step
+from whorl.nn.native.linear import weight_gradient
 from whorl.objectives.next_token import Loss, next_token
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim
@@ -126,6 +127,7 @@ class LMObjective:
             model.logit_softcap,
             select_step=logits_step,
             chunk_tokens=self.chunk_tokens,
+            weight_gradient=weight_gradient,
         )
         return loss.total, loss.count, loss.metrics["nll"]
 

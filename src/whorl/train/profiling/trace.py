@@ -49,7 +49,7 @@ CLASSES = (MATMULS, ATTENTION, POINTWISE, REDUCTIONS, LOOKUPS, COPIES, WAITING, 
 
 _MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "_linear_pointwise", "mkldnn_linear", "_scaled_mm",
-    "mlp", "mlp_backward",
+    "mlp", "mlp_backward", "weight_gradient",
 }  # fmt: skip
 _SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
 _REDUCTIONS = _SOFTMAX | {
@@ -344,6 +344,8 @@ def _matmul_cost(shapes: list[list[int]], bare: str) -> tuple[float, float]:
     if bare in ("mlp", "mlp_backward"):  # of nn/native: the weights come last
         out = math.prod(a)
         return (4.0 if bare == "mlp" else 8.0) * out * shapes[-2][0], float(out)
+    if bare == "weight_gradient":  # of nn/native: both operands have a row per token
+        a = a[::-1]
     if bare in ("_linear_pointwise", "mkldnn_linear"):
         out = math.prod(a[:-1]) * (b[0] if b[-1] == a[-1] else b[-1])
     elif len(b) == 1:

@@ -1,0 +1,102 @@
+"""The weight gradient of a linear layer in C++ for bf16 on a CPU with AMX (`weight_gradient.cpp`), in fp32.
+
+`choose_weight_gradient` times it for one shape and one thread, before a step is compiled. The other products are torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whorl.machine.kernel_choice import fastest
+from whorl.nn.native.library import native_library
+
+_chosen: dict[tuple[int, int, int], bool] = {}  # (rows, inner, outer) -> whether the kernel was the fastest
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernel, or None where it cannot be built or the CPU's tiles cannot be used."""
+    found = native_library("weight_gradient")
+    return found if found is not None and found.whorl_tiles() else None
+
+
+def select(shape: tuple[int, int, int], use: bool) -> None:
+    """Set whether weight gradients of this shape (rows, inner, outer) are computed here."""
+    _chosen[shape] = use
+
+
+def is_chosen(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a layer should run here. x: [..., inner]; weight: [outer, inner] fp32."""
+    rows = x.numel() // x.shape[-1]
+    return weight.dtype == torch.float32 and _is_chosen(x, (rows, x.shape[-1], len(weight)))
+
+
+def _is_chosen(x: Tensor, shape: tuple[int, int, int]) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _chosen.get(shape, False)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight^T, [..., outer] in bf16, with the kernel in its backward. x: [..., inner]; weight: [outer, inner]."""
+    y: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def weight_gradient(d_y: Tensor, x: Tensor) -> Tensor:
+    """Return d_y^T x, [outer, inner] fp32, by the kernel if it was chosen. d_y: [rows, outer]; x: [rows, inner]."""
+    if _is_chosen(x, (len(x), x.shape[1], d_y.shape[1])):
+        out: Tensor = weight_gradient_kernel(d_y, x)
+        return out
+    return (d_y.t() @ x).float()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        narrow = weight.to(x.dtype)
+        ctx.save_for_backward(x, narrow)
+        return F.linear(x, narrow)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (d_y,) = gradients
+        x, narrow = ctx.saved_tensors
+        return d_y @ narrow, weight_gradient_kernel(d_y.flatten(0, -2), x.flatten(0, -2))
+
+
+@torch.library.custom_op("whorl::weight_gradient", mutates_args=())
+def weight_gradient_kernel(d_y: Tensor, x: Tensor) -> Tensor:
+    """Return d_y^T x, [outer, inner] fp32; all sizes are multiples of 32.
+
+    Raises:
+        MemoryError: there is no memory for the packed rows.
+    """
+    found, d_y, x = library(), d_y.contiguous(), x.contiguous()
+    assert found is not None  # or it would not have been chosen
+    out = torch.empty(d_y.shape[1], x.shape[1])
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (d_y, x, out))
+    if found.whorl_weight_gradient(*pointers, *(ctypes.c_int64(n) for n in (*x.shape, len(out)))):
+        raise MemoryError(f"weight gradient {list(out.shape)}: no memory for the packed rows")
+    return out
+
+
+@weight_gradient_kernel.register_fake
+def _(d_y: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(d_y.shape[1], x.shape[1], dtype=torch.float32)
+
+
+def choose_weight_gradient(rows: int, inner: int, outer: int) -> str:
+    """Time the ways for bf16 rows [rows, inner] and [rows, outer] on a CPU. Returns "direct" or "native"."""
+    x = torch.arange(rows * inner).remainder(97).sub(48).div(48).bfloat16().view(rows, inner)
+    d_y = torch.arange(rows * outer).remainder(89).sub(44).div(44).bfloat16().view(rows, outer)
+    candidates = {"direct": lambda: (d_y.t() @ x).float()}
+    if not (rows % 32 or inner % 32 or outer % 32) and torch.get_num_threads() == 1 and library() is not None:
+        candidates["native"] = lambda: weight_gradient_kernel(d_y, x)
+    chosen = fastest(f"linear {rows}x{inner}x{outer} bf16", candidates, flops=2.0 * rows * inner * outer)
+    select((rows, inner, outer), chosen == "native")
+    return chosen

@@ -1,0 +1,64 @@
+"""The C++ weight gradient, on tiles where the CPU has them and with plain loops everywhere, against torch in fp64."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from tests.support.nn.checks import gen
+from tests.support.nn.native import variant_flags
+
+from whorl.machine import kernel_choice
+from whorl.machine.native_build import BuildError, cache_folder, load_library
+from whorl.nn import Linear
+from whorl.nn.native import linear as native
+from whorl.nn.native.library import source
+from whorl.objectives.next_token import next_token
+
+
+@pytest.fixture(params=["plain", "tiles"], autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    try:
+        found = load_library(source("weight_gradient"), cache_folder(), variant_flags(request.param))
+    except BuildError as error:
+        pytest.skip(str(error))
+    if request.param == "tiles" and not found.whorl_tiles():
+        pytest.skip("this CPU has no tiles")
+    monkeypatch.setattr(native, "library", lambda: found)
+    monkeypatch.setattr(native, "_chosen", {})
+    return found
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 32), (320, 64, 160), (64, 512, 32)], ids=str)
+def test_weight_gradient_matches_product(shape: tuple[int, int, int]) -> None:
+    rows, inner, outer = shape
+    x, d_y = (torch.randn(rows, n, generator=gen(n)).bfloat16() for n in (inner, outer))
+    found = native.weight_gradient_kernel(d_y, x)
+    torch.testing.assert_close(found.double(), d_y.double().t() @ x.double(), rtol=1e-5, atol=1e-4)
+
+
+def test_layer_and_head_take_the_selected_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(32, 64, std=0.1, generator=gen(1))
+    x = torch.randn(2, 32, 32, generator=gen(2)).bfloat16().requires_grad_()
+    targets, mask = torch.arange(64), torch.ones(64, dtype=torch.bool)
+    grads, calls = [], []
+    kernel = native.weight_gradient_kernel
+    monkeypatch.setattr(native, "weight_gradient_kernel", lambda *args: calls.append(1) or kernel(*args))
+    for chosen in (False, True):
+        native.select((64, 32, 64), chosen)
+        hidden = layer(x)[..., :32].flatten(0, 1)
+        loss = next_token(hidden, layer.weight, targets, mask, weight_gradient=native.weight_gradient).total
+        grads.append(torch.autograd.grad(loss, (x, layer.weight)))
+        assert len(calls) == 2 * chosen
+    for found, want in zip(grads[1], grads[0], strict=True):
+        assert found.dtype == want.dtype
+        assert float((found - want).norm() / want.norm()) < 0.01
+
+
+def test_shapes_that_tiles_cannot_cover_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel_choice.FORCE, "linear=native")
+    torch.set_num_threads(1)
+    assert native.choose_weight_gradient(64, 32, 32) == "native"
+    with pytest.raises(kernel_choice.ConfigError, match="native"):
+        native.choose_weight_gradient(64, 40, 32)
