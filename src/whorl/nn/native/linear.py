@@ -26,6 +26,12 @@ def library() -> ctypes.CDLL | None:
     return found if found is not None and found.whorl_tiles() else None
 
 
+def supports(rows: int, inner: int, outer: int) -> bool:
+    """Return whether the kernel runs here for this shape; it has one thread."""
+    whole = not (rows % 32 or inner % 32 or outer % 32)
+    return whole and torch.get_num_threads() == 1 and library() is not None
+
+
 def select(shape: tuple[int, int, int], use: bool) -> None:
     """Set whether weight gradients of this shape (rows, inner, outer) are computed here."""
     _chosen[shape] = use
@@ -95,7 +101,7 @@ def choose_weight_gradient(rows: int, inner: int, outer: int) -> str:
     x = torch.arange(rows * inner).remainder(97).sub(48).div(48).bfloat16().view(rows, inner)
     d_y = torch.arange(rows * outer).remainder(89).sub(44).div(44).bfloat16().view(rows, outer)
     candidates = {"direct": lambda: (d_y.t() @ x).float()}
-    if not (rows % 32 or inner % 32 or outer % 32) and torch.get_num_threads() == 1 and library() is not None:
+    if supports(rows, inner, outer):
         candidates["native"] = lambda: weight_gradient_kernel(d_y, x)
     chosen = fastest(f"linear {rows}x{inner}x{outer} bf16", candidates, flops=2.0 * rows * inner * outer)
     select((rows, inner, outer), chosen == "native")

@@ -4,7 +4,8 @@
     mlp             products in torch, or C++ on tiles                 nn/mlp.py
     linear          weight gradients by torch, or C++ on tiles         nn/native/linear.py
     cross_entropy   compiled, or C++ in one reading                    nn/native/cross_entropy.py
-    head            tokens whose logits are held at a time             objectives/next_token.py
+    head            tokens whose logits are held at a time, with torch's or C++'s gradient
+                                                                       objectives/next_token.py
     update          the optimizer's passes, in torch or in C++         nn/native/update.py
     adamw           one operation after the other, or torch's fused    train/optim/optimizers.py
 
@@ -25,10 +26,9 @@ from whorl.nn import Linear, mlp
 from whorl.nn.attention.causal import choose_path
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.kernels.dispatch import logits_step
+from whorl.nn.native import linear
 from whorl.nn.native.cross_entropy import choose_logits_step
 from whorl.nn.native.library import sources
-from whorl.nn.native.linear import choose_weight_gradient, weight_gradient
-from whorl.nn.native.linear import select as select_weight_gradient
 from whorl.nn.native.update import choose_update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job
@@ -81,7 +81,7 @@ def choose_step_kernels(
         if mlp.choose_path(tokens, d, hidden) == "native":
             shapes -= {(d, hidden), (hidden, d)}
     for inner, outer in sorted(shapes):
-        choose_weight_gradient(tokens, inner, outer)
+        linear.choose_weight_gradient(tokens, inner, outer)
     step = choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary)
     return Kernels(
         _choose_chunk(tokens, model, step),
@@ -103,34 +103,35 @@ def _choose_fused_adamw(numbers: int) -> bool:
 
 
 def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
-    """Time head and loss of all tokens in chunks of several sizes. step: the choice of `choose_logits_step`.
+    """Time head and loss of all tokens in chunks of several sizes, with torch's weight gradient and that in C++.
 
-    Returns the default, untimed, if no larger chunk is needed or allowed, or under deterministic algorithms.
+    step: the choice of `choose_logits_step`. Returns the tokens of a chunk: the default, untimed, if no larger one is needed
+    or allowed, or under deterministic algorithms.
     """
     vocabulary, width = model.head_weight.shape
     default = default_chunk_tokens(vocabulary)
     sizes = [default, *(default * n for n in CHUNK_FACTORS if default * n * vocabulary <= MAX_LOGITS)]
     sizes = [size for n, size in enumerate(sizes) if n == 0 or sizes[n - 1] < tokens]
-    largest = min(sizes[-1], tokens)
-    native = choose_weight_gradient(largest, width, vocabulary) == "native"
-    for size in sizes:
-        select_weight_gradient((size, width, vocabulary), native and size % 32 == 0)
     hidden = torch.arange(tokens * width).remainder(97).sub(48).div(48).bfloat16().view(tokens, width)
     head = torch.arange(vocabulary * width).remainder(89).sub(44).div(2000).view(vocabulary, width)
     targets, mask = torch.arange(tokens) % vocabulary, torch.ones(tokens, dtype=torch.bool)
 
-    def run(size: int) -> Callable[[], object]:
-        return lambda: (
-            next_token(
-                hidden,
-                head,
-                targets,
-                mask,
-                select_step=logits_step,
-                chunk_tokens=size,
-                weight_gradient=weight_gradient,
-            ).total
-        )
+    def shape(size: int) -> tuple[int, int, int]:
+        return min(size, tokens), width, vocabulary
 
+    def run(size: int, native: bool) -> Callable[[], object]:
+        def loss() -> object:
+            linear.select(shape(size), native)
+            return next_token(
+                hidden, head, targets, mask, select_step=logits_step, chunk_tokens=size,
+                weight_gradient=linear.weight_gradient,
+            ).total  # fmt: skip
+
+        return loss
+
+    ways = {str(n): run(n, False) for n in sizes}
+    ways |= {f"{n} native": run(n, True) for n in sizes if linear.supports(*shape(n))}
     name = f"head {tokens}x{width}x{vocabulary} bf16, {step}"
-    return int(fastest(name, {str(n): run(n) for n in sizes}, flops=6.0 * tokens * width * vocabulary))
+    size, _, native = fastest(name, ways, flops=6.0 * tokens * width * vocabulary).partition(" ")
+    linear.select(shape(int(size)), bool(native))
+    return int(size)
