@@ -15,7 +15,6 @@ never used.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
