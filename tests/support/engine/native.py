@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from whorl.engine.cache.kv_int8 import Int8KVPages
 from whorl.engine.cache.pages import InputBatch, KVPages
 from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep
 from whorl.models import LanguageModel, Transformer
 from whorl.models.transformer_config import AttentionConfig, Rope, TransformerConfig
+from whorl.nn.attention import multi_head
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,9 +52,19 @@ def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> 
 
 
 class Texts:
-    """Sequences of random ids, computed in random chunks, in pages that are NaN elsewhere."""
+    """Sequences of random ids, computed in random chunks, in pages that are NaN elsewhere.
 
-    def __init__(self, model: LanguageModel, page_size: int, lengths: list[int], seed: int = 0) -> None:
+    dtype: of the cache, as of `ModelRunner`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        page_size: int,
+        lengths: list[int],
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.rng = np.random.default_rng(seed)
         self.model, self.page_size = model, page_size
         vocab = model.config.vocab_size
@@ -60,19 +73,22 @@ class Texts:
         per_row = -(-max(lengths) // page_size) + 1
         n_pages = per_row * len(lengths) + 3
         pools = dict.fromkeys((None, *_windows(model)), n_pages)
-        self.runner = ModelRunner(model, pools, page_size, len(lengths), 512)
+        self.runner = ModelRunner(model, pools, page_size, len(lengths), 512, dtype=dtype)
         for layer in self.runner.layers:
             assert isinstance(layer, KVPages)
             for t in layer.tensors:
-                t.fill_(float("nan"))
+                t.fill_(float("nan") if t.is_floating_point() else 93)
         pages = self.rng.permutation(n_pages)[: per_row * len(lengths)]
         self.pages = pages.reshape(len(lengths), per_row).astype(np.int32)
 
-    def batch(self, most: int) -> tuple[InputBatch, list[int], list[slice]]:
+    def batch(self, most: int, decode_from: int = 512) -> tuple[InputBatch, list[int], list[slice]]:
         """Return the next chunks of up to `most` positions of some rows, short ones first; their rows and positions."""
         left = [r for r in range(len(self.ids)) if self.done[r] < len(self.ids[r])]
         rows = [r for r in left if self.rng.random() < 0.8] or left
-        sizes = {r: int(self.rng.integers(1, min(most, len(self.ids[r]) - self.done[r]) + 1)) for r in rows}
+        caps = {r: most if self.done[r] < decode_from else 1 for r in rows}
+        sizes = {
+            r: int(self.rng.integers(1, min(caps[r], len(self.ids[r]) - self.done[r]) + 1)) for r in rows
+        }
         rows.sort(key=lambda r: sizes[r] > 1)
         spans = [slice(self.done[r], self.done[r] + sizes[r]) for r in rows]
         for r, s in zip(rows, spans, strict=True):
@@ -99,21 +115,47 @@ class Texts:
             previous_ids=torch.from_numpy(np.array(before)) if reach else None,
         )
 
-    def compare(self, step: NativeStep, most: int = 40, rounds: int = 40) -> float:
-        """Run all sequences to their end; returns the largest log-probability error against the model's forward."""
-        with torch.inference_mode():
-            hidden = [self.model(torch.from_numpy(ids)[None])[0] for ids in self.ids]
-            want = [self.model.logits(h).log_softmax(-1) for h in hidden]
-        worst = 0.0
+    def compare(self, step: NativeStep, most: int = 40, rounds: int = 40, decode_from: int = 512) -> float:
+        """Run all sequences to their end; returns the largest log-probability error against the model's forward.
+
+        The forward reads the keys and values of an int8 cache from the pages, where `step` has written them.
+
+        Args:
+            most: positions of a row in a step; one from position `decode_from` on.
+        """
+        found: list[list[torch.Tensor]] = [[] for _ in self.ids]
         for _ in range(rounds):
             if self.done == [len(ids) for ids in self.ids]:
                 break
-            batch, rows, spans = self.batch(most)
+            batch, rows, spans = self.batch(most, decode_from)
             got = step.run(batch, self.runner.layers, self.runner.group_of).log_softmax(-1)
-            expected = torch.cat([want[r][s] for r, s in zip(rows, spans, strict=True)])
             assert bool(got.isfinite().all())
-            worst = max(worst, float((got - expected).abs().max()))
-        return worst
+            for r, part in zip(rows, got.split([s.stop - s.start for s in spans]), strict=True):
+                found[r].append(part)
+        rows = [r for r, parts in enumerate(found) if parts]
+        return max(float((torch.cat(found[r]) - self._expected(r)).abs().max()) for r in rows)
+
+    @torch.inference_mode()
+    def _expected(self, row: int) -> torch.Tensor:
+        """Log-probabilities by the model's forward, of the computed positions of a row."""
+        layers, own = iter(self.runner.layers), multi_head.attend
+
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any
+        ) -> torch.Tensor:
+            layer = next(layers)
+            if isinstance(layer, Int8KVPages):
+                pairs = (layer.k, layer.k_scale), (layer.v, layer.v_scale)
+                k, v = (self._of_row(codes * scale, row).to(q.dtype) for codes, scale in pairs)
+            return own(q, k, v, *rest, **options)
+
+        ids = torch.from_numpy(self.ids[row][: self.done[row]])
+        with patch.object(multi_head, "attend", attend):
+            return self.model.logits(self.model(ids[None])[0]).log_softmax(-1)
+
+    def _of_row(self, t: torch.Tensor, row: int) -> torch.Tensor:
+        """Pages [n_pages, KV, page_size, d] -> [1, KV, positions, d] of a row."""
+        return t[self.pages[row]].transpose(0, 1).flatten(1, 2)[None, :, : self.done[row]]
 
 
 def _windows(model: LanguageModel) -> list[int]:

@@ -8,9 +8,11 @@
 //     m' = max(m, max_j s_j),  c = e^(m - m'),  p_j = e^(s_j - m')
 //     l' = c l + sum_j p_j,    o' = c o + sum_j p_j v_j            and at the end y = o / l
 //
-// All query heads that share the key head run together, so a key is read once for all of them. Up to three queries use the
-// keys in place. More queries use a transposed copy of the tile, [head_dim][32]: 8 queries by 32 keys are summed in
-// registers without a horizontal sum.
+// All query heads that share the key head run together, so a key is read once for all of them. Keys are transposed to
+// [head_dim][32]: 8 queries by 32 keys are summed in registers without a horizontal sum. Up to three queries use a plain
+// copy. `attend_few` (decode_attention.h) needs no copy, for few queries and whole vectors.
+//
+// Keys and values in int8 have a scale per row (cache/kv_int8.py): a factor of a score, and of a probability.
 //
 // Subtle: positions outside of the row or of its window never enter a sum. The rest of a page may hold anything (NaN in the
 // tests), and pages outside of the window may be missing from the table.
@@ -33,6 +35,7 @@ struct Heads {
 template <class T>
 struct Cache {
     T *k, *v;
+    float *k_scale, *v_scale;      // of int8: [n_pages][n_kv_heads][page_size], else null
     int64_t page, head, position;  // strides, in elements
 
     INLINE int64_t at(const Heads& h, const int32_t* pages, int64_t kv, int64_t p) const {
@@ -43,7 +46,7 @@ struct Cache {
 // Scratch size of `attend`, in floats.
 INLINE int64_t attention_room(const Heads& h, int64_t queries) {
     const int64_t d = (h.head_dim + WIDTH - 1) / WIDTH * WIDTH;
-    return 3 * queries * d + queries * (KEYS + 4) + 3 * KEYS * d;
+    return 2 * queries * d + queries * (KEYS + 5) + 3 * KEYS * d;
 }
 
 // Transpose: in 16 rows of 16 -> out, with distance `stride` between columns.
@@ -83,33 +86,15 @@ INLINE void turn_keys(const T* k, int64_t stride, int64_t d, float* turned) {
         }
 }
 
-INLINE void fetch(const void* from, int64_t bytes) {
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)from + b);
-}
-
-// scores[32] of one query from 32 rows in place: 16 sums in registers, then the sums of their lanes. The rows of the next
-// tile are prefetched.
-template <class T>
-INLINE void few_scores(const float* q, const bf16* short_q, int64_t d, const T* k, const T* next, int64_t stride,
-                       float* scores) {
-    (void)short_q;
+// scores[32] of one query from 32 rows: 16 sums in registers, then the sums of their lanes.
+INLINE void few_scores(const float* q, int64_t d, const float* k, float* scores) {
     for (int side = 0; side < KEYS; side += WIDTH) {
         Lanes rows[WIDTH];
         UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = Lanes{};
-        int64_t c = 0;
-#ifdef __AVX512BF16__
-        if (sizeof(T) == 2)  // two features per lane, exact products; the query is rounded as in torch
-            for (; c + 2 * WIDTH <= d; c += 2 * WIDTH) {
-                const __m512bh part = (__m512bh)load<Bits>(short_q + c);
-                UNROLL16 for (int j = 0; j < WIDTH; j++)
-                    rows[j] = (Lanes)_mm512_dpbf16_ps((__m512)rows[j], (__m512bh)load<Bits>(k + (side + j) * stride + c), part);
-            }
-#endif
-        for (; c < d; c += WIDTH) {
+        for (int64_t c = 0; c < d; c += WIDTH) {
             const Lanes part = load_lanes(q + c);
-            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] += load_lanes(k + (side + j) * stride + c) * part;
+            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] += load_lanes(k + (side + j) * d + c) * part;
         }
-        for (int j = 0; j < WIDTH; j++) fetch(next + (side + j) * stride, d * int64_t(sizeof(T)));
         store(scores + side, sums16(rows));
     }
 }
@@ -133,16 +118,15 @@ INLINE void scores_of(const float* q, int64_t d, const float* turned, float* sco
 }
 
 // out[QN][N * 16] = out * correction + p[QN][keys] v[keys][N * 16], columns of rows `d` wide.
-template <int QN, int N, class T>
-INLINE void values_of(const float* p, const float* correction, const T* v, const T* next, int64_t stride, int64_t column,
-                      int from, int to, float* out, int64_t d) {
+template <int QN, int N>
+INLINE void values_of(const float* p, const float* correction, const float* v, int64_t column, int from, int to, float* out,
+                      int64_t d) {
     Lanes acc[QN][N];
     UNROLL for (int i = 0; i < QN; i++)
         UNROLL for (int c = 0; c < N; c++) acc[i][c] = load_lanes(out + i * d + column + c * WIDTH) * correction[i];
     for (int j = from; j < to; j++) {
-        if (QN == 1) fetch(next + j * stride + column, N * WIDTH * int64_t(sizeof(T)));
         UNROLL for (int c = 0; c < N; c++) {
-            const Lanes value = load_lanes(v + j * stride + column + c * WIDTH);
+            const Lanes value = load_lanes(v + j * d + column + c * WIDTH);
             UNROLL for (int i = 0; i < QN; i++) acc[i][c] += value * p[i * KEYS + j];
         }
     }
@@ -150,18 +134,16 @@ INLINE void values_of(const float* p, const float* correction, const T* v, const
         UNROLL for (int c = 0; c < N; c++) store(out + i * d + column + c * WIDTH, acc[i][c]);
 }
 
-template <int QN, class T>
-INLINE void all_values_of(const float* p, const float* correction, const T* v, const T* next, int64_t stride, int from,
-                          int to, float* out, int64_t d) {
+template <int QN>
+INLINE void all_values_of(const float* p, const float* correction, const float* v, int from, int to, float* out, int64_t d) {
     int64_t column = 0;
-    for (; column + 4 * WIDTH <= d; column += 4 * WIDTH)
-        values_of<QN, 4>(p, correction, v, next, stride, column, from, to, out, d);
-    for (; column < d; column += WIDTH) values_of<QN, 1>(p, correction, v, next, stride, column, from, to, out, d);
+    for (; column + 4 * WIDTH <= d; column += 4 * WIDTH) values_of<QN, 4>(p, correction, v, column, from, to, out, d);
+    for (; column < d; column += WIDTH) values_of<QN, 1>(p, correction, v, column, from, to, out, d);
 }
 
 // Convert one query's scores of a tile to probabilities relative to its running maximum, in place; returns the correction.
-// [from, to): the visible keys.
-INLINE float soften(float* scores, int from, int to, float softcap, float& most, float& sum) {
+// [from, to): the visible keys. scales: of int8 keys and values, [2][32], or null; the latter become a factor of the result.
+INLINE float soften(float* scores, const float* scales, int from, int to, float softcap, float& most, float& sum) {
     if (to <= from) {
         store(scores, Lanes{});
         store(scores + WIDTH, Lanes{});
@@ -172,6 +154,7 @@ INLINE float soften(float* scores, int from, int to, float softcap, float& most,
     Ints seen[2];
     for (int h = 0; h < 2; h++) {
         s[h] = load_lanes(scores + h * WIDTH);
+        if (scales) s[h] *= load_lanes(scales + h * WIDTH);
         if (softcap != 0) s[h] = softcap * tanh_lanes(s[h] / softcap);
         seen[h] = (lane + h * WIDTH >= from) & (lane + h * WIDTH < to);
         s[h] = seen[h] ? s[h] : all(LOWEST);
@@ -181,9 +164,9 @@ INLINE float soften(float* scores, int from, int to, float softcap, float& most,
     const Lanes p[2] = {exp_lanes(s[0] - now), exp_lanes(s[1] - now)};
     Lanes total{};
     for (int h = 0; h < 2; h++) {
-        const Lanes kept = (Lanes)((Ints)p[h] & seen[h]);
-        store(scores + h * WIDTH, kept);
-        total += kept;
+        const Lanes weighted = scales ? p[h] * load_lanes(scales + KEYS + h * WIDTH) : p[h];
+        store(scores + h * WIDTH, (Lanes)((Ints)weighted & seen[h]));
+        total += (Lanes)((Ints)p[h] & seen[h]);
     }
     const float correction = now == most ? 1.0f : exp_lanes(all(most - now))[0];
     sum = sum * correction + sum_lanes(total);
@@ -191,81 +174,10 @@ INLINE float soften(float* scores, int from, int to, float softcap, float& most,
     return correction;
 }
 
-// q: [tokens][q_stride] from the first head of the group; y: [tokens][y_stride], likewise; position: of the first token.
-template <class T>
-void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t kv, int64_t position, int64_t tokens,
-            const float* q, int64_t q_stride, float* y, int64_t y_stride, float* room) {
-    const int64_t group = h.n_heads / h.n_kv_heads, n = tokens * group;
-    const int64_t d = (h.head_dim + WIDTH - 1) / WIDTH * WIDTH;
-    float *queries = room, *out = queries + n * d, *scores = out + n * d, *most = scores + n * KEYS, *sum = most + n,
-          *correction = sum + n, *turned = correction + 2 * n, *keys = turned + KEYS * d, *values = keys + KEYS * d;
-    bf16* short_q = (bf16*)(values + KEYS * d);
-    for (int64_t i = 0; i < n; i++) {
-        const float* from = q + i / group * q_stride + i % group * h.head_dim;
-        for (int64_t c = 0; c < d; c++) queries[i * d + c] = c < h.head_dim ? from[c] * h.scale : 0.0f;
-        if (sizeof(T) == 2)
-            for (int64_t c = 0; c < d; c++) short_q[i * d + c] = narrow(queries[i * d + c]);
-        for (int64_t c = 0; c < d; c++) out[i * d + c] = 0;
-        most[i] = LOWEST;
-        sum[i] = 0;
-    }
-    // A tile within one page is read in place; others are copied, in fp32 and padded.
-    const bool in_place = h.head_dim % WIDTH == 0 && h.page_size % KEYS == 0, many = n > 3;
-    const int64_t last = position + tokens - 1, stride = cache.position;
-    const int64_t first = h.window > 0 && position - h.window + 1 > 0 ? position - h.window + 1 : 0;
-    for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
-        const int from = int(first > start ? first - start : 0);
-        const int to = int(last + 1 - start < KEYS ? last + 1 - start : KEYS);
-        const int64_t here = in_place ? cache.at(h, pages, kv, start) : 0;
-        const int64_t then = in_place && start + KEYS <= last ? cache.at(h, pages, kv, start + KEYS) : here;
-        const T *k = cache.k + here, *v = cache.v + here;
-        if (!in_place) {
-            for (int j = 0; j < KEYS; j++) {
-                if (j < from || j >= to) {
-                    for (int64_t c = 0; c < d; c++) keys[j * d + c] = 0;
-                    continue;
-                }
-                const int64_t at = cache.at(h, pages, kv, start + j);
-                widened(cache.k + at, h.head_dim, keys + j * d);
-                widened(cache.v + at, h.head_dim, values + j * d);
-            }
-        } else if (many) {
-            for (int j = from; j < to; j++) widened(v + j * stride, h.head_dim, values + j * d);
-        }
-        if (many) {
-            if (in_place)
-                turn_keys(k, stride, d, turned);
-            else
-                turn_keys(keys, d, d, turned);
-            int64_t i = 0;
-            for (; i + 8 <= n; i += 8) scores_of<8>(queries + i * d, d, turned, scores + i * KEYS);
-            for (; i + 4 <= n; i += 4) scores_of<4>(queries + i * d, d, turned, scores + i * KEYS);
-            for (; i < n; i++) scores_of<1>(queries + i * d, d, turned, scores + i * KEYS);
-        } else {
-            for (int64_t i = 0; i < n; i++) {
-                if (in_place)
-                    few_scores(queries + i * d, short_q + i * d, d, k, cache.k + then, stride, scores + i * KEYS);
-                else
-                    few_scores(queries + i * d, short_q + i * d, d, keys, keys, d, scores + i * KEYS);
-            }
-        }
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t own = position + i / group - start;  // position in the tile
-            const int low = h.window > 0 && own - h.window + 1 > from ? int(own - h.window + 1) : from;
-            const int high = own + 1 < to ? int(own + 1) : to;
-            correction[i] = soften(scores + i * KEYS, low, high, h.softcap, most[i], sum[i]);
-        }
-        int64_t i = 0;
-        if (many || !in_place) {
-            for (; i + 4 <= n; i += 4)
-                all_values_of<4>(scores + i * KEYS, correction + i, values, values, d, from, to, out + i * d, d);
-            for (; i < n; i++)
-                all_values_of<1>(scores + i * KEYS, correction + i, values, values, d, from, to, out + i * d, d);
-        } else {
-            for (; i < n; i++)
-                all_values_of<1>(scores + i * KEYS, correction + i, v, cache.v + then, stride, from, to, out + i * d, d);
-        }
-    }
+// y = out / sum for the n queries of a key head; a sink is one more number in the sum. d: width of `out`.
+INLINE void divide_by_sums(const Heads& h, int64_t kv, int64_t n, const float* most, const float* sum, float* out, int64_t d,
+                           float* y, int64_t y_stride) {
+    const int64_t group = h.n_heads / h.n_kv_heads;
     for (int64_t i = 0; i < n; i++) {
         float total = sum[i];
         if (h.sink) {
@@ -277,4 +189,65 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
         float* to = y + i / group * y_stride + i % group * h.head_dim;
         for (int64_t c = 0; c < h.head_dim; c++) to[c] = out[i * d + c] / total;
     }
+}
+
+// q: [tokens][q_stride] from the first head of the group; y: [tokens][y_stride], likewise; position: of the first token.
+template <class T>
+void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t kv, int64_t position, int64_t tokens,
+            const float* q, int64_t q_stride, float* y, int64_t y_stride, float* room) {
+    const int64_t group = h.n_heads / h.n_kv_heads, n = tokens * group;
+    const int64_t d = (h.head_dim + WIDTH - 1) / WIDTH * WIDTH;
+    float *queries = room, *out = queries + n * d, *scores = out + n * d, *most = scores + n * KEYS, *sum = most + n,
+          *correction = sum + n, *turned = correction + 2 * n, *keys = turned + KEYS * d, *values = keys + KEYS * d;
+    float scales[2 * KEYS] = {};
+    for (int64_t i = 0; i < n; i++) {
+        const float* from = q + i / group * q_stride + i % group * h.head_dim;
+        for (int64_t c = 0; c < d; c++) queries[i * d + c] = c < h.head_dim ? from[c] * h.scale : 0.0f;
+        for (int64_t c = 0; c < d; c++) out[i * d + c] = 0;
+        most[i] = LOWEST;
+        sum[i] = 0;
+    }
+    // The keys of a tile within one page are transposed from there; others are copied, in fp32 and padded.
+    const bool in_place = h.head_dim % WIDTH == 0 && h.page_size % KEYS == 0, many = n > 3;
+    const int64_t last = position + tokens - 1;
+    const int64_t first = h.window > 0 && position - h.window + 1 > 0 ? position - h.window + 1 : 0;
+    for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
+        const int from = int(first > start ? first - start : 0);
+        const int to = int(last + 1 - start < KEYS ? last + 1 - start : KEYS);
+        for (int j = 0; j < KEYS; j++) {
+            if (j < from || j >= to) {
+                for (int64_t c = 0; c < d; c++) keys[j * d + c] = 0;
+                continue;
+            }
+            const int64_t at = cache.at(h, pages, kv, start + j);
+            if (!many || !in_place) widened(cache.k + at, h.head_dim, keys + j * d);
+            widened(cache.v + at, h.head_dim, values + j * d);
+            if (sizeof(T) == 1) {
+                scales[j] = cache.k_scale[at / h.head_dim];
+                scales[KEYS + j] = cache.v_scale[at / h.head_dim];
+            }
+        }
+        if (many) {
+            if (in_place)
+                turn_keys(cache.k + cache.at(h, pages, kv, start), cache.position, d, turned);
+            else
+                turn_keys(keys, d, d, turned);
+            int64_t i = 0;
+            for (; i + 8 <= n; i += 8) scores_of<8>(queries + i * d, d, turned, scores + i * KEYS);
+            for (; i + 4 <= n; i += 4) scores_of<4>(queries + i * d, d, turned, scores + i * KEYS);
+            for (; i < n; i++) scores_of<1>(queries + i * d, d, turned, scores + i * KEYS);
+        } else {
+            for (int64_t i = 0; i < n; i++) few_scores(queries + i * d, d, keys, scores + i * KEYS);
+        }
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t own = position + i / group - start;  // position in the tile
+            const int low = h.window > 0 && own - h.window + 1 > from ? int(own - h.window + 1) : from;
+            const int high = own + 1 < to ? int(own + 1) : to;
+            correction[i] = soften(scores + i * KEYS, sizeof(T) == 1 ? scales : nullptr, low, high, h.softcap, most[i], sum[i]);
+        }
+        int64_t i = 0;
+        for (; i + 4 <= n; i += 4) all_values_of<4>(scores + i * KEYS, correction + i, values, from, to, out + i * d, d);
+        for (; i < n; i++) all_values_of<1>(scores + i * KEYS, correction + i, values, from, to, out + i * d, d);
+    }
+    divide_by_sums(h, kv, n, most, sum, out, d, y, y_stride);
 }

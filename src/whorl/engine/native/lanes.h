@@ -24,6 +24,7 @@ typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
 
 constexpr int WIDTH = 16;
 
@@ -54,6 +55,13 @@ INLINE Lanes load_lanes(const bf16* from) {
     return as_lanes(__builtin_convertvector(load<Halves>(from), Bits) << 16);
 }
 
+INLINE Lanes load_lanes(const int8_t* from) {
+#ifdef __AVX512F__
+    return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#endif
+    return __builtin_convertvector(load<Bytes>(from), Lanes);
+}
+
 // The first n of 16, the others 0; nothing after them is read.
 template <class T>
 INLINE Lanes load_some(const T* from, int n) {
@@ -64,6 +72,25 @@ INLINE Lanes load_some(const T* from, int n) {
 
 INLINE void put(float* to, float x) { *to = x; }
 INLINE void put(bf16* to, float x) { *to = narrow(x); }
+
+// x[n] -> a row of a cache; `scale`: where that of an int8 row goes. Equal to `quantize_rows` in nn/quantized_linear.py.
+template <class T>
+INLINE void put_row(T* to, float*, const float* x, int64_t n) {
+    for (int64_t c = 0; c < n; c++) put(to + c, x[c]);
+}
+INLINE void put_row(int8_t* to, float* scale, const float* x, int64_t n) {
+    float largest = 0, zeros = 0;  // the latter NaN if a number is
+    for (int64_t c = 0; c < n; c++) {
+        const float size = x[c] < 0 ? -x[c] : x[c];
+        largest = size > largest ? size : largest;
+        zeros += x[c] != x[c] ? x[c] : 0;
+    }
+    *scale = (largest / 127.0f > 1e-30f ? largest / 127.0f : 1e-30f) + zeros;
+    for (int64_t c = 0; c < n; c++) {
+        const float code = __builtin_rintf(x[c] / *scale);
+        to[c] = int8_t(code > 127 ? 127 : code < -127 ? -127 : code);
+    }
+}
 
 INLINE float get(const float* from) { return *from; }
 INLINE float get(const bf16* from) { return widen(*from); }
@@ -91,19 +118,21 @@ INLINE float max_of(Lanes v) {
 #endif
 }
 
-// The sums of sixteen vectors as one vector: a transpose with additions, 15 instead of 16 * 4.
-INLINE Lanes sums16(Lanes* v) {
+// The sums of sixteen vectors as one vector: a transpose with additions, 15 instead of 16 * 4. The first operand of each
+// addition is a blend, which has more ports than a shuffle.
+template <class V>
+INLINE V sums16(V* v) {
     UNROLL for (int i = 0; i < 8; i++)
-        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30);
     UNROLL for (int i = 0; i < 4; i++)
-        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
     UNROLL for (int i = 0; i < 2; i++)
-        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    return __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+    return __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31) +
+           __builtin_shufflevector(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
 }
 
 // e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, and n added to the

@@ -80,16 +80,16 @@ class ModelStruct(Structure):
 
 class LayerCache(Structure):
     _fields_: ClassVar[Fields] = [
-        *((name, c_void_p) for name in ("k", "v", "raw")),
+        *((name, c_void_p) for name in ("k", "v", "raw", "k_scale", "v_scale")),
         *((name, c_int64) for name in ("page", "head", "position")),
         ("pages", c_void_p),
-        *((name, c_int64) for name in ("pages_stride", "n_pages")),
+        *((name, c_int64) for name in ("pages_stride", "n_pages", "raw_bf16")),
     ]
 
 
 class Batch(Structure):
     _fields_: ClassVar[Fields] = [
-        *((name, c_int64) for name in ("n", "rows", "wanted", "cache_bf16")),
+        *((name, c_int64) for name in ("n", "rows", "wanted", "cache_kind")),
         *((name, c_void_p) for name in ("ids", "starts", "lengths", "which", "before", "caches", "hidden")),
     ]
 

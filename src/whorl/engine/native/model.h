@@ -1,6 +1,7 @@
 // A dense decoder as numbers and addresses; engine/native/layout.py mirrors these structures field by field.
 #pragma once
 
+#include "decode_attention.h"
 #include "product.h"
 #include "tile_attention.h"
 
@@ -43,16 +44,17 @@ struct Model {
 };
 
 // k, v, raw: [n_pages][n_kv_heads][page_size][head_dim] with the given strides; position p of a row is in page
-// pages[row][p / page_size]. raw: keys before smearing, or null.
+// pages[row][p / page_size]. raw: keys before smearing, in fp32 or bf16, or null. Scales: of int8, a number per row of head_dim.
 struct LayerCache {
     void *k, *v, *raw;
+    float *k_scale, *v_scale;
     int64_t page, head, position;  // strides, in elements
     const int32_t* pages;
-    int64_t pages_stride, n_pages;
+    int64_t pages_stride, n_pages, raw_bf16;
 };
 
 struct Batch {
-    int64_t n, rows, wanted, cache_bf16;
+    int64_t n, rows, wanted, cache_kind;  // Kind, of keys and values
     const int64_t* ids;
     const int32_t *starts, *lengths;
     const int64_t* which;   // [W] positions that need logits

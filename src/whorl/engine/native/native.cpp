@@ -64,7 +64,7 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
     bool branch = false;
     Ready input{}, second{}, between{};
     const Heads& h0 = model.layers[0].heads;
-    const bool tiles = sizeof(T) == 2 && model.layers[0].qkv.method != VECTORS && attends_by_tiles(h0);
+    const bool tiles = sizeof(T) < 4 && model.layers[0].qkv.method != VECTORS && attends_by_tiles(h0);
     const int64_t group0 = h0.n_heads / h0.n_kv_heads, queries = tiles ? TILE_QUERIES : QUERIES;
     const int64_t most = group0 < queries ? queries / group0 : 1;
     for (int64_t row = 0; row < batch.rows; row++) {
@@ -81,6 +81,7 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         larger(y, layer.out.k);
         larger(hidden, layer.down.k);
         larger(room, attention_room(layer.heads, most * group));
+        larger(room, few_attention_room(layer.heads));
         if (attends_by_tiles(layer.heads)) larger(room, tile_attention_room(layer.heads, most * group));
         branch |= layer.mixer_after.kind || layer.mlp_after.kind;
         input = step.input.reserve(layer.qkv, n);
@@ -191,8 +192,10 @@ int32_t whorl_step(void* step, const Model* model, const Batch* batch, float* lo
     const int32_t answer = check(*model, *batch);
     if (answer != FINE) return answer;
     try {
-        if (batch->cache_bf16)
+        if (batch->cache_kind == BFLOAT16)
             run<bf16>(*model, *batch, *(Step*)step, logits, threads);
+        else if (batch->cache_kind == INT8)
+            run<int8_t>(*model, *batch, *(Step*)step, logits, threads);
         else
             run<float>(*model, *batch, *(Step*)step, logits, threads);
     } catch (const std::bad_alloc&) {

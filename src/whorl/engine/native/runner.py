@@ -110,8 +110,6 @@ def make_runner(
     reason = "WHORL_NATIVE=0" if setting == "0" else unsupported_reason(model, compile_native)
     if not setting and weight_dtype is None and torch.are_deterministic_algorithms_enabled():
         reason = reason or "timing must not decide"
-    if kwargs.get("dtype") == torch.int8:
-        reason = reason or "its cache is bfloat16 or float32, and kv_cache_dtype is int8"
     if reason is not None:
         if weight_dtype is not None:
             raise ConfigError(
@@ -191,7 +189,7 @@ def decode_steps(runner: ModelRunner, rows: Sequence[int]) -> Callable[[], None]
 def step_shape(runner: ModelRunner, group_size: int | None = None) -> str:
     """Return the name of a model's shape and compute dtype, for choices."""
     c = runner.model.config
-    shape = f"{c!r} {runner.model.dtype} {group_size}"
+    shape = f"{c!r} {runner.model.dtype} {runner.layers[0].k.dtype} {group_size}"
     if runner.model.quantization is not None:
         shape += f" {runner.model.quantization!r}"
     digest = sha256(shape.encode()).hexdigest()[:8]

@@ -44,6 +44,9 @@ struct Run {
     float *x, *normed, *qkv, *y, *hidden, *branch, *attention;
     int64_t d, normed_room, qkv_width, attention_floats;
 
+    static Cache<T> cache_of(const LayerCache& kept) {
+        return {(T*)kept.k, (T*)kept.v, kept.k_scale, kept.v_scale, kept.page, kept.head, kept.position};
+    }
     float* own(const Team& team) const { return normed + team.id * normed_room; }
 
     void embed(int64_t row, int64_t i) {
@@ -69,7 +72,7 @@ struct Run {
     // Process a chunk's queries in place; write its keys and values to the pages.
     void turn_piece(const Layer& layer, const LayerCache& kept, const Piece& piece, int64_t kv) {
         const Heads& h = layer.heads;
-        const Cache<T> cache{(T*)kept.k, (T*)kept.v, kept.page, kept.head, kept.position};
+        const Cache<T> cache = cache_of(kept);
         const int64_t hd = h.head_dim, group = h.n_heads / h.n_kv_heads, start = batch.starts[piece.row];
         const int64_t first = batch.lengths[piece.row] - (batch.starts[piece.row + 1] - start);
         const int32_t* pages = kept.pages + piece.row * kept.pages_stride;
@@ -87,40 +90,42 @@ struct Run {
             memcpy(key, k, size_t(hd) * 4);
             const int64_t at = cache.at(h, pages, kv, first + i);
             if (layer.smear) {
-                T* raw = (T*)kept.raw;
-                if (first + i > 0) {  // k itself is not changed: the next position reads it
-                    const T* before = raw + cache.at(h, pages, kv, first + i - 1);
-                    for (int64_t c = 0; c < hd; c++)
-                        key[c] += layer.smear[kv] * ((i > 0 ? k[c - qkv_width] : get(before + c)) - key[c]);
-                }
-                for (int64_t c = 0; c < hd; c++) put(raw + at + c, k[c]);
+                const auto smear = [&](auto* raw) {
+                    if (first + i > 0) {  // k itself is not changed: the next position reads it
+                        const auto* before = raw + cache.at(h, pages, kv, first + i - 1);
+                        for (int64_t c = 0; c < hd; c++)
+                            key[c] += layer.smear[kv] * ((i > 0 ? k[c - qkv_width] : get(before + c)) - key[c]);
+                    }
+                    for (int64_t c = 0; c < hd; c++) put(raw + at + c, k[c]);
+                };
+                kept.raw_bf16 ? smear((bf16*)kept.raw) : smear((float*)kept.raw);
             }
             Norm norm = layer.k_norm;
             if (norm.gain) norm.gain += kv * hd;
             normalise(norm, key, hd, key);
             turn(layer, first + i, key);
-            for (int64_t c = 0; c < hd; c++) put(cache.k + at + c, key[c]);
-            for (int64_t c = 0; c < hd; c++) put(cache.v + at + c, v[c]);
+            put_row(cache.k + at, cache.k_scale + at / hd, key, hd);
+            put_row(cache.v + at, cache.v_scale + at / hd, v, hd);
         }
     }
 
     void attend_piece(const Layer& layer, const LayerCache& kept, const Piece& piece, int64_t kv, float* room) {
         const Heads& h = layer.heads;
-        const Cache<T> cache{(T*)kept.k, (T*)kept.v, kept.page, kept.head, kept.position};
         const int64_t hd = h.head_dim, group = h.n_heads / h.n_kv_heads, width = h.n_heads * hd;
         const int64_t start = batch.starts[piece.row], tokens = batch.starts[piece.row + 1] - start;
         const int64_t t = start + piece.from, n = piece.to - piece.from;
         const auto run = [&](auto&& by) {
-            by(h, cache, kept.pages + piece.row * kept.pages_stride, kv, batch.lengths[piece.row] - tokens + piece.from, n,
+            by(h, cache_of(kept), kept.pages + piece.row * kept.pages_stride, kv, batch.lengths[piece.row] - tokens + piece.from, n,
                qkv + t * qkv_width + kv * group * hd, qkv_width, y + t * width + kv * group * hd, width, room);
         };
-        if constexpr (sizeof(T) == 2) {
+        if constexpr (sizeof(T) < 4) {
             const bool by_tiles = attends_by_tiles(h) && n * group >= MIN_TILE_QUERIES;
 #ifdef WHORL_AMX
-            if (by_tiles && layer.qkv.method == TILES) return run(attend_by_tiles<HardwareTiles>);
+            if (by_tiles && layer.qkv.method == TILES) return run(attend_by_tiles<HardwareTiles, T>);
 #endif
-            if (by_tiles && layer.qkv.method == EMULATED_TILES) return run(attend_by_tiles<EmulatedTiles>);
+            if (by_tiles && layer.qkv.method == EMULATED_TILES) return run(attend_by_tiles<EmulatedTiles, T>);
         }
+        if (n * group <= FEW && attends_in_place(h)) return run(attend_few<T>);
         run(attend<T>);
     }
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whorl.engine.cache.kv_int8 import Int8KVPages
 from whorl.engine.cache.pages import InputBatch, KVPages
 from whorl.engine.native import build, layout
 from whorl.engine.native.weights import PackedWeights, unsupported_model_reason
@@ -127,7 +128,7 @@ class NativeStep:
         """Return logits [W, vocab] fp32 at `logit_indices`.
 
         Args:
-            layers: the cache, float32 or bfloat16.
+            layers: the cache, float32, bfloat16 or int8.
             group_of: index into `batch.pages` of each layer.
             hidden: [N, d_model] fp32, filled with the normalized hidden states, or None.
 
@@ -151,7 +152,7 @@ class NativeStep:
         )
         logits = torch.empty(len(logit_indices), self.vocab_size)
         c_batch = layout.Batch(
-            len(ids), len(lengths), len(logit_indices), int(layers[0].k.dtype == torch.bfloat16),
+            len(ids), len(lengths), len(logit_indices), layout.KINDS[str(layers[0].k.dtype).removeprefix("torch.")],
             ids.data_ptr(), starts.ctypes.data, lengths.ctypes.data, logit_indices.data_ptr(),
             None if previous_ids is None else previous_ids.data_ptr(), ctypes.addressof(self._caches),
             None if hidden is None else hidden.data_ptr(),
@@ -182,18 +183,23 @@ class NativeStep:
 
     def _bind_cache(self, layers: Sequence[KVPages]) -> None:
         """Store the addresses of the cache's tensors."""
-        dtypes = {t.dtype for layer in layers for t in layer.tensors}
-        if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        dtypes = {t.dtype for layer in layers for t in (layer.k, layer.v)}
+        if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.int8}:
             raise ConfigError(
-                f"the cache is of {sorted(map(str, dtypes))}", expected="float32 or bfloat16, in all layers"
+                f"the cache is of {sorted(map(str, dtypes))}",
+                expected="float32, bfloat16 or int8, in all layers",
             )
         for cache, layer in zip(self._caches, layers, strict=True):
-            if layer.k.stride() != layer.v.stride() or layer.k.stride(3) != 1:
+            if not all(t.is_contiguous() for t in layer.tensors):
                 raise ConfigError(
-                    "keys and values have different strides", expected="[n_pages, KV, page_size, d]"
+                    "keys and values are not contiguous", expected="[n_pages, KV, page_size, d]"
                 )
             cache.k, cache.v = layer.k.data_ptr(), layer.v.data_ptr()
-            cache.raw = None if layer.raw_keys is None else layer.raw_keys.data_ptr()
+            if layer.raw_keys is not None:
+                cache.raw = layer.raw_keys.data_ptr()
+                cache.raw_bf16 = int(layer.raw_keys.dtype == torch.bfloat16)
+            if isinstance(layer, Int8KVPages):
+                cache.k_scale, cache.v_scale = layer.k_scale.data_ptr(), layer.v_scale.data_ptr()
             cache.page, cache.head, cache.position = layer.k.stride()[:3]
             cache.n_pages = len(layer.k)
             for tensor in layer.tensors:

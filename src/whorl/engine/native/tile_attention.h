@@ -1,8 +1,10 @@
-// The attention of attention.h for many queries of one key head, by tile registers: prefill chunks over a bf16 cache.
+// The attention of attention.h for many queries of one key head, by tile registers: prefill chunks over a bf16 or int8 cache.
 //
 // A step reads 64 keys. Keys are transposed in pairs of features and values are interleaved in pairs of positions, as a right
 // operand needs; up to 64 queries share that work. Scores of 32 queries are two rows of tiles, their running softmax is as in
 // attention.h, and the probabilities, rounded to bf16, multiply the values. Sums and the running output are fp32.
+//
+// Keys and values in int8 are converted to bf16 first, 16 rows at a time.
 //
 // Subtle: values outside of the row are set to 0, since a probability of 0 times NaN is NaN. Keys need no such care: their
 // scores are replaced before use.
@@ -18,7 +20,7 @@ INLINE bool attends_by_tiles(const Heads& h) { return h.head_dim % 32 == 0 && h.
 // Scratch size, in floats.
 INLINE int64_t tile_attention_room(const Heads& h, int64_t queries) {
     const int64_t n = round_up(queries, GROUP), d = h.head_dim;
-    return n * d / 2 + n * d + GROUP * TILE_KEYS * 3 / 2 + TILE_KEYS * d + (1 + WIDTH) * n + 64;
+    return n * d / 2 + n * d + GROUP * TILE_KEYS * 3 / 2 + TILE_KEYS * d + (1 + WIDTH) * n + TILE_LINES * d + 64;
 }
 
 // 2^x to 4e-5 of its value, for x <= 0; for x below -126 it is at most 2^-126.
@@ -84,8 +86,10 @@ INLINE float soften64(const float* scores, bf16* probabilities, int from, int to
 
 // Keys [start, start + 64) -> [4][d / 32] tiles of feature pairs by keys, values -> [2][d / 16] tiles of position pairs by
 // features. Tiles without a position in [first, last] are 0, and so are values outside.
-INLINE void turn_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* pages, int64_t kv, int64_t start, int64_t first,
-                       int64_t last, float* keys, float* values) {
+// short_rows: room for 2 * 16 rows.
+template <class T>
+INLINE void turn_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t kv, int64_t start, int64_t first,
+                       int64_t last, bf16* short_rows, float* keys, float* values) {
     const int64_t d = h.head_dim, tile = TILE_LINES * WIDTH;
     for (int side = 0; side < TILE_KEYS / TILE_LINES; side++) {
         const int64_t p0 = start + side * TILE_LINES;
@@ -98,13 +102,25 @@ INLINE void turn_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* 
             continue;
         }
         const int64_t at = cache.at(h, pages, kv, p0), stride = cache.position;
+        const bf16 *k = short_rows, *v = k + TILE_LINES * d;
+        if constexpr (sizeof(T) == 2) {
+            k = cache.k + at;
+            v = cache.v + at;
+        } else {
+            for (int j = 0; j < TILE_LINES; j++)
+                for (int64_t c = 0; c < d; c += WIDTH) {
+                    const int64_t from = at + j * stride + c, row = at / d + j;
+                    store_narrow(short_rows + j * d + c, load_lanes(cache.k + from) * cache.k_scale[row]);
+                    store_narrow(short_rows + (TILE_LINES + j) * d + c, load_lanes(cache.v + from) * cache.v_scale[row]);
+                }
+        }
         for (int64_t c = 0; c < d / 32; c++) {
             Lanes rows[WIDTH];
-            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = load<Lanes>(cache.k + at + j * stride + c * 32);
+            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = load<Lanes>(k + j * stride + c * 32);
             transpose16(rows, to + c * tile, WIDTH);
         }
         for (int j = 0; j < TILE_LINES; j += 2) {
-            const bf16 *even = cache.v + at + j * stride, *odd = even + stride;
+            const bf16 *even = v + j * stride, *odd = even + stride;
             const bool has_even = p0 + j >= first && p0 + j <= last, has_odd = p0 + j + 1 >= first && p0 + j + 1 <= last;
             for (int64_t c = 0; c < d / 16; c++) {
                 Bits pair{};
@@ -117,8 +133,8 @@ INLINE void turn_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* 
 }
 
 // Arguments as of `attend`.
-template <class Tiles>
-void attend_by_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* pages, int64_t kv, int64_t position,
+template <class Tiles, class T>
+void attend_by_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t kv, int64_t position,
                      int64_t tokens, const float* q, int64_t q_stride, float* y, int64_t y_stride, float* room) {
     const int64_t group = h.n_heads / h.n_kv_heads, n = tokens * group, d = h.head_dim, padded_n = round_up(n, GROUP);
     const int64_t tile = TILE_LINES * WIDTH;
@@ -127,6 +143,7 @@ void attend_by_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* pa
     bf16 *probabilities = (bf16*)(scores + GROUP * TILE_KEYS), *queries = probabilities + GROUP * TILE_KEYS;
     float* most = (float*)(queries + padded_n * d);
     Lanes* sum = (Lanes*)(most + padded_n);  // aligned: padded_n and d are multiples of 32
+    bf16* short_rows = (bf16*)(sum + padded_n);
     memset(out, 0, size_t(padded_n * d) * 4);
     const float log2e = 1.44269504f, scale = h.softcap != 0 ? h.scale : h.scale * log2e;
     for (int64_t i = 0; i < padded_n; i++) {
@@ -141,7 +158,7 @@ void attend_by_tiles(const Heads& h, const Cache<bf16>& cache, const int32_t* pa
     const int64_t last = position + tokens - 1;
     const int64_t first = h.window > 0 && position - h.window + 1 > 0 ? position - h.window + 1 : 0;
     for (int64_t start = first / TILE_KEYS * TILE_KEYS; start <= last; start += TILE_KEYS) {
-        turn_tiles(h, cache, pages, kv, start, first, last, keys, values);
+        turn_tiles(h, cache, pages, kv, start, first, last, short_rows, keys, values);
         for (int64_t r = 0; r < n; r += GROUP) {
             if (position + (r + GROUP - 1) / group < start) continue;  // all keys are later
             for (int side = 0; side < 4; side += 2) {
