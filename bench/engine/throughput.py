@@ -1,11 +1,15 @@
 """Tokens/s of the engine against vLLM, OpenVINO GenAI, llama.cpp and Hugging Face, with the same weights and number type.
 
     python bench/engine/throughput.py --peer vllm=/PATH/bin/python --peer openvino=/PATH/bin/python
-        [--models 14M,109M] [--cells 1,8,32,128,prefill] [--kinds fp32,bf16,int8] [--only ours,vllm] [--rounds 3] [--quick]
+        [--models 14M,109M] [--cells 1,8,32,128,prefill] [--kinds fp32,bf16,int8,int8-kv8] [--only ours,vllm]
+        [--rounds 3] [--quick]
 
 Cells 1, 8 and 32: so many prompts of 128 random ids, present at the start, and 128 new tokens each, greedy, no end token.
 128: prompts of 32, 64 new tokens. prefill: 8 prompts of 1,024 ids, one new token each, counted in prompt tokens. Prefill is
 always part of the time; prefix caches are off.
+
+int8-kv8 is int8 with our KV cache in int8 too. OpenVINO's default cache has 8 bits (KV_CACHE_PRECISION u8) in every type but
+fp32, so there the types are equal; in bf16 and int8 ours has 16 bits. The other peers have no int8 cache on a CPU here.
 
 Every contender runs alone in a separate process, with two threads; the best round counts. The engine and the peers run
 at their own choices of kernels. The table ends with the ratio to the fastest peer of the same type. Bar: 1.2 with AMX, 1.3
@@ -43,6 +47,8 @@ from bench.engine.support.contender import Job, Outcome
 from bench.engine.support.peers import GGUF_NAMES
 
 THREADS, TIMEOUT = 2, 900
+KINDS = (*GGUF_NAMES, "int8-kv8")
+INT8_CACHE_PEERS = ("openvino",)
 NAMES = {"14M": "13.8 M", "109M": "109.5 M"}
 # Name -> rows, prompt length, new tokens.
 CELLS = {
@@ -168,7 +174,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--models", default="14M,109M")
     parser.add_argument("--cells", default=",".join(CELLS))
-    parser.add_argument("--kinds", default=",".join(GGUF_NAMES))
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--only", default="", help="contenders; ours always runs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
@@ -196,7 +202,9 @@ def main() -> None:
         for model in given.models.split(","):
             # llama.cpp makes q8_0 from f32
             ggufs = (
-                [{"int8": "f32"}.get(kind, GGUF_NAMES[kind]) for kind in kinds] if "llama" in pythons else []
+                [{"int8": "f32"}.get(kind, GGUF_NAMES[kind]) for kind in kinds if kind in GGUF_NAMES]
+                if "llama" in pythons
+                else []
             )
             files = models.write_files(given.folder or Path(spare), model, ggufs)
             cells = []
@@ -210,6 +218,8 @@ def main() -> None:
                 for side, python in pythons.items():
                     if side == "hf" and kind == "int8":
                         continue  # `generate` has no int8 on a CPU
+                    if kind not in GGUF_NAMES and side not in ("ours", *INT8_CACHE_PEERS):
+                        continue
                     job = Job(side, kind, model, str(files), batches, given.rounds, THREADS)
                     print(f"{time.strftime('%X')} {model} {kind} {side}", file=sys.stderr, flush=True)
                     for cell, result in zip(

@@ -60,7 +60,8 @@ def run(job: Job) -> Outcome:
 
         contender = Ours(job.model, job.kind, job.sizes, job.threads)
     else:
-        contender = PEERS[job.side](Path(job.files), job.kind, job.sizes, job.threads)
+        weights = job.kind.removesuffix("-kv8")
+        contender = PEERS[job.side](Path(job.files), weights, job.sizes, job.threads)
     found = Outcome(_version(job.side), [], [])
     for prompts, n_new in job.batches:
         contender.run(prompts, min(n_new, WARM_TOKENS))

@@ -81,17 +81,19 @@ class Ours:
     """The engine as a contender of `bench/engine/throughput.py`, with the path and the threads that it chooses.
 
     Args:
-        kind: fp32, bf16 or int8.
+        kind: fp32, bf16 or int8; with "-kv8", the KV cache is in int8.
     """
 
     def __init__(self, name: str, kind: str, sizes: Sizes, threads: int) -> None:
         torch.set_num_threads(threads)
         self.n_requests = 0
+        weights = kind.removesuffix("-kv8")
         config = EngineConfig(
             max_num_seqs=sizes.rows, max_model_len=sizes.length, kv_cache_tokens=sizes.tokens + 32 * sizes.rows,
-            enable_prefix_caching=False, weight_dtype="int8" if kind == "int8" else None,
+            enable_prefix_caching=False, weight_dtype="int8" if weights == "int8" else None,
+            kv_cache_dtype="model" if weights == kind else "int8",
         )  # fmt: skip
-        self.engine = Engine(models.model(name, DTYPES[kind]), config)
+        self.engine = Engine(models.model(name, DTYPES[weights]), config)
 
     def run(self, prompts: models.Rows, n_new: int) -> models.Rows:
         """Greedy continuations of `n_new` ids each."""

@@ -7,7 +7,7 @@ Types: fp32, bf16 (products in bf16) and int8 (weights in 8 bits; activations as
 `files`/hf; further files of a peer are written to `files` at first use.
 
 - vLLM: int8 is compressed-tensors' W8A8: a scale per output channel, activations rounded per token. The head is not rounded.
-- OpenVINO: fp32 keeps its KV cache in fp32; the other types have its default, which is 8 bits.
+- OpenVINO: fp32 keeps its KV cache in fp32; the other types have its default, 8 bits (KV_CACHE_PRECISION is u8).
 - llama.cpp: as in its server, through `llama_batch`: one call computes the newest tokens of all rows; prompts are passed in
   calls of `BATCH` tokens. The argmax is computed in numpy over all rows at once. int8 is q8_0.
 """

@@ -296,7 +296,10 @@ INLINE float soften_chunk(float* scores, const float* v_scale, const Unit* units
 
 // x[n] in units of `scale`, rounded; n is a multiple of 16.
 INLINE void to_codes(const float* x, int64_t n, float scale, int16_t* codes) {
-    for (int64_t c = 0; c < n; c++) codes[c] = int16_t(__builtin_rintf(x[c] / scale));
+    typedef int16_t Shorts __attribute__((vector_size(32)));
+    const Lanes magic = all(12582912.0f);  // 1.5 * 2^23
+    for (int64_t c = 0; c < n; c += WIDTH)
+        store(codes + c, __builtin_convertvector((Ints)(load_lanes(x + c) / scale + magic) - (Ints)magic, Shorts));
 }
 // The same for weights >= 0, as high and low bytes.
 INLINE void to_byte_codes(const float* w, int n, float scale, uint8_t* high, uint8_t* low) {

@@ -73,25 +73,6 @@ INLINE Lanes load_some(const T* from, int n) {
 INLINE void put(float* to, float x) { *to = x; }
 INLINE void put(bf16* to, float x) { *to = narrow(x); }
 
-// x[n] -> a row of a cache; `scale`: where that of an int8 row goes. Equal to `quantize_rows` in nn/quantized_linear.py.
-template <class T>
-INLINE void put_row(T* to, float*, const float* x, int64_t n) {
-    for (int64_t c = 0; c < n; c++) put(to + c, x[c]);
-}
-INLINE void put_row(int8_t* to, float* scale, const float* x, int64_t n) {
-    float largest = 0, zeros = 0;  // the latter NaN if a number is
-    for (int64_t c = 0; c < n; c++) {
-        const float size = x[c] < 0 ? -x[c] : x[c];
-        largest = size > largest ? size : largest;
-        zeros += x[c] != x[c] ? x[c] : 0;
-    }
-    *scale = (largest / 127.0f > 1e-30f ? largest / 127.0f : 1e-30f) + zeros;
-    for (int64_t c = 0; c < n; c++) {
-        const float code = __builtin_rintf(x[c] / *scale);
-        to[c] = int8_t(code > 127 ? 127 : code < -127 ? -127 : code);
-    }
-}
-
 INLINE float get(const float* from) { return *from; }
 INLINE float get(const bf16* from) { return widen(*from); }
 
@@ -116,6 +97,29 @@ INLINE float max_of(Lanes v) {
     for (int i = 1; i < WIDTH; i++) s = v[i] > s ? v[i] : s;
     return s;
 #endif
+}
+
+// x[n] -> a row of a cache; `scale`: where that of an int8 row goes. Equal to `quantize_rows` in nn/quantized_linear.py to the
+// bit, except that a NaN or infinity makes the scale NaN.
+template <class T>
+INLINE void put_row(T* to, float*, const float* x, int64_t n) {
+    for (int64_t c = 0; c < n; c++) put(to + c, x[c]);
+}
+INLINE void put_row(int8_t* to, float* scale, const float* x, int64_t n) {
+    Lanes largest{}, zeros{};
+    const auto some = [&](int64_t c) { return c + WIDTH <= n ? load_lanes(x + c) : load_some(x + c, int(n - c)); };
+    for (int64_t c = 0; c < n; c += WIDTH) {
+        const Lanes v = some(c);
+        largest = max_lanes(largest, max_lanes(v, -v));
+        zeros += v - v;
+    }
+    const float unit = max_of(largest) / 127.0f, magic = 12582912.0f;  // 1.5 * 2^23: rounds, ties to even
+    *scale = (unit > 1e-30f ? unit : 1e-30f) + sum_lanes(zeros);
+    for (int64_t c = 0; c < n; c += WIDTH) {
+        const Lanes rounded = some(c) / *scale + magic;
+        const Bytes codes = __builtin_convertvector((Ints)rounded - (Ints)all(magic), Bytes);
+        memcpy(to + c, &codes, size_t(n - c < WIDTH ? n - c : WIDTH));
+    }
 }
 
 // The sums of sixteen vectors as one vector: a transpose with additions, 15 instead of 16 * 4. The first operand of each
