@@ -244,12 +244,19 @@ INLINE void chunk_code_values(const Values<int8_t>& v, const uint8_t* w, const f
             }
         }
         UNROLL for (int i = 0; i < QN; i++) {
-            alignas(64) float sums[4][WIDTH];
+            Lanes s[4], t[4];
             UNROLL for (int f = 0; f < 4; f++)
-                store(sums[f], __builtin_convertvector(((Ints)high[i][f] << 8) + (Ints)low[i][f], Lanes) * scale[i]);
-            for (int c = 0; c < 64; c++) {
-                float* to = out + i * v.d + column + c;
-                *to = *to * correction[i] + sums[c % 16 / 4][c / 16 * 4 + c % 4];
+                s[f] = __builtin_convertvector(((Ints)high[i][f] << 8) + (Ints)low[i][f], Lanes) * scale[i];
+            UNROLL for (int f = 0; f < 4; f++)  // a transpose of 4 x 4 fours
+                t[f] = f % 2 ? __builtin_shufflevector(s[f - 1], s[f], 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)
+                             : __builtin_shufflevector(s[f], s[f + 1], 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+            UNROLL for (int f = 0; f < 4; f++) {
+                float* to = out + i * v.d + column + f * WIDTH;
+                const Lanes a = t[f / 2], b = t[f / 2 + 2];
+                const Lanes sum =
+                    f % 2 ? __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+                          : __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+                store(to, load_lanes(to) * correction[i] + sum);
             }
         }
     }
