@@ -142,7 +142,8 @@ INLINE void all_values_of(const float* p, const float* correction, const float* 
 }
 
 // Convert one query's scores of a tile to probabilities relative to its running maximum, in place; returns the correction.
-// [from, to): the visible keys. scales: of int8 keys and values, [2][32], or null; the latter become a factor of the result.
+// [from, to) are the visible keys. `scales` of int8 keys and values are [2][32], or null. Those of values become a factor of the
+// result.
 INLINE float soften(float* scores, const float* scales, int from, int to, float softcap, float& most, float& sum) {
     if (to <= from) {
         store(scores, Lanes{});
