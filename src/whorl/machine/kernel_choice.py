@@ -45,7 +45,10 @@ from whorl.machine.device_probe import (
 from whorl.machine.gemm_benchmark import available_core_fraction
 
 FORCE = "WHORL_CHOOSE"
-OPERATIONS = ("attention", "mlp", "cross_entropy", "head", "update", "adamw", "orthogonalize", "engine_step")
+OPERATIONS = (
+    "attention", "mlp", "linear", "cross_entropy", "head", "update", "adamw", "orthogonalize", "engine_step",
+    "rollout_step",
+)  # fmt: skip
 MIN_SPEEDUP = 1.03  # over the default
 SECONDS_PER_CHOICE = 0.2
 MIN_ROUNDS, MAX_ROUNDS = 3, 50

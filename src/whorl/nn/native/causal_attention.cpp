@@ -386,7 +386,7 @@ template <class Job> static int32_t run(const Job& job, int32_t threads) {
     std::vector<int32_t> failed(n > 0 ? n : 1, 0);
     const auto work = [&](int64_t t) {
         static thread_local Scratch scratch;
-        const TileShapes shapes;
+        const WholeTiles tiles;
         for (int64_t h = t * heads / n; h < (t + 1) * heads / n; h++) {
             if (!scratch.reserve(job.bytes())) {
                 failed[t] = 1;

@@ -19,7 +19,7 @@ int32_t whorl_weight_gradient(const bf16* dy, const bf16* x, float* dw, int64_t 
     const int64_t section = ((rows + parts - 1) / parts + BLOCK - 1) / BLOCK * BLOCK;
     if (!scratch.reserve(size_t(2 * section * (inner + PANEL) + 128))) return 1;
     bf16 *right = scratch.take<bf16>(section * inner), *left = scratch.take<bf16>(section * PANEL);
-    const TileShapes shapes;
+    const WholeTiles tiles;
     for (int64_t start = 0; start < rows; start += section) {
         const int64_t count = std::min(section, rows - start), steps = count / DEPTH;
         pack(x + start * inner, count, inner, right);
