@@ -9,6 +9,8 @@ import pytest
 from whorl.engine.native import build
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler here")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler here"
+)
 def test_library_compiles_where_there_is_a_compiler() -> None:
     assert build.library() is not None

@@ -23,7 +23,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return list(candidates)[-1]
 
-    for module in ("attention.causal", "native.cross_entropy", "native.linear", "native.mlp", "native.update"):
+    for module in (
+        "attention.causal",
+        "native.cross_entropy",
+        "native.linear",
+        "native.mlp",
+        "native.update",
+    ):
         monkeypatch.setattr(f"whorl.nn.{module}.fastest", last)
     monkeypatch.setattr(kernels, "fastest", last)
     monkeypatch.setattr(attention, "_chosen", {})
