@@ -19,6 +19,7 @@ from whorl.machine import identity, native_build
 from whorl.machine.budget import BudgetText
 from whorl.machine.device_probe import Measurement, choose
 from whorl.machine.identity import CpuIdentity
+from whorl.nn.native import library
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, step_kinds
 from whorl.recipes.recipe import Recipe, load_recipe, ready_recipes
 from whorl.recipes.registry import start_native_builds
@@ -300,13 +301,18 @@ def test_run_writes_log_and_records(store: Store) -> None:
     assert (outcome.run.dir / "environment.json").exists() and (outcome.run.dir / "steps.json").exists()
 
 
-def test_native_code_is_compiled_during_the_steps_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [("avx512_bf16",), ("avx512_bf16", "amx_tile", "amx_bf16")])
+def test_native_code_is_compiled_during_the_steps_before_training(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[str] = []
     monkeypatch.setattr(
         native_build, "start_builds", lambda sources: built.extend(source.stem for source, _ in sources)
     )
-    monkeypatch.setattr(identity, "cpu_identity", lambda: CpuIdentity("a CPU", flags=("avx512_bf16",)))
+    for module in (identity, library):
+        monkeypatch.setattr(module, "cpu_identity", lambda: CpuIdentity("a CPU", flags=flags))
     training = ["causal_attention", "cross_entropy", "mlp", "update", "orthogonalize"]
+    training += ["weight_gradient"] if "amx_bf16" in flags else []
     quickstart = load_recipe("quickstart", budget="1e14flops")
     deterministic = load_recipe("quickstart", budget="1e14flops", deterministic=True)
     for recipe, first, expected in (

@@ -7,11 +7,12 @@ import functools
 import warnings
 from pathlib import Path
 
-from whorl.machine.identity import warn_of_unused_amx
+from whorl.machine.identity import cpu_identity, warn_of_unused_amx
 from whorl.machine.native_build import BuildError, Source, cache_folder, is_enabled, load_library
 
 FLAGS = ("-fopenmp-simd",)
-NAMES = ("causal_attention", "cross_entropy", "mlp", "update", "orthogonalize", "weight_gradient")
+NAMES = ("causal_attention", "cross_entropy", "mlp", "update", "orthogonalize")
+TILE_NAMES = ("weight_gradient",)  # of use on a CPU with AMX only
 
 
 def source(name: str) -> Path:
@@ -20,8 +21,8 @@ def source(name: str) -> Path:
 
 
 def sources() -> list[Source]:
-    """Return every source of this folder with its flags, for `native_build.build_libraries`."""
-    return [(source(name), FLAGS) for name in NAMES]
+    """Return every source of this folder that this CPU can use, with its flags, for `native_build.start_builds`."""
+    return [(source(name), FLAGS) for name in (*NAMES, *(TILE_NAMES if cpu_identity().amx else ()))]
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from whorl.machine.identity import cpu_identity
 from whorl.machine.kernel_choice import fastest
 from whorl.nn.native.library import native_library
 
@@ -22,7 +23,7 @@ _chosen: dict[tuple[int, int, int], bool] = {}  # (rows, inner, outer) -> whethe
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel, or None where it cannot be built or the CPU's tiles cannot be used."""
-    found = native_library("weight_gradient")
+    found = native_library("weight_gradient") if cpu_identity().amx else None
     return found if found is not None and found.whorl_tiles() else None
 
 
