@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, document_files, ingest
-from whorl.corpus.attributes import text_attributes
 from whorl.corpus.config import DEFAULT_QUERY
+from whorl.corpus.measures.text import text_attributes
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.progress import Progress
 
@@ -278,7 +278,7 @@ def test_block_sizes_do_not_change_corpus(tmp_path: Path, monkeypatch: pytest.Mo
     # By import_module: as attributes of the package, these two names are the functions.
     monkeypatch.setattr(import_module("whorl.corpus.ingest"), "ROW_GROUP_BYTES", 5_000)
     monkeypatch.setattr(import_module("whorl.corpus.ingest"), "FILE_BYTES", 30_000)
-    monkeypatch.setattr(import_module("whorl.corpus.curate"), "BLOCK_BYTES", 2_000)
+    monkeypatch.setattr(import_module("whorl.corpus.measures.run"), "BATCH_CHARACTERS", 2_000)
     many = CorpusOf(tmp_path / "again", {}, source=str(tmp_path / "data"))
     files = document_files(many.ingest)
     assert len(files) > 3 and many.summary == one.summary

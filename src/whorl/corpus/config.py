@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from whorl.corpus.measures import MEASURES, MeasureConfig
 from whorl.data.formats import FORMATS
 
 # Folders of tools and caches. A pattern without "/" matches a name at any depth.
@@ -42,6 +43,9 @@ SELECT row, CASE
   WHEN repeated_line_fraction > 0.9 THEN 'repeated_lines'
   ELSE '' END AS reason
 FROM attributes"""
+
+
+MeasureName = Annotated[str, AfterValidator(MEASURES.check)]
 
 
 class IngestConfig(BaseModel):
@@ -88,6 +92,10 @@ class CurateConfig(BaseModel):
     query: str = Field(
         default=DEFAULT_QUERY, description="SQL over `attributes`: columns row and reason ('' = keep)"
     )
+    measures: list[MeasureName | MeasureConfig] = Field(
+        default=[],
+        description="further columns of `attributes`: names, or { name, measure, model } for one with a model",
+    )
     near_duplicate_similarity: float = Field(
         default=0.5,
         ge=0.3,
@@ -110,3 +118,11 @@ class CurateConfig(BaseModel):
         default=0.1, gt=0, le=1.0, description="maximum fraction of a held-out split in one cluster"
     )
     seed: int = Field(default=0, ge=0)
+
+    @property
+    def measure_configs(self) -> list[MeasureConfig]:
+        """`measures`, names as configurations."""
+        return [
+            MeasureConfig(name=m.rpartition(":")[2].lower(), measure=m) if isinstance(m, str) else m
+            for m in self.measures
+        ]

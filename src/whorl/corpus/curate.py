@@ -7,14 +7,14 @@ Output files are row-aligned with the documents, which are not modified:
   a document was dropped; "" if it was kept).
 
 Memory grows with the number of documents, not with their text: about 200 bytes per document for ids, hashes, clusters
-and the split. Attributes are written while documents are read. MinHash signatures (512 bytes per document) are in a
-memory map.
+and the split. Measures are units of work (`measures/run.py`). MinHash signatures (512 bytes per document) are in a memory
+map.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.corpus import duplicates
-from whorl.corpus.attributes import PROSE_LANGUAGES, attribute_schema, text_attributes
+from whorl.corpus.attributes import attribute_file_name, attribute_schema, write_attributes
 from whorl.corpus.config import CurateConfig
+from whorl.corpus.mapreduce import LocalPool, UnitStore
+from whorl.corpus.measures import MeasureConfig, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import DOCS_URL, ConfigError, DataError
 
@@ -32,35 +34,58 @@ if TYPE_CHECKING:
 
     from whorl.tracking.progress import Progress
 
-BLOCK_BYTES = 2_000_000
-# Only the beginning of a longer document is compared: hashing a block needs about 60 bytes per byte of text.
-MAX_SIGNATURE_BYTES = 2_000_000
 
-
-def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress: Progress) -> dict[str, Any]:
+def curate(
+    config: CurateConfig,
+    documents: Sequence[Path],
+    out: Path,
+    progress: Progress,
+    *,
+    workers: int = 1,
+    units: Path | None = None,
+) -> dict[str, Any]:
     """Write the attributes and the selection of these document files into `out`.
+
+    Args:
+        workers: processes that measure; with more than one, a script must start under `if __name__ == "__main__"`.
+        units: folder of finished measurements, which later runs reuse; default a temporary folder.
 
     Returns:
         `funnel` (read, the rest after each reason, train), `dropped` (reason -> documents, bytes), `splits` (name ->
         documents, bytes, largest_document_fraction), `clusters`, `near_duplicates`.
 
     Raises:
-        ConfigError: the query is invalid, or does not return `row` and `reason`.
+        ConfigError: a measure is unknown, or the query is invalid, or does not return `row` and `reason`.
         DataError: no document is selected, or the corpus is too small to hold out a split.
     """
     import pyarrow.parquet as pq
 
+    measures = [MeasureConfig(name="text", measure="text"), *config.measure_configs]
+    columns = attribute_schema(measures).names
     n_rows = sum(pq.ParquetFile(path).metadata.num_rows for path in documents)
     with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
-        table = _measure_all(documents, n_rows, Path(scratch), progress)
+        all_measures = [*measures, MeasureConfig(name="minhash", measure="minhash")]
+        with progress.task("Measuring", total=n_rows * len(all_measures), unit="documents") as task:
+            measured = measure_files(
+                all_measures, documents, UnitStore(units or Path(scratch, "units")), LocalPool(workers),
+                advance=task.advance,
+            )  # fmt: skip
+        table = _DocumentTable(documents, measured, n_rows, Path(scratch, "signatures"))
         with progress.task("Finding copies", total=None, unit="documents"):
             first = duplicates.first_occurrence(table.hashes)
             sets = duplicates.union_exact_duplicates(first)
             duplicates.cluster_near_duplicates(table.signatures, config.near_duplicate_similarity, sets)
             cluster = sets.roots()
-        _write_attributes(documents, Path(scratch), out, first, cluster)
-    attributes = [out / _attribute_file_name(path) for path in documents]
-    reasons = _select(config.query, attributes, n_rows)
+        rows = np.arange(n_rows)
+        of_corpus = {
+            "exact_duplicate": first != rows,
+            "cluster": cluster,
+            "cluster_documents": np.bincount(cluster, minlength=n_rows)[cluster],
+            "near_duplicate": cluster != rows,
+        }
+        write_attributes(documents, measures, measured, of_corpus, out)
+    attributes = [out / attribute_file_name(path) for path in documents]
+    reasons = _select(config.query, attributes, columns, n_rows)
     if config.near_duplicates == "remove":
         _remove_near_duplicates(documents, cluster, reasons, config.near_duplicate_similarity)
     kept = reasons == ""
@@ -80,103 +105,39 @@ def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress:
 class _DocumentTable:
     """Per-document data that stays in memory, and the memory map of all signatures."""
 
-    def __init__(self, n: int, signature_file: Path) -> None:
+    def __init__(
+        self, documents: Sequence[Path], measured: Mapping[str, Sequence[Path]], n: int, signature_file: Path
+    ) -> None:
         self.ids: list[str] = []
         self.n_bytes = np.zeros(n, np.int64)
         self.hashes = np.zeros((n, 2), np.uint64)
         shape = (n, duplicates.N_HASHES)
         self.signatures = np.memmap(signature_file, np.uint32, mode="w+", shape=shape)
+        begin = 0
+        for path, text, minhash in zip(documents, measured["text"], measured["minhash"], strict=True):
+            for ids, columns, signatures in zip(
+                _row_groups(path, ["id"]), _row_groups(text, ["n_bytes", "exact_hash"]),
+                _row_groups(minhash, ["signature"]), strict=True,
+            ):  # fmt: skip
+                end = begin + len(ids)
+                self.ids += ids["id"].to_pylist()
+                self.n_bytes[begin:end] = columns["n_bytes"].to_numpy()
+                digests = b"".join(columns["exact_hash"].to_pylist())
+                self.hashes[begin:end] = np.frombuffer(digests, np.uint64).reshape(-1, 2)
+                joined = b"".join(signatures["signature"].to_pylist())
+                self.signatures[begin:end] = np.frombuffer(joined, np.uint32).reshape(-1, duplicates.N_HASHES)
+                begin = end
 
 
-def _row_batches(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows of an open Parquet file in batches of at most BLOCK_BYTES of text or one document."""
-    for group in range(file.num_row_groups):
-        rows: list[dict[str, Any]] = []
-        size = 0
-        for row in file.read_row_group(group, columns=columns).to_pylist():
-            if rows and size + len(row["text"]) > BLOCK_BYTES:
-                yield rows
-                rows, size = [], 0
-            rows.append(row)
-            size += len(row["text"])
-        yield rows
-
-
-def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress: Progress) -> _DocumentTable:
-    """Read all text once: write attributes to scratch files and return the rest as a `_DocumentTable`."""
-    import pyarrow as pa
+def _row_groups(path: Path, columns: list[str]) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
-    table = _DocumentTable(n_rows, scratch / "signatures")
-    schema = attribute_schema()
-    schema = pa.schema([schema.field(i) for i in range(schema.get_field_index("exact_hash") + 1)])
-    provenance = ["source", "path", "language", "licence"]
-    with progress.task("Measuring", total=n_rows, unit="documents") as task:
-        for path in documents:
-            with (
-                pq.ParquetFile(path) as file,
-                pq.ParquetWriter(scratch / _attribute_file_name(path), schema) as writer,
-            ):
-                for rows in _row_batches(file, ["id", "text", *provenance]):
-                    begin = len(table.ids)
-                    end = begin + len(rows)
-                    texts = [row["text"].encode() for row in rows]
-                    measured = [
-                        {
-                            "row": begin + i,
-                            **{k: row[k] for k in provenance},
-                            "is_code": row["language"] not in PROSE_LANGUAGES,
-                            **text_attributes(text, len(row["text"])),
-                        }
-                        for i, (row, text) in enumerate(zip(rows, texts, strict=True))
-                    ]
-                    table.ids += [row["id"] for row in rows]
-                    table.n_bytes[begin:end] = [len(text) for text in texts]
-                    digests = b"".join(row["exact_hash"] for row in measured)
-                    table.hashes[begin:end] = np.frombuffer(digests, np.uint64).reshape(-1, 2)
-                    table.signatures[begin:end] = duplicates.minhash_signatures(
-                        [t[:MAX_SIGNATURE_BYTES] for t in texts]
-                    )
-                    writer.write_table(pa.Table.from_pylist(measured, schema=schema))
-                    task.advance(len(rows))
-    return table
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group, columns=columns)
 
 
-def _attribute_file_name(documents: Path) -> str:
-    return documents.name.replace("documents", "attributes", 1)
-
-
-def _write_attributes(
-    documents: Sequence[Path], scratch: Path, out: Path, first: NDArray[np.int64], cluster: NDArray[np.int64]
-) -> None:
-    """Add the columns that need all documents, one row group at a time."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    members = np.bincount(cluster, minlength=len(cluster))
-    rows = np.arange(len(cluster))
-    late = {
-        "exact_duplicate": first != rows,
-        "cluster": cluster,
-        "cluster_documents": members[cluster],
-        "near_duplicate": cluster != rows,
-    }
-    begin = 0
-    for path in documents:
-        name = _attribute_file_name(path)
-        with (
-            pq.ParquetFile(scratch / name) as measured,
-            pq.ParquetWriter(out / name, attribute_schema(), compression="zstd") as writer,
-        ):
-            for group in range(measured.num_row_groups):
-                part = measured.read_row_group(group)
-                for column, values in late.items():
-                    part = part.append_column(column, pa.array(values[begin : begin + len(part)]))
-                writer.write_table(part.cast(attribute_schema()))
-                begin += len(part)
-
-
-def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]:
+def _select(query: str, attributes: Sequence[Path], columns: Sequence[str], n_rows: int) -> NDArray[Any]:
     """Run the query and return a reason per row: "" if kept, 'not_selected' if the query returns no row for it."""
     import duckdb
     import pyarrow.dataset as ds
@@ -196,10 +157,9 @@ def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]
         typed = "coalesce(row::BIGINT, -1) AS row, coalesce(reason::VARCHAR, '') AS reason"
         result = database.execute(f"SELECT {typed} FROM ({query})").fetchnumpy()
     except duckdb.Error as error:
-        columns = ", ".join(attribute_schema().names)
         raise ConfigError(
             f"curate's query fails: {str(error).splitlines()[0]}",
-            expected=f"SQL that returns the columns row and reason, from the table attributes ({columns})",
+            expected=f"SQL that returns the columns row and reason, from the table attributes ({', '.join(columns)})",
             do=f"start from the default query in {DOCS_URL}/corpus.md",
         ) from error
     finally:
@@ -225,7 +185,9 @@ def _remove_near_duplicates(
     rows = rows[np.argsort(cluster[rows], kind="stable")]
     texts = _texts_of(documents, set(rows.tolist()))
     for group in np.split(rows, np.flatnonzero(np.diff(cluster[rows])) + 1):
-        remove = duplicates.removable([texts[int(row)][:MAX_SIGNATURE_BYTES] for row in group], threshold)
+        remove = duplicates.removable(
+            [texts[int(row)][: duplicates.MAX_SIGNATURE_BYTES] for row in group], threshold
+        )
         reasons[group[remove]] = "near_duplicate"
 
 

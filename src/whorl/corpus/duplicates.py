@@ -22,11 +22,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from whorl.corpus.measures.measure import Columns, Measure, Texts
+
 N_HASHES = 128
 BANDS, ROWS_PER_BAND = 32, 4
 SHINGLE = 5
 # Larger buckets are compared with their leaders only, because m^2 pairs would take too long.
 MAX_ALL_PAIRS_BUCKET = 256
+# Only the beginning of a longer document is compared: hashing a block needs about 60 bytes per byte of text.
+MAX_SIGNATURE_BYTES = 2_000_000
 
 _MASK = (1 << 64) - 1
 _P = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
@@ -56,6 +60,17 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def minhash_signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
     """Return the MinHash signatures of a block of documents: [len(texts), N_HASHES]. See `block_shingles`."""
     return _minhash(*block_shingles(texts))
+
+
+def measure_signatures(batch: Texts) -> Columns:
+    """Return the signature of each text, 4 * N_HASHES bytes, in the byte order of this machine."""
+    signatures = minhash_signatures([data[:MAX_SIGNATURE_BYTES] for data in batch.data])
+    return {"signature": [row.tobytes() for row in signatures]}
+
+
+MINHASH = Measure(
+    "minhash", 1, "Broder 1997", {"signature": f"binary[{4 * N_HASHES}]"}, lambda: measure_signatures
+)
 
 
 def block_shingles(texts: Sequence[bytes]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:

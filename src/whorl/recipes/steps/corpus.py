@@ -13,7 +13,7 @@ from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
 from whorl.report.format import format_percent, format_si
 from whorl.tokens.pretokens import available_cores
 
-MAX_WORKERS = 8  # processes that read blocks
+MAX_WORKERS = 8  # processes that read blocks or measure documents
 CORPUS_PARENTS = {"documents": "documents", "selection": "selection"}  # the two parents that form a corpus
 
 
@@ -61,7 +61,14 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
     """Measure and select documents, and split them without near-duplicates across splits."""
     documents = ctx.parents["documents"]
     documents.check()
-    found = curate_documents(config, document_files(documents.path), ctx.out, ctx.progress)
+    found = curate_documents(
+        config,
+        document_files(documents.path),
+        ctx.out,
+        ctx.progress,
+        workers=min(MAX_WORKERS, available_cores()),
+        units=ctx.store.root / "units",
+    )
     parts = [
         f"{name} {format_counts(split['documents'], split['bytes'])}"
         for name, split in found["splits"].items()

@@ -1,0 +1,20 @@
+"""Measures: named, versioned functions of documents' texts, whose columns the selection queries.
+
+    found = measure_files([MeasureConfig(name="text", measure="text")], documents, UnitStore(folder), LocalPool(4))
+
+A measure drops no document and changes no text. See `docs/corpus.md`.
+"""
+
+from whorl.corpus.measures.measure import MEASURES, Columns, Measure, MeasureConfig, Texts, measure_texts
+from whorl.corpus.measures.run import check_columns, measure_files
+
+__all__ = [
+    "MEASURES",
+    "Columns",
+    "Measure",
+    "MeasureConfig",
+    "Texts",
+    "check_columns",
+    "measure_files",
+    "measure_texts",
+]
