@@ -108,7 +108,7 @@ class MeasureConfig(BaseModel):
 
     @property
     def prefix(self) -> str:
-        """What the columns' names begin with."""
+        """Prefix of the columns' names."""
         return "" if self.model is None else f"{self.name}_"
 
     def resolve(self) -> Measure:
