@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from whorl.errors import ConfigError
 from whorl.nn.experts.experts import EXPERT_ACTIVATIONS, Experts, apply_experts, apply_experts_reference
 from whorl.nn.experts.layer import MixtureOfExperts, expert_lr_scales, freeze_routers, router_parameter_names
-from whorl.nn.experts.monitor import gini, routing_metrics, routing_stats
+from whorl.nn.experts.monitor import routing_metrics, routing_stats
 from whorl.nn.experts.router import MoERouter, Routing, assign_with_capacity
 from whorl.nn.mlp import MLP
+from whorl.tracking.inequality import gini
 from whorl.train.learner.update import ParamOptim, Update, check_updates
 
 METHODS = ("token_choice", "dropless", "expert_choice")

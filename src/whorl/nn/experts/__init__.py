@@ -2,7 +2,7 @@
 
 from whorl.nn.experts.experts import Experts, apply_experts, apply_experts_reference
 from whorl.nn.experts.layer import MixtureOfExperts, expert_lr_scales, freeze_routers, router_parameter_names
-from whorl.nn.experts.monitor import gini, routing_metrics, routing_stats
+from whorl.nn.experts.monitor import routing_metrics, routing_stats
 from whorl.nn.experts.router import MoERouter, Routing
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "apply_experts_reference",
     "expert_lr_scales",
     "freeze_routers",
-    "gini",
     "router_parameter_names",
     "routing_metrics",
     "routing_stats",

@@ -1,7 +1,7 @@
 """Load-balance metrics of a `Routing`, for the metrics log.
 
-The Gini coefficient of the loads c (Gini 1912), in ascending order: G = sum_i (2 i - E - 1) c_i / (E sum_i c_i), i from 1.
-It is 0 when all experts have equal loads and 1 - 1/E when one expert has all tokens. Entropies are divided by log E, so
+The Gini coefficient of the loads is 0 when all experts have equal loads and 1 - 1/E when one expert has all tokens
+(`tracking/inequality.py`). Entropies are divided by log E, so
 that 1 is uniform for any E. `load_entropy` is that of the loads of a batch; `router_entropy` is the mean over tokens of
 the router's entropy. A low load entropy indicates collapse. A router entropy that stays at 1 indicates an untrained router.
 """
@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn.experts.router import Routing
-
-
-def gini(loads: Tensor) -> Tensor:
-    """Return the Gini coefficient [] of loads [E], none negative; 0 if all are 0."""
-    c = loads.float().sort().values
-    n = len(c)
-    rank = torch.arange(1, n + 1, device=c.device, dtype=c.dtype)
-    return ((2 * rank - n - 1) * c).sum() / (n * c.sum()).clamp(min=1e-20)
+from whorl.tracking.inequality import gini
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -45,7 +38,7 @@ def load_stats(counts: Tensor, requested: Tensor) -> dict[str, Tensor]:
     return {
         "load_fraction": counts / total.clamp(min=1),
         "max_over_mean_load": counts.max() * len(counts) / total.clamp(min=1),
-        "gini": gini(counts),
+        "gini": gini(counts.float()),
         "load_entropy": entropy(counts),
         "dropped_fraction": (1 - total / requested.sum().clamp(min=1)).clamp(min=0) if total else total,
     }

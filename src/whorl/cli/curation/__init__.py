@@ -1,0 +1,1 @@
+"""Verbs of one corpus: `whorl corpus ingest`, `filter`, `dedup`, `stats`, `show`, `why`."""
