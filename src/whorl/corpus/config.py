@@ -84,6 +84,39 @@ class IngestConfig(BaseModel):
     fingerprint: str = Field(default="", description="hash of the input bytes, set by the step; leave empty")
 
 
+class TestSetConfig(BaseModel):
+    """Files whose records must not be in the training data."""
+
+    __test__ = False  # no class of tests
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    files: list[str] = Field(
+        min_length=1, description="JSONL, Parquet, Arrow or tar files; patterns and URLs are allowed"
+    )
+    field: str = Field(default="text", min_length=1, description="the text's field in each record")
+
+
+class DecontaminationConfig(BaseModel):
+    """Which documents count as contaminated with test items."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tests: list[TestSetConfig] = Field(min_length=1, description="the test sets: files and their field")
+    n: int = Field(default=13, ge=2, description="words of an n-gram")
+    min_words: int | None = Field(
+        default=None,
+        ge=1,
+        description="items of fewer than n words, but at least so many, are matched whole; default n",
+    )
+    min_score: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="fraction of an item's n-grams, weighted by rarity, that marks a document",
+    )
+    fingerprint: str = Field(default="", description="hash of the items, set by the step; leave empty")
+
+
 class CurateConfig(BaseModel):
     """Which documents are selected, and which of them are held out."""
 
@@ -105,6 +138,9 @@ class CurateConfig(BaseModel):
     near_duplicates: Literal["keep", "remove"] = Field(
         default="keep",
         description="remove: keep one of selected documents whose exact similarity reaches that threshold",
+    )
+    decontaminate: DecontaminationConfig | None = Field(
+        default=None, description="test sets; documents that hold their items are dropped as 'contaminated'"
     )
     validation_bytes: int = Field(default=1_000_000, ge=0)
     test_bytes: int = Field(default=1_000_000, ge=0)

@@ -5,6 +5,7 @@ Output files are row-aligned with the documents, which are not modified:
 - `attributes-00000.parquet`, ...: one file per `documents-*.parquet`, with the columns of `attribute_schema`.
 - `selection.parquet`: over all document files in order, `split` ("train", "validation", "test" or "") and `reason` (why
   a document was dropped; "" if it was kept).
+- `contamination.parquet`, with `decontaminate`: the documents that hold test items, and which.
 
 Memory grows with the number of documents, not with their text: about 200 bytes per document for ids, hashes, clusters
 and the split. Measures are units of work (`measures/run.py`). MinHash signatures (512 bytes per document) are in a memory
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from whorl.corpus import duplicates
 from whorl.corpus.attributes import attribute_file_name, attribute_schema, write_attributes
 from whorl.corpus.config import CurateConfig
+from whorl.corpus.decontamination import write_contamination
 from whorl.corpus.mapreduce import LocalPool, UnitStore
 from whorl.corpus.measures import MeasureConfig, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
@@ -52,11 +54,13 @@ def curate(
 
     Returns:
         `funnel` (read, the rest after each reason, train), `dropped` (reason -> documents, bytes), `splits` (name ->
-        documents, bytes, largest_document_fraction), `clusters`, `near_duplicates`.
+        documents, bytes, largest_document_fraction), `clusters`, `near_duplicates`; with `decontaminate`, `contamination`
+        (test set -> items, found, too_short, documents).
 
     Raises:
         ConfigError: a measure is unknown, or the query is invalid, or does not return `row` and `reason`.
-        DataError: no document is selected, or the corpus is too small to hold out a split.
+        DataError: no document is selected, a test set is empty or cannot be read, or the corpus is too small to hold
+            out a split.
     """
     import pyarrow.parquet as pq
 
@@ -86,6 +90,12 @@ def curate(
         write_attributes(documents, measures, measured, of_corpus, out)
     attributes = [out / attribute_file_name(path) for path in documents]
     reasons = _select(config.query, attributes, columns, n_rows)
+    contamination: dict[str, Any] = {}
+    if config.decontaminate is not None:
+        rows, contamination["contamination"] = write_contamination(
+            config.decontaminate, documents, out, progress, units=units, executor=LocalPool(workers)
+        )
+        reasons[rows[reasons[rows] == ""]] = "contaminated"
     if config.near_duplicates == "remove":
         _remove_near_duplicates(documents, cluster, reasons, config.near_duplicate_similarity)
     kept = reasons == ""
@@ -99,7 +109,7 @@ def curate(
         )
     split = assign_splits(table.ids, cluster, table.n_bytes, kept, config)
     _write_selection(out, split, reasons)
-    return _summary(table.n_bytes, reasons, split, cluster)
+    return {**_summary(table.n_bytes, reasons, split, cluster), **contamination}
 
 
 class _DocumentTable:

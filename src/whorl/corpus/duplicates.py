@@ -18,6 +18,8 @@ bytes; its hash is a polynomial in its bytes. With S[i] the sum of byte[j] * P^j
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +47,16 @@ _INCREMENTS = _RANDOM.integers(0, 1 << 64, N_HASHES, np.uint64, endpoint=False)
 
 def _powers(base: int, n: int) -> NDArray[np.uint64]:
     """Return base^0 .. base^(n-1) modulo 2^64."""
+    return _power_table(base, 1 << max(10, (n - 1).bit_length()))[:n]
+
+
+@lru_cache(maxsize=4)  # 32 MB each for a block of 4 MB
+def _power_table(base: int, n: int) -> NDArray[np.uint64]:
     out = np.full(n, base, np.uint64)
     out[:1] = 1
-    return np.multiply.accumulate(out)
+    np.multiply.accumulate(out, out=out)
+    out.setflags(write=False)
+    return out
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -55,6 +64,19 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def span_hashes(
+    values: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """Return a hash of each span values[starts[i] : ends[i]], which does not depend on where it is.
+
+    Args:
+        values: [n] numbers, such as bytes, code points, or the hashes of words.
+    """
+    sums = np.zeros(len(values) + 1, np.uint64)
+    np.cumsum(values * _powers(_P, len(values)), out=sums[1:])
+    return _mix((sums[ends] - sums[starts]) * _powers(_P_INVERSE, len(values) + 1)[starts])
 
 
 def minhash_signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
@@ -85,10 +107,7 @@ def block_shingles(texts: Sequence[bytes]) -> tuple[NDArray[np.uint64], NDArray[
     is_word = _WORD[data]
     edges = np.flatnonzero(np.diff(is_word, prepend=False))
     starts, ends = edges[::2], edges[1::2]  # the last byte is no word byte, so edges pair up
-    sums = np.zeros(len(data) + 1, np.uint64)
-    np.cumsum(data * _powers(_P, len(data)), out=sums[1:])
-    words = _mix((sums[ends] - sums[starts]) * _powers(_P_INVERSE, len(data))[starts])
-    del sums
+    words = span_hashes(data, starts, ends)
     stops = np.cumsum([len(t) + 1 for t in texts])  # document i ends before stops[i]
     first_word = np.concatenate([[0], np.searchsorted(starts, stops)])  # [n_documents + 1]
     n_words = np.diff(first_word)

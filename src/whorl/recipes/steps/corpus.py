@@ -8,6 +8,7 @@ from typing import Any
 from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fingerprint
 from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
+from whorl.corpus.decontamination import fingerprint_items, read_items
 from whorl.recipes.registry import StepContext, step
 from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
 from whorl.report.format import format_percent, format_si
@@ -56,7 +57,19 @@ def ingest(ctx: StepContext, config: IngestConfig) -> None:
     )
 
 
-@step("selection", config=CurateConfig, parents={"documents": "documents"}, version=2)
+def with_test_sets(config: CurateConfig) -> CurateConfig:
+    """Add a hash of the test sets to the configuration; they have no address."""
+    if config.decontaminate is None:
+        return config
+    fingerprint = fingerprint_items(read_items(config.decontaminate))
+    tests = config.decontaminate.model_copy(update={"fingerprint": fingerprint})
+    return config.model_copy(update={"decontaminate": tests})
+
+
+@step(
+    "selection", config=CurateConfig, parents={"documents": "documents"}, complete_config=with_test_sets,
+    version=2,
+)  # fmt: skip
 def curate(ctx: StepContext, config: CurateConfig) -> None:
     """Measure and select documents, and split them without near-duplicates across splits."""
     documents = ctx.parents["documents"]
@@ -122,4 +135,18 @@ def corpus_report(
     note = "No two splits share near-duplicate documents."
     columns = [Column(name="Split"), *numbers]
     tables.append(Table(section="Corpus", title="Splits", note=note, columns=columns, rows=splits))
+    tables.append(contamination_table(found.get("contamination", {})))
     return StepReport(blocks=[histogram, *(table for table in tables if table.rows)])
+
+
+def contamination_table(sets: Mapping[str, Mapping[str, int]]) -> Table:
+    """Return how many items of each test set occur in the corpus."""
+    names = {
+        "items": "Items",
+        "found": "Found",
+        "too_short": "Too short to find",
+        "documents": "Documents with one",
+    }
+    columns = [Column(name="Test set"), *(Column(name=title, number=True) for title in names.values())]
+    rows: list[list[Cell]] = [[name, *(f"{n[key]:,}" for key in names)] for name, n in sets.items()]
+    return Table(section="Corpus", title="Contamination", columns=columns, rows=rows)
