@@ -64,7 +64,7 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
     bool branch = false;
     Ready input{}, second{}, between{};
     const Heads& h0 = model.layers[0].heads;
-    const bool tiles = sizeof(T) < 4 && model.layers[0].qkv.method != VECTORS && attends_by_tiles(h0);
+    const bool tiles = sizeof(T) < 4 && attends_by_tiles(h0, model.layers[0].qkv);
     const int64_t group0 = h0.n_heads / h0.n_kv_heads, queries = tiles ? TILE_QUERIES : QUERIES;
     const int64_t most = group0 < queries ? queries / group0 : 1;
     for (int64_t row = 0; row < batch.rows; row++) {
@@ -82,7 +82,7 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         larger(hidden, layer.down.k);
         larger(room, attention_room(layer.heads, most * group));
         larger(room, few_attention_room(layer.heads));
-        if (attends_by_tiles(layer.heads)) larger(room, tile_attention_room(layer.heads, most * group));
+        if (attends_by_tiles(layer.heads, layer.qkv)) larger(room, tile_attention_room(layer.heads, most * group));
         branch |= layer.mixer_after.kind || layer.mlp_after.kind;
         input = step.input.reserve(layer.qkv, n);
         second = step.second.reserve(layer.up, n);

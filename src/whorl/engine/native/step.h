@@ -119,11 +119,14 @@ struct Run {
                qkv + t * qkv_width + kv * group * hd, qkv_width, y + t * width + kv * group * hd, width, room);
         };
         if constexpr (sizeof(T) < 4) {
-            const bool by_tiles = attends_by_tiles(h) && n * group >= MIN_TILE_QUERIES;
+            const bool by_tiles = attends_by_tiles(h, layer.qkv) && n * group >= MIN_TILE_QUERIES;
 #ifdef WHORL_AMX
             if (by_tiles && layer.qkv.method == TILES) return run(attend_by_tiles<HardwareTiles, T>);
 #endif
             if (by_tiles && layer.qkv.method == EMULATED_TILES) return run(attend_by_tiles<EmulatedTiles, T>);
+#ifdef __AVX512BF16__
+            if (by_tiles && layer.qkv.method == VECTORS) return run(attend_by_tiles<PairVectors, T>);
+#endif
         }
         if (n * group <= FEW && attends_in_place(h)) return run(attend_few<T>);
         run(attend<T>);

@@ -1,4 +1,5 @@
-// The attention of attention.h for many queries of one key head, by tile registers: prefill chunks over a bf16 or int8 cache.
+// The attention of attention.h for many queries of one key head over a bf16 or int8 cache, for prefill chunks: by tile
+// registers, or by vectors of bf16 pairs, for which the same layout serves.
 //
 // A step reads 64 keys. Keys are transposed in pairs of features and values are interleaved in pairs of positions, as a right
 // operand needs; up to 64 queries share that work. Scores of 32 queries are two rows of tiles, their running softmax is as in
@@ -15,7 +16,14 @@
 
 constexpr int MIN_TILE_QUERIES = 8, TILE_QUERIES = 64, TILE_KEYS = 64, GROUP = 2 * TILE_LINES;
 
-INLINE bool attends_by_tiles(const Heads& h) { return h.head_dim % 32 == 0 && h.page_size % TILE_LINES == 0; }
+// Whether a layer with this input matrix rounds its attention to bf16: its method has products of pairs, and the heads fit.
+INLINE bool attends_by_tiles(const Heads& h, const Matrix& qkv) {
+    if (qkv.kind == FLOAT32) return false;
+#ifndef __AVX512BF16__
+    if (qkv.method == VECTORS) return false;
+#endif
+    return h.head_dim % 32 == 0 && h.page_size % TILE_LINES == 0;
+}
 
 // Scratch size, in floats.
 INLINE int64_t tile_attention_room(const Heads& h, int64_t queries) {
@@ -132,6 +140,74 @@ INLINE void turn_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pag
     }
 }
 
+// c [32][32] = a b, or c + a b with `ADD`, in fp32. a: [32][32 steps] bf16. b: two columns of tiles with pairs of its rows,
+// `b_column` floats apart; their `steps` tiles are `b_step` floats apart.
+template <bool ADD, class Tiles>
+INLINE void add_pair_products(Tiles& tiles, const bf16* a, int64_t a_stride, const float* b, int64_t b_column, int64_t b_step,
+                              int64_t steps, float* c, int64_t c_stride) {
+    const bf16* a_below = a + TILE_LINES * a_stride;
+    float* below = c + TILE_LINES * c_stride;
+    if constexpr (ADD) {
+        tiles.template load<0>(c, 4 * c_stride);
+        tiles.template load<1>(c + WIDTH, 4 * c_stride);
+        tiles.template load<2>(below, 4 * c_stride);
+        tiles.template load<3>(below + WIDTH, 4 * c_stride);
+    } else {
+        tiles.template clear<0>();
+        tiles.template clear<1>();
+        tiles.template clear<2>();
+        tiles.template clear<3>();
+    }
+    for (int64_t s = 0; s < steps; s++) {
+        tiles.template load<4>(a + 32 * s, 2 * a_stride);
+        tiles.template load<6>(b + s * b_step, 64);
+        tiles.template add_pairs<0, 4, 6>();
+        tiles.template load<7>(b + b_column + s * b_step, 64);
+        tiles.template add_pairs<1, 4, 7>();
+        tiles.template load<5>(a_below + 32 * s, 2 * a_stride);
+        tiles.template add_pairs<2, 5, 6>();
+        tiles.template add_pairs<3, 5, 7>();
+    }
+    tiles.template store<0>(c, 4 * c_stride);
+    tiles.template store<1>(c + WIDTH, 4 * c_stride);
+    tiles.template store<2>(below, 4 * c_stride);
+    tiles.template store<3>(below + WIDTH, 4 * c_stride);
+}
+
+#ifdef __AVX512BF16__
+// Stands for the tile registers of a CPU that has only products of vectors of bf16 pairs.
+struct PairVectors {
+    void shape(const TileShapes&) {}
+};
+
+template <bool ADD>
+INLINE void add_pair_products(PairVectors&, const bf16* a, int64_t a_stride, const float* b, int64_t b_column, int64_t b_step,
+                              int64_t steps, float* c, int64_t c_stride) {
+    constexpr int ROWS = 8;
+    for (int row = 0; row < GROUP; row += ROWS, a += ROWS * a_stride, c += ROWS * c_stride) {
+        Lanes low[ROWS], high[ROWS];
+        UNROLL for (int i = 0; i < ROWS; i++) {
+            low[i] = ADD ? load_lanes(c + i * c_stride) : Lanes{};
+            high[i] = ADD ? load_lanes(c + i * c_stride + WIDTH) : Lanes{};
+        }
+        for (int64_t s = 0; s < steps; s++)
+            for (int line = 0; line < TILE_LINES; line++) {
+                const float* from = b + s * b_step + line * WIDTH;
+                const auto left = load<__m512bh>(from), right = load<__m512bh>(from + b_column);
+                UNROLL for (int i = 0; i < ROWS; i++) {
+                    const __m512bh both = (__m512bh)_mm512_set1_epi32(load<int32_t>(a + i * a_stride + 32 * s + 2 * line));
+                    low[i] = (Lanes)_mm512_dpbf16_ps((__m512)low[i], left, both);
+                    high[i] = (Lanes)_mm512_dpbf16_ps((__m512)high[i], right, both);
+                }
+            }
+        UNROLL for (int i = 0; i < ROWS; i++) {
+            store(c + i * c_stride, low[i]);
+            store(c + i * c_stride + WIDTH, high[i]);
+        }
+    }
+}
+#endif
+
 // Arguments as of `attend`.
 template <class Tiles, class T>
 void attend_by_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t kv, int64_t position,
@@ -161,27 +237,9 @@ void attend_by_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages
         turn_tiles(h, cache, pages, kv, start, first, last, short_rows, keys, values);
         for (int64_t r = 0; r < n; r += GROUP) {
             if (position + (r + GROUP - 1) / group < start) continue;  // all keys are later
-            for (int side = 0; side < 4; side += 2) {
-                tiles.template clear<0>();
-                tiles.template clear<1>();
-                tiles.template clear<2>();
-                tiles.template clear<3>();
-                for (int64_t c = 0; c < d / 32; c++) {
-                    tiles.template load<4>(queries + r * d + c * 32, 2 * d);
-                    tiles.template load<6>(keys + (side * (d / 32) + c) * tile, 64);
-                    tiles.template add_pairs<0, 4, 6>();
-                    tiles.template load<7>(keys + ((side + 1) * (d / 32) + c) * tile, 64);
-                    tiles.template add_pairs<1, 4, 7>();
-                    tiles.template load<5>(queries + (r + TILE_LINES) * d + c * 32, 2 * d);
-                    tiles.template add_pairs<2, 5, 6>();
-                    tiles.template add_pairs<3, 5, 7>();
-                }
-                float *to = scores + side * WIDTH, *below = to + TILE_LINES * TILE_KEYS;
-                tiles.template store<0>(to, 4 * TILE_KEYS);
-                tiles.template store<1>(to + WIDTH, 4 * TILE_KEYS);
-                tiles.template store<2>(below, 4 * TILE_KEYS);
-                tiles.template store<3>(below + WIDTH, 4 * TILE_KEYS);
-            }
+            for (int side = 0; side < 4; side += 2)
+                add_pair_products<false>(tiles, queries + r * d, d, keys + side * (d / 32) * tile, d / 32 * tile, tile, d / 32,
+                                         scores + side * WIDTH, TILE_KEYS);
             for (int64_t i = 0; i < GROUP; i++) {
                 const int64_t own = position + (r + i) / group - start;  // position among the 64
                 const int64_t low = h.window > 0 && own - h.window + 1 > 0 ? own - h.window + 1 : 0;
@@ -192,27 +250,9 @@ void attend_by_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages
                     for (int64_t c = 0; c < d; c += WIDTH)
                         store(out + (r + i) * d + c, load_lanes(out + (r + i) * d + c) * correction);
             }
-            for (int64_t c = 0; c < d / 16; c += 2) {
-                float *to = out + r * d + c * WIDTH, *below = to + TILE_LINES * d;
-                tiles.template load<0>(to, 4 * d);
-                tiles.template load<1>(to + WIDTH, 4 * d);
-                tiles.template load<2>(below, 4 * d);
-                tiles.template load<3>(below + WIDTH, 4 * d);
-                for (int64_t s = 0; s < 2; s++) {
-                    tiles.template load<4>(probabilities + s * 32, 2 * TILE_KEYS);
-                    tiles.template load<6>(values + (s * (d / 16) + c) * tile, 64);
-                    tiles.template add_pairs<0, 4, 6>();
-                    tiles.template load<7>(values + (s * (d / 16) + c + 1) * tile, 64);
-                    tiles.template add_pairs<1, 4, 7>();
-                    tiles.template load<5>(probabilities + TILE_LINES * TILE_KEYS + s * 32, 2 * TILE_KEYS);
-                    tiles.template add_pairs<2, 5, 6>();
-                    tiles.template add_pairs<3, 5, 7>();
-                }
-                tiles.template store<0>(to, 4 * d);
-                tiles.template store<1>(to + WIDTH, 4 * d);
-                tiles.template store<2>(below, 4 * d);
-                tiles.template store<3>(below + WIDTH, 4 * d);
-            }
+            for (int64_t c = 0; c < d / 16; c += 2)
+                add_pair_products<true>(tiles, probabilities, TILE_KEYS, values + c * tile, tile, d / 16 * tile, 2,
+                                        out + r * d + c * WIDTH, d);
         }
     }
     for (int64_t i = 0; i < n; i++) {
