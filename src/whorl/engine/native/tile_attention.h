@@ -140,8 +140,8 @@ INLINE void turn_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pag
     }
 }
 
-// c [32][32] = a b, or c + a b with `ADD`, in fp32. a: [32][32 steps] bf16. b: two columns of tiles with pairs of its rows,
-// `b_column` floats apart; their `steps` tiles are `b_step` floats apart.
+// c = a b, or c + a b with `ADD`. c: [32][32] fp32. a: [32][32 steps] bf16.
+// b: two columns of tiles with pairs of rows; the columns are `b_column` floats apart, the `steps` tiles `b_step` floats.
 template <bool ADD, class Tiles>
 INLINE void add_pair_products(Tiles& tiles, const bf16* a, int64_t a_stride, const float* b, int64_t b_column, int64_t b_step,
                               int64_t steps, float* c, int64_t c_stride) {
