@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from whorl.corpus.measures import MEASURES, MeasureConfig
+from whorl.corpus.measures import FILTERS, MEASURES, MeasureConfig, check_filter
 from whorl.data.formats import FORMATS
 
 # Folders of tools and caches. A pattern without "/" matches a name at any depth.
@@ -129,6 +129,10 @@ class CurateConfig(BaseModel):
         default=[],
         description="further columns of `attributes`: names, or { name, measure, model } for one with a model",
     )
+    filters: list[Annotated[str, AfterValidator(check_filter)]] = Field(
+        default=[],
+        description=f"published rules for the documents that the query keeps: {', '.join(FILTERS)}",
+    )
     near_duplicate_similarity: float = Field(
         default=0.5,
         ge=0.3,
@@ -157,8 +161,9 @@ class CurateConfig(BaseModel):
 
     @property
     def measure_configs(self) -> list[MeasureConfig]:
-        """`measures`, names as configurations."""
+        """`measures` and those of the filters, names as configurations."""
+        needed = {FILTERS[name].measure for name in self.filters} - set(map(str, self.measures))
         return [
             MeasureConfig(name=m.rpartition(":")[2].lower(), measure=m) if isinstance(m, str) else m
-            for m in self.measures
+            for m in [*self.measures, *sorted(needed)]
         ]

@@ -27,7 +27,7 @@ from whorl.corpus.attributes import attribute_file_name, attribute_schema, write
 from whorl.corpus.config import CurateConfig
 from whorl.corpus.decontamination import write_contamination
 from whorl.corpus.mapreduce import LocalPool, UnitStore
-from whorl.corpus.measures import MeasureConfig, measure_files
+from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import DOCS_URL, ConfigError, DataError
 
@@ -89,7 +89,7 @@ def curate(
         }
         write_attributes(documents, measures, measured, of_corpus, out)
     attributes = [out / attribute_file_name(path) for path in documents]
-    reasons = _select(config.query, attributes, columns, n_rows)
+    reasons = _select(filtered_query(config.query, config.filters), attributes, columns, n_rows)
     contamination: dict[str, Any] = {}
     if config.decontaminate is not None:
         rows, contamination["contamination"] = write_contamination(

@@ -27,6 +27,8 @@ MEASURES = Registry(
     "measure",
     {
         "text": "whorl.corpus.measures.text:TEXT",
+        "rules": "whorl.corpus.measures.rules:RULES",
+        "language": "whorl.corpus.measures.language:LANGUAGE",
         "minhash": "whorl.corpus.duplicates:MINHASH",
     },
 )
