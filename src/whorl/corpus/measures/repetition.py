@@ -91,7 +91,7 @@ def _top(scan: Scan, n: int, at: Ints, group: Ints, first: Ints, sums: Ints) -> 
 
 
 def _duplicates(scan: Scan, n: int, at: Ints, group: Ints, sums: Ints) -> NDArray[Any]:
-    """Return the characters of n-grams that repeat an earlier one; after one the search goes on behind it."""
+    """Return the characters of n-grams that repeat an earlier one; n-grams that overlap one are skipped."""
     seen, places, following = set[int](), [], 0
     for place, number in zip(at.tolist(), group.tolist(), strict=True):
         if place >= following:
