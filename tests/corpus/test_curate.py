@@ -36,7 +36,8 @@ class CorpusOf:
         for path, text in texts.items():
             (folder / "data" / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / "data" / path).write_text(text)
-        ingest(IngestConfig(sources=[source]), self.ingest, Progress.silent())
+        config = IngestConfig(sources=[source], equal_files="all")  # tests of `curate` need equal documents
+        ingest(config, self.ingest, Progress.silent())
         files = document_files(self.ingest)
         self.summary = curate(CurateConfig(**options), files, self.curate, Progress.silent())
 

@@ -81,6 +81,10 @@ class IngestConfig(BaseModel):
     licences: dict[str, str] = Field(
         default={}, description="source -> SPDX licence, for documents without a licence field"
     )
+    equal_files: Literal["once", "all"] = Field(
+        default="once",
+        description="once: of files with equal content, suffix and licence, read the first; all: read each",
+    )
     fingerprint: str = Field(default="", description="hash of the input bytes, set by the step; leave empty")
 
 

@@ -5,6 +5,7 @@ Output:
 - `documents-00000.parquet`, ...: the columns of `document_schema`, zstd. Row groups and files are bounded in bytes of
   text, so reading needs little memory at any document length.
 - `quarantine.jsonl`: one line per rejected record, with source, path, offset, length, reason, detail.
+- `copies.jsonl`: one line per file that was not read, since an earlier one has the same content, suffix and licence.
 
 Documents never change after this step. Attributes, selection and splits are in side files that are row-aligned with
 them.
@@ -17,18 +18,21 @@ any number of processes gives the same bytes, a killed run continues, and a run 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_schema
 from whorl.corpus.mapreduce import Input, LocalPool, Output, Stage, Unit, UnitStore
+from whorl.corpus.provenance.catalog import Catalog, CatalogFile, media_type
 from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import (
     MAX_SPLIT_FILE_BYTES,
@@ -36,10 +40,13 @@ from whorl.corpus.sources import (
     exceeds_limit,
     file_versions,
     fingerprint,
+    is_content_hash,
     is_divided,
     list_files,
+    readable_path,
     with_split_size,
 )
+from whorl.data.files import is_url
 from whorl.data.formats import open_format
 from whorl.data.formats.format import DAMAGE
 from whorl.data.quarantine import Quarantine
@@ -54,8 +61,9 @@ ROW_GROUP_BYTES = 4_000_000
 ROW_GROUP_ROWS = 4096
 FILE_BYTES = 256_000_000
 LOGGED_DAMAGED_FILES = 5
+COPIES_FILE = "copies.jsonl"
 # Settings that choose the files, whose effect on a block is in its parts.
-CHOICE_OF_FILES = {"sources", "include", "exclude", "licences", "fingerprint"}
+CHOICE_OF_FILES = {"sources", "include", "exclude", "licences", "equal_files", "fingerprint"}
 
 
 @dataclass(frozen=True)
@@ -69,17 +77,20 @@ class FilePart:
 
 
 def ingest(
-    config: IngestConfig, out: Path, progress: Progress, *, workers: int = 1, units: Path | None = None
-) -> dict[str, Any]:
+    config: IngestConfig, out: Path, progress: Progress, *, workers: int = 1, units: Path | None = None,
+    catalog: Catalog | None = None, address: str = "",
+) -> dict[str, Any]:  # fmt: skip
     """Read all sources into `out` and return counts of all records.
 
     Args:
         workers: processes; with more than one, a script must start under `if __name__ == "__main__"`.
         units: folder of finished blocks, which later runs reuse; default a temporary folder.
+        catalog: gets a row for each file, under this address.
 
     Returns:
-        `files`, `excluded_files`, `documents`, `bytes`, `funnel` (found, read), `quarantine` (reason -> documents,
-        bytes), and the same two counts by `sources`, `languages` and `licences`.
+        `files`, `excluded_files`, `equal_files` (files and bytes that were not read), `documents`, `bytes`, `funnel`
+        (found, read), `quarantine` (reason -> documents, bytes), and the same two counts by `sources`, `languages` and
+        `licences`.
 
     Raises:
         DataError: a source is unknown or empty, no document could be read, files changed since `config.fingerprint`
@@ -87,16 +98,20 @@ def ingest(
     """
     files, excluded = list_files(config)
     given, config = config, with_split_size(config, files)
-    blocks = plan_blocks(files, config)
-    total = sum(f.size or 0 for f in files)
+    versions = file_versions(files, config)
+    copies = _equal_files(files, versions) if config.equal_files == "once" else {}
+    read = [number for number in range(len(files)) if number not in copies]
+    blocks = plan_blocks([files[number] for number in read], config)
+    total = sum(files[number].size or 0 for number in read)
     out.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.TemporaryDirectory(dir=out, prefix="units-") if units is None else nullcontext(units)
     with temporary as folder, progress.task("Reading", total=total / 1e6, unit="MB") as task:
         found = UnitStore(Path(folder)).run(
-            _stage(config), _units(blocks, files, config), LocalPool(workers),
+            _stage(config), _units(blocks, files, versions), LocalPool(workers),
             advance=lambda unit: task.advance(sum(part["size"] for part in unit.arguments["parts"]) / 1e6),
         )  # fmt: skip
         stats = _collect(found, out)
+    _write_copies(out / COPIES_FILE, [(files[copy], files[first]) for copy, first in copies.items()])
     for line in stats.damaged:
         progress.log(f"    damaged: {line}")
     if not stats.accepted["documents"]:
@@ -110,7 +125,54 @@ def ingest(
         raise DataError(
             "the source files changed while they were read", do="run again when the files no longer change"
         )
-    return {"files": len(files), "excluded_files": excluded, **stats.summary()}
+    if catalog is not None:
+        catalog.add(_catalog_files(files, versions, address))
+    size = sum(files[copy].size or 0 for copy in copies)
+    equal = {"files": len(copies), "bytes": size}
+    return {"files": len(files), "excluded_files": excluded, "equal_files": equal, **stats.summary()}
+
+
+def _equal_files(files: Sequence[SourceFile], versions: Sequence[str]) -> dict[int, int]:
+    """Return the number of each file that is read as an earlier one -> that one's.
+
+    The documents of two files are equal but for their path if content, suffix and licence are. Empty files have nothing
+    to store, and remain in the quarantine's counts.
+    """
+    first: dict[tuple[str, str, str | None], int] = {}
+    copies = {}
+    for number, (file, version) in enumerate(zip(files, versions, strict=True)):
+        if file.size and is_content_hash(version):
+            # All suffixes: `.jsonl.gz` is read in another way than `.gz`.
+            suffixes = "".join(PurePosixPath(file.path).suffixes)
+            earlier = first.setdefault((version, suffixes, file.licence), number)
+            if earlier != number:
+                copies[number] = earlier
+    return copies
+
+
+def _write_copies(path: Path, copies: Sequence[tuple[SourceFile, SourceFile]]) -> None:
+    """Write one line per file that was not read, with the file of the same content that was."""
+    if copies:
+        with path.open("w", encoding="utf-8") as stream:
+            for copy, first in copies:
+                line = {
+                    "source": copy.source, "path": readable_path(copy.path),
+                    "of_source": first.source, "of_path": readable_path(first.path),
+                }  # fmt: skip
+                stream.write(json.dumps(line) + "\n")
+
+
+def _catalog_files(
+    files: Sequence[SourceFile], versions: Sequence[str], address: str
+) -> Iterator[CatalogFile]:
+    now = time.time()
+    for file, version in zip(files, versions, strict=True):
+        path = readable_path(file.path)
+        digest = version if is_content_hash(version) else None
+        modified = None if is_url(file.location) else file.modified_ns / 1e9
+        yield CatalogFile(
+            address, file.source, path, digest, file.size, media_type(path), file.licence, modified, now
+        )
 
 
 def plan_blocks(files: Sequence[SourceFile], config: IngestConfig) -> list[list[FilePart]]:
@@ -155,12 +217,12 @@ def _stage(config: IngestConfig) -> Stage:
 
 
 def _units(
-    blocks: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], config: IngestConfig
+    blocks: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], versions: Sequence[str]
 ) -> list[Unit]:
-    versions = dict(zip(map(id, files), file_versions(files, config), strict=True))
+    version_of = dict(zip(map(id, files), versions, strict=True))
     return [
         Unit(
-            tuple(Input(part.file.location, versions[id(part.file)]) for part in block),
+            tuple(Input(part.file.location, version_of[id(part.file)]) for part in block),
             {"parts": [_describe(part) for part in block]},
         )
         for block in blocks

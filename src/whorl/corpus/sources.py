@@ -306,6 +306,11 @@ def file_versions(files: Sequence[SourceFile], config: IngestConfig) -> list[str
     return versions
 
 
+def is_content_hash(version: str) -> bool:
+    """Return whether a file's version is a hash of its content."""
+    return len(version) == 32 and " " not in version
+
+
 def exceeds_size_limit(file: SourceFile, limit: int, formats: Mapping[str, str] | None = None) -> bool:
     """Return whether a file is one plain document over the size limit."""
     is_text = format_name(file.location, formats) == "text"

@@ -265,7 +265,7 @@ def format_explanation(found: Explanation) -> str:
     lines += [f"             {name} = {_format_value(value)}" for name, value in found.values.items()]
     if found.duplicate:
         copy = found.duplicate
-        place = f"{copy.get('id', '')} {copy.get('path') or copy.get('of_path', '')}".strip()
+        place = f"{copy.get('id', '')} {copy.get('path', '')}".strip()
         lines.append(f"  stays      {place} ({copy['kind']}, similarity {copy['similarity']:.3f})")
     lines += [f"  {name:<26} {_format_value(value)}" for name, value in found.measures.items()]
     return "\n".join(lines)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 30.0
 ROWS_PER_STATEMENT = 1000
+CREATION_LOCK = 0x77686F726C  # key of the advisory lock under which tables are made
 MEDIA_TYPES = {
     ".jsonl": "application/jsonl", ".ndjson": "application/jsonl", ".parquet": "application/vnd.apache.parquet",
     ".arrow": "application/vnd.apache.arrow.file", ".warc": "application/warc", ".wet": "application/warc",
@@ -117,6 +118,8 @@ class Catalog:
         )  # fmt: skip
         with self._begin() as connection:
             if not sa.inspect(connection).has_table("files"):
+                if self.dialect == "postgresql":  # CREATE TABLE IF NOT EXISTS fails if two run it at once
+                    connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATION_LOCK)))
                 for table in tables.sorted_tables:
                     connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
                     for index in table.indexes:
@@ -125,17 +128,19 @@ class Catalog:
     def add(self, files: Iterable[CatalogFile]) -> None:
         """Add files in one transaction; those that the catalogue has keep their row, so a repetition changes nothing."""
         rows = list(files)
+        latest_first = sorted(rows, key=lambda f: -f.first_seen)
         blobs = {
-            f.hash: {
-                "hash": f.hash, "size": f.size, "media_type": f.media_type, "first_seen": f.first_seen
-            }
-            for f in rows if f.hash is not None
-        }  # fmt: skip
+            f.hash: {"hash": f.hash, "size": f.size, "media_type": f.media_type, "first_seen": f.first_seen}
+            for f in latest_first
+            if f.hash is not None
+        }
         with self._begin() as connection:
             # In the order of the keys, so that two writers never wait for each other.
             self._insert(connection, self.blobs, [blobs[key] for key in sorted(blobs)])
             self._insert(
-                connection, self.files, [vars(f) for f in sorted(rows, key=lambda f: (f.ingest, f.source, f.path))]
+                connection,
+                self.files,
+                [vars(f) for f in sorted(rows, key=lambda f: (f.ingest, f.source, f.path))],
             )
 
     def find(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fin
 from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.corpus.decontamination import fingerprint_items, read_items
+from whorl.corpus.provenance.catalog import Catalog
 from whorl.recipes.registry import StepContext, step
 from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
 from whorl.report.format import format_percent, format_si
+from whorl.store import Store
 from whorl.tokens.pretokens import available_cores
 
 MAX_WORKERS = 8  # processes that read blocks or measure documents
@@ -50,11 +53,20 @@ def ingest(ctx: StepContext, config: IngestConfig) -> None:
         ctx.progress,
         workers=min(MAX_WORKERS, available_cores()),
         units=ctx.store.root / "units",
+        catalog=open_catalog(ctx.store),
+        address=ctx.out.name,
     )
     headline = format_counts(found["documents"], found["bytes"])
+    if n := found["equal_files"]["files"]:
+        headline += f"; {n:,} file{'s' if n > 1 else ''} equal to others"
     ctx.summary.update(
         found, headline=f"{headline}; records in quarantine: {format_reasons(found['quarantine'])}"
     )
+
+
+def open_catalog(store: Store) -> Catalog:
+    """Return the catalogue of $WHORL_CATALOG, by default the SQLite file of a store."""
+    return Catalog(os.environ.get("WHORL_CATALOG") or store.root / "catalog.sqlite")
 
 
 def with_test_sets(config: CurateConfig) -> CurateConfig:
