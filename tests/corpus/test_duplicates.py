@@ -1,25 +1,68 @@
-"""Near duplicates: fast signatures equal the reference, estimate Jaccard similarity, and find planted clusters."""
+"""Near duplicates: native and numpy paths equal the reference, removals are verified, and any engine gives equal bytes."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from whorl.corpus import duplicates
-from whorl.corpus.duplicates import UnionFind, minhash_signatures
+from whorl.corpus.deduplication import (
+    MinHashConfig,
+    NearDuplicates,
+    collision_probability,
+    find_near_duplicates,
+    rewrite_documents,
+    write_duplicates,
+)
+from whorl.corpus.deduplication import clusters as clustering
+from whorl.corpus.deduplication import minhash as signing
+from whorl.corpus.deduplication import shingles as shingling
+from whorl.corpus.deduplication import verify as verifying
+from whorl.corpus.deduplication.minhash import band_keys, minhash_signature_reference, minhash_signatures
+from whorl.corpus.deduplication.shingles import jaccard_similarity
+from whorl.corpus.mapreduce import LocalPool, RayTasks, UnitStore
+from whorl.errors import ConfigError
 
-TEXTS = st.lists(st.text("ab_ \n.é1", max_size=40).map(str.encode), min_size=1, max_size=6)
+TEXTS = st.lists(st.text("ab_ \n.é1字", max_size=40).map(str.encode), min_size=1, max_size=6)
+CONFIGS = st.builds(
+    MinHashConfig,
+    hashes=st.sampled_from([5, 64, 70]), bands=st.just(2), rows=st.just(2), shingle=st.sampled_from([1, 2, 5]),
+    unit=st.sampled_from(["words", "characters"]), digits=st.sampled_from(["keep", "zero"]),
+    similarity=st.sampled_from([0.3, 0.5, 1.0]),
+)  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
-@given(TEXTS)
-def test_minhash_block_equals_reference(texts: list[bytes]) -> None:
-    want = np.array([duplicates.minhash_signature_reference(text) for text in texts])
-    assert np.array_equal(minhash_signatures(texts), want)
+@pytest.fixture(params=["native", "numpy"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "numpy":
+        for module in (shingling, signing, clustering, verifying):
+            monkeypatch.setattr(module, "library", lambda: None)
+    elif shingling.library() is None:
+        pytest.skip("no compiler")
+    return str(request.param)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TEXTS, CONFIGS)
+@pytest.mark.usefixtures("path")
+def test_minhash_block_equals_reference(texts: list[bytes], config: MinHashConfig) -> None:
+    want = np.array([minhash_signature_reference(text, config) for text in texts])
+    assert np.array_equal(minhash_signatures(texts, config), want)
 
 
 def words(rng: random.Random, n: int) -> list[str]:
@@ -27,8 +70,7 @@ def words(rng: random.Random, n: int) -> list[str]:
 
 
 def clusters(texts: list[bytes]) -> NDArray[np.int64]:
-    sets = UnionFind(len(texts))
-    return duplicates.cluster_near_duplicates(minhash_signatures(texts), 0.5, sets).roots()
+    return clustering.cluster_near_duplicates(minhash_signatures(texts), 0.5, np.arange(len(texts)))
 
 
 def mutate(rng: random.Random, text: list[str], changes: int) -> list[str]:
@@ -45,15 +87,16 @@ def test_minhash_agreement_estimates_jaccard() -> None:
         text = words(rng, 400)
         a, b = " ".join(text).encode(), " ".join(mutate(rng, text, changes)).encode()
         sa, sb = minhash_signatures([a, b])
-        errors.append(float((sa == sb).mean()) - duplicates.jaccard_similarity(a, b))
+        errors.append(float((sa == sb).mean()) - jaccard_similarity(a, b))
     assert abs(np.mean(errors)) < 0.02  # unbiased
     assert np.abs(errors).max() < 4 * 0.044
 
 
+@pytest.mark.usefixtures("path")
 def test_clusters_equal_planted_families() -> None:
     rng = random.Random(1)
     texts, family = [], []
-    for f in range(300):
+    for f in range(100):
         original = words(rng, 300)
         for _ in range(rng.choice([1, 1, 1, 2, 5])):
             texts.append(" ".join(mutate(rng, original, rng.randrange(6))).encode())
@@ -68,30 +111,206 @@ def test_clusters_handle_one_huge_bucket() -> None:
     assert not clusters(texts).any()
 
 
+def test_bucket_collisions_follow_the_curve() -> None:
+    config = MinHashConfig()
+    rng = random.Random(3)
+    for changes in (30, 50):
+        pairs = [(a, mutate(rng, a, changes)) for a in (words(rng, 200) for _ in range(500))]
+        texts = [" ".join(t).encode() for pair in pairs for t in pair]
+        keys = band_keys(minhash_signatures(texts, config), config)
+        shared = (keys[::2] == keys[1::2]).any(axis=1).mean()
+        expected = [
+            collision_probability(jaccard_similarity(a, b), config.bands, config.rows)
+            for a, b in zip(texts[::2], texts[1::2], strict=True)
+        ]
+        error = np.sqrt(np.sum([p * (1 - p) for p in expected])) / len(expected)
+        assert abs(shared - np.mean(expected)) < 4 * error
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40))
-def test_union_find_matches_naive_sets(pairs: list[tuple[int, int]]) -> None:
-    sets = UnionFind(31)
+def test_connected_components_match_naive_sets(pairs: list[tuple[int, int]]) -> None:
+    ends = np.array(pairs, np.int64).reshape(-1, 2)
     naive = [{i} for i in range(31)]
     for a, b in pairs:
-        sets.union(a, b)
         merged = naive[a] | naive[b]
         for member in merged:
             naive[member] = merged
-    assert sets.roots().tolist() == [min(group) for group in naive]
+    found = clustering.connected_components(ends[:, 0], ends[:, 1], 31)
+    assert found.tolist() == [min(group) for group in naive]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_first_occurrence_matches_list_index(rows: list[tuple[int, int]]) -> None:
-    first = duplicates.first_occurrence(np.array(rows, np.uint64))
+    first = clustering.first_occurrence(np.array(rows, np.uint64))
     assert first.tolist() == [rows.index(row) for row in rows]
-    assert np.array_equal(duplicates.union_exact_duplicates(first).roots(), first)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, st.sampled_from([0.3, 0.5, 1.0]))
-def test_removable_equals_pairwise_reference(texts: list[bytes], threshold: float) -> None:
+@pytest.mark.usefixtures("path")
+def test_removals_are_pairs_of_that_exact_similarity(texts: list[bytes], threshold: float) -> None:
+    config = MinHashConfig(similarity=threshold, hashes=128, bands=128, rows=1)
     kept: list[bytes] = []
-    for text, remove in zip(texts, duplicates.removable(texts, threshold), strict=True):
-        assert remove == any(duplicates.jaccard_similarity(text, other) >= threshold for other in kept)
+    for text, remove in zip(texts, verifying.removable(texts, config), strict=True):
+        similar = [jaccard_similarity(text, other) for other in kept]
+        assert not remove or max(similar) >= threshold
+        assert (
+            remove or not similar or max(similar) < max(threshold, 0.5)
+        )  # 128 bands of a row miss none above
         if not remove:
             kept.append(text)
+
+
+def test_bands_need_hashes() -> None:
+    with pytest.raises(ConfigError, match="33 bands of 4 rows need 132 hashes"):
+        MinHashConfig(bands=33)
+
+
+def write(folder: Path, texts: Sequence[str], files: int = 3, name: str = "d") -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    per = -(-len(texts) // files)
+    for f in range(files):
+        rows = range(f * per, min((f + 1) * per, len(texts)))
+        table: Any = pa.table({"id": [f"{name}{i}" for i in rows], "text": [texts[i] for i in rows]})
+        pq.write_table(table, folder / f"documents-{f:05d}.parquet", row_group_size=7)
+    return sorted(folder.glob("documents-*"))
+
+
+def corpus(n: int = 60) -> list[str]:
+    rng = random.Random(4)
+    texts = []
+    while len(texts) < n:
+        original = words(rng, 80)
+        texts += [" ".join(mutate(rng, original, c)) for c in range(rng.choice([1, 1, 3]))]
+    rng.shuffle(texts)
+    return texts[:n]
+
+
+def run(
+    files: list[Path], units: Path, executor: Any = None, similarity: float = 0.5, **more: Any
+) -> NearDuplicates:
+    return find_near_duplicates(
+        files, MinHashConfig(similarity=similarity), UnitStore(units), executor or LocalPool(), **more
+    )
+
+
+def removed_rows(
+    found: NearDuplicates, files: list[Path], out: Path, **more: Any
+) -> dict[int, tuple[str, float]]:
+    out.mkdir(exist_ok=True)
+    write_duplicates(found, files, out, **more)
+    rows = [r for p in sorted(out.glob("duplicates-*")) for r in pq.read_table(p).to_pylist()]
+    assert {r["kind"] for r in rows} <= {"near_duplicate"}
+    return {r["row"]: (r["matched_id"], r["similarity"]) for r in rows}
+
+
+def test_removal_over_files_equals_pairwise_reference(tmp_path: Path) -> None:
+    texts = [*corpus(), "", "", "one two", "one two", "..."]
+    files = write(tmp_path / "in", texts)
+    found = removed_rows(run(files, tmp_path / "units"), files, tmp_path / "out")
+    kept: list[int] = []
+    for i, text in enumerate(texts):
+        similar = {j: jaccard_similarity(text.encode(), texts[j].encode()) for j in kept}
+        best = [j for j in kept if similar[j] >= 0.5]
+        assert (i in found) == bool(best)
+        if best:
+            assert found[i] == (f"d{best[0]}", pytest.approx(similar[best[0]]))
+        else:
+            kept.append(i)
+    assert len(found) > 5
+
+
+def test_chain_loses_its_middle_only(tmp_path: Path) -> None:
+    base = [f"w{i}" for i in range(40)]
+    texts = [" ".join(base[a : a + 30]) for a in (5, 0, 10)]  # the first is similar to both, which are not
+    files = write(tmp_path / "in", texts, 1)
+    assert set(removed_rows(run(files, tmp_path / "u"), files, tmp_path / "a")) == {1, 2}
+    ranks = np.array([2, 0, 1])
+    chain = removed_rows(run(files, tmp_path / "u", ranks=ranks), files, tmp_path / "b")
+    assert jaccard_similarity(texts[1].encode(), texts[2].encode()) < 0.5
+    assert chain.keys() == {0} and chain[0][0] == "d1"
+
+
+def test_ranks_and_candidates_choose_who_stays(tmp_path: Path) -> None:
+    text = corpus(1)[0]
+    files = write(tmp_path / "in", [text] * 5, 2)
+    found = removed_rows(
+        run(files, tmp_path / "u", ranks=np.array([4, 3, 0, 1, 2]), candidates=np.array([1, 1, 0, 1, 1], bool)),
+        files, tmp_path / "out",
+    )  # fmt: skip
+    assert found == {0: ("d3", 1.0), 1: ("d3", 1.0), 4: ("d3", 1.0)}
+
+
+def test_earlier_corpus_stays_and_is_named(tmp_path: Path) -> None:
+    texts = corpus()
+    earlier = write(tmp_path / "old", [texts[3], texts[3], texts[9]], 2, "old")
+    files = write(tmp_path / "in", texts)
+    units = tmp_path / "units"
+    alone = removed_rows(run(files, units), files, tmp_path / "a")
+    found = removed_rows(run(files, units, earlier=earlier), files, tmp_path / "b", earlier=earlier)
+    assert found[3] == ("old0", 1.0) and found[9] == ("old2", 1.0) and set(alone) <= set(found)
+
+
+def test_many_equal_documents_leave_one(tmp_path: Path) -> None:
+    n = int(os.environ.get("WHORL_TEST_EQUAL_DOCUMENTS", "50000"))
+    table: Any = pa.table({"id": [f"{i:07d}" for i in range(n)], "text": ["one two three four five six"] * n})
+    (tmp_path / "in").mkdir()
+    pq.write_table(table, tmp_path / "in" / "documents-00000.parquet")
+    found = run([tmp_path / "in" / "documents-00000.parquet"], tmp_path / "units")
+    assert len(found.removed) == n - 1 and not found.matched.any()
+
+
+def test_rewrite_keeps_what_stays(tmp_path: Path) -> None:
+    texts = corpus()
+    files = write(tmp_path / "in", texts)
+    found = run(files, tmp_path / "units")
+    gone = removed_rows(found, files, tmp_path / "side")
+    store = UnitStore(tmp_path / "units")
+    for _ in range(2):  # a second run reuses the units
+        written = rewrite_documents(found, files, tmp_path / "out", store, LocalPool())
+        left = [t for p in written for t in pq.read_table(p)["text"].to_pylist()]
+        assert left == [t for i, t in enumerate(texts) if i not in gone]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("[!.]*/*"))}
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+    files = write(tmp_path / "in", corpus())
+    for workers in (1, 2, 3):
+        run(files, tmp_path / f"units{workers}", LocalPool(workers))
+        assert contents(tmp_path / f"units{workers}") == contents(tmp_path / "units1")
+
+
+@pytest.mark.xdist_group("ray")
+def test_ray_writes_the_same_bytes_as_the_pool(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    files = write(tmp_path / "in", corpus())
+    run(files, tmp_path / "local")
+    for workers in (1, 2, 3):
+        run(files, tmp_path / f"ray{workers}", RayTasks(workers))
+        assert contents(tmp_path / f"ray{workers}") == contents(tmp_path / "local")
+
+
+def test_kill_and_resume_with_other_workers_is_identical(tmp_path: Path) -> None:
+    files = write(tmp_path / "in", corpus(), 8)
+    run(files, tmp_path / "whole")
+    script = (
+        "import sys; from pathlib import Path; from tests.corpus.test_duplicates import run, LocalPool\n"
+        "run(sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]), LocalPool(int(sys.argv[3])))"
+    )
+    generator, units = random.Random(5), tmp_path / "units"
+    for workers in (1, 2, 3):
+        job = subprocess.Popen(
+            [sys.executable, "-c", script, tmp_path / "in", units, str(workers)], start_new_session=True
+        )
+        goal = len(list(units.glob("[!.]*"))) + generator.randrange(1, 6)
+        end = time.monotonic() + 30
+        while len(list(units.glob("[!.]*"))) < goal and job.poll() is None and time.monotonic() < end:
+            time.sleep(0.002)
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    run(files, units, LocalPool(2))
+    assert contents(units) == contents(tmp_path / "whole")

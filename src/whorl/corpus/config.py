@@ -147,6 +147,11 @@ class CurateConfig(BaseModel):
         default="keep",
         description="remove: keep one of selected documents whose exact similarity reaches that threshold",
     )
+    near_duplicate_order: str = Field(
+        default="",
+        description="SQL ordering of `attributes`, such as 'licence IS NULL, n_bytes DESC': the first of near duplicates "
+        "stays, of equal ones the smallest id; default: the first row",
+    )
     decontaminate: DecontaminationConfig | None = Field(
         default=None, description="test sets; documents that hold their items are dropped as 'contaminated'"
     )

@@ -5,6 +5,7 @@ Output files are row-aligned with the documents, which are not modified:
 - `attributes-00000.parquet`, ...: one file per `documents-*.parquet`, with the columns of `attribute_schema`.
 - `selection.parquet`: over all document files in order, `split` ("train", "validation", "test" or "") and `reason` (why
   a document was dropped; "" if it was kept).
+- `duplicates-00000.parquet`, ..., with `near_duplicates = "remove"`: the removed documents, and which one stayed for each.
 - `contamination.parquet`, with `decontaminate`: the documents that hold test items, and which.
 
 Memory grows with the number of documents, not with their text: about 200 bytes per document for ids, hashes, clusters
@@ -22,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus import duplicates
 from whorl.corpus.attributes import attribute_file_name, attribute_schema, write_attributes
 from whorl.corpus.config import CurateConfig
 from whorl.corpus.decontamination import write_contamination
-from whorl.corpus.mapreduce import LocalPool, UnitStore
+from whorl.corpus.deduplication import MinHashConfig, find_near_duplicates, write_duplicates
+from whorl.corpus.deduplication.clusters import cluster_near_duplicates, first_occurrence
+from whorl.corpus.deduplication.minhash import N_HASHES
+from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
 from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import DOCS_URL, ConfigError, DataError
@@ -76,10 +79,8 @@ def curate(
             )  # fmt: skip
         table = _DocumentTable(documents, measured, n_rows, Path(scratch, "signatures"))
         with progress.task("Finding copies", total=None, unit="documents"):
-            first = duplicates.first_occurrence(table.hashes)
-            sets = duplicates.union_exact_duplicates(first)
-            duplicates.cluster_near_duplicates(table.signatures, config.near_duplicate_similarity, sets)
-            cluster = sets.roots()
+            first = first_occurrence(table.hashes)
+            cluster = cluster_near_duplicates(table.signatures, config.near_duplicate_similarity, first)
         rows = np.arange(n_rows)
         of_corpus = {
             "exact_duplicate": first != rows,
@@ -97,7 +98,9 @@ def curate(
         )
         reasons[rows[reasons[rows] == ""]] = "contaminated"
     if config.near_duplicates == "remove":
-        _remove_near_duplicates(documents, cluster, reasons, config.near_duplicate_similarity)
+        with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
+            store = UnitStore(units or Path(scratch, "units"))
+            _remove_near_duplicates(config, documents, table.ids, reasons, out, store, LocalPool(workers))
     kept = reasons == ""
     if not kept.any():
         names, counts = np.unique(reasons, return_counts=True)
@@ -121,7 +124,7 @@ class _DocumentTable:
         self.ids: list[str] = []
         self.n_bytes = np.zeros(n, np.int64)
         self.hashes = np.zeros((n, 2), np.uint64)
-        shape = (n, duplicates.N_HASHES)
+        shape = (n, N_HASHES)
         self.signatures = np.memmap(signature_file, np.uint32, mode="w+", shape=shape)
         begin = 0
         for path, text, minhash in zip(documents, measured["text"], measured["minhash"], strict=True):
@@ -135,7 +138,7 @@ class _DocumentTable:
                 digests = b"".join(columns["exact_hash"].to_pylist())
                 self.hashes[begin:end] = np.frombuffer(digests, np.uint64).reshape(-1, 2)
                 joined = b"".join(signatures["signature"].to_pylist())
-                self.signatures[begin:end] = np.frombuffer(joined, np.uint32).reshape(-1, duplicates.N_HASHES)
+                self.signatures[begin:end] = np.frombuffer(joined, np.uint32).reshape(-1, N_HASHES)
                 begin = end
 
 
@@ -187,36 +190,22 @@ def _select(query: str, attributes: Sequence[Path], columns: Sequence[str], n_ro
 
 
 def _remove_near_duplicates(
-    documents: Sequence[Path], cluster: NDArray[np.int64], reasons: NDArray[Any], threshold: float
-) -> None:
-    """Set the reason of verified copies among the selected documents of each cluster; the first stays."""
-    rows = np.flatnonzero(reasons == "")
-    rows = rows[np.bincount(cluster[rows], minlength=len(cluster))[cluster[rows]] > 1]
-    rows = rows[np.argsort(cluster[rows], kind="stable")]
-    texts = _texts_of(documents, set(rows.tolist()))
-    for group in np.split(rows, np.flatnonzero(np.diff(cluster[rows])) + 1):
-        remove = duplicates.removable(
-            [texts[int(row)][: duplicates.MAX_SIGNATURE_BYTES] for row in group], threshold
-        )
-        reasons[group[remove]] = "near_duplicate"
-
-
-def _texts_of(documents: Sequence[Path], rows: set[int]) -> dict[int, bytes]:
-    """Return the texts of these rows; they are held in memory."""
-    import pyarrow.parquet as pq
-
-    texts: dict[int, bytes] = {}
-    begin = 0
-    for path in documents:
-        with pq.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                n = file.metadata.row_group(group).num_rows
-                wanted = [i for i in range(n) if begin + i in rows]
-                if wanted:
-                    column = file.read_row_group(group, columns=["text"])["text"]
-                    texts |= {begin + i: column[i].as_py().encode() for i in wanted}
-                begin += n
-    return texts
+    config: CurateConfig, documents: Sequence[Path], ids: Sequence[str], reasons: NDArray[Any], out: Path,
+    store: UnitStore, executor: Executor,
+) -> None:  # fmt: skip
+    """Set the reason of selected documents that are verified copies of one that stays, and write `duplicates-*.parquet`."""
+    ranks = None
+    if config.near_duplicate_order:
+        attributes = [out / attribute_file_name(path) for path in documents]
+        query = f"SELECT row, dense_rank() OVER (ORDER BY {config.near_duplicate_order}) AS reason FROM attributes"
+        place = _select(query, attributes, [], len(ids)).astype(np.int64)
+        ranks = np.empty(len(ids), np.int64)
+        ranks[np.lexsort((np.array(ids), place))] = np.arange(len(ids))
+    settings = MinHashConfig(similarity=config.near_duplicate_similarity)
+    found = find_near_duplicates(
+        documents, settings, store, executor, ranks=ranks, candidates=np.asarray(reasons == "", bool)
+    )
+    reasons[write_duplicates(found, documents, out)] = "near_duplicate"
 
 
 def _write_selection(out: Path, split: NDArray[Any], reasons: NDArray[Any]) -> None:

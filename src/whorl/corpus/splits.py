@@ -2,7 +2,7 @@
 
 A model that was trained on a near copy of a test document would be scored on memorization. Whole near-duplicate
 clusters are
-therefore assigned to one split: no pair found by `duplicates` crosses a boundary.
+therefore assigned to one split: no pair found by `deduplication` crosses a boundary.
 
 Two rules keep the held-out data representative. First, no cluster may fill more than a fraction of it (a tenth by
 default), so longer documents are never held out. Second, clusters are taken in the order of a seeded hash, up to the

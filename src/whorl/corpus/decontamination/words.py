@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.duplicates import span_hashes
+from whorl.corpus.deduplication.shingles import span_hashes
 
 # First and last code point of the scripts in which each character counts as a word.
 WORD_PER_CHARACTER = (

@@ -29,7 +29,7 @@ MEASURES = Registry(
         "text": "whorl.corpus.measures.text:TEXT",
         "rules": "whorl.corpus.measures.rules:RULES",
         "language": "whorl.corpus.measures.language:LANGUAGE",
-        "minhash": "whorl.corpus.duplicates:MINHASH",
+        "minhash": "whorl.corpus.deduplication.minhash:MINHASH",
     },
 )
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from whorl.corpus.deduplication.shingles import jaccard_similarity
 from whorl.corpus.documents import document_id
-from whorl.corpus.duplicates import jaccard_similarity
 from whorl.corpus.provenance.tables import CorpusTables, find_rows, one_row
 
 IDENTITY = ("row", "source", "path", "language", "licence")  # columns of the attributes that are no measures

@@ -1,0 +1,36 @@
+"""Files of arrays between the stages: .npy records one after the other, read as memory maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+
+def write_arrays(path: Path, *arrays: NDArray[Any]) -> None:
+    """Write arrays into one file; equal arrays give equal bytes."""
+    with path.open("wb") as out:
+        for array in arrays:
+            npy.write_array(out, np.ascontiguousarray(array), allow_pickle=False)
+
+
+def read_arrays(path: str | Path) -> list[NDArray[Any]]:
+    """Return the arrays of a file as read-only memory maps."""
+    found: list[NDArray[Any]] = []
+    end = Path(path).stat().st_size
+    with Path(path).open("rb") as file:
+        while file.tell() < end:
+            version = npy.read_magic(file)
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, dtype = read(file)
+            start, size = file.tell(), dtype.itemsize * int(np.prod(shape))
+            found.append(
+                np.memmap(file, dtype, mode="r", offset=start, shape=shape)
+                if size
+                else np.zeros(shape, dtype)
+            )
+            file.seek(start + size)
+    return found

@@ -1,0 +1,244 @@
+// MinHash, buckets, and the greedy removal of near duplicates. `shingles.py`, `minhash.py` and `verify.py` have the
+// same functions in numpy, and tests compare the two bit for bit.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr uint64_t P = 0x9E3779B97F4A7C15ull;  // odd, so invertible modulo 2^64
+typedef uint64_t Lanes __attribute__((vector_size(64), aligned(8)));
+constexpr int LANES = 8, BLOCK = 8;  // a pass keeps LANES * BLOCK minima in registers
+constexpr int PASS = LANES * BLOCK;
+constexpr size_t MAX_KEPT_PER_BUCKET = 256;
+
+inline uint64_t mix(uint64_t x) {  // finalizer of splitmix64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+struct Powers {
+    uint64_t of[64];
+    Powers() {
+        of[0] = 1;
+        for (int i = 1; i < 64; i++) of[i] = of[i - 1] * P;
+    }
+    inline uint64_t operator()(int64_t i) const {
+        uint64_t power = of[i & 63];
+        for (i >>= 6; i > 0; i--) power *= of[63] * P;
+        return power;
+    }
+};
+const Powers power;
+
+void minhash(const uint64_t* shingles, int64_t n, const uint64_t* a, const uint64_t* b, int hashes, uint32_t* out) {
+    for (int k = 0; k < hashes; k += PASS) {
+        Lanes multiply[BLOCK], add[BLOCK], least[BLOCK];
+        std::memcpy(multiply, a + k, sizeof multiply);
+        std::memcpy(add, b + k, sizeof add);
+        std::memset(least, 0xFF, sizeof least);
+        for (int64_t i = 0; i < n; i++) {
+            const uint64_t x = shingles[i];
+            const Lanes value = {x, x, x, x, x, x, x, x};
+            for (int j = 0; j < BLOCK; j++) {
+                const Lanes hashed = value * multiply[j] + add[j];
+                least[j] = hashed < least[j] ? hashed : least[j];
+            }
+        }
+        uint64_t found[PASS];
+        std::memcpy(found, least, sizeof found);
+        for (int j = 0; j < std::min(PASS, hashes - k); j++) out[k + j] = uint32_t(found[j] >> 32);
+    }
+}
+
+void band_keys(const uint32_t* signature, int bands, int rows, uint64_t* out) {
+    for (int band = 0; band < bands; band++) {
+        uint64_t key = uint64_t(band);
+        for (int row = 0; row < rows; row++) key = mix(key ^ signature[band * rows + row]) * P;
+        out[band] = key;
+    }
+}
+
+int64_t find(int64_t* parent, int64_t i) {
+    while (parent[i] != i) i = parent[i] = parent[parent[i]];
+    return i;
+}
+
+int64_t common(const uint64_t* a, int64_t n, const uint64_t* b, int64_t m) {
+    int64_t i = 0, j = 0, count = 0;
+    while (i < n && j < m) {  // without branches that depend on the values
+        const uint64_t x = a[i], y = b[j];
+        count += x == y;
+        i += x <= y;
+        j += y <= x;
+    }
+    return count;
+}
+
+struct Files {  // the signatures of all files; a document is a number over all of them
+    const uint32_t* const* signatures;
+    const int64_t* first;  // [n + 1]
+    int64_t n;
+    int hashes;
+    const uint32_t* at(int64_t document) const {
+        const int64_t file = std::upper_bound(first, first + n + 1, document) - first - 1;
+        return signatures[file] + (document - first[file]) * hashes;
+    }
+};
+
+int agreement(const uint32_t* a, const uint32_t* b, int hashes) {
+    int equal = 0;
+    for (int k = 0; k < hashes; k++) equal += a[k] == b[k];
+    return equal;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The shingle hashes of n documents, each data[starts[i], ends[i]), one after the other. first has n + 1 numbers.
+// words is scratch, as long as the longest document in bytes, + 1. table has 0 for a separator, else the byte to hash.
+void whorl_shingles(const uint8_t* data, const int64_t* starts, const int64_t* ends, int64_t n, const uint8_t* table,
+                    int32_t characters, int32_t size, uint64_t* words, uint64_t* out, int64_t* first) {
+    int64_t written = 0;
+    for (int64_t d = 0; d < n; d++) {
+        first[d] = written;
+        const uint8_t *p = data + starts[d], *end = data + ends[d];
+        int64_t count = 0;
+        while (p < end) {
+            if (!table[*p] || (characters && (*p & 0xC0) == 0x80)) { p++; continue; }
+            uint64_t hash = 0;
+            int64_t at = 0;
+            do {
+                hash += table[*p++] * power(at++);
+            } while (p < end && (characters ? (*p & 0xC0) == 0x80 : table[*p] != 0));
+            words[count++] = mix(hash);
+        }
+        const int64_t shingles = std::max<int64_t>(count - size + 1, 1);
+        for (int64_t i = 0; i < shingles; i++) {
+            uint64_t shingle = 0;
+            for (int32_t j = 0; j < size; j++) shingle = shingle * P + (i + j < count ? words[i + j] : 0);
+            out[written + i] = mix(shingle);
+        }
+        written += shingles;
+    }
+    first[n] = written;
+}
+
+// a, b: padded to a multiple of PASS. out: [n, hashes].
+void whorl_minhash(const uint64_t* shingles, const int64_t* first, int64_t n, const uint64_t* a, const uint64_t* b,
+                   int32_t hashes, uint32_t* out) {
+    for (int64_t d = 0; d < n; d++)
+        minhash(shingles + first[d], first[d + 1] - first[d], a, b, hashes, out + d * hashes);
+}
+
+// out: [n, bands].
+void whorl_band_keys(const uint32_t* signatures, int64_t n, int32_t hashes, int32_t bands, int32_t rows, uint64_t* out) {
+    for (int64_t d = 0; d < n; d++) band_keys(signatures + d * hashes, bands, rows, out + d * bands);
+}
+
+// Sort each document's shingles and remove repetitions, in place; `first` is updated.
+void whorl_unique(uint64_t* shingles, int64_t* first, int64_t n) {
+    int64_t written = 0, begin = first[0];
+    for (int64_t d = 0; d < n; d++) {
+        const int64_t end = first[d + 1];
+        std::sort(shingles + begin, shingles + end);
+        const int64_t count = std::unique(shingles + begin, shingles + end) - (shingles + begin);
+        std::memmove(shingles + written, shingles + begin, size_t(count) * 8);
+        first[d] = written;
+        written += count;
+        begin = end;
+    }
+    first[n] = written;
+}
+
+// Order records by key; records of equal keys keep their order. The arrays `other_*` are scratch.
+void whorl_sort(uint64_t* keys, int64_t* documents, int64_t n, uint64_t* other_keys, int64_t* other_documents) {
+    std::vector<int64_t> counts(1 << 11);
+    for (int shift = 0; shift < 66; shift += 11) {  // six passes: the result is back in `keys`
+        std::fill(counts.begin(), counts.end(), 0);
+        for (int64_t i = 0; i < n; i++) counts[keys[i] >> shift & 0x7FF]++;
+        int64_t sum = 0;
+        for (auto& count : counts) { const int64_t here = count; count = sum; sum += here; }
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t at = counts[keys[i] >> shift & 0x7FF]++;
+            other_keys[at] = keys[i];
+            other_documents[at] = documents[i];
+        }
+        std::swap(keys, other_keys);
+        std::swap(documents, other_documents);
+    }
+}
+
+// Join documents of a bucket that agree in at least `least` numbers. keys: sorted. parent: [documents].
+void whorl_join(const uint64_t* keys, const int64_t* documents, int64_t n, const uint32_t* const* signatures,
+                const int64_t* first, int64_t files, int32_t hashes, int32_t least, int64_t all_pairs, int64_t* parent) {
+    const Files from{signatures, first, files, hashes};
+    std::vector<int64_t> rest, next;
+    for (int64_t begin = 0, end; begin < n; begin = end) {
+        for (end = begin + 1; end < n && keys[end] == keys[begin]; end++) {}
+        if (end - begin < 2) continue;
+        rest.assign(documents + begin, documents + end);
+        const bool all = end - begin <= all_pairs;
+        for (int64_t leaders = 0; rest.size() > 1 && leaders < all_pairs; leaders++) {
+            const int64_t leader = rest[0];
+            const uint32_t* own = from.at(leader);
+            next.clear();
+            for (size_t i = 1; i < rest.size(); i++) {
+                const int64_t other = rest[i], x = find(parent, leader), y = find(parent, other);
+                const bool similar = (all && x == y) || agreement(own, from.at(other), hashes) >= least;
+                if (similar && x != y) parent[std::max(x, y)] = std::min(x, y);
+                if (all || !similar) next.push_back(other);
+            }
+            rest.swap(next);
+        }
+    }
+    const int64_t total = first[files];
+    for (int64_t i = 0; i < total; i++) parent[i] = parent[parent[i]];
+}
+
+// Greedy removal in the order given. Document i has the sorted set sets[i], of lengths[i]; those with the same number
+// of component[i] follow one another. matched[i]: the document that stays and makes i superfluous, or -1.
+void whorl_remove(int64_t n, const uint64_t* const* sets, const int64_t* lengths, const int64_t* component,
+                  const uint8_t* stays, const uint64_t* a, const uint64_t* b, int32_t hashes, int32_t bands,
+                  int32_t rows, double threshold, int64_t* matched, double* similarity) {
+    std::unordered_map<uint64_t, std::vector<int64_t>> buckets;
+    std::vector<uint32_t> signature(hashes);
+    std::vector<uint64_t> keys(bands);
+    std::vector<int64_t> candidates;
+    for (int64_t i = 0; i < n; i++) {
+        if (i && component[i] != component[i - 1]) buckets.clear();
+        minhash(sets[i], lengths[i], a, b, hashes, signature.data());
+        band_keys(signature.data(), bands, rows, keys.data());
+        matched[i] = -1;
+        similarity[i] = 0;
+        if (!stays[i]) {
+            candidates.clear();
+            for (uint64_t key : keys) {
+                const auto found = buckets.find(key);
+                if (found != buckets.end()) candidates.insert(candidates.end(), found->second.begin(), found->second.end());
+            }
+            std::sort(candidates.begin(), candidates.end());
+            candidates.erase(std::unique(candidates.begin(), candidates.end()), candidates.end());
+            for (int64_t j : candidates) {
+                const int64_t sum = lengths[i] + lengths[j], most = std::min(lengths[i], lengths[j]);
+                if (double(most) < threshold * double(sum - most)) continue;
+                const int64_t both = sets[i] == sets[j] ? most : common(sets[i], lengths[i], sets[j], lengths[j]);
+                if (double(both) < threshold * double(sum - both)) continue;
+                matched[i] = j;
+                similarity[i] = double(both) / double(sum - both);
+                break;
+            }
+        }
+        if (matched[i] < 0)
+            for (uint64_t key : keys) {
+                auto& bucket = buckets[key];
+                if (bucket.size() < MAX_KEPT_PER_BUCKET && (bucket.empty() || bucket.back() != i)) bucket.push_back(i);
+            }
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,331 @@
+"""Near duplicates of whole corpora, as map and reduce stages over document files.
+
+    sign        map     a file's texts -> signatures, and the records (key of a band, row) by a range of the keys
+    join        reduce  records of a range of keys -> edges between documents whose estimated similarity is high enough
+    components  reduce  all edges -> the component of every document that has a candidate, one file per document file
+    gather      map     a file's texts -> the sets of shingles of such documents, by component
+    remove      reduce  the sets of whole components -> which documents are removed, for which one that stays
+    rewrite     map     a file's documents -> those that stay (optional; side files suffice)
+
+A document is `file << 32 | row`, so a changed file changes no number of another. Memory: `join` holds the records of its
+range (16 bytes each, about 8 million) and 8 bytes per document; `components` 16 bytes per edge; `remove` reads sets from
+memory maps. Files of earlier corpora come first. Their documents stay, and their units are reused.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whorl.corpus.deduplication.arrays import read_arrays, write_arrays
+from whorl.corpus.deduplication.clusters import connected_components, flattened, join_buckets
+from whorl.corpus.deduplication.minhash import band_keys, minhash_signatures
+from whorl.corpus.deduplication.settings import MinHashConfig
+from whorl.corpus.deduplication.shingles import TextBlock, mix, unique_shingles
+from whorl.corpus.deduplication.verify import matches
+from whorl.corpus.mapreduce import (
+    Executor,
+    Input,
+    LocalPool,
+    Output,
+    Stage,
+    Unit,
+    UnitStore,
+    partition_name,
+    shuffled,
+)
+
+VERSION = 1
+RECORDS_PER_PARTITION = 1 << 23  # 128 MB
+SHINGLES_PER_PARTITION = 1 << 25  # 256 MB
+SIGNATURES, MEMBERS, MATCHES = "signatures", "members-{:05d}", "matches"
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """Removed documents, in order. A document is the number of its file << 32 | its row in the file.
+
+    removed: [n]; matched: [n] the document that stays; similarity: [n] exact. n_documents: of each file.
+    intermediate_bytes: files that the stages wrote.
+    """
+
+    removed: NDArray[np.int64]
+    matched: NDArray[np.int64]
+    similarity: NDArray[np.float64]
+    n_documents: list[int]
+    intermediate_bytes: int
+
+
+def find_near_duplicates(
+    documents: Sequence[Path], config: MinHashConfig, store: UnitStore, executor: Executor, *,
+    earlier: Sequence[Path] = (), ranks: NDArray[np.int64] | None = None, candidates: NDArray[np.bool_] | None = None,
+) -> NearDuplicates:  # fmt: skip
+    """Return which documents are removed, and for which ones that stay.
+
+    Args:
+        documents: Parquet files with the columns id and text.
+        earlier: files of earlier corpora. Their documents stay; file numbers count from the first of these.
+        ranks: [all rows of `documents`] the smallest of several near duplicates stays; default: the order of rows.
+        candidates: [all rows of `documents`] documents that are compared; default: all.
+    """
+    inputs = [Input.of(path) for path in (*earlier, *documents)]
+    partitions = _power_of_two(sum(_count(i.path) for i in inputs) * config.bands / RECORDS_PER_PARTITION)
+    fields = config.signature_fields()
+    signed = store.run(
+        Stage(f"{__name__}:sign", VERSION, fields | {"partitions": partitions}), [Unit((i,)) for i in inputs], executor
+    )  # fmt: skip
+    counts = [int(o.summary["documents"]) for o in signed]
+    signatures = tuple(o.input(SIGNATURES) for o in signed)
+    names = [partition_name(p) for p in range(partitions)]
+    joined = store.run(
+        Stage(f"{__name__}:join", VERSION, fields | {"join_similarity": config.join_similarity}),
+        [Unit((*unit.inputs, *signatures)) for unit in shuffled(signed, names)], executor,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        ordering = _write_ordering(Path(scratch), ranks, candidates)
+        components = store.run(
+            Stage(f"{__name__}:components", VERSION, {"counts": counts, "earlier": len(earlier)}),
+            [Unit((*ordering, *(o.input("edges") for o in joined)), {"ordering": len(ordering)})], LocalPool(),
+        )[0]  # fmt: skip
+    share = components.summary["members"] / max(sum(counts), 1)
+    shingles = share * sum(o.summary["shingles"] for o in signed)
+    parts = _power_of_two(shingles / SHINGLES_PER_PARTITION)
+    gathered = store.run(
+        Stage(f"{__name__}:gather", VERSION, fields | {"partitions": parts}),
+        [Unit((i, components.input(MEMBERS.format(n)))) for n, i in enumerate(inputs)], executor,
+    )  # fmt: skip
+    found = store.run(
+        Stage(f"{__name__}:remove", VERSION, config.model_dump(mode="json") | {"earlier": len(earlier)}),
+        shuffled(gathered, [partition_name(p) for p in range(parts)]), executor,
+    )  # fmt: skip
+    columns = [read_arrays(o.folder / MATCHES) for o in found]
+    removed, matched, similarity = (np.concatenate([c[k] for c in columns]) for k in range(3))
+    order = np.argsort(removed)
+    written = sum(_size(o) for o in (*signed, *joined, components, *gathered, *found))
+    return NearDuplicates(removed[order], matched[order], similarity[order], counts, written)
+
+
+def sign(
+    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, int]:
+    """Map: write the signatures of a document file, and the keys of their bands by partition."""
+    settings, partitions = _settings(config), int(config["partitions"])
+    signatures, keys, shingles = [], [], 0
+    for texts in _text_groups(inputs[0], settings):
+        signatures.append(minhash_signatures(texts, settings))
+        keys.append(band_keys(signatures[-1], settings))
+        shingles += int((texts.ends - texts.starts).sum()) // 6 + len(texts)
+    empty = np.zeros((0, settings.hashes), np.uint32)
+    all_signatures = np.concatenate([empty, *signatures])
+    write_arrays(out / SIGNATURES, all_signatures)
+    all_keys = np.concatenate([np.zeros((0, settings.bands), np.uint64), *keys]).ravel()
+    rows = np.repeat(np.arange(len(all_signatures), dtype=np.uint32), settings.bands)
+    for number, selected in enumerate(_partitioned(all_keys, partitions)):
+        write_arrays(out / partition_name(number), all_keys[selected], rows[selected])
+    return {"documents": len(all_signatures), "shingles": shingles}
+
+
+def join(
+    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, int]:
+    """Reduce: write the edges of a spanning forest over the documents of a partition that are similar enough."""
+    half = len(inputs) // 2
+    records = [read_arrays(path) for path in inputs[:half]]
+    signatures = [read_arrays(path)[0] for path in inputs[half:]]
+    first = np.cumsum([0, *map(len, signatures)], dtype=np.int64)
+    keys = np.concatenate([r[0] for r in records])
+    documents = np.concatenate([r[1] + begin for r, begin in zip(records, first, strict=False)]).astype(
+        np.int64
+    )
+    parent = np.arange(first[-1])
+    join_buckets(keys, documents, signatures, float(config["join_similarity"]), parent)
+    parent = flattened(parent)
+    children = np.flatnonzero(parent != np.arange(len(parent)))
+    ends = [_numbers(some, first) for some in (parent[children], children)]
+    write_arrays(out / "edges", *ends)
+    return {"edges": len(children)}
+
+
+def components(
+    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, int]:
+    """Reduce: write, for every document file, its rows with candidates, their components and ranks."""
+    n_ordering, counts = int(arguments["ordering"]), config["counts"]
+    edges = [read_arrays(path) for path in inputs[n_ordering:]]
+    ends = [np.concatenate([e[k] for e in edges]) for k in (0, 1)]
+    first = np.cumsum([0, *counts], dtype=np.int64)
+    n_earlier = int(first[int(config["earlier"])])
+    nodes, index = np.unique(np.concatenate(ends), return_inverse=True)
+    root = nodes[connected_components(index[: len(ends[0])], index[len(ends[0]) :], len(nodes))]
+    if n_ordering:
+        ranks, candidates = read_arrays(inputs[0])
+        kept = _is_candidate(nodes, first, n_earlier, candidates)
+        nodes, root = nodes[kept], root[kept]
+    bounds = np.searchsorted(nodes, np.arange(len(counts) + 1, dtype=np.int64) << 32)
+    for file in range(len(counts)):
+        some = slice(bounds[file], bounds[file + 1])
+        rank = nodes[some]
+        if n_ordering and file >= int(config["earlier"]):
+            rank = ranks[(nodes[some] & 0xFFFFFFFF) + first[file] - n_earlier]
+        write_arrays(
+            out / MEMBERS.format(file), (nodes[some] & 0xFFFFFFFF).astype(np.uint32), root[some], rank
+        )
+    return {"members": len(nodes), "components": len(np.unique(root))}
+
+
+def gather(
+    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, int]:
+    """Map: write the sets of shingles of a file's documents that have candidates, by the partition of their component.
+
+    Equal texts share a set.
+    """
+    settings, partitions = _settings(config), int(config["partitions"])
+    rows, root, rank = read_arrays(inputs[1])
+    shingles, lengths, number = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], []
+    for texts, which in _selected_groups(inputs[0], rows, settings):
+        number.append(which + sum(map(len, lengths)))
+        for begin, end in texts.blocks():
+            values, first = unique_shingles(texts.part(begin, end), settings)
+            shingles.append(values.copy())
+            lengths.append(np.diff(first))
+    values, sizes = np.concatenate(shingles), np.concatenate(lengths)
+    first = np.cumsum(np.concatenate([[0], sizes]))
+    which = np.concatenate([np.zeros(0, np.int64), *number])
+    for part, selected in enumerate(_partitioned(mix(root.astype(np.uint64)), partitions)):
+        sets, local = np.unique(which[selected], return_inverse=True)
+        taken = values if partitions == 1 else values[_ranges(first[sets], sizes[sets])]
+        write_arrays(
+            out / partition_name(part),
+            rows[selected],
+            root[selected],
+            rank[selected],
+            local,
+            sizes[sets],
+            taken,
+        )
+    return {"shingles": len(values)}
+
+
+def remove(
+    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, int]:
+    """Reduce: write which documents of whole components are removed, for which one, and their exact similarity."""
+    earlier = int(config["earlier"])
+    settings = MinHashConfig(**{k: v for k, v in config.items() if k != "earlier"})
+    columns: list[list[NDArray[Any]]] = [[], [], [], []]
+    sets: list[NDArray[np.uint64]] = []
+    for file, path in enumerate(inputs):
+        rows, root, rank, local, sizes, values = read_arrays(path)
+        stops = np.cumsum(sizes)
+        own = [values[a:b] for a, b in zip((stops - sizes).tolist(), stops.tolist(), strict=True)]
+        sets += [own[i] for i in local.tolist()]
+        for column, part in zip(
+            columns,
+            (rows + (np.int64(file) << 32), root, rank, np.full(len(rows), file >= earlier)),
+            strict=True,
+        ):
+            column.append(part)
+    document, root, rank, is_new = (np.concatenate(c) for c in columns)
+    order = np.lexsort((document, rank, is_new, root))
+    matched, similarity = matches([sets[i] for i in order.tolist()], root[order], ~is_new[order], settings)
+    gone = np.flatnonzero(matched >= 0)
+    document = document[order].astype(np.int64)
+    write_arrays(out / MATCHES, document[gone], document[matched[gone]], similarity[gone])
+    return {"removed": len(gone)}
+
+
+def _settings(config: Mapping[str, Any]) -> MinHashConfig:
+    return MinHashConfig(**{k: v for k, v in config.items() if k in MinHashConfig.model_fields})
+
+
+def _power_of_two(n: float) -> int:
+    return 1 << max(int(np.ceil(np.log2(max(n, 1)))), 0)
+
+
+def _partitioned(keys: NDArray[np.uint64], partitions: int) -> list[Any]:
+    """Return the positions of each partition's keys, by their upper bits."""
+    if partitions == 1:
+        return [slice(None)]
+    numbers = (keys >> np.uint64(64 - (partitions - 1).bit_length())).astype(np.int64)
+    order = np.argsort(numbers, kind="stable")
+    return np.split(order, np.searchsorted(numbers[order], np.arange(1, partitions)))
+
+
+def _numbers(documents: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return file << 32 | row of documents that are counted over all files."""
+    file = np.searchsorted(first, documents, side="right") - 1
+    return file << 32 | (documents - first[file])
+
+
+def _is_candidate(
+    documents: NDArray[np.int64], first: NDArray[np.int64], n_earlier: int, candidates: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    row = first[documents >> 32] + (documents & 0xFFFFFFFF) - n_earlier
+    found: NDArray[np.bool_] = (row < 0) | np.append(candidates, True)[np.maximum(row, -1)]
+    return found
+
+
+def _ranges(first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions first[i] .. first[i] + sizes[i] - 1 of all i in order."""
+    before = np.cumsum(sizes) - sizes
+    found: NDArray[np.int64] = np.arange(int(sizes.sum())) + np.repeat(first - before, sizes)
+    return found
+
+
+def _write_ordering(
+    folder: Path, ranks: NDArray[np.int64] | None, candidates: NDArray[np.bool_] | None
+) -> tuple[Input, ...]:
+    if ranks is None and candidates is None:
+        return ()
+    n = len(ranks if ranks is not None else candidates)  # type: ignore[arg-type]
+    path = folder / "ordering"
+    write_arrays(
+        path, np.arange(n) if ranks is None else ranks, np.ones(n, bool) if candidates is None else candidates
+    )
+    return (Input.of(path),)
+
+
+def _count(path: str) -> int:
+    import pyarrow.parquet as pq
+
+    return int(pq.read_metadata(path).num_rows)
+
+
+def _size(output: Output) -> int:
+    return sum((output.folder / name).stat().st_size for name in output.files)
+
+
+def _text_groups(path: str, config: MinHashConfig) -> Any:
+    """Yield the texts of each row group of a document file."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            yield TextBlock.of_column(file.read_row_group(group, columns=["text"])["text"], config)
+
+
+def _selected_groups(path: str, rows: NDArray[np.uint32], config: MinHashConfig) -> Any:
+    """Yield, for each row group with selected rows, their distinct texts, and which of these each row has."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        begin = 0
+        for group in range(file.num_row_groups):
+            end = begin + file.metadata.row_group(group).num_rows
+            inside = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, end)].astype(np.int64) - begin
+            if len(inside):
+                column = file.read_row_group(group, columns=["text"])["text"].cast(pa.large_string())
+                encoded = column.take(pa.array(inside)).combine_chunks().dictionary_encode()
+                yield (
+                    TextBlock.of_column(encoded.dictionary, config),
+                    encoded.indices.to_numpy().astype(np.int64),
+                )
+            begin = end

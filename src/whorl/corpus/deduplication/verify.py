@@ -1,0 +1,83 @@
+"""Removal of near duplicates: every one is verified by its exact Jaccard similarity with a document that stays.
+
+Documents of a component are visited in the order of preference. One is removed if an earlier one that stays shares a
+band with it and has at least the threshold's similarity; it names the first such. So of a chain a - b - c, in which
+only neighbors are similar, a and c stay. Documents of earlier corpora come first and always stay.
+
+The price of exactness is small: two sorted sets of shingles are merged, at about a nanosecond per shingle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whorl.corpus.deduplication.minhash import band_keys, hash_functions, padded_functions
+from whorl.corpus.deduplication.native import library, pointer, pointers
+from whorl.corpus.deduplication.settings import MinHashConfig
+from whorl.corpus.deduplication.shingles import TextBlock, unique_shingles
+
+MAX_KEPT_PER_BUCKET = 256  # also in native.cpp: of more, the later ones are not compared
+
+
+def matches(
+    sets: Sequence[NDArray[np.uint64]], component: NDArray[np.int64], stays: NDArray[np.bool_], config: MinHashConfig
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
+    """Return which document makes each superfluous, or -1 if it stays, and their similarity.
+
+    Args:
+        sets: [n] sorted sets of shingles, in the order of preference within a component.
+        component: [n] documents of a component follow one another.
+        stays: [n] documents of earlier corpora, which are never removed.
+    """
+    matched, similarity = np.empty(len(sets), np.int64), np.empty(len(sets), np.float64)
+    native = library()
+    if native is None:
+        return _matches(sets, component, stays, config)
+    functions = padded_functions(config)
+    addresses, lengths = pointers(list(sets)), np.array([len(s) for s in sets], np.int64)
+    component = np.ascontiguousarray(component, np.int64)
+    fixed = np.ascontiguousarray(stays, np.uint8)
+    native.whorl_remove(
+        len(sets), pointer(addresses), pointer(lengths), pointer(component), pointer(fixed), pointer(functions[0]),
+        pointer(functions[1]), config.hashes, config.bands, config.rows, config.similarity, pointer(matched),
+        pointer(similarity),
+    )  # fmt: skip
+    return matched, similarity
+
+
+def _matches(
+    sets: Sequence[NDArray[np.uint64]], component: NDArray[np.int64], stays: NDArray[np.bool_], config: MinHashConfig
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
+    """Compute `matches` in numpy."""
+    matched, similarity = np.full(len(sets), -1), np.zeros(len(sets))
+    buckets: dict[int, list[int]] = {}
+    functions = list(zip(*hash_functions(config.hashes, config.seed), strict=True))
+    for i, own in enumerate(sets):
+        if i and component[i] != component[i - 1]:
+            buckets.clear()
+        signature = [np.min((own * a + b) >> np.uint64(32)) for a, b in functions]
+        keys = band_keys(np.array([signature], np.uint32), config)[0].tolist()
+        for j in sorted({j for key in keys for j in buckets.get(key, ())}) if not stays[i] else ():
+            common = len(np.intersect1d(own, sets[j], assume_unique=True))
+            union = len(own) + len(sets[j]) - common
+            if common >= config.similarity * union:
+                matched[i], similarity[i] = j, common / union
+                break
+        else:
+            for key in set(keys):
+                bucket = buckets.setdefault(key, [])
+                if len(bucket) < MAX_KEPT_PER_BUCKET:
+                    bucket.append(i)
+    return matched, similarity
+
+
+def removable(texts: Sequence[bytes], config: MinHashConfig) -> NDArray[np.bool_]:
+    """Return which of these documents are near duplicates of an earlier one that stays."""
+    shingles, first = unique_shingles(TextBlock.of(texts), config)
+    sets = [shingles[a:b] for a, b in itertools.pairwise(first)]
+    component = np.zeros(len(texts), np.int64)
+    return matches(sets, component, np.zeros(len(texts), bool), config)[0] >= 0
