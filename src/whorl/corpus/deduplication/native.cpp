@@ -99,8 +99,8 @@ int agreement(const uint32_t* a, const uint32_t* b, int hashes) {
 
 extern "C" {
 
-// The shingle hashes of n documents, each data[starts[i], ends[i]), one after the other. first has n + 1 numbers.
-// words is scratch, as long as the longest document in bytes, + 1. table has 0 for a separator, else the byte to hash.
+// Write the shingle hashes of n documents, one document after the other. Document i is data[starts[i], ends[i]).
+// The array first has n + 1 numbers, and words is scratch for the longest document. A separator has 0 in table.
 void whorl_shingles(const uint8_t* data, const int64_t* starts, const int64_t* ends, int64_t n, const uint8_t* table,
                     int32_t characters, int32_t size, uint64_t* words, uint64_t* out, int64_t* first) {
     int64_t written = 0;
