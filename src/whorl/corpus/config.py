@@ -78,6 +78,11 @@ class IngestConfig(BaseModel):
         description="divide longer text files that are no code into documents of about this size; 0: never; default: only "
         "if there are few files",
     )
+    normalise: list[Literal["mojibake", "line_ends", "control_characters", "nfc"]] | None = Field(
+        default=None,
+        description="steps that change the text of documents; default: all for text extracted from HTML, PDF and dumps, none "
+        "for the text of files and records",
+    )
     licences: dict[str, str] = Field(
         default={}, description="source -> SPDX licence, for documents without a licence field"
     )

@@ -5,8 +5,8 @@ the text. So a takedown request or a loss spike leads back to bytes on disk, and
 (`curate` removes copies). Ids are stable as long as the source's name and the file's relative path are; they do not
 depend on other files.
 
-Text is decoded strictly as UTF-8. Line ends and white space are kept, so bits per byte refer to the original bytes. A
-record that does not decode becomes a `RejectedDocument` with one of `whorl.data.quarantine.REASONS`.
+Text of files and records is decoded strictly as UTF-8. Line ends and white space are kept, so bits per byte refer to the
+original bytes; only text that is extracted from pages is normalised. A record that does not decode becomes a `RejectedDocument` with one of `whorl.data.quarantine.REASONS`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
+PROVENANCE = ("url", "title", "time", "media_type")
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -26,6 +28,9 @@ class Document:
     `offset` is the start of its record in its file, in bytes. It is 0 for a file that is one document (3 after a
     byte-order mark), and the line's offset for JSONL (in the decompressed stream for .gz and .zst). For Parquet it is
     the row number.
+
+    url, title, media_type: of a page; of a record, its fields of these names. time: when it was fetched or published, as
+    written in the source.
     """
 
     id: str
@@ -36,6 +41,10 @@ class Document:
     text: str
     length: int
     language: str | None
+    url: str | None = None
+    title: str | None = None
+    time: str | None = None
+    media_type: str | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -75,5 +84,6 @@ def document_schema() -> pa.Schema:
             pa.field("length", pa.int64(), nullable=False),
             pa.field("language", pa.string()),
             pa.field("text", pa.string(), nullable=False),
+            *(pa.field(name, pa.string()) for name in PROVENANCE),
         ]
     )

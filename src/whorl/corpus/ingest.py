@@ -55,7 +55,7 @@ from whorl.errors import DataError
 if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
-VERSION = 1  # of `read_block`
+VERSION = 2  # of `read_block`
 BLOCK_BYTES = 64_000_000
 ROW_GROUP_BYTES = 4_000_000
 ROW_GROUP_ROWS = 4096
@@ -262,7 +262,7 @@ def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | Reje
     return read_documents(
         part.file, text_field=config.text_field, formats=config.formats, start=part.start, stop=part.stop,
         max_bytes=MAX_SPLIT_FILE_BYTES if divided else config.max_document_bytes,
-        split_bytes=config.split_bytes or 0 if divided else 0,
+        split_bytes=config.split_bytes or 0 if divided else 0, steps=config.normalise,
     )  # fmt: skip
 
 

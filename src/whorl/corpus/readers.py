@@ -10,11 +10,13 @@ unopened.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import date, datetime
 
 from whorl.corpus.documents import Document, RejectedDocument, document_id
 from whorl.corpus.sources import SourceFile, exceeds_size_limit, readable_path
+from whorl.data.extraction.normalise import STEPS, normalise
 from whorl.data.formats import Record, format_name, open_format
 from whorl.data.quarantine import BadRecordError
 
@@ -31,11 +33,21 @@ SPDX_PATTERN = re.compile(rb"SPDX-License-Identifier:\s*([A-Za-z0-9.+\-() ]{2,80
 LINE_SLACK = 1 << 20
 BLANK = "nothing but white space"
 LICENCE_FIELDS = ("licence", "license")
+# Column -> the fields of records that hold it, of which the first with a text counts; also those of the field "meta".
+PROVENANCE_FIELDS = {
+    "url": ("url", "uri"),
+    "title": ("title",),
+    "time": ("time", "timestamp", "date", "created"),
+    "media_type": ("media_type",),
+}
+MAX_PROVENANCE = 4000  # characters
+META_FIELDS = ("meta", "metadata")
+FIELDS = (*LICENCE_FIELDS, *META_FIELDS, *(name for names in PROVENANCE_FIELDS.values() for name in names))
 
 
 def read_documents(
     file: SourceFile, *, text_field: str, max_bytes: int, formats: Mapping[str, str] | None = None,
-    start: int = 0, stop: int | None = None, split_bytes: int = 0,
+    start: int = 0, stop: int | None = None, split_bytes: int = 0, steps: Sequence[str] | None = None,
 ) -> Iterator[Document | RejectedDocument]:  # fmt: skip
     """Yield every record of one file, or of one of its blocks, in order, as a Document or a RejectedDocument.
 
@@ -45,6 +57,7 @@ def read_documents(
         formats: suffix -> format, in addition to those of `whorl.data.formats`.
         start, stop: a block of the file (`data/formats/format.py`).
         split_bytes: divide longer texts into documents of about this size, between paragraphs or lines; 0: never.
+        steps: normalisation (`data/extraction/normalise.py`); default all for text extracted from markup, else none.
     """
     size = file.size or 0
     if file.size is None:
@@ -55,10 +68,13 @@ def read_documents(
     else:
         is_text = format_name(file.location, formats) == "text"
         longest = max_bytes if is_text else 2 * max_bytes + LINE_SLACK
-        reader = open_format(file.location, formats, fields=[text_field, *LICENCE_FIELDS], longest=longest)
+        reader = open_format(file.location, formats, fields=[text_field, *FIELDS], longest=longest)
+        if steps is None:
+            steps = tuple(STEPS) if reader.extracts else ()
+        language = None if reader.extracts else LANGUAGES.get(file.suffix)
         for record in reader.records(file.location, start, stop):
             try:
-                document = _document(file, record, text_field, max_bytes, is_text)
+                document = _document(file, record, text_field, max_bytes, is_text, steps, language)
                 if split_bytes and document.n_bytes > split_bytes:
                     yield from _pieces(document, split_bytes)
                 else:
@@ -102,11 +118,14 @@ def _rejected(
     )
 
 
-def _document(file: SourceFile, record: Record, text_field: str, max_bytes: int, is_text: bool) -> Document:
+def _document(
+    file: SourceFile, record: Record, text_field: str, max_bytes: int, is_text: bool,
+    steps: Sequence[str], language: str | None,
+) -> Document:  # fmt: skip
     """Return the document of a record. Raises BadRecordError: it has no usable text."""
     if isinstance(record.value, BadRecordError):
         raise record.value
-    text = _checked_text(record.value, text_field, max_bytes)
+    text = _checked_text(record.value, text_field, max_bytes, steps)
     if is_text:
         match = SPDX_PATTERN.search(text[:4096].encode())
         licence = match[1].decode().strip() if match else None
@@ -116,11 +135,29 @@ def _document(file: SourceFile, record: Record, text_field: str, max_bytes: int,
     path = readable_path(file.path)
     return Document(
         document_id(file.source, path, record.offset), file.source, path, licence or file.licence,
-        record.offset, text, record.length, LANGUAGES.get(file.suffix),
+        record.offset, text, record.length, language, **_provenance(record.value),
     )  # fmt: skip
 
 
-def _checked_text(value: Mapping[str, object], field: str, max_bytes: int) -> str:
+def _provenance(value: Mapping[str, object]) -> dict[str, str | None]:
+    """Return the columns that a record's fields hold, or those of its field "meta" (the Pile's records)."""
+    places = [value, *(meta for name in META_FIELDS if isinstance(meta := value.get(name), Mapping))]
+    found: dict[str, str | None] = {}
+    for column, names in PROVENANCE_FIELDS.items():
+        texts = (_as_text(place.get(name)) for place in places for name in names)
+        found[column] = next((text for text in texts if text), None)
+    return found
+
+
+def _as_text(value: object) -> str | None:
+    if isinstance(value, datetime | date):
+        return value.isoformat()
+    if not isinstance(value, str):
+        return None
+    return value[:MAX_PROVENANCE].encode("utf-8", "replace").decode()
+
+
+def _checked_text(value: Mapping[str, object], field: str, max_bytes: int, steps: Sequence[str]) -> str:
     if field not in value:
         fields = ", ".join(map(ascii, list(value)[:10]))[:200]
         raise BadRecordError(
@@ -131,6 +168,8 @@ def _checked_text(value: Mapping[str, object], field: str, max_bytes: int) -> st
     text = value[field]
     if not isinstance(text, str):
         raise BadRecordError("no_text_field", field, f"the text is {type(text).__name__}, not a string")
+    if steps:
+        text = normalise(text, steps)
     try:
         size = len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not valid text

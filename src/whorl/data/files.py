@@ -1,6 +1,8 @@
 """Files by local path or fsspec URL: opened, decompressed, measured, listed.
 
-A local path is opened directly; fsspec is imported for URLs only. Compression is chosen by the suffix .gz or .zst.
+A local path is opened directly; fsspec is imported for URLs only. Compression is chosen by the suffix .gz, .zst or .bz2.
+
+A decompressed stream ends with an error once it is a bomb: more than `BOMB_BYTES`, and more than `BOMB_RATIO` times the file.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from typing import Any, BinaryIO
 
 from whorl.errors import ConfigError, DataError
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+DECODED_BYTES = 1024  # per read of a decompressed stream
+BOMB_BYTES = 1 << 28
+BOMB_RATIO = 400  # text reaches 20; equal records 1,000 in gzip, which is its maximum
 # Protocol -> the extra with its client. Those of fsspec itself (file, memory, zip, ...) need none.
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 
@@ -24,7 +29,7 @@ def is_url(uri: str) -> bool:
 
 
 def compression(uri: str) -> str | None:
-    """Return "gzip", "zstd" or None, by suffix."""
+    """Return "gzip", "zstd", "bz2" or None, by suffix."""
     return COMPRESSIONS.get(posixpath.splitext(uri)[1].lower())
 
 
@@ -75,15 +80,53 @@ def file_size(uri: str) -> int:
 
 
 def open_decompressed(uri: str) -> BinaryIO:
-    """Open a stream of the content; it is seekable if the file is not compressed. Damage raises OSError without errno."""
-    if compression(uri) is None or not file_size(uri):
+    """Open a stream of the content; it is seekable if the file is not compressed.
+
+    Reading damaged data, or a bomb, raises OSError without errno.
+    """
+    if compression(uri) is None or not (size := file_size(uri)):
         return open_file(uri)
     import pyarrow as pa
 
     # Unlike the zstd and gzip modules, Arrow's stream bounds its output and reports a truncated end.
     source = pa.PythonFile(open_file(uri), mode="r") if is_url(uri) else pa.OSFile(uri)
-    raw: Any = pa.CompressedInputStream(source, compression(uri))
+    raw = _Bounded(pa.CompressedInputStream(source, compression(uri)), max(BOMB_BYTES, BOMB_RATIO * size))
     return io.BufferedReader(raw, 1 << 16)
+
+
+class _Bounded(io.RawIOBase):
+    """A stream of at most `limit` bytes; reading more raises OSError.
+
+    Arrow's stream drops what it decoded in a read that fails. So reads are small, and an error is raised at the next one.
+    """
+
+    def __init__(self, stream: Any, limit: int) -> None:
+        self.stream, self.limit, self.n_read = stream, limit, 0
+        self.error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self.error is not None:
+            raise self.error
+        view, n = memoryview(buffer), 0
+        try:
+            while n < len(view) and (found := self.stream.readinto(view[n : n + DECODED_BYTES])):
+                n += found
+        except (OSError, ValueError) as error:
+            self.error = error
+            if not n:
+                raise
+        self.n_read += n
+        if self.n_read > self.limit:
+            raise OSError(f"more than {self.limit:,} bytes when decompressed, which is {BOMB_RATIO} times the file")
+        return n
+
+    def close(self) -> None:
+        if not self.closed:
+            self.stream.close()
+        super().close()
 
 
 def expand_globs(files: Sequence[str]) -> list[str]:

@@ -30,6 +30,9 @@ REASONS = {
     "invalid_utf8": "is not valid UTF-8, or has lone surrogates",
     "too_large": "is longer than the limit",
     "empty": "a text or field is empty or white space",
+    "media_type": "is of a media type that is not read",
+    "http_status": "is the response to a failed request",
+    "encrypted": "needs a password",
     "no_text_field": "has no such text field, or no string in it",
     # of an image
     "not_an_image": "is in no image format that is read",

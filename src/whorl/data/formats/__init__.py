@@ -23,9 +23,17 @@ FORMATS = Registry(
         "arrow": "whorl.data.formats.parquet:Arrow",
         "tar": "whorl.data.formats.tar:Tar",
         "image_folder": "whorl.data.formats.image_folder:ImageFolder",
+        "warc": "whorl.data.formats.warc:WARC",
+        "warc_all": "whorl.data.formats.warc:AllWARC",
+        "html": "whorl.data.formats.web:HTML",
+        "html_all": "whorl.data.formats.web:AllHTML",
+        "pdf": "whorl.data.formats.web:PDF",
     },
 )
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".tar": "tar"}
+SUFFIXES = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".tar": "tar",
+    ".warc": "warc", ".wet": "warc",
+}  # fmt: skip
 
 __all__ = ["FORMATS", "SUFFIXES", "Block", "Format", "Record", "format_name", "open_format"]
 

@@ -53,7 +53,11 @@ class Format(ABC):
     Args:
         fields: the fields that are used, of which the first must exist; empty for all of them.
         longest: bytes of the longest record. A longer one is rejected, without reading it into memory.
+
+    extracts: the text is taken out of a markup, so the suffix does not name its language, and it may be normalised.
     """
+
+    extracts = False
 
     def __init__(self, *, fields: Sequence[str] = (), longest: int = LONGEST_RECORD) -> None:
         self.fields, self.longest = tuple(fields), longest

@@ -40,6 +40,8 @@ def _kind_of_binary(data: bytes) -> str:
     """Return what to do with two kinds of files that are often mistaken for text, or ""."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "; this is UTF-16, convert it: iconv -f UTF-16 -t UTF-8"
+    if data.startswith(b"%PDF-"):
+        return "; this is a PDF, read it as one: formats = { '.pdf' = 'pdf' }"
     if data[257:262] == b"ustar":
         return "; this is a tar archive, give it the suffix .tar"
     return ""

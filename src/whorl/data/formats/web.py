@@ -1,0 +1,53 @@
+"""Pages in files of their own: HTML and PDF. A file is one record with its text, title and media type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from whorl.data.extraction import extract
+from whorl.data.files import open_decompressed
+from whorl.data.formats.format import Format, Record
+from whorl.data.quarantine import BadRecordError
+
+PDF_BYTES = 64_000_000  # a PDF is many times larger than its text
+
+
+class HTML(Format):
+    """The main content of an HTML page, without navigation, side bars and footers."""
+
+    extracts = True
+    media_type = "text/html"
+    main_content = True
+
+    def read(self, uri: str, start: int, stop: int | None) -> Iterator[Record]:
+        if start:
+            return
+        with open_decompressed(uri) as stream:
+            data = stream.read(self.longest + 1)
+        yield Record(1, 0, len(data), self._value(data), len(data))
+
+    def _value(self, data: bytes) -> dict[str, Any] | BadRecordError:
+        if len(data) > self.longest:
+            return BadRecordError("too_large", "", f"over {self.longest} bytes when decompressed")
+        try:
+            page = extract(data, self.media_type, main_content=self.main_content)
+        except BadRecordError as error:
+            return error
+        return {self.text_field: page.text, "title": page.title, "media_type": self.media_type}
+
+
+class AllHTML(HTML):
+    """All visible text of an HTML page."""
+
+    main_content = False
+
+
+class PDF(HTML):
+    """The text of a PDF."""
+
+    media_type = "application/pdf"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.longest = max(self.longest, PDF_BYTES)
