@@ -65,7 +65,10 @@ def test_binary_data_is_rejected(data: bytes) -> None:
     assert caught.value.reason == "binary"
 
 
-@given(st.binary(max_size=300), st.sampled_from(["", "utf-8", "shift_jis", "utf-7", "hex", "idna", "\0", "a" * 99]))
+@given(
+    st.binary(max_size=300),
+    st.sampled_from(["", "utf-8", "shift_jis", "utf-7", "hex", "idna", "\0", "a" * 99]),
+)
 @settings(deadline=None)
 def test_any_bytes_are_decoded_or_rejected(data: bytes, declared: str) -> None:
     try:
@@ -93,7 +96,7 @@ def test_html_keeps_content_and_drops_boilerplate() -> None:
 
 HTML = st.lists(
     st.text(max_size=20)
-    | st.sampled_from(["<div>", "</div>", "<p>", "<table><tr><td>", "<pre>", "<script>", "<!--", "<a href=", "&#xD800;", "\0"])
+    | st.sampled_from(["<div>", "</div>", "<p>", "<table><tr><td>", "<pre>", "<script>", "<!--", "&#xD800;", "\0"])
 )  # fmt: skip
 
 
@@ -106,7 +109,16 @@ def test_any_html_gives_text(parts: list[str], main_content: bool) -> None:
     text.encode()
 
 
-@pytest.mark.parametrize("html", ["<div>" * 200_000, "<table><tr><td>" * 50_000, "&lt;" * 500_000, "x" * 5_000_000])
+@pytest.mark.parametrize(
+    "html",
+    [
+        "<div>" * 200_000,
+        "<div>" * 2000 + "</div>" * 2000,
+        "<table><tr><td>" * 50_000,
+        "&lt;" * 500_000,
+        "x" * 5_000_000,
+    ],
+)
 def test_hostile_html_takes_bounded_time(html: str) -> None:
     start = time.process_time()
     extract_html(html)
@@ -115,7 +127,11 @@ def test_hostile_html_takes_bounded_time(html: str) -> None:
 
 def pdf(pages: list[list[str]], trailer: str = "") -> bytes:
     """A PDF with lines of text, one list per page, in Helvetica."""
-    objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        "",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
     kids = []
     for lines in pages:
         text = "".join(f"({line}) Tj 0 -20 Td " for line in lines)
@@ -132,24 +148,36 @@ def pdf(pages: list[list[str]], trailer: str = "") -> bytes:
         places.append(len(out))
         out += f"{number} 0 obj\n{content}\nendobj\n"
     start = len(out)
-    out += f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n" + "".join(f"{p:010d} 00000 n \n" for p in places)
+    out += f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n" + "".join(
+        f"{p:010d} 00000 n \n" for p in places
+    )
     out += f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R {trailer} >>\nstartxref\n{start}\n%%EOF\n"
     return out.encode("latin-1")
 
 
 # RC4 of 40 bits with the user password "x": only the length and form of /O and /U matter, no password opens it.
-ENCRYPTED = f"/Encrypt << /Filter /Standard /V 1 /R 2 /O <{'ab' * 32}> /U <{'cd' * 32}> /P -4 >> /ID [<00> <00>]"
+ENCRYPTED = (
+    f"/Encrypt << /Filter /Standard /V 1 /R 2 /O <{'ab' * 32}> /U <{'cd' * 32}> /P -4 >> /ID [<00> <00>]"
+)
 
 
 def test_pdf_drops_running_heads_and_joins_hyphens() -> None:
-    pages = [["A Handbook", f"Section {n} has a hyphen-", "ated word", f"Page {n}"] for n in range(6)]
+    names = [letter * 3 for letter in "ABCDEF"]
+    pages = [
+        ["A Handbook", f"Of {n}", f"{n} has a hyphen-", "ated word", f"end of {n}", f"Page {k}"]
+        for k, n in enumerate(names)
+    ]
     text = extract(pdf(pages), "text/html").text  # recognised by its first bytes
     assert "Handbook" not in text and "Page" not in text
-    assert [f"Section {n} has a hyphenated word" in text for n in range(6)] == [True] * 6
+    assert [n for n in names if f"Of {n}\n{n} has a hyphenated\nword\nend of {n}" in text] == names
 
 
 def test_pdf_of_few_pages_keeps_every_line() -> None:
-    assert extract(pdf([["Title", "body", "3"]]), "application/pdf").text.split("\n") == ["Title", "body", "3"]
+    assert extract(pdf([["Title", "body", "3"]]), "application/pdf").text.split("\n") == [
+        "Title",
+        "body",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +221,9 @@ def test_mojibake_of_any_two_characters_is_repaired(text: str) -> None:
         assert repaired == text
 
 
-@pytest.mark.parametrize("text", ["“AMANHÃ”", "naïve café, Ångström, €20", "Ã", "ação\nirmã…", "Â© 2026", "año – niño"])
+@pytest.mark.parametrize(
+    "text", ["“AMANHÃ”", "naïve café, Ångström, €20", "Ã", "ação\nirmã…", "Â© 2026", "año – niño"]
+)
 def test_text_without_mojibake_stays(text: str) -> None:
     assert repair_mojibake(text) == text
 

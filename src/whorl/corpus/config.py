@@ -80,8 +80,8 @@ class IngestConfig(BaseModel):
     )
     normalise: list[Literal["mojibake", "line_ends", "control_characters", "nfc"]] | None = Field(
         default=None,
-        description="steps that change the text of documents; default: all for text extracted from HTML, PDF and dumps, none "
-        "for the text of files and records",
+        description="steps that change the text of documents; default: all for text extracted from HTML and PDF, none for "
+        "the text of files and records",
     )
     licences: dict[str, str] = Field(
         default={}, description="source -> SPDX licence, for documents without a licence field"

@@ -6,7 +6,8 @@ the text. So a takedown request or a loss spike leads back to bytes on disk, and
 depend on other files.
 
 Text of files and records is decoded strictly as UTF-8. Line ends and white space are kept, so bits per byte refer to the
-original bytes; only text that is extracted from pages is normalised. A record that does not decode becomes a `RejectedDocument` with one of `whorl.data.quarantine.REASONS`.
+original bytes; only text that is extracted from pages is normalised. A record that does not
+decode becomes a `RejectedDocument` with one of `whorl.data.quarantine.REASONS`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A local path is opened directly; fsspec is imported for URLs only. Compression is chosen by the suffix .gz, .zst or .bz2.
 
-A decompressed stream ends with an error once it is a bomb: more than `BOMB_BYTES`, and more than `BOMB_RATIO` times the file.
+A decompressed stream ends with an error once it is a bomb: more than `BOMB_BYTES`, and more than `BOMB_RATIO` times the
+file.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ class _Bounded(io.RawIOBase):
                 raise
         self.n_read += n
         if self.n_read > self.limit:
-            raise OSError(f"more than {self.limit:,} bytes when decompressed, which is {BOMB_RATIO} times the file")
+            raise OSError(
+                f"more than {self.limit:,} bytes when decompressed, which is {BOMB_RATIO} times the file"
+            )
         return n
 
     def close(self) -> None:

@@ -36,11 +36,15 @@ def frame(content: bytes, kind: str = "response", *, lie: int = 0, **headers: st
         **{name.replace("_", "-"): value for name, value in headers.items()}, "Content-Length": str(len(content) + lie),
     }  # fmt: skip
     return (
-        "WARC/1.0\r\n" + "".join(f"{k}: {v}\r\n" for k, v in fields.items()) + "\r\n"
-    ).encode() + content + b"\r\n\r\n"
+        ("WARC/1.0\r\n" + "".join(f"{k}: {v}\r\n" for k, v in fields.items()) + "\r\n").encode()
+        + content
+        + b"\r\n\r\n"
+    )
 
 
-def http(body: bytes, content_type: str = "text/html; charset=utf-8", status: str = "200 OK", more: str = "") -> bytes:
+def http(
+    body: bytes, content_type: str = "text/html; charset=utf-8", status: str = "200 OK", more: str = ""
+) -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\n{more}\r\n".encode() + body
 
 
@@ -73,7 +77,13 @@ def test_kinds_of_records(tmp_path: Path) -> None:
     unknown, unread = frame(b"x", "continuation"), frame(http(b"body {}", "text/css"))
     missing = frame(http(page("not found"), status="404 Not Found"))
     found = read(tmp_path, b"".join([*others, wet, resource, unknown, unread, missing]))
-    assert [outcome(r) for r in found] == ["plain text", "a resource", "bad_field", "media_type", "http_status"]
+    assert [outcome(r) for r in found] == [
+        "plain text",
+        "a resource",
+        "bad_field",
+        "media_type",
+        "http_status",
+    ]
     assert read(tmp_path, wet, "a.wet") and open_format("a.warc.wet.gz").extracts
 
 
@@ -183,7 +193,9 @@ PARTS = st.one_of(
     WORDS.map(response),
     st.tuples(WORDS, st.integers(-60, 400)).map(lambda t: response(t[0], lie=t[1])),
     st.binary(max_size=60),
-    st.sampled_from([b"WARC/1.0\r\n", b"WARC/1.0\r\nContent-Length: 5\r\n\r\n", b"\r\n", frame(b"", "request")]),
+    st.sampled_from(
+        [b"WARC/1.0\r\n", b"WARC/1.0\r\nContent-Length: 5\r\n\r\n", b"\r\n", frame(b"", "request")]
+    ),
 )
 
 
@@ -195,7 +207,11 @@ def test_blocks_equal_the_iterator_of_fastwarc(words: list[str], block_bytes: in
         path = Path(folder, "a.warc")
         path.write_bytes(data)
         reader = FORMATS.get("warc")()
-        parts = [r for b in reader.blocks(str(path), block_bytes) for r in reader.records(str(path), b.start, b.stop)]
+        parts = [
+            r
+            for b in reader.blocks(str(path), block_bytes)
+            for r in reader.records(str(path), b.start, b.stop)
+        ]
         whole = list(reader.records(str(path)))
     expected = [r.stream_pos for r in ArchiveIterator(io.BytesIO(data), record_types=WarcRecordType.response)]
     assert [r.offset for r in parts] == [r.offset for r in whole] == expected

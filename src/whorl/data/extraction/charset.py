@@ -22,13 +22,19 @@ MULTI_BYTE = {
     "iso2022_jp", "iso2022_kr",
 }  # fmt: skip
 # What the WHATWG's table of labels decodes with a larger encoding.
-LARGER = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gbk", "shift_jis": "cp932", "euc_kr": "cp949"}  # fmt: skip
+LARGER = {
+    "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254",
+    "gb2312": "gbk", "shift_jis": "cp932", "euc_kr": "cp949",
+}  # fmt: skip
 META = re.compile(rb"<meta[^>]{0,500}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_:.\-]{2,40})", re.IGNORECASE)
 XML = re.compile(rb"^\s*<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([A-Za-z0-9_:.\-]{2,40})")
 META_BYTES = 1024
 ESCAPE = b"\x1b"  # begins a shift of ISO-2022, whose bytes are ASCII
 LONGEST_CHARACTER = 4
-MAX_BAD_SHARE = 0.1  # of the characters of several bytes that are invalid in a text that is UTF-8 all the same
+CUT = ("unexpected end of data", "incomplete multibyte sequence")
+MAX_BAD_SHARE = (
+    0.1  # of the characters of several bytes that are invalid in a text that is UTF-8 all the same
+)
 UNPRINTABLE = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 SAMPLE = 1 << 16
 MAX_UNPRINTABLE = 0.05
@@ -47,7 +53,9 @@ def decode(data: bytes, declared: str = "", *, is_html: bool = False) -> str:
     """
     text = _decode(data, declared, is_html)
     if (bad := len(UNPRINTABLE.findall(text, 0, SAMPLE))) > MAX_UNPRINTABLE * min(len(text), SAMPLE):
-        raise BadRecordError("binary", "", f"{bad} of the first {min(len(text), SAMPLE)} characters are unprintable")
+        raise BadRecordError(
+            "binary", "", f"{bad} of the first {min(len(text), SAMPLE)} characters are unprintable"
+        )
     return text
 
 
@@ -67,7 +75,8 @@ def _decode(data: bytes, declared: str, is_html: bool) -> str:
     bad = text.count("\ufffd")
     if bad <= MAX_BAD_SHARE * sum(1 for _ in re.finditer("[^\0-\x7f]", text)):
         return text
-    return data.decode(names[0] if names else _detect(data), "replace")
+    single_byte = [name for name in names if name != "utf-8" and name not in MULTI_BYTE]
+    return data.decode(single_byte[0] if single_byte else _detect(data), "replace")
 
 
 def _declared(data: bytes, header: str, is_html: bool) -> list[str]:
@@ -85,7 +94,9 @@ def _codec(name: str) -> str | None:
     except (LookupError, ValueError):
         return None
     is_text: bool = getattr(info, "_is_text_encoding", True)
-    if not is_text or info.name.startswith(("utf-7", "utf-16", "utf-32", "idna", "punycode", "unicode", "raw")):
+    if not is_text or info.name.startswith(
+        ("utf-7", "utf-16", "utf-32", "idna", "punycode", "unicode", "raw")
+    ):
         return None  # a `meta` element that is readable as ASCII is not in UTF-16
     return LARGER.get(info.name, info.name)
 
@@ -94,7 +105,7 @@ def _strictly(data: bytes, encoding: str) -> str | None:
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
-        if len(data) - error.start < LONGEST_CHARACTER and error.start:
+        if error.reason in CUT and len(data) - error.start < LONGEST_CHARACTER and error.start:
             return data[: error.start].decode(encoding, "ignore")
         return None
     except UnicodeError:
@@ -106,4 +117,4 @@ def _detect(data: bytes) -> str:
         from resiliparse.parse.encoding import detect_encoding
     except ImportError as error:
         raise corpus_extra("resiliparse") from error
-    return _codec(detect_encoding(data)) or "cp1252"
+    return _codec(detect_encoding(data) or "") or "cp1252"

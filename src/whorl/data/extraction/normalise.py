@@ -4,7 +4,8 @@ Mojibake is UTF-8 that was decoded as Windows-1252: "Ã©" for "é". A line is r
 part of a sequence whose bytes are valid UTF-8, and at least two sequences of the text are. So "AMANHÃ”", in which one
 sequence looks the same, stays.
 
-NFC sorts the marks on a character by insertion, so 100,000 marks take seconds. More than `MAX_MARKS` on one character are cut.
+NFC sorts the marks on a character by insertion, so 100,000 marks take seconds. More than `MAX_MARKS` on one
+character are cut.
 """
 
 from __future__ import annotations

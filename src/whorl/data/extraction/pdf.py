@@ -18,7 +18,9 @@ MARGIN_LINES = 2  # of each page, at its top and bottom, that may be running hea
 MIN_PAGES = 4  # fewer have too little evidence of repetition
 MIN_SHARE = 0.4  # of the pages that a running head is on; even and odd pages may differ
 PAGE_NUMBER = re.compile(r"[\divxlcIVXLC]{1,8}")
-HYPHEN = re.compile(r"(?<=\w)[\ufffe\u00ad\u0002](?:\r?\n)?|(?<=[a-z\u00df-\u00ff])-\r?\n(?=[a-z\u00df-\u00ff])")
+HYPHEN = re.compile(
+    r"(?<=\w)[\ufffe\u00ad\u0002](?:\r?\n)?|(?<=[a-z\u00df-\u00ff])-\r?\n(?=[a-z\u00df-\u00ff])"
+)
 
 
 def extract_pdf(data: bytes) -> Page:
@@ -67,7 +69,9 @@ def _without_running_heads(pages: Sequence[str]) -> list[str]:
     heads = {key for key, count in counts.items() if count >= least}
 
     def is_head(line: str) -> bool:
-        return _key(line) in heads or (len(pages) >= MIN_PAGES and PAGE_NUMBER.fullmatch(line.strip()) is not None)
+        return _key(line) in heads or (
+            len(pages) >= MIN_PAGES and PAGE_NUMBER.fullmatch(line.strip()) is not None
+        )
 
     kept = []
     for lines in split:

@@ -5,10 +5,10 @@
 A page is extracted by its media type (`data/extraction`). Other kinds of WARC records (requests, metadata, revisits of equal
 pages, information on the crawl) are no documents. Offsets are those of the decompressed stream.
 
-Records are framed here; fastwarc parses them. fastwarc's own iterator ends without an error at a truncated file, and loses the
-rest of a file after one wrong `Content-Length`. Here a record that does not end where it declares is rejected, and reading
-continues at the next line that begins a record. A lengthy record is passed without being held: if its length was wrong, the
-stream is opened again, at most `MAX_REOPENED` times.
+Records are framed here; fastwarc parses them. The iterator of fastwarc ends without an error at a truncated file, and
+loses the rest of a file after one wrong `Content-Length`. Here a record that does not end where it declares is
+rejected, and reading continues at the next line that begins a record. A lengthy record is passed without being held. If
+its length was wrong, the stream is opened again, at most `MAX_REOPENED` times.
 """
 
 from __future__ import annotations
@@ -278,13 +278,17 @@ def _pass_over(window: _Window, size: int) -> int | None:
         if window.at_end and not window.data and size:
             return marker
     window.fill(len(END))
-    return None if END.startswith(bytes(window.data[: len(END)])) else marker
+    tail = bytes(window.data[: len(END)])
+    if not END.startswith(tail):
+        return marker
+    window.consume(len(tail))
+    return None
 
 
 def _decompress(body: bytes, encoding: str, longest: int) -> bytes:
     """Return the content of a body. Raises BadRecordError: it is damaged, too large, or in an unknown encoding.
 
-    Crawlers often store the decoded body and keep the header, so a body that does not begin as its encoding does is returned.
+    Crawlers often store the decoded body and keep the header. A body that does not begin as its encoding does is returned.
     """
     if len(body) > longest:
         raise BadRecordError("too_large", "", f"over {longest} bytes")
@@ -314,7 +318,9 @@ def _inflate(body: bytes, most: int, bits: int = zlib.MAX_WBITS | 32) -> bytes:
 
 def _deflate(body: bytes, most: int) -> bytes:
     """Decode "deflate": zlib by the standard, and deflate without a header by some servers."""
-    return _inflate(body, most, zlib.MAX_WBITS | 32 if body.startswith((b"\x78", b"\x58")) else -zlib.MAX_WBITS)
+    return _inflate(
+        body, most, zlib.MAX_WBITS | 32 if body.startswith((b"\x78", b"\x58")) else -zlib.MAX_WBITS
+    )
 
 
 def _brotli(body: bytes, most: int) -> bytes:
