@@ -169,7 +169,7 @@ def test_pdf_drops_running_heads_and_joins_hyphens() -> None:
     ]
     text = extract(pdf(pages), "text/html").text  # recognised by its first bytes
     assert "Handbook" not in text and "Page" not in text
-    assert [n for n in names if f"Of {n}\n{n} has a hyphenated\nword\nend of {n}" in text] == names
+    assert [n for n in names if f"Of {n}\n{n} has a hyphenated word\nend of {n}" in text] == names
 
 
 def test_pdf_of_few_pages_keeps_every_line() -> None:
