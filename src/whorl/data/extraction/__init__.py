@@ -25,7 +25,7 @@ def extract(data: bytes, media_type: str, charset: str = "", *, main_content: bo
     """Return the text of a page.
 
     Args:
-        media_type: as declared; "" if unknown. A PDF is recognised by its first bytes, whatever was declared.
+        media_type: as declared; "" if unknown. A PDF is recognised by its first bytes first.
         charset: as declared in a header; "" if unknown.
         main_content: of HTML, without navigation, side bars and footers.
 

@@ -2,7 +2,7 @@
 
 The order is that of browsers, with one exception. A byte-order mark wins; then bytes that are valid UTF-8, since text of
 another encoding almost never is; then the declared encoding (HTTP header, `meta` element); then a statistical detector.
-The exception: browsers believe a declared single-byte encoding over valid UTF-8, and show mojibake.
+The exception: browsers prefer a declared single-byte encoding to valid UTF-8, and show mojibake.
 
 A declared multi-byte encoding (GBK, Shift JIS, ...) is used if the bytes are valid in it: short texts may be valid UTF-8 as
 well. A page that was cut in the middle of a character loses this character only.
@@ -21,7 +21,7 @@ MULTI_BYTE = {
     "gb2312", "gbk", "gb18030", "hz", "big5", "big5hkscs", "shift_jis", "cp932", "euc_jp", "euc_kr", "cp949",
     "iso2022_jp", "iso2022_kr",
 }  # fmt: skip
-# What the WHATWG's table of labels decodes with a larger encoding.
+# Encodings that the table of labels of the WHATWG replaces by larger ones.
 LARGER = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254",
     "gb2312": "gbk", "shift_jis": "cp932", "euc_kr": "cp949",
@@ -44,7 +44,7 @@ def decode(data: bytes, declared: str = "", *, is_html: bool = False) -> str:
     """Return the text of `data`.
 
     Args:
-        declared: the encoding's name in a header; "" if there is none.
+        declared: the name of the encoding in a header, or "".
         is_html: look for a `meta` element, or an XML declaration, in the first bytes.
 
     Raises:

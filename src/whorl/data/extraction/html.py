@@ -1,6 +1,6 @@
 """HTML as text, by resiliparse (Bevendorff et al. 2018): the main content, without boilerplate.
 
-Headings, paragraphs and list items are lines of their own. Cells of a table are separated by tabs, and preformatted text
+Headings, paragraphs and list items are separate lines. Cells of a table are separated by tabs, and preformatted text
 keeps its white space.
 
 The search for the main content takes quadratic time in the depth of the tree: 9 s at 20,000 nested elements. All text of

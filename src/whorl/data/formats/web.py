@@ -1,4 +1,4 @@
-"""Pages in files of their own: HTML and PDF. A file is one record with its text, title and media type."""
+"""Pages as single files: HTML and PDF. A file is one record with its text, title and media type."""
 
 from __future__ import annotations
 
