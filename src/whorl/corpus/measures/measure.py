@@ -30,6 +30,7 @@ MEASURES = Registry(
         "rules": "whorl.corpus.measures.rules:RULES",
         "language": "whorl.corpus.measures.language:LANGUAGE",
         "minhash": "whorl.corpus.deduplication.minhash:MINHASH",
+        "personal_data": "whorl.corpus.measures.personal_data:PERSONAL_DATA",
     },
 )
 
