@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from whorl.corpus.measures import MeasureConfig, check_columns
+from whorl.errors import DOCS_URL, ConfigError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -88,3 +90,59 @@ def write_attributes(
                 begin = end
         for _, part in parts:
             part.close()
+
+
+def query_attributes(
+    query: str,
+    column: str,
+    attributes: Sequence[Path],
+    columns: Sequence[str],
+    n_rows: int,
+    *,
+    step: str = "curate",
+) -> NDArray[Any]:
+    """Run a query over the table `attributes` and return a column's text per row, 'not_selected' for rows it leaves out.
+
+    Args:
+        columns: of the attributes, for error messages.
+        step: whose query it is, for error messages.
+
+    Raises:
+        ConfigError: the query is invalid, or does not return `row` and the column for known rows, each once.
+    """
+    import duckdb
+    import pyarrow.dataset as ds
+
+    # A recipe's SQL may come from an untrusted source, so it can read only the attributes. A registered data set is
+    # streamed from its files, so memory does not grow with the number of rows.
+    database = duckdb.connect(
+        config={
+            "threads": 1,
+            "memory_limit": "256MB",
+            "enable_external_access": False,
+            "lock_configuration": True,
+        }
+    )
+    try:
+        database.register("attributes", ds.dataset([str(path) for path in attributes]))
+        typed = f"coalesce(row::BIGINT, -1) AS row, coalesce(\"{column}\"::VARCHAR, '') AS value"
+        result = database.execute(f"SELECT {typed} FROM ({query})").fetchnumpy()
+    except duckdb.Error as error:
+        raise ConfigError(
+            f"{step}'s query fails: {str(error).splitlines()[0]}",
+            expected=f"SQL that returns the columns row and {column}, from the table attributes "
+            f"({', '.join(columns)})",
+            do=f"start from the default query in {DOCS_URL}/corpus.md",
+        ) from error
+    finally:
+        database.close()
+    rows = result["row"]
+    if len(np.unique(rows)) != len(rows) or (len(rows) and not 0 <= rows.min() <= rows.max() < n_rows):
+        raise ConfigError(
+            f"{step}'s query returns unknown rows, or a row more than once",
+            expected=f"each row from 0 to {n_rows - 1} at most once",
+            do="pass the column row through unchanged; GROUP BY row after a join",
+        )
+    out = np.full(n_rows, "not_selected", dtype=object)
+    out[rows] = result["value"]
+    return out

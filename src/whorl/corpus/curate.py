@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.attributes import attribute_file_name, attribute_schema, write_attributes
+from whorl.corpus.attributes import (
+    attribute_file_name,
+    attribute_schema,
+    query_attributes,
+    write_attributes,
+)
 from whorl.corpus.config import CurateConfig
 from whorl.corpus.decontamination import write_contamination
 from whorl.corpus.deduplication import MinHashConfig, find_near_duplicates, write_duplicates
@@ -32,7 +37,7 @@ from whorl.corpus.deduplication.minhash import N_HASHES
 from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
 from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
-from whorl.errors import DOCS_URL, ConfigError, DataError
+from whorl.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -90,7 +95,8 @@ def curate(
         }
         write_attributes(documents, measures, measured, of_corpus, out)
     attributes = [out / attribute_file_name(path) for path in documents]
-    reasons = _select(filtered_query(config.query, config.filters), attributes, columns, n_rows)
+    query = filtered_query(config.query, config.filters)
+    reasons = query_attributes(query, "reason", attributes, columns, n_rows)
     contamination: dict[str, Any] = {}
     if config.decontaminate is not None:
         rows, contamination["contamination"] = write_contamination(
@@ -150,45 +156,6 @@ def _row_groups(path: Path, columns: list[str]) -> Iterator[Any]:
             yield file.read_row_group(group, columns=columns)
 
 
-def _select(query: str, attributes: Sequence[Path], columns: Sequence[str], n_rows: int) -> NDArray[Any]:
-    """Run the query and return a reason per row: "" if kept, 'not_selected' if the query returns no row for it."""
-    import duckdb
-    import pyarrow.dataset as ds
-
-    # A recipe's SQL may come from an untrusted source, so it can read only the attributes. A registered data set is
-    # streamed from its files, so memory does not grow with the number of rows.
-    database = duckdb.connect(
-        config={
-            "threads": 1,
-            "memory_limit": "256MB",
-            "enable_external_access": False,
-            "lock_configuration": True,
-        }
-    )
-    try:
-        database.register("attributes", ds.dataset([str(path) for path in attributes]))
-        typed = "coalesce(row::BIGINT, -1) AS row, coalesce(reason::VARCHAR, '') AS reason"
-        result = database.execute(f"SELECT {typed} FROM ({query})").fetchnumpy()
-    except duckdb.Error as error:
-        raise ConfigError(
-            f"curate's query fails: {str(error).splitlines()[0]}",
-            expected=f"SQL that returns the columns row and reason, from the table attributes ({', '.join(columns)})",
-            do=f"start from the default query in {DOCS_URL}/corpus.md",
-        ) from error
-    finally:
-        database.close()
-    rows = result["row"]
-    if len(np.unique(rows)) != len(rows) or (len(rows) and not 0 <= rows.min() <= rows.max() < n_rows):
-        raise ConfigError(
-            "curate's query returns unknown rows, or a row more than once",
-            expected=f"each row from 0 to {n_rows - 1} at most once",
-            do="pass the column row through unchanged; GROUP BY row after a join",
-        )
-    out = np.full(n_rows, "not_selected", dtype=object)
-    out[rows] = result["reason"]
-    return out
-
-
 def _remove_near_duplicates(
     config: CurateConfig, documents: Sequence[Path], ids: Sequence[str], reasons: NDArray[Any], out: Path,
     store: UnitStore, executor: Executor,
@@ -198,7 +165,7 @@ def _remove_near_duplicates(
     if config.near_duplicate_order:
         attributes = [out / attribute_file_name(path) for path in documents]
         query = f"SELECT row, dense_rank() OVER (ORDER BY {config.near_duplicate_order}) AS reason FROM attributes"
-        place = _select(query, attributes, [], len(ids)).astype(np.int64)
+        place = query_attributes(query, "reason", attributes, [], len(ids)).astype(np.int64)
         ranks = np.empty(len(ids), np.int64)
         ranks[np.lexsort((np.array(ids), place))] = np.arange(len(ids))
     settings = MinHashConfig(similarity=config.near_duplicate_similarity)

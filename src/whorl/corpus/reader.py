@@ -37,7 +37,7 @@ class Corpus:
         self._split: NDArray[Any] = np.array(
             pq.read_table(curate / "selection.parquet", columns=["split"])["split"].to_pylist(), dtype="U10"
         )
-        n_rows = sum(pq.ParquetFile(path).metadata.num_rows for path in self.files)
+        self.n_rows = n_rows = sum(pq.ParquetFile(path).metadata.num_rows for path in self.files)
         if n_rows != len(self._split):
             raise DataError(
                 f"{curate} has a selection of {len(self._split)} documents, but {ingest} has {n_rows}",
@@ -60,6 +60,10 @@ class Corpus:
                     if mask.any():
                         for row in file.read_row_group(group, columns=columns).filter(mask).to_pylist():
                             yield Document(**row)
+
+    def rows(self, split: str) -> NDArray[np.int64]:
+        """Return the rows of a split's documents, in their order."""
+        return np.flatnonzero(self._mask(split))
 
     def count(self, split: str) -> int:
         """Number of documents in a split."""

@@ -10,6 +10,7 @@ from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fin
 from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.corpus.decontamination import fingerprint_items, read_items
+from whorl.corpus.mixing import MixConfig, make_mixture
 from whorl.corpus.provenance.catalog import Catalog
 from whorl.recipes.registry import StepContext, step
 from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
@@ -103,6 +104,33 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
     ctx.report = corpus_report(
         found, documents.summary["quarantine"], sources=documents.config.get("sources", [])
     )
+
+
+@step("mixture", config=MixConfig, parents=CORPUS_PARENTS)
+def mix(ctx: StepContext, config: MixConfig) -> None:
+    """Divide the corpus into groups, and fix their shares of training."""
+    corpus, selection = open_corpus(ctx), ctx.parents["selection"].path
+    made = make_mixture(config, corpus, sorted(selection.glob("attributes-*.parquet")), ctx.out, ctx.progress)
+    shares = ", ".join(
+        f"{g.name} {g.share:.0%} to {g.final_share:.0%} ({g.epochs:.1f} epochs)" for g in made.groups
+    )
+    ctx.summary.update(
+        digest=made.digest, train_bytes=made.train_bytes, groups=[g.model_dump() for g in made.groups],
+        headline=f"{made.train_bytes / 1e6:.1f} MB of training: {shares}",
+    )  # fmt: skip
+    columns = [
+        Column(name="Group"), Column(name="Documents", number=True), Column(name="Size", number=True),
+        Column(name="Share at the start", number=True), Column(name="At the end", number=True),
+        Column(name="Epochs", number=True),
+    ]  # fmt: skip
+    rows: list[list[Cell]] = [
+        [
+            g.name, f"{g.documents:,}", format_si(g.bytes, "B"), format_percent(g.share),
+            format_percent(g.final_share), f"{g.epochs:.2f}",
+        ]
+        for g in made.groups
+    ]  # fmt: skip
+    ctx.report.blocks.append(Table(section="Corpus", title="Mixture", columns=columns, rows=rows))
 
 
 def corpus_report(

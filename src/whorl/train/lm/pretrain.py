@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import BudgetError
-from whorl.models import LanguageModel
+from whorl.models import LanguageModel, load_model
 from whorl.parallel.process_group import ProcessGroup
 from whorl.slots import Slot
 from whorl.tokens.loader import TokenBatch, TokenProducer, open_batches
@@ -61,6 +61,7 @@ def pretrain(
     stop_after: int | None = None,
     branch_points: Collection[int] = (),
     branch_start: Path | None = None,
+    weights: Path | None = None,
     folder: Path | None = None,
 ) -> LanguageModel:
     """Train `job` to its end, from the newest checkpoint if there is one, and return the model.
@@ -68,6 +69,7 @@ def pretrain(
     Args:
         scratch: folder for checkpoints.
         branch_start: state of a stable run, used if there is no checkpoint yet (`decay_branches.py`).
+        weights: folder of a model of the same shape, whose weights the run starts from.
         folder: of the heartbeat. The other arguments are those of `RunOptions` and `Trainer`.
 
     Raises:
@@ -83,7 +85,7 @@ def pretrain(
     if job.stream is None:  # here, since an error of a producer has its traceback
         TokenProducer(Path(job.tokens), "train", job.seq_len, job.batch_size).check()
     lr_schedule.check_warmup(job.steps, job.schedule)
-    task = PretrainTask(job, branch_start)
+    task = PretrainTask(job, branch_start, weights)
     options = RunOptions(
         scratch=scratch,
         checkpoint_seconds=checkpoint_seconds,
@@ -105,11 +107,11 @@ def pretrain(
 class PretrainTask(Task[Batch]):
     """The task of a job.
 
-    branch_start: as in `pretrain`.
+    branch_start, weights: as in `pretrain`.
     """
 
-    def __init__(self, job: Job, branch_start: Path | None = None) -> None:
-        self.job, self.branch_start = job, branch_start
+    def __init__(self, job: Job, branch_start: Path | None = None, weights: Path | None = None) -> None:
+        self.job, self.branch_start, self.weights = job, branch_start, weights
         self.steps, self.dtype = job.steps, activation_dtype(job.dtype)
         self.uniform_loss = math.log(job.model.vocab_size)
         self.evaluate_every = max(1, math.ceil(job.steps / job.evaluations))
@@ -118,7 +120,10 @@ class PretrainTask(Task[Batch]):
 
     @cached_property
     def networks(self) -> LanguageModel:  # type: ignore[override]  # made on first use, on every rank
-        return build_model(self.job)
+        model = build_model(self.job)
+        if self.weights is not None:
+            model.load_state_dict(load_model(self.weights, to_train=True).state_dict())
+        return model
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "networks"}
