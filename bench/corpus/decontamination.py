@@ -2,9 +2,9 @@
 
     python bench/corpus/decontamination.py [--items 1000] [--save]
 
-The corpus is the standard library's sources, divided into documents of about 4 kB. The questions of GSM8K's test set (folder
-WHORL_DATA; without it, random sentences) of 13 words or more are planted, a quarter of them in each form: verbatim,
-re-wrapped at eight words, in capitals, and inside longer paragraphs. As many further questions are test items that are not planted.
+The corpus is the standard library's sources, divided into documents of about 4 kB. The test items are the questions of
+GSM8K's test set with 13 words or more (folder WHORL_DATA; without it, random sentences). The first `--items` are planted, a
+quarter of them in each form: verbatim, re-wrapped at eight words, in capitals, inside longer paragraphs. The others are not.
 Precision is over documents: those with a planted item among those marked. The peer is a search of plain Python for tuples of
 words, on a part of the corpus.
 """

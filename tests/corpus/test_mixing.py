@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.corpus import Corpus, CurateConfig, IngestConfig, curate, document_files, ingest
-from whorl.corpus.mixing import MixConfig, Mixture, make_mixture, mean_shares, mixture_shares
+from whorl.corpus.mixing import CorpusMixture, MixConfig, make_mixture, mean_shares, mixture_shares
 from whorl.corpus.mixing.mixture import _pieces
 from whorl.errors import ConfigError, DataError
 from whorl.recipes import load_recipe, parse_recipe, run_recipe
@@ -108,7 +108,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 BY_SIZE = """SELECT row, CASE WHEN n_bytes > 5000 THEN 'long' ELSE 'short' END AS mix_group FROM attributes"""
 
 
-def make(corpus: tuple[Path, Path], out: Path, **options: object) -> Mixture:
+def make(corpus: tuple[Path, Path], out: Path, **options: object) -> CorpusMixture:
     out.mkdir(exist_ok=True)
     attributes = sorted(corpus[1].glob("attributes-*.parquet"))
     config = MixConfig.model_validate({"groups": BY_SIZE, **options})
@@ -126,7 +126,7 @@ def test_mixture_holds_documents_of_each_group(corpus: tuple[Path, Path], tmp_pa
         assert group.bytes == sum(d.n_bytes for d in expected)
     long, short = made.groups
     assert short.share == pytest.approx(2 * short.bytes / (2 * short.bytes + long.bytes))
-    assert Mixture.load(tmp_path / "a") == made
+    assert CorpusMixture.load(tmp_path / "a") == made
     assert make(corpus, tmp_path / "b", weights={"short": 2}).digest == made.digest
     assert make(corpus, tmp_path / "c", weights={"short": 3}).digest != made.digest
     only = make(corpus, tmp_path / "d", weights={"long": 0})
@@ -162,7 +162,7 @@ def test_bad_mixtures_are_refused(
     with pytest.raises(DataError, match="no document of the split train is in a group"):
         make(corpus, tmp_path, groups="SELECT row, '' AS mix_group FROM attributes")
     with pytest.raises(DataError, match="holds no mixture"):
-        Mixture.load(tmp_path / "nothing")
+        CorpusMixture.load(tmp_path / "nothing")
 
 
 @given(st.integers(0, 30), st.integers(1, 400_000))
@@ -228,7 +228,7 @@ def test_midtrain_continues_a_model_on_the_mixture(corpus: tuple[Path, Path], tm
     losses = [[r["loss"] for r in curve if "loss" in r] for curve in (first, last)]
     assert losses[1][0] < losses[0][0] - 0.05  # it starts from the trained weights, not from new ones
     with pytest.raises(ConfigError, match="rows of 99999 positions"):
-        run(["midtrain.seq_len=99999"])
+        run(["midtrain.data.seq_len=99999"])
 
 
 def test_mid_training_reuses_the_quickstart() -> None:

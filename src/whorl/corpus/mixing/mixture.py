@@ -72,8 +72,8 @@ class MixtureGroup(BaseModel):
     epochs: float
 
 
-class Mixture(BaseModel):
-    """What `mixture.json` holds."""
+class CorpusMixture(BaseModel):
+    """The content of `mixture.json`: groups, bytes read in training, fraction at which the final shares are reached."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -82,8 +82,8 @@ class Mixture(BaseModel):
     change_until: float
 
     @classmethod
-    def load(cls, folder: Path) -> Mixture:
-        """Read a mixture. Raises DataError: there is none."""
+    def load(cls, folder: Path) -> CorpusMixture:
+        """Read a mixture. Raises DataError: the file is missing or damaged."""
         try:
             return cls.model_validate_json((folder / MIXTURE_FILE).read_bytes())
         except (OSError, ValueError) as error:
@@ -103,7 +103,7 @@ class Mixture(BaseModel):
 
 def make_mixture(
     config: MixConfig, corpus: Corpus, attributes: Sequence[Path], out: Path, progress: Progress
-) -> Mixture:
+) -> CorpusMixture:
     """Write the groups' texts and `mixture.json` into `out`.
 
     Args:
@@ -149,7 +149,7 @@ def make_mixture(
         )
         for i, name in enumerate(found)
     ]  # fmt: skip
-    mixture = Mixture(groups=groups, train_bytes=total, change_until=config.change_until)
+    mixture = CorpusMixture(groups=groups, train_bytes=total, change_until=config.change_until)
     (out / MIXTURE_FILE).write_text(mixture.model_dump_json(indent=1) + "\n")
     return mixture
 

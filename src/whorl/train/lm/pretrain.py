@@ -61,15 +61,14 @@ def pretrain(
     stop_after: int | None = None,
     branch_points: Collection[int] = (),
     branch_start: Path | None = None,
-    weights: Path | None = None,
     folder: Path | None = None,
 ) -> LanguageModel:
     """Train `job` to its end, from the newest checkpoint if there is one, and return the model.
 
     Args:
         scratch: folder for checkpoints.
-        branch_start: state of a stable run, used if there is no checkpoint yet (`decay_branches.py`).
-        weights: folder of a model of the same shape, whose weights the run starts from.
+        branch_start: state of a stable run, used if there is no checkpoint yet (`decay_branches.py`); or the folder of a
+            saved model of the same shape, whose weights the run starts from.
         folder: of the heartbeat. The other arguments are those of `RunOptions` and `Trainer`.
 
     Raises:
@@ -85,7 +84,7 @@ def pretrain(
     if job.stream is None:  # here, since an error of a producer has its traceback
         TokenProducer(Path(job.tokens), "train", job.seq_len, job.batch_size).check()
     lr_schedule.check_warmup(job.steps, job.schedule)
-    task = PretrainTask(job, branch_start, weights)
+    task = PretrainTask(job, branch_start)
     options = RunOptions(
         scratch=scratch,
         checkpoint_seconds=checkpoint_seconds,
@@ -107,11 +106,13 @@ def pretrain(
 class PretrainTask(Task[Batch]):
     """The task of a job.
 
-    branch_start, weights: as in `pretrain`.
+    branch_start: as in `pretrain`.
     """
 
-    def __init__(self, job: Job, branch_start: Path | None = None, weights: Path | None = None) -> None:
-        self.job, self.branch_start, self.weights = job, branch_start, weights
+    def __init__(self, job: Job, branch_start: Path | None = None) -> None:
+        is_model = branch_start is not None and (branch_start / "config.json").is_file()
+        self.job, self.weights = job, branch_start if is_model else None
+        self.branch_start = None if is_model else branch_start
         self.steps, self.dtype = job.steps, activation_dtype(job.dtype)
         self.uniform_loss = math.log(job.model.vocab_size)
         self.evaluate_every = max(1, math.ceil(job.steps / job.evaluations))

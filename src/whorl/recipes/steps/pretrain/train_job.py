@@ -28,13 +28,12 @@ def train_and_save(
     *,
     branch_steps: Collection[int] = (),
     start: Path | None = None,
-    weights: Path | None = None,
     previous_curve: Iterable[dict[str, Any]] = (),
 ) -> None:
     """Train `job` and write the model, its tokenizer, its curve and a summary.
 
     Args:
-        branch_steps, start, weights: `branch_points`, `branch_start`, `weights` of `train.lm.pretrain.pretrain`.
+        branch_steps, start: `branch_points` and `branch_start` of `train.lm.pretrain.pretrain`.
         previous_curve: metrics of the run that the job continues.
     """
     from whorl.evals.prompts import CHECKED_TEXTS, first_prompt
@@ -55,8 +54,7 @@ def train_and_save(
     def train(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> LanguageModel:
         return run_training(
             job, checkpoint_dir, callback, checkpoint_seconds=run.checkpoint_seconds, checkpoint_config=run.checkpoints,
-            checkpoint_stats=stats, log=log, branch_points=branch_steps, branch_start=start, weights=weights,
-            folder=heartbeat_dir,
+            checkpoint_stats=stats, log=log, branch_points=branch_steps, branch_start=start, folder=heartbeat_dir,
         )  # fmt: skip
 
     result = train_stage(
