@@ -5,8 +5,8 @@ et al. 2020, arXiv:1911.02116, with alpha = 1/T). Weights go linearly from w at 
 and stay. So the mean share is p f/2 + p' (1 - f/2).
 
 A group is read mean share * D / n_i times in a run of D bytes. Where that is above the limit, the shares of the group are
-scaled down to it, and what is freed goes to the other groups in proportion to their shares (water-filling). Up to about 4 epochs,
-repeated text is nearly worth new text (Muennighoff et al. 2023, arXiv:2305.16264).
+scaled down to it, and what is freed goes to the other groups in proportion to their shares (water-filling). Up to about 4
+epochs, repeated text is nearly worth new text (Muennighoff et al. 2023, arXiv:2305.16264).
 """
 
 from __future__ import annotations
