@@ -88,3 +88,90 @@ def test_verbs_refuse_what_is_missing(pages: Path) -> None:
     assert "no document was dropped for 'short'" in refuse("corpus", "show", "short")
     assert "mine" in refuse("corpus", "stats", "--corpus", "mine", code=1)
     assert "cannot be read" in refuse("corpus", "filter", "--query", "none.sql")
+
+
+NOUNS = [
+    "river",
+    "engine",
+    "garden",
+    "letter",
+    "window",
+    "market",
+    "teacher",
+    "village",
+    "forest",
+    "ship",
+    "harbour",
+    "bridge",
+]
+VERBS = [
+    "crosses",
+    "carries",
+    "repairs",
+    "finds",
+    "paints",
+    "reaches",
+    "leaves",
+    "describes",
+    "watches",
+    "builds",
+]
+
+
+def page(rng: random.Random) -> str:
+    """A page of distinct sentences in paragraphs."""
+    paragraphs = []
+    for _ in range(6):
+        sentences = []
+        for _ in range(5):
+            a, b, c, d, e = rng.choices(NOUNS, k=5)
+            first, second = rng.choices(VERBS, k=2)
+            sentences.append(
+                f"The {a} of {b} {rng.randrange(100)} {first} the {c} and that {d} {second} the {e}."
+            )
+        paragraphs.append("<p>" + "\n".join(sentences))  # the end tag of a paragraph may be left out
+    body = "\n".join(paragraphs)
+    return f"<html><head><title>A page</title></head>\n<body>\n{body}\n</body></html>\n"
+
+
+def test_curate_web_makes_tokens_and_a_report_from_pages(pages: Path) -> None:
+    rng, web = random.Random(1), pages.parent / "web"
+    web.mkdir()
+    for i in range(60):
+        (web / f"{i:02d}.html").write_text(page(rng))
+    (web / "copy.html").write_text((web / "00.html").read_text())
+    (web / "near.html").write_text(
+        (web / "01.html").read_text().replace("</body>", "<p>One more line.</p></body>")
+    )
+    (web / "short.html").write_text("<html><body><p>little</p></body></html>")
+    succeed("run", "curate-web", "--set", 'ingest.sources=["web"]', "--set", "tokenizer.vocab_size=400")
+    store = Store()
+    selection = store.open("curate-web/curate")
+    assert store.open("curate-web/ingest").summary["equal_files"]["files"] == 1
+    assert selection.summary["dropped"]["near_duplicate"]["documents"] == 1
+    assert store.open("curate-web/tokens").kind == "tokens"
+    text = store.open("curate-web/report").file("report.html").read_text()
+    for title in ("Samples of dropped documents", "Largest clusters", "Pairs that are compared", "Sources"):
+        assert title in text
+    assert "whorl.corpus" not in text and "near.html" in text
+    for document, verdict in (
+        ("short.html", "dropped"),
+        ("copy.html", "copy of a file"),
+        ("05.html", "kept"),
+    ):
+        answer = json.loads(succeed("corpus", "why", document, "--json"))
+        assert answer["verdict"] == verdict, answer
+
+
+def test_decontaminate_names_the_test_item(pages: Path) -> None:
+    words = (pages / "07.txt").read_text().split()
+    Path("tests.jsonl").write_text(json.dumps({"question": " ".join(words[20:60])}) + "\n")
+    succeed("corpus", "ingest", "pages")
+    succeed("corpus", "decontaminate", "tests.jsonl", "--field", "question")
+    answer = json.loads(succeed("corpus", "why", "07.txt", "--json"))
+    assert (answer["verdict"], answer["reason"]) == ("dropped", "contaminated")
+    assert answer["test_item"]["begin_word"] == 20 and answer["test_item"]["score"] > 0.9
+    assert "test item" in succeed("corpus", "why", "07.txt")
+    # A later call of another verb keeps the test set.
+    succeed("corpus", "dedup")
+    assert Store().open("corpus/curate").summary["dropped"]["contaminated"]["documents"] == 1

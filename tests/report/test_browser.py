@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from tests.support.report.report_example import example
 
+from whorl.corpus.provenance import SourceCount
+from whorl.recipes.steps.corpus_page import source_blocks, threshold_curve
 from whorl.report import ReportData, render
-from whorl.report.blocks import Curve, Line, StepReport
+from whorl.report.blocks import Column, Curve, Folded, Line, StepReport, Table
 
 pytestmark = pytest.mark.browser
 
@@ -70,6 +72,26 @@ def test_hover_shows_curve_values(browser: Any, report: Path) -> None:
     opened = OpenPage(browser, report)
     opened.page.locator(".chart").first.hover()
     assert opened.tip().startswith("step ") and "smoothed" in opened.tip()
+    opened.close()
+
+
+def test_corpus_curves_and_samples_open(browser: Any, tmp_path: Path) -> None:
+    sources = [SourceCount(name, 4, 4000, 3, size) for name, size in (("a/", 900), ("b/", 300), ("c/", 0))]
+    folded = Folded(text="a/x.html", lines=["3f2a", "the beginning"])
+    samples = Table(section="Corpus", title="Samples", columns=[Column(name="Document")], rows=[[folded]])
+    blocks = [samples, threshold_curve(0.8), *source_blocks(sources)]
+    data = ReportData(reports=[("curate", StepReport(blocks=blocks))])
+    opened = OpenPage(browser, render(data, tmp_path / "report.html"))
+    curve, lorenz = opened.page.locator(".chart").all()
+    curve.hover()
+    assert opened.tip().startswith("Jaccard similarity") and "compared" in opened.tip()
+    lorenz.hover()
+    assert "kept bytes" in opened.tip()
+    assert "Gini coefficient 0.500" in opened.page.inner_text("body")
+    sample = opened.page.get_by_text("the beginning")
+    assert not sample.is_visible()
+    opened.page.get_by_text("a/x.html").click()
+    assert sample.is_visible()
     opened.close()
 
 

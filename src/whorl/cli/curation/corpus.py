@@ -114,6 +114,30 @@ def dedup(
     )
 
 
+def decontaminate(
+    tests: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Test sets: JSONL, Parquet, Arrow or tar.")
+    ],
+    field: Annotated[str, typer.Option(help="The text's field in each record.")] = "text",
+    n: Annotated[int, typer.Option("-n", min=2, help="Words of an n-gram.")] = 13,
+    corpus: MadeCorpus = "corpus",
+    store: StoreOption = None,
+) -> None:
+    """Also drop documents that hold items of a test set.
+
+    The other settings of `filter` are kept.
+
+    Example:
+
+        whorl corpus decontaminate tests.jsonl --field question
+    """
+    from whorl.cli.curation.corpus_store import run_step
+    from whorl.store import Store
+
+    settings = {"tests": [{"files": tests, "field": field}], "n": n}
+    run_step(Store(store), corpus, "curate", {"decontaminate": settings})
+
+
 def stats(
     corpus: ReadCorpus = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -190,7 +214,7 @@ def show(
 
         whorl corpus show too_short -n 10
     """
-    from whorl.cli.curation.corpus_store import latest, require
+    from whorl.cli.curation.corpus_store import latest, require, selection_query
     from whorl.corpus.provenance import dropped_samples, largest_clusters
     from whorl.corpus.provenance.tables import CorpusTables
     from whorl.errors import ConfigError, one_of
@@ -205,7 +229,7 @@ def show(
     if reason is not None and reason not in dropped:
         raise ConfigError(f"no document was dropped for {reason!r}", expected=one_of(reason, sorted(dropped)))
     last = ""
-    for sample in dropped_samples(tables, selection.config["query"], per_rule=number, reason=reason or ""):
+    for sample in dropped_samples(tables, selection_query(selection), per_rule=number, reason=reason or ""):
         if sample.reason != last:
             condition = f": {sample.condition}" if sample.condition else ""
             n = dropped[sample.reason]["documents"]
@@ -239,13 +263,13 @@ def why(
     """
     import json
 
-    from whorl.cli.curation.corpus_store import latest
+    from whorl.cli.curation.corpus_store import latest, selection_query
     from whorl.corpus.provenance import explain
     from whorl.store import Store
 
     documents, selection = latest(Store(store), corpus)
     folder = None if selection is None else selection.path
-    query = "" if selection is None else selection.config["query"]
+    query = "" if selection is None else selection_query(selection)
     found = explain(document, documents.path, folder, query=query)
     print(json.dumps(found.to_json(), indent=1) if as_json else format_explanation(found))
 
@@ -267,6 +291,12 @@ def format_explanation(found: Explanation) -> str:
         copy = found.duplicate
         place = f"{copy.get('id', '')} {copy.get('path', '')}".strip()
         lines.append(f"  stays      {place} ({copy['kind']}, similarity {copy['similarity']:.3f})")
+    if found.test_item:
+        item = found.test_item
+        words = f"words {item['begin_word']:,} to {item['end_word']:,}"
+        lines.append(
+            f"  test item  {item['item']} of {item['test_set']} ({words}, score {item['score']:.3f})"
+        )
     lines += [f"  {name:<26} {_format_value(value)}" for name, value in found.measures.items()]
     return "\n".join(lines)
 

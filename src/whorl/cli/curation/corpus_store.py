@@ -93,10 +93,18 @@ def latest(store: Store, corpus: str | None) -> tuple[Artifact, Artifact | None]
     return documents, selection
 
 
+def selection_query(selection: Artifact) -> str:
+    """Return the SQL of a selection, with its filters."""
+    from whorl.corpus.measures import filtered_query
+
+    return filtered_query(selection.config["query"], selection.config.get("filters", []))
+
+
 def to_toml(value: Any) -> str:
     """Return a setting as the right side of `--set field=value`."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(k)} = {to_toml(v)}" for k, v in value.items()) + "}"
+        pairs = [f"{json.dumps(k)} = {to_toml(v)}" for k, v in value.items() if v is not None]
+        return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(to_toml, value)) + "]"
     if isinstance(value, str):

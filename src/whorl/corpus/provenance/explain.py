@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from whorl.corpus.decontamination.attributes import CONTAMINATION_FILE
 from whorl.corpus.deduplication.shingles import jaccard_similarity
 from whorl.corpus.documents import document_id
 from whorl.corpus.provenance.tables import CorpusTables, find_rows, one_row
@@ -26,6 +27,7 @@ class Explanation:
 
     verdict: "kept", "dropped", "quarantined", "copy of a file" or "not curated".
     reason: the word of the rule; condition: its SQL; values: the columns in the condition.
+    test_item: the test item that the document holds: test_set, item, begin_word, end_word, score.
     duplicate: id, path, offset, kind and similarity of the document that stayed.
     """
 
@@ -43,6 +45,7 @@ class Explanation:
     condition: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     duplicate: Mapping[str, Any] = field(default_factory=dict)
+    test_item: Mapping[str, Any] = field(default_factory=dict)
     measures: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +84,7 @@ def explain(
         "dropped" if reason else "kept", **about, split=chosen["split"], reason=reason, condition=condition,
         values={name: value for name, value in measured.items() if name in columns},
         duplicate=_duplicate(tables, row, measured) if "duplicate" in reason else {},
+        test_item=_test_item(row, selection),
         measures=measures,
     )  # fmt: skip
 
@@ -92,6 +96,15 @@ def rule_condition(query: str, reason: str) -> str:
         return ""
     before = re.split(r"\bWHEN\b", query[: found.start()], flags=re.IGNORECASE)
     return " ".join(before[-1].split()) if len(before) > 1 else ""
+
+
+def _test_item(row: int, selection: Path) -> dict[str, Any]:
+    """Return the test item that a document holds, or {}."""
+    import pyarrow.parquet as pq
+
+    path = selection / CONTAMINATION_FILE
+    found = pq.read_table(path, filters=[("row", "=", row)]).to_pylist() if path.is_file() else []
+    return {name: value for name, value in found[0].items() if name != "row"} if found else {}
 
 
 def _duplicate(tables: CorpusTables, row: int, measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fin
 from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.corpus.decontamination import fingerprint_items, read_items
+from whorl.corpus.measures import filtered_query
 from whorl.corpus.mixing import MixConfig, make_mixture
 from whorl.corpus.provenance.catalog import Catalog
+from whorl.corpus.provenance.tables import CorpusTables
 from whorl.recipes.registry import StepContext, step
+from whorl.recipes.steps.corpus_page import selection_blocks
 from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
 from whorl.report.format import format_percent, format_si
 from whorl.store import Store
@@ -104,6 +107,9 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
     ctx.report = corpus_report(
         found, documents.summary["quarantine"], sources=documents.config.get("sources", [])
     )
+    tables, query = CorpusTables(documents.path, ctx.out), filtered_query(config.query, config.filters)
+    threshold = config.near_duplicate_similarity
+    ctx.report.blocks += selection_blocks(tables, query, found["dropped"], threshold)
 
 
 @step("mixture", config=MixConfig, parents=CORPUS_PARENTS)
