@@ -175,3 +175,22 @@ def test_decontaminate_names_the_test_item(pages: Path) -> None:
     # A later call of another verb keeps the test set.
     succeed("corpus", "dedup")
     assert Store().open("corpus/curate").summary["dropped"]["contaminated"]["documents"] == 1
+    succeed("corpus", "mix")
+    assert Store().open("corpus/mix").parents["selection"] == Store().open("corpus/curate").address
+
+
+def test_curate_web_reads_a_web_archive(pages: Path) -> None:
+    rng, records = random.Random(2), []
+    for i in range(40):
+        body = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n\r\n" + page(rng).encode()
+        head = f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Record-ID: <urn:uuid:{i:08d}-0000-4000-8000-000000000000>\r\n"
+        head += f"WARC-Target-URI: http://example.org/{i}.html\r\nWARC-Date: 2026-01-01T00:00:00Z\r\n"
+        head += f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(body)}\r\n\r\n"
+        records.append(head.encode() + body + b"\r\n\r\n")
+    Path("pages.warc").write_bytes(b"".join(records))
+    succeed("run", "curate-web", "--set", 'ingest.sources=["pages.warc"]', "--until", "curate")
+    stats = json.loads(succeed("corpus", "stats", "--json"))
+    assert stats["funnel"][0]["documents"] == 40
+    offset = len(records[0])
+    answer = json.loads(succeed("corpus", "why", f"pages.warc:{offset}", "--json"))
+    assert (answer["verdict"], answer["offset"]) == ("kept", offset)

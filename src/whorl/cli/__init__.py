@@ -52,7 +52,7 @@ VERBS = {
 GROUPS = {
     "rl": ("jobs", ("train", "environments")),
     "keys": ("serving", ("add", "list", "revoke")),
-    "corpus": ("curation", ("ingest", "filter", "dedup", "decontaminate", "stats", "show", "why")),
+    "corpus": ("curation", ("ingest", "filter", "dedup", "decontaminate", "mix", "stats", "show", "why")),
 }  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.

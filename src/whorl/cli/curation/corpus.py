@@ -138,6 +138,21 @@ def decontaminate(
     run_step(Store(store), corpus, "curate", {"decontaminate": settings})
 
 
+def mix(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: StoreOption = None) -> None:
+    """Divide the selection into groups, and fix their shares of training.
+
+    The settings are those of the recipe step `mix` (docs/corpus.md).
+
+    Example:
+
+        whorl corpus mix --set temperature=0.5
+    """
+    from whorl.cli.curation.corpus_store import run_step
+    from whorl.store import Store
+
+    run_step(Store(store), corpus, "mix", {}, changes or ())
+
+
 def stats(
     corpus: ReadCorpus = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -20,6 +20,8 @@ STEPS = """
 [steps.ingest]
 [steps.curate]
 parents = ["ingest"]
+[steps.mix]
+parents = ["ingest", "curate"]
 """
 
 
