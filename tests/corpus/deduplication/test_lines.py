@@ -1,0 +1,86 @@
+"""Line-level deduplication equals a reference that counts lines in a dictionary."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.corpus.deduplication import lines
+from whorl.corpus.deduplication.lines import (
+    LineConfig,
+    deduplicate_lines,
+    line_hashes,
+    repeated_lines,
+    without_lines,
+)
+
+TEXTS = st.lists(st.text("aAﬁé字 \t\r\n\n", max_size=30), max_size=5)
+CONFIGS = st.builds(
+    LineConfig,
+    keep=st.sampled_from(["first", "none"]),
+    normalization=st.sampled_from(["none", "lower", "nfkc_lower"]),
+    min_characters=st.integers(1, 3),
+)
+
+
+def reference(texts: list[str], config: LineConfig) -> tuple[list[str], list[int]]:
+    def key(line: str) -> str | None:
+        if config.normalization == "nfkc_lower":
+            line = unicodedata.normalize("NFKC", line)
+        words = (line if config.normalization == "none" else line.lower()).split()
+        return " ".join(words) if len("".join(words)) >= config.min_characters else None
+
+    counts = Counter(key(line) for text in texts for line in text.split("\n"))
+    seen, out, removed = set[str | None](), [], []
+    for text in texts:
+        kept = []
+        for line in text.split("\n"):
+            name = key(line)
+            if name is None or counts[name] == 1 or (config.keep == "first" and name not in seen):
+                kept.append(line)
+            seen.add(name)
+        out.append("\n".join(kept))
+        removed.append(text.count("\n") + 1 - len(kept))
+    return out, removed
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, CONFIGS)
+def test_lines_equal_reference_with_counts(texts: list[str], config: LineConfig) -> None:
+    want, counts = reference(texts, config)
+    got = deduplicate_lines(texts, config)
+    assert got.texts == want
+    assert got.n_lines == sum(text.count("\n") + 1 for text in texts)
+    assert got.removed_lines.tolist() == counts
+    assert got.removed_bytes == sum(len(t.encode()) for t in texts) - sum(len(t.encode()) for t in want)
+
+
+def test_lines_of_one_file_at_a_time_equal_all_at_once() -> None:
+    files = [["menu\nfirst", "menu\r\nsecond"], ["third\n  menu  ", "second"]]
+    texts = [text for file in files for text in file]
+    parts = [line_hashes(file) for file in files]
+    removed = repeated_lines(np.concatenate([hashes for hashes, _ in parts]))
+    cut = len(parts[0][0])
+    got = [
+        *without_lines(files[0], parts[0][1], removed[:cut]),
+        *without_lines(files[1], parts[1][1], removed[cut:]),
+    ]
+    assert got == deduplicate_lines(texts).texts == ["menu\nfirst", "second", "third", ""]
+
+
+def test_line_blocks_are_equal_and_long_lines_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["x" * 90, "ab\ncd\nab", "x" * 90, "cd\nzz"]
+    assert deduplicate_lines(texts).texts == ["x" * 90, "ab\ncd", "", "zz"]
+    whole = lines.TextBlock.blocks
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(lines.TextBlock, "blocks", lambda self: whole(self, 64))
+    assert deduplicate_lines(texts).texts == ["x" * 90, "ab\ncd", "x" * 90, "zz"]
+
+
+def test_lines_with_lone_surrogates_are_compared() -> None:
+    assert deduplicate_lines(["a\ud800\nb", "a\ud800\na\udc00"]).texts == ["a\ud800\nb", "a\udc00"]
