@@ -7,7 +7,7 @@ A measure drops no document and changes no text. See `docs/corpus.md`.
 
 from whorl.corpus.measures.filters import FILTERS, Filter, check_filter, filter_text, filtered_query
 from whorl.corpus.measures.measure import MEASURES, Columns, Measure, MeasureConfig, Texts, measure_texts
-from whorl.corpus.measures.run import check_columns, measure_files
+from whorl.corpus.measures.run import check_columns, measure_files, with_model_digest
 
 __all__ = [
     "FILTERS",
@@ -23,4 +23,5 @@ __all__ = [
     "filtered_query",
     "measure_files",
     "measure_texts",
+    "with_model_digest",
 ]

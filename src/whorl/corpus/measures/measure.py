@@ -31,6 +31,7 @@ MEASURES = Registry(
         "language": "whorl.corpus.measures.language:LANGUAGE",
         "minhash": "whorl.corpus.deduplication.minhash:MINHASH",
         "personal_data": "whorl.corpus.measures.personal_data:PERSONAL_DATA",
+        "classifier": "whorl.corpus.measures.classifier:CLASSIFIER",
     },
 )
 

@@ -68,6 +68,13 @@ def check_columns(measures: Sequence[MeasureConfig], taken: Sequence[str] = ()) 
             owners[column] = config.name
 
 
+def with_model_digest(config: MeasureConfig) -> MeasureConfig:
+    """Add the hash of the model's file, so that an address changes with its content. Raises ConfigError: no such file."""
+    if config.model is None:
+        return config
+    return config.model_copy(update={"digest": _model_input(config.model).digest})
+
+
 def _model_input(path: Path) -> Input:
     try:
         return Input.of(path)

@@ -10,7 +10,7 @@ from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fin
 from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.corpus.decontamination import fingerprint_items, read_items
-from whorl.corpus.measures import filtered_query
+from whorl.corpus.measures import filtered_query, with_model_digest
 from whorl.corpus.mixing import MixConfig, make_mixture
 from whorl.corpus.provenance.catalog import Catalog
 from whorl.corpus.provenance.tables import CorpusTables
@@ -73,8 +73,10 @@ def open_catalog(store: Store) -> Catalog:
     return Catalog(os.environ.get("WHORL_CATALOG") or store.root / "catalog.sqlite")
 
 
-def with_test_sets(config: CurateConfig) -> CurateConfig:
-    """Add a hash of the test sets to the configuration; they have no address."""
+def with_file_hashes(config: CurateConfig) -> CurateConfig:
+    """Add hashes of the test sets and of the measures' models to the configuration; they have no address."""
+    measures = [m if isinstance(m, str) else with_model_digest(m) for m in config.measures]
+    config = config.model_copy(update={"measures": measures})
     if config.decontaminate is None:
         return config
     fingerprint = fingerprint_items(read_items(config.decontaminate))
@@ -83,7 +85,7 @@ def with_test_sets(config: CurateConfig) -> CurateConfig:
 
 
 @step(
-    "selection", config=CurateConfig, parents={"documents": "documents"}, complete_config=with_test_sets,
+    "selection", config=CurateConfig, parents={"documents": "documents"}, complete_config=with_file_hashes,
     version=2,
 )  # fmt: skip
 def curate(ctx: StepContext, config: CurateConfig) -> None:
