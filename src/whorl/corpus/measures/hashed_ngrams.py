@@ -80,10 +80,10 @@ def read_samples(files: Sequence[str], field: str, what: str) -> list[str]:
     Args:
         files: patterns and URLs are allowed.
         field: the text's field in each record.
-        what: of which they are samples, for errors.
+        what: name of the class, for errors.
 
     Raises:
-        DataError: a file is missing or damaged, a record has no text, or there is none.
+        DataError: a file is missing or damaged, a record has no text, or all texts are empty.
     """
     texts: dict[str, None] = {}
     for name in expand_globs(files):
