@@ -74,13 +74,13 @@ def hash_ngrams(texts: Sequence[str], n_buckets: int) -> Buckets:
     return Buckets(text, bucket, count, done)
 
 
-def read_samples(files: Sequence[str], field: str, what: str) -> list[str]:
+def read_samples(files: Sequence[str], field: str, label: str) -> list[str]:
     """Return the distinct texts of JSONL, Parquet, Arrow or tar files, in their order.
 
     Args:
         files: patterns and URLs are allowed.
         field: the text's field in each record.
-        what: name of the class, for errors.
+        label: name of the samples, for errors.
 
     Raises:
         DataError: a file is missing or damaged, a record has no text, or all texts are empty.
@@ -93,17 +93,17 @@ def read_samples(files: Sequence[str], field: str, what: str) -> list[str]:
                 text = None if isinstance(value, BadRecordError) else value.get(field)
                 if not isinstance(text, str):
                     raise DataError(
-                        f"record {record.number} of the {what} samples {name} has no text in the field {field!r}",
+                        f"record {record.number} of the {label} samples {name} has no text in the field {field!r}",
                         expected="a record with a string in that field",
                         do="name the field",
                     )
                 if text.strip():
                     texts[text] = None
         except OSError as error:
-            raise DataError(f"the {what} samples {name} cannot be read: {error}") from error
+            raise DataError(f"the {label} samples {name} cannot be read: {error}") from error
     if not texts:
         raise DataError(
-            f"there are no {what} samples in {', '.join(files) or 'no file'}",
+            f"there are no {label} samples in {', '.join(files) or 'no file'}",
             expected="at least one record with words",
         )
     return list(texts)
