@@ -3,8 +3,8 @@
     python bench/corpus/minhash.py --peer PYTHON [--documents 200000] [--rounds 3] [--quick] [--save]
 
 Ours reads Parquet, signs, joins, verifies and writes the documents that stay. datatrove reads and writes the same documents
-as JSONL. All have signatures of 128 hashes in 32 bands of 4 over shingles of 5 words. datatrove runs with its words for
-English (spaCy) and with words separated by white space. rensa's time is that of signatures and LSH, from shingles in memory.
+as JSONL. All have signatures of 128 hashes in 32 bands of 4 over shingles of 5 words. The words of datatrove are those of
+spaCy (its default) or separated by white space. The time of rensa is that of signatures and LSH, from shingles in memory.
 
 Synthetic documents have 150 words of a Zipf distribution. Of every eight originals, five have no copy, and the others one to
 three, with one to three words changed; pairs of the same original are the planted ones. The other documents are the standard
@@ -194,7 +194,7 @@ def library_sources(folder: Path, n: int) -> Documents:
 
 
 def start(command: list[str], pause: float) -> dict[str, Any]:
-    """Run a process in a session of its own; return its last line and the peak of its session's resident memory."""
+    """Run a process in a new session; return its last line and the peak of the session's resident memory."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
