@@ -32,6 +32,9 @@ REASONS = {
     "empty": "a text or field is empty or white space",
     "media_type": "is of a media type that is not read",
     "http_status": "is the response to a failed request",
+    "redirect": "is a redirect to another page",
+    "no_question": "is an answer whose question is not in the file",
+    "no_header": "lacks the header of its format",
     "encrypted": "needs a password",
     "no_text_field": "has no such text field, or no string in it",
     # of an image

@@ -28,6 +28,9 @@ FORMATS = Registry(
         "html": "whorl.data.formats.web:HTML",
         "html_all": "whorl.data.formats.web:AllHTML",
         "pdf": "whorl.data.formats.web:PDF",
+        "wikipedia": "whorl.data.formats.wikipedia:Wikipedia",
+        "stackexchange": "whorl.data.formats.stackexchange:StackExchange",
+        "gutenberg": "whorl.data.formats.gutenberg:Gutenberg",
     },
 )
 SUFFIXES = {
