@@ -183,7 +183,7 @@ def _close(stack: list[_Frame], kind: str, dropped: Collection[str]) -> None:
 
 
 def _template(content: str) -> str:
-    """Return what a template shows: an argument, or a mark for nothing."""
+    """Return what a template shows: an argument, or GAP."""
     name, *arguments = content.split("|")
     number = KEPT_ARGUMENT.get(name.strip().lower().replace("_", " "))
     if number is None:
