@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import pytest
 from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ingest
 from whorl.corpus.config import DEFAULT_QUERY
 from whorl.corpus.documents import document_id
-from whorl.corpus.provenance import count_sources, dropped_samples, explain, largest_clusters, rule_condition
+from whorl.corpus.measures import MeasureConfig
+from whorl.corpus.provenance import (
+    count_sources,
+    dropped_samples,
+    explain,
+    largest_clusters,
+    rule_condition,
+    selection_bias,
+)
 from whorl.corpus.provenance.tables import CorpusTables, find_rows
 from whorl.errors import DataError
 from whorl.tracking.progress import Progress
@@ -120,6 +129,36 @@ def test_figures_add_up(made: tuple[Path, Path, Path]) -> None:
     assert dropped_samples(tables, DEFAULT_QUERY, reason="too_short")[0].excerpt == "little"
     (cluster,) = largest_clusters(tables)
     assert cluster.kept == 1 and set(cluster.paths) == {"a/00.txt", "b/records.jsonl", "b/near.txt"}
+
+
+def test_bias_counts_kept_and_dropped_by_language_source_and_domain(tmp_path: Path) -> None:
+    data, documents, selection = (tmp_path / name for name in ("data", "documents", "selection"))
+    for folder in (data, documents, selection):
+        folder.mkdir()
+    urls = ["https://a.example/1", "HTTP://user@A.example:80/2", "https://b.example?q", None, "mailto:x"]
+    rows = [
+        {"text": lines(random.Random(i), 20) if i % 4 else "little", "url": urls[i % 5]} for i in range(100)
+    ]
+    (data / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (data / "code.py").write_text("value = 1\n" * 20)
+    ingest(IngestConfig(sources=[str(data)]), documents, Progress.silent())
+    cases: list[tuple[list[str | MeasureConfig], set[str]]] = [([], {"python"}), (["language"], {"en"})]
+    for measures, languages in cases:
+        curate(CurateConfig(measures=measures), document_files(documents), selection, Progress.silent())
+        tables = CorpusTables(documents, selection)
+        found = selection_bias(tables)
+        reasons = tables.columns("selection", ["reason"])["reason"].to_pylist()
+        sizes = tables.columns("attributes", ["n_bytes"])["n_bytes"].to_pylist()
+        kept = [size for size, reason in zip(sizes, reasons, strict=True) if not reason]
+        for groups in found.values():
+            assert sum(g.kept_documents for g in groups) == len(kept)
+            assert sum(g.dropped_documents for g in groups) == len(sizes) - len(kept) > 0
+            assert sum(g.kept_bytes for g in groups) == sum(kept)
+            assert sum(g.dropped_bytes for g in groups) == sum(sizes) - sum(kept)
+        domains = {g.value: (g.kept_documents, g.dropped_documents) for g in found["domain"]}
+        assert {k: sum(v) for k, v in domains.items()} == {"a.example": 40, "b.example": 20, "": 41}
+        assert domains["a.example"] == (30, 10)
+        assert languages & {g.value for g in found["language"]} or measures
 
 
 def test_condition_of_a_rule_ends_at_its_branch() -> None:

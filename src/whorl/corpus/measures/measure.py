@@ -31,7 +31,8 @@ MEASURES = Registry(
         "language": "whorl.corpus.measures.language:LANGUAGE",
         "minhash": "whorl.corpus.deduplication.minhash:MINHASH",
         "personal_data": "whorl.corpus.measures.personal_data:PERSONAL_DATA",
-        "classifier": "whorl.corpus.measures.classifier:CLASSIFIER",
+        "classifier": "whorl.corpus.measures.trained.classifier:CLASSIFIER",
+        "importance": "whorl.corpus.measures.trained.importance:IMPORTANCE",
     },
 )
 

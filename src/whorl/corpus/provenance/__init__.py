@@ -4,20 +4,24 @@ from whorl.corpus.provenance.explain import Explanation, explain, rule_condition
 from whorl.corpus.provenance.figures import (
     Cluster,
     DroppedSample,
+    GroupCount,
     SourceCount,
     count_sources,
     dropped_samples,
     largest_clusters,
+    selection_bias,
 )
 
 __all__ = [
     "Cluster",
     "DroppedSample",
     "Explanation",
+    "GroupCount",
     "SourceCount",
     "count_sources",
     "dropped_samples",
     "explain",
     "largest_clusters",
     "rule_condition",
+    "selection_bias",
 ]

@@ -14,6 +14,7 @@ from whorl.corpus.provenance.explain import rule_condition
 from whorl.corpus.provenance.tables import CorpusTables
 
 EXCERPT_CHARACTERS = 240
+HOST = "^[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#@]*@)?([^/?#:]*)"  # of a URL
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,17 @@ class SourceCount:
     bytes: int
     kept_documents: int
     kept_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupCount:
+    """Documents and bytes of text that a selection kept and dropped, of one language, source or domain."""
+
+    value: str
+    kept_documents: int
+    kept_bytes: int
+    dropped_documents: int
+    dropped_bytes: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,46 @@ def count_sources(tables: CorpusTables) -> list[SourceCount]:
             "coalesce(sum(n_bytes) FILTER (reason = ''), 0) AS kept FROM joined GROUP BY name ORDER BY kept DESC, name"
         ).fetchall()
     return [SourceCount(name, *map(int, counts)) for name, *counts in rows]
+
+
+def selection_bias(tables: CorpusTables) -> dict[str, list[GroupCount]]:
+    """Return the documents and bytes that a selection kept and dropped, by language, source and domain.
+
+    The language is that of the measure `language` if it was applied, else that of the file's suffix. The domain is the host
+    of the document's URL. A document without one counts under "".
+
+    Returns:
+        "language", "source", "domain" -> counts of each value, those with the most bytes first.
+    """
+    import duckdb
+
+    joined = tables.columns("attributes", ["source", "language", "n_bytes"])
+    if "text_language" in tables.names("attributes"):
+        joined = joined.append_column(
+            "text_language", tables.columns("attributes", ["text_language"])["text_language"]
+        )
+    if "url" in tables.names("documents"):
+        joined = joined.append_column("url", tables.columns("documents", ["url"])["url"])
+    joined = joined.append_column("reason", tables.columns("selection", ["reason"])["reason"])
+    values = {
+        "language": "text_language" if "text_language" in joined.column_names else "language",
+        "source": "source",
+        "domain": f"lower(regexp_extract(url, '{HOST}', 1))" if "url" in joined.column_names else "''",
+    }
+    kept = "FILTER (reason = '')"
+    found = {}
+    with duckdb.connect(config={"threads": 1}) as database:
+        database.register("joined", joined)
+        for name, value in values.items():
+            rows = database.execute(
+                f"SELECT coalesce({value}, '') AS name, count(*) {kept}, coalesce(sum(n_bytes) {kept}, 0), count(*), "
+                "sum(n_bytes) AS size FROM joined GROUP BY name ORDER BY size DESC, name"
+            ).fetchall()
+            found[name] = [
+                GroupCount(group, n_kept, int(kept_bytes), n - n_kept, int(size - kept_bytes))
+                for group, n_kept, kept_bytes, n, size in rows
+            ]
+    return found
 
 
 def dropped_samples(

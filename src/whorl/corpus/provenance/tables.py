@@ -38,6 +38,13 @@ class CorpusTables:
 
         return pa.concat_tables([pq.read_table(path, columns=[*names]) for path in self._files(kind)])
 
+    def names(self, kind: str) -> list[str]:
+        """Return the columns that all files of a kind have."""
+        import pyarrow.parquet as pq
+
+        schemas = [pq.read_schema(path).names for path in self._files(kind)]
+        return [name for name in schemas[0] if all(name in names for names in schemas)]
+
     def has(self, kind: str) -> bool:
         """Return whether there are files of a kind."""
         return bool(self._files(kind))

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.measures.hashed_ngrams import (
+from whorl.corpus.measures.measure import Columns, Measure, Texts
+from whorl.corpus.measures.trained.hashed_ngrams import (
     Buckets,
     Floats,
     check_different_files,
@@ -30,7 +31,6 @@ from whorl.corpus.measures.hashed_ngrams import (
     read_samples,
     save_model,
 )
-from whorl.corpus.measures.measure import Columns, Measure, Texts
 from whorl.errors import ConfigError, DataError
 
 N_BUCKETS = 1 << 18

@@ -1,0 +1,107 @@
+"""Importance weights against a plain implementation, and quantile buckets against ranks and SQL."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whorl.corpus.decontamination import hash_words, split_words
+from whorl.corpus.decontamination.words import ngram_hashes
+from whorl.corpus.measures import measure_texts
+from whorl.corpus.measures.ensemble import ensemble_buckets, quantile_buckets
+from whorl.corpus.measures.trained.importance import N_BUCKETS, train_importance
+from whorl.errors import ConfigError, DataError
+
+DOCS = Path(__file__).parents[3] / "docs" / "corpus.md"
+TARGET = ["The proof follows from the lemma.", "By induction, the lemma holds."]
+RAW = ["Buy the best shoes here!", "The lemma of shoes", "best price, buy now"]
+
+
+def buckets_of(text: str) -> list[int]:
+    hashes = np.array([hash_words([word]).hashes[0] for word in split_words(text)], np.uint64)
+    return [int(h) % N_BUCKETS for h in (*hashes, *ngram_hashes(hashes, 2))]
+
+
+def write(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def test_log_weight_equals_plain_formula(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    found = train_importance([write(tmp_path / "t.jsonl", TARGET)], [write(tmp_path / "r.jsonl", RAW)], model)
+    assert (found["target"], found["raw"]) == (2, 3) and found["divergence"] > 0
+    counts = [Counter(b for text in texts for b in buckets_of(text)) for texts in (TARGET, RAW)]
+    texts = ["the lemma holds, the lemma follows", "buy best shoes", "unseen", ""]
+    for text, row in zip(texts, measure_texts("importance", texts, str(model)), strict=True):
+        logs = [[math.log((c[b] + 1) / (c.total() + N_BUCKETS)) for b in buckets_of(text)] for c in counts]
+        assert math.isclose(row["log_weight"], sum(logs[0]) - sum(logs[1]), abs_tol=1e-9)
+
+
+def test_importance_ranks_texts_of_the_target_first(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    vocabulary = np.array([f"word{i}" for i in range(300)])
+    shares = [rng.dirichlet(np.full(300, 0.3)) for _ in range(2)]
+    texts = [[" ".join(rng.choice(vocabulary, 60, p=share)) for _ in range(120)] for share in shares]
+    files = [write(tmp_path / f"{k}.jsonl", some[:60]) for k, some in enumerate(texts)]
+    train_importance([files[0]], [files[1]], tmp_path / "model")
+    weights = [
+        r["log_weight"]
+        for some in texts
+        for r in measure_texts("importance", some[60:], str(tmp_path / "model"))
+    ]
+    assert min(weights[:60]) > max(weights[60:])
+
+
+def test_equal_target_and_raw_are_refused(tmp_path: Path) -> None:
+    files = [write(tmp_path / name, TARGET) for name in ("t.jsonl", "r.jsonl")]
+    with pytest.raises(
+        ConfigError, match=r"target samples .*t.jsonl and the raw samples .*r.jsonl are equal"
+    ):
+        train_importance([files[0]], [files[1]], tmp_path / "model")
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 25))
+def test_buckets_count_lower_scores(scores: list[int], n_buckets: int) -> None:
+    expected = [n_buckets * sum(other < score for other in scores) // len(scores) for score in scores]
+    assert quantile_buckets(np.array(scores), n_buckets).tolist() == expected
+
+
+def test_distinct_scores_fill_equal_buckets_and_ensemble_takes_the_highest() -> None:
+    rng = np.random.default_rng(0)
+    scores = [rng.permutation(200) for _ in range(3)]
+    found = [quantile_buckets(s) for s in scores]
+    assert all(np.bincount(b).tolist() == [10] * 20 for b in found)
+    assert ensemble_buckets(scores).tolist() == np.stack(found).max(axis=0).tolist()
+
+
+def test_sql_of_the_docs_equals_the_function() -> None:
+    rng = np.random.default_rng(1)
+    columns = {name: rng.integers(0, 60, 500) / 60 for name in ("edu_probability", "quality_probability")}
+    (query,) = re.findall(r"```sql\n(SELECT row, greatest.*?)```", DOCS.read_text(), re.DOTALL)
+    attributes = pa.table({"row": range(500), **columns})
+    with duckdb.connect() as database:
+        database.register("attributes", attributes)
+        rows = database.execute(f"SELECT bucket FROM ({query}) ORDER BY row").fetchall()
+    assert [bucket for (bucket,) in rows] == ensemble_buckets(list(columns.values())).tolist()
+
+
+def test_bad_scores_are_named() -> None:
+    with pytest.raises(DataError, match="score of document 1 is no number"):
+        ensemble_buckets([[0.5, math.nan]])
+    with pytest.raises(DataError, match="columns have 2, 1 scores"):
+        ensemble_buckets([[0.5, 0.1], [0.5]])
+    with pytest.raises(ConfigError, match="no classifier"):
+        ensemble_buckets([])
+    with pytest.raises(ConfigError, match="n_buckets is 0"):
+        quantile_buckets([0.5], 0)
