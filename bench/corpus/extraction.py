@@ -50,8 +50,8 @@ def main() -> None:
         ),
     )
     if args.docs is None or args.peer is None:
-        print("skipped: --docs and --peer are needed")
-        return
+        print("--docs and --peer are needed")
+        sys.exit(77)
     fhs = next(args.docs.rglob("fhs-3.0.html"))
     reference = gzip.decompress(fhs.with_suffix(".txt.gz").read_bytes()).decode()
     paths = [fhs, *sorted(p for p in args.docs.rglob("*.html") if p.is_file() and p != fhs)]
