@@ -90,6 +90,11 @@ class IngestConfig(BaseModel):
         default="once",
         description="once: of files with equal content, suffix and licence, read the first; all: read each",
     )
+    links: list[str] = Field(
+        default=[],
+        description="files of records with url and score; documents are kept whose url has a link of `min_link_score`",
+    )
+    min_link_score: float = Field(default=3, description="lowest score of a link in `links`")
     fingerprint: str = Field(default="", description="hash of the input bytes, set by the step; leave empty")
 
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_schema
+from whorl.corpus.links import GoodLinks, LinkFile, find_links, good_links
 from whorl.corpus.mapreduce import Input, LocalPool, Output, Stage, Unit, UnitStore
 from whorl.corpus.provenance.catalog import Catalog, CatalogFile, media_type
 from whorl.corpus.readers import read_documents
@@ -49,7 +50,7 @@ from whorl.corpus.sources import (
 from whorl.data.files import is_url
 from whorl.data.formats import open_format
 from whorl.data.formats.format import DAMAGE
-from whorl.data.quarantine import Quarantine
+from whorl.data.quarantine import BadRecordError, Quarantine
 from whorl.errors import DataError
 
 if TYPE_CHECKING:
@@ -62,8 +63,17 @@ ROW_GROUP_ROWS = 4096
 FILE_BYTES = 256_000_000
 LOGGED_DAMAGED_FILES = 5
 COPIES_FILE = "copies.jsonl"
-# Settings that choose the files, whose effect on a block is in its parts.
-CHOICE_OF_FILES = {"sources", "include", "exclude", "licences", "equal_files", "fingerprint"}
+# Settings that choose the files or the links, whose effect on a block is in its arguments.
+CHOICE_OF_FILES = {
+    "sources",
+    "include",
+    "exclude",
+    "licences",
+    "equal_files",
+    "fingerprint",
+    "links",
+    "min_link_score",
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ def ingest(
     temporary = tempfile.TemporaryDirectory(dir=out, prefix="units-") if units is None else nullcontext(units)
     with temporary as folder, progress.task("Reading", total=total / 1e6, unit="MB") as task:
         found = UnitStore(Path(folder)).run(
-            _stage(config), _units(blocks, files, versions), LocalPool(workers),
+            _stage(config), _units(blocks, files, versions, config), LocalPool(workers),
             advance=lambda unit: task.advance(sum(part["size"] for part in unit.arguments["parts"]) / 1e6),
         )  # fmt: skip
         stats = _collect(found, out)
@@ -217,13 +227,20 @@ def _stage(config: IngestConfig) -> Stage:
 
 
 def _units(
-    blocks: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], versions: Sequence[str]
-) -> list[Unit]:
+    blocks: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], versions: Sequence[str],
+    config: IngestConfig,
+) -> list[Unit]:  # fmt: skip
+    """Return a unit per block. Its inputs are the files of its parts, then those of the links."""
     version_of = dict(zip(map(id, files), versions, strict=True))
+    links = find_links(config.links)
+    inputs = tuple(Input(link.path, link.digest) for link in links)
+    arguments: dict[str, Any] = {}
+    if links:
+        arguments = {"links": [link.digest for link in links], "min_link_score": config.min_link_score}
     return [
         Unit(
-            tuple(Input(part.file.location, version_of[id(part.file)]) for part in block),
-            {"parts": [_describe(part) for part in block]},
+            tuple(Input(part.file.location, version_of[id(part.file)]) for part in block) + inputs,
+            {"parts": [_describe(part) for part in block], **arguments},
         )
         for block in blocks
     ]
@@ -241,14 +258,20 @@ def read_block(
     inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write a block's documents and its quarantine into `out` (a unit's function); return their counts."""
-    settings = IngestConfig(**config)
+    settings, n_parts = IngestConfig(**config), len(arguments["parts"])
+    links = None
+    if digests := arguments.get("links"):
+        link_files = map(LinkFile, inputs[n_parts:], digests)
+        links = good_links(tuple(link_files), arguments["min_link_score"])
     stats = _IngestStats()
     quarantine = Quarantine(out / "quarantine.jsonl", max_kept=0)
     with _DocumentWriter(out) as documents:
-        for location, part in zip(inputs, arguments["parts"], strict=True):
+        for location, part in zip(inputs[:n_parts], arguments["parts"], strict=True):
             path = os.fsdecode(bytes.fromhex(part["file"]["path"]))
             file = SourceFile(**{**part["file"], "path": path}, location=location, modified_ns=0)
             for record in _read_part(FilePart(file, part["start"], part["stop"], part["size"]), settings):
+                if links is not None and isinstance(record, Document):
+                    record = _checked_link(record, links)
                 stats.add(record)
                 if isinstance(record, Document):
                     documents.write(record)
@@ -264,6 +287,16 @@ def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | Reje
         max_bytes=MAX_SPLIT_FILE_BYTES if divided else config.max_document_bytes,
         split_bytes=config.split_bytes or 0 if divided else 0, steps=config.normalise,
     )  # fmt: skip
+
+
+def _checked_link(document: Document, links: GoodLinks) -> Document | RejectedDocument:
+    try:
+        links.check(document.url)
+    except BadRecordError as error:
+        return RejectedDocument(
+            document.source, document.path, document.offset, document.length, error.reason, error.detail[:300]
+        )
+    return document
 
 
 def _collect(blocks: Sequence[Output], out: Path) -> _IngestStats:

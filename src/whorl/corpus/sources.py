@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.corpus.config import IngestConfig
+from whorl.corpus.links import find_links
 from whorl.data.files import compression, filesystem, format_suffix, is_url, open_file
 from whorl.data.formats import format_name
 from whorl.errors import ConfigError, DataError, one_of
@@ -285,6 +286,8 @@ def fingerprint(config: IngestConfig) -> str:
     for file, version in zip(files, file_versions(files, config), strict=True):
         line = f"{file.source}\0{file.path}\0{file.size}\0{version}\0"
         digest.update(line.encode("utf-8", "surrogateescape"))
+    for link_file in find_links(config.links):
+        digest.update(f"links\0{link_file.digest}\0".encode())
     return digest.hexdigest()
 
 

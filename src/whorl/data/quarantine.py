@@ -35,6 +35,7 @@ REASONS = {
     "redirect": "is a redirect to another page",
     "no_question": "is an answer whose question is not in the file",
     "no_header": "lacks the header of its format",
+    "low_link_score": "has an address whose links score too low, or none",
     "encrypted": "needs a password",
     "no_text_field": "has no such text field, or no string in it",
     # of an image
