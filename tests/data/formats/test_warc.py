@@ -221,8 +221,9 @@ def test_blocks_equal_the_iterator_of_fastwarc(words: list[str], block_bytes: in
 @given(st.lists(PARTS, max_size=8), st.integers(1, 2000))
 @settings(max_examples=100, deadline=None)
 def test_any_bytes_are_read_or_rejected(parts: list[bytes], block_bytes: int) -> None:
-    """Every byte belongs to a record, a rejection or a blank line; a good record after the last damage is found."""
-    data = b"".join(parts) + b"\r\n" + response("the last")
+    """The last record is found, unless the length of an earlier one says that it is part of that one."""
+    before = b"".join(parts) + b"\r\n"
+    data = before + response("the last")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.warc")
         path.write_bytes(data)
@@ -233,6 +234,7 @@ def test_any_bytes_are_read_or_rejected(parts: list[bytes], block_bytes: int) ->
         except OSError:
             blocks = []
         divided = [outcome(r) for b in blocks for r in reader.records(str(path), b.start, b.stop)]
-    assert outcome(whole[-1]) in ("the last", "damaged")
+    swallowed = whole[-1].offset < len(before) < whole[-1].end
+    assert swallowed or outcome(whole[-1]) in ("the last", "damaged")
     assert all(a.end <= b.offset for a, b in itertools.pairwise(whole))
     assert not blocks or divided == [outcome(r) for r in whole]
