@@ -40,6 +40,7 @@ from whorl.corpus.deduplication import MinHashConfig
 
 FILES = 4
 WORDS = 150
+WORD_KINDS = ("spaces", "spacy")
 OWN = """
 import json, sys, time
 from pathlib import Path
@@ -306,7 +307,9 @@ def main() -> None:
             parser.add_argument("--documents", type=int, default=200_000),
             parser.add_argument("--rounds", type=int, default=3),
             parser.add_argument("--quick", action="store_true", help="20,000 documents"),
-            parser.add_argument("--spaces-only", action="store_true", help="leave spaCy's words out"),
+            parser.add_argument(
+                "--words", nargs="+", choices=WORD_KINDS, default=WORD_KINDS, help="datatrove's words"
+            ),
         ),
         smoke={"documents": 400, "rounds": 1},
     )
@@ -338,7 +341,7 @@ def main() -> None:
             )  # fmt: skip
             print(f"rensa: {time.perf_counter() - began:.0f} s")
         if has(args.peer, "datatrove"):
-            for words in ("spaces",) if args.spaces_only else ("spaces", "spacy"):
+            for words in args.words:
                 variant = "spaces" if words == "spaces" else ""
                 told = "words by white space" if variant else "words by spaCy, its default"
                 other = datatrove(args.peer, sources, words)
