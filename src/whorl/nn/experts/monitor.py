@@ -1,9 +1,9 @@
 """Load-balance metrics of a `Routing`, for the metrics log.
 
 The Gini coefficient of the loads is 0 when all experts have equal loads and 1 - 1/E when one expert has all tokens
-(`tracking/inequality.py`). Entropies are divided by log E, so
-that 1 is uniform for any E. `load_entropy` is that of the loads of a batch; `router_entropy` is the mean over tokens of
-the router's entropy. A low load entropy indicates collapse. A router entropy that stays at 1 indicates an untrained router.
+(`tracking/inequality.py`). Entropies are divided by log E, so that 1 is uniform for any E. `load_entropy` is that of the
+loads of a batch; `router_entropy` is the mean over tokens of the router's entropy. A low load entropy indicates collapse. A
+router entropy that stays at 1 indicates an untrained router.
 """
 
 from __future__ import annotations
