@@ -29,11 +29,13 @@ from whorl.corpus.deduplication import (
     rewrite_documents,
     write_duplicates,
 )
-from whorl.corpus.deduplication import clusters as clustering
-from whorl.corpus.deduplication import minhash as signing
 from whorl.corpus.deduplication import shingles as shingling
-from whorl.corpus.deduplication import verify as verifying
-from whorl.corpus.deduplication.minhash import band_keys, minhash_signature_reference, minhash_signatures
+from whorl.corpus.deduplication.near import clusters as clustering
+from whorl.corpus.deduplication.near import minhash as signing
+from whorl.corpus.deduplication.near import stages
+from whorl.corpus.deduplication.near import verify as verifying
+from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signature_reference, minhash_signatures
+from whorl.corpus.deduplication.near.stages import find_clusters
 from whorl.corpus.deduplication.shingles import jaccard_similarity
 from whorl.corpus.mapreduce import LocalPool, RayTasks, UnitStore
 from whorl.errors import ConfigError
@@ -69,8 +71,10 @@ def words(rng: random.Random, n: int) -> list[str]:
     return [f"w{rng.randrange(10**6)}" for _ in range(n)]
 
 
-def clusters(texts: list[bytes]) -> NDArray[np.int64]:
-    return clustering.cluster_near_duplicates(minhash_signatures(texts), 0.5, np.arange(len(texts)))
+def clusters(texts: list[str], folder: Path) -> NDArray[np.int64]:
+    store = UnitStore(folder / "units")
+    first = np.arange(len(texts))
+    return find_clusters(write(folder / "in", texts), MinHashConfig(), first, store, LocalPool())
 
 
 def mutate(rng: random.Random, text: list[str], changes: int) -> list[str]:
@@ -93,22 +97,23 @@ def test_minhash_agreement_estimates_jaccard() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_clusters_equal_planted_families() -> None:
+def test_clusters_equal_planted_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "RECORDS_PER_PARTITION", 2000)  # several partitions
     rng = random.Random(1)
     texts, family = [], []
     for f in range(100):
         original = words(rng, 300)
         for _ in range(rng.choice([1, 1, 1, 2, 5])):
-            texts.append(" ".join(mutate(rng, original, rng.randrange(6))).encode())
+            texts.append(" ".join(mutate(rng, original, rng.randrange(6))))
             family.append(f)
-    assert clusters(texts).tolist() == [family.index(f) for f in family]
+    assert clusters(texts, tmp_path).tolist() == [family.index(f) for f in family]
 
 
-def test_clusters_handle_one_huge_bucket() -> None:
+def test_clusters_handle_one_huge_bucket(tmp_path: Path) -> None:
     rng = random.Random(2)
     original = words(rng, 200)
-    texts = [" ".join(mutate(rng, original, 1)).encode() for _ in range(3000)]
-    assert not clusters(texts).any()
+    texts = [" ".join(mutate(rng, original, 1)) for _ in range(3000)]
+    assert not clusters(texts, tmp_path).any()
 
 
 def test_bucket_collisions_follow_the_curve() -> None:

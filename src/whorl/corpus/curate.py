@@ -9,14 +9,13 @@ Output files are row-aligned with the documents, which are not modified:
 - `contamination.parquet`, with `decontaminate`: the documents that hold test items, and which.
 
 Memory grows with the number of documents, not with their text: about 200 bytes per document for ids, hashes, clusters
-and the split. Measures are units of work (`measures/run.py`). MinHash signatures (512 bytes per document) are in a memory
-map.
+and the split. Measures and MinHash signatures are units of work (`measures/run.py`, `deduplication/near/stages.py`).
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +31,9 @@ from whorl.corpus.attributes import (
 from whorl.corpus.config import CurateConfig
 from whorl.corpus.decontamination import write_contamination
 from whorl.corpus.deduplication import MinHashConfig, find_near_duplicates, write_duplicates
-from whorl.corpus.deduplication.clusters import cluster_near_duplicates, first_occurrence
-from whorl.corpus.deduplication.minhash import N_HASHES
-from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
+from whorl.corpus.deduplication.near.clusters import first_occurrence
+from whorl.corpus.deduplication.near.stages import find_clusters
+from whorl.corpus.mapreduce import LocalPool, UnitStore
 from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import DataError
@@ -75,17 +74,16 @@ def curate(
     measures = [MeasureConfig(name="text", measure="text"), *config.measure_configs]
     columns = attribute_schema(measures).names
     n_rows = sum(pq.ParquetFile(path).metadata.num_rows for path in documents)
+    executor, minhash = LocalPool(workers), MinHashConfig(similarity=config.near_duplicate_similarity)
+    contamination: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
-        all_measures = [*measures, MeasureConfig(name="minhash", measure="minhash")]
-        with progress.task("Measuring", total=n_rows * len(all_measures), unit="documents") as task:
-            measured = measure_files(
-                all_measures, documents, UnitStore(units or Path(scratch, "units")), LocalPool(workers),
-                advance=task.advance,
-            )  # fmt: skip
-        table = _DocumentTable(documents, measured, n_rows, Path(scratch, "signatures"))
-        with progress.task("Finding copies", total=None, unit="documents"):
+        store = UnitStore(units or Path(scratch, "units"))
+        with progress.task("Measuring", total=n_rows * len(measures), unit="documents") as task:
+            measured = measure_files(measures, documents, store, executor, advance=task.advance)
+        table = _DocumentTable(documents, measured["text"], n_rows)
+        with progress.task("Finding copies", total=len(documents), unit="files") as task:
             first = first_occurrence(table.hashes)
-            cluster = cluster_near_duplicates(table.signatures, config.near_duplicate_similarity, first)
+            cluster = find_clusters(documents, minhash, first, store, executor, lambda unit: task.advance(1))
         rows = np.arange(n_rows)
         of_corpus = {
             "exact_duplicate": first != rows,
@@ -94,19 +92,20 @@ def curate(
             "near_duplicate": cluster != rows,
         }
         write_attributes(documents, measures, measured, of_corpus, out)
-    attributes = [out / attribute_file_name(path) for path in documents]
-    query = filtered_query(config.query, config.filters)
-    reasons = query_attributes(query, "reason", attributes, columns, n_rows)
-    contamination: dict[str, Any] = {}
-    if config.decontaminate is not None:
-        rows, contamination["contamination"] = write_contamination(
-            config.decontaminate, documents, out, progress, units=units, executor=LocalPool(workers)
-        )
-        reasons[rows[reasons[rows] == ""]] = "contaminated"
-    if config.near_duplicates == "remove":
-        with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
-            store = UnitStore(units or Path(scratch, "units"))
-            _remove_near_duplicates(config, documents, table.ids, reasons, out, store, LocalPool(workers))
+        attributes = [out / attribute_file_name(path) for path in documents]
+        query = filtered_query(config.query, config.filters)
+        reasons = query_attributes(query, "reason", attributes, columns, n_rows)
+        if config.decontaminate is not None:
+            rows, contamination["contamination"] = write_contamination(
+                config.decontaminate, documents, out, progress, units=units, executor=executor
+            )
+            reasons[rows[reasons[rows] == ""]] = "contaminated"
+        if config.near_duplicates == "remove":
+            ranks = _ranks(config.near_duplicate_order, attributes, table.ids)
+            found = find_near_duplicates(
+                documents, minhash, store, executor, ranks=ranks, candidates=np.asarray(reasons == "", bool)
+            )
+            reasons[write_duplicates(found, documents, out)] = "near_duplicate"
     kept = reasons == ""
     if not kept.any():
         names, counts = np.unique(reasons, return_counts=True)
@@ -122,29 +121,22 @@ def curate(
 
 
 class _DocumentTable:
-    """Per-document data that stays in memory, and the memory map of all signatures."""
+    """Per-document data that stays in memory."""
 
-    def __init__(
-        self, documents: Sequence[Path], measured: Mapping[str, Sequence[Path]], n: int, signature_file: Path
-    ) -> None:
+    def __init__(self, documents: Sequence[Path], measured: Sequence[Path], n: int) -> None:
         self.ids: list[str] = []
         self.n_bytes = np.zeros(n, np.int64)
         self.hashes = np.zeros((n, 2), np.uint64)
-        shape = (n, N_HASHES)
-        self.signatures = np.memmap(signature_file, np.uint32, mode="w+", shape=shape)
         begin = 0
-        for path, text, minhash in zip(documents, measured["text"], measured["minhash"], strict=True):
-            for ids, columns, signatures in zip(
-                _row_groups(path, ["id"]), _row_groups(text, ["n_bytes", "exact_hash"]),
-                _row_groups(minhash, ["signature"]), strict=True,
-            ):  # fmt: skip
+        for path, text in zip(documents, measured, strict=True):
+            for ids, columns in zip(
+                _row_groups(path, ["id"]), _row_groups(text, ["n_bytes", "exact_hash"]), strict=True
+            ):
                 end = begin + len(ids)
                 self.ids += ids["id"].to_pylist()
                 self.n_bytes[begin:end] = columns["n_bytes"].to_numpy()
                 digests = b"".join(columns["exact_hash"].to_pylist())
                 self.hashes[begin:end] = np.frombuffer(digests, np.uint64).reshape(-1, 2)
-                joined = b"".join(signatures["signature"].to_pylist())
-                self.signatures[begin:end] = np.frombuffer(joined, np.uint32).reshape(-1, N_HASHES)
                 begin = end
 
 
@@ -156,23 +148,15 @@ def _row_groups(path: Path, columns: list[str]) -> Iterator[Any]:
             yield file.read_row_group(group, columns=columns)
 
 
-def _remove_near_duplicates(
-    config: CurateConfig, documents: Sequence[Path], ids: Sequence[str], reasons: NDArray[Any], out: Path,
-    store: UnitStore, executor: Executor,
-) -> None:  # fmt: skip
-    """Set the reason of selected documents that are verified copies of one that stays, and write `duplicates-*.parquet`."""
-    ranks = None
-    if config.near_duplicate_order:
-        attributes = [out / attribute_file_name(path) for path in documents]
-        query = f"SELECT row, dense_rank() OVER (ORDER BY {config.near_duplicate_order}) AS reason FROM attributes"
-        place = query_attributes(query, "reason", attributes, [], len(ids)).astype(np.int64)
-        ranks = np.empty(len(ids), np.int64)
-        ranks[np.lexsort((np.array(ids), place))] = np.arange(len(ids))
-    settings = MinHashConfig(similarity=config.near_duplicate_similarity)
-    found = find_near_duplicates(
-        documents, settings, store, executor, ranks=ranks, candidates=np.asarray(reasons == "", bool)
-    )
-    reasons[write_duplicates(found, documents, out)] = "near_duplicate"
+def _ranks(order: str, attributes: Sequence[Path], ids: Sequence[str]) -> NDArray[np.int64] | None:
+    """Return each document's place in an SQL ordering of the attributes, ties by id; None without an ordering."""
+    if not order:
+        return None
+    query = f"SELECT row, dense_rank() OVER (ORDER BY {order}) AS reason FROM attributes"
+    place = query_attributes(query, "reason", attributes, [], len(ids)).astype(np.int64)
+    ranks = np.empty(len(ids), np.int64)
+    ranks[np.lexsort((np.array(ids), place))] = np.arange(len(ids))
+    return ranks
 
 
 def _write_selection(out: Path, split: NDArray[Any], reasons: NDArray[Any]) -> None:

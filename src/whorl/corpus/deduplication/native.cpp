@@ -1,5 +1,5 @@
-// MinHash, buckets, and the greedy removal of near duplicates. `shingles.py`, `minhash.py` and `verify.py` have the
-// same functions in numpy, and tests compare the two bit for bit.
+// MinHash, buckets, and the greedy removal of near duplicates. `shingles.py`, and `minhash.py`, `clusters.py` and
+// `verify.py` of `near` have the same functions in numpy, and tests compare the two.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -29,7 +29,6 @@ MEASURES = Registry(
         "text": "whorl.corpus.measures.text:TEXT",
         "rules": "whorl.corpus.measures.rules:RULES",
         "language": "whorl.corpus.measures.language:LANGUAGE",
-        "minhash": "whorl.corpus.deduplication.minhash:MINHASH",
         "personal_data": "whorl.corpus.measures.personal_data:PERSONAL_DATA",
         "classifier": "whorl.corpus.measures.trained.classifier:CLASSIFIER",
         "importance": "whorl.corpus.measures.trained.importance:IMPORTANCE",

@@ -14,38 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.minhash import band_keys
 from whorl.corpus.deduplication.native import library, pointer, pointers
-from whorl.corpus.deduplication.settings import MinHashConfig
 
 # Larger buckets are compared with this many leaders only, because m^2 pairs would take too long.
 MAX_ALL_PAIRS_BUCKET = 256
-_BLOCK_DOCUMENTS = 65536
-
-
-def cluster_near_duplicates(
-    all_signatures: NDArray[np.uint32], threshold: float, parent: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Join all documents that share a band and agree in at least `threshold` of the signature; return each one's root.
-
-    Args:
-        all_signatures: [n_documents, hashes] of the default `MinHashConfig`; may be a memory map.
-        threshold: minimum estimated Jaccard similarity, 0 to 1.
-        parent: [n_documents] the first of each document's exact duplicates; the others are not compared.
-
-    Returns:
-        [n_documents] the smallest member of each document's cluster.
-    """
-    config = MinHashConfig()
-    distinct = np.flatnonzero(parent == np.arange(len(parent)))
-    keys = np.empty((config.bands, len(distinct)), np.uint64)
-    for begin in range(0, len(distinct), _BLOCK_DOCUMENTS):
-        some = distinct[begin : begin + _BLOCK_DOCUMENTS]
-        keys[:, begin : begin + len(some)] = band_keys(all_signatures[some], config).T
-    parent = parent.copy()
-    for band in keys:
-        join_buckets(band.copy(), distinct.copy(), [all_signatures], threshold, parent)
-    return flattened(parent)
 
 
 def join_buckets(

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.minhash import band_keys, hash_functions, padded_functions
 from whorl.corpus.deduplication.native import library, pointer, pointers
+from whorl.corpus.deduplication.near.minhash import band_keys, hash_functions, padded_functions
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import TextBlock, unique_shingles
 

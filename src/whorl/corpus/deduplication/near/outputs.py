@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.arrays import read_arrays, write_arrays
-from whorl.corpus.deduplication.near import NearDuplicates
+from whorl.corpus.deduplication.near.arrays import read_arrays, write_arrays
+from whorl.corpus.deduplication.near.stages import NearDuplicates
 from whorl.corpus.mapreduce import Executor, Input, Stage, Unit, UnitStore
 
 KIND = "near_duplicate"

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from whorl.corpus.deduplication.native import library, pointer
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import P, TextBlock, block_shingles, mix, shingle_hashes
-from whorl.corpus.measures.measure import Columns, Measure, Texts
 
 _PASS = 64  # PASS of native.cpp
 
@@ -50,19 +49,6 @@ def minhash_signatures(
         shingles, first = block_shingles(block.part(begin, end), config)
         _minhash(shingles, first, config, out[begin:end])
     return out
-
-
-def measure_signatures(batch: Texts) -> Columns:
-    """Return the signature of each text, 4 bytes a number, in the byte order of this machine."""
-    config = MinHashConfig()
-    signatures = minhash_signatures([data[: config.max_document_bytes] for data in batch.data], config)
-    return {"signature": [row.tobytes() for row in signatures]}
-
-
-N_HASHES = MinHashConfig().hashes
-MINHASH = Measure(
-    "minhash", 1, "Broder 1997", {"signature": f"binary[{4 * N_HASHES}]"}, lambda: measure_signatures
-)
 
 
 def _minhash(

@@ -15,7 +15,7 @@ memory maps. Files of earlier corpora come first. Their documents stay, and thei
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.arrays import read_arrays, write_arrays
-from whorl.corpus.deduplication.clusters import connected_components, flattened, join_buckets
-from whorl.corpus.deduplication.minhash import band_keys, minhash_signatures
+from whorl.corpus.deduplication.near.arrays import read_arrays, write_arrays
+from whorl.corpus.deduplication.near.clusters import connected_components, flattened, join_buckets
+from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signatures
+from whorl.corpus.deduplication.near.verify import matches
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import TextBlock, mix, unique_shingles
-from whorl.corpus.deduplication.verify import matches
 from whorl.corpus.mapreduce import (
     Executor,
     Input,
@@ -75,17 +75,13 @@ def find_near_duplicates(
         candidates: [all rows of `documents`] documents that are compared; default: all.
     """
     inputs = [Input.of(path) for path in (*earlier, *documents)]
-    partitions = _power_of_two(sum(_count(i.path) for i in inputs) * config.bands / RECORDS_PER_PARTITION)
+    signed = _sign(inputs, config, store, executor)
     fields = config.signature_fields()
-    signed = store.run(
-        Stage(f"{__name__}:sign", VERSION, fields | {"partitions": partitions}), [Unit((i,)) for i in inputs], executor
-    )  # fmt: skip
     counts = [int(o.summary["documents"]) for o in signed]
     signatures = tuple(o.input(SIGNATURES) for o in signed)
-    names = [partition_name(p) for p in range(partitions)]
     joined = store.run(
         Stage(f"{__name__}:join", VERSION, fields | {"join_similarity": config.join_similarity}),
-        [Unit((*unit.inputs, *signatures)) for unit in shuffled(signed, names)], executor,
+        [Unit((*unit.inputs, *signatures)) for unit in shuffled(signed, _partition_names(signed))], executor,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         ordering = _write_ordering(Path(scratch), ranks, candidates)
@@ -109,6 +105,51 @@ def find_near_duplicates(
     order = np.argsort(removed)
     written = sum(_size(o) for o in (*signed, *joined, components, *gathered, *found))
     return NearDuplicates(removed[order], matched[order], similarity[order], counts, written)
+
+
+def find_clusters(
+    documents: Sequence[Path], config: MinHashConfig, first: NDArray[np.int64], store: UnitStore, executor: Executor,
+    advance: Callable[[Unit], Any] = lambda unit: None,
+) -> NDArray[np.int64]:  # fmt: skip
+    """Return the smallest member of each document's cluster: [n_documents]. See `clusters.py`.
+
+    `find_near_duplicates` with the same store reuses the signatures.
+
+    Args:
+        first: [n_documents] the first of each document's exact duplicates; the others are not compared.
+        advance: called for each file when it is signed.
+    """
+    signed = _sign([Input.of(path) for path in documents], config, store, executor, advance)
+    signatures = [read_arrays(o.folder / SIGNATURES)[0] for o in signed]
+    is_first, parent = first == np.arange(len(first)), first.copy()
+    for name in _partition_names(signed):
+        keys, records = _records([str(o.folder / name) for o in signed], signatures)
+        kept = is_first[records]
+        join_buckets(keys[kept], records[kept], signatures, config.similarity, parent)
+    return flattened(parent)
+
+
+def _sign(
+    inputs: Sequence[Input], config: MinHashConfig, store: UnitStore, executor: Executor,
+    advance: Callable[[Unit], Any] = lambda unit: None,
+) -> list[Output]:  # fmt: skip
+    partitions = _power_of_two(sum(_count(i.path) for i in inputs) * config.bands / RECORDS_PER_PARTITION)
+    stage = Stage(f"{__name__}:sign", VERSION, config.signature_fields() | {"partitions": partitions})
+    return store.run(stage, [Unit((i,)) for i in inputs], executor, advance)
+
+
+def _partition_names(signed: Sequence[Output]) -> list[str]:
+    return sorted({name for output in signed for name in output.files} - {SIGNATURES})
+
+
+def _records(
+    paths: Sequence[str], signatures: Sequence[NDArray[np.uint32]]
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return the keys of bands in a partition, and the document of each, counted over all files: [n], [n]."""
+    records = [read_arrays(path) for path in paths]
+    first = np.cumsum([0, *map(len, signatures)], dtype=np.int64)
+    documents = [r[1] + begin for r, begin in zip(records, first, strict=False)]
+    return np.concatenate([r[0] for r in records]), np.concatenate(documents)
 
 
 def sign(
@@ -136,13 +177,9 @@ def join(
 ) -> dict[str, int]:
     """Reduce: write the edges of a spanning forest over the documents of a partition that are similar enough."""
     half = len(inputs) // 2
-    records = [read_arrays(path) for path in inputs[:half]]
     signatures = [read_arrays(path)[0] for path in inputs[half:]]
     first = np.cumsum([0, *map(len, signatures)], dtype=np.int64)
-    keys = np.concatenate([r[0] for r in records])
-    documents = np.concatenate([r[1] + begin for r, begin in zip(records, first, strict=False)]).astype(
-        np.int64
-    )
+    keys, documents = _records(inputs[:half], signatures)
     parent = np.arange(first[-1])
     join_buckets(keys, documents, signatures, float(config["join_similarity"]), parent)
     parent = flattened(parent)
@@ -282,13 +319,12 @@ def _ranges(first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.in
 def _write_ordering(
     folder: Path, ranks: NDArray[np.int64] | None, candidates: NDArray[np.bool_] | None
 ) -> tuple[Input, ...]:
-    if ranks is None and candidates is None:
-        return ()
-    n = len(ranks if ranks is not None else candidates)  # type: ignore[arg-type]
+    if ranks is None:
+        if candidates is None:
+            return ()
+        ranks = np.arange(len(candidates))
     path = folder / "ordering"
-    write_arrays(
-        path, np.arange(n) if ranks is None else ranks, np.ones(n, bool) if candidates is None else candidates
-    )
+    write_arrays(path, ranks, np.ones(len(ranks), bool) if candidates is None else candidates)
     return (Input.of(path),)
 
 
