@@ -179,6 +179,29 @@ def test_decontaminate_names_the_test_item(pages: Path) -> None:
     assert Store().open("corpus/mix").parents["selection"] == Store().open("corpus/curate").address
 
 
+def test_trained_classifier_selects_documents(pages: Path) -> None:
+    rng = random.Random(3)
+    letters = {"good": "abcdefgh", "bad": "stuvwxyz"}
+    for name, alphabet in letters.items():
+        texts = (" ".join("".join(rng.choices(alphabet, k=2)) for _ in range(30)) for _ in range(40))
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+        words = ["".join(rng.choices(alphabet, k=2)) for _ in range(80)]
+        (pages / f"{name}.txt").write_text(" ".join(words))
+    samples = ("--positive", "good.jsonl", "--negative", "bad.jsonl", "--field", "body")
+    printed = succeed("corpus", "train-classifier", "quality.safetensors", *samples)
+    assert "40 positive and 40 negative texts" in printed and "16 held-out texts: accuracy 1.000" in printed
+    Path("mine.sql").write_text(
+        "SELECT row, CASE WHEN quality_probability < 0.2 THEN 'bad' ELSE '' END AS reason FROM attributes"
+    )
+    succeed("corpus", "ingest", "pages")
+    measure = 'measures=[{name="quality", measure="classifier", model="quality.safetensors"}]'
+    succeed("corpus", "filter", "--query", "mine.sql", "--set", measure)
+    assert Store().open("corpus/curate").summary["dropped"]["bad"]["documents"] == 1
+    answer = json.loads(succeed("corpus", "why", "bad.txt", "--json"))
+    assert (answer["reason"], answer["condition"]) == ("bad", "quality_probability < 0.2")
+    assert "--positive" in refuse("corpus", "train-classifier", "quality.safetensors")
+
+
 def test_curate_web_reads_a_web_archive(pages: Path) -> None:
     rng, records = random.Random(2), []
     for i in range(40):

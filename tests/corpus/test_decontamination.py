@@ -196,14 +196,19 @@ def test_test_sets_are_read_and_bad_ones_refused(tmp_path: Path) -> None:
     assert len({item.id for item in items}) == 4
     for name, content, field, words in (
         ("c.jsonl", "", "text", "c.jsonl is empty"),
-        ("d.jsonl", '{"text": "x"}\n{"other": 1}\n', "text", "d.jsonl has no text in the field 'text'"),
-        ("e.jsonl", '{"text": " "}\n', "text", "no text in the field"),
-        ("f.jsonl", "not JSON\n", "text", "no text in the field"),
+        (
+            "d.jsonl",
+            '{"text": "x"}\n{"other": 1}\n',
+            "text",
+            "d.jsonl, record 2, has no text in the field 'text'",
+        ),
+        ("e.jsonl", '{"text": " "}\n', "text", "only white space in the field 'text'"),
+        ("f.jsonl", "not JSON\n", "text", "f.jsonl, record 1, cannot be read: Expecting value"),
     ):
         (tmp_path / name).write_text(content)
         with pytest.raises(DataError, match=words):
             read_test_set([str(tmp_path / name)], field)
-    with pytest.raises(DataError, match=r"missing\.jsonl"):
+    with pytest.raises(DataError, match=r"missing\.jsonl cannot be read: No such file"):
         read_test_set([str(tmp_path / "missing.jsonl")], "text")
 
 

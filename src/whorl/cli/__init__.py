@@ -52,7 +52,20 @@ VERBS = {
 GROUPS = {
     "rl": ("jobs", ("train", "environments")),
     "keys": ("serving", ("add", "list", "revoke")),
-    "corpus": ("curation", ("ingest", "filter", "dedup", "decontaminate", "mix", "stats", "show", "why")),
+    "corpus": (
+        "curation",
+        (
+            "ingest",
+            "filter",
+            "dedup",
+            "decontaminate",
+            "mix",
+            "train-classifier",
+            "stats",
+            "show",
+            "why",
+        ),
+    ),
 }  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
@@ -153,7 +166,7 @@ def build_app() -> typer.Typer:
         module = importlib.import_module(f"whorl.cli.{folder}.{group}")
         inner = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
         for name in verbs:
-            inner.command(name)(with_error_handling(getattr(module, name)))
+            inner.command(name)(with_error_handling(getattr(module, name.replace("-", "_"))))
         app.add_typer(inner, name=group)
     return app
 

@@ -172,8 +172,15 @@ def test_bad_samples_are_named(tmp_path: Path) -> None:
         train_classifier([good], [empty], out)
     with pytest.raises(DataError, match="negative class has 1 texts"):
         train_classifier([good], [one], out)
-    with pytest.raises(DataError, match=r"record 1 of the positive samples .* no text in the field 'body'"):
+    with pytest.raises(
+        DataError, match=r"positive samples .*good.jsonl, record 1, has no text in the field 'body'"
+    ):
         train_classifier([good], [one], out, field="body")
+    with pytest.raises(DataError, match=r"negative samples absent.jsonl cannot be read: No such file"):
+        train_classifier([good], ["absent.jsonl"], out)
+    for impossible in (tmp_path, tmp_path / "absent" / "model"):
+        with pytest.raises(ConfigError, match="cannot be written to"):
+            train_classifier([good], [one], impossible)
     with pytest.raises(ConfigError, match="held_out is 1"):
         train_classifier([good], [one], out, held_out=1)
     assert not out.exists()

@@ -289,6 +289,47 @@ def why(
     print(json.dumps(found.to_json(), indent=1) if as_json else format_explanation(found))
 
 
+def train_classifier(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="File that the classifier is written to.")],
+    positive: Annotated[
+        list[str],
+        typer.Option(metavar="FILE", help="Samples of the class that texts are scored for; may be repeated."),
+    ],
+    negative: Annotated[
+        list[str], typer.Option(metavar="FILE", help="Samples of the other class; may be repeated.")
+    ],
+    field: Annotated[str, typer.Option(help="The text's field in each record.")] = "text",
+    held_out: Annotated[
+        float, typer.Option(help="Fraction of each class that is tested and not trained on.")
+    ] = 0.2,
+    l2: Annotated[
+        float, typer.Option(help="Penalty on the weights; a larger one suits fewer samples.")
+    ] = 1e-5,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the texts that are held out.")] = 0,
+) -> None:
+    """Train a classifier of texts on samples of two classes, and print how well it separates held-out ones.
+
+    Samples are records of JSONL, Parquet, Arrow or tar files; patterns and URLs are allowed. The classifier is a logistic
+    regression over words and pairs of words. As a measure named quality, it gives the query the column quality_probability.
+
+    Examples:
+
+        whorl corpus train-classifier quality.safetensors --positive good.jsonl --negative bad.jsonl
+
+        whorl corpus filter --set 'measures=[{name="quality", measure="classifier", model="quality.safetensors"}]'
+    """
+    from whorl.corpus.measures.trained.classifier import train_classifier as train
+
+    found = train(positive, negative, model, field=field, l2=l2, held_out=held_out, seed=seed)
+    both = f", {found['in_both']:,} in both classes are left out" if found["in_both"] else ""
+    print(f"{model}: {found['positive']:,} positive and {found['negative']:,} negative texts{both}")
+    test = found["held_out"]
+    print(
+        f"on {test['texts']:,} held-out texts: accuracy {test['accuracy']:.3f}, AUC {test['auc']:.3f}, "
+        f"log loss {test['log_loss']:.3f} nats"
+    )
+
+
 def format_explanation(found: Explanation) -> str:
     """Return an explanation as text."""
     lines = [f"{found.id or '(no document)'}  {found.verdict}"]

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from whorl.corpus.decontamination.words import hash_words, ngram_hashes
 from whorl.data.files import expand_globs
-from whorl.data.formats import open_format
-from whorl.data.quarantine import BadRecordError
+from whorl.data.formats import read_strings
 from whorl.errors import ConfigError, DataError
 
 
@@ -43,19 +42,14 @@ def read_test_set(files: Sequence[str], field: str) -> list[TestItem]:
     items: list[TestItem] = []
     for name in expand_globs(files):
         test_set, before = Path(name).name, len(items)
-        try:
-            for record in open_format(name, fields=[field]).records(name, 0, None):
-                value = record.value
-                text = None if isinstance(value, BadRecordError) else value.get(field)
-                if not isinstance(text, str) or not text.strip():
-                    raise DataError(
-                        f"record {record.number} of the test set {name} has no text in the field {field!r}",
-                        expected="a record with a string in that field",
-                        do="name the field: decontaminate.tests=[{files=[...], field='question'}]",
-                    )
-                items.append(TestItem(test_set, f"{test_set}:{record.number}", text))
-        except OSError as error:
-            raise DataError(f"the test set {name} cannot be read: {error}") from error
+        for number, text in read_strings(name, field, "test set"):
+            if not text.strip():
+                raise DataError(
+                    f"the test set {name}, record {number}, has only white space in the field {field!r}",
+                    expected="the text of a test item",
+                    do="remove the record, or name the right field",
+                )
+            items.append(TestItem(test_set, f"{test_set}:{number}", text))
         if len(items) == before:
             raise DataError(
                 f"the test set {name} is empty",

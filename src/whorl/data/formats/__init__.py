@@ -8,10 +8,12 @@ A format is a subclass of `Format`. Those of users need no entry: a configuratio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from whorl.data.files import format_suffix
 from whorl.data.formats.format import LONGEST_RECORD, Block, Format, Record
+from whorl.data.quarantine import BadRecordError
+from whorl.errors import DataError
 from whorl.registry import Registry
 
 FORMATS = Registry(
@@ -38,7 +40,7 @@ SUFFIXES = {
     ".warc": "warc", ".wet": "warc",
 }  # fmt: skip
 
-__all__ = ["FORMATS", "SUFFIXES", "Block", "Format", "Record", "format_name", "open_format"]
+__all__ = ["FORMATS", "SUFFIXES", "Block", "Format", "Record", "format_name", "open_format", "read_strings"]
 
 
 def format_name(uri: str, formats: Mapping[str, str] | None = None) -> str:
@@ -52,3 +54,32 @@ def open_format(
     """Return the reader of a file. Raises ConfigError: its format cannot be imported."""
     reader: Format = FORMATS.get(format_name(uri, formats))(fields=fields, longest=longest)
     return reader
+
+
+def read_strings(uri: str, field: str, what: str) -> Iterator[tuple[int, str]]:
+    """Yield number and string of a field for each record of a file in which every record must have one.
+
+    Args:
+        what: the file holds, for errors, such as "test set".
+
+    Raises:
+        DataError: the file is missing, or a record is damaged or has no string in this field.
+    """
+    for record in open_format(uri, fields=[field]).records(uri):
+        value = record.value
+        if isinstance(value, BadRecordError):
+            missing = value.reason == "unreadable"
+            raise DataError(
+                f"the {what} {uri}{'' if missing else f', record {record.number},'} cannot be read: {value.detail}",
+                expected="a file of records, such as JSONL or Parquet",
+                do="check the path" if missing else "correct or remove the record",
+            )
+        if not isinstance(value.get(field), str):
+            raise DataError(
+                f"the {what} {uri}, record {record.number}, has no text in the field {field!r}",
+                expected="a record with a string in that field",
+                do=f"name the right field, such as {', '.join(list(value)[:10])}"
+                if value
+                else "remove the record",
+            )
+        yield record.number, value[field]

@@ -25,7 +25,7 @@ from whorl.corpus.measures.measure import Columns, Measure, Texts
 from whorl.corpus.measures.trained.hashed_ngrams import (
     Buckets,
     Floats,
-    check_different_files,
+    check_training,
     hash_ngrams,
     load_model,
     read_samples,
@@ -59,12 +59,12 @@ def train_classifier(
         `held_out`: `texts`, `accuracy`, `auc`, `log_loss`.
 
     Raises:
-        ConfigError: a file is in both classes, or a setting is out of range.
+        ConfigError: a file is in both classes, `out` cannot be written, or a setting is out of range.
         DataError: a file cannot be read, or a class has fewer than two texts.
     """
     if not 0 < held_out < 1 or l2 <= 0:
         raise ConfigError(f"held_out is {held_out} and l2 is {l2}", expected="0 < held_out < 1 and l2 > 0")
-    check_different_files(positive, negative, ("positive", "negative"))
+    check_training(positive, negative, ("positive", "negative"), out)
     classes = [
         read_samples(files, field, what) for files, what in ((positive, "positive"), (negative, "negative"))
     ]

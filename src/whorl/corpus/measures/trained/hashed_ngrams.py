@@ -20,8 +20,7 @@ from whorl.corpus.decontamination.words import hash_words, ngram_hashes
 from whorl.corpus.mapreduce.units import hash_file
 from whorl.corpus.measures.run import text_batches
 from whorl.data.files import expand_globs
-from whorl.data.formats import open_format
-from whorl.data.quarantine import BadRecordError
+from whorl.data.formats import read_strings
 from whorl.errors import ConfigError, DataError
 
 Floats = NDArray[np.float64]
@@ -85,22 +84,9 @@ def read_samples(files: Sequence[str], field: str, label: str) -> list[str]:
     Raises:
         DataError: a file is missing or damaged, a record has no text, or all texts are empty.
     """
-    texts: dict[str, None] = {}
-    for name in expand_globs(files):
-        try:
-            for record in open_format(name, fields=[field]).records(name, 0, None):
-                value = record.value
-                text = None if isinstance(value, BadRecordError) else value.get(field)
-                if not isinstance(text, str):
-                    raise DataError(
-                        f"record {record.number} of the {label} samples {name} has no text in the field {field!r}",
-                        expected="a record with a string in that field",
-                        do="name the field",
-                    )
-                if text.strip():
-                    texts[text] = None
-        except OSError as error:
-            raise DataError(f"the {label} samples {name} cannot be read: {error}") from error
+    what = f"file of {label} samples"
+    found = (text for name in expand_globs(files) for _, text in read_strings(name, field, what))
+    texts = dict.fromkeys(text for text in found if text.strip())
     if not texts:
         raise DataError(
             f"there are no {label} samples in {', '.join(files) or 'no file'}",
@@ -109,8 +95,12 @@ def read_samples(files: Sequence[str], field: str, label: str) -> list[str]:
     return list(texts)
 
 
-def check_different_files(first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> None:
-    """Raise ConfigError if a file of the first samples is, or equals, one of the second."""
+def check_training(first: Sequence[str], second: Sequence[str], names: tuple[str, str], out: Path) -> None:
+    """Raise ConfigError if a file of the first samples is, or equals, one of the second, or `out` cannot be a model."""
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(
+            f"the model cannot be written to {out}", expected="the name of a file, in a folder that exists"
+        )
     seen = {_content(name): name for name in expand_globs(first)}
     for name in expand_globs(second):
         if (other := seen.get(_content(name))) is not None:

@@ -21,7 +21,7 @@ import numpy as np
 from whorl.corpus.measures.measure import Columns, Measure, Texts
 from whorl.corpus.measures.trained.hashed_ngrams import (
     Floats,
-    check_different_files,
+    check_training,
     hash_ngrams,
     load_model,
     read_samples,
@@ -46,10 +46,10 @@ def train_importance(
         `target`, `raw`: numbers of distinct texts; `divergence`: KL of target from raw n-grams, in nats.
 
     Raises:
-        ConfigError: a file is in both.
+        ConfigError: a file is in both, or `out` cannot be written.
         DataError: a file cannot be read, or has no text.
     """
-    check_different_files(target, raw, ("target", "raw"))
+    check_training(target, raw, ("target", "raw"), out)
     texts = [read_samples(files, field, label) for files, label in ((target, "target"), (raw, "raw"))]
     of_target, of_raw = (_log_frequencies(some) for some in texts)
     ratios = of_target - of_raw
