@@ -56,11 +56,11 @@ def open_format(
     return reader
 
 
-def read_strings(uri: str, field: str, what: str) -> Iterator[tuple[int, str]]:
+def read_strings(uri: str, field: str, label: str) -> Iterator[tuple[int, str]]:
     """Yield number and string of a field for each record of a file in which every record must have one.
 
     Args:
-        what: the file holds, for errors, such as "test set".
+        label: kind of the file, for errors, such as "test set".
 
     Raises:
         DataError: the file is missing, or a record is damaged or has no string in this field.
@@ -70,13 +70,13 @@ def read_strings(uri: str, field: str, what: str) -> Iterator[tuple[int, str]]:
         if isinstance(value, BadRecordError):
             missing = value.reason == "unreadable"
             raise DataError(
-                f"the {what} {uri}{'' if missing else f', record {record.number},'} cannot be read: {value.detail}",
+                f"the {label} {uri}{'' if missing else f', record {record.number},'} cannot be read: {value.detail}",
                 expected="a file of records, such as JSONL or Parquet",
                 do="check the path" if missing else "correct or remove the record",
             )
         if not isinstance(value.get(field), str):
             raise DataError(
-                f"the {what} {uri}, record {record.number}, has no text in the field {field!r}",
+                f"the {label} {uri}, record {record.number}, has no text in the field {field!r}",
                 expected="a record with a string in that field",
                 do=f"name the right field, such as {', '.join(list(value)[:10])}"
                 if value
