@@ -1,0 +1,112 @@
+"""Requests to a model under evaluation, and its responses.
+
+Requests are text. The back end tokenizes them, because an endpoint has a tokenizer of its own. A response is kept in the
+cache by (model address, request), so it holds everything that a metric may need later: log-probabilities of every token
+and not only their sum, and the text as generated and not only the extracted answer.
+
+A response that did not arrive is `Missing` and never a score of 0: results have bounds with all missing responses wrong,
+and all of them right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Message = Mapping[str, str]  # role, content
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Score `continuation` after `context`.
+
+    The text context + continuation is tokenized as a whole; the continuation's ids are those behind the ids of the
+    context alone. White space at the end of the context counts as part of the continuation.
+    """
+
+    context: str
+    continuation: str
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """Score a whole text in windows: each token once, with at least `window - stride` tokens of context where there are.
+
+    window: 0 takes the model's evaluation window. stride: 0 takes half of the window.
+    """
+
+    text: str
+    window: int = 0
+    stride: int = 0
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """Generate one completion. prompt: a text to continue, or messages to answer. temperature: 0 is greedy."""
+
+    prompt: str | tuple[Message, ...]
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities of a continuation or of a text, in nats.
+
+    ids, log_probs: one for each scored token. greedy: every scored id is the most likely one. n_context: ids before the
+    first scored one. n_cut: ids of the context left out at its beginning, because the model reads fewer.
+    """
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    greedy: bool
+    n_context: int = 0
+    n_cut: int = 0
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the whole continuation."""
+        return sum(self.log_probs)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A generated text without its stop string. finish: "length" if the limit cut it."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    finish: Literal["stop", "length"] = "stop"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """No response: an endpoint that timed out after all retries, NaN log-probabilities, a refused request."""
+
+    reason: str
+
+
+Request = ScoreRequest | TextRequest | GenerateRequest
+Response = Score | Completion | Missing
+
+
+class ModelBackend(Protocol):
+    """Answers requests.
+
+    Attributes:
+        name: as the user gave it.
+        address: identifies weights and tokenizer (an artifact's address, a hash of a folder, or URL and model name).
+        max_length: positions of a request at most, or None if unknown.
+    """
+
+    name: str
+    address: str
+    max_length: int | None
+
+    def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
+        """Call `on_response` once for each request with its index, in any order, as responses arrive."""
+        ...

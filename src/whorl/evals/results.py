@@ -1,0 +1,44 @@
+"""Results of an evaluation: one record for each item, kept as JSON lines beside the summary of the task.
+
+    FOLDER/results.json           tasks with their hashes, metrics with intervals, counts of outcomes, model and settings
+    FOLDER/items-TASK.jsonl       one `ItemResult` a line
+
+Comparisons, the page and the arena read these files and never ask a model again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["right", "wrong", "not_found", "truncated", "refused", "error", "missing"]
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """One item of a task under one model.
+
+    Attributes:
+        item: id within the task.
+        scores: metric -> value; empty if the outcome is "missing".
+        outcome: of the task's first metric. not_found: no answer could be extracted. truncated: the limit of tokens cut
+            the answer before one was found. refused: the model declined. error: the metric failed, which is no statement
+            about the answer. missing: no response.
+        reason: in a few words.
+        cluster: items of one cluster share a text, so their scores are correlated; "" is a cluster of its own.
+        group: label for tables (subject, language, transformation).
+        prompt, answers, gold: as shown to a reader; several answers if sampled.
+        details: JSON values for the page: tokens with log-probabilities, scores of each choice, a trajectory.
+    """
+
+    item: str
+    scores: Mapping[str, float]
+    outcome: Outcome
+    reason: str = ""
+    cluster: str = ""
+    group: str = ""
+    prompt: str = ""
+    answers: tuple[str, ...] = ()
+    gold: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
