@@ -6,10 +6,12 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from tests.support.cli import refuse as refuse_in
 from tests.support.cli import succeed as succeed_in
 
+from whorl.corpus import Corpus, document_files
 from whorl.store import Store
 
 
@@ -148,6 +150,9 @@ def test_curate_web_makes_tokens_and_a_report_from_pages(pages: Path) -> None:
     store = Store()
     selection = store.open("curate-web/curate")
     assert store.open("curate-web/ingest").summary["equal_files"]["files"] == 1
+    for split in ("train", "validation", "test"):  # the text of the pages, and no markup
+        for document in Corpus(store.open("curate-web/ingest").path, selection.path).documents(split):
+            assert "The " in document.text and "<" not in document.text and document.title == "A page"
     assert selection.summary["dropped"]["near_duplicate"]["documents"] == 1
     assert store.open("curate-web/tokens").kind == "tokens"
     text = store.open("curate-web/report").file("report.html").read_text()
@@ -211,7 +216,13 @@ def test_curate_web_reads_a_web_archive(pages: Path) -> None:
         head += f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(body)}\r\n\r\n"
         records.append(head.encode() + body + b"\r\n\r\n")
     Path("pages.warc").write_bytes(b"".join(records))
-    succeed("run", "curate-web", "--set", 'ingest.sources=["pages.warc"]', "--until", "curate")
+    succeed(
+        "run", "curate-web", "--set", 'ingest.sources=["pages.warc"]', "--set", "tokenizer.vocab_size=400"
+    )
+    assert Store().open("curate-web/tokens").kind == "tokens"
+    documents = Store().open("curate-web/ingest").path
+    texts = [t for path in document_files(documents) for t in pq.read_table(path)["text"].to_pylist()]
+    assert len(texts) == 40 and not any("<" in text for text in texts)
     stats = json.loads(succeed("corpus", "stats", "--json"))
     assert stats["funnel"][0]["documents"] == 40
     offset = len(records[0])

@@ -2,8 +2,13 @@
 
     mask("Write to ann@example.org")    ("Write to <EMAIL>", {"email": 1, ...})
 
-Patterns are strict, to spare ordinary numbers. An IP address has four numbers up to 255 and is no version:
-"version 1.84.1.0" and "v1.84.1.0" are none. A card number has a known first digit and a valid check digit (Luhn 1960).
+Patterns are strict, to spare ordinary numbers. A card number has a known first digit and a valid check digit (Luhn 1960).
+
+An IP address is masked if it can be that of a host, by three rules. It has four numbers up to 255. It is no version: no
+word such as "version", no comparison and no product name with a slash ("Chrome/114.0.5735.90", RFC 9110) is before it. Its
+block is one of hosts: the first number is 1 to 223 and not 127, and the last is neither 0 nor 255 (RFC 1122, section 3.2.1.3:
+0 is a network, 255 a broadcast). So 1.84.1.0, 255.255.255.0 and 127.0.0.1 name no person's machine. A bare 1.84.1.7 is masked:
+nothing distinguishes it from an address.
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ from collections.abc import Callable
 from whorl.corpus.measures.measure import Columns, Measure, Texts
 
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_VERSION = re.compile(r"(?:\b(?:versions?|release|ver\.?|v|rev\.?)\s*[:=]?\s*|[<>=~^]=?\s*)\Z", re.IGNORECASE)
+_VERSION = re.compile(
+    r"(?:\b(?:versions?|release|ver\.?|v|rev\.?)\s*[:=]?\s*|[<>=~^]=?\s*|\b[a-z][\w+-]*/)\Z", re.IGNORECASE
+)
 
 
 def _is_card(match: re.Match[str]) -> bool:
@@ -24,6 +31,9 @@ def _is_card(match: re.Match[str]) -> bool:
 
 
 def _is_address(match: re.Match[str]) -> bool:
+    first, *_, last = map(int, match.group().split("."))
+    if not (0 < first < 224 and first != 127 and 0 < last < 255):
+        return False
     return not _VERSION.search(match.string, max(0, match.start() - 20), match.start())
 
 
@@ -77,7 +87,7 @@ def measure_personal_data(batch: Texts) -> Columns:
 
 PERSONAL_DATA = Measure(
     "personal_data",
-    1,
+    2,
     "Penedo et al. 2024, FineWeb; Luhn 1960, US patent 2950048",
     {f"n_{kind}": "int64" for kind in KINDS},
     lambda: measure_personal_data,
