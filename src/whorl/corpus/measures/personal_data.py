@@ -4,11 +4,14 @@
 
 Patterns are strict, to spare ordinary numbers. A card number has a known first digit and a valid check digit (Luhn 1960).
 
-An IP address is masked if it can be that of a host, by three rules. It has four numbers up to 255. It is no version: no
-word such as "version", no comparison and no product name with a slash ("Chrome/114.0.5735.90", RFC 9110) is before it. Its
-block is one of hosts: the first number is 1 to 223 and not 127, and the last is neither 0 nor 255 (RFC 1122, section 3.2.1.3:
-0 is a network, 255 a broadcast). So 1.84.1.0, 255.255.255.0 and 127.0.0.1 name no person's machine. A bare 1.84.1.7 is masked:
-nothing distinguishes it from an address.
+An IP address is masked if it can be that of a host:
+
+- It has four numbers up to 255.
+- It is no version: "version", a comparison or a product name with a slash ("Chrome/114.0.5735.90") is not before it.
+- Its first number is 1 to 223 and not 127, and its last is neither 0 nor 255, which are networks and broadcasts
+  (RFC 1122, section 3.2.1.3). So 1.84.1.0, 255.255.255.0 and 127.0.0.1 stay.
+
+A bare 1.84.1.7 is masked, since nothing distinguishes it from an address.
 """
 
 from __future__ import annotations
