@@ -34,7 +34,7 @@ from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig
 from whorl.align.model.example import ExampleTokenizer, LengthFilter, concat
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import (
-    Completion,
+    SampledCompletion,
     policy_sampling,
     rollout_engine,
     sample_completions,
@@ -129,7 +129,7 @@ class Contest:
         out = self.example_tokenizer.banned_ids(CONFIG.vocab_size)
         return PolicyModel(self.model(weights), banned_ids=out)
 
-    def answers(self, weights: dict[str, torch.Tensor], prompts: list[str], name: str) -> list[Completion]:
+    def answers(self, weights: dict[str, torch.Tensor], prompts: list[str], name: str) -> list[SampledCompletion]:
         engine = rollout_engine(
             self.model(weights).requires_grad_(False).eval(),
             self.example_tokenizer,
@@ -147,7 +147,7 @@ class Contest:
             seed=seed,
         )
 
-    def count_faults(self, prompts: list[str], found: list[Completion]) -> np.ndarray:
+    def count_faults(self, prompts: list[str], found: list[SampledCompletion]) -> np.ndarray:
         return np.array(
             [faults(p, self.example_tokenizer.decode(one.ids)) for p, one in zip(prompts, found, strict=True)]
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from whorl.align.distillation.train import train_student
     from whorl.align.model.example import ExampleTokenizer, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel, frozen_reference
-    from whorl.align.model.sampling import Completion, sample_completions
+    from whorl.align.model.sampling import SampledCompletion, sample_completions
     from whorl.align.preference.dpo import train_preferences
     from whorl.align.preference.pairs import PreferencePair, UnpairedExample
     from whorl.align.preference.reward_model import RewardModel, score_completions, train_reward_model
@@ -37,7 +37,7 @@ _MODULES = {
     "distillation.train": ("train_student",),
     "model.example": ("ExampleTokenizer", "TokenizedExample"),
     "model.policy_model": ("PolicyModel", "frozen_reference"),
-    "model.sampling": ("Completion", "sample_completions"),
+    "model.sampling": ("SampledCompletion", "sample_completions"),
     "preference.dpo": ("train_preferences",),
     "preference.pairs": ("PreferencePair", "UnpairedExample"),
     "preference.reward_model": ("RewardModel", "score_completions", "train_reward_model"),
@@ -49,7 +49,6 @@ _MODULES = {
 }
 __all__ = [
     "CachedTeacher",
-    "Completion",
     "DistilConfig",
     "ExampleTokenizer",
     "LiveTeacher",
@@ -63,6 +62,7 @@ __all__ = [
     "RewardModel",
     "RolloutWorker",
     "SFTConfig",
+    "SampledCompletion",
     "TextEnv",
     "TokenizedExample",
     "Turn",

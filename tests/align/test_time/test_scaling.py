@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tests.support.align.byte_model import decoder, scribe
 
 from whorl.align.model.example import TokenizedExample
-from whorl.align.model.sampling import Completion, rollout_engine
+from whorl.align.model.sampling import SampledCompletion, rollout_engine
 from whorl.align.test_time import scaling
 from whorl.align.test_time.scaling import ScalingConfig, ScalingResult, measure_scaling, vote_key
 from whorl.errors import ConfigError, DataError
@@ -27,7 +27,7 @@ class Script:
     def __init__(self, says: dict[bytes, str]) -> None:
         self.says, self.asked = says, []
 
-    def __call__(self, engine: Any, prompts: Any, *_: Any, **rest: Any) -> list[Completion]:
+    def __call__(self, engine: Any, prompts: Any, *_: Any, **rest: Any) -> list[SampledCompletion]:
         found = []
         for ids in prompts:
             prompt = bytes(i for i in ids if i < 256)
@@ -35,7 +35,7 @@ class Script:
             text = next(v for k, v in reversed(self.says.items()) if prompt.endswith(k))
             completion_ids = [*text.encode(), EOS][: rest["max_tokens"]]
             n = len(completion_ids)
-            found.append(Completion(completion_ids, [-0.5] * n, [0] * n, completion_ids[-1] == EOS))
+            found.append(SampledCompletion(completion_ids, [-0.5] * n, [0] * n, completion_ids[-1] == EOS))
         rest["on_finished"](len(prompts))
         return found
 

@@ -23,7 +23,7 @@ from whorl.tracking.seeds import derive
 
 
 @dataclass
-class Completion:
+class SampledCompletion:
     """ids: sampled ids with the stop id. log_probs: of each id. versions: of the weights that sampled each id.
 
     finished: ended with a stop id, not at the length limit.
@@ -69,7 +69,7 @@ def sample_completions(
     seed: int,
     first_index: int = 0,
     on_finished: Callable[[int], None] = lambda _: None,
-) -> list[Completion]:
+) -> list[SampledCompletion]:
     """Return completions of `prompts`, in order.
 
     Args:
@@ -85,7 +85,7 @@ def sample_completions(
         for n in range(len(prompts))
     ]
     return [
-        Completion(
+        SampledCompletion(
             ids=completion.ids,
             log_probs=[token.log_prob for token in completion.tokens],
             versions=[token.version for token in completion.tokens],

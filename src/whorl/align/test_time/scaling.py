@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
-from whorl.align.model.sampling import Completion, sample_completions
+from whorl.align.model.sampling import SampledCompletion, sample_completions
 from whorl.align.test_time.pass_at_k import best_of_n, estimate, majority_at_k, pass_at_k
 from whorl.engine.engine import Engine
 from whorl.engine.sampling_params import SamplingParams
@@ -211,7 +211,7 @@ def _parallel_curves(
     config: ScalingConfig,
     tasks: Sequence[VerifiableTask],
     prompts: Sequence[Sequence[int]],
-    completions: Sequence[Completion],
+    completions: Sequence[SampledCompletion],
     texts: Sequence[str],
     correct: NDArray[np.bool_],
     scorers: Mapping[str, Scorer],
@@ -263,7 +263,7 @@ class _BudgetForcing:
     def budget_curves(
         self,
         samples: Sequence[tuple[VerifiableTask, Sequence[int]]],
-        completions: Sequence[Completion],
+        completions: Sequence[SampledCompletion],
         continuation: Sequence[int],
     ) -> dict[str, tuple[ScalingPoint, ...]]:
         """Return the curves over budgets."""
@@ -347,7 +347,7 @@ class _BudgetForcing:
         inside_line = bool(thinking) and not self.token_bytes[thinking[-1]].endswith(b"\n")
         return _encode(self.example_tokenizer, ("\n" if inside_line else "") + self.config.answer_marker)
 
-    def sample(self, prompts: Sequence[Sequence[int]], limit: int, name: str) -> list[Completion]:
+    def sample(self, prompts: Sequence[Sequence[int]], limit: int, name: str) -> list[SampledCompletion]:
         """Return completions of at most `limit` ids."""
         return sample_completions(
             self.engine, prompts, self.sampling, max_tokens=limit, stop_ids=self.example_tokenizer.stop_ids,

@@ -1,8 +1,8 @@
 """Requests to a model under evaluation, and its responses.
 
-Requests are text. The back end tokenizes them, because an endpoint has a tokenizer of its own. A response is kept in the
-cache by (model address, request), so it holds everything that a metric may need later: log-probabilities of every token
-and not only their sum, and the text as generated and not only the extracted answer.
+Requests are text. The back end tokenizes them, because an endpoint has its own tokenizer. A response is kept in the
+cache by (model address, request). So it holds everything that a metric may need later: the log-probability of every
+token, not only their sum, and the text as generated, not only the extracted answer.
 
 A response that did not arrive is `Missing` and never a score of 0: results have bounds with all missing responses wrong,
 and all of them right.

@@ -1,0 +1,18 @@
+"""Kinds of tasks: each makes requests of an item, and scores the responses. One file and one entry each."""
+
+from whorl.registry import Registry
+
+KINDS = Registry(
+    "kind of task",
+    {
+        "likelihood": "whorl.evals.kinds.likelihood:Likelihood",
+        "choice": "whorl.evals.kinds.choice:Choice",
+        "generate": "whorl.evals.kinds.generate:Generate",
+        "program": "whorl.evals.kinds.program:ProgramTests",
+        "constraints": "whorl.evals.kinds.constraints:Constraints",
+        "judge": "whorl.evals.kinds.judge:Judge",
+        "agent": "whorl.evals.kinds.agent:Agent",
+    },
+)
+
+__all__ = ["KINDS"]

@@ -1,0 +1,239 @@
+"""The interface of a kind of task.
+
+A kind makes requests of an item (`steps`), and scores the responses of all items together (`score`). Scoring is a
+function of the responses alone, so another metric needs no new response.
+
+    class Length(Kind):
+        '''Length of the answer.'''
+
+        metrics = {"characters": Metric("length of the answer", unit="characters", low=None, high=None)}
+
+        def requests(self, item):
+            return [GenerateRequest(self.prompt(item))]
+
+        def score_item(self, answered):
+            answer = answered.responses[0]
+            if isinstance(answer, Missing):
+                return self.missing(answered, answer.reason)
+            return self.result(answered, {"characters": len(answer.text)}, "right", answers=(answer.text,))
+
+A kind of several rounds, such as a judge or an agent, writes `steps` as a generator: it yields each `Round`, receives its
+responses in the order of the requests, and returns an `Answered`. All items of a task advance together, one round at
+a time, so that the back end gets large batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from whorl.errors import ConfigError, one_of
+from whorl.evals.model.requests import Message, Missing, Request, Response
+from whorl.evals.results import ItemResult, Outcome
+from whorl.evals.tasks.config import settings_error
+
+if TYPE_CHECKING:
+    from whorl.evals.tasks.task import EvalTask, Item
+
+MODEL = "model"  # role of the model under evaluation
+
+
+@dataclass(frozen=True)
+class Round:
+    """Requests of one round. role: of the back end that answers, such as "model" or "judge"."""
+
+    requests: Sequence[Request]
+    role: str = MODEL
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An item with the responses to its requests, in order. extra: anything that the kind's `steps` adds."""
+
+    item: Item
+    responses: tuple[Response, ...]
+    extra: Any = None
+
+    @property
+    def missing(self) -> Missing | None:
+        """The first response that did not arrive."""
+        return next((r for r in self.responses if isinstance(r, Missing)), None)
+
+
+Steps = Generator[Round, Sequence[Response], Answered]
+Transform = Literal["", "exp"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of each item, and how it is shown.
+
+    Attributes:
+        about: in a few words.
+        unit: "share" is shown in percent.
+        higher_is_better: None if neither is.
+        low, high: least and greatest value of an item: they bound the figure where responses are missing. None: unbounded.
+        transform: of the mean over items, with its interval: "exp" for a perplexity.
+    """
+
+    about: str
+    unit: str = "share"
+    higher_is_better: bool | None = True
+    low: float | None = 0.0
+    high: float | None = 1.0
+    transform: Transform = ""
+
+
+@dataclass(frozen=True)
+class TaskMeasure:
+    """A figure of a task.
+
+    Attributes:
+        metric, value: after the transform.
+        low, high: 95 % interval over items, over clusters if items have them; NaN if undefined.
+        n: items behind it.
+        chance: value of a model that answers at random; None if undefined.
+        bounds: value with all missing responses wrong, and all right; None if none is missing, or undefined.
+        standard_error: of the mean before the transform.
+        method: of the interval, in words.
+    """
+
+    metric: str
+    value: float
+    low: float
+    high: float
+    n: int
+    about: str = ""
+    unit: str = "share"
+    higher_is_better: bool | None = True
+    chance: float | None = None
+    bounds: tuple[float, float] | None = None
+    standard_error: float = float("nan")
+    method: str = ""
+
+
+class NoOptions(BaseModel):
+    """A kind without settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Kind:
+    """See the top of this file. A subclass has `metrics`, and `requests` or `steps`, and `score_item` or `score`.
+
+    Class attributes:
+        version: raised when the same responses give other scores; part of the task's hash.
+        Options: model of the table [options].
+        metrics: name -> metric. Those that depend on the options are set in `__init__`.
+        default_metrics: shown if the task names none; empty for all.
+    """
+
+    version: ClassVar[int] = 1
+    Options: ClassVar[type[BaseModel]] = NoOptions
+    metrics: Mapping[str, Metric] = {}
+    default_metrics: Sequence[str] = ()
+
+    def __init__(self, task: EvalTask) -> None:
+        self.task, self.config = task, task.config
+        try:
+            self.options: Any = self.Options.model_validate(self.config.options)
+        except ValidationError as error:
+            raise settings_error(
+                error, f"task {self.config.name}: options of the kind {self.config.kind}"
+            ) from error
+        self.template = task.template("template", self.config.template)
+        source = self.config.example_answer
+        self._example_answer = task.template("example_answer", source) if source else None
+
+    def chosen_metrics(self) -> list[str]:
+        """Return the names of the shown metrics; the first one decides the outcome.
+
+        Raises:
+            ConfigError: the task names an unknown metric.
+        """
+        chosen = list(self.config.metrics or self.default_metrics or self.metrics)
+        for name in chosen:
+            if name not in self.metrics:
+                raise ConfigError(
+                    f"task {self.config.name}: the kind {self.config.kind} has no metric {name!r}",
+                    expected=one_of(name, list(self.metrics)), do="correct `metrics`",
+                )  # fmt: skip
+        return chosen
+
+    def check_fields(self, fields: Collection[str]) -> None:
+        """Check templates and options against the fields of the records. Raises ConfigError."""
+        self.template.check_fields(fields)
+        if self._example_answer is not None:
+            self._example_answer.check_fields(fields)
+        self.chosen_metrics()
+
+    def prepare(self, item: Item) -> Item:
+        """Return an item with its gold in the form that the kind uses. Raises DataError: no gold, or two."""
+        return item
+
+    def check(self, item: Item) -> None:
+        """Raises DataError: an item cannot be scored. The message names task and item."""
+
+    def example_answer(self, item: Item) -> str:
+        """Return the text that follows the prompt of a few-shot example."""
+        if self._example_answer is not None:
+            text: str = self._example_answer(item.variables, item.id)
+            return text
+        return f" {item.gold}"
+
+    def prompt(self, item: Item) -> str | tuple[Message, ...]:
+        """Return the prompt with its few-shot examples: a text, or messages if the task is a conversation."""
+        if self.config.chat:
+            return self.task.messages(self.template, item, self.example_answer)
+        return self.task.prompt(self.template, item, self.example_answer)
+
+    def requests(self, item: Item) -> Sequence[Request]:
+        """Return the requests of an item, for a kind of one round."""
+        raise NotImplementedError(f"{type(self).__name__} has neither requests nor steps")
+
+    def steps(self, item: Item) -> Steps:
+        """Yield the rounds of requests, and return everything that scoring needs."""
+        responses = yield Round(self.requests(item))
+        return Answered(item, tuple(responses))
+
+    def score_item(self, answered: Answered) -> ItemResult:
+        """Return the result of one item, from its responses."""
+        raise NotImplementedError(f"{type(self).__name__} has neither score_item nor score")
+
+    def score(self, answered: Sequence[Answered]) -> list[ItemResult]:
+        """Return the results of all items, in order. Programs of all items run together here."""
+        return [self.score_item(each) for each in answered]
+
+    def chance(self, items: Sequence[Item]) -> Mapping[str, float]:
+        """Return metric -> value of a model that answers at random, where that is defined."""
+        return {}
+
+    def more_measures(self, results: Sequence[ItemResult]) -> list[TaskMeasure]:
+        """Return figures of the task that are no means over its items, such as a calibration error."""
+        return []
+
+    def result(
+        self, answered: Answered, scores: Mapping[str, float], outcome: Outcome, reason: str = "",
+        *, answers: Sequence[str] = (), gold: str = "", details: Mapping[str, Any] | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> ItemResult:  # fmt: skip
+        """Return the result of an item, with the fields that every kind fills equally."""
+        item = answered.item
+        return ItemResult(
+            item.id, scores, outcome, reason, item.cluster, item.group, shown_prompt(self.prompt(item)), tuple(answers),
+            gold, details or {}, weights or {},
+        )  # fmt: skip
+
+    def missing(self, answered: Answered, reason: str) -> ItemResult:
+        """Return the result of an item without a response."""
+        return self.result(answered, {}, "missing", reason)
+
+
+def shown_prompt(prompt: str | tuple[Message, ...]) -> str:
+    """Return a prompt as text for a reader."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)

@@ -1,0 +1,156 @@
+"""Configuration of a task: a TOML file.
+
+    name = "arc"
+    version = "1"
+    kind = "choice"                        # a name of whorl.evals.kinds.KINDS, or "module:attribute"
+    template = "Question: {{ question }}\nAnswer:"
+    choices = "choices.text"
+    gold = "choices.label.index(answerKey)"
+    examples = ["Mercury_7175875"]         # few-shot examples, ids of records of data.train
+    metrics = ["acc", "acc_norm"]          # default: the metrics of the kind; the first one decides right or wrong
+
+    [data]
+    test = "arc.jsonl"                     # relative to this file; --data replaces it
+    train = "arc-train.jsonl"
+    id = "id"
+
+    [options]                              # settings of the kind
+    forms = ["cloze"]
+
+`template` and the strings of `choices` as a list are Jinja templates. `choices` as one string, `gold`, `id`, `where`,
+`cluster` and `group` are Jinja expressions: their value may be a list or a number. Both use the fields of a record,
+and `item.id`, `item.gold`, `item.choices`, `item.letters` and `item.fields`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from whorl.errors import ConfigError
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+class TaskData(BaseModel):
+    """The records of a task. id, where, cluster and group are Jinja expressions over the fields of a record."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    test: Paths = Field(default=(), description="files of the evaluated records: JSONL, JSON or Parquet")
+    train: Paths = Field(default=(), description="files of the records from which few-shot examples come")
+    unnest: str = Field(default="", description="field of a record that holds the list of records")
+    where: str = Field(default="", description="keeps the records for which this is true")
+    id: str = Field(default="", description="default: the field `id`, else the number of the record, from 1")
+    cluster: str = Field(default="", description="equal for items that share a text; intervals use it")
+    group: str = Field(default="", description="label of an item in tables, such as its subject")
+
+
+class GenerationConfig(BaseModel):
+    """Settings of generated answers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_tokens: int = Field(default=256, ge=1)
+    stop: Paths = Field(default=(), description="the answer ends before the first of these texts")
+    samples: int = Field(
+        default=1, ge=1, description="answers for each item; more than one needs a temperature"
+    )
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy decoding")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(
+        default=0, ge=0, description="of the samples; each sample has its own, derived from this one"
+    )
+
+
+class TaskConfig(BaseModel):
+    """See the top of this file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][\w.+-]*$", description="letters, digits and _.+-; names the files of results"
+    )
+    version: str = "1"
+    kind: str
+    about: str = Field(default="", description="one line for lists")
+    source: str = Field(default="", description="paper and origin of the data")
+    data: TaskData = TaskData()
+    template: str = Field(min_length=1, description="the prompt of an item, without its answer")
+    system: str = Field(
+        default="", description="text before everything else; the system message of a conversation"
+    )
+    chat: bool = Field(
+        default=False, description="send the prompt as a message of a conversation, not as a text"
+    )
+    choices: str | tuple[str, ...] = ""
+    gold: str = Field(default="", description="the right answer: an expression")
+    examples: tuple[str, ...] = Field(default=(), description="ids of few-shot examples in data.train")
+    example_answer: str = Field(
+        default="", description="template of an example's answer; default: that of the kind"
+    )
+    separator: str = Field(default="\n\n", description="after `system` and after each example")
+    metrics: tuple[str, ...] = ()
+    generation: GenerationConfig = GenerationConfig()
+    options: dict[str, Any] = Field(default={}, description="settings of the kind")
+
+
+def parse_task(fields: dict[str, Any], where: str) -> TaskConfig:
+    """Return a configuration. where: file or task, for messages.
+
+    Raises:
+        ConfigError: a field is missing, unknown or has a wrong value.
+    """
+    try:
+        return TaskConfig.model_validate(fields)
+    except ValidationError as error:
+        raise settings_error(error, where) from error
+
+
+def settings_error(error: ValidationError, where: str) -> ConfigError:
+    """Return the error for the first wrong setting of a task."""
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    known = ", ".join(TaskConfig.model_fields)
+    unknown = first["type"] == "extra_forbidden"
+    return ConfigError(
+        f"{where}: {name} {'is no setting' if unknown else 'is wrong: ' + first['msg']}",
+        expected=f"settings of a task: {known}" if unknown and len(first["loc"]) == 1 else "",
+        do="correct the task file; docs/evals.md lists the settings",
+    )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises ConfigError: it is missing, or is no TOML."""
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path} cannot be read: {reason}", expected="a TOML file") from error
+
+
+def read_task_file(path: Path) -> TaskConfig:
+    """Return the configuration of a task file, with the paths of its data made absolute.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is wrong.
+    """
+    config = parse_task(read_toml(path), str(path))
+    return config.model_copy(update={"data": absolute(config.data, path.parent)})
+
+
+def absolute(data: TaskData, folder: Path) -> TaskData:
+    """Return the data with its paths made relative to a folder; URLs stay."""
+
+    def joined(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(p if "://" in p else str((folder / Path(p).expanduser()).absolute()) for p in paths)
+
+    return data.model_copy(update={"test": joined(data.test), "train": joined(data.train)})

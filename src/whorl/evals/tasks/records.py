@@ -1,0 +1,69 @@
+"""Records of task files, read by the formats of `whorl.data.formats`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from whorl.data.files import format_suffix, open_decompressed
+from whorl.data.formats import open_format
+from whorl.data.quarantine import BadRecordError
+from whorl.errors import ConfigError, DataError
+
+Fields = Mapping[str, Any]
+
+
+def read_records(paths: Sequence[str], label: str, unnest: str = "") -> Iterator[Fields]:
+    """Yield the records of files, in order.
+
+    Args:
+        label: for messages, such as "task arc".
+        unnest: field that holds the list of records; "" if a record of the file is one.
+
+    Raises:
+        DataError: a file is missing, or a record is damaged or lacks `unnest`.
+    """
+    for path in paths:
+        if format_suffix(path) in ("", ".txt", ".csv", ".tsv"):
+            raise ConfigError(
+                f"{label}: {path} has no format of records", expected="a file .jsonl, .json or .parquet, also .gz",
+                do="convert it, for example with pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True)",
+            )  # fmt: skip
+        if unnest and format_suffix(path) == ".json" and (whole := _whole_object(path)) is not None:
+            yield from _nested(whole, unnest, f"{label}: {path}")
+            continue
+        for record in open_format(path, {".json": "jsonl"}).records(path):
+            value = record.value
+            if isinstance(value, BadRecordError):
+                missing = value.reason == "unreadable"
+                raise DataError(
+                    f"{label}: {path}{'' if missing else f', record {record.number},'} cannot be read: {value.detail}",
+                    expected="a file of records: JSONL, JSON or Parquet",
+                    do="check the path" if missing else "correct or remove the record",
+                )
+            if not unnest:
+                yield value
+                continue
+            yield from _nested(value, unnest, f"{label}: {path}, record {record.number},")
+
+
+def _whole_object(path: str) -> Fields | None:
+    """Return the one object of a JSON file of several lines; None if it holds something else."""
+    try:
+        with open_decompressed(path) as stream:
+            found = json.loads(stream.read())
+    except (OSError, ValueError):
+        return None  # the reader of lines names the damage
+    return found if isinstance(found, dict) else None
+
+
+def _nested(value: Fields, unnest: str, where: str) -> list[Fields]:
+    found = value.get(unnest)
+    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+        raise DataError(
+            f"{where} has no list of records in the field {unnest!r}",
+            expected=f"one of the fields {', '.join(list(value)[:10])}",
+            do="correct data.unnest",
+        )
+    return found
