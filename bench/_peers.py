@@ -1,4 +1,7 @@
-"""Interpreters of the peers: each peer is installed in an environment of its choice, given by `--peer NAME=PYTHON`."""
+"""Interpreters of the peers: each peer is installed in an environment of its choice, given by `--peer NAME=PYTHON`.
+
+The variable WHORL_BENCH_PEERS (NAME=PYTHON,...) gives them to every script; `bench/run_all.py --peer` sets it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+VARIABLE = "WHORL_BENCH_PEERS"
 TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "llama": "llama.cpp", "hf": "Hugging Face generate"}
 MODULES = {"vllm": "vllm", "openvino": "openvino_genai", "llama": "llama_cpp", "hf": "transformers"}
 
@@ -18,6 +22,8 @@ def interpreters(given: Sequence[str], names: Sequence[str], threads: int) -> di
         SystemExit: an option that is not NAME=PYTHON; no interpreter there.
     """
     chosen = dict.fromkeys(names, sys.executable)
+    everywhere = [text.partition("=") for text in os.environ.get(VARIABLE, "").split(",") if text]
+    chosen |= {name: python for name, _, python in everywhere if name in names}
     for text in given:
         name, _, python = text.partition("=")
         if name not in names or not python:

@@ -4,6 +4,7 @@
     python bench/run_all.py --smoke --slice 2/8   every eighth script, beginning with the second
     python bench/run_all.py --quick               the quick form of each within an hour, and what fell since the last time
     python bench/run_all.py --only engine,train   full sizes, hours
+    python bench/run_all.py --quick --peer vllm=/PATH/bin/python --peer openvino=/PATH/bin/python
 
 A script passes if it exits with 0 and its last line is a JSON record. A script whose peer is not installed exits with 77.
 
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import _guard
+from bench._peers import VARIABLE
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {"claim", "ours", "peer", "unit", "ratio", "bar", "ok", "machine", "samples"}
@@ -57,7 +59,7 @@ def scripts() -> list[Path]:
 def has_quick_form(script: Path) -> bool:
     """Whether the script takes `--quick`."""
     text = script.read_text(encoding="utf-8")
-    return '"--quick"' in text or "parse_quick(" in text
+    return '"--quick"' in text or "parse_quick(" in text or "trl.parse_options(" in text
 
 
 def run(script: Path, options: list[str], timeout: float) -> Outcome:
@@ -162,7 +164,16 @@ def main() -> None:
         "--timeout", type=float, default=0, help=f"seconds a script; default {SMOKE_SECONDS} with --smoke, "
         f"{QUICK_SECONDS} with --quick, else {FULL_SECONDS}",
     )  # fmt: skip
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="interpreter of a peer, for every script",
+    )
     args = parser.parse_args()
+    if args.peer:
+        os.environ[VARIABLE] = ",".join(args.peer)
     first, step = map(int, args.slice.split("/"))
     chosen = scripts()[first - 1 :: step]
     if args.only:

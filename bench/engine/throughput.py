@@ -27,6 +27,7 @@ CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX5
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -169,6 +171,45 @@ def claims(cell: Cell, found: Sequence[Result], quick: bool) -> None:
         )  # fmt: skip
 
 
+def product_rate(kind: str) -> float:
+    """FLOP/s of a square product of this type on all threads: torch's, int8 with int32 sums."""
+    torch.set_num_threads(THREADS)
+    n = sized(2048, 256)
+    if kind.startswith("int8"):
+        a, b = (torch.randint(-9, 9, (n, n), dtype=torch.int8) for _ in range(2))
+        multiply = partial(torch._int_mm, a, b)
+    else:
+        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+        a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
+        multiply = partial(torch.mm, a, b)
+    best = math.inf
+    for _ in range(8):
+        began = time.perf_counter()
+        multiply()
+        best = min(best, time.perf_counter() - began)
+    return 2 * n**3 / best
+
+
+def bound_claims(cell: Cell, found: Sequence[Result], quick: bool) -> None:
+    """Print the share of the GEMM bound of 32 rows of the larger model: its products alone, at torch's rate of the type."""
+    if (cell.model, cell.name) != ("109M", "32"):
+        return
+    shape = models.config(cell.model)
+    head = shape.vocab_size * shape.d_model
+    layer = 4 * shape.d_model**2 + 3 * shape.d_model * shape.mlp_hidden
+    positions = cell.rows * (cell.prompt + cell.n_new)
+    flops = 2 * (positions * shape.n_layers * layer + cell.rows * cell.n_new * head)
+    bar = 0.5 if torch.cpu._is_amx_tile_supported() else 0.7  # type: ignore[attr-defined]
+    for own, _ in by_kind(found):
+        bound = cell.tokens * product_rate(own.kind) / flops
+        claim(
+            f"engine, {NAMES[cell.model]} parameters, {own.kind}, {cell.rows} rows: share of the GEMM bound",
+            ours=round(own.best, 1), peer=round(bound, 1), unit="tokens/s", ratio=own.best / bound, bar=bar,
+            ok=own.best >= bar * bound, quick=quick, variant=f"110M-32-{own.kind}-gemm",
+            peer_name="products of prompts and new tokens alone",
+        )  # fmt: skip
+
+
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
@@ -192,7 +233,7 @@ def main() -> None:
         sys.exit(77)
     if given.only:
         pythons = {side: p for side, p in pythons.items() if side == "ours" or side in given.only.split(",")}
-    for option, allowed in (("models", NAMES), ("cells", CELLS), ("kinds", GGUF_NAMES)):
+    for option, allowed in (("models", NAMES), ("cells", CELLS), ("kinds", KINDS)):
         for text in getattr(given, option).split(","):
             if text not in allowed:
                 sys.exit(f"--{option} {text}: expected some of {','.join(allowed)}")
@@ -229,6 +270,7 @@ def main() -> None:
     wrong = [line for cell, found in table.items() for line in show(cell, found)]
     for cell, found in table.items():
         claims(cell, found, given.quick)
+        bound_claims(cell, found, given.quick)
     if wrong:
         sys.exit("ids in fp32 differ:\n" + "\n".join(wrong))
 

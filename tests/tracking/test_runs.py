@@ -181,3 +181,12 @@ DURATIONS = [(0.42, "0.4 s"), (12.3, "12 s"), (59.9, "1 min 00 s"), (200, "3 min
 @pytest.mark.parametrize(("seconds", "text"), DURATIONS)
 def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_log_shows_control_characters_as_escapes() -> None:
+    stream, kept = io.StringIO(), list[str]()
+    progress = Progress(stream, interactive=False)
+    progress.sinks.append(kept.append)
+    progress.log("a\x1b[31mred\x9b\x00\tb\r\nnächste Zeile 日本")
+    assert stream.getvalue() == "a\\x1b[31mred\\x9b\\x00\tb\\r\nnächste Zeile 日本\n"
+    assert kept == ["a\\x1b[31mred\\x9b\\x00\tb\\r\nnächste Zeile 日本"]

@@ -29,6 +29,14 @@ PLAIN_FRACTION = (
 REMAINING_AFTER, REMAINING_FRACTION = 10.0, 0.05
 
 
+_CONTROLS = {c: repr(chr(c))[1:-1] for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
+
+
+def escape_controls(text: str) -> str:
+    """Return the text with control characters other than line ends and tabs as escapes: terminals act on them."""
+    return text.translate(_CONTROLS)
+
+
 def format_duration(seconds: float) -> str:
     """`0.4 s`, `12 s`, `3 min 20 s`, `1 h 05 min`."""
     if seconds < 10:
@@ -148,7 +156,8 @@ class Progress:
         return ProgressTask(self, label, total, unit)
 
     def log(self, text: str) -> None:
-        """Print one or several lines."""
+        """Print one or several lines. Control characters, such as those that a model samples, are shown as escapes."""
+        text = escape_controls(text)
         with self._lock:
             for sink in self.sinks:
                 sink(text)

@@ -14,6 +14,7 @@ from whorl.align.model.example import ExampleTokenizer
 from whorl.align.rl.experience import Experience
 from whorl.evals.verify import pass_criterion
 from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.tracking.progress import escape_controls
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 300, 500  # shown of each, from its beginning
 
@@ -76,5 +77,4 @@ def _indented(text: str, most: int) -> str:
     """Return the lines of a text, indented, and control characters as escapes; if it is longer, `most` characters of it."""
     text = text.strip("\n")
     shown = text if len(text) <= most else f"{text[:most]} ... (the first {most} of {len(text):,} characters)"
-    plain = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in shown)
-    return textwrap.indent(plain, " " * 8, lambda line: True)
+    return textwrap.indent(escape_controls(shown), " " * 8, lambda line: True)
