@@ -70,7 +70,7 @@
     const box = token.getClientRects()[0] || token.getBoundingClientRect();
     show(parts, box.left + box.width / 2, box.top, box.bottom);
   };
-  for (const sample of document.querySelectorAll(".sample pre")) {
+  const addTips = (sample) => {
     const tokens = [...sample.querySelectorAll(".t")];
     tokens.forEach((token, i) => {
       token.removeAttribute("title"); // the title is for pages without script
@@ -91,5 +91,7 @@
       tokens[to].tabIndex = 0;
       tokens[to].focus();
     });
-  }
+  };
+  document.querySelectorAll(".sample pre").forEach(addTips);
+  document.addEventListener("sample", (event) => addTips(event.target)); // of a script that made one later
 })();

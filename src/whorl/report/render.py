@@ -35,7 +35,16 @@ def render(data: ReportData, out: Path) -> Path:
     Raises:
         ConfigError: `out` is a folder or a device.
     """
-    page, out = to_html(data), out.resolve()
+    return write_html(to_html(data), out)
+
+
+def write_html(page: str, out: Path) -> Path:
+    """Write a page to `out` as `render` does, and return the path.
+
+    Raises:
+        ConfigError: `out` is a folder or a device.
+    """
+    out = out.resolve()
     if out.exists() and not out.is_file():
         raise ConfigError(f"{out} is not a file", expected="the path of a page, e.g. report.html")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,142 @@
+"""Figures of an evaluation: reliability diagrams, and quality against cost with the Pareto hull."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from whorl.report.charts import Series, line_chart, ticks
+from whorl.report.evaluation.folders import EvaluatedModel
+from whorl.report.format import format_duration, format_number, format_si
+
+Point = tuple[float, float]  # cost (lower is better), quality (higher is better)
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 300, 56, 20, 18, 40
+_STYLES = ("main", "second", "faint")
+
+COSTS = {  # field of PageCost -> (title, name of the axis, sign that makes lower better)
+    "seconds": ("Quality by time", "seconds of the evaluation", 1),
+    "tokens_per_second": ("Quality by speed", "tokens per second", -1),
+    "memory_bytes": ("Quality by memory", "peak memory, MB", 1),
+    "joules": ("Quality by energy", "energy, J", 1),
+}
+
+
+def reliability_chart(task: str, models: Sequence[EvaluatedModel]) -> str:
+    """Return the reliability diagram of a task: share of right answers over confidence; "" without calibration."""
+    series = []
+    for number, model in enumerate(models):
+        calibration = model.tasks[task].calibration if task in model.tasks else None
+        bins = [b for b in calibration.bins if b.items] if calibration else []
+        if bins:
+            x, y = [b.confidence for b in bins], [b.accuracy for b in bins]
+            series.append(Series(model.label, x, y, _STYLES[min(number, len(_STYLES) - 1)], dots=True))
+    if not series:
+        return ""
+    diagonal = Series("calibrated", [0.0, 1.0], [0.0, 1.0], "faint", has_tooltip=False)
+    return line_chart(
+        [diagonal, *series], label=f"Reliability diagram of {task}: share of right answers over confidence",
+        x_label="confidence", height=240, x_range=(0.0, 1.0), y_range=(0.0, 1.0),
+    )  # fmt: skip
+
+
+def pareto_hull(points: Mapping[str, Point]) -> list[str]:
+    """Return the names of the points on the Pareto hull, by rising cost.
+
+    A point is on the hull if no mixture of two others is as cheap and as good. A mixture sends each request to one of two
+    models at random. So a point of the Pareto front below the line of two others is left out. Of equal points the first
+    is kept.
+    """
+    hull: list[tuple[str, Point]] = []
+    for name, (cost, quality) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if hull and quality <= hull[-1][1][1]:
+            continue  # dominated: not cheaper and not better
+        while len(hull) > 1 and _is_below(hull[-2][1], hull[-1][1], (cost, quality)):
+            hull.pop()
+        hull.append((name, (cost, quality)))
+    return [name for name, _ in hull]
+
+
+def _is_below(left: Point, middle: Point, right: Point) -> bool:
+    """Return whether `middle` is on or below the line from `left` to `right`; the costs ascend."""
+    rise = (middle[1] - left[1]) * (right[0] - left[0])
+    return rise <= (right[1] - left[1]) * (middle[0] - left[0])
+
+
+def cost_charts(task: str, models: Sequence[EvaluatedModel]) -> Iterator[tuple[str, str, str]]:
+    """Yield (title, note, markup) of the quality of at least two models over each cost that was measured."""
+    quality: dict[str, float] = {}
+    name = ""
+    for model in models:
+        metrics = model.tasks[task].metrics if task in model.tasks else {}
+        first = next(iter(metrics), "")
+        if first and (value := metrics[first].value) is not None:
+            name, quality[model.label] = name or first, value
+    for field, (title, axis, sign) in COSTS.items():
+        points: dict[str, Point] = {}
+        for model in models:
+            cost = getattr(model.cost, field)
+            if cost is not None and model.label in quality:
+                points[model.label] = (sign * cost, quality[model.label])
+        if len(points) < 2:
+            continue
+        hull = pareto_hull(points)
+        note = f"On the Pareto hull: {', '.join(hull)}. The others cost more at the same {name}, or more than a mixture."
+        yield title, note, _scatter(points, hull, sign, axis, f"{task}, {name}")
+
+
+def format_cost(field: str, value: float | None) -> str:
+    """Return a cost as displayed."""
+    if value is None:
+        return "–"
+    if field == "seconds":
+        return format_duration(value)
+    return {"memory_bytes": format_si(value, "B"), "joules": format_si(value, "J")}.get(
+        field, format_number(value)
+    )
+
+
+def _scatter(points: Mapping[str, Point], hull: Sequence[str], sign: int, x_label: str, y_label: str) -> str:
+    """Return a scatter plot with the names of the points and the line of the hull."""
+    scale = 1e-6 if "MB" in x_label else 1.0
+    shown = {name: (sign * cost * scale, quality) for name, (cost, quality) in points.items()}
+    xs, ys = [p[0] for p in shown.values()], [p[1] for p in shown.values()]
+    x_low, x_high = _range(xs)
+    y_low, y_high = _range(ys)
+
+    def at(point: Point) -> tuple[float, float]:
+        x = _LEFT + (point[0] - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
+        return x, _HEIGHT - _BOTTOM - (point[1] - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    parts = [f'<svg class="scatter" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+             f'aria-label="{escape(f"{y_label} over {x_label}; hull: {chr(44).join(hull)}", quote=True)}">']  # fmt: skip
+    for tick in ticks(y_low, y_high, 5):
+        y = at((x_low, tick))[1]
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:.6g}</text>'
+        )
+    for tick in ticks(x_low, x_high, 6):
+        x = at((tick, y_low))[0]
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:,.6g}</text>'
+        )
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    for text, x, y, anchor in ((x_label, right, _HEIGHT - 4, "end"), (y_label, _LEFT, 11, "start")):
+        parts.append(f'<text class="axis-name" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>')
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(shown[name]) for name in hull))
+    parts.append(f'<polyline class="line main" points="{line}"/>')
+    for name, point in shown.items():
+        (x, y), kind = at(point), "dot" if name in hull else "dot off"
+        anchor, shift = ("end", -8) if x > _WIDTH / 2 else ("start", 8)
+        parts.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+        place = f'x="{x + shift:.1f}" y="{y - 7:.1f}" text-anchor="{anchor}"'
+        parts.append(f'<text class="point-name" {place}>{escape(name[:40])}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return bounds with room at both ends."""
+    low, high = min(values), max(values)
+    room = 0.12 * (high - low) or abs(high) / 10 or 1.0
+    return low - room, high + room
