@@ -129,7 +129,9 @@ class Contest:
         out = self.example_tokenizer.banned_ids(CONFIG.vocab_size)
         return PolicyModel(self.model(weights), banned_ids=out)
 
-    def answers(self, weights: dict[str, torch.Tensor], prompts: list[str], name: str) -> list[SampledCompletion]:
+    def answers(
+        self, weights: dict[str, torch.Tensor], prompts: list[str], name: str
+    ) -> list[SampledCompletion]:
         engine = rollout_engine(
             self.model(weights).requires_grad_(False).eval(),
             self.example_tokenizer,
