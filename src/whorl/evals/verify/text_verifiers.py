@@ -1,8 +1,8 @@
 """Verifiers of texts: exact, numeric, choice, format. No program runs.
 
 The answer of a completion is the text in its last <answer> tags. Without tags it is the text after the last `#### `
-(the format of GSM8K, arXiv 2110.14168), or else the whole completion. A numeric answer is the last number in it, since
-a chain of thought ends with its result.
+(the format of GSM8K, arXiv 2110.14168), or else the whole completion. The text up to `</think>` does not count. A numeric
+answer is the last number in it, since a chain of thought ends with its result.
 
 The subtle part is the grammar of numbers. "1,234.50" is one number (a comma is followed by three digits), "3/4" is one,
 and "10-3" is two: a sign belongs to a number only if no number or word precedes it. Numbers are compared as exact
@@ -28,19 +28,41 @@ _NUMBER = re.compile(
     rf"(?<![\w.])(?P<sign>(?<![)\]\d\w.])[-+\u2212])?\s?(?:[$€£]\s?)?(?P<top>{_DIGITS})"
     rf"(?:[eE](?P<power>[-+]?\d{{1,3}})(?!\w)|\s?/\s?(?P<bottom>{_DIGITS}))?"
 )
-_LETTER = r"[(\[*_\"']*(?P<letter>[A-Z])(?![\w'])"  # an option, also (B), **B** or "B"
+CHOICE_LETTERS = "ABCDEFGHIJKLMNOPQR"
+# An option, also (B), **B** or "B". The words "A" and "I" before a small letter are no options.
+_PLAIN_LETTER = (
+    r"(?P<letter>[A-Z])(?![\w']|(?<=A) (?!because|since|as |and |or |is |with )[a-z]"
+    r"|(?<=I) (?!because|since|as |and |or |is )[a-z])"
+)
+_LETTER = rf"[(\[*_\"'$]{{0,6}}(?:\\text\{{)?{_PLAIN_LETTER}"  # repetitions have limits, since adjacent ones take long
+_LEADING = re.compile(rf"^[\W_]*{_PLAIN_LETTER}(?=[)\].:*\s]*$|[)\].:*]+\s)(?![)\].:*]*\s+(?:or|and|nor)\b)")
+_OPTION = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s{{1,4}}is\b:?)?)\s{{0,4}}{_LETTER}")
+_TRAILING = re.compile(r"(?:\*\*\(?|__\(?|\(|\[)(?P<letter>[A-Z])(?:\)?\*\*|\)?__|\)|\])\W{0,20}$")
 # From the most explicit form to the least. The last match counts.
 _CHOICES = (
     re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\s*{_LETTER}"),
-    re.compile(rf"(?i:\banswer\b(?:\s+is|\s+would\s+be)?\s*[:=]?\s*(?:option|choice)?)\s*{_LETTER}"),
-    re.compile(rf"^\W*{_LETTER}(?=[)\].:*\s]*$|[)\].:*]+\s)"),
-    re.compile(rf"(?i:\b(?:option|choice)\b)\s*{_LETTER}"),
+    re.compile(
+        r"(?i:\banswers?\b(?:\s{1,4}(?:is|(?:would|must|should)\s+be))?[*_]{0,3}\s{0,4}[:=]?[*_]{0,3}\s{0,4}"
+        rf"(?:therefore|thus|likely|probably)?\s{{0,4}}(?:option|choice)?)\s{{0,4}}{_LETTER}"
+    ),
+    re.compile(
+        rf"(?<!\w){_LETTER}[)\]*_\"']{{0,6}}(?i:\s{{1,4}}(?:is|must be|would be)\s{{1,4}}(?:\w+\s+)?the\s+(?:\w+\s+)?"
+        r"(?:answer|option|choice)\b)"
+    ),
+    _LEADING,
 )
 _FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 
 
+def after_thinking(text: str) -> str:
+    """Return the text after the last `</think>`, all of a text without thoughts, and "" if the thoughts did not end."""
+    _, closed, after = text.rpartition("</think>")
+    return "" if not closed and "<think>" in text else after
+
+
 def extract_answer(text: str) -> str:
     """Return the answer part of a completion; see the top of this file."""
+    text = after_thinking(text) or text
     for part in reversed(
         text.split("</answer>")[:-1]
     ):  # a pattern would take quadratic time on unclosed tags
@@ -55,8 +77,16 @@ def last_number(text: str) -> Fraction | None:
     found = None
     for found in _NUMBER.finditer(_FRAC.sub(r"\1/\2", text)):  # noqa: B007 (the last one is wanted)
         pass
-    if found is None:
-        return None
+    return None if found is None else _value(found)
+
+
+def first_number(text: str) -> Fraction | None:
+    """Return the first number in a text, or None."""
+    found = _NUMBER.search(_FRAC.sub(r"\1/\2", text))
+    return None if found is None else _value(found)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
     value = Fraction(found["top"].replace(",", ""))
     if found["power"]:
         value *= Fraction(10) ** int(found["power"])
@@ -68,17 +98,28 @@ def last_number(text: str) -> Fraction | None:
     return -value if found["sign"] in ("-", "\u2212") else value
 
 
-def extract_choice(text: str, letters: str = "ABCDEFGHIJ") -> str | None:
+def extract_choice(text: str, letters: str = CHOICE_LETTERS) -> str | None:
     """Return the letter that a completion gives as its answer to a multiple-choice question, or None.
 
-    The answer part (`extract_answer`) is searched for "\\\\boxed{B}", then "answer is (B)" or "Answer: B", then a letter at
-    its start ("B", "b", "(B) because"), then "option B". None if the letter is not one of `letters`.
+    The answer part (`extract_answer`) is searched for these forms, in this order:
+
+        stated        \\boxed{B}; "answer is (B)", "Answer: B"; "(B) is the correct option"
+        at the start  "B", "b", "(B) because"
+        last line     begins with a letter ("(B) Paris"), or ends with a marked one ("so it must be **B**.")
+        first line    begins with a letter
+        named         "option B", in the last line or the first
+
+    None if the letter is not one of `letters`.
     """
     answer = extract_answer(text)
     if len(answer) == 1:
         answer = answer.upper()
-    for pattern in _CHOICES:
-        found = [match["letter"] for match in pattern.finditer(answer) if match["letter"] in letters]
+    lines = answer.split("\n")
+    places = [(pattern, answer) for pattern in _CHOICES]
+    places += [(_LEADING, lines[-1]), (_TRAILING, lines[-1]), (_LEADING, lines[0])]
+    places += [(_OPTION, lines[-1]), (_OPTION, lines[0])]
+    for pattern, part in places:
+        found = [match["letter"] for match in pattern.finditer(part) if match["letter"] in letters]
         if found:
             return found[-1]
     return None

@@ -1,0 +1,236 @@
+"""The final answer of a completion: where it is stated, and its possible readings.
+
+Forms, from the most explicit to the least. Within a form the last statement counts, since a chain of thought ends with
+its result:
+
+    tags      <answer>X</answer>
+    mark      #### X                                  (GSM8K, arXiv 2110.14168)
+    boxed     \\boxed{X}                               (MATH, arXiv 2103.03874)
+    stated    the answer is X; **Answer:** X; X is the correct answer
+    bold      **X** in the last line
+    line      the last line; a short first line that an explanation follows; the whole text
+
+A statement has several readings, because an answer may contain the characters that end sentences: of "The answer is
+Monsters, Inc. It is a comedy." the readings are the rest of the line and its beginning up to the sentence's end. An answer
+is right if one reading equals the gold answer (`same_answer`). Readings are parts of one statement, so an answer that lists
+all options equals none of them.
+
+The text after `</think>` counts, and nothing counts if a `<think>` is open.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from whorl.evals.verify.text_verifiers import after_thinking
+
+Form = Literal["tags", "mark", "boxed", "stated", "bold", "line", "none"]
+EXPLICIT: tuple[Form, ...] = ("tags", "mark", "boxed", "stated")
+
+_SPEAKER = r"(?:\s+(?:to|for|of|here|in)\b[^\n.!?:=]{0,80}?)?"
+_STATED = re.compile(
+    rf"\b(?:answers?|(?:correct|right|best|final)\s+(?:option|choice|statement|result))\b{_SPEAKER}[*_]{{0,3}}\s{{0,4}}"
+    r"(?:\b(?:is|are|was|(?:must|would|should|will)\s+be)\b\s{0,4}(?:(?:therefore|thus|hence|then|simply|clearly)\b,?)?"
+    r"(?:\s{0,4}[*_]{0,3}\s{0,4}[:=](?:[*_]{2,3}(?=\s|$))?)?(?!\s{0,4}not\b)|[*_]{0,3}\s{0,4}[:=](?:[*_]{2,3}(?=\s|$))?)"
+    r"|^\W{0,8}(?:final\s+)?answer\W{0,4}$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_IS_THE_ANSWER = re.compile(r"\s(?:is|was)\s+(?:\w+\s+)?the\s+(?:\w+\s+){0,2}answer\b", re.IGNORECASE)
+_CONCLUSION = re.compile(
+    r"^(?:and|so|thus|therefore|hence|then|consequently|finally|in\s+conclusion|overall|final)\b[,:]?\s+",
+    re.IGNORECASE,
+)
+_MARK = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
+_NUMBER_ONLY = re.compile(r"[-+\u2212]?\s?[$€£]?\s?[-+\u2212]?[\d,]{1,400}(?:[./]\d{1,400})?\s?%?\.?")
+_SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"')\]]{0,4}\s+(?=\S)")
+_REASON = re.compile(
+    r"[,;(]?\s{1,4}(?:because|since|as\s+the|due\s+to|which|where|so)\b|\s[-–—]{1,3}\s", re.IGNORECASE
+)
+_TRUTH = re.compile(r"(yes|no|true|false|valid|invalid)\b\s*[,.;:!–—-]", re.IGNORECASE)
+_LIST_MARKER = re.compile(r"^\s*(?:[-*•+]|\(?\d{1,3}[.)])\s+", re.MULTILINE)
+_BOLD = re.compile(r"\*\*(?!\s)([^*\n]{1,400})\*\*|__(?!\s)([^_\n]{1,400})__")
+_PAIRS = ("**", "__", "*", "_", "``", "`", '"', "'", "$$", "$")
+_BRACKETS = frozenset("()[]{}<>")
+_QUOTES = str.maketrans(
+    {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2212": "-", "\xa0": " "}
+)
+
+
+@dataclass(frozen=True)
+class FinalAnswer:
+    """The final answer of a completion.
+
+    Attributes:
+        readings: possible extents of the answer, the longest first; none if the form is "none".
+        form: the form in which it was found.
+        at_end: it reaches the end of the text without punctuation, so a limit of tokens may have cut it.
+    """
+
+    readings: tuple[str, ...]
+    form: Form
+    at_end: bool = True
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the text marks the answer."""
+        return self.form in EXPLICIT
+
+
+def find_final_answer(text: str) -> FinalAnswer:
+    """Return the final answer of a completion; see the top of this file."""
+    text = after_thinking(text)
+    if not text.strip():
+        return FinalAnswer((), "none")
+    finders: dict[Form, Callable[[str], str | None]] = {
+        "tags": _tags,
+        "mark": _mark,
+        "boxed": _boxed,
+        "stated": _stated,
+    }
+    for form, finder in finders.items():
+        if (inside := finder(text)) is not None:
+            readings = _inner_readings(inside) if form == "tags" else statement_readings(inside)
+            if readings:
+                at_end = text.rstrip().endswith(readings[-1]) and readings[-1][-1] not in ".!?*"
+                return FinalAnswer(readings, form, at_end)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if bold := [a or b for a, b in _BOLD.findall(lines[-1])]:
+        return FinalAnswer(_unique([*line_readings(lines), bold[-1]]), "bold")
+    return FinalAnswer(_unique(line_readings(lines)), "line")
+
+
+def same_answer(gold: str, answer: str) -> bool:
+    """Return whether two answers are equal except for markup, case, white space, quotes and final punctuation.
+
+    Numbers are equal as values. A single option's letter equals the letter in parentheses.
+    """
+    keys = _keys(answer)
+    return any(key in keys for key in _keys(gold))
+
+
+def statement_readings(statement: str) -> tuple[str, ...]:
+    """Return the readings of a statement's text: its line, up to the end of a sentence, and up to a reason."""
+    line = next((line for line in statement.splitlines() if line.strip(" \t*_:=.")), "").strip()
+    line = line.lstrip(":= ").strip()
+    readings = [line]
+    readings += [line[: match.start()] for match in _SENTENCE_END.finditer(line)][::-1][:8]
+    shortest = readings[-1]
+    if reason := _REASON.search(shortest):
+        readings.append(shortest[: reason.start()])
+    if truth := _TRUTH.match(line.lstrip("*_(\"'")):
+        readings.append(truth[1])
+    if bold := _BOLD.match(line):
+        readings.append(bold[1] or bold[2])
+    return _unique(readings)
+
+
+def line_readings(lines: list[str]) -> Iterator[str]:
+    """Yield the readings of an unmarked answer: the last line, a short first line, and all lines as one list."""
+    last, first = lines[-1], lines[0]
+    if len(lines) > 1:
+        yield _LIST_MARKER.sub("", "\n".join(lines)).replace("\n", " ")
+    for line in dict.fromkeys((last, first) if len(first.split()) <= 3 < len(last.split()) else (last,)):
+        rest = _CONCLUSION.sub("", line)
+        for part in dict.fromkeys((line, rest)):
+            yield from statement_readings(part)
+        head, colon, tail = line.rpartition(": ")
+        if colon and len(head.split()) > 1:
+            yield from statement_readings(tail)
+
+
+def _inner_readings(inside: str) -> tuple[str, ...]:
+    inner = find_final_answer(inside)
+    return _unique([inside.strip(), *inner.readings])
+
+
+def _tags(text: str) -> str | None:
+    for part in reversed(text.split("</answer>")[:-1]):  # a pattern would take quadratic time on open tags
+        _, opened, inside = part.partition("<answer>")
+        if opened:
+            return inside
+    return None
+
+
+def _mark(text: str) -> str | None:
+    """Return the rest of the last line that begins with ####, unless it is a Markdown heading of a later text."""
+    end, found = len(text.rstrip()), None
+    for match in _MARK.finditer(text):
+        if _NUMBER_ONLY.fullmatch(match[1].strip()) or match.end() >= end:
+            found = match[1]
+    return found
+
+
+def _boxed(text: str) -> str | None:
+    begin = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if begin < 0:
+        return None
+    start, depth = text.index("{", begin) + 1, 1
+    for i, character in enumerate(text[start : start + 2000], start):
+        if text[i - 1] != "\\":
+            depth += (character == "{") - (character == "}")
+        if depth == 0:
+            inside = re.sub(r"\\([{}%$&#_])", r"\1", text[start:i].strip())
+            inner = re.fullmatch(r"\\(?:text|mathrm|mathbf|textbf)\{(.*)\}", inside, re.DOTALL)
+            return inner[1] if inner else inside
+    return None
+
+
+def _stated(text: str) -> str | None:
+    found, end = None, 0
+    for match in _STATED.finditer(text):
+        rest = text[match.end() : match.end() + 4000]
+        if rest.strip(" \t\n*_:=."):
+            found, end = rest, match.end()
+    for match in _IS_THE_ANSWER.finditer(text):
+        if found is None or match.start() > end:
+            line = text[max(0, match.start() - 400) : match.start()].rpartition("\n")[2]
+            sentence = _CONCLUSION.sub("", _SENTENCE_END.split(line)[-1].strip())
+            if sentence:
+                found, end = sentence, match.end()
+    return found
+
+
+def _keys(answer: str) -> set[str]:
+    """Return normal forms of an answer: without markup, and also without parentheses around all of it."""
+    plain = _strip(answer.translate(_QUOTES))
+    keys = {_normalize(plain)}
+    inner = re.fullmatch(r"\((\S.*\S|\S)\)", plain, re.DOTALL)
+    if inner:
+        keys.add(_normalize(_strip(inner[1])))
+    keys.discard("")
+    return keys
+
+
+def _strip(text: str) -> str:
+    """Return the text without surrounding white space, pairs of markup or quotes, and final punctuation."""
+    for _ in range(8):
+        before = text
+        text = text.strip()
+        text = text.rstrip(".,;:!") or text
+        text = re.sub(r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", lambda m: m[1] or m[2] or "", text, flags=re.DOTALL)
+        for mark in _PAIRS:
+            if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
+                text = text[len(mark) : -len(mark)]
+        if text == before:
+            break
+    return text
+
+
+def _normalize(text: str) -> str:
+    if text and set(text) <= _BRACKETS | {" "}:
+        return text.replace(" ", "")
+    if _NUMBER_ONLY.fullmatch(text):
+        value = text.strip("%. ").replace(",", "").replace(" ", "")
+        try:
+            return str(Fraction(re.sub(r"[$€£+]", "", value))) + ("%" if text.endswith("%") else "")
+        except (ValueError, ZeroDivisionError):
+            pass
+    return " ".join(re.sub(r"[,;](?=\s)", " ", text).casefold().split())
+
+
+def _unique(readings: Iterator[str] | list[str] | tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(r.strip() for r in readings if r.strip()))
