@@ -61,6 +61,8 @@ GROUPS = {
             "decontaminate",
             "mix",
             "train-classifier",
+            "train-perplexity",
+            "train-importance",
             "stats",
             "show",
             "why",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from whorl.corpus.measures.trained.kneser_ney import NGram
 from whorl.evals.compressors import measure_compressors
-from whorl.evals.ngram import NGram
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.tokenizer import Ids
 from whorl.tracking.progress import Progress

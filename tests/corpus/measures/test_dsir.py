@@ -19,7 +19,7 @@ from whorl.corpus.decontamination import hash_words, split_words
 from whorl.corpus.decontamination.words import ngram_hashes
 from whorl.corpus.measures import measure_texts
 from whorl.corpus.measures.ensemble import ensemble_buckets, quantile_buckets
-from whorl.corpus.measures.trained.importance import N_BUCKETS, train_importance
+from whorl.corpus.measures.trained.importance import N_BUCKETS, gumbel, train_importance
 from whorl.errors import ConfigError, DataError
 
 DOCS = Path(__file__).parents[3] / "docs" / "corpus.md"
@@ -105,3 +105,19 @@ def test_bad_scores_are_named() -> None:
         ensemble_buckets([])
     with pytest.raises(ConfigError, match="n_buckets is 0"):
         quantile_buckets([0.5], 0)
+
+
+def test_resampling_scores_sample_in_proportion_to_weights(tmp_path: Path) -> None:
+    texts = [f"text {i}".encode() for i in range(20_000)]
+    noise = gumbel(texts)
+    assert abs(noise.mean() - 0.5772) < 0.03 and abs(noise.var() - math.pi**2 / 6) < 0.08
+    assert list(gumbel(texts[:3])) == list(noise[:3])
+    weights = np.tile([0.0, math.log(3.0)], 10_000)
+    firsts = (
+        (weights + noise).reshape(-1, 2).argmax(1)
+    )  # of two texts, the heavier one is drawn three times in four
+    assert abs(firsts.mean() - 0.75) < 0.02
+    model = tmp_path / "model"
+    train_importance([write(tmp_path / "t.jsonl", TARGET)], [write(tmp_path / "r.jsonl", RAW)], model)
+    for text, row in zip(["a", "b"], measure_texts("importance", ["a", "b"], str(model)), strict=True):
+        assert row["resampling_score"] == row["log_weight"] + gumbel([text.encode()])[0]

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from whorl.cli.curation.train_measures import train_classifier as train_classifier
+from whorl.cli.curation.train_measures import train_importance as train_importance
+from whorl.cli.curation.train_measures import train_perplexity as train_perplexity
 from whorl.cli.options import StoreOption, format_size
 
 if TYPE_CHECKING:
@@ -287,47 +290,6 @@ def why(
     query = "" if selection is None else selection_query(selection)
     found = explain(document, documents.path, folder, query=query)
     print(json.dumps(found.to_json(), indent=1) if as_json else format_explanation(found))
-
-
-def train_classifier(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="File that the classifier is written to.")],
-    positive: Annotated[
-        list[str],
-        typer.Option(metavar="FILE", help="Samples of the class that texts are scored for; may be repeated."),
-    ],
-    negative: Annotated[
-        list[str], typer.Option(metavar="FILE", help="Samples of the other class; may be repeated.")
-    ],
-    field: Annotated[str, typer.Option(help="The text's field in each record.")] = "text",
-    held_out: Annotated[
-        float, typer.Option(help="Fraction of each class that is tested and not trained on.")
-    ] = 0.2,
-    l2: Annotated[
-        float, typer.Option(help="Penalty on the weights; a larger one suits fewer samples.")
-    ] = 1e-5,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the texts that are held out.")] = 0,
-) -> None:
-    """Train a classifier of texts on samples of two classes, and print how well it separates held-out ones.
-
-    Samples are records of JSONL, Parquet, Arrow or tar files; patterns and URLs are allowed. The classifier is a logistic
-    regression over words and pairs of words. As a measure named quality, it gives the query the column quality_probability.
-
-    Examples:
-
-        whorl corpus train-classifier quality.safetensors --positive good.jsonl --negative bad.jsonl
-
-        whorl corpus filter --set 'measures=[{name="quality", measure="classifier", model="quality.safetensors"}]'
-    """
-    from whorl.corpus.measures.trained.classifier import train_classifier as train
-
-    found = train(positive, negative, model, field=field, l2=l2, held_out=held_out, seed=seed)
-    both = f", {found['in_both']:,} in both classes are left out" if found["in_both"] else ""
-    print(f"{model}: {found['positive']:,} positive and {found['negative']:,} negative texts{both}")
-    test = found["held_out"]
-    print(
-        f"on {test['texts']:,} held-out texts: accuracy {test['accuracy']:.3f}, AUC {test['auc']:.3f}, "
-        f"log loss {test['log_loss']:.3f} nats"
-    )
 
 
 def format_explanation(found: Explanation) -> str:

@@ -31,6 +31,7 @@ MEASURES = Registry(
         "language": "whorl.corpus.measures.language:LANGUAGE",
         "personal_data": "whorl.corpus.measures.personal_data:PERSONAL_DATA",
         "classifier": "whorl.corpus.measures.trained.classifier:CLASSIFIER",
+        "perplexity": "whorl.corpus.measures.trained.perplexity:PERPLEXITY",
         "importance": "whorl.corpus.measures.trained.importance:IMPORTANCE",
     },
 )

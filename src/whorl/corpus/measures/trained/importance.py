@@ -7,11 +7,15 @@ Two bags of n-grams are estimated over 10,000 buckets, that of the target and th
 
     log w = sum over its n-grams of log p_target(bucket) - log p_raw(bucket).
 
+Documents with the highest log w + g, with independent g ~ Gumbel(0, 1), are a sample without replacement in proportion to w
+(Xie et al. 2023, section 3.3). Here g is a function of the text, so equal texts have equal scores and a run can be repeated.
+
 A bucket's count is increased by one, so that a bucket that one corpus lacks has a finite ratio.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,14 +73,27 @@ def _log_frequencies(texts: Sequence[str]) -> Floats:
 def open_importance(model: str) -> Callable[[Texts], Columns]:
     """Return the measure of a trained model. Raises DataError: the file is no importance model, or damaged."""
     ratios = load_model(model, KIND)[0]["log_ratios"]
-    return lambda batch: {"log_weight": hash_ngrams(batch.texts, len(ratios)).sums(ratios, counted=True)}
+
+    def measure(batch: Texts) -> Columns:
+        weights = hash_ngrams(batch.texts, len(ratios)).sums(ratios, counted=True)
+        return {"log_weight": weights, "resampling_score": weights + gumbel(batch.data)}
+
+    return measure
+
+
+def gumbel(texts: Sequence[bytes]) -> Floats:
+    """Return a draw from Gumbel(0, 1) for each text, a function of its bytes, [n_texts]."""
+    numbers = b"".join(hashlib.blake2b(text, digest_size=8, person=b"resample").digest() for text in texts)
+    uniform = (np.frombuffer(numbers, np.uint64) >> np.uint64(11)).astype(np.float64)
+    found: Floats = -np.log(-np.log((uniform + 0.5) / (1 << 53)))
+    return found
 
 
 IMPORTANCE = Measure(
     KIND,
-    1,
+    2,
     "Xie et al. 2023, Data Selection for Language Models via Importance Resampling, arXiv:2302.03169",
-    {"log_weight": "float64"},
+    {"log_weight": "float64", "resampling_score": "float64"},
     open_importance,
     needs_model=True,
 )

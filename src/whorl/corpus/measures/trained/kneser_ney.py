@@ -16,13 +16,16 @@ one 64-bit key, and the ids of an order are the ranks of its sorted keys. Traini
 binary search per order, in numpy. Each document is padded on the left with `order - 1` begin tokens, which are context
 only.
 
-Training needs about 85 bytes per token; 12 million tokens at order 6 take about 15 seconds.
+Training needs about 85 bytes per token; 12 million tokens at order 6 take about 15 seconds. Rare n-grams can be pruned: the
+mass of those with context h goes to gamma(h), so every distribution still sums to 1 (Stolcke 1998, arXiv:cs/0006025, for the
+idea of a pruned back-off model; here by count, as with `min_count`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +34,7 @@ from whorl.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+_TABLES = ("keys", "weight", "gamma")
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,15 @@ class NGram:
         vocab_size: number of tokens, the support of the uniform distribution.
         order: longest n-gram; 1 has no context.
         bos_id: the begin token; also pads contexts.
+        min_count: n-grams of two or more tokens that occur less often are pruned, unless a kept one begins with them.
 
     Raises:
         DataError: there is no training token.
     """
 
     def __init__(
-        self, documents: Sequence[npt.NDArray[np.integer]], vocab_size: int, order: int, bos_id: int
-    ) -> None:
+        self, documents: Sequence[npt.NDArray[np.integer]], vocab_size: int, order: int, bos_id: int, min_count: int = 1
+    ) -> None:  # fmt: skip
         self.vocab_size, self.order, self.bos_id = vocab_size, order, bos_id
         tokens, predicted = self._pad(documents)
         if not len(predicted):
@@ -73,11 +78,13 @@ class NGram:
                 do="ingest more documents",
             )
         self._orders: list[_Order] = []
+        kept: list[npt.NDArray[np.bool_]] = []  # of each order, by occurrences
         gram_id: Ints = np.zeros(len(tokens), np.int64)  # id of the n-gram that ends at each position
         keys: Ints = np.zeros(1, np.int64)
         for n in range(1, order + 1):
             shorter_keys, shorter = keys, gram_id[predicted]
             keys, gram_id = _rank(_context(gram_id, n) * vocab_size + tokens)
+            kept.append(np.bincount(gram_id[predicted], minlength=len(keys)) >= (min_count if n > 1 else 0))
             if n > 1:
                 # Continuation counts: each different n-gram counts once for its suffix, the shorter n-gram.
                 suffix = np.full(len(keys), -1, np.int64)
@@ -86,6 +93,24 @@ class NGram:
                 self._orders.append(_kneser_ney_tables(shorter_keys, counts, vocab_size))
         counts = np.bincount(gram_id[predicted], minlength=len(keys))
         self._orders.append(_kneser_ney_tables(keys, counts, vocab_size))
+        if min_count > 1:
+            self._orders = _prune(self._orders, kept, vocab_size)
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the tables as named arrays, for `from_arrays`."""
+        sizes = np.array([self.vocab_size, self.order, self.bos_id], np.int64)
+        tables = {
+            f"{name}_{n}": getattr(table, name) for n, table in enumerate(self._orders) for name in _TABLES
+        }
+        return {"sizes": sizes, **tables}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> NGram:
+        """Return the model of `arrays`."""
+        model = cls.__new__(cls)
+        model.vocab_size, model.order, model.bos_id = map(int, arrays["sizes"])
+        model._orders = [_Order(*(arrays[f"{name}_{n}"] for name in _TABLES)) for n in range(model.order)]
+        return model
 
     @property
     def n_grams(self) -> int:
@@ -93,10 +118,24 @@ class NGram:
 
     def log2_prob(self, document: npt.NDArray[np.integer]) -> Floats:
         """Return log2 p of each token of one document, [n] -> [n], with no context outside the document."""
-        tokens, predicted = self._pad([document])
+        return self._log2_prob([document])
+
+    def log2_sums(self, documents: Sequence[npt.NDArray[np.integer]]) -> Floats:
+        """Return log2 p of each document, [documents], each scored independently."""
+        of_document = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+        return np.bincount(of_document, self._log2_prob(documents), minlength=len(documents))
+
+    def bits(self, documents: Sequence[npt.NDArray[np.integer]]) -> float:
+        """Return the total bits of the documents, each scored independently."""
+        return float(-sum(self.log2_prob(document).sum() for document in documents))
+
+    def _log2_prob(self, documents: Sequence[npt.NDArray[np.integer]]) -> Floats:
+        tokens, predicted = self._pad(documents)
         probability = np.full(len(tokens), 1.0 / self.vocab_size)
         gram_id = np.zeros(len(tokens), np.int64)  # -1: an n-gram that is not in the training split
         for n, table in enumerate(self._orders, start=1):
+            if not len(table.keys):  # all pruned
+                break
             context = _context(gram_id, n)
             # A context must have an id and at least one continuation.
             has_context = (context >= 0) & (context < len(table.gamma))
@@ -108,10 +147,6 @@ class NGram:
             gram_id = np.where(matched, row, -1)
         log2_prob: Floats = np.log2(probability[predicted])
         return log2_prob
-
-    def bits(self, documents: Sequence[npt.NDArray[np.integer]]) -> float:
-        """Return the total bits of the documents, each scored independently."""
-        return float(-sum(self.log2_prob(document).sum() for document in documents))
 
     def _pad(self, documents: Sequence[npt.NDArray[np.integer]]) -> tuple[Ints, Ints]:
         """Return all documents, each after `order - 1` begin tokens [N], and the predicted positions [n]."""
@@ -164,3 +199,22 @@ def _kneser_ney_tables(keys: Ints, counts: Ints, vocab_size: int) -> _Order:
     # An n-gram that only spans two documents has no count: its context passes all mass down.
     gamma = np.divide(np.bincount(context, weights=discount), total, out=np.ones_like(total), where=total > 0)
     return _Order(keys, ((counts - discount) / np.maximum(total[context], 1)).astype(np.float32), gamma)
+
+
+def _prune(orders: Sequence[_Order], kept: Sequence[npt.NDArray[np.bool_]], vocab_size: int) -> list[_Order]:
+    """Return the tables without the n-grams that are not kept; a context of a kept n-gram is kept."""
+    for longer, mask, shorter in zip(orders[:0:-1], kept[:0:-1], kept[-2::-1], strict=True):
+        shorter[longer.keys[mask] // vocab_size] = True
+    pruned = []
+    contexts = np.ones(1, np.bool_)  # the empty context
+    for table, mask in zip(orders, kept, strict=True):
+        context, token = np.divmod(table.keys, vocab_size)
+        gamma = np.ones(len(contexts))
+        gamma[: len(table.gamma)] = table.gamma
+        gamma += np.bincount(context[~mask], table.weight[~mask], minlength=len(contexts))
+        number = np.cumsum(contexts) - 1
+        pruned.append(
+            _Order(number[context[mask]] * vocab_size + token[mask], table.weight[mask], gamma[contexts])
+        )
+        contexts = mask
+    return pruned

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whorl.corpus.measures.trained.kneser_ney import NGram, _rank
 from whorl.errors import DataError
-from whorl.evals.ngram import NGram, _rank
 
 BOS, EOS, VOCAB = 0, 1, 7
 
@@ -64,16 +64,21 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, VOCAB - 1), max_size=12), min_size=
 def test_ngram_matches_reference_formulas(documents: list[list[int]], order: int, text: list[int]) -> None:
     documents = documents if any(documents) else [[EOS]]
     model = NGram([_array(d) for d in documents], VOCAB, order, BOS)
+    model = NGram.from_arrays(model.arrays())
     want = _reference(documents, order, text)
     assert model.log2_prob(_array(text)) == pytest.approx(want, abs=1e-5)
     # The contexts of a document do not reach into the one before.
     assert model.bits([_array(text), _array([]), _array(text)]) == pytest.approx(-2 * sum(want), abs=1e-4)
+    sums = model.log2_sums([_array(text), _array([]), _array(text)])
+    assert sums == pytest.approx([sum(want), 0, sum(want)], abs=1e-4)
 
 
 @settings(max_examples=30, deadline=None)
-@given(DOCUMENTS, st.integers(1, 4), st.lists(st.integers(0, VOCAB - 1), max_size=6))
-def test_ngram_sums_to_one_in_context(documents: list[list[int]], order: int, context: list[int]) -> None:
-    model = NGram([_array(d) for d in [*documents, [EOS]]], VOCAB, order, BOS)
+@given(DOCUMENTS, st.integers(1, 4), st.lists(st.integers(0, VOCAB - 1), max_size=6), st.integers(1, 3))
+def test_ngram_sums_to_one_in_context(
+    documents: list[list[int]], order: int, context: list[int], min_count: int
+) -> None:
+    model = NGram([_array(d) for d in [*documents, [EOS]]], VOCAB, order, BOS, min_count)
     last = [model.log2_prob(_array([*context, token]))[-1] for token in range(VOCAB)]
     assert sum(2.0**p for p in last) == pytest.approx(1.0, abs=1e-5)
 
@@ -91,3 +96,13 @@ def test_rank_equals_unique_with_inverse(largest: int) -> None:
 def test_ngram_rejects_empty_training_split(documents: list[np.ndarray]) -> None:
     with pytest.raises(DataError, match="no token"):
         NGram(documents, VOCAB, 3, BOS)
+
+
+def test_pruning_removes_rare_ngrams_and_keeps_frequent_ones() -> None:
+    documents = [_array([2, 3, 4, EOS])] * 5 + [_array([2, 5, EOS])]
+    full, pruned = NGram(documents, VOCAB, 3, BOS), NGram(documents, VOCAB, 3, BOS, min_count=2)
+    assert pruned.n_grams < full.n_grams
+    frequent, rare = _array([2, 3, 4, EOS]), _array([2, 5, EOS])
+    np.testing.assert_allclose(pruned.log2_prob(frequent), full.log2_prob(frequent), rtol=0.2)
+    assert pruned.bits([frequent]) < pruned.bits([rare])
+    assert pruned.log2_prob(rare)[1] < full.log2_prob(rare)[1]
