@@ -123,7 +123,10 @@ class NGram:
     def log2_sums(self, documents: Sequence[npt.NDArray[np.integer]]) -> Floats:
         """Return log2 p of each document, [documents], each scored independently."""
         of_document = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
-        return np.bincount(of_document, self._log2_prob(documents), minlength=len(documents))
+        sums: Floats = np.bincount(of_document, self._log2_prob(documents), len(documents)).astype(
+            np.float64, copy=False
+        )
+        return sums
 
     def bits(self, documents: Sequence[npt.NDArray[np.integer]]) -> float:
         """Return the total bits of the documents, each scored independently."""
