@@ -55,7 +55,7 @@ def train_classifier(
 def train_perplexity(
     model: Model,
     samples: Annotated[
-        list[str], typer.Option(metavar="FILE", help="Texts of the wanted kind; may be repeated.")
+        list[str], typer.Option(metavar="FILE", help="Texts of the target kind; may be repeated.")
     ],
     field: Field = "text",
     order: Annotated[int, typer.Option(min=1, max=6, help="Words of the longest n-gram.")] = 3,
@@ -88,7 +88,7 @@ def train_perplexity(
 def train_importance(
     model: Model,
     target: Annotated[
-        list[str], typer.Option(metavar="FILE", help="Texts of the wanted distribution; may be repeated.")
+        list[str], typer.Option(metavar="FILE", help="Texts of the target distribution; may be repeated.")
     ],
     raw: Annotated[
         list[str],

@@ -16,9 +16,8 @@ one 64-bit key, and the ids of an order are the ranks of its sorted keys. Traini
 binary search per order, in numpy. Each document is padded on the left with `order - 1` begin tokens, which are context
 only.
 
-Training needs about 85 bytes per token; 12 million tokens at order 6 take about 15 seconds. Rare n-grams can be pruned: the
-mass of those with context h goes to gamma(h), so every distribution still sums to 1 (Stolcke 1998, arXiv:cs/0006025, for the
-idea of a pruned back-off model; here by count, as with `min_count`).
+Training needs about 85 bytes per token; 12 million tokens at order 6 take about 15 seconds. Rare n-grams
+can be pruned by `min_count`. The mass of those with context h goes to gamma(h), so every distribution still sums to 1.
 """
 
 from __future__ import annotations
