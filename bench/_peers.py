@@ -11,8 +11,20 @@ import sys
 from collections.abc import Sequence
 
 VARIABLE = "WHORL_BENCH_PEERS"
-TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "llama": "llama.cpp", "hf": "Hugging Face generate"}
-MODULES = {"vllm": "vllm", "openvino": "openvino_genai", "llama": "llama_cpp", "hf": "transformers"}
+TITLES = {
+    "vllm": "vLLM",
+    "openvino": "OpenVINO GenAI",
+    "llama": "llama.cpp",
+    "hf": "Hugging Face generate",
+    "lmeval": "lm-evaluation-harness",
+}
+MODULES = {
+    "vllm": "vllm",
+    "openvino": "openvino_genai",
+    "llama": "llama_cpp",
+    "hf": "transformers",
+    "lmeval": "lm_eval",
+}
 
 
 def interpreters(given: Sequence[str], names: Sequence[str], threads: int) -> dict[str, str]:

@@ -31,6 +31,7 @@ METRICS = Registry(
         "exact": "whorl.evals.metrics.answers:exact",
         "numeric": "whorl.evals.metrics.answers:numeric",
         "choice": "whorl.evals.metrics.answers:choice",
+        "constraints": "whorl.evals.metrics.constraints:constraints",
     },
 )
 

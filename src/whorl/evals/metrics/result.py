@@ -20,12 +20,14 @@ class Graded:
         outcome: as in `ItemResult`, but never "missing".
         reason: in a few words.
         answer: the answer as extracted; "" if none was found.
+        weights: metric -> weight of this answer in the mean over items, where it is not 1.
     """
 
     scores: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome = "wrong"
     reason: str = ""
     answer: str = ""
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 def outcome_shares(outcomes: Iterable[Outcome]) -> dict[str, float]:
