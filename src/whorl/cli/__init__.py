@@ -56,6 +56,7 @@ GROUPS = {
         "curation",
         (
             "ingest",
+            "rewrite",
             "filter",
             "dedup",
             "decontaminate",

@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_schema
 from whorl.corpus.links import GoodLinks, LinkFile, find_links, good_links
 from whorl.corpus.mapreduce import Input, LocalPool, Output, Stage, Unit, UnitStore
+from whorl.corpus.mapreduce.units import link_or_copy
 from whorl.corpus.provenance.catalog import Catalog, CatalogFile, media_type
 from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import (
@@ -312,14 +312,6 @@ def _collect(blocks: Sequence[Output], out: Path) -> _IngestStats:
                     link_or_copy(block.folder / name, out / _document_file(n_files))
                     n_files += 1
     return stats
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a hard link to a file that is never changed, or a copy on another file system."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _document_file(number: int) -> str:

@@ -58,6 +58,24 @@ def ingest(
     run_step(Store(store), corpus, "ingest", {"sources": sources}, changes or ())
 
 
+def rewrite(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: StoreOption = None) -> None:
+    """Change texts: mask personal data, remove lines and substrings that repeat. `filter` then reads the changed texts.
+
+    Settings: mask (true or false), lines ({keep, normalization, min_characters}), substrings (bytes). `whorl corpus why`
+    names the changes of a document.
+
+    Examples:
+
+        whorl corpus rewrite --set lines.keep=first
+
+        whorl corpus rewrite --set mask=false --set substrings=200
+    """
+    from whorl.cli.curation.corpus_store import run_step
+    from whorl.store import Store
+
+    run_step(Store(store), corpus, "rewrite", {}, changes or ())
+
+
 def filter(
     query: Annotated[
         Path | None, typer.Option(metavar="FILE.sql", help="SQL that gives each row a reason, '' to keep it.")
@@ -300,6 +318,9 @@ def format_explanation(found: Explanation) -> str:
     lines.append(f"  file       {place}" + (f", {found.length:,} bytes" if found.length else ""))
     if found.id and found.verdict != "quarantined":
         lines.append(f"  licence    {found.licence or 'unknown'}; language {found.language or 'unknown'}")
+    for edit in found.edits:
+        where = f", the same text stays in {edit['matched_id']}" if edit["matched_id"] else ""
+        lines.append(f"  rewritten  {edit['count']:,} x {edit['kind']}, {edit['bytes']:,} bytes less{where}")
     if found.detail:
         lines.append(f"  detail     {found.detail}")
     if found.condition:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 STEPS = """
 [steps.ingest]
+[steps.rewrite]
+parents = ["ingest"]
 [steps.curate]
 parents = ["ingest"]
 [steps.mix]
@@ -48,6 +50,8 @@ def run_step(
     changes += [f"{step}.{change}" for change in sets]
     whole = parse_recipe(f'name = "{corpus}"\n{STEPS}', f"whorl corpus {step}", sets=changes)
     existing = {name: require(store, corpus, name) for name in whole.steps[step].parents.values()}
+    if "ingest" in existing and step != "rewrite":
+        existing["ingest"] = rewritten(store, corpus, existing["ingest"])
     one = replace(whole, steps={step: whole.steps[step]})
     return run_recipe(one, store, Progress(), existing=existing).artifacts[step]
 
@@ -72,6 +76,12 @@ def require(store: Store, corpus: str, step: str) -> Artifact:
     return found
 
 
+def rewritten(store: Store, corpus: str, documents: Artifact) -> Artifact:
+    """Return the documents as `rewrite` changed them, if it read these."""
+    found = find(store, corpus, "rewrite")
+    return found if found is not None and found.parents.get("documents") == documents.address else documents
+
+
 DEFAULT = "corpus"
 
 
@@ -88,7 +98,7 @@ def latest(store: Store, corpus: str | None) -> tuple[Artifact, Artifact | None]
             if (found := store.find(address)) is not None and found.kind in ("documents", "selection")
         ]
         corpus = max(made)[1] if made else DEFAULT
-    documents = require(store, corpus, "ingest")
+    documents = rewritten(store, corpus, require(store, corpus, "ingest"))
     selection = find(store, corpus, "curate")
     if selection is not None and selection.parents.get("documents") != documents.address:
         selection = None  # of earlier documents

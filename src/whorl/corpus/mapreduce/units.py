@@ -189,6 +189,14 @@ def shuffled(outputs: Iterable[Output], names: Sequence[str] | None = None) -> l
     return [Unit(tuple(o.input(name) for o in outputs if name in o.files)) for name in found]
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a hard link to a file that is never changed, or a copy on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def hash_file(path: Path) -> str:
     """Return the BLAKE2b hash of a file's content: 32 hex digits."""
     with path.open("rb") as stream:

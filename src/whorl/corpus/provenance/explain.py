@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from whorl.corpus.decontamination.attributes import CONTAMINATION_FILE
 from whorl.corpus.deduplication.shingles import jaccard_similarity
 from whorl.corpus.documents import document_id
 from whorl.corpus.provenance.tables import CorpusTables, find_rows, one_row
+from whorl.corpus.rewriting import edits_of
 
 IDENTITY = ("row", "source", "path", "language", "licence")  # columns of the attributes that are no measures
 
@@ -27,6 +28,7 @@ class Explanation:
 
     verdict: "kept", "dropped", "quarantined", "copy of a file" or "not curated".
     reason: the word of the rule; condition: its SQL; values: the columns in the condition.
+    edits: changes of its text by `rewrite`: kind, count, bytes, matched_id.
     test_item: the test item that the document holds: test_set, item, begin_word, end_word, score.
     duplicate: id, path, offset, kind and similarity of the document that stayed.
     """
@@ -46,6 +48,7 @@ class Explanation:
     values: Mapping[str, Any] = field(default_factory=dict)
     duplicate: Mapping[str, Any] = field(default_factory=dict)
     test_item: Mapping[str, Any] = field(default_factory=dict)
+    edits: Sequence[Mapping[str, Any]] = ()
     measures: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,6 +75,7 @@ def explain(
     row, _ = one_row(tables, reference)
     names = ["id", "source", "path", "offset", "length", "licence", "language"]
     about = tables.rows("documents", [row], names)[row]
+    about["edits"] = edits_of(documents, about["id"])
     if selection is None:
         return Explanation("not curated", **about)
     chosen = tables.rows("selection", [row])[row]

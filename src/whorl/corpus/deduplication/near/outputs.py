@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from whorl.corpus.deduplication.near.arrays import read_arrays, write_arrays
 from whorl.corpus.deduplication.near.stages import NearDuplicates
 from whorl.corpus.mapreduce import Executor, Input, Stage, Unit, UnitStore
+from whorl.corpus.mapreduce.units import link_or_copy
 
 KIND = "near_duplicate"
 
@@ -70,7 +71,6 @@ def rewrite_documents(
     Args:
         n_earlier: number of files of earlier corpora, which `found` counts first.
     """
-    from whorl.corpus.ingest import link_or_copy
 
     units, written = [], []
     removed = out / ".removed"
