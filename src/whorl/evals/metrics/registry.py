@@ -32,6 +32,7 @@ METRICS = Registry(
         "numeric": "whorl.evals.metrics.answers:numeric",
         "choice": "whorl.evals.metrics.answers:choice",
         "constraints": "whorl.evals.metrics.constraints:constraints",
+        "refusal": "whorl.evals.metrics.refusal:refusal",
     },
 )
 
