@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ from torch import Tensor
 from whorl.engine.build import make_runner_and_cache
 from whorl.engine.config import EngineConfig
 from whorl.engine.generation import generate, stream
-from whorl.engine.model.batch_builder import build_batch, scores_prompt
+from whorl.engine.model.batch_builder import build_batch
 from whorl.engine.model.multi_lora import Adapters
-from whorl.engine.postprocess import accept_tokens, score_prompt
+from whorl.engine.postprocess import accept_tokens, store_scores
 from whorl.engine.request import Delta, FinishReason, Generation, Request, Token
 from whorl.engine.sampling.forced_prefix import ForcedPrefix, Sequenced, SortedVocabulary
 from whorl.engine.sampling.sampler import Sampler
@@ -43,30 +43,12 @@ from whorl.engine.sampling.stop_strings import StopStringChecker
 from whorl.engine.sampling_params import SamplingParams
 from whorl.engine.scheduling.prefill_budget import PrefillBudget
 from whorl.engine.scheduling.scheduler import Schedule, Scheduler
-from whorl.engine.sequence import Sequence, SequenceStatus
+from whorl.engine.sequence import PromptScores, Proposer, Sequence, SequenceStatus
 from whorl.engine.stats import EngineStats
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel
 from whorl.slots.board import Board
 from whorl.tracking.seeds import derive
-
-
-class Proposer(Protocol):
-    """Proposes draft tokens (`speculation/proposers.py`). needs_hidden_states: `observe` needs the hidden states."""
-
-    needs_hidden_states: bool
-
-    def propose(self, sequences: SequenceABC[Sequence]) -> None:
-        """Set `drafts` of each sequence."""
-        ...
-
-    def observe(self, sequence: Sequence, hidden: Tensor) -> None:
-        """Receive the hidden states [n, d_model] of the positions computed last, without rejected drafts."""
-        ...
-
-    def release(self, sequence: Sequence) -> None:
-        """Release the state of a finished sequence."""
-        ...
 
 
 class Engine:
@@ -169,7 +151,9 @@ class Engine:
             if request.sampling.seed is not None
             else derive(self.config.seed, "request", request.id)
         )
-        sequence = Sequence(request, self._n_added, list(request.ids), seed, self._hash_seed(request))
+        sequence = Sequence(
+            request, self._n_added, list(request.ids[: request.n_prefilled]), seed, self._hash_seed(request)
+        )
         sequence.stop_checker = StopStringChecker(request.stop)
         if request.grammar is not None and self.compile_grammar is not None:
             sequence.constraint = self.compile_grammar(request.grammar)
@@ -208,24 +192,19 @@ class Engine:
         )
         batch.adapter_indices = self.adapters.indices_of(s.request.adapter for s, _ in schedule.rows)
         ready = self.clock()
-        hidden: Tensor | None = None
-        if self.proposer is not None and self.proposer.needs_hidden_states:
-            hidden = self.runner.hidden(batch)
-            logits = self.runner.logits(hidden[batch.logit_indices])
-        else:
-            logits = self.runner.run(batch)
+        needs_hidden = self.proposer is not None and self.proposer.needs_hidden_states
+        out = self.runner.run_step(batch, needs_hidden=needs_hidden)
         model_done = self.clock()
-        sampled_tokens = self.sampler.sample_or_none(
-            logits if batch.sample_indices is None else logits[batch.sample_indices], rows
-        )
+        sampled_tokens = self.sampler.sample_or_none(out.logits, rows) if rows else []
+        store_scores(schedule, out.scores)
         sample_done = self.clock()
         before = [(sequence, sequence.n_computed) for sequence, _ in schedule.rows]
-        deltas += self._process_outputs(schedule, logits, sampled_tokens)
-        if hidden is not None and self.proposer is not None:
+        deltas += self._process_outputs(schedule, sampled_tokens)
+        if out.hidden is not None and self.proposer is not None:
             with self.stats.timed_drafts(self.clock):
                 for (sequence, first), at in zip(before, batch.starts, strict=False):
                     if sequence.finish_reason is None:
-                        self.proposer.observe(sequence, hidden[at : at + sequence.n_computed - first])
+                        self.proposer.observe(sequence, out.hidden[at : at + sequence.n_computed - first])
         n_decode = schedule.decode_tokens
         done = self.clock()
         self.prefill_budget.record_step(n_decode, schedule.tokens - n_decode, done - started)
@@ -316,31 +295,20 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _process_outputs(
-        self, schedule: Schedule, logits: Tensor, sampled_tokens: list[Token | None]
-    ) -> list[Delta]:
+    def _process_outputs(self, schedule: Schedule, sampled_tokens: list[Token | None]) -> list[Delta]:
         """Append the sampled tokens; returns one `Delta` per sequence that advanced."""
         deltas = []
-        at = row = 0  # offsets in `logits` and in `sampled`
+        row = 0  # offset in `sampled_tokens`
         for sequence, n in schedule.rows:
             stop = sequence.n_computed + n
-            prompt_scores: tuple[float, ...] = ()
-            if scores_prompt(sequence):
-                score_prompt(sequence, logits[at : at + n], stop)
-                at += n
-                n_sampled = int(stop == len(sequence.ids))
-                prompt_scores = tuple(sequence.prompt_log_probs) if n_sampled else ()
-            else:
-                n_sampled = max(0, stop - len(sequence.ids) + 1)
-                at += n_sampled
-                if n_sampled and sequence.request.prompt_log_probs and not sequence.n_output:
-                    # The prompt's last position ran in its own step.
-                    prompt_scores = tuple(sequence.prompt_log_probs)
+            n_sampled = max(0, stop - len(sequence.ids) + 1) if sequence.samples else 0
             new = sampled_tokens[row : row + n_sampled]
             row += n_sampled
             pages = sequence.n_computed // self.config.block_size
             sequence.n_computed = min(stop, len(sequence.ids))
-            delta = self._accept_tokens(sequence, new, prompt_scores) if new else None
+            delta = None
+            if new or (not sequence.samples and not sequence.n_uncomputed):
+                delta = self._accept_tokens(sequence, new)
             if sequence.n_computed // self.config.block_size > pages or self.cache.has_windows:
                 self.cache.commit_full_pages(sequence)
             if delta is not None:
@@ -350,9 +318,8 @@ class Engine:
                     self._finish(sequence, delta.finish_reason)
         return deltas
 
-    def _accept_tokens(
-        self, sequence: Sequence, sampled_tokens: list[Token | None], prompt_log_probs: tuple[float, ...]
-    ) -> Delta:
+    def _accept_tokens(self, sequence: Sequence, sampled_tokens: list[Token | None]) -> Delta:
+        """Append tokens sampled for a sequence. The first `Delta` has the scores of its prompt; a scored text has no other."""
         first = sequence.n_output == 0
         if first:
             sequence.first_token_time = self.clock()
@@ -364,11 +331,12 @@ class Engine:
         if n_drafts:
             self.stats.drafted_tokens += n_drafts
             self.stats.accepted_tokens += max(0, len(accepted) - 1)
-        cached = sequence.cached_tokens if first else 0
         failed = sequence.constraint.failed if finish == "abort" and sequence.constraint is not None else None
+        scores = sequence.scores if first and sequence.scores is not None else PromptScores(0)
         return Delta(
-            sequence.request.id, tuple(accepted), text, finish, cached, prompt_log_probs,
-            sequence.n_forced - n_forced, failed or "",
+            sequence.request.id, tuple(accepted), text, finish if sequence.samples else "length",
+            sequence.cached_tokens if first else 0, tuple(scores.log_probs), sequence.n_forced - n_forced,
+            failed or "", tuple(scores.greedy), tuple(scores.alternatives),
         )  # fmt: skip
 
     def _finish(self, sequence: Sequence, finish: FinishReason) -> None:

@@ -1,13 +1,12 @@
-"""Apply the sampled tokens of a step to a sequence: accepted tokens, visible text, finish reason."""
+"""Apply the results of a step to its sequences: accepted tokens, visible text, finish reason, scores of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
 
-import torch
-from torch import Tensor
-
+from whorl.engine.model.token_scores import TokenScores
 from whorl.engine.request import FinishReason, Token
+from whorl.engine.scheduling.scheduler import Schedule
 from whorl.engine.sequence import Sequence
 
 
@@ -69,11 +68,23 @@ def accept_tokens(
     return accepted, text, finish
 
 
-def score_prompt(sequence: Sequence, logits: Tensor, stop: int) -> None:
-    """Append log-probabilities of prompt ids n_computed + 1 .. stop, from the logits [n, vocab] that predict them."""
-    targets = sequence.ids[sequence.n_computed + 1 : stop + 1]
-    log_probs = logits[: len(targets)].log_softmax(-1)
-    selected = log_probs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])
-    # After a preemption, positions are scored again.
-    del sequence.prompt_log_probs[sequence.n_computed :]
-    sequence.prompt_log_probs += selected[:, 0].tolist()
+def store_scores(schedule: Schedule, scores: TokenScores | None) -> None:
+    """Give each sequence of a step the scores of its ids. Call it before the positions count as computed."""
+    if scores is None:
+        return
+    scores = scores.cpu()
+    log_probs, greedy = scores.log_probs.tolist(), scores.greedy.tolist()
+    top_ids, top = scores.top_ids.tolist(), scores.top_log_probs.tolist()
+    at = 0
+    for sequence, n in schedule.rows:
+        positions = sequence.positions_to_score(sequence.n_computed + n)
+        if not positions or sequence.scores is None:
+            continue
+        stop = at + len(positions)
+        k = sequence.request.top_log_probs
+        alternatives = [
+            tuple(zip(ids[:k], values[:k], strict=True))
+            for ids, values in zip(top_ids[at:stop], top[at:stop], strict=True)
+        ]
+        sequence.scores.put(positions.start, log_probs[at:stop], greedy[at:stop], alternatives if k else [])
+        at = stop

@@ -4,6 +4,9 @@
     for delta in engine.step(): ...        one Delta per request that advanced, with its new tokens
     engine.abort(request.id)
 
+A request either samples tokens or, with `score_from`, scores a continuation that is part of its ids. Scoring computes the
+positions from the cached prefix on, logits only where an id is scored, and samples nothing.
+
 Token ids in, token ids out. `Delta.text` has the bytes that may be shown: a possible start of a stop string is held back.
 Text may end inside a character; decode it with an incremental decoder.
 
@@ -21,6 +24,7 @@ from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort"]
+Alternatives = tuple[tuple[int, float], ...]  # ids with their log-probabilities, the most likely first
 
 
 class Grammar(BaseModel):
@@ -60,7 +64,13 @@ class Request(BaseModel):
     priority: int = Field(default=0, description="lower is scheduled first")
     top_log_probs: int = Field(default=0, ge=0, le=20, description="alternatives returned per token")
     prompt_log_probs: bool = Field(
-        default=False, description="return log-probabilities of the prompt's tokens"
+        default=False,
+        description="return log-probabilities of the prompt's tokens from the second on, then sample",
+    )
+    score_from: int | None = Field(
+        default=None,
+        ge=1,
+        description="return log-probabilities of ids[score_from:], and sample nothing; earlier ids may come from the cache",
     )
     client: str = Field(default="", description="client id; clients get equal shares of the engine")
     adapter: str | None = Field(default=None, description="name of a loaded LoRA adapter")
@@ -69,7 +79,24 @@ class Request(BaseModel):
     def _check_stop(self) -> Request:
         if any(not text for text in self.stop):
             raise ValueError("stop: an empty string would end every output; remove it")
+        if self.score_from is not None:
+            if self.score_from >= len(self.ids):
+                raise ValueError(f"score_from: at most {len(self.ids) - 1}, which scores the last id")
+            if self.prompt_log_probs or self.grammar is not None or self.forced_prefix:
+                raise ValueError("score_from: not with prompt_log_probs, grammar or forced_prefix")
         return self
+
+    @property
+    def n_prefilled(self) -> int:
+        """Ids whose positions are computed before the first sample: the last id of a scored text is only a target."""
+        return len(self.ids) - (self.score_from is not None)
+
+    @property
+    def first_scored_position(self) -> int | None:
+        """First position whose logits score an id of the prompt, or None."""
+        if self.score_from is not None:
+            return self.score_from - 1
+        return 0 if self.prompt_log_probs else None
 
     def check(
         self, vocab_size: int, max_positions: int, limit: str, *, can_compile_grammars: bool, has_token_bytes: bool
@@ -82,17 +109,20 @@ class Request(BaseModel):
         Raises:
             ConfigError: the engine cannot serve it; the message names the field.
         """
-        n = len(self.ids)
+        n = self.n_prefilled
         if max(self.ids) >= vocab_size:
             raise ConfigError(
                 f"ids: {max(self.ids)} is not an id of this model",
                 expected=f"0 to {vocab_size - 1}",
                 do="encode the prompt with this model's tokenizer",
             )
-        if n >= max_positions:
+        n_output = int(self.score_from is None)
+        if n + n_output > max_positions:
             raise ConfigError(
-                f"ids: the prompt has {n:,} tokens and {limit} holds {max_positions:,}",
-                expected=f"at most {max_positions - 1:,}, which leaves one position for the output",
+                f"ids: the prompt has {len(self.ids):,} tokens and {limit} holds {max_positions:,}",
+                expected=f"at most {max_positions - 1:,}, which leaves one position for the output"
+                if n_output
+                else f"at most {max_positions + 1:,}; the last one needs no position",
             )
         self.sampling.check_ids(vocab_size)
         if self.grammar is not None and not can_compile_grammars:
@@ -120,7 +150,7 @@ class Token:
     id: int
     log_prob: float
     raw_log_prob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
+    alternatives: Alternatives = ()
     version: int = 0
 
 
@@ -130,7 +160,9 @@ class Delta:
 
     tokens: new tokens, in order. text: bytes that may be shown now. finish_reason: None while the request runs.
     n_forced: how many of the tokens, the first ones, lie within the forced prefix; `max_tokens` does not count them.
-    cached_tokens: prompt positions found in the prefix cache, returned with the first token.
+    cached_tokens: prompt positions found in the prefix cache, returned with the first token or the scores.
+    prompt_log_probs, prompt_greedy: of each scored id of the prompt: its log-probability, and whether it is the most likely.
+    prompt_alternatives: the most likely ids in its place, if `top_log_probs` is set.
     error: why the request's own grammar ended it with "abort"; "" for every other end.
     """
 
@@ -142,6 +174,8 @@ class Delta:
     prompt_log_probs: tuple[float, ...] = ()
     n_forced: int = 0
     error: str = ""
+    prompt_greedy: tuple[bool, ...] = ()
+    prompt_alternatives: tuple[Alternatives, ...] = ()
 
 
 @dataclass

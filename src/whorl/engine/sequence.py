@@ -10,11 +10,14 @@ A preempted sequence has more positions to compute again; nothing else distingui
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from whorl.engine.prefix_hash import PageHash, prefix_hashes
-from whorl.engine.request import FinishReason, Request
+from whorl.engine.request import Alternatives, FinishReason, Request
 
 
 class SequenceStatus(enum.Enum):
@@ -23,11 +26,29 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass
+class PromptScores:
+    """Scores of the ids at the positions first + 1 and later, as far as they are computed."""
+
+    first: int
+    log_probs: list[float] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
+    alternatives: list[Alternatives] = field(default_factory=list)
+
+    def put(
+        self, position: int, log_probs: list[float], greedy: list[bool], alternatives: list[Alternatives]
+    ) -> None:
+        """Store the scores of the ids after `position`; after a preemption they replace earlier ones."""
+        at = position - self.first
+        self.log_probs[at:], self.greedy[at:], self.alternatives[at:] = log_probs, greedy, alternatives
+
+
 @dataclass(eq=False)
 class Sequence:
     """State of one unfinished request.
 
-    ids: prompt and output.
+    ids: prompt and output; of a scored text without its last id, whose position is not needed.
+    n_prompt: how many of them are the prompt.
     n_computed: positions in the cache.
     pages: of each layer group, in text order (`EVICTED` where a window freed them).
     page_hashes: of the full pages of `ids`, as far as needed.
@@ -52,7 +73,7 @@ class Sequence:
     n_preemptions: int = 0
     swapped: Any = None
     drafts: list[int] = field(default_factory=list)  # draft tokens to verify in this step
-    prompt_log_probs: list[float] = field(default_factory=list)
+    scores: PromptScores | None = None  # if the prompt is scored
     finish_reason: FinishReason | None = None
     stop_checker: Any = None  # `StopStringChecker`
     constraint: Any = None  # `LogitConstraint` of its grammar or its forced prefix
@@ -60,12 +81,14 @@ class Sequence:
     arrival_time: float = 0.0  # seconds, by the engine's clock
     first_token_time: float = 0.0  # seconds, by the engine's clock
 
+    n_prompt: int = field(init=False)
+
     def __post_init__(self) -> None:
         self.forced_bytes_left = len(self.request.forced_prefix)
-
-    @property
-    def n_prompt(self) -> int:
-        return len(self.request.ids)
+        self.n_prompt = self.request.n_prefilled
+        first = self.request.first_scored_position
+        if first is not None:
+            self.scores = PromptScores(first)
 
     @property
     def n_output(self) -> int:
@@ -83,7 +106,18 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.n_uncomputed == 1 and self.n_computed > 0
+        return self.n_uncomputed == 1 and self.n_computed > 0 and self.samples
+
+    @property
+    def samples(self) -> bool:
+        """Whether the request continues its prompt; otherwise it ends once all its positions are computed."""
+        return self.request.score_from is None
+
+    def positions_to_score(self, stop: int) -> range:
+        """Positions before `stop`, not computed yet, whose logits score an id of the prompt."""
+        if self.scores is None or self.n_output:
+            return range(0)
+        return range(max(self.n_computed, self.scores.first), min(stop, len(self.request.ids) - 1))
 
     def skip_forced(self, token_bytes: bytes) -> bytes:
         """Return the part of a new token behind the forced prefix; a token without such a part is not counted."""
@@ -97,3 +131,21 @@ class Sequence:
     def compute_page_hashes(self, page_size: int) -> list[PageHash]:
         """Return the hashes of all full pages of `ids`."""
         return prefix_hashes(self.hash_seed, self.ids, page_size, self.page_hashes)
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens (`speculation/proposers.py`). needs_hidden_states: `observe` needs the hidden states."""
+
+    needs_hidden_states: bool
+
+    def propose(self, sequences: SequenceABC[Sequence]) -> None:
+        """Set `drafts` of each sequence."""
+        ...
+
+    def observe(self, sequence: Sequence, hidden: Tensor) -> None:
+        """Receive the hidden states [n, d_model] of the positions computed last, without rejected drafts."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Release the state of a finished sequence."""
+        ...

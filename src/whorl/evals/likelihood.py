@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from whorl.evals.model.windows import strided_windows
 from whorl.models import LanguageModel
 
 BATCH_TOKENS = 4096  # temporaries of larger batches leave the CPU cache: a third more time on two cores, in a new process
@@ -41,14 +42,10 @@ class ScoringWindow:
 
 def scoring_windows(documents: Iterable[NDArray[Any]], length: int) -> Iterable[ScoringWindow]:
     """Cut documents (bos first) into windows of at most `length` inputs; each target is scored in exactly one."""
-    stride = max(1, length // 2)
     for number, ids in enumerate(documents):
-        start, scored = 0, 1  # ids[0] is bos, which is not scored
-        while scored < len(ids):
-            stop = min(start + length + 1, len(ids))
-            yield ScoringWindow(number, np.asarray(ids[start:stop], np.int64), scored - start - 1)
-            scored = stop
-            start += stride
+        for window in strided_windows(len(ids), length, max(1, length // 2), fill_last=False):
+            inputs = np.asarray(ids[window.start : window.stop], np.int64)
+            yield ScoringWindow(number, inputs, window.first - window.start - 1)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,27 @@ class HFTokenizer:
                     f"{path}: field 'eos_token_id' is {value!r}", expected="an id, or a list of ids"
                 )
             end_ids += ids
+        end_ids += [] if self.eos_id is None else [self.eos_id]
+        return tuple(dict.fromkeys(end_ids))
+
+    @cached_property
+    def bos_id(self) -> int | None:
+        """The id of `bos_token` in tokenizer_config.json, or None."""
+        return self._configured_id("bos_token")
+
+    @cached_property
+    def eos_id(self) -> int | None:
+        """The id of `eos_token` in tokenizer_config.json, or None."""
+        return self._configured_id("eos_token")
+
+    def _configured_id(self, field: str) -> int | None:
         path = self.folder / "tokenizer_config.json"
-        token = _read_json_object(path).get("eos_token")
+        token = _read_json_object(path).get(field)
         text = token.get("content") if isinstance(token, dict) else token
         if text is not None and not isinstance(text, str):
-            raise DataError(f"{path}: field 'eos_token' is {token!r}", expected="the text of a token")
-        eos_id = None if text is None else self._core.token_to_id(text)
-        end_ids += [] if eos_id is None else [eos_id]
-        return tuple(dict.fromkeys(end_ids))
+            raise DataError(f"{path}: field {field!r} is {token!r}", expected="the text of a token")
+        token_id: int | None = None if text is None else self._core.token_to_id(text)
+        return token_id
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -171,6 +184,15 @@ class HFTokenizer:
         """Return the ids of `data` without added prefix or suffix. Special tokens are text unless `allow_special`."""
         core = self._core if allow_special else self._core_without_special
         return list(core.encode(data, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the ids of each text as `transformers` encodes it, in threads. Special tokens in a text are matched.
+
+        Args:
+            add_special_tokens: with the prefix and suffix of the tokenizer's template, such as <s>.
+        """
+        found = self._core.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [list(encoding.ids) for encoding in found]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> bytes:
         """Return the bytes of `ids`; special tokens as their text, or without them. Unused ids have no bytes.

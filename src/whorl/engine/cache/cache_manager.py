@@ -69,9 +69,6 @@ class KVCacheManager:
         """Reference the pages of the longest cached prefix; returns its positions, 0 or whole pages."""
         sequence.pages, sequence.n_committed_pages = [[] for _ in self.groups], 0
         n_found = self._longest_cached_prefix(sequence) if self.enable_prefix_caching else 0
-        scores = sequence.request.prompt_log_probs and not sequence.n_output
-        if scores and n_found * self.page_size > len(sequence.prompt_log_probs):
-            n_found = 0  # cached positions have no logits to score
         for group, pages in zip(self.groups, sequence.pages, strict=True):
             first = group.first_visible_page(n_found * self.page_size)
             pages += [EVICTED] * first
@@ -84,7 +81,7 @@ class KVCacheManager:
 
     def _longest_cached_prefix(self, sequence: Sequence) -> int:
         """Pages of the longest prefix for which every group has the pages that it needs."""
-        hashes = sequence.compute_page_hashes(self.page_size)[: (len(sequence.ids) - 1) // self.page_size]
+        hashes = sequence.compute_page_hashes(self.page_size)[: self.max_cached_pages(sequence)]
         n_pages = len(hashes)
         for group in self.groups:
             if group.window is None:
@@ -100,6 +97,13 @@ class KVCacheManager:
             # A missing page rules out every prefix that reads it: shorten the prefix to that page.
             n_pages = min(n_pages, missing) - 1
         return n_pages
+
+    def max_cached_pages(self, sequence: Sequence) -> int:
+        """Pages that may come from the cache: positions that still need logits are computed."""
+        most = len(sequence.ids) - 1
+        if sequence.scores is not None and not sequence.n_output:
+            most = min(most, sequence.scores.first + len(sequence.scores.log_probs))
+        return most // self.page_size
 
     def pages_needed(self, sequence: Sequence, stop: int) -> list[int]:
         """Missing pages of each group for the positions up to `stop`."""

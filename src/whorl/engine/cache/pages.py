@@ -47,6 +47,8 @@ class InputBatch:
     n_single: rows of one position; they come first.
     previous_ids: [N, ngram_context] ids before each position, -1 where there are none, or None.
     adapter_indices: [R] adapters, 0 for none, or None.
+    score_indices, score_targets: [S] positions among the N whose logits score an id, and that id; or None.
+    n_alternatives: most likely ids returned in place of each scored one.
     """
 
     ids: Tensor
@@ -59,17 +61,24 @@ class InputBatch:
     n_single: int
     previous_ids: Tensor | None = None
     adapter_indices: list[int] | None = None
-    sample_indices: list[int] | None = None  # indices into the W logits to sample from; None: all
+    score_indices: Tensor | None = None
+    score_targets: Tensor | None = None
+    n_alternatives: int = 0
 
     def split_rows(self) -> Iterator[InputBatch]:
         """Return each row as a separate batch."""
         for r, (a, b) in enumerate(pairwise(self.starts)):
             logit_indices = self.logit_indices[(self.logit_indices >= a) & (self.logit_indices < b)] - a
+            scores: tuple[Tensor | None, Tensor | None] = None, None
+            if self.score_indices is not None and self.score_targets is not None:
+                own = (self.score_indices >= a) & (self.score_indices < b)
+                scores = self.score_indices[own] - a, self.score_targets[own]
             yield InputBatch(
                 self.ids[a:b], self.positions[a:b], [0, b - a], self.lengths[r : r + 1], self.slots[r : r + 1],
                 [table[r : r + 1] for table in self.pages], logit_indices, int(b - a == 1),
                 None if self.previous_ids is None else self.previous_ids[a:b],
-                None if self.adapter_indices is None else self.adapter_indices[r : r + 1],
+                None if self.adapter_indices is None else self.adapter_indices[r : r + 1], *scores,
+                self.n_alternatives,
             )  # fmt: skip
 
 

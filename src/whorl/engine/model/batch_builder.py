@@ -18,15 +18,6 @@ from whorl.engine.scheduling.scheduler import Schedule
 from whorl.engine.sequence import Sequence
 
 
-def scores_prompt(sequence: Sequence) -> bool:
-    """Whether the positions computed now need log-probabilities of the prompt."""
-    return bool(
-        sequence.request.prompt_log_probs
-        and sequence.n_computed < sequence.n_prompt - 1
-        and not sequence.n_output
-    )
-
-
 def build_batch(
     schedule: Schedule, cache: KVCacheManager, ngram_context: int, device: torch.device
 ) -> tuple[InputBatch, list[SamplerRow]]:
@@ -43,7 +34,9 @@ def build_batch(
     slots: list[int] = []
     logit_indices: list[int] = []
     rows: list[SamplerRow] = []
-    sample_indices: list[int] = []  # indices into `logit_indices`
+    score_indices: list[int] = []
+    score_targets: list[int] = []
+    n_alternatives = 0
     n_single = 0
     for sequence, n in schedule.rows:
         first, start, n_ids = sequence.n_computed, starts[-1], len(sequence.ids)
@@ -52,22 +45,19 @@ def build_batch(
         lengths.append(stop)
         slots.append(sequence.slot)
         n_single += n == 1
-        if n == 1 and stop == n_ids:
+        if n == 1 and stop == n_ids and sequence.scores is None:
             ids.append(sequence.ids[first])
             positions.append(first)
-            sample_indices.append(len(logit_indices))
             logit_indices.append(start)
             rows.append(_sampler_row(sequence, 0))
             continue
         ids += (sequence.ids + sequence.drafts)[first:stop] if sequence.drafts else sequence.ids[first:stop]
         positions += range(first, stop)
-        if scores_prompt(sequence):
-            logit_indices += range(start, start + n)
-            if stop == n_ids:
-                sample_indices.append(len(logit_indices) - 1)
-                rows.append(_sampler_row(sequence, 0))
-        elif stop >= n_ids:  # the newest token and its drafts
-            sample_indices += range(len(logit_indices), len(logit_indices) + stop - n_ids + 1)
+        if scored := sequence.positions_to_score(stop):
+            score_indices += range(start + scored.start - first, start + scored.stop - first)
+            score_targets += sequence.request.ids[scored.start + 1 : scored.stop + 1]
+            n_alternatives = max(n_alternatives, sequence.request.top_log_probs)
+        if stop >= n_ids and sequence.samples:  # the newest token and its drafts
             logit_indices += range(start + n - 1 - (stop - n_ids), start + n)
             rows += [_sampler_row(sequence, k) for k in range(stop - n_ids + 1)]
     slot_index = np.array(slots)
@@ -82,8 +72,11 @@ def build_batch(
         torch.tensor(logit_indices, dtype=torch.long, device=device),
         n_single,
         _previous_ids(schedule, ngram_context, device) if ngram_context else None,
-        sample_indices=None if len(sample_indices) == len(logit_indices) else sample_indices,
     )
+    if score_indices:
+        batch.score_indices = torch.tensor(score_indices, device=device)
+        batch.score_targets = torch.tensor(score_targets, device=device)
+        batch.n_alternatives = n_alternatives
     return batch, rows
 
 

@@ -10,6 +10,7 @@ The number of torch threads is left alone; the caller measures the best one, sin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from whorl.engine.cache.layer_cache import LayerCaches
 from whorl.engine.cache.pages import InputBatch
 from whorl.engine.model.multi_lora import Adapters
+from whorl.engine.model.token_scores import TokenScores, score_tokens
 from whorl.engine.sequence import Sequence
 from whorl.models import LanguageModel
 
@@ -29,6 +31,15 @@ class PagedModelState:
 
     layers: list[Any]
     length: int = 0
+
+
+@dataclass
+class StepOutput:
+    """logits: [W, vocab] fp32 at `logit_indices`. scores: at `score_indices`. hidden: [N, d_model] of all positions."""
+
+    logits: Tensor
+    scores: TokenScores | None = None
+    hidden: Tensor | None = None
 
 
 class ModelRunner:
@@ -88,9 +99,34 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor:
         """Return logits [W, vocab] fp32 at `logit_indices`; the cache then holds all N positions."""
-        if self.invariant:
-            return torch.cat([self.logits(self.hidden(one)[one.logit_indices]) for one in batch.split_rows()])
-        return self.logits(self.hidden(batch)[batch.logit_indices])
+        logits = [self.logits(self.hidden(one)[one.logit_indices]) for one in self._parts(batch)]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    @torch.inference_mode()
+    def run_step(self, batch: InputBatch, *, needs_hidden: bool = False) -> StepOutput:
+        """Run a step that may score ids; returns hidden states only if they are needed."""
+        if batch.score_indices is None and not needs_hidden:
+            return StepOutput(self.run(batch))
+        if needs_hidden:
+            parts = [batch]  # drafts are not allowed in an invariant engine
+        else:
+            parts = list(self._parts(batch))
+        hidden = [self.hidden(one) for one in parts]
+        logits = [self.logits(x[one.logit_indices]) for x, one in zip(hidden, parts, strict=True)]
+        scores = [
+            score
+            for x, one in zip(hidden, parts, strict=True)
+            if (score := score_tokens(self.logits, x, one)) is not None
+        ]
+        return StepOutput(
+            torch.cat(logits),
+            TokenScores.cat(scores) if scores else None,
+            hidden[0] if needs_hidden else None,
+        )
+
+    def _parts(self, batch: InputBatch) -> Iterable[InputBatch]:
+        """Return the batches whose products run separately."""
+        return batch.split_rows() if self.invariant else [batch]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

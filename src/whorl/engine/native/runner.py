@@ -14,7 +14,7 @@ cannot run (adapters, replaced products) use torch, step by step, over the same 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -74,6 +74,9 @@ class NativeRunner(ModelRunner):
         no_logits = InputBatch(**{**vars(batch), "logit_indices": batch.logit_indices[:0]})
         self.native_step.run(no_logits, self.layers, self.group_of, hidden)
         return hidden
+
+    def _parts(self, batch: InputBatch) -> Iterable[InputBatch]:
+        return super()._parts(batch) if self._needs_torch(batch) else [batch]
 
     def refresh(self) -> None:
         super().refresh()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whorl.engine.config import EngineConfig
-from whorl.engine.engine import Proposer
 from whorl.engine.load import load_for_sampling
+from whorl.engine.sequence import Proposer
 from whorl.engine.speculation.proposers import DraftModel, MultiTokenDraft, PromptLookup
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import Machine

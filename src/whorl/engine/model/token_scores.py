@@ -1,0 +1,72 @@
+"""Log-probabilities of given ids from hidden states, without the logits of a whole step in memory.
+
+    log p(target) = logit[target] - log sum exp(logits)
+
+A step may score thousands of positions, and its logits with their softmax take gigabytes for a large vocabulary. So the head
+runs on `CHUNK_ROWS` positions at a time, and only three numbers of each are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whorl.engine.cache.pages import InputBatch
+
+CHUNK_ROWS = 128  # logits of a vocabulary of 8,192 take 4 MB then, which the softmax finds in the cache
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores of [S] ids.
+
+    log_probs: [S] fp32. greedy: [S], whether the id has the largest logit, the first one among equals.
+    top_ids, top_log_probs: [S, k] of the most likely ids.
+    """
+
+    log_probs: Tensor
+    greedy: Tensor
+    top_ids: Tensor
+    top_log_probs: Tensor
+
+    @classmethod
+    def cat(cls, parts: Sequence[TokenScores]) -> TokenScores:
+        """Return the scores of all parts, in order."""
+        names = ("log_probs", "greedy", "top_ids", "top_log_probs")
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def cpu(self) -> TokenScores:
+        """Return a copy in the CPU's memory."""
+        return TokenScores(*(t.cpu() for t in vars(self).values()))
+
+
+def score_tokens(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, batch: InputBatch
+) -> TokenScores | None:
+    """Return the scores at `score_indices` of a step, or None if it scores nothing.
+
+    Args:
+        logits_of: from hidden states [n, d_model] to logits [n, vocab] fp32.
+        hidden: [N, d_model] of all positions of the step.
+    """
+    if batch.score_indices is None or batch.score_targets is None:
+        return None
+    where, targets = (torch.split(t, CHUNK_ROWS) for t in (batch.score_indices, batch.score_targets))
+    parts = [
+        _score_chunk(logits_of(hidden[rows]), ids, batch.n_alternatives)
+        for rows, ids in zip(where, targets, strict=True)
+    ]
+    return TokenScores.cat(parts)
+
+
+def _score_chunk(logits: Tensor, targets: Tensor, n_alternatives: int) -> TokenScores:
+    chosen = logits.gather(-1, targets[:, None])[:, 0]
+    greedy = chosen == logits.amax(-1)
+    ties = greedy.nonzero()[:, 0]
+    greedy[ties] = logits[ties].argmax(-1) == targets[ties]  # a maximum's index costs more than its value
+    log_probs = logits.log_softmax(-1)
+    top, top_ids = log_probs.topk(min(n_alternatives, logits.shape[-1]))
+    return TokenScores(log_probs.gather(-1, targets[:, None])[:, 0], greedy, top_ids, top)

@@ -1,0 +1,70 @@
+"""The folder of a model under evaluation, and the address of its responses.
+
+A model is an artifact of the store, or a folder with config.json, as Whorl or `transformers` wrote it. The address of an
+artifact's responses is that of the artifact; that of a folder is a hash of its files. Both are extended by what changes a
+response: the type of the weights, the length, whether bos is added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whorl.errors import ConfigError
+from whorl.store import Store
+from whorl.store.address import canonical_json, file_sha256
+
+FOLDER_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".bin")
+# Of config.json: positions that a model reads, as lm-evaluation-harness searches for them.
+LENGTH_FIELDS = ("n_positions", "max_position_embeddings", "n_ctx")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model's folder, its name, and the address of its files."""
+
+    path: Path
+    name: str
+    address: str
+
+    @classmethod
+    def open(cls, ref: str | Path, store: str | None = None) -> ModelFolder:
+        """Find an artifact by name or address, or a folder.
+
+        Raises:
+            StoreError: no such artifact. ConfigError: it is not a model.
+        """
+        folder = Path(ref).expanduser()
+        if (folder / "config.json").is_file():
+            return cls(folder, folder.resolve().name, hash_folder(folder))
+        artifact = Store(store).open(str(ref))
+        if artifact.kind != "model":
+            raise ConfigError(
+                f"{artifact.name} is of the kind {artifact.kind}",
+                expected="a model",
+                do="list artifacts with `whorl ls`",
+            )
+        artifact.check()
+        return cls(artifact.path, artifact.name, artifact.address)
+
+    def configured_length(self) -> int | None:
+        """Positions that config.json states for a model of `transformers`, or None."""
+        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        lengths = (config.get(field) for field in LENGTH_FIELDS)
+        return next((n for n in lengths if isinstance(n, int)), None)
+
+
+def hash_folder(folder: Path) -> str:
+    """Return a hash of the names and contents of a model's files."""
+    files = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in FOLDER_SUFFIXES)
+    hashes = {file.name: file_sha256(file) for file in files}
+    return "folder-" + hashlib.sha256(canonical_json(hashes)).hexdigest()[:32]
+
+
+def extend_address(address: str, settings: Mapping[str, Any]) -> str:
+    """Return the address of a model's responses under `settings`."""
+    return address + "-" + hashlib.sha256(canonical_json(dict(settings))).hexdigest()[:16]
