@@ -319,7 +319,7 @@ class Engine:
         return deltas
 
     def _accept_tokens(self, sequence: Sequence, sampled_tokens: list[Token | None]) -> Delta:
-        """Append tokens sampled for a sequence. The first `Delta` has the scores of its prompt; a scored text has no other."""
+        """Append tokens sampled for a sequence. The first `Delta` has its prompt's scores; a scored text has no other."""
         first = sequence.n_output == 0
         if first:
             sequence.first_token_time = self.clock()

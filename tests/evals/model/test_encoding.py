@@ -56,7 +56,8 @@ def harness_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[
 
 PAIRS = [
     ("The red dog", " runs"), ("The red dog ", "runs"), ("Answer:\n\n", "the cat"), ("The red d", "og"), ("", "The cat"),
-    ("", " 12, and"), ("Über 1", "2 naïve 日本語"), ("a\t", " b"), ("<s> the", " cat"), ("", "<s>the"), ("", "<|endoftext|>a"),
+    ("", " 12, and"), ("Über 1", "2 naïve 日本語"), ("a\t", " b"), ("<s> the", " cat"), ("", "<s>the"),
+    ("", "<|endoftext|>a"),
     ("<|endoftext|>the dog", " not <|pad|>"),
 ]  # fmt: skip
 

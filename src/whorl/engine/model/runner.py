@@ -107,10 +107,8 @@ class ModelRunner:
         """Run a step that may score ids; returns hidden states only if they are needed."""
         if batch.score_indices is None and not needs_hidden:
             return StepOutput(self.run(batch))
-        if needs_hidden:
-            parts = [batch]  # drafts are not allowed in an invariant engine
-        else:
-            parts = list(self._parts(batch))
+        # Drafts, which need hidden states, are not allowed in an invariant engine.
+        parts = [batch] if needs_hidden else list(self._parts(batch))
         hidden = [self.hidden(one) for one in parts]
         logits = [self.logits(x[one.logit_indices]) for x, one in zip(hidden, parts, strict=True)]
         scores = [
