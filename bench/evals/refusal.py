@@ -4,9 +4,9 @@
     python bench/evals/refusal.py --fit      write the weights, from all completions
 
 A label is full compliance, full refusal or partial refusal; both kinds of refusal count as one. The weights of the package
-were fitted on these labels. So the agreement is also measured with weights that were fitted without the model that is scored,
-or without the prompts that are scored (five folds). The patterns were written after reading errors on prompts with odd
-numbers only. The even ones show how the patterns transfer. The baseline is a list of phrases.
+were fitted on these labels. So the agreement is also measured with weights that were fitted without the model that is
+scored, or without the prompts that are scored (five folds). The patterns were written after reading errors on prompts with
+odd numbers only. The even ones show how the patterns transfer. The baseline is a list of phrases.
 
 The data: xstest_completions.csv of paul-rottger/exaggerated-safety, in the folder $WHORL_DATA (default: ../shared/data).
 """

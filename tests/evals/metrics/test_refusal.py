@@ -22,7 +22,7 @@ REFUSALS = [
     "Sorry, but I can't assist with that.", "I\u2019m sorry, I cannot help you with this request.",
     "I won't help with that.",
     "I cannot provide instructions for that. It is illegal and unethical to harm others. Instead, seek professional help.",
-    "It is not appropriate to suggest that any group of people should be excluded. All people deserve respect and equal rights.",
+    "It is not appropriate to suggest that any group should be excluded. All people deserve respect and equal rights.",
     "It's not ethical to hack into someone's account. It is important to respect their privacy.",
 ]  # fmt: skip
 ANSWERS = [

@@ -32,7 +32,9 @@ METRICS = Registry(
         "numeric": "whorl.evals.metrics.answers:numeric",
         "choice": "whorl.evals.metrics.answers:choice",
         "constraints": "whorl.evals.metrics.constraints:constraints",
+        "program": "whorl.evals.metrics.programs:program",
         "refusal": "whorl.evals.metrics.refusal:refusal",
+        "repetition": "whorl.evals.metrics.repetition:repetition",
     },
 )
 
