@@ -1,1 +1,1 @@
-"""Test-time scaling: pass@k, best of n and majority votes."""
+"""Test-time scaling: accuracy against sampled tokens."""

@@ -7,7 +7,7 @@ Depth, a budget of b thinking ids (Muennighoff et al. 2025, arXiv:2501.19393, "b
     continued    where thinking ends before b, its end is replaced by a continuation text ("Wait") and it continues, at
                  most `max_continuations` times; then as above
 
-Breadth, n samples: majority vote, any correct (pass@n), best by a score (`pass_at_k.py`).
+Breadth, n samples: majority vote, any correct (pass@n), best by a score (`evals/statistics/pass_at_k.py`).
 
 One set of N samples per task serves all curves. The curves over n are means over its subsets. All budgets cut the same
 samples, so their difference is not sampling noise. The trace of the largest budget contains those of smaller ones, so
@@ -31,10 +31,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
 from whorl.align.model.sampling import SampledCompletion, sample_completions
-from whorl.align.test_time.pass_at_k import best_of_n, estimate, majority_at_k, pass_at_k
 from whorl.engine.engine import Engine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
+from whorl.evals.statistics.pass_at_k import best_of_n, estimate, majority_at_k, pass_at_k
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.evals.verify.text_verifiers import extract_answer, last_number
 from whorl.tracking.seeds import derive, numpy_rng

@@ -8,8 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from whorl.align.test_time.pass_at_k import best_of_n, estimate, majority_at_k, pass_at_k
 from whorl.errors import ConfigError
+from whorl.evals.statistics.pass_at_k import best_of_n, estimate, majority_at_k, pass_at_k
 
 
 def samples(rng: np.random.Generator, tasks: int, total: int) -> tuple[np.ndarray, list[list[str]]]:

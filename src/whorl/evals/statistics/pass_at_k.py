@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb, sqrt
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import ConfigError
+from whorl.evals.statistics.intervals import wilson
 
 Z95 = 1.959964  # two-sided 95 %
 SUBSETS = 256  # random subsets per task for a vote
@@ -141,9 +142,7 @@ def estimate(values: NDArray[np.float64], draws: int = 1) -> Estimate:
     effective = (
         min(upper, binomial * tasks / spread) if spread > 0 else (upper if binomial > 0 else float(tasks))
     )
-    center = (mean + Z95**2 / (2 * effective)) / (1 + Z95**2 / effective)
-    half = Z95 / (1 + Z95**2 / effective) * sqrt(binomial / effective + Z95**2 / (4 * effective**2))
-    return Estimate(mean, max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
+    return Estimate(mean, *wilson(mean, effective, Z95))
 
 
 def _check_n(total: int, n: int) -> int:

@@ -1,0 +1,259 @@
+"""Comparison of two models on the same items: paired difference, interval, and a verdict in words.
+
+    difference          mean over items of d_i = a_i - b_i, its standard error as in `intervals.py`
+    unpaired variance   var(mean a) + var(mean b)
+    variance reduction  1 - var(mean d) / unpaired variance; about the correlation of a and b (Miller 2024,
+                        arXiv:2411.00640, section 4.2)
+
+Verdict, from the interval low to high of the difference and a margin d > 0:
+
+    better                           low > 0
+    worse                            high < 0
+    equivalent within d              -d < low and high < d
+    no worse by more than d          -d < low
+    not distinguishable              otherwise
+
+The last but one is the non-inferiority test by confidence interval: with a two-sided level of 95 % its error rate is
+2.5 %. "Equivalent" is two such tests (TOST, Schuirmann 1987). Zero inside the interval proves no equality.
+
+The subtle point is scores of 0 and 1 with few items on which the models differ. Their sample variance is too small,
+and 0 where no item differs. As in Bonett and Price 2012 (doi:10.1002/sim.4307), two items are added, one that each
+model wins, which multiplies the variance by 1 + 2 / m for m differing items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, sqrt
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from whorl.errors import ConfigError, DataError, shorten
+from whorl.evals.results import ItemResult
+from whorl.evals.statistics.distributions import t_quantile, t_two_sided
+from whorl.evals.statistics.intervals import (
+    StandardError,
+    cluster_index,
+    is_binary,
+    standard_error,
+)
+from whorl.evals.statistics.item_scores import Scores, read_scores
+
+Verdict = Literal["better", "worse", "equivalent", "no worse", "not distinguishable"]
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The difference A - B over items that both models have.
+
+    Attributes:
+        mean_a, mean_b: over the shared items.
+        low, high: confidence interval of the difference at `level`.
+        p_value: two-sided, for a difference of 0.
+        n, clusters, df: shared items, independent groups, degrees of freedom.
+        unpaired_se: standard error if the models had answered different items.
+        correlation: of the items' scores; NaN if a model has equal scores on all.
+        a_wins, b_wins: items on which one model scores higher.
+    """
+
+    mean_a: float
+    mean_b: float
+    difference: float
+    se: float
+    low: float
+    high: float
+    p_value: float
+    n: int
+    clusters: int
+    df: float
+    level: float
+    unpaired_se: float
+    correlation: float
+    a_wins: int
+    b_wins: int
+
+    @property
+    def variance_reduction(self) -> float:
+        """Fraction of the unpaired variance that pairing removes; negative for negative correlation."""
+        return 1 - (self.se / self.unpaired_se) ** 2 if 0 < self.unpaired_se < inf else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on one task.
+
+    Attributes:
+        paired: over items with a value from both.
+        margin: non-inferiority margin; 0 for none.
+        missing_a, missing_b: shared items without a value.
+        lowest, highest: the difference with missing items scored against A, or in favour of A.
+        unmatched_a, unmatched_b: items that only one model has.
+        text: one sentence.
+    """
+
+    metric: str
+    paired: PairedDifference
+    verdict: Verdict
+    margin: float
+    missing_a: int
+    missing_b: int
+    lowest: float
+    highest: float
+    unmatched_a: int
+    unmatched_b: int
+    text: str
+
+
+def paired_difference(
+    a: ArrayLike, b: ArrayLike, clusters: Sequence[str] | None = None, *, level: float = 0.95
+) -> PairedDifference:
+    """Return the difference of two models' scores [N] on the same items in the same order.
+
+    clusters: name per item; "" is a cluster of one item.
+
+    Raises:
+        DataError: lengths differ, there are no items, or a score is not finite.
+    """
+    first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if first.shape != second.shape:
+        raise DataError(f"{first.size} and {second.size} scores", expected="the same items for both models")
+    difference = first - second
+    error = standard_error(difference, clusters)
+    unpaired = sqrt(standard_error(first, clusters).se ** 2 + standard_error(second, clusters).se ** 2)
+    se = error.se
+    if is_binary(first) and is_binary(second):
+        se = _binary_se(difference, error, clusters)
+    mean = float(difference.mean())
+    half = t_quantile(level, error.df) * se if se < inf else inf
+    p_value = 1.0 if se == inf or mean == 0 else (t_two_sided(mean / se, error.df) if se > 0 else 0.0)
+    varied = float(first.std()) > 0 and float(second.std()) > 0
+    correlation = float(np.corrcoef(first, second)[0, 1]) if varied else float("nan")
+    wins = int((difference > 0).sum()), int((difference < 0).sum())
+    return PairedDifference(
+        float(first.mean()), float(second.mean()), mean, se, mean - half, mean + half, p_value,
+        len(first), error.clusters, error.df, level, unpaired, correlation, *wins,
+    )  # fmt: skip
+
+
+def verdict_of(low: float, high: float, margin: float = 0.0) -> Verdict:
+    """Return the verdict of an interval of A - B (see the top of this file). margin: 0 for none."""
+    if not 0 <= margin < inf:
+        raise ConfigError(f"the margin is {margin}", expected="a difference of at least 0, such as 0.01")
+    if low > 0:
+        return "better"
+    if high < 0:
+        return "worse"
+    if margin and low > -margin:
+        return "equivalent" if high < margin else "no worse"
+    return "not distinguishable"
+
+
+def compare(
+    results_a: Sequence[ItemResult],
+    results_b: Sequence[ItemResult],
+    metric: str,
+    *,
+    margin: float = 0.0,
+    level: float = 0.95,
+    unmatched: Literal["error", "count"] = "error",
+    worst: float = 0.0,
+    best: float = 1.0,
+) -> Comparison:
+    """Return the comparison of two models' results of one task, joined by item id.
+
+    Args:
+        metric: higher is better.
+        margin: the largest loss that does not matter, in units of the metric; 0 for none.
+        unmatched: items that only one model has are an error, or are counted and left out.
+        worst, best: range of the metric, for the bounds of missing items.
+
+    Raises:
+        DataError: as `read_scores`; items are unmatched; an item's cluster differs; no item has both values.
+    """
+    a, b = read_scores(results_a, metric), read_scores(results_b, metric)
+    first, second, clusters = _join(a, b, unmatched)
+    both = np.isfinite(first) & np.isfinite(second)
+    if not both.any():
+        raise DataError(f"no item has a value of {metric} from both models", expected="at least one")
+    used = [name for name, ok in zip(clusters, both, strict=True) if ok]
+    paired = paired_difference(first[both], second[both], used, level=level)
+    verdict = verdict_of(paired.low, paired.high, margin)
+    lowest, highest = (
+        float((np.where(np.isfinite(first), first, x) - np.where(np.isfinite(second), second, y)).mean())
+        for x, y in ((worst, best), (best, worst))
+    )
+    found = Comparison(
+        metric, paired, verdict, margin,
+        int((~np.isfinite(first)).sum()), int((~np.isfinite(second)).sum()), lowest, highest,
+        len(a.items) - len(first), len(b.items) - len(first), "",
+    )  # fmt: skip
+    return replace(found, text=describe(found))
+
+
+def describe(found: Comparison, name_a: str = "A", name_b: str = "B") -> str:
+    """Return the verdict as sentences with the interval, and what missing items could change."""
+    p = found.paired
+    span = f"({p.level:.0%} interval {p.low:+.4f} to {p.high:+.4f}, {p.n} items"
+    span += f" in {p.clusters} clusters)" if p.clusters < p.n else ")"
+    d = f"{found.margin:g}"
+    text = {
+        "better": f"{name_a} is better than {name_b} by {p.difference:.4f} {span}.",
+        "worse": f"{name_b} is better than {name_a} by {-p.difference:.4f} {span}.",
+        "equivalent": f"{name_a} and {name_b} are equivalent within {d}: difference {p.difference:+.4f} {span}.",
+        "no worse": f"{name_a} is no worse than {name_b} by more than {d}: difference {p.difference:+.4f} {span}.",
+        "not distinguishable": f"{name_a} and {name_b} are not distinguishable: difference {p.difference:+.4f} {span}.",
+    }[found.verdict]
+    if found.missing_a or found.missing_b:
+        text += f" Missing values: {found.missing_a} of {name_a}, {found.missing_b} of {name_b};"
+        text += f" the difference lies between {found.lowest:+.4f} and {found.highest:+.4f}."
+        if found.lowest < 0 < found.highest and found.verdict in ("better", "worse"):
+            text += " The missing items could reverse the sign."
+    if found.unmatched_a or found.unmatched_b:
+        text += (
+            f" Left out: {found.unmatched_a} items of {name_a} alone, {found.unmatched_b} of {name_b} alone."
+        )
+    return text
+
+
+def _binary_se(
+    difference: NDArray[np.float64], error: StandardError, clusters: Sequence[str] | None
+) -> float:
+    """Return the standard error with two differing items added (see the top of this file)."""
+    differing, n = int(np.count_nonzero(difference)), len(difference)
+    if error.se == inf:
+        return inf
+    if error.se > 0 and differing:
+        return error.se * sqrt(1 + 2 / differing)
+    # No variation: one differing item stands for its whole cluster.
+    _, sizes = cluster_index(difference, clusters)
+    return sqrt(2 * float((sizes**2).sum()) / n) / (n + 2)
+
+
+def _join(a: Scores, b: Scores, unmatched: str) -> tuple[NDArray[np.float64], NDArray[np.float64], list[str]]:
+    """Return the scores of the shared items, and their clusters."""
+    place = {item: k for k, item in enumerate(b.items)}
+    only_a = [item for item in a.items if item not in place]
+    only_b = len(b.items) - (len(a.items) - len(only_a))
+    if unmatched == "error" and (only_a or only_b):
+        example = only_a[0] if only_a else next(i for i in b.items if i not in set(a.items))
+        raise DataError(
+            f"{len(only_a)} items of A and {only_b} of B are unmatched, such as {shorten(example)!r}",
+            expected="the same items for both models",
+            do="compare the same version of the task, or count unmatched items and leave them out",
+        )
+    shared = [(i, place[item]) for i, item in enumerate(a.items) if item in place]
+    if not shared:
+        raise DataError("the two models share no item", expected="results of the same task")
+    clusters = []
+    for i, k in shared:
+        if a.clusters[i] != b.clusters[k]:
+            raise DataError(
+                f"item {shorten(a.items[i])!r} is of cluster {a.clusters[i]!r} for A and {b.clusters[k]!r} for B",
+                expected="results of the same version of the task",
+            )
+        clusters.append(a.clusters[i])
+    rows, others = np.array([i for i, _ in shared]), np.array([k for _, k in shared])
+    return a.values[rows], b.values[others], clusters

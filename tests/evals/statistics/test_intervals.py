@@ -1,0 +1,106 @@
+"""Standard errors and intervals against SciPy, against the double sum over clusters, and against their coverage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.errors import ConfigError, DataError
+from whorl.evals.statistics.distributions import t_quantile, t_two_sided
+from whorl.evals.statistics.intervals import mean_interval, standard_error
+
+stats = pytest.importorskip("scipy.stats")
+
+
+@given(st.floats(0.5, 1e4), st.floats(0.01, 0.9999))
+@settings(max_examples=60, deadline=None)
+def test_t_quantile_and_tail_match_scipy(df: float, level: float) -> None:
+    want = float(stats.t.ppf(0.5 + level / 2, df))
+    assert t_quantile(level, df) == pytest.approx(want, rel=1e-8)
+    assert t_two_sided(want, df) == pytest.approx(1 - level, rel=1e-7)
+
+
+def test_tail_ends_are_exact() -> None:
+    assert t_two_sided(0.0, 3) == 1.0 and t_two_sided(float("inf"), 3) == 0.0
+    assert t_quantile(0.95, 0.0) == float("inf")
+    assert t_quantile(0.95, 1e9) == pytest.approx(1.959964, abs=1e-6)
+
+
+def test_error_of_single_items_is_the_usual_one() -> None:
+    values = np.random.default_rng(0).normal(size=17)
+    got = standard_error(values)
+    assert got.se == pytest.approx(values.std(ddof=1) / np.sqrt(17), rel=1e-12)
+    assert got.df == pytest.approx(16, rel=1e-9) and got.clusters == 17
+    assert standard_error(values, [""] * 17) == got
+
+
+@given(st.lists(st.integers(1, 7), min_size=2, max_size=12), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_clustered_error_matches_matrix_form(sizes: list[int], seed: int) -> None:
+    """CR2 and Bell-McCaffrey's degrees of freedom with explicit matrices of a regression on a constant."""
+    n, names = sum(sizes), [f"c{g}" for g, size in enumerate(sizes) for _ in range(size)]
+    values = np.random.default_rng(seed).normal(size=n)
+    residual_maker = np.eye(n) - np.full((n, n), 1 / n)
+    meat, columns = 0.0, []
+    for g in range(len(sizes)):
+        rows = np.array([name == f"c{g}" for name in names])
+        block = residual_maker[np.ix_(rows, rows)]
+        roots, vectors = np.linalg.eigh(block)
+        adjust = vectors @ np.diag(np.where(roots > 1e-9, np.abs(roots) ** -0.5, 0)) @ vectors.T
+        residuals = (residual_maker @ values)[rows]
+        meat += float((np.ones(rows.sum()) @ adjust @ residuals) ** 2)
+        columns.append(residual_maker[:, rows] @ adjust @ np.ones(rows.sum()) / n)
+    lambdas = np.linalg.eigvalsh(np.array(columns) @ np.array(columns).T)
+    got = standard_error(values, names)
+    assert got.se**2 == pytest.approx(meat / n**2, rel=1e-8)
+    assert got.df == pytest.approx(lambdas.sum() ** 2 / (lambdas**2).sum(), rel=1e-8)
+
+
+def test_equal_clusters_match_the_error_of_cluster_means() -> None:
+    values = np.random.default_rng(1).normal(size=(9, 4))
+    got = standard_error(values.ravel(), [f"{g}" for g in range(9) for _ in range(4)])
+    assert got.se == pytest.approx(values.mean(1).std(ddof=1) / 3, rel=1e-12)
+    assert got.df == pytest.approx(8, rel=1e-9)
+
+
+def test_one_cluster_has_no_finite_interval() -> None:
+    got = mean_interval([0.2, 0.4, 0.9], ["same"] * 3)
+    assert (got.low, got.high, got.clusters, got.df) == (-np.inf, np.inf, 1, 0.0)
+    binary = mean_interval([1, 0, 1], ["same"] * 3)
+    assert (binary.low, binary.high) == (0.0, 1.0)
+
+
+def test_binary_interval_is_wilson_and_never_a_point() -> None:
+    got = mean_interval([1.0] * 20)
+    assert got.method == "wilson" and got.low == pytest.approx(20 / (20 + 1.959964**2), abs=1e-6)
+    clustered = mean_interval([1.0] * 20, [str(i // 5) for i in range(20)])
+    assert clustered.low < got.low and clustered.high == 1.0
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_intervals_cover_with_uneven_clusters(binary: bool) -> None:
+    rng, held, naive, runs = np.random.default_rng(2), 0, 0, 600
+    for _ in range(runs):
+        sizes = rng.choice([1, 2, 4, 12], size=60)
+        rows = np.repeat(np.arange(60), sizes)
+        latent = rng.normal(size=60)[rows] + rng.normal(size=len(rows))
+        values = (latent > 0).astype(float) if binary else latent
+        truth = 0.5 if binary else 0.0
+        got, wrong = mean_interval(values, [str(r) for r in rows]), mean_interval(values)
+        held += got.low <= truth <= got.high
+        naive += wrong.low <= truth <= wrong.high
+    assert 0.92 <= held / runs <= 0.975
+    assert naive / runs < 0.8
+
+
+def test_invalid_scores_are_refused() -> None:
+    with pytest.raises(DataError, match="score of item 1 is nan"):
+        mean_interval([0.0, float("nan")])
+    with pytest.raises(DataError, match="at least one item"):
+        mean_interval([])
+    with pytest.raises(DataError, match="2 clusters for 3 scores"):
+        mean_interval([0.0, 1.0, 0.5], ["a", "b"])
+    with pytest.raises(ConfigError, match="level is 95"):
+        mean_interval([0.0, 1.0], level=95)
