@@ -4,6 +4,7 @@
     constraints                 constraints/        the instructions of IFEval (arXiv:2311.07911), strict and loose
     program                     programs.py         tests of a program, in the sandbox
     refusal                     refusal.py          compliance with harmless prompts, refusal of harmful ones
+    safety                      evals.safety        the same under transformations, if the answer is about the request
     repetition                  repetition.py       distinct n-grams and repeated lines
 
 A metric is a function `(gold, text, *, finish, **options) -> Graded`: pure, and total over texts. A metric of a user is
@@ -35,6 +36,7 @@ METRICS = Registry(
         "program": "whorl.evals.metrics.programs:program",
         "refusal": "whorl.evals.metrics.refusal:refusal",
         "repetition": "whorl.evals.metrics.repetition:repetition",
+        "safety": "whorl.evals.safety.metric:safety",
     },
 )
 
