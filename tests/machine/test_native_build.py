@@ -63,3 +63,31 @@ def test_shared_headers_are_found_and_part_of_the_name(
     for value in (1, 2):
         (shared / "answer.h").write_text(f"#define ANSWER {value}\n")
         assert native_build.load_library(source, tmp_path).answer() == value
+
+
+def test_code_that_the_cpu_refuses_is_dropped_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text(
+        """extern "C" void whorl_try() {
+        #ifdef LIAR
+            __builtin_trap();
+        #endif
+        }
+        extern "C" int answer() {
+        #ifdef LIAR
+            return 1;
+        #endif
+            return 2;
+        }"""
+    )
+    monkeypatch.setattr(native_build, "ARCH_FLAGS", (("-DLIAR",), ()))
+    with pytest.warns(RuntimeWarning, match=r"a\.cpp: code for -DLIAR was killed by SIGILL; it is not used"):
+        assert native_build.load_library(source, tmp_path).answer() == 2
+    assert (
+        native_build.load_library(source, tmp_path).answer() == 2
+    )  # kept: no second trial, no second warning
+    monkeypatch.setattr(native_build, "ARCH_FLAGS", (("-DLIAR",),))
+    with pytest.warns(RuntimeWarning), pytest.raises(native_build.BuildError, match="SIGILL"):
+        native_build.load_library(source, tmp_path)

@@ -7,6 +7,10 @@ A shipped binary would target the oldest CPU or need a build for each. A source 
 in a few seconds. Libraries are kept in `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default). The file name is the hash of
 sources, flags, compiler version and CPU, so machines that share a home folder do not collide.
 
+The flags of a CPU may list instructions that it, its hypervisor or its emulator refuses. So a new library is tried first
+in a child process, which calls its `whorl_try` if it has one. If a signal ends the child, the next flags are taken, with a
+warning.
+
 Subtle: several processes may start at once. One compiles under a file lock of the source, which the kernel releases if it
 dies; the others wait and find the file. It is written under a temporary name and renamed, so an existing file is always
 complete.
@@ -21,9 +25,12 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,7 +46,10 @@ COMMON_FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # tried in turn until one compiles
+# Tried in turn until one compiles and runs; x86-64-v3 has AVX2.
+ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ("-march=x86-64-v3",), ())
+TRIAL_SECONDS = 60.0
+_TRIAL = "import ctypes, sys; getattr(ctypes.CDLL(sys.argv[1]), 'whorl_try', int)()"
 COMPILE_TIMEOUT_SECONDS = 300.0
 SHARED_HEADERS = Path(__file__).parent  # which any source may include
 Source = tuple[Path, tuple[str, ...]]  # a source and its flags
@@ -180,6 +190,15 @@ def _compile_once(compiler: str, source: Path, flags: tuple[str, ...], target: P
             _compile_into(compiler, source, flags, target)
 
 
+def _killed_by(library: Path) -> str:
+    """Call `whorl_try` of a library in a child process; return the signal that ended the child, or ""."""
+    command = [sys.executable, "-I", "-S", "-c", _TRIAL, str(library)]
+    with suppress(subprocess.TimeoutExpired):
+        code = subprocess.run(command, capture_output=True, timeout=TRIAL_SECONDS, check=False).returncode
+        return signal.Signals(-code).name if code < 0 else ""
+    return "a time limit"
+
+
 def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: Path) -> None:
     """Compile to a temporary file, then rename it.
 
@@ -195,6 +214,10 @@ def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: P
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS, check=False
             )
+            if done.returncode == 0 and (killed := _killed_by(Path(name))):
+                reason = reason or f"code for {' '.join(flags) or 'any CPU'} was killed by {killed}"
+                warnings.warn(f"{source.name}: {reason}; it is not used", RuntimeWarning, stacklevel=2)
+                continue
             if done.returncode == 0:
                 Path(name).replace(target)
                 return

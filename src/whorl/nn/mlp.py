@@ -12,7 +12,7 @@
 
 The gate and the up projection of a gated kind are one matrix, `up`, gate first: one product computes both.
 
-On a CPU with AMX, `choose_path` may select a C++ kernel of `relu2` for one shape (`nn/native/mlp.py`).
+`choose_path` may select a C++ kernel of `relu2` for one shape, where the CPU multiplies bf16 (`nn/native/mlp.py`).
 """
 
 from __future__ import annotations

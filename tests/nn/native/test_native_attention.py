@@ -1,38 +1,26 @@
-"""The C++ attention, on tiles where the CPU has them and with plain loops everywhere, against the definition in fp64."""
+"""The C++ attention, in each variant of its products, against the definition in fp64."""
 
 from __future__ import annotations
 
-import ctypes
 from unittest import mock
 
 import pytest
 import torch
 from tests.support.nn.checks import gen
-from tests.support.nn.native import variant_flags
+from tests.support.nn.native import VARIANTS, build_variant
 
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
-from whorl.machine.native_build import BuildError, cache_folder, load_library
 from whorl.nn.attention import causal
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.native import attention as native
-from whorl.nn.native.library import native_library, source
+from whorl.nn.native.library import native_library
 from whorl.nn.positions.rotary import Rotary
 
 
-def build(variant: str) -> ctypes.CDLL:
-    try:
-        found = load_library(source("causal_attention"), cache_folder(), variant_flags(variant))
-    except BuildError as error:
-        pytest.skip(str(error))
-    if variant == "tiles" and not found.whorl_tiles():
-        pytest.skip("this CPU has no tiles")
-    return found
-
-
-@pytest.fixture(params=["plain", "tiles"])
+@pytest.fixture(params=VARIANTS)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = build(request.param)
+    found = build_variant("causal_attention", request.param)
     monkeypatch.setattr(native, "library", lambda: found)
 
 

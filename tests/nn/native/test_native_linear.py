@@ -1,4 +1,4 @@
-"""The C++ weight gradient, on tiles where the CPU has them and with plain loops everywhere, against torch in fp64."""
+"""The C++ weight gradient, in each variant of its products, against torch in fp64."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ import ctypes
 import pytest
 import torch
 from tests.support.nn.checks import gen
-from tests.support.nn.native import variant_flags
+from tests.support.nn.native import VARIANTS, build_variant
 
 from whorl.machine import kernel_choice
-from whorl.machine.native_build import BuildError, cache_folder, load_library
 from whorl.nn import Linear
 from whorl.nn.native import linear as native
-from whorl.nn.native.library import source
 from whorl.objectives.next_token import next_token
 
 
-@pytest.fixture(params=["plain", "tiles"], autouse=True)
+@pytest.fixture(params=VARIANTS, autouse=True)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    try:
-        found = load_library(source("weight_gradient"), cache_folder(), variant_flags(request.param))
-    except BuildError as error:
-        pytest.skip(str(error))
-    if request.param == "tiles" and not found.whorl_tiles():
-        pytest.skip("this CPU has no tiles")
+    found = build_variant("weight_gradient", request.param)
     monkeypatch.setattr(native, "library", lambda: found)
     monkeypatch.setattr(native, "_chosen", {})
     return found

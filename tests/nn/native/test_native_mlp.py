@@ -1,27 +1,20 @@
-"""The C++ MLP, on tiles where the CPU has them and with plain loops everywhere, against the definition in fp64."""
+"""The C++ MLP, in each variant of its products, against the definition in fp64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from tests.support.nn.checks import gen
-from tests.support.nn.native import variant_flags
+from tests.support.nn.native import VARIANTS, build_variant
 
 from whorl.machine import kernel_choice
-from whorl.machine.native_build import BuildError, cache_folder, load_library
 from whorl.nn import mlp
 from whorl.nn.native import mlp as native
-from whorl.nn.native.library import source
 
 
-@pytest.fixture(params=["plain", "tiles"])
+@pytest.fixture(params=VARIANTS)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        found = load_library(source("mlp"), cache_folder(), variant_flags(request.param))
-    except BuildError as error:
-        pytest.skip(str(error))
-    if request.param == "tiles" and not found.whorl_tiles():
-        pytest.skip("this CPU has no tiles")
+    found = build_variant("mlp", request.param)
     monkeypatch.setattr(native, "library", lambda: found)
     monkeypatch.setattr(native, "_chosen", {})
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.nn.native import variant_flags
+from tests.support.nn.native import VARIANTS, build_variant
 from torch import Tensor
 
 from whorl.machine import kernel_choice
-from whorl.machine.native_build import cache_folder, load_library
 from whorl.nn.native import orthogonalize as native_orthogonalize
 from whorl.nn.native import update
-from whorl.nn.native.library import native_library, source
+from whorl.nn.native.library import native_library
 from whorl.train.optim.clipping import squared_norm, sum_replicas
 from whorl.train.optim.optimizers import POLAR_EXPRESS, Muon, SparseAdagrad, orthogonalize, own_rows
 
@@ -58,15 +57,13 @@ def test_fp32_muon_does_not_use_bf16_passes() -> None:
     assert not Muon([[("a", torch.zeros(4, 4))]], 0.1, native=True).native
 
 
-@pytest.mark.parametrize("variant", ["plain", "tiles"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("shape", "threads"), [((3, 32, 96), 2), ((1, 64, 64), 1), ((2, 96, 160), 1)])
 def test_native_orthogonalization_matches_torch(
     variant: str, shape: tuple[int, int, int], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = load_library(source("orthogonalize"), cache_folder(), variant_flags(variant))
-    if variant == "tiles" and not library.whorl_tiles():
-        pytest.skip("this CPU has no tiles")
-    monkeypatch.setattr(native_orthogonalize, "tile_library", lambda _: library)
+    library = build_variant("orthogonalize", variant)
+    monkeypatch.setattr(native_orthogonalize, "product_library", lambda _: library)
     x = randn(*shape)
     want = orthogonalize(x.clone())
     before = torch.get_num_threads()

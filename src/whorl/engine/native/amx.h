@@ -17,6 +17,7 @@
 // `EmulatedTiles` computes the same in plain C++, for tests on any CPU.
 #pragma once
 
+#include "emulated_tiles.h"
 #include "tiles.h"
 
 constexpr int TILE_ROWS = 2 * TILE_LINES;            // rows of x at a time
@@ -43,47 +44,6 @@ struct HardwareTiles : TileRegisters {
     INLINE void add_signed_fours() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 };
 #endif
-
-// The same registers in memory. Rounding as in the manual's pseudocode of TDPBF16PS; denormals are not flushed.
-struct EmulatedTiles {
-    TileShapes shapes;
-    alignas(64) char tiles[8][TILE_LINES][TILE_BYTES];
-
-    void shape(const TileShapes& to) { shapes = to; }
-    template <int T>
-    void clear() { memset(tiles[T], 0, sizeof tiles[T]); }
-    template <int T>
-    void load(const void* from, int64_t stride) {
-        for (int i = 0; i < shapes.lines[T]; i++) memcpy(tiles[T][i], (const char*)from + i * stride, shapes.bytes[T]);
-    }
-    template <int T>
-    void store(void* to, int64_t stride) {
-        for (int i = 0; i < shapes.lines[T]; i++) memcpy((char*)to + i * stride, tiles[T][i], TILE_BYTES);
-    }
-    template <int C, int A, int B>
-    void add_pairs() {
-        for (int i = 0; i < shapes.lines[A]; i++)
-            for (int j = 0; j < WIDTH; j++) {
-                float even = 0, odd = 0;
-                for (int k = 0; k < shapes.lines[B]; k++) {
-                    const bf16 *a = (const bf16*)tiles[A][i] + 2 * k, *b = (const bf16*)tiles[B][k] + 2 * j;
-                    even = __builtin_fmaf(widen(a[0]), widen(b[0]), even);
-                    odd = __builtin_fmaf(widen(a[1]), widen(b[1]), odd);
-                }
-                ((float*)tiles[C][i])[j] += even + odd;
-            }
-    }
-    template <int C, int A, int B, class Byte = uint8_t>
-    void add_fours() {
-        for (int i = 0; i < shapes.lines[A]; i++)
-            for (int j = 0; j < WIDTH; j++)
-                for (int k = 0; k < 4 * shapes.lines[B]; k++)
-                    ((int32_t*)tiles[C][i])[j] += int32_t(((const Byte*)tiles[A][i])[k]) *
-                                                  int32_t(((const int8_t*)tiles[B][k / 4])[4 * j + k % 4]);
-    }
-    template <int C, int A, int B>
-    void add_signed_fours() { add_fours<C, A, B, int8_t>(); }
-};
 
 // Which ways multiply this matrix: a group of integers must be whole tiles, or a part of one.
 INLINE bool fits_tiles(const Matrix& w) { return w.kind == BFLOAT16 || (w.inputs && (w.group % 64 == 0 || w.group < 64)); }

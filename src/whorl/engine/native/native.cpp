@@ -204,6 +204,27 @@ int32_t whorl_step(void* step, const Model* model, const Batch* batch, float* lo
     return FINE;
 }
 
+// Uses the instructions of the products once, for a trial in a child process.
+void whorl_try() {
+    static const float zeros[BLOCK * BLOCK] = {};
+    std::vector<Method> methods = {VECTORS};
+    if (tiles_permitted()) methods.push_back(TILES);
+    for (Kind kind : {FLOAT32, BFLOAT16, INT8})
+        for (Method method : methods) {
+            if (kind == FLOAT32 && method == TILES) continue;
+            const int32_t k = kind == INT8 ? BLOCK : 0;
+            std::vector<char> data(4 * BLOCK * BLOCK), scales(4 * BLOCK);
+            std::vector<int32_t> moved(BLOCK);
+            const Matrix w = {kind, k, k, BFLOAT16, BLOCK, BLOCK, 0, method, data.data(), scales.data(), moved.data(), nullptr};
+            Step step;
+            whorl_pack(&w, zeros, 1);
+            for (int64_t m : {int64_t(1), int64_t(1) + FEW_ROWS}) {
+                std::vector<float> out(size_t(m * BLOCK));
+                whorl_product(&step, &w, zeros, m, out.data(), 0, 0, 1);
+            }
+        }
+}
+
 // Reads memory as the products do, without arithmetic: the bandwidth reference.
 void whorl_read(void* step, const void* from, int64_t bytes, int32_t threads) {
     const int64_t piece = int64_t(1) << 17;

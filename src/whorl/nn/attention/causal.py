@@ -5,7 +5,7 @@ short rows, batched products over blocks of queries are 3 times as fast (bench/n
 the compute type, and the softmax sums them in fp32. In bf16 a score of 64 is rounded by up to 0.25, which the
 definition would keep. `causal_attention_reference` is the definition.
 
-On a CPU with AMX, `choose_path` may select a C++ kernel for one shape (`nn/native/attention.py`).
+`choose_path` may select a C++ kernel for one shape, where the CPU multiplies bf16 (`nn/native/attention.py`).
 """
 
 from __future__ import annotations

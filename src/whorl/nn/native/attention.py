@@ -1,4 +1,4 @@
-"""Causal attention in C++ for bf16 on a CPU with AMX (`causal_attention.cpp`), with gradients.
+"""Causal attention in C++ for bf16 (`causal_attention.cpp`), with gradients.
 
 `causal_attention` takes queries, keys and values. `rotary_attention` takes projections, and also does what a layer does
 between the two: smear, QK-norm, temperature and rotation, which took longer as compiled kernels than the scores do.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from whorl.nn.native.library import tile_library
+from whorl.nn.native.library import product_library
 
 if TYPE_CHECKING:
     from whorl.nn.attention.multi_head import MultiHeadAttention
@@ -32,8 +32,8 @@ _chosen: dict[tuple[int, ...], bool] = {}  # [B, H, T, d] -> whether the kernel 
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernel, or None where it cannot be built or the CPU's tiles cannot be used."""
-    return tile_library("causal_attention")
+    """Return the compiled kernel, or None, as `product_library`."""
+    return product_library("causal_attention")
 
 
 def supports(head_dim: int) -> bool:

@@ -1,5 +1,5 @@
 // Causal attention in bf16 with fp32 sums: forward, and backward from the log-sum of each row (FlashAttention, Dao et al.
-// 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691). Products run on AMX tiles.
+// 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691). Products: tiles.h.
 //
 //     S = Q K^T (j <= i),  P = exp(S - lse),  O = P V
 //     dV = P^T dO,  dS = P * (dO V^T - rowsum(dO * O)),  dQ = dS K,  dK = dS^T Q

@@ -1,4 +1,4 @@
-"""The weight gradient of a linear layer in C++ for bf16 on a CPU with AMX (`weight_gradient.cpp`), in fp32.
+"""The weight gradient of a linear layer in C++ for bf16 (`weight_gradient.cpp`), in fp32.
 
 `choose_weight_gradient` times it for one shape and one thread, before a step is compiled. The other products are torch's.
 """
@@ -6,25 +6,21 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whorl.machine.identity import cpu_identity
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import native_library
+from whorl.nn.native.library import product_library
 
 _chosen: dict[tuple[int, int, int], bool] = {}  # (rows, inner, outer) -> whether the kernel was the fastest
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernel, or None where it cannot be built or the CPU's tiles cannot be used."""
-    found = native_library("weight_gradient") if cpu_identity().amx else None
-    return found if found is not None and found.whorl_tiles() else None
+    """Return the compiled kernel, or None, as `product_library`."""
+    return product_library("weight_gradient")
 
 
 def supports(rows: int, inner: int, outer: int) -> bool:

@@ -1,4 +1,4 @@
-// The MLP  y = relu(x U^T)^2 D^T  of a transformer block (`nn/mlp.py`) and its gradients, in bf16 on tiles. The activation
+// The MLP  y = relu(x U^T)^2 D^T  of a transformer block (`nn/mlp.py`) and its gradients, in bf16. The activation
 // runs on each block of sums while it is in cache. Weights and their gradients are fp32, without copies in bf16.
 //
 // Forward, by blocks of rows: r = relu(x U^T), which the backward reads, a = r^2, y = a D^T. Backward, by sections of rows

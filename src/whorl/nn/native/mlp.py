@@ -1,4 +1,4 @@
-"""The MLP with squared ReLU in C++ for bf16 on a CPU with AMX (`mlp.cpp`), with gradients.
+"""The MLP with squared ReLU in C++ for bf16 (`mlp.cpp`), with gradients.
 
 The activation runs between the two products while a block is in cache, and weight gradients are summed in fp32 without a
 transposed copy. `choose_mlp` times it for one shape and one thread, before a step is compiled.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import tile_library
+from whorl.nn.native.library import product_library
 
 MAX_WEIGHTS = 1 << 18  # numbers of a matrix; larger ones leave the second-level cache, and were not measured
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -23,8 +23,8 @@ _chosen: dict[tuple[int, ...], bool] = {}  # (rows, d, hidden) -> whether the ke
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernel, or None where it cannot be built or the CPU's tiles cannot be used."""
-    return tile_library("mlp")
+    """Return the compiled kernel, or None, as `product_library`."""
+    return product_library("mlp")
 
 
 def is_chosen(x: Tensor, up: Tensor) -> bool:

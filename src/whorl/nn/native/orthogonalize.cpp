@@ -1,4 +1,4 @@
-// The quintic iteration of Muon's orthogonalization (`train/optim/optimizers.py`), on tiles: for each round (a, b, c)
+// The quintic iteration of Muon's orthogonalization (`train/optim/optimizers.py`): for each round (a, b, c)
 //
 //     G = X X^T,    P = b G + c G G,    X <- a X + P X
 //

@@ -1,4 +1,4 @@
-"""Muon's orthogonalization of bf16 matrices in C++ on tiles (`orthogonalize.cpp`); in torch: `train/optim/optimizers.py`.
+"""Muon's orthogonalization of bf16 matrices in C++ (`orthogonalize.cpp`); in torch: `train/optim/optimizers.py`.
 
 Of the symmetric products only one half is computed.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import tile_library
+from whorl.nn.native.library import product_library
 
 Coefficients = Sequence[tuple[float, float, float]]
 
@@ -21,7 +21,7 @@ def supports(rows: int, columns: int) -> bool:
     """Return whether the kernel runs here for matrices [rows, columns]."""
     if rows % 32 or columns % 32:
         return False
-    return tile_library("orthogonalize") is not None
+    return product_library("orthogonalize") is not None
 
 
 def orthogonalize_(matrices: Tensor, coefficients: Coefficients) -> Tensor:
@@ -32,7 +32,7 @@ def orthogonalize_(matrices: Tensor, coefficients: Coefficients) -> Tensor:
     Raises:
         MemoryError: there is no memory for the products of one matrix.
     """
-    library = tile_library("orthogonalize")
+    library = product_library("orthogonalize")
     assert library is not None and matrices.is_contiguous()
     numbers = [x for each in coefficients for x in each]
     failed = library.whorl_orthogonalize(

@@ -1,6 +1,7 @@
-// Products of bf16 matrices on AMX tiles, with fp32 sums. A left tile has 16 rows of 32 numbers. A right tile has 16 pairs of
-// rows by 16 columns: row 2p in the low half of each 32 bits, row 2p + 1 in the high half. Without AMX, or with WHORL_PLAIN,
-// the same products are plain loops: slow, for tests.
+// Products of bf16 matrices with fp32 sums, on AMX tiles, or by vectors of bf16 pairs (AVX512_BF16). A left tile has 16 rows of
+// 32 numbers. A right tile has 16 pairs of rows by 16 columns: row 2p in the low half of each 32 bits, row 2p + 1 in the high
+// half. So a line of it is also a vector. WHORL_VECTORS compiles without tiles. Without either instruction set, or with
+// WHORL_PLAIN, the same products are plain loops: slow, for tests. So is WHORL_EMULATED: the code for tiles in plain C++.
 #pragma once
 #include "numbers.h"
 
@@ -10,6 +11,17 @@
 #endif
 #ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+
+#ifdef WHORL_EMULATED
+#include "emulated_tiles.h"
+static thread_local EmulatedTiles emulated;
+#define _tile_zero(t) emulated.clear<t>()
+#define _tile_loadd(t, from, stride) emulated.load<t>(from, stride)
+#define _tile_stored(t, to, stride) emulated.store<t>(to, stride)
+#define _tile_dpbf16ps(c, a, b) emulated.add_pairs<c, a, b>()
+#elif defined(__AVX512BF16__) && !defined(WHORL_AMX) && !defined(WHORL_PLAIN)
+#define WHORL_PAIRS 1
 #endif
 
 typedef uint32_t pair;
@@ -51,11 +63,40 @@ static void transpose(const pair* in, int64_t stride, pair* out, int64_t out_str
 #endif
 }
 
+#ifdef WHORL_PAIRS
+constexpr int64_t ROWS_AT_ONCE = 8;  // 16 sums: products have a latency of several cycles, and two begin in each
+
+// `multiply` of ROWS_AT_ONCE rows of one left tile.
+static inline void multiply_rows(const bf16* left, int64_t left_stride, int64_t left_step, const bf16* right, int64_t column,
+                                 int64_t steps, float* out, int64_t stride, bool add) {
+    __m512 sums[ROWS_AT_ONCE][2];
+#pragma GCC unroll 8
+    for (int64_t m = 0; m < ROWS_AT_ONCE; m++)
+        for (int64_t h = 0; h < 2; h++) sums[m][h] = add ? _mm512_loadu_ps(out + m * stride + h * SIDE) : _mm512_setzero_ps();
+    for (int64_t k = 0; k < steps; k++, left += left_step, right += TILE)
+        for (int64_t p = 0; p < SIDE; p++) {
+            const __m512bh low = (__m512bh)_mm512_loadu_si512(right + p * DEPTH);
+            const __m512bh high = (__m512bh)_mm512_loadu_si512(right + column + p * DEPTH);
+#pragma GCC unroll 8
+            for (int64_t m = 0; m < ROWS_AT_ONCE; m++) {
+                int32_t both;
+                memcpy(&both, left + m * left_stride + 2 * p, sizeof both);
+                const __m512bh of_row = (__m512bh)_mm512_set1_epi32(both);
+                sums[m][0] = _mm512_dpbf16_ps(sums[m][0], of_row, low);
+                sums[m][1] = _mm512_dpbf16_ps(sums[m][1], of_row, high);
+            }
+        }
+#pragma GCC unroll 8
+    for (int64_t m = 0; m < ROWS_AT_ONCE; m++)
+        for (int64_t h = 0; h < 2; h++) _mm512_storeu_ps(out + m * stride + h * SIDE, sums[m][h]);
+}
+#endif
+
 // Sums of `steps` products of two left and two right tiles: out [32][32], rows `stride` apart. Left rows are `left_stride`
 // numbers apart; consecutive right tiles follow each other, and the second column of them is `column` numbers away.
 static void multiply(const bf16* left, int64_t left_stride, int64_t left_step, int64_t second, const bf16* right, int64_t column,
                      int64_t steps, float* out, int64_t stride, bool add) {
-#ifdef WHORL_AMX
+#if defined(WHORL_AMX) || defined(WHORL_EMULATED)
     const int64_t bytes = 4 * stride, left_bytes = 2 * left_stride;
     float* below = out + SIDE * stride;
     if (add) {
@@ -83,6 +124,10 @@ static void multiply(const bf16* left, int64_t left_stride, int64_t left_step, i
     _tile_stored(1, out + SIDE, bytes);
     _tile_stored(2, below, bytes);
     _tile_stored(3, below + SIDE, bytes);
+#elif defined(WHORL_PAIRS)
+    for (int64_t m = 0; m < BLOCK; m += ROWS_AT_ONCE)
+        multiply_rows(left + (m / SIDE) * second + (m % SIDE) * left_stride, left_stride, left_step, right, column, steps,
+                      out + m * stride, stride, add);
 #else
     for (int64_t m = 0; m < BLOCK; m++)
         for (int64_t n = 0; n < BLOCK; n++) {
@@ -129,5 +174,22 @@ struct WholeTiles : TileRegisters {
     WholeTiles() { shape(TileShapes()); }
 };
 
-// Whether products run on tiles.
-extern "C" inline __attribute__((used)) int32_t whorl_tiles() { return tiles_permitted(); }
+// How products run here: 2 on tiles, 1 by vectors of pairs, 0 by plain loops, or on tiles that are not permitted.
+extern "C" inline __attribute__((used)) int32_t whorl_products() {
+#ifdef WHORL_PAIRS
+    return 1;
+#else
+    return tiles_permitted() ? 2 : 0;
+#endif
+}
+
+// Uses the instructions of this file once, for a trial in a child process.
+extern "C" inline __attribute__((used)) void whorl_try() {
+    alignas(64) static bf16 operands[4 * TILE];
+    alignas(64) static float sums[BLOCK * BLOCK];
+#ifdef WHORL_AMX
+    if (!tiles_permitted()) return;
+#endif
+    const WholeTiles tiles;
+    multiply(operands, DEPTH, TILE, TILE, operands + 2 * TILE, TILE, 1, sums, BLOCK, false);
+}

@@ -1,4 +1,4 @@
-// The weight gradient of a linear layer,  dW = dY^T X  in fp32, from bf16 rows on tiles. oneDNN multiplies a transposed left
+// The weight gradient of a linear layer,  dW = dY^T X  in fp32, from bf16 rows. oneDNN multiplies a transposed left
 // operand at a third of its speed, and its result is bf16.
 //
 // By sections of rows, whose X stays in the second-level cache as a right operand; in them by panels of outputs, whose dY

@@ -1,8 +1,8 @@
 """The kernels of a training step on a CPU, chosen by timing for its shapes, before the step is compiled.
 
-    attention       blocked products in torch, or C++ on tiles         nn/attention/causal.py
-    mlp             products in torch, or C++ on tiles                 nn/mlp.py
-    linear          weight gradients by torch, or C++ on tiles         nn/native/linear.py
+    attention       blocked products in torch, or C++                  nn/attention/causal.py
+    mlp             products in torch, or C++                          nn/mlp.py
+    linear          weight gradients by torch, or C++                  nn/native/linear.py
     cross_entropy   compiled, or C++ in one reading                    nn/native/cross_entropy.py
     head            tokens whose logits are held at a time, with torch's or C++'s gradient
                                                                        objectives/next_token.py

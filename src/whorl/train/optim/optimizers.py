@@ -135,7 +135,9 @@ class Muon(Optimizer):
     ) -> None:
         self.rounding = rounding
         self.native = native and rounding is None and dtype == torch.bfloat16
-        self._on_tiles: dict[tuple[int, int, int], bool] = {}  # shape of a batch -> orthogonalized in C++
+        self._native_shapes: dict[
+            tuple[int, int, int], bool
+        ] = {}  # shape of a batch -> orthogonalized in C++
         self.momentum, self.dtype, self.steps = momentum, dtype, 0
         self.learning_rates: dict[str, float] = {}
         self.weight_decay: dict[str, float] = {}
@@ -180,9 +182,9 @@ class Muon(Optimizer):
 
     def _orthogonalize(self, directions: Tensor) -> Tensor:
         shape = (directions.shape[0], directions.shape[1], directions.shape[2])
-        if self.native and shape not in self._on_tiles:
-            self._on_tiles[shape] = choose_orthogonalize(shape, POLAR_EXPRESS, orthogonalize)
-        if self._on_tiles.get(shape, False):
+        if self.native and shape not in self._native_shapes:
+            self._native_shapes[shape] = choose_orthogonalize(shape, POLAR_EXPRESS, orthogonalize)
+        if self._native_shapes.get(shape, False):
             return orthogonalize_(directions, POLAR_EXPRESS)
         return orthogonalize(directions)
 
