@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from whorl.errors import ConfigError, one_of
 from whorl.evals.model.requests import Message, Missing, Request, Response
-from whorl.evals.results import ItemResult, Outcome
+from whorl.evals.results import ItemResult, Outcome, TaskMeasure
 from whorl.evals.tasks.config import settings_error
 
 if TYPE_CHECKING:
@@ -85,34 +85,6 @@ class Metric:
     low: float | None = 0.0
     high: float | None = 1.0
     transform: Transform = ""
-
-
-@dataclass(frozen=True)
-class TaskMeasure:
-    """A figure of a task.
-
-    Attributes:
-        metric, value: after the transform.
-        low, high: 95 % interval over items, over clusters if items have them; NaN if undefined.
-        n: items behind it.
-        chance: value of a model that answers at random; None if undefined.
-        bounds: value with all missing responses wrong, and all right; None if none is missing, or undefined.
-        standard_error: of the mean before the transform.
-        method: of the interval, in words.
-    """
-
-    metric: str
-    value: float
-    low: float
-    high: float
-    n: int
-    about: str = ""
-    unit: str = "share"
-    higher_is_better: bool | None = True
-    chance: float | None = None
-    bounds: tuple[float, float] | None = None
-    standard_error: float = float("nan")
-    method: str = ""
 
 
 class NoOptions(BaseModel):
@@ -213,6 +185,10 @@ class Kind:
 
     def more_measures(self, results: Sequence[ItemResult]) -> list[TaskMeasure]:
         """Return figures of the task that are no means over its items, such as a calibration error."""
+        return []
+
+    def notes(self, results: Sequence[ItemResult]) -> list[str]:
+        """Return sentences for the reader of the figures."""
         return []
 
     def result(

@@ -1,0 +1,100 @@
+"""Figures of a task from the results of its items: mean, interval, bounds, chance.
+
+    mean = sum_i w_i x_i / sum_i w_i                      w_i = 1, or bytes, characters or tokens of the item
+    u_i  = mean + w_i (x_i - mean) / mean(w)              linearization: the mean of u is the mean, and its clustered
+                                                          standard error is that of the ratio (delta method)
+
+Intervals are those of `statistics.intervals`: Wilson's for shares, Student's t otherwise, with clusters. A perplexity is
+exp of its mean and of both ends of the interval.
+
+An item without a score (no response, or a metric that failed) is left out of the mean, never a silent zero. `bounds` are
+the mean with all such items at the metric's least and at its greatest value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from whorl.evals.kinds.kind import Kind, Metric
+from whorl.evals.results import OUTCOMES, ItemResult, TaskMeasure
+from whorl.evals.statistics.intervals import mean_interval
+
+
+def task_measures(kind: Kind, results: Sequence[ItemResult]) -> list[TaskMeasure]:
+    """Return the figures of all metrics that some item has, the chosen ones first, and the kind's further ones."""
+    chosen = kind.chosen_metrics()
+    chance = kind.chance(kind.task.items)
+    scored = {name for result in results for name in result.scores}
+    more = [name for name in kind.metrics if name not in chosen and name in scored]
+    found = [
+        measure(name, kind.metrics[name], results, chance.get(name)) for name in (*chosen, *more)
+    ]
+    return [*found, *kind.more_measures(results)]
+
+
+def group_measures(kind: Kind, results: Sequence[ItemResult]) -> dict[str, TaskMeasure]:
+    """Return group -> figure of the first metric; empty if items have no groups."""
+    name = kind.chosen_metrics()[0]
+    groups: dict[str, list[ItemResult]] = {}
+    for result in results:
+        groups.setdefault(result.group, []).append(result)
+    if set(groups) <= {""}:
+        return {}
+    return {group: measure(name, kind.metrics[name], some) for group, some in sorted(groups.items())}
+
+
+def measure(name: str, metric: Metric, results: Sequence[ItemResult], chance: float | None = None) -> TaskMeasure:
+    """Return the figure of one metric; NaN if no item has it."""
+    has = [r for r in results if name in r.scores and math.isfinite(r.scores[name])]
+    weights = np.array([r.weights.get(name, 1.0) for r in has], np.float64)
+    about = {
+        "about": metric.about, "unit": metric.unit, "higher_is_better": metric.higher_is_better, "chance": chance,
+    }  # fmt: skip
+    nan = math.nan
+    n_missing = len(results) - len(has)
+    uniform = bool((weights == 1).all())
+    bounds = None
+    if n_missing and uniform and metric.low is not None and metric.high is not None:
+        total = sum(r.scores[name] for r in has)
+        bounds = tuple((total + n_missing * end) / len(results) for end in (metric.low, metric.high))
+    if not has or not weights.sum():
+        return TaskMeasure(name, nan, nan, nan, 0, **about, bounds=bounds)  # type: ignore[arg-type]
+    values = np.array([r.scores[name] for r in has], np.float64)
+    if not uniform:
+        mean = float((weights * values).sum() / weights.sum())
+        values = mean + weights * (values - mean) / weights.mean()
+    interval = mean_interval(values, [r.cluster for r in has])
+    ends = [interval.mean, interval.low, interval.high]
+    if math.isinf(interval.se):
+        ends[1:] = [nan, nan]
+    elif interval.method == "t":
+        ends[1:] = [_limited(end, metric) for end in ends[1:]]
+    if metric.transform == "exp":
+        ends = [_exp(end) for end in ends]
+    method = f"{interval.method}, {interval.clusters} clusters" if interval.clusters < interval.n else interval.method
+    return TaskMeasure(
+        name, *ends, interval.n, **about, bounds=bounds, standard_error=interval.se, method=method
+    )  # type: ignore[arg-type]
+
+
+def outcome_counts(results: Sequence[ItemResult]) -> dict[str, int]:
+    """Return outcome -> number of items, for those that occur."""
+    counts = Counter(result.outcome for result in results)
+    return {name: counts[name] for name in OUTCOMES if counts[name]}
+
+
+def _limited(value: float, metric: Metric) -> float:
+    """Return the end of an interval, within the range of the metric."""
+    value = value if metric.low is None else max(value, metric.low)
+    return value if metric.high is None else min(value, metric.high)
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,147 @@
+"""Run tasks on a model: requests of all items, responses, scores, figures.
+
+The items of a task advance together, one round of requests at a time. Equal requests are sent once. A cache around the
+back end (`model/response_cache.py`) answers what an earlier run received, so another metric sends no request, and
+`kill -9` loses one batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from whorl.errors import ConfigError, one_of
+from whorl.evals.kinds.kind import MODEL, Answered, Steps
+from whorl.evals.measures import group_measures, outcome_counts, task_measures
+from whorl.evals.model.requests import GenerateRequest, Missing, ModelBackend, Request, Response, Score
+from whorl.evals.results import TaskResult
+from whorl.evals.tasks.task import EvalTask
+from whorl.tracking.progress import Progress
+
+
+@dataclass
+class Client:
+    """Sends the requests of a round to the back end of a role, each distinct one once.
+
+    Attributes:
+        backends: role -> back end; "model" is the one under evaluation.
+        n_requests: distinct requests so far.
+    """
+
+    backends: Mapping[str, ModelBackend]
+    progress: Progress = field(default_factory=Progress.silent)
+    n_requests: int = 0
+
+    def respond(self, requests: Sequence[Request], role: str, label: str) -> list[Response]:
+        """Return the responses, in order.
+
+        Raises:
+            ConfigError: no back end has the role.
+        """
+        if role not in self.backends:
+            raise ConfigError(
+                f"{label} needs a model with the role {role!r}", expected=one_of(role, list(self.backends)),
+                do=f"give it, for example with --{role} URL",
+            )  # fmt: skip
+        numbers: dict[Hashable, list[int]] = {}
+        for number, request in enumerate(requests):
+            numbers.setdefault(_key(request), []).append(number)
+        places = list(numbers.values())
+        responses: list[Response] = [Missing("the back end gave no response")] * len(requests)
+        self.n_requests += len(places)
+        with self.progress.task(label, total=len(places), unit="requests") as bar:
+
+            def receive(index: int, response: Response) -> None:
+                if isinstance(response, Score) and not all(map(math.isfinite, response.log_probs)):
+                    response = Missing("a log-probability is not finite")
+                for place in places[index]:
+                    responses[place] = response
+                bar.advance()
+
+            self.backends[role].respond([requests[place[0]] for place in places], receive)
+        return responses
+
+
+def evaluate(
+    backend: ModelBackend,
+    tasks: Iterable[EvalTask],
+    *,
+    roles: Mapping[str, ModelBackend] | None = None,
+    progress: Progress | None = None,
+    on_result: Callable[[TaskResult], None] = lambda _: None,
+) -> list[TaskResult]:
+    """Return the results of each task, in order.
+
+    Args:
+        backend: the model; in a `CachedBackend`, earlier responses are used again.
+        roles: back ends of further roles, such as "judge".
+        on_result: called after each task.
+
+    Raises:
+        ConfigError: a task needs a role that has no back end.
+    """
+    progress = progress or Progress.silent()
+    found = []
+    for task in tasks:
+        client = Client({MODEL: backend, **(roles or {})}, progress)
+        found.append(evaluate_task(client, task))
+        on_result(found[-1])
+    return found
+
+
+def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
+    """Return the result of one task."""
+    began = time.perf_counter()
+    backend = client.backends[MODEL]
+    cached = getattr(backend, "n_cached", 0)
+    requests = client.n_requests
+    kind = task.kind
+    results = kind.score(run_rounds(client, task))
+    cut = sum(1 for result in results if result.details.get("n_cut"))
+    notes = []
+    if cut:
+        limit = f" of {backend.max_length:,} positions" if backend.max_length else ""
+        notes.append(f"{cut:,} of {len(results):,} contexts exceed the window{limit}: their beginning was cut")
+    config = task.config
+    return TaskResult(
+        config.name, config.kind, config.version, task.hash, config.about, backend.name, backend.address,
+        metrics=tuple(kind.chosen_metrics()), measures=tuple(task_measures(kind, results)),
+        outcomes=outcome_counts(results), items=tuple(results), by_group=group_measures(kind, results),
+        requests=client.n_requests - requests, cached=getattr(backend, "n_cached", 0) - cached,
+        seconds=time.perf_counter() - began, notes=(*notes, *kind.notes(results)),
+    )  # fmt: skip
+
+
+def run_rounds(client: Client, task: EvalTask) -> list[Answered]:
+    """Return the responses to the requests of all items, in order; all items advance one round at a time."""
+    active: dict[int, Steps] = {n: task.kind.steps(item) for n, item in enumerate(task.items)}
+    inbox: dict[int, Sequence[Response] | None] = dict.fromkeys(active)
+    done: dict[int, Answered] = {}
+    number = 0
+    while active:
+        number += 1
+        rounds = {}
+        for n, steps in list(active.items()):
+            try:
+                rounds[n] = next(steps) if (received := inbox[n]) is None else steps.send(received)
+            except StopIteration as end:
+                done[n] = end.value
+                del active[n]
+        label = task.config.name if number == 1 else f"{task.config.name}, round {number}"
+        for role in dict.fromkeys(each.role for each in rounds.values()):
+            members = [n for n, each in rounds.items() if each.role == role]
+            sent = [request for n in members for request in rounds[n].requests]
+            responses = iter(client.respond(sent, role, label))
+            for n in members:
+                inbox[n] = [next(responses) for _ in rounds[n].requests]
+    return [done[n] for n in range(len(task.items))]
+
+
+def _key(request: Request) -> Hashable:
+    """Return a key that equal requests share; messages are mappings, which have no hash."""
+    if isinstance(request, GenerateRequest) and not isinstance(request.prompt, str):
+        prompt = tuple(tuple(sorted(message.items())) for message in request.prompt)
+        return (prompt, request.max_tokens, request.stop, request.temperature, request.top_p, request.seed)
+    return request
