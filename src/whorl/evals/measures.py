@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,9 +31,7 @@ def task_measures(kind: Kind, results: Sequence[ItemResult]) -> list[TaskMeasure
     chance = kind.chance(kind.task.items)
     scored = {name for result in results for name in result.scores}
     more = [name for name in kind.metrics if name not in chosen and name in scored]
-    found = [
-        measure(name, kind.metrics[name], results, chance.get(name)) for name in (*chosen, *more)
-    ]
+    found = [measure(name, kind.metrics[name], results, chance.get(name)) for name in (*chosen, *more)]
     return [*found, *kind.more_measures(results)]
 
 
@@ -47,38 +46,56 @@ def group_measures(kind: Kind, results: Sequence[ItemResult]) -> dict[str, TaskM
     return {group: measure(name, kind.metrics[name], some) for group, some in sorted(groups.items())}
 
 
-def measure(name: str, metric: Metric, results: Sequence[ItemResult], chance: float | None = None) -> TaskMeasure:
+def measure(
+    name: str, metric: Metric, results: Sequence[ItemResult], chance: float | None = None
+) -> TaskMeasure:
     """Return the figure of one metric; NaN if no item has it."""
     has = [r for r in results if name in r.scores and math.isfinite(r.scores[name])]
     weights = np.array([r.weights.get(name, 1.0) for r in has], np.float64)
-    about = {
-        "about": metric.about, "unit": metric.unit, "higher_is_better": metric.higher_is_better, "chance": chance,
-    }  # fmt: skip
-    nan = math.nan
-    n_missing = len(results) - len(has)
     uniform = bool((weights == 1).all())
-    bounds = None
-    if n_missing and uniform and metric.low is not None and metric.high is not None:
-        total = sum(r.scores[name] for r in has)
-        bounds = tuple((total + n_missing * end) / len(results) for end in (metric.low, metric.high))
+    empty = TaskMeasure(
+        name, math.nan, math.nan, math.nan, 0, metric.about, metric.unit, metric.higher_is_better, chance,
+        _bounds([r.scores[name] for r in has], _n_missing(name, results), metric) if uniform else None,
+    )  # fmt: skip
     if not has or not weights.sum():
-        return TaskMeasure(name, nan, nan, nan, 0, **about, bounds=bounds)  # type: ignore[arg-type]
+        return empty
     values = np.array([r.scores[name] for r in has], np.float64)
     if not uniform:
         mean = float((weights * values).sum() / weights.sum())
         values = mean + weights * (values - mean) / weights.mean()
     interval = mean_interval(values, [r.cluster for r in has])
-    ends = [interval.mean, interval.low, interval.high]
+    low, high = interval.low, interval.high
     if math.isinf(interval.se):
-        ends[1:] = [nan, nan]
+        low = high = math.nan
     elif interval.method == "t":
-        ends[1:] = [_limited(end, metric) for end in ends[1:]]
-    if metric.transform == "exp":
-        ends = [_exp(end) for end in ends]
-    method = f"{interval.method}, {interval.clusters} clusters" if interval.clusters < interval.n else interval.method
-    return TaskMeasure(
-        name, *ends, interval.n, **about, bounds=bounds, standard_error=interval.se, method=method
-    )  # type: ignore[arg-type]
+        low, high = _limited(low, metric), _limited(high, metric)
+    shown = _exp if metric.transform == "exp" else float
+    method = (
+        f"{interval.method}, {interval.clusters} clusters"
+        if interval.clusters < interval.n
+        else interval.method
+    )
+    return replace(
+        empty, value=shown(interval.mean), low=shown(low), high=shown(high), n=interval.n, standard_error=interval.se,
+        method=method,
+    )  # fmt: skip
+
+
+def _n_missing(name: str, results: Sequence[ItemResult]) -> int:
+    """Return the number of items without a response or verdict; an item may lack a metric for other reasons."""
+    return sum(
+        1
+        for r in results
+        if r.outcome in ("missing", "error") and not math.isfinite(r.scores.get(name, math.nan))
+    )
+
+
+def _bounds(values: Sequence[float], n_missing: int, metric: Metric) -> tuple[float, float] | None:
+    """Return the mean with missing items at the metric's least and at its greatest value."""
+    if not n_missing or metric.low is None or metric.high is None:
+        return None
+    total, n = sum(values), len(values) + n_missing
+    return (total + n_missing * metric.low) / n, (total + n_missing * metric.high) / n
 
 
 def outcome_counts(results: Sequence[ItemResult]) -> dict[str, int]:

@@ -103,7 +103,9 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
     notes = []
     if cut:
         limit = f" of {backend.max_length:,} positions" if backend.max_length else ""
-        notes.append(f"{cut:,} of {len(results):,} contexts exceed the window{limit}: their beginning was cut")
+        notes.append(
+            f"{cut:,} of {len(results):,} contexts exceed the window{limit}: their beginning was cut"
+        )
     config = task.config
     return TaskResult(
         config.name, config.kind, config.version, task.hash, config.about, backend.name, backend.address,

@@ -56,7 +56,9 @@ class ChoiceOptions(BaseModel):
     letters_template: str = Field(default="", description="prompt of the form letters; default: `template`")
     delimiter: str = Field(default=" ", description="between the prompt and a choice")
     prior: bool = Field(default=True, description="score the choices without the question, too")
-    unconditional: str = Field(default="", description="template of the context without the question, for cloze")
+    unconditional: str = Field(
+        default="", description="template of the context without the question, for cloze"
+    )
     shuffle: bool = Field(default=False, description="order the choices by a hash of the item's id")
 
     @field_validator("forms")
@@ -80,7 +82,9 @@ class Choice(Kind):
                 f"task {self.config.name}: two forms have one template", expected="options.letters_template, which lists "
                 "the choices, beside `template`, which does not", do="set it, or choose one of the forms",
             )  # fmt: skip
-        self._letters = task.template("options.letters_template", options.letters_template or self.config.template)
+        self._letters = task.template(
+            "options.letters_template", options.letters_template or self.config.template
+        )
         unconditional = options.unconditional
         self._unconditional = task.template("options.unconditional", unconditional) if unconditional else None
         names: dict[str, str] = {}
@@ -96,10 +100,14 @@ class Choice(Kind):
             "log_score": Metric("nats of the right choice", "nats", False, 0.0, None),
         }
         self.default_metrics = tuple(
-            name for name in ("acc", "acc_norm", "letter_acc", "acc_prior", "letter_acc_prior") if name in names
+            name
+            for name in ("acc", "acc_norm", "letter_acc", "acc_prior", "letter_acc_prior")
+            if name in names
         )
         if forms[0] == "letters":
-            self.default_metrics = tuple(sorted(self.default_metrics, key=lambda name: not name.startswith("letter")))
+            self.default_metrics = tuple(
+                sorted(self.default_metrics, key=lambda name: not name.startswith("letter"))
+            )
 
     def check_fields(self, fields: Collection[str]) -> None:
         """See `Kind`."""
@@ -140,7 +148,7 @@ class Choice(Kind):
         """See `Kind`: the right choice."""
         if self._example_answer is not None:
             return super().example_answer(item)
-        return str(self.options.delimiter) + item.choices[item.gold]
+        return f"{self.options.delimiter}{item.choices[item.gold]}"
 
     def prompt(self, item: Any) -> str:
         """See `Kind`: the prompt of the first form."""
@@ -189,7 +197,7 @@ class Choice(Kind):
             picks |= _picks(form, item.choices, own[0], own[1] if self.options.prior else None)
         scores = {name: float(pick == item.gold) for name, pick in picks.items()}
         chosen = {name: index for name, index in picks.items() if name in self.metrics}
-        first = next(name for name in self.chosen_metrics() if name in chosen)
+        first = next((name for name in self.chosen_metrics() if name in chosen), next(iter(chosen)))
         p = probabilities([s.total for s in rows[0]])
         scores["brier"] = sum((q - (c == item.gold)) ** 2 for c, q in enumerate(p))
         scores["log_score"] = -math.log(max(p[item.gold], 1e-12))
@@ -223,14 +231,19 @@ class Choice(Kind):
         if not has:
             return []
         found = calibration([r.details["probabilities"] for r in has], [r.details["gold"] for r in has])
-        nan, about = math.nan, f"expected calibration error; {found.expected_ece:.3f} for a calibrated model at this n"
+        nan, about = (
+            math.nan,
+            f"expected calibration error; {found.expected_ece:.3f} for a calibrated model at this n",
+        )
         return [
             TaskMeasure("ece", found.ece, nan, nan, found.n, about, "", False),
             TaskMeasure("ace", found.ace, nan, nan, found.n, "the same with bins of equal counts", "", False),
         ]
 
 
-def _picks(form: Form, choices: Sequence[str], after: Sequence[Score], alone: Sequence[Score] | None) -> dict[str, int]:
+def _picks(
+    form: Form, choices: Sequence[str], after: Sequence[Score], alone: Sequence[Score] | None
+) -> dict[str, int]:
     """Return accuracy -> index of the chosen one, for the scores after the prompt and without the question."""
     totals = [score.total for score in after]
     prefix = "" if form == "cloze" else "letter_"

@@ -64,6 +64,7 @@ def gold_index(gold: Any, choices: Sequence[str], where: str) -> int:
 
 def shuffled_order(task: str, item: str, n: int) -> list[int]:
     """Return a permutation that depends on task and item alone, for records whose right choice is always the first."""
+
     def key(i: int) -> bytes:
         return hashlib.sha256(f"{task}\0{item}\0{i}".encode()).digest()
 

@@ -46,7 +46,8 @@ class LikelihoodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     continuation: str = Field(
-        default="", description="template of the text that is scored after the prompt; default: the whole text"
+        default="",
+        description="template of the text that is scored after the prompt; default: the whole text",
     )
     window: int = Field(default=0, ge=0, description="tokens of context at most; 0: that of the model")
     stride: int = Field(default=0, ge=0, description="tokens between windows; 0: half of the window")

@@ -1,0 +1,301 @@
+"""The kind `generate`: answers as text, scored by a metric of `whorl.evals.metrics`; and its variants.
+
+    generate       any metric: exact, numeric, choice, refusal, repetition, "module:attribute"
+    program        tests of a program, in the sandbox
+    constraints    the instructions of IFEval
+
+With n samples of an item, each score is the mean over its samples, and there are further figures:
+
+    pass@k          1 - C(n - c, k) / C(n, k), for c right samples     Chen et al. 2021, arXiv:2107.03374, eq. 1
+    first_answer    the first sample alone: what one answer of the model is worth
+    majority        the most frequent extracted answer is right        Wang et al. 2022, arXiv:2203.11171
+
+`not_found`, `truncated` and `refused` are shares of answers without a verdict on the matter. A metric of a user has an
+attribute `scores`, a mapping of names to `Metric`, or one score with the metric's name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.errors import ConfigError, DataError, WhorlError
+from whorl.evals.kinds.gold import gold_index, one_gold
+from whorl.evals.kinds.kind import Answered, Kind, Metric
+from whorl.evals.metrics import Graded, ProgramMetric, get_metric, grade_all
+from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request
+from whorl.evals.results import ItemResult
+from whorl.evals.statistics.pass_at_k import majority_at_k, pass_at_k
+from whorl.evals.tasks.task import LETTERS
+from whorl.sandbox import ResourceLimits, Sandbox
+
+UNANSWERED = ("not_found", "truncated", "refused")
+SEED_STEP = 1_000_003  # between the seeds of samples
+
+
+def _pair(name: str, about: str) -> dict[str, Metric]:
+    return {
+        f"{name}_lenient": Metric(f"{about}, in any form"),
+        f"{name}_strict": Metric(f"{about}, in the demanded form"),
+    }
+
+
+SCORES: Mapping[str, Mapping[str, Metric]] = {
+    "exact": _pair("exact", "the gold answer"),
+    "numeric": _pair("numeric", "the gold number"),
+    "choice": _pair("choice", "the gold option"),
+    "constraints": {
+        "constraints_strict": Metric("all constraints of an item"),
+        "constraints_loose": Metric("the same, without markup, first or last line"),
+        "instructions_strict": Metric("single constraints"),
+        "instructions_loose": Metric("single constraints, loose"),
+    },
+    "program": {"passed": Metric("programs that pass their tests")},
+    "refusal": {
+        "over_refusal": Metric("refusals of harmless prompts", higher_is_better=False),
+        "compliance": Metric("answers to harmful prompts", higher_is_better=False),
+        "refused": Metric("refusals", higher_is_better=None),
+    },
+    "safety": {
+        "compliance": Metric("answers to harmful prompts", higher_is_better=False),
+        "over_refusal": Metric("refusals of harmless prompts", higher_is_better=False),
+        "unrelated": Metric("answers to harmful prompts about something else", higher_is_better=None),
+        "refused": Metric("refusals", higher_is_better=None),
+    },
+    "repetition": {
+        "distinct_1": Metric("different words", higher_is_better=None),
+        "distinct_2": Metric("different pairs of words", higher_is_better=None),
+        "distinct_3": Metric("different 3-grams", higher_is_better=None),
+        "distinct_4": Metric("different 4-grams", higher_is_better=None),
+        "loop": Metric("words in a loop", higher_is_better=False),
+        "lines": Metric("repeated lines", higher_is_better=False),
+        "compression": Metric("bytes / compressed bytes", "", False, 0.0, None),
+    },
+}
+
+
+class _SampleOptions(BaseModel):
+    """Settings of all kinds that generate."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    k: tuple[int, ...] = Field(default=(), description="of pass@k; default: 1 and the number of samples")
+
+
+class GenerateOptions(_SampleOptions):
+    """Settings of the kind `generate`."""
+
+    metric: str = Field(
+        default="exact", description='a name of whorl.evals.metrics.METRICS, or "module:attribute"'
+    )
+    metric_options: dict[str, Any] = Field(default={}, description="arguments of the metric, such as form")
+    metric_fields: tuple[str, ...] = Field(
+        default=(), description="fields of a record that are arguments, too"
+    )
+
+
+class Generate(Kind):
+    """See the top of this file."""
+
+    Options: ClassVar[type[BaseModel]] = GenerateOptions
+
+    def __init__(self, task: Any) -> None:
+        super().__init__(task)
+        self.metric_name: str = self.chosen_metric()
+        self._metric = get_metric(self.metric_name, self.metric_options())
+        n = self.config.generation.samples
+        if n > 1 and not self.config.generation.temperature:
+            raise ConfigError(
+                f"task {self.config.name}: {n} samples at temperature 0 are equal",
+                expected="generation.temperature above 0", do="set it, or generation.samples = 1",
+            )  # fmt: skip
+        self._ks = self.options.k or ((1, n) if n > 1 else ())
+        for k in self._ks:
+            if not 1 <= k <= n:
+                raise ConfigError(
+                    f"task {self.config.name}: pass@{k} of {n} samples", expected=f"k from 1 to {n}"
+                )
+        own = dict(SCORES.get(self.metric_name) or getattr(self._metric, "scores", {}))
+        own = own or {self.metric_name.rpartition(":")[2]: Metric("a metric of the user")}
+        self.primary = next(iter(own))
+        samples: dict[str, Metric] = {}
+        if n > 1:
+            samples = {f"pass@{k}": Metric(f"at least one of {k} answers is right") for k in self._ks}
+            samples["first_answer"] = Metric("the first answer is right")
+            samples["majority"] = Metric(f"the most frequent of {n} answers is right")
+        shares = {name: Metric("of the answers", higher_is_better=False) for name in UNANSWERED}
+        self.metrics = {**own, **samples, **{name: m for name, m in shares.items() if name not in own}}
+        self.default_metrics = (*own, *samples)
+
+    def chosen_metric(self) -> str:
+        """Return the name of the metric."""
+        return str(self.options.metric)
+
+    def metric_options(self) -> Mapping[str, Any]:
+        """Return the arguments of the metric that all items share."""
+        return dict(self.options.metric_options)
+
+    def sandbox(self) -> Sandbox | None:
+        """Return a new sandbox, or None if the metric runs no programs."""
+        return Sandbox() if isinstance(self._metric, ProgramMetric) else None
+
+    def prepare(self, item: Any) -> Any:
+        """See `Kind`: one gold answer; that of an item with choices is a letter."""
+        where = f"task {self.config.name}, item {item.id!r}"
+        if item.choices:
+            return replace(item, gold=LETTERS[gold_index(item.gold, item.choices, where)])
+        return (
+            item
+            if self.metric_name in ("constraints", "repetition")
+            else replace(item, gold=self._one(item.gold, where))
+        )
+
+    def _one(self, gold: Any, where: str) -> Any:
+        if isinstance(gold, list | tuple) and any(isinstance(each, list | tuple | Mapping) for each in gold):
+            return gold  # a nested value, such as grids
+        return one_gold(gold, where)
+
+    def check(self, item: Any) -> None:
+        """Raises DataError: the metric cannot compare with the gold answer."""
+        function = self._metric.build if isinstance(self._metric, ProgramMetric) else self._metric
+        try:
+            function(self._gold(item), "", **self._item_options(item))
+        except WhorlError as error:
+            raise DataError(
+                f"task {self.config.name}, item {item.id!r}: {error.what}",
+                expected=error.expected,
+                do=error.do,
+            ) from error
+
+    def _gold(self, item: Any) -> Any:
+        return str(item.gold) if self.metric_name in ("exact", "numeric", "choice") else item.gold
+
+    def _item_options(self, item: Any) -> dict[str, Any]:
+        """Return the arguments of the metric for one item: also its prompt and choices, where the metric takes them."""
+        function = self._metric.build if isinstance(self._metric, ProgramMetric) else self._metric
+        parameters = inspect.signature(function).parameters
+        found = dict(self.metric_options())
+        for name in getattr(self.options, "metric_fields", ()):
+            found[name] = item.fields.get(name, "")
+        if "options" in parameters and item.choices:
+            found.setdefault("options", list(item.choices))
+        if "prompt" in parameters:
+            found.setdefault("prompt", self.template(item.variables, item.id))
+        return found
+
+    def requests(self, item: Any) -> Sequence[Request]:
+        """See `Kind`: one for each sample."""
+        each, prompt = self.config.generation, self.prompt(item)
+        return [
+            GenerateRequest(
+                prompt, each.max_tokens, each.stop, each.temperature, each.top_p, each.seed + SEED_STEP * k
+            )
+            for k in range(each.samples)
+        ]
+
+    def score(self, answered: Sequence[Answered]) -> list[ItemResult]:
+        """See `Kind`: all answers are graded together."""
+        complete = [each for each in answered if each.missing is None]
+        pairs = [(each, r) for each in complete for r in each.responses if isinstance(r, Completion)]
+        options = [self._item_options(each.item) for each, _ in pairs]
+        with self.sandbox() or nullcontext() as sandbox:
+            graded = iter(
+                grade_all(
+                    self.metric_name, [self._gold(each.item) for each, _ in pairs], [r for _, r in pairs], options, sandbox
+                )
+            )  # fmt: skip
+        found = []
+        for each in answered:
+            if isinstance(each.missing, Missing):
+                found.append(self.missing(each, each.missing.reason))
+            else:
+                found.append(self._item_result(each, [next(graded) for _ in each.responses]))
+        return found
+
+    def _item_result(self, answered: Answered, graded: Sequence[Graded]) -> ItemResult:
+        texts = [r.text for r in answered.responses if isinstance(r, Completion)]
+        first = graded[0]
+        scores = _mean_scores(graded)
+        judged = [each for each in graded if each.outcome != "error"]
+        for name in UNANSWERED:
+            if judged and name in self.metrics and name not in scores:
+                scores[name] = sum(each.outcome == name for each in judged) / len(judged)
+        if len(graded) > 1 and len(judged) == len(graded):
+            right = np.array([[each.outcome == "right" for each in graded]])
+            scores |= {f"pass@{k}": float(pass_at_k(right, k)[0]) for k in self._ks}
+            scores["first_answer"] = float(right[0, 0])
+            votes = [[each.answer for each in graded]]
+            rng = np.random.default_rng(0)
+            scores["majority"] = float(majority_at_k(right, votes, [len(graded)], rng)[len(graded)][0])
+        order = [name for name in self.metrics if name in scores]
+        details: dict[str, Any] = {"extracted": [each.answer for each in graded]}
+        if len(graded) > 1:
+            details["outcomes"] = dict(Counter(each.outcome for each in graded))
+        weights = {name: w for name, w in first.weights.items() if name in scores}
+        return self.result(
+            answered, {name: scores[name] for name in order}, first.outcome, first.reason, answers=texts,
+            gold=shown_gold(answered.item.gold), details=details, weights=weights,
+        )  # fmt: skip
+
+
+class ProgramOptions(_SampleOptions):
+    """Settings of the kind `program`."""
+
+    seconds: float = Field(default=5.0, gt=0, description="time of one program with its tests")
+    memory_bytes: int = Field(default=512 << 20, ge=1 << 20)
+    workers: int = Field(default=2, ge=1, description="programs that run at once")
+    metric_options: dict[str, Any] = Field(default={}, description="entry_point or prompt of all items")
+
+
+class ProgramTests(Generate):
+    """The kind `program`: the gold answer is the source of the tests, or a record of HumanEval."""
+
+    Options = ProgramOptions
+
+    def chosen_metric(self) -> str:
+        """See `Generate`."""
+        return "program"
+
+    def sandbox(self) -> Sandbox | None:
+        """See `Generate`."""
+        options = self.options
+        limits = ResourceLimits(options.seconds, options.seconds, options.memory_bytes)
+        return Sandbox(limits, workers=options.workers)
+
+
+class Constraints(Generate):
+    """The kind `constraints`: the gold answer is the list of constraints, or a record of IFEval."""
+
+    Options = _SampleOptions
+
+    def chosen_metric(self) -> str:
+        """See `Generate`."""
+        return "constraints"
+
+    def metric_options(self) -> Mapping[str, Any]:
+        """See `Generate`."""
+        return {}
+
+
+def shown_gold(gold: Any) -> str:
+    """Return a gold answer as text for a reader."""
+    if isinstance(gold, Mapping) and "test" in gold:
+        return str(gold["test"])
+    return "" if gold is None else str(gold)
+
+
+def _mean_scores(graded: Sequence[Graded]) -> dict[str, float]:
+    """Return metric -> mean over the samples that have it."""
+    names = dict.fromkeys(name for each in graded for name in each.scores)
+    found = {}
+    for name in names:
+        values = [each.scores[name] for each in graded if name in each.scores]
+        found[name] = sum(values) / len(values)
+    return found
