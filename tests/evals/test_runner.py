@@ -91,7 +91,7 @@ def test_items_advance_together_by_rounds_and_roles() -> None:
     model, judge = by_text(lambda q: f"answer to {q}"), by_text(lambda q: "good")
     result = evaluate(model, [made], roles={"judge": judge})[0]
     assert [item.answers[0] for item in result.items] == ["answer to 0?", *["good"] * 5]
-    assert [r.prompt for r in judge.sent][0] == "judge answer to 1?" and len(judge.sent) == 5  # type: ignore[union-attr]
+    assert judge.sent[0].prompt == "judge answer to 1?" and len(judge.sent) == 5  # type: ignore[union-attr]
     with pytest.raises(WhorlError, match=r"needs a model with the role 'judge'[\s\S]*--judge"):
         evaluate(model, [made])
 
