@@ -5,7 +5,7 @@ from whorl.registry import Registry
 KINDS = Registry(
     "kind of task",
     {
-        "likelihood": "whorl.evals.kinds.likelihood:Likelihood",
+        "likelihood": "whorl.evals.kinds.likelihood:TextLikelihood",
         "choice": "whorl.evals.kinds.choice:Choice",
         "generate": "whorl.evals.kinds.generate:Generate",
         "program": "whorl.evals.kinds.generate:ProgramTests",

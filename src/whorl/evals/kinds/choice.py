@@ -13,7 +13,7 @@ largest of:
     letter_acc        l of the letter
     letter_acc_mutual_info, letter_acc_prior                 the same with u = log p(letter | last line of the prompt)
 
-`acc_prior` above chance shows that the answers can be guessed without the question. Probabilities are the softmax of the
+`acc_prior` above chance shows that the choices alone identify the answers. Probabilities are the softmax of the
 first form's l_c. They give `brier` and `log_score`, and the calibration errors `ece` and `ace` (`metrics/calibration.py`).
 """
 
@@ -117,7 +117,7 @@ class Choice(Kind):
             self._unconditional.check_fields(fields, required=False)
 
     def prepare(self, item: Any) -> Any:
-        """See `Kind`: the gold becomes an index, and the choices are shuffled if the task wants it."""
+        """See `Kind`: the gold becomes an index, and the choices are shuffled if `shuffle` is set."""
         where = f"task {self.config.name}, item {item.id!r}"
         choices = item.choices
         if len(choices) < 2:

@@ -17,7 +17,7 @@ def one_gold(gold: Any, where: str) -> Any:
         where: task and item, for messages.
 
     Raises:
-        DataError: there is none, or there are several.
+        DataError: no gold answer, or several.
     """
     if isinstance(gold, Sequence) and not isinstance(gold, str):
         if len(gold) > 1:
@@ -41,7 +41,7 @@ def gold_index(gold: Any, choices: Sequence[str], where: str) -> int:
         gold: an index from 0, the text of one choice, or its letter.
 
     Raises:
-        DataError: there is no gold answer, there are several, or it is none of the choices.
+        DataError: no gold answer, several of them, or it is none of the choices.
     """
     gold = one_gold(gold, where)
     if isinstance(gold, float) and gold.is_integer():

@@ -53,7 +53,7 @@ class LikelihoodOptions(BaseModel):
     stride: int = Field(default=0, ge=0, description="tokens between windows; 0: half of the window")
 
 
-class Likelihood(Kind):
+class TextLikelihood(Kind):
     """See the top of this file."""
 
     Options = LikelihoodOptions
