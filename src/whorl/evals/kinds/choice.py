@@ -80,7 +80,7 @@ class Choice(Kind):
         if len(forms) > 1 and not options.letters_template:
             raise ConfigError(
                 f"task {self.config.name}: two forms have one template", expected="options.letters_template, which lists "
-                "the choices, beside `template`, which does not", do="set it, or choose one of the forms",
+                "the choices, apart from `template`, which does not", do="set it, or choose one of the forms",
             )  # fmt: skip
         self._letters = task.template(
             "options.letters_template", options.letters_template or self.config.template
