@@ -43,7 +43,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     yield url
     engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
-        connection.execute(sa.text("DROP TABLE files, blobs"))
+        connection.execute(sa.text("DROP TABLE files, blobs, hashes"))
     engine.dispose()
 
 

@@ -7,6 +7,7 @@ all documents.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 # Languages (of `readers.LANGUAGES`) that are not code. A document of unknown language counts as prose.
 PROSE_LANGUAGES = {None, "text", "markdown", "restructuredtext", "html", "latex", "csv"}
-PROVENANCE = ["source", "path", "language", "licence"]
+PROVENANCE = ["source", "path", "language", "licence", "url", "time", "media_type"]
+HOST = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#@]*@)?([^/?#:]*)")  # of a URL
 
 
 def attribute_schema(measures: Sequence[MeasureConfig]) -> pa.Schema:
@@ -36,9 +38,13 @@ def attribute_schema(measures: Sequence[MeasureConfig]) -> pa.Schema:
         ("language", pa.string()),
         ("is_code", pa.bool_()),  # in prose a line may be a whole paragraph, in code it may not
         ("licence", pa.string()),
+        ("url", pa.string()),
+        ("domain", pa.string()),  # the host of the URL, in lower case
+        ("time", pa.string()),  # as written in the source, mostly ISO 8601
+        ("media_type", pa.string()),
     ]
     of_corpus = [
-        ("exact_duplicate", pa.bool_()),  # an earlier row has the same text
+        ("exact_duplicate", pa.bool_()),  # another row with the same text stays (`deduplication/exact.py`)
         ("cluster", pa.int64()),  # row of the first document of its near-duplicate cluster
         ("cluster_documents", pa.int64()),
         ("near_duplicate", pa.bool_()),  # not the first of its cluster
@@ -75,11 +81,11 @@ def write_attributes(
             pq.ParquetWriter(out / attribute_file_name(path), schema, compression="zstd") as writer,
         ):
             for group in range(file.num_row_groups):
-                provenance = file.read_row_group(group, columns=PROVENANCE)
+                provenance = _provenance(file.read_row_group(group, columns=PROVENANCE))
                 end = begin + len(provenance)
                 is_code = [language not in PROSE_LANGUAGES for language in provenance["language"].to_pylist()]
                 columns = {"row": pa.array(range(begin, end)), "is_code": pa.array(is_code)}
-                columns |= {name: provenance[name] for name in PROVENANCE}
+                columns |= {name: provenance[name] for name in provenance.column_names}
                 for config, part in parts:
                     table = part.read_row_group(group)
                     columns |= {config.prefix + name: table[name] for name in table.column_names}
@@ -92,6 +98,49 @@ def write_attributes(
             part.close()
 
 
+def _provenance(found: pa.Table) -> pa.Table:
+    """Add the domain, and columns that documents of an earlier version lack."""
+    import pyarrow as pa
+
+    for name in PROVENANCE:
+        if name not in found.column_names:
+            found = found.append_column(name, pa.nulls(len(found), pa.string()))
+    if found["url"].null_count == len(found):
+        return found.append_column("domain", pa.nulls(len(found), pa.string()))
+    return found.append_column("domain", pa.array(map(domain_of, found["url"].to_pylist()), pa.string()))
+
+
+def domain_of(url: str | None) -> str | None:
+    """Return the host of a URL in lower case, or None."""
+    found = HOST.match(url or "")
+    return found[1].lower() or None if found else None
+
+
+def replace_column(attributes: Sequence[Path], name: str, values: NDArray[Any]) -> None:
+    """Replace a column of attribute files by [n_documents] values, in those files where it differs."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    end = 0
+    for path in attributes:
+        old = pq.read_table(path, columns=[name])[name]
+        begin, end = end, end + len(old)
+        if np.array_equal(old.to_numpy(), values[begin:end]):
+            continue
+        changed = path.with_name(path.name + ".changed")
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            with pq.ParquetWriter(changed, schema, compression="zstd") as writer:
+                for group in range(file.num_row_groups):
+                    table = file.read_row_group(group)
+                    column = pa.array(values[begin : begin + len(table)], schema.field(name).type)
+                    writer.write_table(
+                        table.set_column(schema.get_field_index(name), schema.field(name), column)
+                    )
+                    begin += len(table)
+        changed.replace(path)
+
+
 def query_attributes(
     query: str,
     column: str,
@@ -100,12 +149,14 @@ def query_attributes(
     n_rows: int,
     *,
     step: str = "curate",
+    replace: Mapping[str, str] | None = None,
 ) -> NDArray[Any]:
     """Run a query over the table `attributes` and return a column's text per row, 'not_selected' for rows it leaves out.
 
     Args:
         columns: of the attributes, for error messages.
         step: whose query it is, for error messages.
+        replace: columns that the query sees with another value: name -> SQL expression.
 
     Raises:
         ConfigError: the query is invalid, or does not return `row` and the column for known rows, each once.
@@ -124,7 +175,10 @@ def query_attributes(
         }
     )
     try:
-        database.register("attributes", ds.dataset([str(path) for path in attributes]))
+        database.register("measured", ds.dataset([str(path) for path in attributes]))
+        others = ", ".join(f"{value} AS {name}" for name, value in (replace or {}).items())
+        star = f"* REPLACE ({others})" if others else "*"
+        database.execute(f"CREATE TEMP VIEW attributes AS SELECT {star} FROM measured")
         typed = f"coalesce(row::BIGINT, -1) AS row, coalesce(\"{column}\"::VARCHAR, '') AS value"
         result = database.execute(f"SELECT {typed} FROM ({query})").fetchnumpy()
     except duckdb.Error as error:

@@ -1,7 +1,7 @@
 """Configuration of a corpus: its sources, and the selection of documents.
 
-There is one pydantic model per step. The fields are part of the artifact's address, so they may only hold settings that
-change the result, not settings that change its speed.
+There is one pydantic model per step. The fields are part of the artifact's address, since they change the result. The
+engine and its workers (`ExecutorConfig`) are not.
 
 The subtle part is `IngestConfig.fingerprint`. An address is a hash of configuration and parents, and `ingest` has no
 parents. Without the fingerprint, an edited source file would not change the address. The step therefore sets
@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from whorl.corpus.deduplication.settings import EarlierConfig, MinHashConfig, SignatureConfig
+from whorl.corpus.mapreduce import ExecutorConfig
 from whorl.corpus.measures import FILTERS, MEASURES, MeasureConfig, check_filter
 from whorl.data.formats import FORMATS
+from whorl.errors import ConfigError
 
 # Folders of tools and caches. A pattern without "/" matches a name at any depth.
 DEFAULT_EXCLUDE = (
@@ -48,7 +51,7 @@ FROM attributes"""
 MeasureName = Annotated[str, AfterValidator(MEASURES.check)]
 
 
-class IngestConfig(BaseModel):
+class IngestConfig(ExecutorConfig):
     """Which bytes become documents."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -131,7 +134,7 @@ class DecontaminationConfig(BaseModel):
     fingerprint: str = Field(default="", description="hash of the items, set by the step; leave empty")
 
 
-class CurateConfig(BaseModel):
+class CurateConfig(ExecutorConfig):
     """Which documents are selected, and which of them are held out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -159,8 +162,15 @@ class CurateConfig(BaseModel):
     )
     near_duplicate_order: str = Field(
         default="",
-        description="SQL ordering of `attributes`, such as 'licence IS NULL, n_bytes DESC': the first of near duplicates "
-        "stays, of equal ones the smallest id; default: the first row",
+        description="SQL ordering of `attributes`, such as 'licence IS NULL, n_bytes DESC': the first of exact or near "
+        "duplicates stays, of equal ones the smallest id; default: the first row",
+    )
+    minhash: SignatureConfig = Field(
+        default=SignatureConfig(), description="hashes, bands, shingles and normalization of near duplicates"
+    )
+    earlier: list[str | EarlierConfig] = Field(
+        default=[],
+        description="earlier corpora: folders of documents, or artifacts as 'web/curate'; their documents stay",
     )
     decontaminate: DecontaminationConfig | None = Field(
         default=None, description="test sets; documents that hold their items are dropped as 'contaminated'"
@@ -177,6 +187,20 @@ class CurateConfig(BaseModel):
         default=0.1, gt=0, le=1.0, description="maximum fraction of a held-out split in one cluster"
     )
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_earlier(self) -> CurateConfig:
+        if self.earlier and self.near_duplicates == "keep":
+            raise ConfigError(
+                "curate.earlier names corpora, but near duplicates are kept",
+                expected='near_duplicates = "remove"',
+            )
+        return self
+
+    @property
+    def minhash_config(self) -> MinHashConfig:
+        """`minhash` with the threshold."""
+        return MinHashConfig(similarity=self.near_duplicate_similarity, **self.minhash.model_dump())
 
     @property
     def measure_configs(self) -> list[MeasureConfig]:

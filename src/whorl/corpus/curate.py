@@ -26,14 +26,17 @@ from whorl.corpus.attributes import (
     attribute_file_name,
     attribute_schema,
     query_attributes,
+    replace_column,
     write_attributes,
 )
 from whorl.corpus.config import CurateConfig
 from whorl.corpus.decontamination import write_contamination
-from whorl.corpus.deduplication import MinHashConfig, find_near_duplicates, write_duplicates
+from whorl.corpus.deduplication import find_near_duplicates, write_duplicates
+from whorl.corpus.deduplication.earlier import EarlierCorpus, find_earlier
+from whorl.corpus.deduplication.exact import surviving_copies
 from whorl.corpus.deduplication.near.clusters import first_occurrence
 from whorl.corpus.deduplication.near.stages import find_clusters
-from whorl.corpus.mapreduce import LocalPool, UnitStore
+from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
 from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import DataError
@@ -52,12 +55,16 @@ def curate(
     *,
     workers: int = 1,
     units: Path | None = None,
+    executor: Executor | None = None,
+    earlier: Sequence[EarlierCorpus] | None = None,
 ) -> dict[str, Any]:
     """Write the attributes and the selection of these document files into `out`.
 
     Args:
         workers: processes that measure; with more than one, a script must start under `if __name__ == "__main__"`.
         units: folder of finished measurements, which later runs reuse; default a temporary folder.
+        executor: where units run; default a pool of `workers`.
+        earlier: those of `config.earlier`; default: it names folders.
 
     Returns:
         `funnel` (read, the rest after each reason, train), `dropped` (reason -> documents, bytes), `splits` (name ->
@@ -74,7 +81,9 @@ def curate(
     measures = [MeasureConfig(name="text", measure="text"), *config.measure_configs]
     columns = attribute_schema(measures).names
     n_rows = sum(pq.ParquetFile(path).metadata.num_rows for path in documents)
-    executor, minhash = LocalPool(workers), MinHashConfig(similarity=config.near_duplicate_similarity)
+    executor, minhash = executor or LocalPool(workers), config.minhash_config
+    if earlier is None:
+        earlier = [find_earlier(e if isinstance(e, str) else e.corpus) for e in config.earlier]
     contamination: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
         store = UnitStore(units or Path(scratch, "units"))
@@ -94,18 +103,23 @@ def curate(
         write_attributes(documents, measures, measured, of_corpus, out)
         attributes = [out / attribute_file_name(path) for path in documents]
         query = filtered_query(config.query, config.filters)
+        ranks = _ranks(config.near_duplicate_order, attributes, table.ids)
+        if (first != rows).any():
+            no_copies = {"exact_duplicate": "FALSE"}
+            kept = query_attributes(query, "reason", attributes, columns, n_rows, replace=no_copies) == ""
+            replace_column(attributes, "exact_duplicate", surviving_copies(first, kept, ranks) != rows)
         reasons = query_attributes(query, "reason", attributes, columns, n_rows)
         if config.decontaminate is not None:
-            rows, contamination["contamination"] = write_contamination(
+            found, contamination["contamination"] = write_contamination(
                 config.decontaminate, documents, out, progress, units=units, executor=executor
             )
-            reasons[rows[reasons[rows] == ""]] = "contaminated"
+            reasons[found[reasons[found] == ""]] = "contaminated"
         if config.near_duplicates == "remove":
-            ranks = _ranks(config.near_duplicate_order, attributes, table.ids)
-            found = find_near_duplicates(
-                documents, minhash, store, executor, ranks=ranks, candidates=np.asarray(reasons == "", bool)
-            )
-            reasons[write_duplicates(found, documents, out)] = "near_duplicate"
+            with progress.task("Removing near duplicates", total=len(documents), unit="files"):
+                removed = _near_duplicates(
+                    config, documents, out, store, executor, earlier, ranks, reasons == ""
+                )
+            reasons[removed] = "near_duplicate"
     kept = reasons == ""
     if not kept.any():
         names, counts = np.unique(reasons, return_counts=True)
@@ -157,6 +171,28 @@ def _ranks(order: str, attributes: Sequence[Path], ids: Sequence[str]) -> NDArra
     ranks = np.empty(len(ids), np.int64)
     ranks[np.lexsort((np.array(ids), place))] = np.arange(len(ids))
     return ranks
+
+
+def _near_duplicates(
+    config: CurateConfig, documents: Sequence[Path], out: Path, store: UnitStore, executor: Executor,
+    earlier: Sequence[EarlierCorpus], ranks: NDArray[np.int64] | None, kept: NDArray[Any],
+) -> NDArray[np.int64]:  # fmt: skip
+    """Write the near duplicates among the kept documents, and return their rows."""
+    import pyarrow.parquet as pq
+
+    files = [path for corpus in earlier for path in corpus.files]
+    masks = [
+        np.ones(sum(pq.read_metadata(path).num_rows for path in corpus.files), bool)
+        if corpus.kept is None
+        else corpus.kept
+        for corpus in earlier
+    ]
+    found = find_near_duplicates(
+        documents, config.minhash_config, store, executor, earlier=files, ranks=ranks,
+        candidates=np.asarray(kept, bool), earlier_candidates=np.concatenate(masks) if masks else None,
+    )  # fmt: skip
+    names = [corpus.name for corpus in earlier for _ in corpus.files]
+    return write_duplicates(found, documents, out, earlier=files, names=names)
 
 
 def _write_selection(out: Path, split: NDArray[Any], reasons: NDArray[Any]) -> None:

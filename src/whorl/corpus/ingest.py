@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_schema
 from whorl.corpus.links import GoodLinks, LinkFile, find_links, good_links
-from whorl.corpus.mapreduce import Input, LocalPool, Output, Stage, Unit, UnitStore
+from whorl.corpus.mapreduce import ENGINE_FIELDS, Executor, Input, LocalPool, Output, Stage, Unit, UnitStore
 from whorl.corpus.mapreduce.units import link_or_copy
 from whorl.corpus.provenance.catalog import Catalog, CatalogFile, media_type
+from whorl.corpus.provenance.hashes import ContentHashes
 from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import (
     MAX_SPLIT_FILE_BYTES,
@@ -63,7 +64,7 @@ ROW_GROUP_ROWS = 4096
 FILE_BYTES = 256_000_000
 LOGGED_DAMAGED_FILES = 5
 COPIES_FILE = "copies.jsonl"
-# Settings that choose the files or the links, whose effect on a block is in its arguments.
+# Settings that choose the files or the links, whose effect on a block is in its arguments, or the engine, which has none.
 CHOICE_OF_FILES = {
     "sources",
     "include",
@@ -73,6 +74,7 @@ CHOICE_OF_FILES = {
     "fingerprint",
     "links",
     "min_link_score",
+    *ENGINE_FIELDS,
 }
 
 
@@ -88,14 +90,15 @@ class FilePart:
 
 def ingest(
     config: IngestConfig, out: Path, progress: Progress, *, workers: int = 1, units: Path | None = None,
-    catalog: Catalog | None = None, address: str = "",
+    catalog: Catalog | None = None, address: str = "", executor: Executor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Read all sources into `out` and return counts of all records.
 
     Args:
         workers: processes; with more than one, a script must start under `if __name__ == "__main__"`.
         units: folder of finished blocks, which later runs reuse; default a temporary folder.
-        catalog: gets a row for each file, under this address.
+        catalog: gets a row for each file, under this address, and keeps the hashes of the files.
+        executor: where blocks are read; default a pool of `workers`.
 
     Returns:
         `files`, `excluded_files`, `equal_files` (files and bytes that were not read), `documents`, `bytes`, `funnel`
@@ -108,7 +111,8 @@ def ingest(
     """
     files, excluded = list_files(config)
     given, config = config, with_split_size(config, files)
-    versions = file_versions(files, config)
+    hashes = ContentHashes(catalog)
+    versions = file_versions(files, config, hashes)
     copies = _equal_files(files, versions) if config.equal_files == "once" else {}
     read = [number for number in range(len(files)) if number not in copies]
     blocks = plan_blocks([files[number] for number in read], config)
@@ -117,7 +121,7 @@ def ingest(
     temporary = tempfile.TemporaryDirectory(dir=out, prefix="units-") if units is None else nullcontext(units)
     with temporary as folder, progress.task("Reading", total=total / 1e6, unit="MB") as task:
         found = UnitStore(Path(folder)).run(
-            _stage(config), _units(blocks, files, versions, config), LocalPool(workers),
+            _stage(config), _units(blocks, files, versions, config), executor or LocalPool(workers),
             advance=lambda unit: task.advance(sum(part["size"] for part in unit.arguments["parts"]) / 1e6),
         )  # fmt: skip
         stats = _collect(found, out)
@@ -131,7 +135,7 @@ def ingest(
             expected="UTF-8 text, Markdown, source code, JSONL(.gz/.zst), Parquet or tar",
             do=f"check the first: {stats.first_rejection}" if stats.first_rejection else "",
         )
-    if config.fingerprint and config.fingerprint != fingerprint(given):
+    if config.fingerprint and config.fingerprint != fingerprint(given, hashes):
         raise DataError(
             "the source files changed while they were read", do="run again when the files no longer change"
         )

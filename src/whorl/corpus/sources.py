@@ -9,9 +9,9 @@ expressions.
 
 A URL is listed by fsspec in the same way.
 
-`fingerprint` hashes this list for the ingest step's address. It reads up to `MAX_HASHED_BYTES` in total, because
-modification times change on a fresh checkout. Above that it uses size and modification time, because hashing a terabyte
-at every lookup would be too slow. A plain file over the document limit is quarantined unread, so only its size counts.
+`fingerprint` hashes this list for the ingest step's address, with the contents of local files, because modification times
+change on a fresh checkout. A catalogue keeps the hashes (`provenance/hashes.py`), so a file is read once for as long as it
+does not change. A plain file over the document limit is quarantined unread, so only its size counts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.links import find_links
-from whorl.data.files import compression, filesystem, format_suffix, is_url, open_file
+from whorl.corpus.provenance.hashes import ContentHashes
+from whorl.data.files import compression, filesystem, format_suffix, is_url
 from whorl.data.formats import format_name
 from whorl.errors import ConfigError, DataError, one_of
 
@@ -38,7 +38,6 @@ from whorl.errors import ConfigError, DataError, one_of
 KNOWN_SOURCES = {
     "python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")
 }
-MAX_HASHED_BYTES = 2_000_000_000
 FEW_FILES = 30  # fewer files are divided into about SPLIT_DOCUMENTS documents
 SPLIT_DOCUMENTS = 200
 MIN_SPLIT_BYTES = 4000
@@ -279,11 +278,11 @@ def is_divided(file: SourceFile, config: IngestConfig) -> bool:
     return bool(config.split_bytes) and is_text and file.suffix in PROSE_SUFFIXES
 
 
-def fingerprint(config: IngestConfig) -> str:
+def fingerprint(config: IngestConfig, hashes: ContentHashes | None = None) -> str:
     """Return a hash that changes with the bytes that `ingest(config)` would read (see the top of this file)."""
     files, _ = list_files(config)
     digest = hashlib.blake2b(digest_size=16)
-    for file, version in zip(files, file_versions(files, config), strict=True):
+    for file, version in zip(files, file_versions(files, config, hashes), strict=True):
         line = f"{file.source}\0{file.path}\0{file.size}\0{version}\0"
         digest.update(line.encode("utf-8", "surrogateescape"))
     for link_file in find_links(config.links):
@@ -291,21 +290,24 @@ def fingerprint(config: IngestConfig) -> str:
     return digest.hexdigest()
 
 
-def file_versions(files: Sequence[SourceFile], config: IngestConfig) -> list[str]:
-    """Return for each file a text that changes with its content: a hash, or its modification time (see the top)."""
+def file_versions(
+    files: Sequence[SourceFile], config: IngestConfig, hashes: ContentHashes | None = None
+) -> list[str]:
+    """Return for each file a text that changes with its content: a hash, or the version of a remote file.
+
+    Args:
+        hashes: known ones; default none.
+    """
     config = with_split_size(config, files)
     read = [f.size is not None and not exceeds_limit(f, config) for f in files]
-    by_content = (
-        sum(f.size or 0 for f, is_read in zip(files, read, strict=True) if is_read) <= MAX_HASHED_BYTES
-    )
+    local = [f.location for f, is_read in zip(files, read, strict=True) if is_read and not is_url(f.location)]
+    contents = iter((hashes or ContentHashes()).of(local))
     versions = []
     for file, is_read in zip(files, read, strict=True):
         if not is_read:
             versions.append(f"unread {file.size}")
-        elif by_content and not is_url(file.location):
-            versions.append(_hash(file.location))
         else:
-            versions.append(f"modified {file.modified_ns}")
+            versions.append(f"modified {file.modified_ns}" if is_url(file.location) else next(contents))
     return versions
 
 
@@ -318,12 +320,3 @@ def exceeds_size_limit(file: SourceFile, limit: int, formats: Mapping[str, str] 
     """Return whether a file is one plain document over the size limit."""
     is_text = format_name(file.location, formats) == "text"
     return is_text and compression(file.location) is None and (file.size or 0) > limit
-
-
-def _hash(location: str) -> str:
-    try:
-        stream: Any
-        with open_file(location) as stream:
-            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except OSError as error:
-        return f"unreadable {error.errno}"

@@ -58,7 +58,7 @@ def profile_recipe(
     from whorl.train.profiling.profiler import profile
 
     config = (
-        training.kind.complete_config(training.config)
+        training.kind.complete_config(training.config, store)
         if training.kind.complete_config is not None
         else training.config
     )

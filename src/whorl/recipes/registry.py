@@ -105,7 +105,7 @@ class StepKind:
     Attributes:
         output_kind: kind of the artifact.
         parents: role -> kind of artifact; a role that ends in "?" is optional. {"*": "*"} takes any roles of any kinds.
-        complete_config: completes a configuration before the address is computed.
+        complete_config: completes a configuration before the address is computed; gets the store, too.
         not_hashed: fields that do not affect the result and are not part of the address, so that an interrupted step can
             continue with other values.
     """
@@ -117,7 +117,7 @@ class StepKind:
     version: int
     about: str
     function: Callable[[StepContext, Any], None]
-    complete_config: Callable[[Any], BaseModel] | None
+    complete_config: Callable[[Any, Store], BaseModel] | None
     not_hashed: frozenset[str] = frozenset()
 
     def parent_roles(self) -> dict[str, tuple[str, bool]]:
@@ -134,7 +134,7 @@ def step(
     config: type[Config],
     parents: Mapping[str, str] | None = None,
     version: int = 1,
-    complete_config: Callable[[Config], Config] | None = None,
+    complete_config: Callable[[Config, Store], Config] | None = None,
     not_hashed: Collection[str] = (),
 ) -> Callable[[Callable[[StepContext, Config], None]], Callable[[StepContext, Config], None]]:
     """Register the decorated function as a step; the first line of its docstring is its help text."""

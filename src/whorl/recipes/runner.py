@@ -199,7 +199,7 @@ def _run_step(
     label: str,
 ) -> tuple[Artifact, str]:
     kind = step.kind
-    config = kind.complete_config(step.config) if kind.complete_config is not None else step.config
+    config = kind.complete_config(step.config, store) if kind.complete_config is not None else step.config
     parents = {role: artifacts[parent] for role, parent in step.parents.items() if parent in artifacts}
     try:
         with store.build(

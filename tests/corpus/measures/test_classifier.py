@@ -22,7 +22,7 @@ from whorl.corpus.measures import MeasureConfig, measure_texts
 from whorl.corpus.measures.trained.classifier import fit_logistic, roc_auc, train_classifier
 from whorl.corpus.measures.trained.hashed_ngrams import hash_ngrams, load_model
 from whorl.errors import ConfigError, DataError
-from whorl.recipes.steps.corpus import with_file_hashes
+from whorl.recipes.steps.corpus_inputs import with_file_hashes
 
 COMMON = [f"common{i}" for i in range(200)]
 OF_CLASS = ([f"good{i}" for i in range(30)], [f"bad{i}" for i in range(30)])

@@ -114,25 +114,55 @@ def dedup(
         float | None,
         typer.Option(min=0.3, max=1.0, help="Jaccard similarity from which one of two is removed."),
     ] = None,
+    bands: Annotated[
+        int | None, typer.Option(min=1, help="Bands of MinHash: documents that agree in one are compared.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Hashes of a band.")] = None,
+    shingle: Annotated[
+        int | None, typer.Option(min=1, help="Consecutive words or characters that are compared.")
+    ] = None,
+    unit: Annotated[
+        str | None, typer.Option(metavar="words|characters", help="characters: for languages without spaces.")
+    ] = None,
+    order: Annotated[
+        str | None, typer.Option(metavar="SQL", help="The first of duplicates in this order stays.")
+    ] = None,
+    earlier: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CORPUS", help="Earlier documents that stay: a folder, or as web/curate."),
+    ] = None,
     changes: SetOption = None,
     corpus: MadeCorpus = "corpus",
     store: StoreOption = None,
 ) -> None:
     """Also remove near duplicates; every removal is verified against a document that stays.
 
-    The other settings of `filter` are kept.
+    The other settings of `filter` are kept. Further ones are those of `curate.minhash` (docs/corpus.md).
 
-    Example:
+    Examples:
 
         whorl corpus dedup --similarity 0.8
+
+        whorl corpus dedup --bands 16 --rows 8 --order "time, n_bytes DESC" --earlier web-2025/curate
     """
-    from whorl.cli.curation.corpus_store import run_step
+    from whorl.cli.curation.corpus_store import find, run_step
+    from whorl.corpus.deduplication.settings import SignatureConfig
     from whorl.store import Store
 
-    settings = {"near_duplicates": "remove", "near_duplicate_similarity": similarity}
-    run_step(
-        Store(store), corpus, "curate", {k: v for k, v in settings.items() if v is not None}, changes or ()
-    )
+    opened = Store(store)
+    current = find(opened, corpus, "curate")
+    minhash = SignatureConfig().model_dump() | (current.config.get("minhash", {}) if current else {})
+    minhash |= {
+        name: value
+        for name, value in {"bands": bands, "rows": rows, "shingle": shingle, "unit": unit}.items()
+        if value is not None
+    }
+    minhash["hashes"] = max(minhash["hashes"], minhash["bands"] * minhash["rows"])
+    settings = {
+        "near_duplicates": "remove", "near_duplicate_similarity": similarity, "minhash": minhash,
+        "near_duplicate_order": order, "earlier": earlier or None,
+    }  # fmt: skip
+    run_step(opened, corpus, "curate", {k: v for k, v in settings.items() if v is not None}, changes or ())
 
 
 def decontaminate(
@@ -175,15 +205,21 @@ def mix(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: StoreOp
 
 
 def stats(
+    rule: Annotated[
+        str | None,
+        typer.Option(metavar="REASON", help="Bias of one rule or filter, such as c4; default: of all."),
+    ] = None,
     corpus: ReadCorpus = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     store: StoreOption = None,
 ) -> None:
-    """Print what each stage left, the splits, the sources, and how unequal the sources are.
+    """Print what each stage left, the splits, what was kept by language, source and domain, and how unequal sources are.
 
-    Example:
+    Examples:
 
         whorl corpus stats
+
+        whorl corpus stats --rule gopher_quality
     """
     import json
     from dataclasses import asdict
@@ -191,7 +227,7 @@ def stats(
     import numpy as np
 
     from whorl.cli.curation.corpus_store import latest
-    from whorl.corpus.provenance import count_sources
+    from whorl.corpus.provenance import count_sources, selection_bias
     from whorl.corpus.provenance.tables import CorpusTables
     from whorl.store import Store
     from whorl.tracking.inequality import gini
@@ -201,7 +237,9 @@ def stats(
     found: dict[str, Any] = {"corpus": made.name, "funnel": made.summary["funnel"]}
     found["quarantine"] = documents.summary["quarantine"]
     if selection is not None:
-        sources = count_sources(CorpusTables(documents.path, selection.path))
+        tables = CorpusTables(documents.path, selection.path)
+        sources, bias = count_sources(tables), selection_bias(tables, rule or "")
+        found["bias"] = {kind: [asdict(group) for group in groups] for kind, groups in bias.items()}
         found["splits"] = selection.summary["splits"]
         found["sources"] = [asdict(source) for source in sources]
         found["gini"] = round(float(gini(np.array([float(source.kept_bytes) for source in sources]))), 4)
@@ -230,6 +268,14 @@ def stats(
     _print_table(["source", "documents", "kept", "size", "kept"], rows)
     more = len(found["sources"]) - len(rows)
     print(f"... and {more:,} more" if more > 0 else "", end="\n" if more > 0 else "")
+    for kind, groups in found["bias"].items():
+        if len(groups) > 1:
+            print()
+            _print_table([kind, "kept", "dropped", "kept size", "dropped size"], [
+                [g["value"] or "unknown", f"{g['kept_documents']:,}", f"{g['dropped_documents']:,}",
+                 format_size(g["kept_bytes"]), format_size(g["dropped_bytes"])]
+                for g in groups[:20]
+            ])  # fmt: skip
     print(f"Gini coefficient of the kept bytes by source: {found['gini']:.3f} (0: all equal)")
 
 
@@ -329,6 +375,7 @@ def format_explanation(found: Explanation) -> str:
     if found.duplicate:
         copy = found.duplicate
         place = f"{copy.get('id', '')} {copy.get('path', '')}".strip()
+        place += f" in {copy['corpus']}" if copy.get("corpus") else ""
         lines.append(f"  stays      {place} ({copy['kind']}, similarity {copy['similarity']:.3f})")
     if found.test_item:
         item = found.test_item

@@ -15,14 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from whorl.errors import ConfigError
 
 
-class MinHashConfig(BaseModel):
+class SignatureConfig(BaseModel):
     """How texts become sets of shingles, and sets signatures."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    similarity: float = Field(
-        default=0.5, gt=0, le=1, description="exact Jaccard similarity at which a document is removed"
-    )
     hashes: int = Field(default=128, ge=1, le=4096, description="numbers of a signature")
     bands: int = Field(default=32, ge=1, le=1024, description="documents that agree in a band are compared")
     rows: int = Field(default=4, ge=1, le=64, description="hashes of a band")
@@ -40,7 +37,7 @@ class MinHashConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check_bands(self) -> MinHashConfig:
+    def _check_bands(self) -> SignatureConfig:
         if self.bands * self.rows > self.hashes:
             raise ConfigError(
                 f"{self.bands} bands of {self.rows} rows need {self.bands * self.rows} hashes, and there are {self.hashes}",
@@ -48,6 +45,14 @@ class MinHashConfig(BaseModel):
                 do="raise hashes, or lower bands or rows",
             )
         return self
+
+
+class MinHashConfig(SignatureConfig):
+    """How texts become signatures, and which of them are near duplicates."""
+
+    similarity: float = Field(
+        default=0.5, gt=0, le=1, description="exact Jaccard similarity at which a document is removed"
+    )
 
     def signature_fields(self) -> dict[str, Any]:
         """Return the settings on which signatures depend: all but the threshold."""
@@ -58,6 +63,18 @@ class MinHashConfig(BaseModel):
         """Return the estimated similarity from which two documents are candidates: the threshold less 3 standard errors."""
         s = self.similarity
         return max(s - 3 * math.sqrt(s * (1 - s) / self.hashes), 0.0)
+
+
+class EarlierConfig(BaseModel):
+    """One earlier corpus, whose documents stay (`earlier.py`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    corpus: str = Field(
+        min_length=1,
+        description="a folder of documents, or an artifact of ingest (all) or curate (the kept ones)",
+    )
+    digest: str = Field(default="", description="hash of its documents, set by the step; leave empty")
 
 
 def collision_probability(similarity: float, bands: int, rows: int) -> float:

@@ -8,10 +8,13 @@ See `docs/corpus.md` for the model (Dean & Ghemawat 2004, MapReduce: Simplified 
 """
 
 from whorl.corpus.mapreduce.executors import Executor, LocalPool, RayTasks
+from whorl.corpus.mapreduce.settings import ENGINE_FIELDS, ExecutorConfig
 from whorl.corpus.mapreduce.units import Input, Output, Stage, Unit, UnitStore, partition_name, shuffled
 
 __all__ = [
+    "ENGINE_FIELDS",
     "Executor",
+    "ExecutorConfig",
     "Input",
     "LocalPool",
     "Output",

@@ -14,6 +14,7 @@ partition does not repeat that partition's reduction, since its key has the cont
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -40,16 +41,24 @@ class Input:
 
     @classmethod
     def of(cls, path: Path) -> Input:
-        """Return a local file as an input; reads it."""
-        return cls(str(path), hash_file(path))
+        """Return a local file as an input; reads it, unless this process has read it and it has not changed."""
+        status = path.stat()
+        stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        return cls(str(path), _unchanged_hash(path, stamp))
 
 
 @dataclass(frozen=True)
 class Unit:
-    """arguments: JSON values that the function gets as well, such as a range of the file."""
+    """The arguments of one call of a stage's function.
+
+    arguments: JSON values, such as a range of the file.
+    covered: further inputs, after the others. They are not part of the key: what the function reads of them is covered by
+        a digest inside one of `inputs`. So a change of the rest of such a file does not run the unit again.
+    """
 
     inputs: tuple[Input, ...]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    covered: tuple[Input, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class Call:
         work.mkdir(parents=True)
         try:
             function: Callable[..., Mapping[str, Any] | None] = import_attribute(self.stage.function)
-            paths = [i.path for i in self.unit.inputs]
+            paths = [i.path for i in (*self.unit.inputs, *self.unit.covered)]
             summary = function(paths, work, self.stage.config, self.unit.arguments)
             files = {p.name: hash_file(p) for p in sorted(work.iterdir())}
             manifest = {"files": files, "summary": dict(summary or {})}
@@ -195,6 +204,11 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _unchanged_hash(path: Path, stamp: tuple[int, ...]) -> str:
+    return hash_file(path)
 
 
 def hash_file(path: Path) -> str:

@@ -2,6 +2,7 @@
 
     blobs   hash, size, media_type, first_seen          one row for each content
     files   ingest, source, path, hash, licence, modified
+    hashes  path, stamp, hash                      contents that are known without reading (`hashes.py`)
 
 `hash` is the BLAKE2b of the content, as in the units of work. So two names of one content are two rows of `files` and one
 of `blobs`. `ingest` is the address of the artifact that the file was read into. Times are seconds since 1970, UTC. A file
@@ -13,7 +14,8 @@ Several processes may write at once: a writer waits for the lock of another, and
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -116,8 +118,13 @@ class Catalog:
             sa.Column("licence", sa.Text), sa.Column("modified", sa.Double), sa.Column("size", sa.BigInteger),
             sa.Column("media_type", sa.Text, nullable=False), sa.Column("first_seen", sa.Double, nullable=False),
         )  # fmt: skip
+        self.hashes = sa.Table(
+            "hashes", tables,
+            sa.Column("path", sa.Text, primary_key=True), sa.Column("stamp", sa.Text, nullable=False),
+            sa.Column("hash", sa.String(32), nullable=False),
+        )  # fmt: skip
         with self._begin() as connection:
-            if not sa.inspect(connection).has_table("files"):
+            if not sa.inspect(connection).has_table("hashes"):
                 if self.dialect == "postgresql":  # CREATE TABLE IF NOT EXISTS fails if two run it at once
                     connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATION_LOCK)))
                 for table in tables.sorted_tables:
@@ -165,6 +172,32 @@ class Catalog:
             found = connection.execute(sa.select(self.blobs.c.first_seen).where(self.blobs.c.hash == hash))
             return found.scalar()
 
+    def known_hashes(self, paths: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Return path -> stamp and hash of those files that were hashed before."""
+        import sqlalchemy as sa
+
+        found: dict[str, tuple[str, str]] = {}
+        with self._begin() as connection:
+            for begin in range(0, len(paths), ROWS_PER_STATEMENT):
+                some = self.hashes.c.path.in_(map(_path_key, paths[begin : begin + ROWS_PER_STATEMENT]))
+                for path, stamp, digest in connection.execute(sa.select(self.hashes).where(some)):
+                    found[os.fsdecode(bytes.fromhex(path))] = stamp, digest
+        return found
+
+    def keep_hashes(self, hashes: Mapping[str, tuple[str, str]]) -> None:
+        """Keep path -> stamp and hash; a path's earlier hash is replaced."""
+        if not hashes:
+            return
+        from sqlalchemy.dialects import postgresql, sqlite
+
+        insert: Any = (postgresql if self.dialect == "postgresql" else sqlite).insert(self.hashes)
+        new = {"stamp": insert.excluded.stamp, "hash": insert.excluded.hash}
+        statement = insert.on_conflict_do_update(index_elements=["path"], set_=new)
+        rows = [{"path": _path_key(p), "stamp": s, "hash": h} for p, (s, h) in sorted(hashes.items())]
+        with self._begin() as connection:
+            for begin in range(0, len(rows), ROWS_PER_STATEMENT):
+                connection.execute(statement, rows[begin : begin + ROWS_PER_STATEMENT])
+
     def _insert(self, connection: Connection, table: Any, rows: Sequence[dict[str, Any]]) -> None:
         from sqlalchemy.dialects import postgresql, sqlite
 
@@ -191,3 +224,8 @@ class Catalog:
                 do="end the process that holds the lock, and run again; finished work is kept" if locked
                 else "check WHORL_CATALOG, and that the database is running and writable",
             ) from error  # fmt: skip
+
+
+def _path_key(path: str) -> str:
+    """Return a path as hex digits: it may hold bytes that are no text."""
+    return os.fsencode(path).hex()

@@ -19,7 +19,17 @@ from whorl.corpus.documents import document_id
 from whorl.corpus.provenance.tables import CorpusTables, find_rows, one_row
 from whorl.corpus.rewriting import edits_of
 
-IDENTITY = ("row", "source", "path", "language", "licence")  # columns of the attributes that are no measures
+IDENTITY = (
+    "row",
+    "source",
+    "path",
+    "language",
+    "licence",
+    "url",
+    "domain",
+    "time",
+    "media_type",
+)  # columns of the attributes that are no measures
 
 
 @dataclass(frozen=True)
@@ -116,16 +126,23 @@ def _duplicate(tables: CorpusTables, row: int, measured: Mapping[str, Any]) -> d
     import pyarrow.compute as pc
 
     if tables.has("duplicates"):
-        found = tables.columns("duplicates", ["row", "kind", "matched_id", "similarity"])
+        has_corpus = "corpus" in tables.names("duplicates")
+        names = ["row", "kind", "matched_id", "similarity", *(["corpus"] if has_corpus else [])]
+        found = tables.columns("duplicates", names)
         matches = found.filter(pc.equal(found["row"], row)).to_pylist()
         if matches:
             best = max(matches, key=lambda match: match["similarity"] or 0.0)
             rows = find_rows(tables, best["matched_id"])
             place = next(iter(rows.values()), {})
-            return {"id": best["matched_id"], **place, "kind": best["kind"], "similarity": best["similarity"]}
+            corpus = {"corpus": best["corpus"]} if best.get("corpus") else {}
+            known = {"kind": best["kind"], "similarity": best["similarity"], **corpus}
+            return {"id": best["matched_id"], **({} if corpus else place), **known}
     if measured.get("exact_duplicate"):
-        hashes = tables.columns("attributes", ["exact_hash"])["exact_hash"]
-        first = int(pc.index(hashes, measured["exact_hash"]).as_py())
+        copies = tables.columns("attributes", ["exact_hash", "exact_duplicate"])
+        stays = pc.and_(
+            pc.equal(copies["exact_hash"], measured["exact_hash"]), pc.invert(copies["exact_duplicate"])
+        )
+        first = int(pc.index(stays, True).as_py())
         place = tables.rows("documents", [first], ["id", "source", "path", "offset"])[first]
         return {**place, "kind": "exact", "similarity": 1.0}
     return _most_similar_kept(tables, row, measured)

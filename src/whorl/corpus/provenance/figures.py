@@ -14,7 +14,6 @@ from whorl.corpus.provenance.explain import rule_condition
 from whorl.corpus.provenance.tables import CorpusTables
 
 EXCERPT_CHARACTERS = 240
-HOST = "^[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#@]*@)?([^/?#:]*)"  # of a URL
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,11 @@ def count_sources(tables: CorpusTables) -> list[SourceCount]:
     return [SourceCount(name, *map(int, counts)) for name, *counts in rows]
 
 
-def selection_bias(tables: CorpusTables) -> dict[str, list[GroupCount]]:
+def selection_bias(tables: CorpusTables, rule: str = "") -> dict[str, list[GroupCount]]:
     """Return the documents and bytes that a selection kept and dropped, by language, source and domain.
+
+    Args:
+        rule: count as dropped only what this reason, or a rule of this filter, dropped; leave out what others dropped.
 
     The language is that of the measure `language` if it was applied, else that of the file's suffix. The domain is the host
     of the document's URL. A document without one counts under "".
@@ -94,22 +96,25 @@ def selection_bias(tables: CorpusTables) -> dict[str, list[GroupCount]]:
         joined = joined.append_column(
             "text_language", tables.columns("attributes", ["text_language"])["text_language"]
         )
-    if "url" in tables.names("documents"):
-        joined = joined.append_column("url", tables.columns("documents", ["url"])["url"])
+    if "domain" in tables.names("attributes"):
+        joined = joined.append_column("domain", tables.columns("attributes", ["domain"])["domain"])
     joined = joined.append_column("reason", tables.columns("selection", ["reason"])["reason"])
     values = {
         "language": "text_language" if "text_language" in joined.column_names else "language",
         "source": "source",
-        "domain": f"lower(regexp_extract(url, '{HOST}', 1))" if "url" in joined.column_names else "''",
+        "domain": "domain" if "domain" in joined.column_names else "''",
     }
-    kept = "FILTER (reason = '')"
+    kept, counted = "FILTER (reason = '')", "TRUE"
+    if rule:
+        counted = "reason = '' OR reason = $rule OR starts_with(reason, $rule || ':')"
     found = {}
     with duckdb.connect(config={"threads": 1}) as database:
         database.register("joined", joined)
         for name, value in values.items():
             rows = database.execute(
                 f"SELECT coalesce({value}, '') AS name, count(*) {kept}, coalesce(sum(n_bytes) {kept}, 0), count(*), "
-                "sum(n_bytes) AS size FROM joined GROUP BY name ORDER BY size DESC, name"
+                f"sum(n_bytes) AS size FROM joined WHERE {counted} GROUP BY name ORDER BY size DESC, name",
+                {"rule": rule} if rule else {},
             ).fetchall()
             found[name] = [
                 GroupCount(group, n_kept, int(kept_bytes), n - n_kept, int(size - kept_bytes))

@@ -69,7 +69,7 @@ class AgentsConfig(BaseModel):
         return parse_config(self.algorithm, self.environment, changes)
 
 
-def _with_preset(config: AgentsConfig) -> AgentsConfig:
+def _with_preset(config: AgentsConfig, store: object) -> AgentsConfig:
     """Write out every setting, so that the address changes with the presets."""
     preset = config.agent(config.seed).model_dump(mode="json")
     settings = {n: v for n, v in preset.items() if n not in ("algorithm", "environment", "steps", "seed")}

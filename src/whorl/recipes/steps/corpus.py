@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fingerprint
+from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files
 from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
-from whorl.corpus.decontamination import fingerprint_items, read_items
-from whorl.corpus.measures import filtered_query, with_model_digest
+from whorl.corpus.deduplication.earlier import find_earlier
+from whorl.corpus.mapreduce import ENGINE_FIELDS
+from whorl.corpus.measures import filtered_query
 from whorl.corpus.mixing import MixConfig, make_mixture
-from whorl.corpus.provenance.catalog import Catalog
 from whorl.corpus.provenance.tables import CorpusTables
 from whorl.recipes.registry import StepContext, step
+from whorl.recipes.steps.corpus_inputs import open_catalog, with_file_hashes, with_fingerprint
 from whorl.recipes.steps.corpus_page import selection_blocks
 from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
 from whorl.report.format import format_percent, format_si
-from whorl.store import Store
 from whorl.tokens.pretokens import available_cores
 
 MAX_WORKERS = 8  # processes that read blocks or measure documents
@@ -43,19 +42,16 @@ def format_reasons(reasons: Mapping[str, Mapping[str, int]]) -> str:
     return f"{total:,} ({', '.join(f'{count:,} {reason}' for count, reason in counts)})" if total else "none"
 
 
-def with_fingerprint(config: IngestConfig) -> IngestConfig:
-    """Add a hash of the sources' content to the configuration; sources have no address."""
-    return config.model_copy(update={"fingerprint": fingerprint(config)})
-
-
-@step("documents", config=IngestConfig, complete_config=with_fingerprint)
+@step(
+    "documents", config=IngestConfig, complete_config=with_fingerprint, not_hashed=ENGINE_FIELDS,
+)  # fmt: skip
 def ingest(ctx: StepContext, config: IngestConfig) -> None:
     """Read the sources into documents; write unreadable records to the quarantine."""
     found = ingest_sources(
         config,
         ctx.out,
         ctx.progress,
-        workers=min(MAX_WORKERS, available_cores()),
+        executor=config.executor(min(MAX_WORKERS, available_cores())),
         units=ctx.store.root / "units",
         catalog=open_catalog(ctx.store),
         address=ctx.out.name,
@@ -68,25 +64,9 @@ def ingest(ctx: StepContext, config: IngestConfig) -> None:
     )
 
 
-def open_catalog(store: Store) -> Catalog:
-    """Return the catalogue of $WHORL_CATALOG, by default the SQLite file of a store."""
-    return Catalog(os.environ.get("WHORL_CATALOG") or store.root / "catalog.sqlite")
-
-
-def with_file_hashes(config: CurateConfig) -> CurateConfig:
-    """Add hashes of the test sets and of the measures' models to the configuration; they have no address."""
-    measures = [m if isinstance(m, str) else with_model_digest(m) for m in config.measures]
-    config = config.model_copy(update={"measures": measures})
-    if config.decontaminate is None:
-        return config
-    fingerprint = fingerprint_items(read_items(config.decontaminate))
-    tests = config.decontaminate.model_copy(update={"fingerprint": fingerprint})
-    return config.model_copy(update={"decontaminate": tests})
-
-
 @step(
     "selection", config=CurateConfig, parents={"documents": "documents"}, complete_config=with_file_hashes,
-    version=2,
+    not_hashed=ENGINE_FIELDS, version=3,
 )  # fmt: skip
 def curate(ctx: StepContext, config: CurateConfig) -> None:
     """Measure and select documents, and split them without near-duplicates across splits."""
@@ -97,8 +77,9 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
         document_files(documents.path),
         ctx.out,
         ctx.progress,
-        workers=min(MAX_WORKERS, available_cores()),
+        executor=config.executor(min(MAX_WORKERS, available_cores())),
         units=ctx.store.root / "units",
+        earlier=[find_earlier(e if isinstance(e, str) else e.corpus, ctx.store) for e in config.earlier],
     )
     parts = [
         f"{name} {format_counts(split['documents'], split['bytes'])}"
@@ -110,8 +91,7 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
         found, documents.summary["quarantine"], sources=documents.config.get("sources", [])
     )
     tables, query = CorpusTables(documents.path, ctx.out), filtered_query(config.query, config.filters)
-    threshold = config.near_duplicate_similarity
-    ctx.report.blocks += selection_blocks(tables, query, found["dropped"], threshold)
+    ctx.report.blocks += selection_blocks(tables, query, found["dropped"], config.minhash_config)
 
 
 @step("mixture", config=MixConfig, parents=CORPUS_PARENTS)

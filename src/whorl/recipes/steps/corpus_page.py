@@ -8,27 +8,35 @@ from typing import Any
 import numpy as np
 
 from whorl.corpus.deduplication.settings import MinHashConfig, collision_probability
-from whorl.corpus.provenance import SourceCount, count_sources, dropped_samples, largest_clusters
+from whorl.corpus.provenance import (
+    GroupCount,
+    SourceCount,
+    count_sources,
+    dropped_samples,
+    largest_clusters,
+    selection_bias,
+)
 from whorl.corpus.provenance.tables import CorpusTables
 from whorl.report import Cell, Column, Curve, Line, Table
 from whorl.report.blocks import Block, Folded
-from whorl.report.format import format_si
+from whorl.report.format import format_percent, format_si
 from whorl.tracking.inequality import gini, lorenz_curve
 
 SECTION = "Corpus"
 SHOWN_SOURCES = 20
+SHOWN_GROUPS = 10
 SAMPLES = 3
 CLUSTERS = 5
 
 
 def selection_blocks(
-    tables: CorpusTables, query: str, dropped: Mapping[str, Mapping[str, int]], threshold: float
+    tables: CorpusTables, query: str, dropped: Mapping[str, Mapping[str, int]], minhash: MinHashConfig
 ) -> list[Block]:
     """Return the blocks.
 
     Args:
         query: the selection's SQL. dropped: reason -> {"documents": count, ...}.
-        threshold: similarity that makes two documents near duplicates.
+        minhash: settings of near duplicates.
     """
     blocks: list[Block] = []
     if dropped:
@@ -46,7 +54,28 @@ def selection_blocks(
                 columns=[*names, Column(name="Kept", number=True)], rows=rows,
             )
         )  # fmt: skip
-    return [*blocks, threshold_curve(threshold), *source_blocks(count_sources(tables))]
+    bias = bias_table(selection_bias(tables))
+    blocks += [bias] if bias.rows else []
+    return [*blocks, threshold_curve(minhash), *source_blocks(count_sources(tables))]
+
+
+def bias_table(groups: Mapping[str, Sequence[GroupCount]]) -> Table:
+    """Return what the selection kept and dropped of the largest languages, sources and domains."""
+    rows: list[list[Cell]] = [
+        [
+            kind, group.value or "unknown", f"{group.kept_documents:,}", f"{group.dropped_documents:,}",
+            format_si(group.kept_bytes, "B"), format_si(group.dropped_bytes, "B"),
+            format_percent(group.kept_bytes / max(group.kept_bytes + group.dropped_bytes, 1)),
+        ]
+        for kind, found in groups.items() if len(found) > 1
+        for group in found[:SHOWN_GROUPS]
+    ]  # fmt: skip
+    names = ("Kept", "Dropped", "Kept size", "Dropped size", "Kept of the bytes")
+    return Table(
+        section=SECTION, title="What the selection keeps and drops", rows=rows,
+        columns=[Column(name="By"), Column(name="Value"), *(Column(name=name, number=True) for name in names)],
+        note=f"The {SHOWN_GROUPS} largest of each kind. Unequal shares show a bias of the rules.",
+    )  # fmt: skip
 
 
 def _samples(tables: CorpusTables, query: str, dropped: Mapping[str, Mapping[str, int]]) -> Table:
@@ -66,16 +95,16 @@ def _samples(tables: CorpusTables, query: str, dropped: Mapping[str, Mapping[str
     )  # fmt: skip
 
 
-def threshold_curve(threshold: float) -> Curve:
+def threshold_curve(minhash: MinHashConfig) -> Curve:
     """Return the probability that locality-sensitive hashing compares two documents, against their similarity."""
-    bands, rows = MinHashConfig().bands, MinHashConfig().rows
+    bands, rows = minhash.bands, minhash.rows
     s = np.linspace(0, 1, 101)
     found = [collision_probability(similarity, bands, rows) for similarity in s.tolist()]
     return Curve(
         section=SECTION, title="Pairs that are compared", x_label="Jaccard similarity", unit="share", height=170,
         note=f"1 - (1 - s^{rows})^{bands}: the probability that two documents of similarity s share one of {bands} bands.",
         lines=[Line(name="compared", x=s.tolist(), y=found)], y_range=(0.0, 1.0), x_range=(0.0, 1.0),
-        mark=(threshold, "threshold"), label="Probability of a comparison against the similarity of two documents",
+        mark=(minhash.similarity, "threshold"), label="Probability of a comparison against the similarity of two documents",
     )  # fmt: skip
 
 

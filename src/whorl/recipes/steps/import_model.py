@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
+from whorl.store import Store
 
 
 class ImportConfig(BaseModel):
@@ -25,7 +26,7 @@ class ImportConfig(BaseModel):
     sha256: dict[str, str] = Field(default={}, description="of its files; computed")
 
 
-def _with_file_hashes(config: ImportConfig) -> ImportConfig:
+def _with_file_hashes(config: ImportConfig, store: Store) -> ImportConfig:
     folder = Path(config.folder).expanduser()
     files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
     if not config.folder or not (folder / "config.json").exists():

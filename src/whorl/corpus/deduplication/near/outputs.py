@@ -1,8 +1,8 @@
 """Write the removed near duplicates into `duplicates-*.parquet`, and on request the documents that stay.
 
 `duplicates-00000.parquet`, ... are one file per document file. They have a line for each removed document: `row` (over
-all document files), `kind` ("near_duplicate"), `matched_id` (of the document that stays, perhaps in an earlier corpus)
-and `similarity` (exact).
+all document files), `kind` ("near_duplicate"), `matched_id` (of the document that stays), `corpus` (the name of the earlier
+corpus that has it, else "") and `similarity` (exact).
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ KIND = "near_duplicate"
 
 
 def write_duplicates(
-    found: NearDuplicates, documents: Sequence[Path], out: Path, *, earlier: Sequence[Path] = ()
-) -> NDArray[np.int64]:
+    found: NearDuplicates, documents: Sequence[Path], out: Path, *, earlier: Sequence[Path] = (),
+    names: Sequence[str] = (),
+) -> NDArray[np.int64]:  # fmt: skip
     """Write `duplicates-*.parquet` into `out`; return the removed rows over all files of `documents`.
 
     Args:
         found: of `find_near_duplicates` with the same `documents` and `earlier`.
+        names: of the corpus of each file of `earlier`; default their folders.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -37,12 +39,14 @@ def write_duplicates(
     file = (found.removed >> 32) - len(earlier)
     rows = first[file] + (found.removed & 0xFFFFFFFF)
     ids = _ids(found.matched, [*earlier, *documents])
+    corpora = [*(names or [path.parent.name for path in earlier]), *[""] * len(documents)]
     for number, path in enumerate(documents):
         some = np.flatnonzero(file == number)
         table: Any = pa.table({
             "row": pa.array(rows[some], pa.int64()),
             "kind": pa.array([KIND] * len(some), pa.string()),
             "matched_id": pa.array([ids[i] for i in some.tolist()], pa.string()),
+            "corpus": pa.array([corpora[i] for i in (found.matched[some] >> 32).tolist()], pa.string()),
             "similarity": pa.array(found.similarity[some], pa.float64()),
         })  # fmt: skip
         pq.write_table(table, out / path.name.replace("documents", "duplicates", 1), compression="zstd")

@@ -14,6 +14,7 @@ memory maps. Files of earlier corpora come first. Their documents stay, and thei
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from whorl.corpus.deduplication.near.clusters import connected_components, flatt
 from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signatures
 from whorl.corpus.deduplication.near.verify import matches
 from whorl.corpus.deduplication.settings import MinHashConfig
-from whorl.corpus.deduplication.shingles import TextBlock, mix, unique_shingles
+from whorl.corpus.deduplication.shingles import P, TextBlock, mix, unique_shingles
 from whorl.corpus.mapreduce import (
     Executor,
     Input,
@@ -41,7 +42,7 @@ from whorl.corpus.mapreduce import (
     shuffled,
 )
 
-VERSION = 1
+VERSION = 2
 RECORDS_PER_PARTITION = 1 << 23  # 128 MB
 SHINGLES_PER_PARTITION = 1 << 25  # 256 MB
 SIGNATURES, MEMBERS, MATCHES = "signatures", "members-{:05d}", "matches"
@@ -65,6 +66,7 @@ class NearDuplicates:
 def find_near_duplicates(
     documents: Sequence[Path], config: MinHashConfig, store: UnitStore, executor: Executor, *,
     earlier: Sequence[Path] = (), ranks: NDArray[np.int64] | None = None, candidates: NDArray[np.bool_] | None = None,
+    earlier_candidates: NDArray[np.bool_] | None = None,
 ) -> NearDuplicates:  # fmt: skip
     """Return which documents are removed, and for which ones that stay.
 
@@ -73,6 +75,7 @@ def find_near_duplicates(
         earlier: files of earlier corpora. Their documents stay; file numbers count from the first of these.
         ranks: [all rows of `documents`] the smallest of several near duplicates stays; default: the order of rows.
         candidates: [all rows of `documents`] documents that are compared; default: all.
+        earlier_candidates: [all rows of `earlier`] the same.
     """
     inputs = [Input.of(path) for path in (*earlier, *documents)]
     signed = _sign(inputs, config, store, executor)
@@ -81,10 +84,15 @@ def find_near_duplicates(
     signatures = tuple(o.input(SIGNATURES) for o in signed)
     joined = store.run(
         Stage(f"{__name__}:join", VERSION, fields | {"join_similarity": config.join_similarity}),
-        [Unit((*unit.inputs, *signatures)) for unit in shuffled(signed, _partition_names(signed))], executor,
+        [Unit(unit.inputs, covered=signatures) for unit in shuffled(signed, _partition_names(signed))], executor,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        ordering = _write_ordering(Path(scratch), ranks, candidates)
+        n_earlier = sum(counts[: len(earlier)])
+        chosen = np.concatenate([
+            np.ones(n, bool) if mask is None else mask
+            for n, mask in ((n_earlier, earlier_candidates), (sum(counts) - n_earlier, candidates))
+        ])  # fmt: skip
+        ordering = _write_ordering(Path(scratch), ranks, chosen)
         components = store.run(
             Stage(f"{__name__}:components", VERSION, {"counts": counts, "earlier": len(earlier)}),
             [Unit((*ordering, *(o.input("edges") for o in joined)), {"ordering": len(ordering)})], LocalPool(),
@@ -152,6 +160,15 @@ def _records(
     return np.concatenate([r[0] for r in records]), np.concatenate(documents)
 
 
+def _signature_digest(signatures: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Return a hash of each signature: [n]."""
+    found = np.zeros(len(signatures), np.uint64)
+    for begin in range(0, signatures.shape[1], 2):
+        pair = signatures[:, begin : begin + 2].astype(np.uint64)
+        found = mix(found ^ (pair[:, 0] | (pair[:, -1] << np.uint64(32)))) * np.uint64(P)
+    return found
+
+
 def sign(
     inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, int]:
@@ -167,8 +184,13 @@ def sign(
     write_arrays(out / SIGNATURES, all_signatures)
     all_keys = np.concatenate([np.zeros((0, settings.bands), np.uint64), *keys]).ravel()
     rows = np.repeat(np.arange(len(all_signatures), dtype=np.uint32), settings.bands)
+    digests = _signature_digest(all_signatures)
     for number, selected in enumerate(_partitioned(all_keys, partitions)):
-        write_arrays(out / partition_name(number), all_keys[selected], rows[selected])
+        # The digest covers what `join` reads of the signatures, which are not part of its key.
+        read = hashlib.blake2b(digests[np.unique(rows[selected])].tobytes(), digest_size=16).digest()
+        write_arrays(
+            out / partition_name(number), all_keys[selected], rows[selected], np.frombuffer(read, np.uint8)
+        )
     return {"documents": len(all_signatures), "shingles": shingles}
 
 
@@ -202,17 +224,18 @@ def components(
     root = nodes[connected_components(index[: len(ends[0])], index[len(ends[0]) :], len(nodes))]
     if n_ordering:
         ranks, candidates = read_arrays(inputs[0])
-        kept = _is_candidate(nodes, first, n_earlier, candidates)
+        kept = candidates[first[nodes >> 32] + (nodes & 0xFFFFFFFF)]
         nodes, root = nodes[kept], root[kept]
+    row = first[nodes >> 32] + (nodes & 0xFFFFFFFF) - n_earlier
+    rank = nodes.copy()
+    if n_ordering and len(ranks):
+        rank[row >= 0] = ranks[row[row >= 0]]
+    rank = _places(root, rank)
     bounds = np.searchsorted(nodes, np.arange(len(counts) + 1, dtype=np.int64) << 32)
     for file in range(len(counts)):
         some = slice(bounds[file], bounds[file + 1])
-        rank = nodes[some]
-        if n_ordering and file >= int(config["earlier"]):
-            rank = ranks[(nodes[some] & 0xFFFFFFFF) + first[file] - n_earlier]
-        write_arrays(
-            out / MEMBERS.format(file), (nodes[some] & 0xFFFFFFFF).astype(np.uint32), root[some], rank
-        )
+        local = (nodes[some] & 0xFFFFFFFF).astype(np.uint32)
+        write_arrays(out / MEMBERS.format(file), local, root[some], rank[some])
     return {"members": len(nodes), "components": len(np.unique(root))}
 
 
@@ -301,12 +324,14 @@ def _numbers(documents: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[
     return file << 32 | (documents - first[file])
 
 
-def _is_candidate(
-    documents: NDArray[np.int64], first: NDArray[np.int64], n_earlier: int, candidates: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    row = first[documents >> 32] + (documents & 0xFFFFFFFF) - n_earlier
-    found: NDArray[np.bool_] = (row < 0) | np.append(candidates, True)[np.maximum(row, -1)]
-    return found
+def _places(group: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the place of each member in its group, from 0: unlike ranks, it does not depend on other groups."""
+    order = np.lexsort((rank, group))
+    ordered = group[order]
+    begins = np.searchsorted(ordered, ordered)
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order)) - begins
+    return places
 
 
 def _ranges(first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -317,14 +342,12 @@ def _ranges(first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _write_ordering(
-    folder: Path, ranks: NDArray[np.int64] | None, candidates: NDArray[np.bool_] | None
+    folder: Path, ranks: NDArray[np.int64] | None, candidates: NDArray[np.bool_]
 ) -> tuple[Input, ...]:
-    if ranks is None:
-        if candidates is None:
-            return ()
-        ranks = np.arange(len(candidates))
+    if ranks is None and candidates.all():
+        return ()
     path = folder / "ordering"
-    write_arrays(path, ranks, np.ones(len(ranks), bool) if candidates is None else candidates)
+    write_arrays(path, np.zeros(0, np.int64) if ranks is None else ranks, candidates)
     return (Input.of(path),)
 
 

@@ -118,7 +118,7 @@ class PreferencesConfig(SetConfig):
     max_pairs_per_function: int = Field(default=1, ge=1, description="python: pairs per function, at most")
 
 
-def _with_content_hashes(config: Any) -> Any:
+def _with_content_hashes(config: Any, store: object) -> Any:
     """Add the hashes of the files."""
     if not config.path:
         return config

@@ -11,6 +11,7 @@ from whorl.corpus.blocks import expand_globs
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.pretrain.train_job import train_and_save
 from whorl.recipes.steps.tokens import read_plan
+from whorl.store import Store
 from whorl.train.config import RunConfig, TrainConfig
 from whorl.train.stream_config import TextStreamConfig
 
@@ -68,7 +69,7 @@ class PretrainConfig(BaseModel):
         return self
 
 
-def _with_file_hashes(config: PretrainConfig) -> PretrainConfig:
+def _with_file_hashes(config: PretrainConfig, store: Store) -> PretrainConfig:
     """Replace patterns by files and add their fingerprints, so that the address changes with the content."""
     if config.stream is None:
         return config

@@ -17,12 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
 from whorl.report import Cell, Column, Facts, Table
+from whorl.store import Store
 from whorl.vision.config import ImagesConfig
 
 SECTION = "Images"
 
 
-def _with_content_hash(config: ImagesConfig) -> ImagesConfig:
+def _with_content_hash(config: ImagesConfig, store: Store) -> ImagesConfig:
     if config.source != "files":
         return config
     from whorl.vision.sources import content_hash

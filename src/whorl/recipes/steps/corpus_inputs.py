@@ -1,0 +1,40 @@
+"""Hashes of what a corpus reads from outside of the store: sources, test sets, models of measures, earlier corpora."""
+
+from __future__ import annotations
+
+import os
+
+from whorl.corpus import CurateConfig, IngestConfig, fingerprint
+from whorl.corpus.decontamination import fingerprint_items, read_items
+from whorl.corpus.deduplication.earlier import with_digest
+from whorl.corpus.measures import with_model_digest
+from whorl.corpus.provenance.catalog import Catalog
+from whorl.corpus.provenance.hashes import ContentHashes
+from whorl.store import Store
+
+
+def with_fingerprint(config: IngestConfig, store: Store) -> IngestConfig:
+    """Add a hash of the sources' content to the configuration; sources have no address."""
+    return config.model_copy(update={"fingerprint": fingerprint(config, content_hashes(store))})
+
+
+def content_hashes(store: Store) -> ContentHashes:
+    """Return the hashes that a store's catalogue keeps; of a store that cannot be written, none."""
+    return ContentHashes(open_catalog(store) if os.access(store.root, os.W_OK) else None)
+
+
+def open_catalog(store: Store) -> Catalog:
+    """Return the catalogue of $WHORL_CATALOG, by default the SQLite file of a store."""
+    return Catalog(os.environ.get("WHORL_CATALOG") or store.root / "catalog.sqlite")
+
+
+def with_file_hashes(config: CurateConfig, store: Store | None = None) -> CurateConfig:
+    """Add hashes of earlier corpora, test sets and models of measures to the configuration; they are no parents."""
+    measures = [m if isinstance(m, str) else with_model_digest(m) for m in config.measures]
+    earlier = [with_digest(entry, store) for entry in config.earlier]
+    config = config.model_copy(update={"measures": measures, "earlier": earlier})
+    if config.decontaminate is None:
+        return config
+    fingerprint = fingerprint_items(read_items(config.decontaminate))
+    tests = config.decontaminate.model_copy(update={"fingerprint": fingerprint})
+    return config.model_copy(update={"decontaminate": tests})
