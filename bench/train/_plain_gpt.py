@@ -97,7 +97,7 @@ class Training:
         self.loss = torch.compile(model.loss) if setting.compiled else model.loss
 
     def _cast(self) -> AbstractContextManager[object]:
-        return torch.autocast("cpu", torch.bfloat16) if self.setting.kind == "autocast" else nullcontext()
+        return torch.autocast(self.model.embedding.device.type, torch.bfloat16) if self.setting.kind == "autocast" else nullcontext()
 
     def step(self, ids: Tensor, targets: Tensor, factor: float = 1.0) -> float:
         for group in self.optimizer.param_groups:
@@ -113,7 +113,7 @@ class Training:
 
 def seconds_per_step(training: Training, vocabulary: int, rows: int, length: int, seconds: float) -> float:
     """Median step time after three warm-up steps."""
-    ids = torch.randint(0, vocabulary, (rows, length + 1))
+    ids = torch.randint(0, vocabulary, (rows, length + 1), device=training.model.embedding.device)
     times: list[float] = []
     for number in range(10_000):
         began = time.perf_counter()

@@ -41,6 +41,12 @@ ROUNDS = 5
 KINDS = sized(ALL_KINDS, ALL_KINDS[:1])
 
 
+def wait() -> None:
+    """Until a GPU, if there is one, has done its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def median(times: list[float]) -> float:
     return sorted(times)[len(times) // 2]
 
@@ -72,7 +78,7 @@ def llama(
     ids = torch.randint(0, model.vocab_size, (rows, length))
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=kind == "autocast"):
             loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -84,6 +90,7 @@ def llama(
     while sum(times) < seconds or len(times) < 3:
         began = time.perf_counter()
         step()
+        wait()
         times.append(time.perf_counter() - began)
     torch._dynamo.reset()
     return median(times)
@@ -115,10 +122,12 @@ def products(model: TransformerConfig, rows: int, length: int, dtype: torch.dtyp
         x, w, y = (torch.randn(s, dtype=dtype) for s in ((tokens, inner), (outer, inner), (tokens, outer)))
         for work in (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x):
             work()
+            wait()
             times = []
             for _ in range(5):
                 began = time.perf_counter()
                 work()
+                wait()
                 times.append(time.perf_counter() - began)
             total += min(times)
     return total
@@ -138,11 +147,12 @@ def main() -> None:
     )
     machine = probe()
     machine.apply()
+    torch.set_default_device(machine.device)  # of the peers
     model = decoder_config(width, layers, vocabulary)
     tokens = rows * length
     job = Job(
-        tokens="", model=model, seq_len=length, batch_size=rows, steps=1, replicas=sized(machine.cores, 1),
-        dtype=machine.dtype, compile=not smoke(),
+        tokens="", model=model, seq_len=length, batch_size=rows, steps=1, dtype=machine.dtype, compile=not smoke(),
+        device=machine.device, replicas=sized(machine.cores, 1) if machine.device == "cpu" else 1,
     )  # fmt: skip
     peers = {}
     if a.quick:

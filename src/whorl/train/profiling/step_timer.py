@@ -110,6 +110,8 @@ def _measure_steps(
             begin = time.perf_counter()
             update.accumulate(update.objective(part))
             update.step(1e-3)
+            if job.device != "cpu":
+                torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
     startup = started - began - compile_seconds
     return StepTiming(startup, sorted(times)[len(times) // 2], compile_seconds)

@@ -1,0 +1,23 @@
+"""The engine on a GPU: the tokens and log-probabilities of a CPU, for each family of models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.engine.parity import FAMILIES, assert_same, config, prompt_requests, run
+from whorl.engine.engine import Engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gpu_matches_cpu(family: str) -> None:
+    """Greedy and sampled, in fp32; prompts share steps, and the longest takes several."""
+    for temperature in (0.0, 1.0):
+        on_cpu, on_gpu = (
+            run(Engine(FAMILIES[family]().to(device), config()), prompt_requests(6, temperature=temperature))
+            for device in ("cpu", "cuda")
+        )
+        for name, tokens in on_cpu.items():
+            assert_same(on_gpu[name], tokens)
