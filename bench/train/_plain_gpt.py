@@ -97,7 +97,8 @@ class Training:
         self.loss = torch.compile(model.loss) if setting.compiled else model.loss
 
     def _cast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.model.embedding.device.type, torch.bfloat16) if self.setting.kind == "autocast" else nullcontext()
+        device = self.model.embedding.device.type
+        return torch.autocast(device, torch.bfloat16) if self.setting.kind == "autocast" else nullcontext()
 
     def step(self, ids: Tensor, targets: Tensor, factor: float = 1.0) -> float:
         for group in self.optimizer.param_groups:

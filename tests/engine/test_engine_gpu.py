@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.support.engine.parity import FAMILIES, assert_same, config, prompt_requests, run
+
 from whorl.engine.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
