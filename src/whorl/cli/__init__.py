@@ -47,6 +47,7 @@ VERBS = {
     "export": "models",
     "bench-serve": "serving",
     "quantize": "models",
+    "eval": "models",
     "eval-scaling": "models",
 }  # verb -> the folder of its module
 GROUPS = {

@@ -69,6 +69,15 @@ SCORES: Mapping[str, Mapping[str, Metric]] = {
         "unrelated": Metric("answers to harmful prompts about something else", higher_is_better=None),
         "refused": Metric("refusals", higher_is_better=None),
     },
+    "grid": {
+        "grid": Metric("all grids are equal to the gold ones"),
+        "grid_cells": Metric("equal cells"),
+    },
+    "patch": {
+        "patch_files": Metric("patches of the reference's files"),
+        "patch_lines": Metric("patches with the reference's lines"),
+        "patch_found": Metric("answers with a patch"),
+    },
     "repetition": {
         "distinct_1": Metric("different words", higher_is_better=None),
         "distinct_2": Metric("different pairs of words", higher_is_better=None),

@@ -4,6 +4,7 @@
     constraints                 constraints/        the instructions of IFEval (arXiv:2311.07911), strict and loose
     program                     programs.py         tests of a program, in the sandbox
     refusal                     refusal.py          compliance with harmless prompts, refusal of harmful ones
+    grid, patch                 structures.py       grids of ARC-AGI, patches
     safety                      evals.safety        the same under transformations, if the answer is about the request
     repetition                  repetition.py       distinct n-grams and repeated lines
 
@@ -36,6 +37,8 @@ METRICS = Registry(
         "program": "whorl.evals.metrics.programs:program",
         "refusal": "whorl.evals.metrics.refusal:refusal",
         "repetition": "whorl.evals.metrics.repetition:repetition",
+        "grid": "whorl.evals.metrics.structures:grid",
+        "patch": "whorl.evals.metrics.structures:patch",
         "safety": "whorl.evals.safety.metric:safety",
     },
 )

@@ -207,9 +207,10 @@ def _select(task: EvalTask, records: Sequence[Fields], split: str) -> dict[str, 
     found: dict[str, Fields] = {}
     first: dict[str, int] = {}
     for number, record in enumerate(records, 1):
-        if where is not None and not where(record, str(number)):
+        variables = {**record, RESERVED: SimpleNamespace(fields=record)}
+        if where is not None and not where(variables, str(number)):
             continue
-        name = str(id_of(record, str(number))) if id_of is not None else str(record.get("id", number))
+        name = str(id_of(variables, str(number))) if id_of is not None else str(record.get("id", number))
         if name in found:
             raise DataError(
                 f"task {task.config.name}: records {first[name]} and {number} of the {split} split have the id {name!r}",

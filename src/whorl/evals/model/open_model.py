@@ -1,0 +1,67 @@
+"""Open what is evaluated: an artifact, a folder, or an endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whorl.errors import ConfigError
+from whorl.evals.model.requests import ModelBackend
+from whorl.registry import Registry
+
+BACKENDS = Registry(
+    "back end",
+    {
+        "endpoint": "whorl.evals.model.endpoint_backend:EndpointBackend",
+        "engine": "whorl.evals.model.engine_backend:EngineBackend",
+    },
+)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model runs.
+
+    Attributes:
+        model_name: that requests to an endpoint state. tokenizer: folder of an endpoint's tokenizer; "" sends text.
+        dtype, batch_size, batch_invariant: of a local engine; see `EngineBackend.open`.
+        max_length: positions of a request at most; None for the model's own.
+        store: of artifacts.
+    """
+
+    model_name: str = ""
+    tokenizer: str = ""
+    dtype: str = "float32"
+    batch_size: int = 64
+    batch_invariant: bool = False
+    max_length: int | None = None
+    store: str | None = None
+
+
+def is_url(ref: str) -> bool:
+    """Return whether a model is an endpoint."""
+    return ref.startswith(("http://", "https://"))
+
+
+def open_backend(ref: str, options: ModelOptions) -> ModelBackend:
+    """Return the back end of a model.
+
+    Args:
+        ref: name or address of an artifact, path of a folder with config.json, or URL of an OpenAI-compatible API.
+
+    Raises:
+        StoreError, ConfigError: no such model. CheckpointError, DataError: damaged files.
+    """
+    if is_url(ref):
+        if not options.model_name:
+            raise ConfigError(
+                f"{ref} is an endpoint", expected="the name of its model", do="give --model-name; GET /models lists them"
+            )  # fmt: skip
+        made: ModelBackend = BACKENDS.get("endpoint").open(
+            ref, options.model_name, tokenizer=options.tokenizer or None, max_length=options.max_length
+        )
+        return made
+    made = BACKENDS.get("engine").open(
+        ref, store=options.store, dtype=options.dtype, batch_size=options.batch_size, max_length=options.max_length,
+        batch_invariant=options.batch_invariant,
+    )  # fmt: skip
+    return made

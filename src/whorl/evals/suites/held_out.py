@@ -1,0 +1,44 @@
+"""The held-out documents of a model: the test split of the corpus in its lineage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whorl.corpus import Corpus
+from whorl.errors import ConfigError
+from whorl.store import Artifact, Store
+
+
+def held_out_documents(store: Store, ref: str, split: str = "test") -> list[tuple[str, str]]:
+    """Return (path, text) of the held-out documents of the nearest corpus among the ancestors of an artifact.
+
+    Args:
+        ref: a model, or the selection of a corpus itself.
+
+    Raises:
+        StoreError: no such artifact. ConfigError: it has no corpus.
+    """
+    for artifact in _ancestors(store, store.open(ref)):
+        documents = store.find(artifact.parents.get("documents", "")) if artifact.kind == "selection" else None
+        if documents is not None:
+            documents.check()
+            artifact.check()
+            found = Corpus(documents.path, artifact.path).documents(split)
+            return [(document.path, document.text) for document in found]
+    raise ConfigError(
+        f"{ref} has no corpus among its ancestors in this store", expected="a model of a recipe, or --corpus ARTIFACT",
+        do="name the artifact of `curate` with --corpus",
+    )  # fmt: skip
+
+
+def _ancestors(store: Store, artifact: Artifact) -> Iterator[Artifact]:
+    """Yield the artifact and its ancestors, the nearest first."""
+    queue, seen = [artifact], {artifact.address}
+    while queue:
+        current = queue.pop(0)
+        yield current
+        for address in current.parents.values():
+            parent = store.find(address)
+            if parent is not None and address not in seen:
+                seen.add(address)
+                queue.append(parent)

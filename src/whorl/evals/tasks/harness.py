@@ -1,0 +1,209 @@
+"""Read a task of lm-evaluation-harness 0.4 (YAML) whose data lie in local files.
+
+    task: arc_local                          output_type             kind
+    dataset_path: json                       multiple_choice         choice
+    dataset_kwargs:                          loglikelihood           likelihood with a continuation
+      data_files: {test: arc.jsonl}          loglikelihood_rolling   likelihood
+    output_type: multiple_choice             generate_until          generate
+    doc_to_text: "{{question}}"
+
+A key that changes a score and has no counterpart here is an error that names it: a figure must not differ in silence.
+Python functions (`!function`), `include`, and examples drawn at random are such keys. `num_fewshot` is read with
+`fewshot_config: {sampler: first_n}`, which takes the first examples of the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whorl.errors import ConfigError
+from whorl.evals.tasks.config import TaskConfig, absolute, parse_task
+from whorl.evals.tasks.records import read_records
+from whorl.registry import require_extra
+
+WITHOUT_EFFECT = {  # on a score
+    "task", "task_alias", "tag", "group", "metadata", "metric_list", "should_decontaminate",
+    "doc_to_decontamination_query", "dataset_name",
+}  # fmt: skip
+KEYS = WITHOUT_EFFECT | {
+    "dataset_path", "dataset_kwargs", "output_type", "training_split", "validation_split", "test_split", "fewshot_split",
+    "doc_to_text", "doc_to_target", "doc_to_choice", "num_fewshot", "fewshot_config", "target_delimiter",
+    "fewshot_delimiter", "description", "generation_kwargs", "repeats",
+}  # fmt: skip
+KINDS = {
+    "multiple_choice": "choice",
+    "loglikelihood": "likelihood",
+    "loglikelihood_rolling": "likelihood",
+    "generate_until": "generate",
+}
+METRICS = {
+    "choice": {"acc": "acc", "acc_norm": "acc_norm", "acc_bytes": "acc_bytes", "acc_mutual_info": "acc_mutual_info",
+               "brier_score": "brier"},
+    "likelihood": {"acc": "acc", "perplexity": "item_perplexity", "word_perplexity": "word_perplexity",
+                   "byte_perplexity": "byte_perplexity", "bits_per_byte": "bits_per_byte"},
+    "generate": {"exact_match": "exact_strict"},
+}  # fmt: skip
+
+
+def read_harness_file(path: Path) -> TaskConfig:
+    """Return the configuration of a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, or has a key without counterpart; the message names it.
+    """
+    require_extra(f"the task file {path}", "yaml", "serve")
+    import yaml
+
+    try:
+        content = yaml.load(path.read_text("utf-8"), _loader())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path} cannot be read: {reason}", expected="a YAML file of a task") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}", expected="the keys of a task")
+    for key, value in content.items():
+        if key not in KEYS or isinstance(value, _Function):
+            function = f" as the Python function {value.name!r}" if isinstance(value, _Function) else ""
+            raise ConfigError(
+                f"{path}: the key {key!r}{function} has no counterpart", expected=f"keys: {', '.join(sorted(KEYS))}",
+                do="write the task as TOML (docs/evals.md), or convert the records before",
+            )  # fmt: skip
+    return _convert(path, content)
+
+
+class _Function:
+    """A value `!function module.name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: _Function(str(node.value)))
+    return Loader
+
+
+def _convert(path: Path, content: Mapping[str, Any]) -> TaskConfig:
+    def wrong(key: str, expected: str) -> ConfigError:
+        return ConfigError(f"{path}: {key} is {content.get(key)!r}", expected=expected, do="write the task as TOML")
+
+    output = str(content.get("output_type", "generate_until"))
+    if output not in KINDS:
+        raise wrong("output_type", ", ".join(KINDS))
+    if content.get("dataset_path") not in ("json", "parquet"):
+        raise wrong("dataset_path", "json or parquet, with local files in dataset_kwargs.data_files")
+    files = (content.get("dataset_kwargs") or {}).get("data_files")
+    splits = dict(files) if isinstance(files, Mapping) else {"train": files} if files else {}
+    test = content.get("test_split") or content.get("validation_split") or ("test" if "test" in splits else "train")
+    if test not in splits:
+        raise wrong("dataset_kwargs", f"data_files with the split {test!r}")
+    if int(content.get("repeats", 1)) != 1:
+        raise wrong("repeats", "1")
+    kind = KINDS[output]
+    fields: dict[str, Any] = {
+        "name": str(content.get("task") or path.stem), "kind": kind, "version": _version(content),
+        "template": _template(path, content, "doc_to_text"), "system": str(content.get("description", "")),
+        "separator": str(content.get("fewshot_delimiter", "\n\n")), "data": {"test": splits[test]},
+    }  # fmt: skip
+    if fields["system"]:  # the harness adds nothing after a description
+        fields["separator"], fields["system"] = "\n\n", fields["system"].removesuffix("\n\n")
+        if str(content.get("fewshot_delimiter", "\n\n")) != "\n\n" or not str(content["description"]).endswith("\n\n"):
+            raise wrong("description", "a text that ends with an empty line, and the default fewshot_delimiter")
+    _add_kind(path, content, output, fields)
+    fields["metrics"] = _metrics(path, content, kind)
+    config = parse_task(fields, str(path))
+    config = config.model_copy(update={"data": absolute(config.data, path.parent)})
+    return _with_examples(path, content, splits, config)
+
+
+def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[str, Any]) -> None:
+    delimiter = str(content.get("target_delimiter", " "))
+    target = content.get("doc_to_target")
+    if output == "multiple_choice":
+        choices = content.get("doc_to_choice")
+        if isinstance(choices, str):
+            inner = choices.strip()
+            fields["choices"] = inner.removeprefix("{{").removesuffix("}}").strip() if inner.startswith("{{") else inner
+        elif isinstance(choices, list):
+            fields["choices"] = [str(choice) for choice in choices]
+        else:
+            raise ConfigError(f"{path}: doc_to_choice is {choices!r}", expected="an expression, or a list of texts")
+        fields["gold"] = _expression(target)
+        fields["options"] = {"delimiter": delimiter}
+    elif output == "loglikelihood":
+        fields["options"] = {"continuation": delimiter + _template(path, content, "doc_to_target")}
+    elif output == "generate_until":
+        settings = dict(content.get("generation_kwargs") or {})
+        until = settings.pop("until", fields["separator"])
+        sampled = settings.pop("do_sample", False)
+        temperature = float(settings.pop("temperature", 0.0)) if sampled else 0.0 * bool(settings.pop("temperature", 0))
+        fields["generation"] = {
+            "stop": [until] if isinstance(until, str) else list(until), "temperature": temperature,
+            "max_tokens": int(settings.pop("max_gen_toks", 256)), "top_p": float(settings.pop("top_p", 1.0)),
+        }  # fmt: skip
+        if settings:
+            raise ConfigError(
+                f"{path}: generation_kwargs has the key {next(iter(settings))!r}, which has no counterpart",
+                expected="until, do_sample, temperature, top_p, max_gen_toks",
+            )  # fmt: skip
+        fields["gold"] = _expression(target)
+        fields["example_answer"] = delimiter + _template(path, content, "doc_to_target")
+        fields["options"] = {"metric": "exact"}
+
+
+def _with_examples(path: Path, content: Mapping[str, Any], splits: Mapping[str, Any], config: TaskConfig) -> TaskConfig:
+    """Return the configuration with the first examples of the few-shot split."""
+    n = int(content.get("num_fewshot") or 0)
+    if not n:
+        return config
+    sampler = (content.get("fewshot_config") or {}).get("sampler")
+    if sampler != "first_n":
+        raise ConfigError(
+            f"{path}: num_fewshot is {n} and fewshot_config.sampler is {sampler!r}, which draws examples at random",
+            expected="sampler: first_n", do="set it, or name the examples by id in a TOML task",
+        )  # fmt: skip
+    split = str(content.get("fewshot_split") or content.get("training_split"))
+    if split not in splits:
+        raise ConfigError(f"{path}: no files for the few-shot split {split!r}", expected="one of its data_files")
+    data = absolute(config.data.model_copy(update={"train": (str(splits[split]),)}), path.parent)
+    records = [r for _, r in zip(range(n), read_records(data.train, f"task {config.name}"), strict=False)]
+    ids = tuple(str(record.get("id", number)) for number, record in enumerate(records, 1))
+    return config.model_copy(update={"data": data, "examples": ids})
+
+
+def _template(path: Path, content: Mapping[str, Any], key: str) -> str:
+    """Return a template; a name alone is a field of the record."""
+    value = content.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{path}: {key} is {value!r}", expected="a template, or the name of a field")
+    return value if "{{" in value or "{%" in value else f"{{{{ {value} }}}}"
+
+
+def _expression(value: Any) -> str:
+    text = str(value).strip()
+    whole = text.startswith("{{") and text.endswith("}}") and text.count("{{") == 1
+    return text[2:-2].strip() if whole else text
+
+
+def _version(content: Mapping[str, Any]) -> str:
+    return str((content.get("metadata") or {}).get("version", "1"))
+
+
+def _metrics(path: Path, content: Mapping[str, Any], kind: str) -> list[str]:
+    found = []
+    for entry in content.get("metric_list") or []:
+        name = str(entry.get("metric"))
+        if name not in METRICS[kind]:
+            raise ConfigError(
+                f"{path}: metric_list has the metric {name!r}, which has no counterpart",
+                expected=", ".join(METRICS[kind]),
+            )  # fmt: skip
+        found.append(METRICS[kind][name])
+    return found
