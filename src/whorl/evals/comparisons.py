@@ -41,7 +41,11 @@ class TaskComparison:
 
 
 def compare_results(
-    a: Sequence[TaskResult], b: Sequence[TaskResult], names: tuple[str, str] = ("A", "B"), *, margin: float = 0.0
+    a: Sequence[TaskResult],
+    b: Sequence[TaskResult],
+    names: tuple[str, str] = ("A", "B"),
+    *,
+    margin: float = 0.0,
 ) -> list[TaskComparison]:
     """Return the comparison of each task that both models have, in the order of A.
 
@@ -93,7 +97,12 @@ def _compare_task(first: TaskResult, second: TaskResult, margin: float) -> TaskC
     share = measure.unit == "share"
     worst, best = (0.0, 1.0) if sign > 0 else (-1.0, 0.0)
     found = compare(
-        a, b, measure.metric, margin=margin, worst=worst if share else -math.inf, best=best if share else math.inf
+        a,
+        b,
+        measure.metric,
+        margin=margin,
+        worst=worst if share else -math.inf,
+        best=best if share else math.inf,
     )
     return TaskComparison(first.task, measure.metric, found, 1.0, detectable_by(found.paired), "")
 
@@ -104,7 +113,9 @@ def _compared_measure(result: TaskResult) -> TaskMeasure:
         measure = next((m for m in result.measures if m.metric == name), None)
         if measure is not None and measure.higher_is_better is not None:
             return measure
-    raise DataError(f"task {result.task} has no metric that is better in one direction", expected="such a metric")
+    raise DataError(
+        f"task {result.task} has no metric that is better in one direction", expected="such a metric"
+    )
 
 
 def _signed(items: Sequence[ItemResult], metric: str, sign: float) -> list[ItemResult]:
@@ -114,7 +125,11 @@ def _signed(items: Sequence[ItemResult], metric: str, sign: float) -> list[ItemR
     found = []
     for item in items:
         value = item.scores.get(metric, math.nan)
-        scores = {metric: sign * value * item.weights.get(metric, 1.0) / mean_weight} if math.isfinite(value) else {}
+        scores = (
+            {metric: sign * value * item.weights.get(metric, 1.0) / mean_weight}
+            if math.isfinite(value)
+            else {}
+        )
         found.append(replace(item, scores=scores))
     return found
 
@@ -125,5 +140,7 @@ def _text(each: TaskComparison, p_adjusted: float, tasks: int, names: tuple[str,
     if each.comparison.verdict in ("better", "worse") and tasks > 1 and p_adjusted > ALPHA:
         text += f" With {tasks} tasks this may be chance: adjusted p = {p_adjusted:.2g}."
     if each.comparison.verdict in ("not distinguishable", "no worse") and math.isfinite(each.detectable):
-        text += f" These {paired.n} items would show a difference of {each.detectable:.4f} in four of five tries."
+        text += (
+            f" These {paired.n} items would show a difference of {each.detectable:.4f} in four of five tries."
+        )
     return text

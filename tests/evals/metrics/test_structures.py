@@ -13,7 +13,9 @@ from whorl.evals.metrics.structures import grid, patch, read_grids
 
 DIFF = "--- a/m.py\n+++ b/m.py\n@@ -1,2 +1,2 @@\n x = 0\n-y = 1\n+y = 2\n"
 rows = st.integers(1, 5).flatmap(
-    lambda width: st.lists(st.lists(st.integers(0, 9), min_size=width, max_size=width), min_size=1, max_size=5)
+    lambda width: st.lists(
+        st.lists(st.integers(0, 9), min_size=width, max_size=width), min_size=1, max_size=5
+    )
 )
 
 
@@ -21,14 +23,25 @@ rows = st.integers(1, 5).flatmap(
 def test_grid_is_read_in_every_form(gold: Any) -> None:
     spaced = "\n".join(" ".join(map(str, row)) for row in gold)
     dense = "\n".join("".join(map(str, row)) for row in gold)
-    for text in (spaced, f"The rule turns it.\n\n{spaced}\n", dense, str(gold), "[" + ",\n ".join(map(str, gold)) + "]"):
+    for text in (
+        spaced,
+        f"The rule turns it.\n\n{spaced}\n",
+        dense,
+        str(gold),
+        "[" + ",\n ".join(map(str, gold)) + "]",
+    ):
         assert read_grids(text)[-1] == gold, text
         assert grid(gold, text).outcome == "right"
 
 
 @pytest.mark.parametrize(
     ("text", "outcome", "cells"),
-    [("1 2\n3 5", "wrong", 0.75), ("1 2", "wrong", 0.0), ("", "not_found", 0.0), ("1 2\n3 4\n\n9 9\n9 9", "wrong", 0.0)],
+    [
+        ("1 2\n3 5", "wrong", 0.75),
+        ("1 2", "wrong", 0.0),
+        ("", "not_found", 0.0),
+        ("1 2\n3 4\n\n9 9\n9 9", "wrong", 0.0),
+    ],
 )
 def test_wrong_grids(text: str, outcome: str, cells: float) -> None:
     found = grid([[1, 2], [3, 4]], text)
@@ -38,7 +51,11 @@ def test_wrong_grids(text: str, outcome: str, cells: float) -> None:
 
 
 def test_patch_by_files_and_lines() -> None:
-    assert patch(DIFF, f"Here:\n```diff\n{DIFF}```").scores == {"patch_files": 1, "patch_lines": 1, "patch_found": 1}
+    assert patch(DIFF, f"Here:\n```diff\n{DIFF}```").scores == {
+        "patch_files": 1,
+        "patch_lines": 1,
+        "patch_found": 1,
+    }
     other = DIFF.replace("y = 2", "y = 3")
     assert patch(DIFF, other).scores == {"patch_files": 1, "patch_lines": 0, "patch_found": 1}
     assert patch(DIFF, DIFF.replace("m.py", "n.py")).outcome == "wrong"

@@ -19,6 +19,7 @@ from whorl.cli.curation.train_measures import train_classifier as train_classifi
 from whorl.cli.curation.train_measures import train_importance as train_importance
 from whorl.cli.curation.train_measures import train_perplexity as train_perplexity
 from whorl.cli.options import StoreOption, format_size
+from whorl.cli.text_table import print_table
 
 if TYPE_CHECKING:
     from whorl.corpus.provenance import Explanation
@@ -247,7 +248,7 @@ def stats(
         print(json.dumps(found, indent=1))
         return
     print(f"{found['corpus']}\n")
-    _print_table(
+    print_table(
         ["stage", "documents", "size"],
         [[s["stage"], f"{s['documents']:,}", format_size(s["bytes"])] for s in found["funnel"]],
     )
@@ -255,7 +256,7 @@ def stats(
         rows = [[n, f"{c['documents']:,}", format_size(c["bytes"])] for n, c in found.get(key, {}).items()]
         if rows:
             print()
-            _print_table([title, "documents", "size"], rows)
+            print_table([title, "documents", "size"], rows)
     if selection is None:
         print("\nnot curated yet: whorl corpus filter")
         return
@@ -265,13 +266,13 @@ def stats(
          format_size(s["kept_bytes"])]
         for s in found["sources"][:20]
     ]  # fmt: skip
-    _print_table(["source", "documents", "kept", "size", "kept"], rows)
+    print_table(["source", "documents", "kept", "size", "kept"], rows)
     more = len(found["sources"]) - len(rows)
     print(f"... and {more:,} more" if more > 0 else "", end="\n" if more > 0 else "")
     for kind, groups in found["bias"].items():
         if len(groups) > 1:
             print()
-            _print_table([kind, "kept", "dropped", "kept size", "dropped size"], [
+            print_table([kind, "kept", "dropped", "kept size", "dropped size"], [
                 [g["value"] or "unknown", f"{g['kept_documents']:,}", f"{g['dropped_documents']:,}",
                  format_size(g["kept_bytes"]), format_size(g["dropped_bytes"])]
                 for g in groups[:20]
@@ -391,13 +392,3 @@ def _format_value(value: Any) -> str:
     if isinstance(value, bytes):
         return value.hex()
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _print_table(heads: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    for row in [heads, *rows]:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
-        ]
-        print("  ".join(cells).rstrip())

@@ -107,7 +107,9 @@ def _row(line: str) -> list[int]:
 def _gold_grids(gold: Any) -> list[Grid]:
     grids = gold if _depth(gold) == 3 else [gold]
     if not grids or any(_depth(each) != 2 for each in grids):
-        raise DataError("the gold answer is no grid", expected="a list of rows of integers, or a list of them")
+        raise DataError(
+            "the gold answer is no grid", expected="a list of rows of integers, or a list of them"
+        )
     return [[[int(cell) for cell in row] for row in each] for each in grids]
 
 

@@ -60,8 +60,8 @@ def open_backend(ref: str, options: ModelOptions) -> ModelBackend:
             ref, options.model_name, tokenizer=options.tokenizer or None, max_length=options.max_length
         )
         return made
-    made = BACKENDS.get("engine").open(
+    local: ModelBackend = BACKENDS.get("engine").open(
         ref, store=options.store, dtype=options.dtype, batch_size=options.batch_size, max_length=options.max_length,
         batch_invariant=options.batch_invariant,
     )  # fmt: skip
-    return made
+    return local

@@ -19,7 +19,9 @@ def held_out_documents(store: Store, ref: str, split: str = "test") -> list[tupl
         StoreError: no such artifact. ConfigError: it has no corpus.
     """
     for artifact in _ancestors(store, store.open(ref)):
-        documents = store.find(artifact.parents.get("documents", "")) if artifact.kind == "selection" else None
+        documents = (
+            store.find(artifact.parents.get("documents", "")) if artifact.kind == "selection" else None
+        )
         if documents is not None:
             documents.check()
             artifact.check()

@@ -33,15 +33,15 @@ SUITES = Registry("suite", {})
 
 @dataclass(frozen=True)
 class SuiteInputs:
-    """What a generated suite may use.
+    """Inputs of a generated suite.
 
     Attributes:
-        documents: (path, text) of held-out documents, for a suite from a corpus.
+        documents: returns (path, text) of held-out documents, for a suite from a corpus.
         limit: of items per task; None: the suite's own size.
         seed: of the generated items.
     """
 
-    documents: Sequence[tuple[str, str]] = ()
+    documents: Callable[[], Sequence[tuple[str, str]]] = tuple
     limit: int | None = None
     seed: int = 0
 

@@ -92,7 +92,9 @@ def _loader() -> Any:
 
 def _convert(path: Path, content: Mapping[str, Any]) -> TaskConfig:
     def wrong(key: str, expected: str) -> ConfigError:
-        return ConfigError(f"{path}: {key} is {content.get(key)!r}", expected=expected, do="write the task as TOML")
+        return ConfigError(
+            f"{path}: {key} is {content.get(key)!r}", expected=expected, do="write the task as TOML"
+        )
 
     output = str(content.get("output_type", "generate_until"))
     if output not in KINDS:
@@ -101,7 +103,11 @@ def _convert(path: Path, content: Mapping[str, Any]) -> TaskConfig:
         raise wrong("dataset_path", "json or parquet, with local files in dataset_kwargs.data_files")
     files = (content.get("dataset_kwargs") or {}).get("data_files")
     splits = dict(files) if isinstance(files, Mapping) else {"train": files} if files else {}
-    test = content.get("test_split") or content.get("validation_split") or ("test" if "test" in splits else "train")
+    test = (
+        content.get("test_split")
+        or content.get("validation_split")
+        or ("test" if "test" in splits else "train")
+    )
     if test not in splits:
         raise wrong("dataset_kwargs", f"data_files with the split {test!r}")
     if int(content.get("repeats", 1)) != 1:
@@ -114,8 +120,12 @@ def _convert(path: Path, content: Mapping[str, Any]) -> TaskConfig:
     }  # fmt: skip
     if fields["system"]:  # the harness adds nothing after a description
         fields["separator"], fields["system"] = "\n\n", fields["system"].removesuffix("\n\n")
-        if str(content.get("fewshot_delimiter", "\n\n")) != "\n\n" or not str(content["description"]).endswith("\n\n"):
-            raise wrong("description", "a text that ends with an empty line, and the default fewshot_delimiter")
+        if str(content.get("fewshot_delimiter", "\n\n")) != "\n\n" or not str(
+            content["description"]
+        ).endswith("\n\n"):
+            raise wrong(
+                "description", "a text that ends with an empty line, and the default fewshot_delimiter"
+            )
     _add_kind(path, content, output, fields)
     fields["metrics"] = _metrics(path, content, kind)
     config = parse_task(fields, str(path))
@@ -130,11 +140,15 @@ def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[
         choices = content.get("doc_to_choice")
         if isinstance(choices, str):
             inner = choices.strip()
-            fields["choices"] = inner.removeprefix("{{").removesuffix("}}").strip() if inner.startswith("{{") else inner
+            fields["choices"] = (
+                inner.removeprefix("{{").removesuffix("}}").strip() if inner.startswith("{{") else inner
+            )
         elif isinstance(choices, list):
             fields["choices"] = [str(choice) for choice in choices]
         else:
-            raise ConfigError(f"{path}: doc_to_choice is {choices!r}", expected="an expression, or a list of texts")
+            raise ConfigError(
+                f"{path}: doc_to_choice is {choices!r}", expected="an expression, or a list of texts"
+            )
         fields["gold"] = _expression(target)
         fields["options"] = {"delimiter": delimiter}
     elif output == "loglikelihood":
@@ -143,7 +157,9 @@ def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[
         settings = dict(content.get("generation_kwargs") or {})
         until = settings.pop("until", fields["separator"])
         sampled = settings.pop("do_sample", False)
-        temperature = float(settings.pop("temperature", 0.0)) if sampled else 0.0 * bool(settings.pop("temperature", 0))
+        temperature = (
+            float(settings.pop("temperature", 0.0)) if sampled else 0.0 * bool(settings.pop("temperature", 0))
+        )
         fields["generation"] = {
             "stop": [until] if isinstance(until, str) else list(until), "temperature": temperature,
             "max_tokens": int(settings.pop("max_gen_toks", 256)), "top_p": float(settings.pop("top_p", 1.0)),
@@ -158,7 +174,9 @@ def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[
         fields["options"] = {"metric": "exact"}
 
 
-def _with_examples(path: Path, content: Mapping[str, Any], splits: Mapping[str, Any], config: TaskConfig) -> TaskConfig:
+def _with_examples(
+    path: Path, content: Mapping[str, Any], splits: Mapping[str, Any], config: TaskConfig
+) -> TaskConfig:
     """Return the configuration with the first examples of the few-shot split."""
     n = int(content.get("num_fewshot") or 0)
     if not n:
@@ -171,7 +189,9 @@ def _with_examples(path: Path, content: Mapping[str, Any], splits: Mapping[str, 
         )  # fmt: skip
     split = str(content.get("fewshot_split") or content.get("training_split"))
     if split not in splits:
-        raise ConfigError(f"{path}: no files for the few-shot split {split!r}", expected="one of its data_files")
+        raise ConfigError(
+            f"{path}: no files for the few-shot split {split!r}", expected="one of its data_files"
+        )
     data = absolute(config.data.model_copy(update={"train": (str(splits[split]),)}), path.parent)
     records = [r for _, r in zip(range(n), read_records(data.train, f"task {config.name}"), strict=False)]
     ids = tuple(str(record.get("id", number)) for number, record in enumerate(records, 1))

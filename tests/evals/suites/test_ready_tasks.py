@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.support.evals.backend import FakeBackend
+
 from whorl.evals.kinds import KINDS
 from whorl.evals.model.requests import Completion, GenerateRequest, Request, Response, Score, ScoreRequest
 from whorl.evals.results import TaskResult
@@ -17,7 +17,10 @@ from whorl.evals.suites import TaskSources, catalog, load_tasks
 from whorl.evals.tasks import EvalTask
 
 DIFF = "--- a/{0}\n+++ b/{0}\n@@ -1,1 +1,1 @@\n-x = 1\n+x = 2\n"
-GRIDS = {"train": [{"input": [[1, 0]], "output": [[0, 1]]}], "test": [{"input": [[2, 0]], "output": [[0, 2]]}]}
+GRIDS = {
+    "train": [{"input": [[1, 0]], "output": [[0, 1]]}],
+    "test": [{"input": [[2, 0]], "output": [[0, 2]]}],
+}
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "mmlu": [
         {"question": "What is 2 + 2? ", "subject": "arithmetic", "choices": ["3", "4", "5", "6"], "answer": 1},

@@ -1,0 +1,69 @@
+"""Tasks of `whorl eval`, and the run of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from whorl.errors import ConfigError
+from whorl.evals.model.open_model import ModelOptions, open_backend
+from whorl.evals.model.response_cache import CachedBackend, ResponseCache
+from whorl.evals.results import TaskResult
+from whorl.evals.results_io import save_results
+from whorl.evals.runner import evaluate
+from whorl.evals.suites import SuiteInputs, TaskSources, load_suite
+from whorl.evals.suites import load_tasks as named_tasks
+from whorl.evals.tasks import EvalTask
+from whorl.tracking.progress import Progress
+
+
+def load_tasks(
+    suites: Sequence[str] | None, names: Sequence[str] | None, data: Sequence[str] | None, train: Sequence[str] | None,
+    *, limit: int | None, seed: int, documents: Callable[[], Sequence[tuple[str, str]]],
+) -> list[EvalTask]:  # fmt: skip
+    """Return the tasks of all options. Raises ConfigError: there are none, or two have one name."""
+    sources = TaskSources(_by_task(data), _by_task(train))
+    found = named_tasks(names, sources, limit) if names else []
+    for name in suites or ():
+        found += load_suite(name, SuiteInputs(documents, limit, seed), TaskSources() if names else sources)
+    if not found:
+        raise ConfigError(
+            "no task is given", expected="--suite or --task", do="whorl eval --list shows the ready ones"
+        )
+    labels = [task.config.name for task in found]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ConfigError(f"two tasks have the name {twice[0]!r}", expected="different names")
+    return found
+
+
+def _by_task(given: Sequence[str] | None) -> dict[str, list[str]]:
+    """Return task -> paths of options PATH or TASK=PATH."""
+    found: dict[str, list[str]] = {}
+    for entry in given or ():
+        name, equals, path = entry.partition("=")
+        if not equals or "/" in name:
+            name, path = "", entry
+        found.setdefault(name, []).append(path)
+    return found
+
+
+def evaluate_model(
+    ref: str,
+    options: ModelOptions,
+    tasks: Sequence[EvalTask],
+    cache: Path,
+    out: Path,
+    judge: tuple[str, ModelOptions],
+) -> list[TaskResult]:
+    """Return the results of one model, and write them after each task."""
+    with ResponseCache(cache) as responses:
+        backend = CachedBackend(open_backend(ref, options), responses)
+        roles = {"judge": CachedBackend(open_backend(*judge), responses)} if judge[0] else {}
+        done: list[TaskResult] = []
+
+        def save(result: TaskResult) -> None:
+            done.append(result)
+            save_results(out, done)
+
+        return evaluate(backend, tasks, roles=roles, progress=Progress(), on_result=save)

@@ -1,0 +1,88 @@
+"""`whorl eval`: tables, stored responses, comparison in words, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.cli import refuse, succeed
+from tests.support.tiny import make_byte_tokenizer, make_decoder
+
+from whorl.evals.results_io import load_results
+from whorl.models import save_model
+from whorl.store import Store
+
+QUIZ = """
+name = "quiz"
+kind = "choice"
+template = "{{ q }}"
+choices = "c"
+gold = "a"
+[data]
+test = "quiz.jsonl"
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with two random models, and a task of 30 items."""
+    folder = tmp_path_factory.mktemp("home")
+    store = Store(folder / ".whorl")
+    store.make_folders()
+    for seed, name in ((0, "run/first"), (1, "run/second")):
+        model = make_decoder(seed, n_layers=1, n_heads=1, head_dim=32)
+        with store.build(kind="model", name=name, parents={}, config={"seed": seed}, version=1) as build:
+            save_model(model, build.path)
+            make_byte_tokenizer().save(build.path)
+    records = [{"q": f"{k} + {k} =", "c": [str(2 * k), str(2 * k + 1)], "a": 0} for k in range(30)]
+    (folder / "quiz.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (folder / "quiz.toml").write_text(QUIZ)
+    (folder / "suite.toml").write_text('name = "s"\n[[tasks]]\ntask = "quiz.toml"\nlimit = 7\n')
+    return folder
+
+
+def test_eval_stores_responses_and_prints_figures(home: Path) -> None:
+    words = ("eval", "run/first", "--task", "quiz.toml", "--out", "one")
+    done = succeed(home, *words)
+    result = load_results(home / "one")[0]
+    assert result.hash in done.output and "95 % interval" in done.output and "acc_norm" in done.output
+    assert len(result.items) == 30 and (result.requests, result.cached) == (120, 0)
+    again = succeed(home, "eval", "run/first", "--task", "quiz.toml", "--out", "two", "--all")
+    second = load_results(home / "two")[0]
+    assert (second.requests, second.cached) == (120, 120) and second.items == result.items
+    assert "log_score" in again.output and "log_score" not in done.output
+
+
+def test_eval_against_says_which_is_better(home: Path) -> None:
+    done = succeed(
+        home, "eval", "run/first", "--task", "quiz.toml", "--against", "run/second", "--out", "both"
+    )
+    lines = done.output.replace("\n", " ")
+    assert "run/first" in lines and "run/second" in lines
+    assert any(words in lines for words in ("is better", "not distinguishable"))
+    assert "interval -" in lines and "30 items" in lines
+    # The folders of results compare without a model.
+    same = succeed(home, "eval", "both/a", "--against", "both/a", "--out", "same").output.replace("\n", " ")
+    assert "not distinguishable" in same
+
+
+def test_eval_reads_a_suite_file_and_lists_tasks(home: Path) -> None:
+    succeed(home, "eval", "run/first", "--suite", "suite.toml", "--out", "suite")
+    assert len(load_results(home / "suite")[0].items) == 7
+    listed = succeed(home, "eval", "--list").output
+    assert "mmlu-pro" in listed and "arc-agi" in listed
+
+
+def test_wrong_words_are_refused(home: Path) -> None:
+    assert "no model is given" in refuse(home, "eval")
+    assert "no task is given" in refuse(home, "eval", "run/first")
+    assert "no task 'arcc'" in refuse(home, "eval", "run/first", "--task", "arcc")
+    assert "task arc has no data" in refuse(home, "eval", "run/first", "--task", "arc")
+    assert "two tasks have the name 'quiz'" in refuse(
+        home, "eval", "run/first", "--task", "quiz.toml", "--suite", "suite.toml"
+    )
+    assert "--model-name" in refuse(home, "eval", "http://127.0.0.1:1/v1", "--task", "quiz.toml")
+    assert "which is not evaluated" in refuse(
+        home, "eval", "run/first", "--task", "quiz.toml", "--data", "other=quiz.jsonl"
+    )
