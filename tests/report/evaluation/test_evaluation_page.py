@@ -15,8 +15,8 @@ from tests.support.report.evaluation_example import write_evaluation
 
 from whorl.errors import ConfigError, DataError
 from whorl.report.evaluation import write_page
-from whorl.report.evaluation.embed import CHUNK_ITEMS, pack, unpack
-from whorl.report.evaluation.figures import pareto_hull
+from whorl.report.evaluation.embed import ABSENT, CHUNK_ITEMS, pack, unpack
+from whorl.report.evaluation.figures import pareto_hull, reliability_bins
 
 BLOCK = re.compile(r'<script type="text/plain" id="([\w-]+)">([^<]*)</script>')
 
@@ -44,7 +44,7 @@ def test_items_of_two_models_are_joined_by_id(tmp_path: Path) -> None:
     columns = found["task-0"]
     assert found["contents"]["models"] == ["small", "large"]
     assert columns["ids"] == [f"item-{i:05d}" for i in range(n)]
-    assert columns["outcomes"][1][0] == 7 and 7 not in columns["outcomes"][1][1:]
+    assert columns["outcomes"][1][0] == ABSENT and ABSENT not in columns["outcomes"][1][1:]
     assert [len(found[f"task-0-chunk-{k}"]) for k in (0, 1)] == [CHUNK_ITEMS, 10]
     entry = found["task-0-chunk-1"][3]
     assert [side["outcome"] for side in entry["sides"]] == [c[CHUNK_ITEMS + 3] for c in columns["outcomes"]]
@@ -52,12 +52,20 @@ def test_items_of_two_models_are_joined_by_id(tmp_path: Path) -> None:
 
 def test_summary_has_interval_chance_counts_and_hash(tmp_path: Path) -> None:
     task = {
-        "metrics": {"acc": {"value": 0.5, "low": 0.4, "high": 0.6, "chance": 0.25}},
-        "bounds": [0.48, 0.53],
+        "measures": [
+            {"metric": "acc", "value": 0.5, "low": 0.4, "high": 0.6, "chance": 0.25, "bounds": [0.48, 0.53]}
+        ],
     }
     folder = write_evaluation(tmp_path / "a", "small", 20, results=task)
     text = write_page(folder, tmp_path / "page.html", verdicts=["A is better."]).read_text()
-    for part in ("0.400 to 0.600", "0.250", "0.480 to 0.530", "0123456789ab", "A is better.", "Reliability"):
+    for part in (
+        "40.0\xa0% to 60.0\xa0%",
+        "25.0\xa0%",
+        "48.0\xa0% to 53.0\xa0%",
+        "0123456789ab",
+        "A is better.",
+        "Reliability",
+    ):
         assert part in text
     assert "Pareto" not in text  # one model
 
@@ -106,7 +114,12 @@ def test_markup_of_models_never_reaches_the_page(tmp_path: Path) -> None:
             "group": evil,
         }
 
-    task = {"hash": evil, "notes": [evil], "metrics": {evil: 0.5}}
+    task = {
+        "hash": evil,
+        "notes": [evil],
+        "measures": [{"metric": evil, "about": evil, "value": 0.5}],
+        "by_group": {evil: {"metric": evil}},
+    }
     folder = write_evaluation(tmp_path / "a", evil, 5, change=spoil, results=task)
     text = write_page([folder, folder], tmp_path / "page.html", title=evil, verdicts=[evil]).read_text()
     assert "<img" not in text and "<!--" not in text
@@ -123,7 +136,7 @@ def test_different_task_hashes_are_noted(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("results.json", None, "results.json does not exist"),
-        ("results.json", '{"model": {"name": "a"}}', "tasks: Field required"),
+        ("results.json", '{"format": 1}', "tasks: Field required"),
         ("items-words.jsonl", None, "items-words.jsonl is missing"),
         ("items-words.jsonl", '{"item": "1", "outcome": "right"}\n{"item": ', "line 2"),
         ("items-words.jsonl", '{"item": "1", "outcome": "good"}', "outcome is 'good'"),
@@ -153,3 +166,18 @@ def test_nan_and_lone_surrogates_are_kept_out_of_json(tmp_path: Path) -> None:
     found = blocks(write_page(folder, tmp_path / "page.html"))
     assert found["task-0"]["scores"] == [[None, None]]
     assert found["task-0-chunk-0"][0]["sides"][0]["answers"] == ["\ud800"]
+
+
+def test_reliability_bins_weigh_only_items_with_a_verdict() -> None:
+    def item(confidence: float | None, outcome: str) -> dict[str, Any]:
+        return {"outcome": outcome, "details": {} if confidence is None else {"confidence": confidence}}
+
+    items = [
+        item(0.31, "right"),
+        item(0.39, "wrong"),
+        item(1.0, "right"),
+        item(0.35, "missing"),
+        item(None, "right"),
+    ]
+    assert reliability_bins(items) == [(pytest.approx(0.35), 0.5, 2), (1.0, 1.0, 1)]
+    assert reliability_bins([]) == []

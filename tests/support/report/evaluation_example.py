@@ -23,7 +23,15 @@ WORDS = [
     "iron",
 ]
 WORDS += ["lamp", "field"]
-OUTCOMES = ("right", "wrong", "not_found", "truncated", "refused", "error", "missing")
+OUTCOMES = (
+    "right",
+    "wrong",
+    "not_found",
+    "truncated",
+    "refused",
+    "error",
+    "missing",
+)  # the first seven of `whorl.evals.results`
 
 
 def make_item(number: int, rng: random.Random, tokens: int = 24) -> dict[str, Any]:
@@ -42,6 +50,7 @@ def make_item(number: int, rng: random.Random, tokens: int = 24) -> dict[str, An
         "answers": [] if outcome == "missing" else [answer],
         "gold": words[0],
         "details": {
+            "confidence": rng.random(),
             "tokens": [[f" {word}", -rng.random() * 6] for word in words[:tokens]],
             "choices": [{"text": word, "log_prob": -rng.random() * 9, "chosen": i == 1} for i, word in enumerate(words[:4])],
         },
@@ -64,24 +73,22 @@ def write_evaluation(
     rng = random.Random(seed)
     items = [change(number, make_item(number, rng)) for number in range(n)]
     folder.mkdir(parents=True, exist_ok=True)
-    counts = {name: sum(item["outcome"] == name for item in items) for name in OUTCOMES}
+    counts = {kind: sum(item["outcome"] == kind for item in items) for kind in OUTCOMES}
     answered = max(n - counts["missing"], 1)
     accuracy = counts["right"] / answered
-    bins = [{"confidence": c / 10, "accuracy": min(1.0, c / 10 + 0.05), "items": 10} for c in range(1, 10, 2)]
-    task = {
-        "name": "words", "hash": "0123456789abcdef", "kind": "choice", "items": n, "outcomes": counts,
-        "metrics": {"acc": {"value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "chance": 0.25}},
-        "calibration": {"ece": 0.05, "brier": 0.2, "bins": bins},
-    }  # fmt: skip
-    summary = {
-        "model": {"name": name, "address": f"{seed:040x}"},
-        "cost": {
-            "seconds": 10.0 + seed,
-            "tokens_per_second": 500.0 + 100 * seed,
-            "memory_bytes": 4e8 * (1 + seed),
-        },
-        "tasks": [task | dict(results or {})],
+    measure = {
+        "metric": "acc",
+        "value": accuracy,
+        "low": accuracy - 0.05,
+        "high": accuracy + 0.05,
+        "chance": 0.25,
     }
+    task = {
+        "task": "words", "model": name, "address": f"{seed:040x}", "hash": "0123456789ab", "kind": "choice",
+        "outcomes": counts, "metrics": ["acc"], "measures": [measure], "requests": n, "seconds": 10.0 + seed,
+    }  # fmt: skip
+    cost = {"tokens_per_second": 500.0 + 100 * seed, "memory_bytes": 4e8 * (1 + seed)}
+    summary = {"format": 1, "cost": cost, "tasks": [task | dict(results or {})]}
     (folder / "results.json").write_text(json.dumps(summary))
     with (folder / "items-words.jsonl").open("w") as out:
         for item in items:

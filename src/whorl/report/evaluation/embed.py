@@ -14,14 +14,15 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from whorl.report.evaluation.folders import OUTCOMES, EvaluatedModel
+from whorl.report.evaluation.folders import OUTCOMES
 
 CHUNK_ITEMS = 64
 LINE_CHARACTERS = 120  # of the prompt in the list
 MAX_TOKENS = 4000  # of one item with log-probabilities
+Record = Mapping[str, Any]  # an ItemResult as JSON
 ABSENT = len(OUTCOMES)  # the outcome of an item that a model does not have
 
 
@@ -38,20 +39,19 @@ def unpack(text: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(text), -15))
 
 
-def task_blocks(task: str, number: int, models: Sequence[EvaluatedModel]) -> Iterator[tuple[str, str]]:
+def task_blocks(number: int, models: Sequence[Sequence[Record]]) -> Iterator[tuple[str, str]]:
     """Yield (id of the element, packed text) of a task: its chunks, then its columns.
 
-    Items are those of all models, in the order of the first model that has them.
+    models: the items of each model. Joined by id, they are in the order of the first model that has them.
     """
     places: dict[str, int] = {}
     merged: list[dict[str, Any]] = []
-    for side, model in enumerate(models):
-        for item in model.items(task):
+    for side, items in enumerate(models):
+        for item in items:
             place = places.setdefault(item["item"], len(merged))
             if place == len(merged):
-                merged.append(
-                    {"id": item["item"], "prompt": "", "gold": "", "group": "", "sides": [None] * len(models)}
-                )
+                entry = {"id": item["item"], "prompt": "", "gold": "", "group": ""}
+                merged.append(entry | {"sides": [None] * len(models)})
             entry = merged[place]
             for name in ("prompt", "gold", "group"):
                 entry[name] = entry[name] or str(item.get(name) or "")
@@ -66,7 +66,7 @@ def task_blocks(task: str, number: int, models: Sequence[EvaluatedModel]) -> Ite
     yield f"task-{number}", pack(columns)
 
 
-def _side(item: dict[str, Any]) -> dict[str, Any]:
+def _side(item: Record) -> dict[str, Any]:
     """Return what one model did with an item."""
     details = dict(item.get("details") or {})
     if isinstance(tokens := details.get("tokens"), list) and len(tokens) > MAX_TOKENS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from whorl.report.charts import Series, line_chart, ticks
 from whorl.report.evaluation.folders import EvaluatedModel
@@ -21,15 +22,38 @@ COSTS = {  # field of PageCost -> (title, name of the axis, sign that makes lowe
 }
 
 
-def reliability_chart(task: str, models: Sequence[EvaluatedModel]) -> str:
-    """Return the reliability diagram of a task: share of right answers over confidence; "" without calibration."""
+def reliability_bins(items: Sequence[Mapping[str, Any]], bins: int = 10) -> list[tuple[float, float, int]]:
+    """Return (mean confidence, share right, items) of each bin with items, by rising confidence.
+
+    Bins have equal width in the confidence, which is `details["confidence"]`. Items without one are left out, as are
+    those without a verdict.
+    """
+    found: dict[int, list[tuple[float, bool]]] = {}
+    for item in items:
+        confidence = (item.get("details") or {}).get("confidence")
+        if (
+            isinstance(confidence, int | float)
+            and 0 <= confidence <= 1
+            and item["outcome"] in ("right", "wrong")
+        ):
+            place = min(int(confidence * bins), bins - 1)
+            found.setdefault(place, []).append((confidence, item["outcome"] == "right"))
+    return [
+        (sum(c for c, _ in pairs) / len(pairs), sum(right for _, right in pairs) / len(pairs), len(pairs))
+        for _, pairs in sorted(found.items())
+    ]
+
+
+def reliability_chart(task: str, models: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the reliability diagram of a task: share of right answers over confidence; "" if no item has one.
+
+    models: label -> items.
+    """
     series = []
-    for number, model in enumerate(models):
-        calibration = model.tasks[task].calibration if task in model.tasks else None
-        bins = [b for b in calibration.bins if b.items] if calibration else []
-        if bins:
-            x, y = [b.confidence for b in bins], [b.accuracy for b in bins]
-            series.append(Series(model.label, x, y, _STYLES[min(number, len(_STYLES) - 1)], dots=True))
+    for number, (label, items) in enumerate(models.items()):
+        if bins := reliability_bins(items):
+            x, y = [b[0] for b in bins], [b[1] for b in bins]
+            series.append(Series(label, x, y, _STYLES[min(number, len(_STYLES) - 1)], dots=True))
     if not series:
         return ""
     diagonal = Series("calibrated", [0.0, 1.0], [0.0, 1.0], "faint", has_tooltip=False)
@@ -65,23 +89,23 @@ def _is_below(left: Point, middle: Point, right: Point) -> bool:
 def cost_charts(task: str, models: Sequence[EvaluatedModel]) -> Iterator[tuple[str, str, str]]:
     """Yield (title, note, markup) of the quality of at least two models over each cost that was measured."""
     quality: dict[str, float] = {}
-    name = ""
+    name, better = "", 1
     for model in models:
-        metrics = model.tasks[task].metrics if task in model.tasks else {}
-        first = next(iter(metrics), "")
-        if first and (value := metrics[first].value) is not None:
-            name, quality[model.label] = name or first, value
+        first = model.tasks[task].first if task in model.tasks else None
+        if first is not None and first.value is not None and first.higher_is_better is not None:
+            name, quality[model.label] = first.metric, first.value
+            better = 1 if first.higher_is_better else -1
     for field, (title, axis, sign) in COSTS.items():
         points: dict[str, Point] = {}
         for model in models:
             cost = getattr(model.cost, field)
             if cost is not None and model.label in quality:
-                points[model.label] = (sign * cost, quality[model.label])
+                points[model.label] = (sign * cost, better * quality[model.label])
         if len(points) < 2:
             continue
         hull = pareto_hull(points)
         note = f"On the Pareto hull: {', '.join(hull)}. The others cost more at the same {name}, or more than a mixture."
-        yield title, note, _scatter(points, hull, sign, axis, f"{task}, {name}")
+        yield title, note, _scatter(points, hull, (sign, better), axis, f"{task}, {name}")
 
 
 def format_cost(field: str, value: float | None) -> str:
@@ -95,10 +119,12 @@ def format_cost(field: str, value: float | None) -> str:
     )
 
 
-def _scatter(points: Mapping[str, Point], hull: Sequence[str], sign: int, x_label: str, y_label: str) -> str:
+def _scatter(
+    points: Mapping[str, Point], hull: Sequence[str], signs: tuple[int, int], x_label: str, y_label: str
+) -> str:
     """Return a scatter plot with the names of the points and the line of the hull."""
     scale = 1e-6 if "MB" in x_label else 1.0
-    shown = {name: (sign * cost * scale, quality) for name, (cost, quality) in points.items()}
+    shown = {name: (signs[0] * cost * scale, signs[1] * quality) for name, (cost, quality) in points.items()}
     xs, ys = [p[0] for p in shown.values()], [p[1] for p in shown.values()]
     x_low, x_high = _range(xs)
     y_low, y_high = _range(ys)

@@ -1,81 +1,75 @@
 """Read the folders of evaluations for the page: `results.json` and `items-TASK.jsonl` (`whorl.evals.results`).
 
-Fields of `results.json` that the page reads; others are ignored, and all but the names are optional:
+Fields of `results.json` that the page reads. Others are ignored; those of `cost` are optional:
 
-    {"model": {"name": "a", "address": "3f..."},
-     "cost": {"seconds": 12.5, "tokens_per_second": 810, "memory_bytes": 4e8, "joules": 90},
-     "tasks": [{"name": "arc", "hash": "9c...", "kind": "choice", "items": 100,
-                "metrics": {"accuracy": {"value": 0.61, "low": 0.51, "high": 0.7, "chance": 0.25}},
-                "outcomes": {"right": 61, "wrong": 39},
-                "bounds": [0.6, 0.63],
-                "calibration": {"ece": 0.04, "brier": 0.2, "bins": [{"confidence": 0.3, "accuracy": 0.4, "items": 12}]},
-                "notes": ["12 items were found in the training tokens"]}]}
+    {"cost": {"seconds": 12.5, "tokens_per_second": 810, "memory_bytes": 4e8, "joules": 90},
+     "tasks": [{"task": "arc", "model": "a", "address": "3f...", "hash": "9c...", "kind": "choice", "requests": 100,
+                "measures": [{"metric": "acc", "value": 0.61, "low": 0.51, "high": 0.7, "chance": 0.25, "unit": "share",
+                              "about": "share of right choices", "bounds": [0.6, 0.63]}],
+                "metrics": ["acc"], "outcomes": {"right": 61, "wrong": 39},
+                "by_group": {"physics": {"metric": "acc", "value": 0.7}},
+                "notes": ["3 contexts exceed the window"]}]}
+
+Without `cost` the time is that of the tasks, unless responses came from the cache.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from whorl.errors import DataError
 
 RESULTS_FILE = "results.json"
-OUTCOMES = ("right", "wrong", "not_found", "truncated", "refused", "error", "missing")
+OUTCOMES = ("right", "wrong", "not_found", "truncated", "refused", "error", "missing", "scored")
 
 
 class _Read(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class PageMetric(_Read):
-    """One figure with its interval, and the value of guessing."""
+class PageMeasure(_Read):
+    """One figure with its interval, and the value of guessing. Fields of `whorl.evals.results.TaskMeasure`."""
 
+    metric: str
     value: float | None = None
     low: float | None = None
     high: float | None = None
+    about: str = ""
+    unit: str = "share"
+    higher_is_better: bool | None = True
     chance: float | None = None
-
-
-class PageBin(_Read):
-    """One bin of a reliability diagram: mean confidence and share of right answers over its items."""
-
-    confidence: float
-    accuracy: float
-    items: int
-
-
-class PageCalibration(_Read):
-    """Calibration of a choice task."""
-
-    bins: tuple[PageBin, ...] = ()
-    ece: float | None = None
-    brier: float | None = None
+    bounds: tuple[float, float] | None = None
 
 
 class PageTask(_Read):
-    """One task of one model. bounds: of the first metric, with all missing responses wrong, and all right."""
+    """One task of one model. Fields of `whorl.evals.results.TaskResult`."""
 
-    name: str
+    name: str = Field(alias="task")
+    model: str = ""
+    address: str = ""
     hash: str = ""
     kind: str = ""
-    items: int = 0
-    metrics: dict[str, PageMetric] = {}
+    about: str = ""
+    metrics: tuple[str, ...] = ()
+    measures: tuple[PageMeasure, ...] = ()
+    by_group: dict[str, PageMeasure] = {}
     outcomes: dict[str, int] = {}
-    bounds: tuple[float, float] | None = None
-    calibration: PageCalibration | None = None
+    requests: int = 0
+    cached: int = 0
+    seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
-    @field_validator("metrics", mode="before")
-    @classmethod
-    def _of_numbers(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return {k: {"value": v} if v is None or isinstance(v, int | float) else v for k, v in value.items()}
+    @property
+    def first(self) -> PageMeasure | None:
+        """The figure of the first metric, which decides the outcome of an item."""
+        name = self.metrics[0] if self.metrics else ""
+        return next((m for m in self.measures if m.metric == name), next(iter(self.measures), None))
 
 
 class PageCost(_Read):
@@ -87,13 +81,7 @@ class PageCost(_Read):
     joules: float | None = None
 
 
-class _Model(_Read):
-    name: str = ""
-    address: str = ""
-
-
 class _Results(_Read):
-    model: _Model
     tasks: tuple[PageTask, ...]
     cost: PageCost = PageCost()
 
@@ -161,10 +149,19 @@ def read_evaluations(folders: list[Path]) -> list[EvaluatedModel]:
             raise DataError(
                 f"{path}: {where}: {first['msg']}", expected="the results of whorl eval"
             ) from error
-        name, labels = results.model.name or folder.name, {model.label for model in found}
+        first = results.tasks[0] if results.tasks else None
+        name, labels = (first.model if first else "") or folder.name, {model.label for model in found}
         label, number = name, 2
         while label in labels:
             label, number = f"{name} ({number})", number + 1
         tasks = {task.name: task for task in results.tasks}
-        found.append(EvaluatedModel(folder, label, results.model.address, tasks, results.cost))
+        cost = _with_seconds(results.cost, results.tasks)
+        found.append(EvaluatedModel(folder, label, first.address if first else "", tasks, cost))
     return found
+
+
+def _with_seconds(cost: PageCost, tasks: Sequence[PageTask]) -> PageCost:
+    """Return the cost with the time of the tasks, if it has none and no response came from the cache."""
+    if cost.seconds is not None or not tasks or any(task.cached or not task.requests for task in tasks):
+        return cost
+    return cost.model_copy(update={"seconds": sum(task.seconds for task in tasks)})

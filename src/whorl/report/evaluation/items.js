@@ -3,7 +3,7 @@
 (() => {
   "use strict";
   const ROW = 34, SPARE = 6, MAX_SHOWN = 20000; // pixels of a row; rows above and below the view; characters of a JSON value
-  const RIGHT = 0, WRONG = 1, MISSING = 6;
+  const RIGHT = 0, MISSING = 6, SCORED = 7; // places in the list of outcomes
   const by = (id) => document.getElementById(id);
   const make = (name, className, text) => {
     const node = document.createElement(name);
@@ -31,6 +31,8 @@
     ["both right", (a, b) => isRight(a) && isRight(b)],
     ["both wrong", (a, b) => isNotRight(a) && isNotRight(b)],
     ["different outcomes", (a, b) => a !== b],
+    ["A scores higher", (a, b, x, y) => x !== null && y !== null && x > y],
+    ["B scores higher", (a, b, x, y) => x !== null && y !== null && x < y],
   ];
 
   const fill = (select, entries, value) => {
@@ -80,7 +82,7 @@
   const searching = () => by("text").value.trim() !== "";
 
   const apply = () => {
-    const { columns, texts } = state, n = columns.ids.length, a = sideOf("a"), b = sideOf("b");
+    const { columns, texts } = state, { scores } = columns, n = columns.ids.length, a = sideOf("a"), b = sideOf("b");
     const left = columns.outcomes[a], right = b < 0 ? null : columns.outcomes[b];
     const compare = right ? COMPARE[Number(by("compare").value)][1] : COMPARE[0][1];
     const chosen = (id) => (by(id).value === "" ? -1 : Number(by(id).value));
@@ -92,7 +94,7 @@
         if (outcomeA >= 0 && left[i] !== outcomeA) continue;
         if (outcomeB >= 0 && right[i] !== outcomeB) continue;
         if (group >= 0 && columns.group[i] !== group) continue;
-        if (right && !compare(left[i], right[i])) continue;
+        if (right && !compare(left[i], right[i], scores[a][i], scores[b][i])) continue;
         if (text && !texts[i].includes(text)) continue;
         found.push(i);
       }
@@ -140,7 +142,8 @@
         const o = side < 0 ? -1 : columns.outcomes[side][i];
         cell.hidden = side < 0;
         cell.style.display = side < 0 ? "none" : "";
-        cell.textContent = side < 0 ? "" : outcomeText(o);
+        const score = o === SCORED ? columns.scores[side][i] : null;
+        cell.textContent = side < 0 ? "" : score === null ? outcomeText(o) : String(score);
         cell.className = `outcome ${o === RIGHT ? "right" : o >= MISSING ? "none" : "bad"}`;
       }
     });
@@ -180,7 +183,7 @@
     item.querySelectorAll(".sample pre").forEach((node) => node.dispatchEvent(new CustomEvent("sample", { bubbles: true })));
   };
   const sideCard = (side, data, outcome) => {
-    const card = make("div", `side ${outcome === RIGHT ? "passed" : "failed"}`);
+    const card = make("div", `side ${outcome === RIGHT || outcome === SCORED ? "passed" : "failed"}`);
     const verdict = make("p", "verdict", `${state.contents.models[side]}: ${outcomeText(outcome)} `);
     card.append(verdict);
     if (!data) return card;

@@ -7,18 +7,19 @@ those in the items are inserted as text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError
-from whorl.report.evaluation.embed import CHUNK_ITEMS, pack, task_blocks
+from whorl.report.evaluation.embed import CHUNK_ITEMS, Record, pack, task_blocks
 from whorl.report.evaluation.figures import COSTS, cost_charts, format_cost, reliability_chart
-from whorl.report.evaluation.folders import OUTCOMES, EvaluatedModel, PageMetric, read_evaluations
-from whorl.report.format import format_number, format_percent
+from whorl.report.evaluation.folders import OUTCOMES, EvaluatedModel, PageMeasure, read_evaluations
+from whorl.report.format import NBSP, format_number
 from whorl.report.render import write_html
 
+MINUS = "\N{MINUS SIGN}"
 OUTCOME_TEXT = {name: name.replace("_", " ") for name in OUTCOMES}
 
 
@@ -41,25 +42,40 @@ def write_page(
         raise ConfigError("no folder of an evaluation is given", expected="at least one")
     models = read_evaluations(given)
     names = list(dict.fromkeys(task for model in models for task in model.tasks))
-    blocks, contents = [], []
+    blocks, contents, figures = [], [], []
     for number, task in enumerate(names):
-        made = [*task_blocks(task, number, models)]
+        items = {model.label: [*model.items(task)] for model in models}
+        made = [*task_blocks(number, [*items.values()])]
         blocks += made
-        kinds = [model.tasks[task].kind for model in models if task in model.tasks]
-        contents.append({"name": task, "chunks": len(made) - 1, "kind": kinds[0]})
+        contents.append({"name": task, "chunks": len(made) - 1})
+        figures += [(task, *figure) for figure in _figures(task, models, items)]
     listed = {
         "models": [model.label for model in models],
         "outcomes": [*OUTCOME_TEXT.values(), "not in this evaluation"],
         "chunk": CHUNK_ITEMS,
         "tasks": contents,
     }
-    return write_html(_render(models, names, [("contents", pack(listed)), *blocks], title, verdicts), out)
+    heading = title or " and ".join(model.label for model in models)
+    return write_html(
+        _render(models, names, [("contents", pack(listed)), *blocks], figures, heading, verdicts), out
+    )
+
+
+def _figures(
+    task: str, models: Sequence[EvaluatedModel], items: Mapping[str, Sequence[Record]]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (title, note, markup) of the figures of a task."""
+    if chart := reliability_chart(task, items):
+        note = "Share of right answers over the confidence of the choice, in ten bins; on the diagonal both agree."
+        yield "Reliability", note, chart
+    yield from cost_charts(task, models)
 
 
 def _render(
     models: Sequence[EvaluatedModel],
     tasks: Sequence[str],
     blocks: Sequence[tuple[str, str]],
+    figures: Sequence[tuple[str, str, str, str]],
     title: str,
     verdicts: Sequence[str],
 ) -> str:
@@ -68,27 +84,18 @@ def _render(
 
     shared, here = files("whorl.report"), files("whorl.report.evaluation")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    figures = []
-    for task in tasks:
-        charts = (
-            [("Reliability", _calibration_note(task, models), chart)]
-            if (chart := reliability_chart(task, models))
-            else []
-        )
-        charts += cost_charts(task, models)
-        if charts:
-            figures.append((task, [(name, note, Markup(chart)) for name, note, chart in charts]))
     used = [field for field in COSTS if any(getattr(model.cost, field) is not None for model in models)]
     return environment.from_string((here / "page.html").read_text("utf-8")).render(
-        title=title or " and ".join(model.label for model in models),
+        title=title,
         style=Markup((shared / "style.css").read_text("utf-8") + (here / "items.css").read_text("utf-8")),
         script=Markup((shared / "page.js").read_text("utf-8") + (here / "items.js").read_text("utf-8")),
         models=[(model.label, model.address, _costs(model, used)) for model in models],
         costs=[COSTS[field][0].removeprefix("Quality by ") for field in used],
         rows=[row for task in tasks for row in _rows(task, models)],
+        groups=_group_rows(tasks, models),
         outcomes=_outcomes(tasks, models),
         notes=_notes(tasks, models),
-        figures=figures,
+        figures=[(task, name, note, Markup(chart)) for task, name, note, chart in figures],
         verdicts=verdicts,
         blocks=[(name, Markup(text)) for name, text in blocks],
     )
@@ -99,33 +106,51 @@ def _costs(model: EvaluatedModel, fields: Sequence[str]) -> list[str]:
 
 
 def _rows(task: str, models: Sequence[EvaluatedModel]) -> list[dict[str, Any]]:
-    """Return one row for each metric of a task, with a cell per model."""
-    metrics = list(
-        dict.fromkeys(name for model in models if task in model.tasks for name in model.tasks[task].metrics)
-    )
+    """Return one row for each figure of a task, with a cell per model."""
+    found: dict[str, dict[str, PageMeasure]] = {}  # figure -> model -> value
+    for model in models:
+        if task in model.tasks:
+            for each in model.tasks[task].measures:
+                found.setdefault(each.metric, {})[model.label] = each
     rows = []
-    for number, name in enumerate(metrics):
-        found = [model.tasks[task].metrics.get(name) if task in model.tasks else None for model in models]
-        chance = next((m.chance for m in found if m is not None and m.chance is not None), None)
+    for number, (name, cells) in enumerate(found.items()):
+        first = next(iter(cells.values()))
+        chance = next((m.chance for m in cells.values() if m.chance is not None), None)
         rows.append(
             {
-                "task": task if number == 0 else "",
-                "metric": name,
-                "chance": "–" if chance is None else format_number(chance),
-                "cells": [_cell(metric) for metric in found],
+                "task": task if number == 0 else "", "metric": name, "about": first.about,
+                "chance": "–" if chance is None else _value(chance, first.unit),
+                "cells": [_cell(cells.get(model.label)) for model in models],
             }
-        )
+        )  # fmt: skip
     return rows
 
 
-def _cell(metric: PageMetric | None) -> tuple[str, str]:
+def _cell(measure: PageMeasure | None) -> tuple[str, str]:
     """Return (value, interval)."""
-    if metric is None or metric.value is None:
+    if measure is None or measure.value is None:
         return "–", ""
     interval = ""
-    if metric.low is not None and metric.high is not None:
-        interval = f"{format_number(metric.low)} to {format_number(metric.high)}"
-    return format_number(metric.value), interval
+    if measure.low is not None and measure.high is not None:
+        interval = f"{_value(measure.low, measure.unit)} to {_value(measure.high, measure.unit)}"
+    return _value(measure.value, measure.unit), interval
+
+
+def _value(value: float, unit: str) -> str:
+    """Return a figure; shares in percent, with one decimal."""
+    return f"{100 * value:.1f}{NBSP}%".replace("-", MINUS) if unit == "share" else format_number(value)
+
+
+def _group_rows(tasks: Sequence[str], models: Sequence[EvaluatedModel]) -> list[dict[str, Any]]:
+    """Return one row for each group of items of a task, with a cell per model."""
+    rows = []
+    for task in tasks:
+        by_model = [model.tasks[task].by_group if task in model.tasks else {} for model in models]
+        groups = dict.fromkeys(group for groups in by_model for group in groups)
+        for number, group in enumerate(groups):
+            cells = [_cell(groups.get(group)) for groups in by_model]
+            rows.append({"task": task if number == 0 else "", "group": group or "no group", "cells": cells})
+    return rows
 
 
 def _outcomes(tasks: Sequence[str], models: Sequence[EvaluatedModel]) -> list[dict[str, Any]]:
@@ -135,13 +160,13 @@ def _outcomes(tasks: Sequence[str], models: Sequence[EvaluatedModel]) -> list[di
         for model in models:
             if (found := model.tasks.get(task)) is None:
                 continue
-            bounds = ""
-            if found.bounds is not None:
-                bounds = f"{format_number(found.bounds[0])} to {format_number(found.bounds[1])}"
+            bounds, first = "–", found.first
+            if first is not None and first.bounds is not None:
+                bounds = " to ".join(_value(end, first.unit) for end in first.bounds)
             rows.append(
                 {
-                    "task": task, "model": model.label, "hash": found.hash[:12], "items": f"{found.items:,}",
-                    "counts": [f"{found.outcomes.get(name, 0):,}" for name in OUTCOMES], "bounds": bounds or "–",
+                    "task": task, "model": model.label, "hash": found.hash[:12], "items": f"{sum(found.outcomes.values()):,}",
+                    "counts": [f"{found.outcomes.get(name, 0):,}" for name in OUTCOMES], "bounds": bounds,
                 }
             )  # fmt: skip
     return rows
@@ -162,22 +187,3 @@ def _notes(tasks: Sequence[str], models: Sequence[EvaluatedModel]) -> list[str]:
                 for note in (model.tasks[task].notes if task in model.tasks else ())
             ]
     return notes
-
-
-def _calibration_note(task: str, models: Sequence[EvaluatedModel]) -> str:
-    """Return ECE and Brier score of each model in words."""
-    parts = []
-    for model in models:
-        calibration = model.tasks[task].calibration if task in model.tasks else None
-        if calibration is not None:
-            ece = (
-                ""
-                if calibration.ece is None
-                else f"expected calibration error {format_percent(calibration.ece)}"
-            )
-            brier = "" if calibration.brier is None else f"Brier score {format_number(calibration.brier)}"
-            parts.append(f"{model.label}: {', '.join(part for part in (ece, brier) if part)}")
-    return (
-        "Share of right answers over the confidence of the choice; on the diagonal both agree. "
-        + "; ".join(parts)
-    )
