@@ -165,7 +165,8 @@ def _outcomes(tasks: Sequence[str], models: Sequence[EvaluatedModel]) -> list[di
                 bounds = " to ".join(_value(end, first.unit) for end in first.bounds)
             rows.append(
                 {
-                    "task": task, "model": model.label, "hash": found.hash[:12], "items": f"{sum(found.outcomes.values()):,}",
+                    "task": task, "model": model.label, "hash": found.hash[:12],
+                    "items": f"{sum(found.outcomes.values()):,}",
                     "counts": [f"{found.outcomes.get(name, 0):,}" for name in OUTCOMES], "bounds": bounds,
                 }
             )  # fmt: skip
