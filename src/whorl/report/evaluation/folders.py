@@ -149,14 +149,14 @@ def read_evaluations(folders: list[Path]) -> list[EvaluatedModel]:
             raise DataError(
                 f"{path}: {where}: {first['msg']}", expected="the results of whorl eval"
             ) from error
-        first = results.tasks[0] if results.tasks else None
-        name, labels = (first.model if first else "") or folder.name, {model.label for model in found}
+        top = results.tasks[0] if results.tasks else None
+        name, labels = (top.model if top else "") or folder.name, {model.label for model in found}
         label, number = name, 2
         while label in labels:
             label, number = f"{name} ({number})", number + 1
         tasks = {task.name: task for task in results.tasks}
         cost = _with_seconds(results.cost, results.tasks)
-        found.append(EvaluatedModel(folder, label, first.address if first else "", tasks, cost))
+        found.append(EvaluatedModel(folder, label, top.address if top else "", tasks, cost))
     return found
 
 
