@@ -98,6 +98,10 @@ def test_completion_echo_scores_the_prompt(server: Any, complete: Any) -> None:
     assert first is None
     assert scores == pytest.approx([float(want[k, i]) for k, i in enumerate(ids[1:])], abs=1e-4)
     assert choice.text.endswith("return a + b")
+    first, *best = choice.logprobs.top_logprobs
+    assert first is None  # the others have the most likely token and the echoed one
+    assert [max(top.values()) for top in best] == pytest.approx(want[:-1].amax(-1).tolist(), abs=1e-4)
+    assert all(score in top.values() for score, top in zip(scores, best, strict=True))
 
 
 def test_completion_text_offsets_with_token_healing(complete: Any) -> None:

@@ -100,7 +100,7 @@ class RequestEncoder:
         Raises:
             DataError: a text holds a lone surrogate, which has no bytes.
         """
-        moved = [_move_space(*pair) for pair in pairs]
+        moved = [move_space(*pair) for pair in pairs]
         encoded = self.encode_texts(
             text for context, rest in moved if context for text in (context, context + rest)
         )
@@ -126,7 +126,7 @@ class RequestEncoder:
         return self.encode_texts([text])[text] or [self.prefix_id]
 
 
-def _move_space(context: str, continuation: str) -> tuple[str, str]:
+def move_space(context: str, continuation: str) -> tuple[str, str]:
     """Move white space from the end of the context to the continuation."""
     kept = context.rstrip()
     return (kept, context[len(kept) :] + continuation)

@@ -101,9 +101,7 @@ async def _completion_events(
             text = _echo_text(body, parsed, index) + text
             if log_probs is not None:
                 before = CompletionLogprobs(served.tokenizer, body.logprobs or 0)
-                of_prompt = await asyncio.to_thread(
-                    before.prompt_logprobs, prompt.ids, delta.prompt_log_probs
-                )
+                of_prompt = await asyncio.to_thread(before.prompt_logprobs, prompt.ids, delta)
                 log_probs = concat_logprobs(of_prompt, log_probs)
         begun[index] = True
         if not text and not tokens and delta.finish is None:
@@ -127,7 +125,7 @@ def _completion_choice(
     if body.logprobs is not None:
         scores = CompletionLogprobs(served.tokenizer, body.logprobs)
         if body.echo:
-            before = scores.prompt_logprobs(prompt.ids, delta.prompt_log_probs)
+            before = scores.prompt_logprobs(prompt.ids, delta)
             log_probs = concat_logprobs(before, scores.output_logprobs(tokens, delta.prompt_bytes))
         else:
             log_probs = scores.output_logprobs(tokens, delta.prompt_bytes)

@@ -238,11 +238,11 @@ def _copies(request: Request, n: int) -> list[Request]:
 
 def _check_logprobs(requests: Sequence[Request], n_top: int, param: str) -> None:
     """Check that the response does not have more log-probabilities than `MAX_LOGPROBS`."""
-    n = sum(request.max_tokens for request in requests) * (1 + n_top)
+    n = sum(r.max_tokens + len(r.ids) * r.prompt_log_probs for r in requests) * (1 + n_top)
     if n > MAX_LOGPROBS:
         raise ApiError(
             400,
-            f"{param}: {n:,} log-probabilities requested (sequences x {param} x (1 + alternatives)); "
+            f"{param}: {n:,} log-probabilities requested (sequences x tokens x (1 + alternatives)); "
             f"at most {MAX_LOGPROBS:,} are returned",
             param=param,
             code="invalid_value",

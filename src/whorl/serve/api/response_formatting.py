@@ -18,9 +18,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from whorl.engine.request import FinishReason, Token
+from whorl.engine.request import Alternatives, FinishReason, Token
 from whorl.errors import shorten
 from whorl.serve.api.protocol import GenerationRequest
 from whorl.serve.errors import ApiError
@@ -46,6 +47,7 @@ class TextDelta:
     prompt_bytes: int = 0
     finish: FinishReason | None = None
     prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_alternatives: list[Alternatives] = field(default_factory=list)
 
 
 class StreamDecoder:
@@ -87,7 +89,14 @@ class StreamDecoder:
             prompt_bytes, self._forced_bytes_left = self._forced_bytes_left, 0
         if delta.finish_reason == "stop" and tokens and tokens[-1].id in self.stream.request.stop_ids:
             del tokens[-1]  # a stop token is not part of the output
-        return TextDelta(text, tokens, prompt_bytes, delta.finish_reason, list(delta.prompt_log_probs))
+        return TextDelta(
+            text,
+            tokens,
+            prompt_bytes,
+            delta.finish_reason,
+            list(delta.prompt_log_probs),
+            list(delta.prompt_alternatives),
+        )
 
     async def read_all(self) -> TextDelta:
         """Return the full output."""
@@ -98,6 +107,7 @@ class StreamDecoder:
             full.prompt_bytes = full.prompt_bytes or delta.prompt_bytes
             full.tokens += delta.tokens
             full.prompt_log_probs += delta.prompt_log_probs
+            full.prompt_alternatives += delta.prompt_alternatives
             full.finish = delta.finish
         full.text = "".join(texts)
         return full
@@ -129,7 +139,8 @@ async def merge_streams(readers: Sequence[StreamDecoder]) -> AsyncIterator[tuple
 
 def n_logprobs(output: TextDelta) -> int:
     """Return the number of log-probabilities that an output may show."""
-    return sum(1 + len(token.alternatives) for token in output.tokens) + len(output.prompt_log_probs)
+    of_prompt = len(output.prompt_log_probs) + sum(map(len, output.prompt_alternatives))
+    return sum(1 + len(token.alternatives) for token in output.tokens) + of_prompt
 
 
 def response_head(prefix: str, kind: str, served: ServedModel) -> dict[str, Any]:
@@ -182,20 +193,31 @@ def chat_log_probs(tokens: Sequence[Token], tokenizer: AnyTokenizer) -> list[dic
     ]
 
 
+_Entry = tuple[int, float | None, dict[str, float] | None]  # id, log-probability, the most likely tokens
+
+
 class CompletionLogprobs:
     """Log-probabilities in the completions format: parallel lists. Offsets count characters of the output so far."""
 
     def __init__(self, tokenizer: AnyTokenizer, n_top: int, offset: int = 0) -> None:
         self.tokenizer, self.n_top, self.offset = tokenizer, n_top, offset
 
-    def prompt_logprobs(self, ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, Any]:
-        """Return the lists of an echoed prompt. The first token has no log-probability, and no token has alternatives."""
-        known: list[float | None] = [None] * (len(ids) - len(log_probs)) + [_finite(p) for p in log_probs]
-        return self._lists([(i, p, None) for i, p in zip(ids, known, strict=True)])
+    def prompt_logprobs(self, ids: Sequence[int], delta: TextDelta) -> dict[str, Any]:
+        """Return the lists of an echoed prompt. The first token has neither a log-probability nor alternatives."""
+        entries: list[_Entry] = [(i, None, None) for i in ids[: len(ids) - len(delta.prompt_log_probs)]]
+        known = zip(ids[len(entries) :], delta.prompt_log_probs, strict=True)
+        for (i, p), top in zip_longest(known, delta.prompt_alternatives, fillvalue=()):
+            entries.append((i, _finite(p), self._top_logprobs(i, p, top)))
+        return self._lists(entries)
 
     def output_logprobs(self, tokens: Sequence[Token], prompt_bytes: int = 0) -> dict[str, Any]:
         """Return the lists of new tokens; the first `prompt_bytes` bytes belong to the prompt."""
-        out = self._lists([(t.id, _finite(t.raw_log_prob), self._top_logprobs(t)) for t in tokens])
+        out = self._lists(
+            [
+                (t.id, _finite(t.raw_log_prob), self._top_logprobs(t.id, t.raw_log_prob, t.alternatives))
+                for t in tokens
+            ]
+        )
         if prompt_bytes and tokens:
             raw = _token_bytes(tokens[0].id, self.tokenizer)
             out["tokens"][0] = _text_or_escaped(raw[prompt_bytes:])
@@ -206,18 +228,21 @@ class CompletionLogprobs:
                 before = raw[:prompt_bytes]
                 out["top_logprobs"][0] = {
                     _text_or_escaped(own.removeprefix(before)): p
-                    for i, p in _sorted_log_probs(tokens[0], self.n_top)
+                    for i, p in _sorted_log_probs(
+                        tokens[0].id, tokens[0].raw_log_prob, tokens[0].alternatives[: self.n_top]
+                    )
                     if (own := _token_bytes(i, self.tokenizer)).startswith(before)
                 }
         return out
 
-    def _top_logprobs(self, token: Token) -> dict[str, float] | None:
+    def _top_logprobs(self, chosen: int, log_prob: float, top: Alternatives) -> dict[str, float] | None:
         """Return the most likely tokens and the chosen one, by text (for equal texts the likelier one)."""
         if not self.n_top:
             return None
-        return {token_text(i, self.tokenizer): p for i, p in _sorted_log_probs(token, self.n_top)}
+        every = _sorted_log_probs(chosen, log_prob, top[: self.n_top])
+        return {token_text(i, self.tokenizer): p for i, p in every}
 
-    def _lists(self, entries: Sequence[tuple[int, float | None, dict[str, float] | None]]) -> dict[str, Any]:
+    def _lists(self, entries: Sequence[_Entry]) -> dict[str, Any]:
         texts, offsets = [], []
         for i, _, _ in entries:
             texts.append(token_text(i, self.tokenizer))
@@ -249,9 +274,9 @@ def _text_or_escaped(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _sorted_log_probs(token: Token, n: int) -> list[tuple[int, float]]:
-    """Return the n most likely tokens and the chosen one, in ascending order."""
-    every = {**dict(token.alternatives[:n]), token.id: token.raw_log_prob}
+def _sorted_log_probs(chosen: int, log_prob: float, top: Alternatives) -> list[tuple[int, float]]:
+    """Return the most likely tokens and the chosen one, in ascending order."""
+    every = {**dict(top), chosen: log_prob}
     return sorted(((i, _finite(p)) for i, p in every.items()), key=lambda entry: entry[1])
 
 

@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from whorl.engine.request import Delta, FinishReason, Request, Token
+from whorl.engine.request import Alternatives, Delta, FinishReason, Request, Token
 from whorl.errors import ProducerError
 
 LOG = logging.getLogger("whorl.serve")
@@ -69,6 +69,7 @@ class Stream:
         self._text = bytearray()
         self._abort_reason = ""
         self._prompt_log_probs: list[float] = []
+        self._prompt_alternatives: list[Alternatives] = []
         self._has_output = False
         self._event = asyncio.Event()
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,11 +99,13 @@ class Stream:
             tuple(self._prompt_log_probs),
             self._n_forced,
             self._abort_reason,
+            prompt_alternatives=tuple(self._prompt_alternatives),
         )
         self._n_forced = 0
         self._tokens.clear()
         self._text.clear()
         self._prompt_log_probs.clear()
+        self._prompt_alternatives.clear()
         self._has_output = False
         return delta
 
@@ -129,6 +132,7 @@ class Stream:
         self._tokens += delta.tokens
         self._text += delta.text
         self._prompt_log_probs += delta.prompt_log_probs
+        self._prompt_alternatives += delta.prompt_alternatives
         self._has_output = True
         self._event.set()
 

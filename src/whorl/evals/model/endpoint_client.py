@@ -1,0 +1,213 @@
+"""POST requests to an OpenAI-compatible endpoint, with retries: a whole answer, or the reason why there is none.
+
+    client.call("/completions", body, parse)        parse(events) -> result; a `Fault` of it is retried as well
+
+Retried: no connection, a timeout, the statuses 408, 409, 425, 429 and 5xx, a body or a stream that ends early, an answer of
+another model. Waits grow by the factor 2, with jitter, and follow `Retry-After`. Not retried: statuses that depend on the
+request (400, 413, 422) or on the settings (401, 403, 404).
+
+The subtle point is a dead endpoint. Each of 10,000 requests would wait for all of its retries, so after `DEAD_AFTER` calls
+without any answer the others fail at once, with the same reason.
+
+Needs httpx (`pip install 'whorl[serve]'`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from whorl.errors import ConfigError, shorten
+from whorl.evals.model.requests import Missing
+
+T = TypeVar("T")
+Events = list[dict[str, Any]]
+
+RETRIED_STATUS = frozenset({408, 409, 425, 429})
+REQUEST_STATUS = frozenset({400, 413, 422})  # they say nothing about the next request
+DEAD_AFTER = 20  # calls in a row
+MAX_WAIT = 60.0  # seconds
+MAX_ANSWER_CHARACTERS = 1 << 26
+
+
+class Fault(Exception):
+    """Why an answer cannot be used. wait: seconds that the endpoint asks for. of_request: another request may succeed."""
+
+    def __init__(
+        self, reason: str, *, retry: bool = True, wait: float | None = None, of_request: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.retry, self.wait, self.of_request = retry, wait, of_request
+
+
+class EndpointClient:
+    """Calls one endpoint from many threads.
+
+    Args:
+        url: with the version, such as http://127.0.0.1:8000/v1.
+        api_key_env: environment variable with the key; no key is sent where it is unset.
+        timeout: seconds without a byte. deadline: seconds of one attempt. max_retries: after the first attempt.
+        backoff: seconds before the first retry.
+
+    Raises:
+        ConfigError: no URL of HTTP, or httpx is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key_env: str = "OPENAI_API_KEY",
+        timeout: float = 60.0,
+        deadline: float = 600.0,
+        max_retries: int = 4,
+        backoff: float = 0.5,
+        concurrency: int = 16,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"the endpoint {shorten(url)!r} is not a URL", expected="such as http://127.0.0.1:8000/v1"
+            )
+        try:
+            self._httpx: Any = importlib.import_module("httpx")
+        except ImportError as error:
+            raise ConfigError("endpoints need httpx", do="pip install 'whorl[serve]'") from error
+        self.url, self.max_retries, self.backoff, self.deadline = (
+            url.rstrip("/"),
+            max_retries,
+            backoff,
+            deadline,
+        )
+        key = os.environ.get(api_key_env, "")
+        self._client = self._httpx.Client(
+            timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=self._httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+        )  # fmt: skip
+        self._lock, self._failed_calls, self._last_reason = threading.Lock(), 0, ""
+        self.n_posted = 0
+
+    def call(self, path: str, body: Mapping[str, Any], parse: Callable[[Events], T]) -> T | Missing:
+        """Return parse(events) of the first attempt that succeeds, or why none did. An answer in one piece is one event."""
+        for attempt in range(self.max_retries + 1):
+            if self._failed_calls >= DEAD_AFTER:
+                return Missing(
+                    f"not requested: the endpoint failed {DEAD_AFTER} times in a row, last with {self._last_reason}"
+                )
+            try:
+                out = parse(self._attempt(path, body))
+            except Fault as fault:
+                reason = shorten(str(fault), 300)
+                if not fault.retry or attempt == self.max_retries:
+                    if not fault.of_request:
+                        self._record(reason)
+                    return Missing(reason if not attempt else f"{reason}; {attempt + 1} attempts")
+                wait = (
+                    self.backoff * 2**attempt * random.uniform(0.5, 1.0) if fault.wait is None else fault.wait
+                )
+                time.sleep(min(wait, MAX_WAIT))
+            else:
+                self._record("")
+                return out
+        raise AssertionError("unreachable")
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of a GET, or None if there is none."""
+        try:
+            answer = self._client.get(self.url + path)
+            return answer.json() if answer.status_code == 200 else None
+        except (self._httpx.HTTPError, ValueError):
+            return None
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def _record(self, reason: str) -> None:
+        with self._lock:
+            self._failed_calls = self._failed_calls + 1 if reason else 0
+            self._last_reason = reason
+
+    def _attempt(self, path: str, body: Mapping[str, Any]) -> Events:
+        httpx = self._httpx
+        with self._lock:
+            self.n_posted += 1
+        try:
+            with self._client.stream("POST", self.url + path, json=dict(body)) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise _status_fault(answer.status_code, answer.headers, answer.text)
+                lines = _bounded(answer.iter_lines(), time.monotonic() + self.deadline)
+                if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    return list(_parse_stream(lines))
+                return [_parse_object("\n".join(lines))]
+        except httpx.TimeoutException as error:
+            raise Fault(f"timed out ({type(error).__name__})") from error
+        except httpx.RemoteProtocolError as error:
+            raise Fault(f"the answer ended early: {error}") from error
+        except httpx.InvalidURL as error:
+            raise Fault(f"the URL is wrong: {error}", retry=False) from error
+        except httpx.HTTPError as error:
+            raise Fault(f"no answer: {error or type(error).__name__}") from error
+
+
+def _bounded(lines: Iterator[str], deadline: float) -> Iterator[str]:
+    n = 0
+    for line in lines:
+        n += len(line)
+        if time.monotonic() > deadline:
+            raise Fault("timed out: the answer did not end in time")
+        if n > MAX_ANSWER_CHARACTERS:
+            raise Fault("the answer is larger than 64 MiB", retry=False, of_request=True)
+        yield line
+
+
+def _parse_stream(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        yield _parse_object(data)
+    raise Fault("the stream ended without [DONE]")
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise Fault(f"the answer is no JSON: {shorten(text)!r}") from error
+    if not isinstance(content, dict):
+        raise Fault(f"the answer is no object: {shorten(text)!r}")
+    if content.get("error"):
+        raise Fault(f"the endpoint reports: {_message(content)}")
+    return content
+
+
+def _status_fault(status: int, headers: Mapping[str, str], text: str) -> Fault:
+    try:
+        message = _message(json.loads(text))
+    except (ValueError, AttributeError):
+        message = shorten(text)
+    try:
+        wait = float(headers.get("retry-after", ""))
+    except ValueError:
+        wait = None
+    retry = status in RETRIED_STATUS or status >= 500
+    of_request = status in REQUEST_STATUS
+    return Fault(
+        f"status {status}: {message}", retry=retry, wait=wait if retry else None, of_request=of_request
+    )
+
+
+def _message(content: dict[str, Any]) -> str:
+    error = content.get("error", content.get("detail", content))
+    return " ".join(
+        str(error["message"] if isinstance(error, dict) and "message" in error else error).split()
+    )
