@@ -147,10 +147,10 @@ class EndpointBackend:
 
     def _generate(self, request: GenerateRequest) -> Response:
         plain = isinstance(request.prompt, str)
+        prompt = [dict(m) for m in request.prompt if not isinstance(m, str)] if not plain else request.prompt
         body = self._body(
-            **{"prompt" if plain else "messages": request.prompt if plain else [dict(m) for m in request.prompt]},
-            max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p, seed=request.seed,
-            stream=True, stop=list(request.stop) or None,
+            **{"prompt" if plain else "messages": prompt}, max_tokens=request.max_tokens, stream=True, seed=request.seed,
+            temperature=request.temperature, top_p=request.top_p, stop=list(request.stop) or None,
         )  # fmt: skip
         path = "/completions" if plain else "/chat/completions"
         return self.client.call(path, body, self._read_completion)

@@ -18,7 +18,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 from whorl.engine.request import Alternatives, FinishReason, Token
@@ -205,9 +204,9 @@ class CompletionLogprobs:
     def prompt_logprobs(self, ids: Sequence[int], delta: TextDelta) -> dict[str, Any]:
         """Return the lists of an echoed prompt. The first token has neither a log-probability nor alternatives."""
         entries: list[_Entry] = [(i, None, None) for i in ids[: len(ids) - len(delta.prompt_log_probs)]]
-        known = zip(ids[len(entries) :], delta.prompt_log_probs, strict=True)
-        for (i, p), top in zip_longest(known, delta.prompt_alternatives, fillvalue=()):
-            entries.append((i, _finite(p), self._top_logprobs(i, p, top)))
+        alternatives = delta.prompt_alternatives or [()] * len(delta.prompt_log_probs)
+        scored = zip(ids[len(entries) :], delta.prompt_log_probs, alternatives, strict=True)
+        entries += [(i, _finite(p), self._top_logprobs(i, p, top)) for i, p, top in scored]
         return self._lists(entries)
 
     def output_logprobs(self, tokens: Sequence[Token], prompt_bytes: int = 0) -> dict[str, Any]:
