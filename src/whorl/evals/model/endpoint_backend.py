@@ -91,7 +91,7 @@ class EndpointBackend:
         extra: Mapping[str, Any] | None = None,
         **client: Any,
     ) -> EndpointBackend:
-        """Return a backend; sends nothing but a question for the model's length.
+        """Return a backend. Its only request now is GET /models, for the length.
 
         Args:
             tokenizer: folder of the model, or of its tokenizer. add_bos: see `RequestEncoder`.

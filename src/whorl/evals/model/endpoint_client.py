@@ -1,4 +1,4 @@
-"""POST requests to an OpenAI-compatible endpoint, with retries: a whole answer, or the reason why there is none.
+"""POST requests to an OpenAI-compatible endpoint, with retries: a whole answer, or the reason why it is missing.
 
     client.call("/completions", body, parse)        parse(events) -> result; a `Fault` of it is retried as well
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 Events = list[dict[str, Any]]
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429})
-REQUEST_STATUS = frozenset({400, 413, 422})  # they say nothing about the next request
+REQUEST_STATUS = frozenset({400, 413, 422})  # the next request may succeed
 DEAD_AFTER = 20  # calls in a row
 MAX_WAIT = 60.0  # seconds
 MAX_ANSWER_CHARACTERS = 1 << 26
 
 
 class Fault(Exception):
-    """Why an answer cannot be used. wait: seconds that the endpoint asks for. of_request: another request may succeed."""
+    """Why an answer cannot be used. wait: the `Retry-After` of the answer, in seconds. of_request: another request may succeed."""
 
     def __init__(
         self, reason: str, *, retry: bool = True, wait: float | None = None, of_request: bool = False
@@ -117,7 +117,7 @@ class EndpointClient:
         raise AssertionError("unreachable")
 
     def get(self, path: str) -> Any:
-        """Return the JSON of a GET, or None if there is none."""
+        """Return the JSON of a GET, or None."""
         try:
             answer = self._client.get(self.url + path)
             return answer.json() if answer.status_code == 200 else None
