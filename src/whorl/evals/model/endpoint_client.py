@@ -37,7 +37,7 @@ MAX_ANSWER_CHARACTERS = 1 << 26
 
 
 class Fault(Exception):
-    """Why an answer cannot be used. wait: the `Retry-After` of the answer, in seconds. of_request: another request may succeed."""
+    """Why an answer cannot be used. wait: its `Retry-After`, in seconds. of_request: another request may succeed."""
 
     def __init__(
         self, reason: str, *, retry: bool = True, wait: float | None = None, of_request: bool = False
