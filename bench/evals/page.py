@@ -8,8 +8,8 @@ frame:
     filter      choose a filter of the comparison, of the outcomes or of the group, or change the search text
     scroll      move the list by a random distance
 
-The events of both pages alternate. A frame waits for the screen, which hides a slow page behind a slow frame. So there is a
-second figure, the time in which the page's main thread was busy with the event: script, style, layout and paint. Figures are
+The events of both pages alternate. A frame waits for the screen, which hides a slow page behind a slow frame. A second
+figure is the time in which the page's main thread was busy with the event: script, style, layout and paint. Figures are
 medians, and the bar of each is twice that of 100 items.
 """
 
