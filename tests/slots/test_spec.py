@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tests.support.slots import examples
+from typing_extensions import TypeAliasType, TypeVar
 
 from whorl.errors import ConfigError, ProducerError
 from whorl.slots import SlotRing, SlotState, Spec
@@ -31,6 +32,17 @@ class Thawed:
     values: Annotated[NDArray[np.float32], "N"]
 
 
+Number = TypeVar("Number")
+Alias = TypeAliasType("Alias", np.ndarray[Any, np.dtype[Number]], type_params=(Number,))
+
+
+@dataclass(frozen=True)
+class Aliased:
+    """As NDArray is from numpy 2.5 on."""
+
+    values: Annotated[Alias[np.int64], "T"]
+
+
 @dataclass(frozen=True)
 class Empty:
     pass
@@ -44,6 +56,11 @@ class NotArrays:
 def test_spec_fields_keep_order_shape_and_dtype() -> None:
     found = [(name, field.shape, field.dtype) for name, field in SPEC.fields.items()]
     assert found == [("flags", (5,), np.bool_), ("table", (2, 5, 3), np.float32), ("one", (), np.int64)]
+
+
+def test_spec_reads_aliases_of_arrays() -> None:
+    field = Spec.from_dataclass(Aliased, T=3).fields["values"]
+    assert (field.shape, field.dtype) == ((3,), np.int64)
 
 
 def test_spec_fields_are_aligned_and_disjoint() -> None:

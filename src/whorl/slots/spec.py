@@ -98,6 +98,8 @@ class Spec(Generic[Record]):
             names: list[str | int] = []
             if get_origin(hint) is Annotated:
                 hint, *names = get_args(hint)
+            if hasattr(get_origin(hint), "__value__"):  # NDArray is an alias of its own from numpy 2.5 on
+                hint = get_origin(hint).__value__[get_args(hint)]
             if get_origin(hint) is not np.ndarray:
                 raise ConfigError(
                     f"{record.__name__}.{field.name} is {hint}",

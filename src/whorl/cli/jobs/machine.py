@@ -155,6 +155,7 @@ def describe_machine(found: Machine) -> dict[str, Any]:
         "dtype": found.dtype,
         "flops": found.flops,
         "memory_bandwidth": found.memory_bandwidth,
+        "gpu": describe_gpu(),
         "amx": request_amx() or "available",
         "native_library": build.library() is not None,
         "choices": str(choices_file()),
@@ -162,15 +163,35 @@ def describe_machine(found: Machine) -> dict[str, Any]:
     }
 
 
+def describe_gpu() -> dict[str, Any] | None:
+    """Return name and measured rates of the GPU; None if torch finds none."""
+    import torch
+
+    from whorl.machine.device_probe import probe
+
+    if not torch.cuda.is_available():
+        return None
+    found = probe(device="cuda")
+    return {"name": found.gpu, "flops": found.flops, "memory_bandwidth": found.memory_bandwidth}
+
+
 def format_table(about: dict[str, Any], lines: dict[str, list[TimedProduct]], missing: list[str]) -> str:
     """Return the tables as text."""
     from whorl.train.profiling.product_table import format_products, total
 
-    rates = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in about["flops"].items())
+    def rates(flops: dict[str, float], unit: float) -> str:
+        return ", ".join(f"{kind} {rate / unit:,.0f}" for kind, rate in flops.items())
+
     found = [
         f"{about['machine']} ({about['kind']}): usable cores {about['cores']}, threads {about['threads']}.",
-        f"GEMM in GFLOP/s: {rates}. Copy: {about['memory_bandwidth'] / 1e9:,.1f} GB/s. AMX: {about['amx']}. "
+        f"GEMM in GFLOP/s: {rates(about['flops'], 1e9)}. Copy: {about['memory_bandwidth'] / 1e9:,.1f} GB/s. AMX: {about['amx']}. "
         f"Native library: {'available' if about['native_library'] else 'none'}.",
+        *(
+            f"GPU {gpu['name']}: GEMM in TFLOP/s: {rates(gpu['flops'], 1e12)}. Copy: {gpu['memory_bandwidth'] / 1e9:,.0f} GB/s. "
+            "The lines below are of the CPU."
+            for gpu in [about["gpu"]]
+            if gpu
+        ),
         f"Times of this machine: {about['choices']}",
         *(f"forced: {name} = {way}" for name, way in about["forced"].items()),
         f"Shape {about['shape']}; batch {about['rows']} x {about['length']} tokens; replicas {about['replicas']}.",
