@@ -184,11 +184,11 @@ def format_table(about: dict[str, Any], lines: dict[str, list[TimedProduct]], mi
 
     found = [
         f"{about['machine']} ({about['kind']}): usable cores {about['cores']}, threads {about['threads']}.",
-        f"GEMM in GFLOP/s: {rates(about['flops'], 1e9)}. Copy: {about['memory_bandwidth'] / 1e9:,.1f} GB/s. AMX: {about['amx']}. "
-        f"Native library: {'available' if about['native_library'] else 'none'}.",
+        f"GEMM in GFLOP/s: {rates(about['flops'], 1e9)}. Copy: {about['memory_bandwidth'] / 1e9:,.1f} GB/s. "
+        f"AMX: {about['amx']}. Native library: {'available' if about['native_library'] else 'none'}.",
         *(
-            f"GPU {gpu['name']}: GEMM in TFLOP/s: {rates(gpu['flops'], 1e12)}. Copy: {gpu['memory_bandwidth'] / 1e9:,.0f} GB/s. "
-            "The lines below are of the CPU."
+            f"GPU {gpu['name']}, which the lines below leave out: GEMM in TFLOP/s: {rates(gpu['flops'], 1e12)}. "
+            f"Copy: {gpu['memory_bandwidth'] / 1e9:,.0f} GB/s."
             for gpu in [about["gpu"]]
             if gpu
         ),
