@@ -244,6 +244,7 @@ def report(case: Case, result: dict[str, float], quick: bool) -> None:
         unit="ms",
         ratio=peer / result["triton"],
         bar=1.0,
+        variant=case.name.replace(",", "").replace(" ", "-"),
         ok=peer >= result["triton"],
         samples=[{name: round(value, 4) for name, value in result.items()} | {"moved": rate}],
         quick=quick,

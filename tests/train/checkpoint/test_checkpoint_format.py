@@ -164,6 +164,42 @@ def test_save_from_gpu_and_restore(tmp_path: Path) -> None:
     assert torch.equal(tensors["weights/a"].cpu(), kept)
 
 
+class FakeCudaRuntime:
+    """Host memory as CUDA pins it: an address stays pinned until it is given up, also if its mapping is freed."""
+
+    def __init__(self) -> None:
+        self.pinned: set[int] = set()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        already = address in self.pinned
+        self.pinned.add(address)
+        return 712 if already else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.pinned.remove(address)
+        return 0
+
+
+def test_staging_buffer_gives_up_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, waits = FakeCudaRuntime(), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    area = StagingBuffer()
+    for size in (1, 1 << 20):  # it grows, and the first mapping is given up
+        area.ensure_capacity(size)
+        area.pin()
+        area.pin()
+        assert runtime.pinned == {area.flat.data_ptr()} and area.pinned
+    other = StagingBuffer()
+    other.ensure_capacity(1)
+    runtime.pinned.add(other.flat.data_ptr())
+    other.pin()  # refused: it is used as it is, and the error is taken from CUDA
+    assert not other.pinned and waits == [1]
+    area.close()
+    other.close()
+    assert len(runtime.pinned) == 1
+
+
 @pytest.mark.parametrize("refused", ["open", "write"])
 def test_save_without_o_direct_writes_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str

@@ -22,6 +22,7 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -121,7 +122,8 @@ class StagingBuffer:
                 f"no memory for the checkpoint staging buffer, {wanted / 1e6:,.0f} MB ({error})",
                 do="train a smaller model, or use a machine with more memory",
             ) from error
-        self.size, self.pinned = wanted, False
+        self._unpin()
+        self.size = wanted
         self.flat = torch.frombuffer(self.memory, dtype=torch.uint8)
         for name in (
             "MADV_HUGEPAGE",
@@ -135,10 +137,15 @@ class StagingBuffer:
             advise(ctypes.c_void_p(self.flat.data_ptr()), ctypes.c_size_t(self.size), advice)
 
     def pin(self) -> None:
-        """Pin the memory, for asynchronous copies from a GPU."""
+        """Pin the memory, for asynchronous copies from a GPU; without it copies are correct, and slower."""
         if not self.pinned:
-            torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), self.size, 0)  # type: ignore[no-untyped-call]
-            self.pinned = True
+            self.pinned = _pin(self.flat.data_ptr(), self.size)
+
+    def _unpin(self) -> None:
+        """A mapping that is freed while it is pinned leaves its addresses pinned, and a later buffer cannot have them."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())  # type: ignore[no-untyped-call]
+            self.pinned = False
 
     def view(self, start: int, n_bytes: int) -> memoryview:
         """The bytes from `start` on."""
@@ -152,10 +159,20 @@ class StagingBuffer:
 
     def close(self) -> None:
         """Free the memory as soon as no view is left."""
+        self._unpin()
         if self.fd >= 0:
             os.close(self.fd)
         self.fd, self.memory, self.size = -1, None, 0
         self.flat = torch.empty(0, dtype=torch.uint8)
+
+
+def _pin(address: int, size: int) -> bool:
+    """Return whether CUDA pinned the memory."""
+    if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:  # type: ignore[no-untyped-call]
+        return True
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()  # CUDA reports the error once more, and then forgets it
+    return False
 
 
 def copy_pool() -> ThreadPoolExecutor:
