@@ -98,7 +98,7 @@ class Spec(Generic[Record]):
             names: list[str | int] = []
             if get_origin(hint) is Annotated:
                 hint, *names = get_args(hint)
-            if hasattr(get_origin(hint), "__value__"):  # NDArray is an alias of its own from numpy 2.5 on
+            if hasattr(get_origin(hint), "__value__"):  # NDArray, from numpy 2.5 on
                 hint = get_origin(hint).__value__[get_args(hint)]
             if get_origin(hint) is not np.ndarray:
                 raise ConfigError(

@@ -171,7 +171,7 @@ def _pin(address: int, size: int) -> bool:
     if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:  # type: ignore[no-untyped-call]
         return True
     with suppress(RuntimeError):
-        torch.cuda.synchronize()  # CUDA reports the error once more, and then forgets it
+        torch.cuda.synchronize()  # CUDA reports the error once more, and clears it
     return False
 
 
