@@ -1,0 +1,1 @@
+"""Arena: blind votes between models, and their Bradley-Terry ratings."""
