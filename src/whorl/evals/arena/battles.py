@@ -147,7 +147,7 @@ def _length_difference(votes: Sequence[Vote]) -> NDArray[np.float64]:
     total = lengths.sum(1)
     found = np.divide(lengths[:, 0] - lengths[:, 1], total, out=np.zeros(len(total)), where=total > 0)
     spread = float(np.sqrt((found**2).mean()))  # about 0, because the sides are drawn
-    return found / spread if spread > 0 else found
+    return np.asarray(found / spread if spread > 0 else found)
 
 
 def _check(votes: Sequence[Vote], length: bool) -> None:

@@ -222,10 +222,9 @@ def _meetings(
         if p <= 1 - level:
             better[(a, b) if gap > 0 else (b, a)] = True
         low, high = gap - quantile * error, gap + quantile * error
-        expected = [float(1 / (1 + np.exp(-value))) for value in (gap, low, high)]
-        found.append(
-            Meeting(names[a], names[b], *tallies.get((names[a], names[b]), (0, 0, 0, 0)), *expected, float(p))
-        )
+        expected, least, most = (float(1 / (1 + np.exp(-value))) for value in (gap, low, high))
+        counts = tallies.get((names[a], names[b]), (0, 0, 0, 0))
+        found.append(Meeting(names[a], names[b], *counts, expected, least, most, float(p)))
     return tuple(found), better
 
 
