@@ -62,7 +62,7 @@ def battles(
     score = 1 / (1 + np.exp(-gap))
     u = rng.random(n)
     if voters:
-        # Half of the votes repeat the voter's opinion of the pair. The probability over voters stays the score.
+        # Half of the votes repeat the voter's preference for the pair. The probability over voters stays the score.
         u = np.where(rng.random(n) < 0.5, rng.random((voters, len(all_pairs)))[voter, drawn], u)
     tie = 0.3 * 2 * np.minimum(score, 1 - score)
     outcome = np.where(u < score - tie / 2, 1.0, np.where(u < score + tie / 2, 0.5, 0.0))

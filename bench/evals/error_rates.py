@@ -63,7 +63,7 @@ def false_findings(
 
 def power(rng: Rng, runs: int, clusters: int, size: int) -> float:
     """Return the share of comparisons that find a difference which 80 % should."""
-    own, shared = 2.0, 2 * 0.36  # variance of an item's difference: of its own, and of its cluster
+    own, shared = 2.0, 2 * 0.36  # variances of an item's difference: its part, and the cluster's
     sd = float(np.sqrt(own + shared))
     effect = (own + size * shared) / (own + shared)
     # Degrees of freedom are those of the clusters, so the quantiles are taken for so many independent items.

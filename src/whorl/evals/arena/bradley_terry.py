@@ -6,8 +6,8 @@
 
 A tie is half a win of each, y = 1/2. The scores stay unbiased as long as the expected score, ties counted half, is
 s(t_i - t_j). This is a logistic regression without intercept in which a tie is two rows of half the weight. Ratings sum
-to 0. The sandwich holds also where the model is wrong: more ties than it expects, weights of the pairs, correlated votes
-of one voter (g is then the voter). h_r is the leverage of a vote, as in HC3: it makes intervals of few votes wide enough.
+to 0. The sandwich also holds where the model is wrong: more ties than it expects, or weights of the pairs. If votes of one
+voter are correlated, g is the voter. h_r is the leverage of a vote, as in HC3. It makes intervals of few votes wide enough.
 
 The estimate is finite only if every model has scored against the rest, directly or through others (Ford 1957): the graph
 of points is strongly connected. Newton's method solves several weightings of the same rows at once, for the bootstrap.

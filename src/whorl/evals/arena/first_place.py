@@ -1,10 +1,10 @@
 """The fewest votes that would change first place, if they were removed or reversed.
 
 The influence of one vote on the lead t_a - t_b is (e_a - e_b)' H^-1 x w (y - p) / (1 - h), one Newton step with leverage
-h. For each challenger, the votes of largest influence are removed (or their choice reversed) in portions, the ratings
-are fitted again after each, and the last portion is made smaller until the exact number is found. The result is a set of
-votes that does change first place. For two models no smaller one does; for more it is an upper bound, close to the
-smallest (Huang et al. 2025, arXiv:2508.11847, rank with the first step only and do not fit again in between).
+h. For each challenger, the votes of largest influence are removed (or their choice reversed) in portions. The ratings are
+fitted again after each portion. The last portion is made smaller until the exact number is found. The result is a set of
+votes that does change first place. For two models no smaller one does. For more it is an upper bound, close to the smallest.
+Huang et al. 2025, arXiv:2508.11847, rank by the first step only and do not fit again in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The results of an arena: ratings with two intervals, ranks, who beats whom, and how firm first place is.
+"""The results of an arena: ratings with two intervals, ranks, the outcomes of all pairs, and the margin of first place.
 
     points      1000 + 400 / ln 10 * t                                  mean 1000; 400 points are odds of 10 to 1
     sandwich    t +- quantile * se, from the covariance of `bradley_terry.py`
@@ -174,7 +174,7 @@ def standings(
 
 
 def describe(found: Standings) -> str:
-    """Return who is first, whether that is certain, and what would change it."""
+    """Return sentences: the first model, whether that is certain, and what would change it."""
     if not found.rows:
         raise DataError("there are no standings", expected="at least two models")
     best = found.rows[0]
