@@ -1,0 +1,101 @@
+"""Win rates without the judge's preference for a length, and the agreement of verdicts with a gold set.
+
+For item i: w_i is the model's score (1 win, 1/2 tie, 0 loss; mean of both orders), s_i = sign(characters of the model's
+answer - characters of the other), and b is the judge's length bias: the share of longer answers that it prefers, less 1/2.
+
+    win_rate_lc = mean of w_i - s_i b
+
+Two estimates of b. From probes: the judge compares an answer with a copy of it that is only longer, and has no other
+reason to prefer the copy:
+
+    b = max(0, mean over probes of (score of the longer copy) - 1/2)
+
+The bias of a judge that dislikes repetition is not negative: b is at least 0. Without probes, from the items themselves:
+
+    b = (mean of w_i where s_i > 0  -  mean of w_i where s_i < 0) / 2,     so that win_rate_lc is the mean of both means
+
+That takes for a bias what may be quality, as the logistic regression of AlpacaEval does (Dubois et al. 2024,
+arXiv:2404.04475). A judge that always prefers the longer answer has b = 1/2 in both, and win_rate_lc = 1/2 for any
+model. The regression's value for such a judge is undefined, since its verdicts are separated by the length.
+
+The values of items are linearized, so that their standard error includes that of b: their mean is win_rate_lc, and an item
+with a probe that differs from the others moves by its influence on b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LengthControl:
+    """Win rates of items without the length bias.
+
+    Attributes:
+        values: [N] of items, linearized; None if the bias is not identified: no probes, and one of the models has the
+            longer answer in every item.
+        bias: b. source: "probes", "items", or "" if it is not identified.
+    """
+
+    values: Floats | None
+    bias: float
+    source: str
+
+
+def control_length(wins: Sequence[float], longer: Sequence[int], probes: Sequence[float]) -> LengthControl:
+    """Return the length-controlled win rates.
+
+    Args:
+        wins: [N] w_i. longer: [N] s_i, of -1, 0, 1.
+        probes: [N] score of the longer copy; NaN for items without a probe; or empty.
+    """
+    w, s = np.asarray(wins, np.float64), np.asarray(longer, np.float64)
+    p = np.asarray(probes, np.float64) if len(probes) else np.full(len(w), np.nan)
+    if not len(w):
+        return LengthControl(w, float("nan"), "")
+    has = np.isfinite(p)
+    if has.any():
+        mean = float(p[has].mean())
+        bias = max(0.0, mean - 0.5)
+        influence = np.zeros(len(w))
+        if bias:
+            influence[has] = (p[has] - mean) * len(w) / has.sum()
+        return LengthControl(w - s * bias - s.mean() * influence, bias, "probes")
+    up, down, equal = s > 0, s < 0, s == 0
+    if not up.any() and not down.any():
+        return LengthControl(w, 0.0, "items")
+    if not up.any() or not down.any():
+        return LengthControl(None, float("nan"), "")
+    high, low = float(w[up].mean()), float(w[down].mean())
+    n, n_different = len(w), int(up.sum() + down.sum())
+    share = n_different / n  # items of equal length keep their score
+    values = np.zeros(n)
+    values[up] = share / 2 * (w[up] - high) * n / up.sum()
+    values[down] = share / 2 * (w[down] - low) * n / down.sum()
+    total = share * (high + low) / 2
+    if equal.any():
+        same = float(w[equal].mean())
+        values[equal] = w[equal] - same
+        total += (1 - share) * same
+    return LengthControl(values + total, (high - low) / 2, "items")
+
+
+def cohen_kappa(a: Sequence[str], b: Sequence[str]) -> float:
+    """Return Cohen's kappa (1960), (p_o - p_e) / (1 - p_e): agreement beyond that of independent verdicts.
+
+    p_e is the agreement of independent verdicts with the same shares. NaN where there are no verdicts, or both
+    are always the same one.
+    """
+    n = len(a)
+    if not n:
+        return float("nan")
+    names = sorted({*a, *b})
+    observed = sum(x == y for x, y in zip(a, b, strict=True)) / n
+    expected = sum(a.count(k) * b.count(k) for k in map(str, names)) / n**2
+    return (observed - expected) / (1 - expected) if expected < 1 else float("nan")
