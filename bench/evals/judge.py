@@ -1,4 +1,4 @@
-"""Judges with a known bias: the measured bias against the planted one, and win rates of models that are no better.
+"""Judge models with a known bias: the measured bias against the planted one, and win rates of models that are no better.
 
     python bench/evals/judge.py --save
 
@@ -6,7 +6,7 @@ A simulated judge prefers the first answer with probability q, or the longer one
 higher quality, which it reads from the text. Position and length bias are then q / 2. Models answer like the baseline, but
 longer or shorter; one is better, and shorter. Everything passes through the kind `judge`.
 
-    bias        largest difference between measured and planted bias, over judges and models (bar: 2 points; the peer takes
+    bias        largest difference between measured and planted bias, over all pairs of judge and model (bar: 2 points; the peer takes
                 the wins of the first answer in one order for its bias)
     win rate    largest distance from 50 % of any model, for a judge that always prefers the first, or the longer
                 (bar: 2 points; the peer is one order without length control)
@@ -150,13 +150,13 @@ def main() -> int:
                 worst["win rate"] = max(worst["win rate"], 1.0 if not lc.low <= 0.5 <= lc.high else 0.0)
     bias = max(worst["position"], worst["length"])
     claim(
-        f"judges with a planted bias: largest error of position and length bias, {len(table)} pairs of judge and model",
+        f"judge model with a planted bias: largest error of position and length bias, {len(table)} pairs of judge and model",
         ours=100 * bias, peer=100 * worst["naive bias"], unit="points", ratio=bias, bar=BAR, ok=bias <= BAR,
         peer_name="wins of the first answer, one order",
         variant="bias", samples=table,
     )  # fmt: skip
     claim(
-        "judges that always prefer the first or the longer answer: largest win rate above or below 50 %",
+        "judge model that always prefers the first or the longer answer: largest win rate above or below 50 %",
         ours=100 * worst["win rate"], peer=100 * worst["one order"], unit="points", ratio=worst["win rate"], bar=BAR,
         ok=worst["win rate"] <= BAR, peer_name="one order, no length control", variant="win-rate",
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Win rates without the judge's preference for a length, and the agreement of verdicts with a gold set.
 
-For item i: w_i is the model's score (1 win, 1/2 tie, 0 loss; mean of both orders), s_i = sign(characters of the model's
-answer - characters of the other), and b is the judge's length bias: the share of longer answers that it prefers, less 1/2.
-
     win_rate_lc = mean of w_i - s_i b
+
+w_i is the model's score of item i: 1 for a win, 1/2 for a tie, 0 for a loss, mean of both orders. s_i is 1 if the model's
+answer has more characters than the other one, -1 if fewer, 0 if as many. b is the judge's length bias.
 
 Two estimates of b. From probes: the judge compares an answer with a copy of it that is only longer, and has no other
 reason to prefer the copy:
@@ -18,8 +18,8 @@ That takes for a bias what may be quality, as the logistic regression of AlpacaE
 arXiv:2404.04475). A judge that always prefers the longer answer has b = 1/2 in both, and win_rate_lc = 1/2 for any
 model. The regression's value for such a judge is undefined, since its verdicts are separated by the length.
 
-The values of items are linearized, so that their standard error includes that of b: their mean is win_rate_lc, and an item
-with a probe that differs from the others moves by its influence on b.
+The values of items are linearized: their mean is win_rate_lc, and their standard error includes that of b. For this an item
+with a probe moves by its influence on b.
 """
 
 from __future__ import annotations

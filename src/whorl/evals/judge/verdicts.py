@@ -1,7 +1,7 @@
 """The prompt of a judge, its verdict in a reply, and the copy of an answer that is only longer.
 
-A verdict is [[A]], [[B]] or [[tie]] on the last line that has one. A reply that is nothing but A, B or tie counts as well.
-Anything else is prose: the judge is asked again, with a reminder.
+A verdict is [[A]], [[B]] or [[tie]] on the last line that has one. A reply of A, B or tie alone counts as well.
+Anything else is prose, which gets a reminder.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ verdict where the model's answer is shown first and v_2 where it is shown second
                      longer copies that it prefers, less 1/2
     agreement        on the gold set: share of verdicts of both orders together that equal the human one
 
-The gold set is part of the data: records with a fixed answer (the field `options.answer`), which no model is asked for,
+The gold set is part of the data: records with a fixed answer (the field `options.answer`), which no model generates,
 and a human verdict (the field `options.preference`: answer, baseline or tie). They count for the agreement and for the
-biases, and not for the win rates. Verdicts are those of a judge without temperature. A reply without a verdict is asked for
-again, `retries` times; then the item is missing.
+biases, and not for the win rates. Verdicts are those of a judge without temperature. A reply without a verdict
+gets a reminder, `retries` times; then the item is missing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Judged:
-    """What the judge did with an item. answer: of the model, or the fixed one. probe: longer copy against the original."""
+    """Verdicts on an item. answer: of the model, or the fixed one. probe: longer copy against the original."""
 
     answer: str
     baseline: str
@@ -155,7 +155,7 @@ class Judge(Kind):
             )
         if preference is not None and self.fixed_answer(item) is None:
             raise DataError(
-                f"{where}: {name} is given for no answer", expected=f"the judged answer in the field {self.options.answer}",
+                f"{where}: {name} is given for no answer", expected=f"an answer in the field {self.options.answer}",
             )  # fmt: skip
 
     def baseline(self, item: Item) -> Any:
