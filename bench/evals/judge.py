@@ -6,10 +6,10 @@ A simulated judge prefers the first answer with probability q, or the longer one
 higher quality, which it reads from the text. Position and length bias are then q / 2. Models answer like the baseline, but
 longer or shorter; one is better, and shorter. Everything passes through the kind `judge`.
 
-    bias        largest difference between measured and planted bias, over all pairs of judge and model (bar: 2 points; the peer takes
-                the wins of the first answer in one order for its bias)
-    win rate    largest distance from 50 % of any model, for a judge that always prefers the first, or the longer
-                (bar: 2 points; the peer is one order without length control)
+    bias        largest difference between measured and planted bias, over all pairs of judge and model; bar: 2 points
+                (the peer takes the wins of the first answer in one order for its bias)
+    win rate    largest distance from 50 % of any model, for a judge that always prefers the first, or the longer;
+                bar: 2 points (the peer is one order without length control)
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     win_rate_lc = mean of w_i - s_i b
 
-w_i is the model's score of item i: 1 for a win, 1/2 for a tie, 0 for a loss, mean of both orders. s_i is 1 if the model's
-answer has more characters than the other one, -1 if fewer, 0 if as many. b is the judge's length bias.
+    w_i     the model's score of item i: 1 for a win, 1/2 for a tie, 0 for a loss; the mean of both orders
+    s_i     1 if the model's answer has more characters than the other one, -1 if fewer, 0 if as many
+    b       the judge's length bias: the share of longer answers that it prefers, less 1/2
 
 Two estimates of b. From probes: the judge compares an answer with a copy of it that is only longer, and has no other
 reason to prefer the copy:
