@@ -16,7 +16,7 @@ from torch import Tensor
 from whorl.machine.kernel_choice import fastest
 from whorl.nn.native.library import product_library
 
-MAX_WEIGHTS = 1 << 22  # numbers of a matrix; at more, packing the weights anew in each call was not measured
+MAX_WEIGHTS = 1 << 22  # numbers of a matrix; larger ones were not measured
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _chosen: dict[tuple[int, ...], bool] = {}  # (rows, d, hidden) -> whether the kernel was the fastest
