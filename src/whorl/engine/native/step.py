@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,18 @@ class NativeStep:
                 f"the native step was given {ERROR_MESSAGES[status]}", expected="a batch of this engine"
             )
         return logits
+
+    @contextmanager
+    def profiled(self) -> Iterator[dict[str, float]]:
+        """Within the context, measure the parts of the steps; the dict has the seconds of each at its end."""
+        seconds = (ctypes.c_double * len(layout.PARTS))()
+        found: dict[str, float] = {}
+        self.library.whorl_profile(self._step, ctypes.addressof(seconds))
+        try:
+            yield found
+        finally:
+            self.library.whorl_profile(self._step, None)
+            found.update(zip(layout.PARTS, seconds, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [W, vocab] fp32 of hidden states [W, d_model], by the packed head."""
