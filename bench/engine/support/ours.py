@@ -7,6 +7,7 @@ A kind is a dtype of the torch path, or a format of the packed weights of the na
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.models.transformer import Transformer
 
+BATCH = 512  # tokens per step; with more, activations leave the second-level cache
 GREEDY = SamplingParams(temperature=0)
 # Name -> (dtype of the torch path and of the cache, weight_dtype of the native step; None for the torch path).
 KINDS: dict[str, tuple[torch.dtype, str | None]] = {
@@ -80,6 +82,8 @@ def ask(number: int, ids: Sequence[int], max_tokens: int) -> Request:
 class Ours:
     """The engine as a contender of `bench/engine/throughput.py`, with the path and the threads that it chooses.
 
+    As with the peers, settings are those for throughput: decoding rows wait for the prompts of the others.
+
     Args:
         kind: fp32, bf16 or int8; with "-kv8", the KV cache is in int8.
     """
@@ -91,7 +95,8 @@ class Ours:
         config = EngineConfig(
             max_num_seqs=sizes.rows, max_model_len=sizes.length, kv_cache_tokens=sizes.tokens + 32 * sizes.rows,
             enable_prefix_caching=False, weight_dtype="int8" if weights == "int8" else None,
-            kv_cache_dtype="model" if weights == kind else "int8",
+            kv_cache_dtype="model" if weights == kind else "int8", max_num_batched_tokens=BATCH,
+            max_decode_slowdown=math.inf,
         )  # fmt: skip
         self.engine = Engine(models.model(name, DTYPES[weights]), config)
 

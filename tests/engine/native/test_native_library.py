@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.engine.native import BOUNDS, SHAPES, Texts, llama
@@ -15,6 +16,7 @@ from tests.support.engine.native import BOUNDS, SHAPES, Texts, llama
 from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep, build, layout, unsupported_reason
 from whorl.engine.native.runner import make_runner
+from whorl.engine.native.summary import row_summary
 from whorl.errors import ConfigError
 from whorl.machine.native_build import BuildError
 from whorl.nn.linear import Linear
@@ -240,3 +242,24 @@ def test_failing_compiler_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(BuildError, match="it is broken"):
         build.load_library(tmp_path / "kept")
     assert [p.name for p in (tmp_path / "kept").iterdir()] == ["native.lock"]
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 1000, 8192])
+def test_summary_of_logits_matches_numpy(size: int) -> None:
+    summarize = row_summary()
+    assert summarize is not None
+    logits = torch.randn(9, size, generator=torch.Generator().manual_seed(size)).mul(30).numpy()
+    logits[1] = 2.0  # all are equal
+    logits[2] = -np.inf
+    logits[3, size // 2] = np.nan
+    logits[4, size // 3] = np.inf
+    logits[5, 1:] = -np.inf
+    logits[6, size // 2] = logits[6, size - 1] = 1e3
+    found, log_sums = summarize(logits)
+    assert found.tolist() == logits.argmax(axis=1).tolist()
+    want = torch.from_numpy(logits).double().logsumexp(-1)
+    finite = [row for row in range(9) if row not in (2, 3, 4)]
+    np.testing.assert_allclose(log_sums[finite], want[finite], rtol=2e-6, atol=2e-6)
+    assert not np.isfinite(log_sums[[2, 3, 4]]).any()
+    transposed = np.asfortranarray(logits)
+    assert summarize(transposed)[0].tolist() == found.tolist()

@@ -9,6 +9,7 @@
 #endif
 
 #include "step.h"
+#include "summary.h"
 
 char* Room::at_least(size_t wanted) {
     if (wanted <= bytes) return (char*)data;
@@ -205,6 +206,14 @@ int32_t whorl_step(void* step, const Model* model, const Batch* batch, float* lo
         return NO_MEMORY;
     }
     return FINE;
+}
+
+// logits: [rows][n], `stride` numbers apart -> the index of the largest and log(sum(exp)) of each row; no NaN in a finite one.
+void whorl_summarize(const float* logits, int64_t rows, int64_t n, int64_t stride, int64_t* largest, float* log_sums) {
+    for (int64_t row = 0; row < rows; row++, logits += stride) {
+        largest[row] = argmax(logits, n);
+        log_sums[row] = log_sum_exp(logits, n, logits[largest[row]]);
+    }
 }
 
 // Uses the instructions of the products once, for a trial in a child process.

@@ -20,7 +20,7 @@ Torch splits a single long row among threads, which changes the order of the sum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from whorl.engine.sampling_params import SamplingParams
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Ids = NDArray[np.int64]
+# Logits [W, V] -> index of the largest [W], log-sum-exp [W].
+Summarize = Callable[[Floats], tuple[Ids, Floats]]
 
 BLOCK = 128
 PARTIAL_SORT_SIZE = 512  # weights in the first partial sort
@@ -53,10 +55,12 @@ class CPUSampler:
     Args:
         vocab_size: V.
         banned_ids: ids of weight 0 in every row.
+        summarize: a faster way to `argmax` and `logsumexp`, or None.
     """
 
-    def __init__(self, vocab_size: int, banned_ids: Ids) -> None:
+    def __init__(self, vocab_size: int, banned_ids: Ids, summarize: Summarize | None = None) -> None:
         self.vocab_size, self.banned_ids, self.partial_sort_size = vocab_size, banned_ids, PARTIAL_SORT_SIZE
+        self._summarize = summarize
         self.is_banned = np.zeros(vocab_size, np.bool_)
         self.is_banned[banned_ids] = True
         # Rows are padded to whole blocks; the padding is never written and stays 0.
@@ -89,9 +93,18 @@ class CPUSampler:
             self._buffer_source = logits, max_logits
             return np.asarray(max_logits + np.log(sums), np.float32)
 
+    def summarize(self, logits: Floats) -> tuple[Ids, Floats]:
+        """`argmax` and `logsumexp` of the same logits."""
+        if self._summarize is None:
+            return self.argmax(logits), self.logsumexp(logits)
+        largest, log_sums = self._summarize(logits)
+        return self._without_banned(logits, largest), log_sums
+
     def argmax(self, z: Floats) -> Ids:
         """Most likely id of every row of z [W, V] that is not banned, the first of equal ones: [W]."""
-        found = np.asarray(z.argmax(axis=1), np.int64)
+        return self._without_banned(z, np.asarray(z.argmax(axis=1), np.int64))
+
+    def _without_banned(self, z: Floats, found: Ids) -> Ids:
         for row in np.flatnonzero(self.is_banned[found]):  # rare
             found[row] = np.where(self.is_banned, -np.inf, z[row]).argmax()
         return found

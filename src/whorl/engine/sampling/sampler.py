@@ -27,6 +27,7 @@ from torch import Tensor
 from whorl.engine.request import Token
 from whorl.engine.sampling.cpu_sampler import (
     CPUSampler,
+    Summarize,
     clamped_temperature,
     normalize,
     sample_inverse_cdf,
@@ -164,13 +165,19 @@ class Sampler:
         banned_ids: ids that are never sampled nor returned as alternatives (pad, bos, padding rows of the output matrix).
         device: of the logits. On other devices than a CPU the reference runs; its tokens equal those of the CPU up to the
             rounding of sums.
+        summarize: as of `CPUSampler`.
     """
 
     def __init__(
-        self, vocab_size: int, banned_ids: Sequence[int] = (), device: str | torch.device = "cpu"
+        self,
+        vocab_size: int,
+        banned_ids: Sequence[int] = (),
+        device: str | torch.device = "cpu",
+        summarize: Summarize | None = None,
     ) -> None:
         self.vocab_size, self.device = vocab_size, torch.device(device)
-        self._cpu_sampler = CPUSampler(vocab_size, np.unique(np.asarray(list(banned_ids), np.int64)))
+        banned = np.unique(np.asarray(list(banned_ids), np.int64))
+        self._cpu_sampler = CPUSampler(vocab_size, banned, summarize)
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Token]:
         """Return the next token of each of W rows, given logits [W, V] fp32 (not changed). The caller sets `version`.
@@ -208,7 +215,7 @@ class Sampler:
         """
         if self.device.type != "cpu" or not rows:
             return distribution(logits, rows, self._cpu_sampler.banned_ids)
-        z, best, highest = self._process_logits(logits.detach().numpy(), rows)
+        z, best, highest, _ = self._process_logits(logits.detach().numpy(), rows)
         out = np.zeros(z.shape, np.float32)
         out[np.arange(len(rows)), best] = 1
         sampled = _non_greedy_rows(rows)
@@ -219,12 +226,8 @@ class Sampler:
     def _sample_cpu(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Array, Array, Array, Array]:
         """Return (ids, log-probabilities, raw log-probabilities, log-sum-exp of the raw logits), each [W]."""
         told = logits.numpy()
-        z, ids, highest = self._process_logits(told, rows)
-        log_sums, log_probs, sampled = (
-            self._cpu_sampler.logsumexp(told),
-            np.zeros(len(rows)),
-            _non_greedy_rows(rows),
-        )
+        z, ids, highest, log_sums = self._process_logits(told, rows)
+        log_probs, sampled = np.zeros(len(rows)), _non_greedy_rows(rows)
         if len(sampled):
             weights = self._weights(z, highest, rows, sampled)
             ids[sampled], shares = sample_inverse_cdf(weights, _row_uniforms([rows[n] for n in sampled]))
@@ -250,8 +253,10 @@ class Sampler:
         found = [part[:, 0].cpu().numpy() for part in parts]
         return found[0], found[1], found[2], log_sums.cpu().numpy()
 
-    def _process_logits(self, logits: Floats, rows: Sequence[SamplerRow]) -> tuple[Floats, Array, Array]:
-        """Return (logits after masks, biases and penalties [W, V], argmax [W], its logit [W])."""
+    def _process_logits(
+        self, logits: Floats, rows: Sequence[SamplerRow]
+    ) -> tuple[Floats, Array, Array, Array]:
+        """Return (logits after masks, biases and penalties [W, V], argmax [W], its logit [W], log-sum-exp before [W])."""
         z = logits
         if any(
             row.allowed_mask is not None or row.sampling.logit_bias or row.sampling.has_penalties
@@ -259,10 +264,12 @@ class Sampler:
         ):
             z = logits.copy()
             _apply_logit_processors(z, rows, (), np.asarray)
-        best = self._cpu_sampler.argmax(z)
+        best, log_sums = self._cpu_sampler.summarize(logits)
+        if z is not logits:
+            best = self._cpu_sampler.argmax(z)
         highest = z[np.arange(len(rows)), best]
         _check_finite(highest)
-        return z, best, highest
+        return z, best, highest, log_sums
 
     def _top_log_probs(self, raw: Floats, n: int) -> tuple[tuple[int, float], ...]:
         """The `n` most likely ids that are not banned, by the raw log-probabilities [V], most likely first."""
