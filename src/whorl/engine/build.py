@@ -1,6 +1,8 @@
-"""The runner and the KV cache of an engine, sized from its settings."""
+"""The runner, the KV cache and the sampler of an engine, sized from its settings."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +13,8 @@ from whorl.engine.config import EngineConfig
 from whorl.engine.model.multi_lora import Adapters
 from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native.runner import make_runner
+from whorl.engine.native.summary import row_summary
+from whorl.engine.sampling.sampler import Sampler
 from whorl.models import LanguageModel
 
 
@@ -52,3 +56,8 @@ def make_runner_and_cache(
         groups, config.max_num_seqs, max_model_len, config.max_num_batched_tokens, share, not same
     )
     return runner, manager
+
+
+def make_sampler(model: LanguageModel, banned_ids: Sequence[int]) -> Sampler:
+    """Return the sampler of a model's logits. `banned_ids`: ids that are never sampled."""
+    return Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device), row_summary())

@@ -30,16 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.engine.build import make_runner_and_cache
+from whorl.engine.build import make_runner_and_cache, make_sampler
 from whorl.engine.config import EngineConfig
 from whorl.engine.generation import generate, stream
 from whorl.engine.model.batch_builder import build_batch
 from whorl.engine.model.multi_lora import Adapters
-from whorl.engine.native.summary import row_summary
 from whorl.engine.postprocess import accept_tokens, store_scores
 from whorl.engine.request import Delta, FinishReason, Generation, Request, Token
 from whorl.engine.sampling.forced_prefix import ForcedPrefix, Sequenced, SortedVocabulary
-from whorl.engine.sampling.sampler import Sampler
 from whorl.engine.sampling.stop_strings import StopStringChecker
 from whorl.engine.sampling_params import SamplingParams
 from whorl.engine.scheduling.prefill_budget import PrefillBudget
@@ -105,9 +103,7 @@ class Engine:
             self.cache, config.max_num_seqs, config.max_num_batched_tokens, self.prefill_budget, same,
             self.runner.swap_out if swaps else None, self.runner.swap_in if swaps else None,
         )  # fmt: skip
-        self.sampler = Sampler(
-            model.config.vocab_size, banned_ids, str(model.embedding.device), row_summary()
-        )
+        self.sampler = make_sampler(model, banned_ids)
         self.version = 0
         self.stats = EngineStats()
         self._sequences: dict[str, Sequence] = {}
