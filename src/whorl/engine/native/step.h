@@ -22,7 +22,7 @@
 
 #include <chrono>
 
-// What a step's time is spent on, by `whorl_profile`; in Python: layout.PARTS.
+// Parts of the time of a step, by `whorl_profile`; in Python: layout.PARTS.
 enum Part : int32_t { EMBED, QKV, ATTEND, OUT, UP, DOWN, NORMS, HEAD, N_PARTS };
 
 struct Piece {
