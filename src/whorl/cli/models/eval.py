@@ -90,6 +90,8 @@ def eval(
     from whorl.evals.figures import HEADS, figure_notes, figure_rows, outcome_lines
     from whorl.evals.model.open_model import ModelOptions
     from whorl.evals.results_io import RESULTS_FILE, load_results
+    from whorl.evals.safety.table import HEADS as SAFETY_HEADS
+    from whorl.evals.safety.table import has_twins, safety_cells, safety_table
     from whorl.evals.suites.held_out import held_out_documents
     from whorl.store import Store
 
@@ -122,6 +124,10 @@ def eval(
             print(f"{label.upper()}: {labels[-1]}")
         print_table(HEADS, figure_rows(found[-1], all_metrics=all_metrics), left=("metric",))
         print("\n".join([*outcome_lines(found[-1]), *figure_notes(found[-1])]) + "\n")
+        for result in filter(lambda each: has_twins(each.items), found[-1]):
+            print(f"{result.task}:")
+            print_table(SAFETY_HEADS, safety_cells(safety_table(result.items)))
+            print()
     if against:
         pair = (labels[0], labels[1]) if labels[0] != labels[1] else ("A", "B")
         compared = compare_results(found[0], found[1], pair, margin=margin)

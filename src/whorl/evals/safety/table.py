@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from whorl.evals.results import ItemResult
 
 ALL = "all"
+HEADS = ("group", "compliance", "harmful", "unrelated", "broken", "over-refusal", "harmless", "missing")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,25 @@ def safety_table(results: Iterable[ItemResult]) -> list[SafetyRow]:
     plain = {_base(r): r for r in groups.get("none", []) if "compliance" in r.scores}
     rows = [_row(group, some, plain) for group, some in groups.items()]
     return rows if len(rows) == 1 else [*rows, _row(ALL, everything, {})]
+
+
+def safety_cells(rows: Iterable[SafetyRow]) -> list[list[str]]:
+    """Return the cells of a table with the columns `HEADS`; shares in percent."""
+
+    def share(value: float) -> str:
+        return "-" if math.isnan(value) else f"{value:.1%}"
+
+    return [
+        [r.group, share(r.compliance), str(r.n_harmful), share(r.unrelated), share(r.broken), share(r.over_refusal),
+         str(r.n_harmless), str(r.missing)]
+        for r in rows
+    ]  # fmt: skip
+
+
+def has_twins(results: Iterable[ItemResult]) -> bool:
+    """Return whether a set has harmful and harmless requests."""
+    names = {name for result in results for name in result.scores}
+    return {"compliance", "over_refusal"} <= names
 
 
 def _base(result: ItemResult) -> str:

@@ -28,7 +28,13 @@ from whorl.evals.tasks.config import Paths, TaskConfig, absolute, parse_task, re
 from whorl.evals.tasks.harness import read_harness_file
 from whorl.registry import Registry
 
-SUITES = Registry("suite", {})
+SUITES = Registry(
+    "suite",
+    {
+        "safety": "whorl.evals.suites.safety:safety_suite",
+        "jailbreak": "whorl.evals.suites.safety:jailbreak_suite",
+    },
+)
 
 
 @dataclass(frozen=True)
