@@ -1,6 +1,6 @@
-"""The suites `safety` and `jailbreak`: harmful requests beside harmless twins, plain and transformed.
+"""The suites `safety` and `jailbreak`: harmful requests with harmless twins, plain and transformed.
 
-Both need no data. They have the package's own twins, 30 pairs, which are enough for a first look at a model. Another set in
+They need no data. Their items are the package's own 30 pairs, too few to compare models. Another set in
 the same form, such as one written by `whorl.evals.safety.write_items`, is a task of the kind `generate` with these settings.
 """
 
