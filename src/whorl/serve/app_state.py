@@ -97,6 +97,10 @@ class AppState:
                 503, "the engine failed; see the server's log", code="engine_failed", retry_after=30
             )
 
+    def count_response(self, path: str, status: int) -> None:
+        """Count a response for /metrics. path: of the route."""
+        self.metrics.http_requests.labels(path, str(status)).inc()
+
     @property
     def status(self) -> str:
         if self.worker.error is not None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from whorl.errors import ConfigError
 from whorl.http.connections import uvicorn_limits
@@ -128,26 +129,28 @@ def run_server(
     """
     config = state.config
     port = sock.getsockname()[1]
-    _raise_fd_limit()
+    raise_fd_limit()
     prepare_server_process()
-    server = DrainingServer(
-        uvicorn.Config(
-            create_app(state),
-            log_level=log_level,
-            access_log=False,
-            lifespan="on",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
-            server_header=False,
-            **uvicorn_limits(),
-        ),
-        state,
-    )
+    server = DrainingServer(uvicorn_config(create_app(state), log_level), state)
     url = http_address(config.host, port)
     on_ready(url)
     if LIMITS_FOLDER not in os.environ:
         print_pages(url)
     server.run(sockets=[sock])
+
+
+def uvicorn_config(app: FastAPI, log_level: str = "warning") -> uvicorn.Config:
+    """Return the settings of a server: keep-alive, bounds on connections, time to send what is written."""
+    return uvicorn.Config(
+        app,
+        log_level=log_level,
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+        server_header=False,
+        **uvicorn_limits(),
+    )
 
 
 def bind_socket(config: ServeConfig) -> socket.socket:
@@ -175,7 +178,7 @@ def bind_socket(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def _raise_fd_limit() -> None:
+def raise_fd_limit() -> None:
     """Raise the limit of open file descriptors to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

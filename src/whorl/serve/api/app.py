@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,9 +14,8 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
-from whorl.errors import shorten
 from whorl.serve import errors
 from whorl.serve.api import chat, embeddings, responses
 from whorl.serve.api import completions as text_completions
@@ -31,25 +29,13 @@ from whorl.serve.api.protocol import (
     TokenizeRequest,
 )
 from whorl.serve.app_state import LARGE_BODY_BYTES, AppState
-from whorl.serve.errors import ApiError, OrjsonResponse
+from whorl.serve.errors import OrjsonResponse
 from whorl.serve.middleware.admission import AdmissionMiddleware
+from whorl.serve.page_files import add_page_routes
 from whorl.serve.worker.engine_state import engine_counters, engine_snapshot, evicted_tokens
 
-PAGES_FOLDER = Path(__file__).parents[1] / "pages"
-MEDIA_TYPES = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-}
 LARGE_WORK_THREADS = (
     2  # parsing and encoding of large requests; more would compete for the interpreter's lock
-)
-PAGE_FILES = frozenset(path.name for path in PAGES_FOLDER.iterdir() if path.suffix in MEDIA_TYPES)
-CONTENT_SECURITY_POLICY = (
-    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
-    "frame-ancestors 'none'; base-uri 'none'"
 )
 ERROR_SCHEMA = {
     "type": "object",
@@ -99,7 +85,9 @@ class _StrictJSONRequest(HttpRequest):
         return parse_json(body)
 
 
-class _ErrorHandlingRoute(APIRoute):
+class ErrorHandlingRoute(APIRoute):
+    """A route that parses bodies strictly and returns every error in OpenAI's format."""
+
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         original = super().get_route_handler()
         model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
@@ -143,14 +131,14 @@ def create_app(state: AppState) -> FastAPI:
         lifespan=lifespan,
         responses=ERROR_RESPONSES,
     )
-    app.router.route_class = _ErrorHandlingRoute
+    app.router.route_class = ErrorHandlingRoute
     app.state.whorl = state
     errors.install_error_handlers(app)
     app.add_middleware(AdmissionMiddleware, state=state)
     _add_generation_routes(app, state)
     _add_model_routes(app, state)
     _add_monitoring_routes(app, state)
-    _add_page_routes(app)
+    add_page_routes(app, {"/": "chat.html", "/engine": "engine.html"})
     return app
 
 
@@ -233,32 +221,3 @@ def _add_monitoring_routes(app: FastAPI, state: AppState) -> None:
                 **snapshot,
             }
         )
-
-
-def _add_page_routes(app: FastAPI) -> None:
-    def page(name: str) -> Response:
-        if name not in PAGE_FILES:
-            raise ApiError(404, f"no page {shorten(name)!r}")
-        path = PAGES_FOLDER / name
-        headers = {
-            "content-security-policy": CONTENT_SECURITY_POLICY,
-            "x-content-type-options": "nosniff",
-            "cache-control": "no-cache",
-        }
-        return FileResponse(path, media_type=MEDIA_TYPES[path.suffix], headers=headers)
-
-    @app.get("/", include_in_schema=False)
-    async def chat_page() -> Response:
-        return page("chat.html")
-
-    @app.get("/favicon.ico", include_in_schema=False)
-    async def favicon() -> Response:
-        return Response(status_code=204)  # the pages have their own icon
-
-    @app.get("/engine", include_in_schema=False)
-    async def engine_page() -> Response:
-        return page("engine.html")
-
-    @app.get("/static/{name:path}", include_in_schema=False)
-    async def static(name: str) -> Response:
-        return page(name)

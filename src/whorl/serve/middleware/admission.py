@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from whorl.errors import shorten
 from whorl.http.hosts import is_local_name
+from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError, to_api_error
-
-if TYPE_CHECKING:
-    from whorl.serve.app_state import AppState
+from whorl.serve.middleware.auth import KeyStore
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -37,10 +36,28 @@ class ClientDisconnected(Exception):
     """The client disconnected while it sent the request."""
 
 
+class AdmissionState(Protocol):
+    """The parts of a server that the checks use.
+
+    Attributes:
+        local_only: only this machine reaches the server. key_store: None if no keys are required.
+    """
+
+    config: ServeConfig
+    key_store: KeyStore | None
+    local_only: bool
+
+    def check_accepting(self) -> None:
+        """Raise ApiError if the server accepts no requests now."""
+
+    def count_response(self, path: str, status: int) -> None:
+        """Count a response. path: of the route."""
+
+
 class AdmissionMiddleware:
     """ASGI middleware that checks requests and reads their bodies."""
 
-    def __init__(self, app: Application, state: AppState) -> None:
+    def __init__(self, app: Application, state: AdmissionState) -> None:
         self.app, self.state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +68,7 @@ class AdmissionMiddleware:
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")  # the route: a bounded number of labels
-                self.state.metrics.http_requests.labels(path, str(message["status"])).inc()
+                self.state.count_response(path, message["status"])
             await send(message)
 
         try:

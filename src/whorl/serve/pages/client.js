@@ -66,6 +66,9 @@ export async function get(path, options) {
   }
 }
 
+/** POST of JSON, with a JSON response. */
+export const post = (path, body, options = {}) => get(path, { ...options, body });
+
 /**
  * The generation models as [{id, chat}]. chat: whether the model has a chat template. A Whorl server reports it (whorl.chat,
  * or the template "transcript" for a model without one); for other servers it is assumed.
