@@ -19,7 +19,7 @@ Judge = Callable[
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgeCounts:
     """Results of a judge's battles: votes, battles without a verdict, and battles without an answer."""
 
     votes: int
@@ -34,7 +34,7 @@ def judge_battles(
     n: int,
     voter: str,
     on_battle: Callable[[int], None] = lambda done: None,
-) -> Judged:
+) -> JudgeCounts:
     """Run n battles over the prompts in turn, with the votes of a judge.
 
     Args:
@@ -61,4 +61,4 @@ def judge_battles(
                 arena.vote(battle.id, choice, voter)
                 votes += 1
         on_battle(k + 1)
-    return Judged(votes, no_verdict, missing)
+    return JudgeCounts(votes, no_verdict, missing)
