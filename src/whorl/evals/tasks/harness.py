@@ -115,22 +115,30 @@ def _convert(path: Path, content: Mapping[str, Any]) -> TaskConfig:
     kind = KINDS[output]
     fields: dict[str, Any] = {
         "name": str(content.get("task") or path.stem), "kind": kind, "version": _version(content),
-        "template": _template(path, content, "doc_to_text"), "system": str(content.get("description", "")),
+        "template": _template(path, content, "doc_to_target" if output == "loglikelihood_rolling" else "doc_to_text"), "system": str(content.get("description", "")),
         "separator": str(content.get("fewshot_delimiter", "\n\n")), "data": {"test": splits[test]},
     }  # fmt: skip
-    if fields["system"]:  # the harness adds nothing after a description
-        fields["separator"], fields["system"] = "\n\n", fields["system"].removesuffix("\n\n")
-        if str(content.get("fewshot_delimiter", "\n\n")) != "\n\n" or not str(
-            content["description"]
-        ).endswith("\n\n"):
-            raise wrong(
-                "description", "a text that ends with an empty line, and the default fewshot_delimiter"
-            )
+    _place_description(path, content, fields)
     _add_kind(path, content, output, fields)
     fields["metrics"] = _metrics(path, content, kind)
     config = parse_task(fields, str(path))
     config = config.model_copy(update={"data": absolute(config.data, path.parent)})
     return _with_examples(path, content, splits, config)
+
+
+def _place_description(path: Path, content: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    """The harness adds nothing between a description and the first prompt; `system` is followed by the separator."""
+    description, separator = fields["system"], fields["separator"]
+    if description and not content.get("num_fewshot"):
+        fields["template"], fields["system"] = description + fields["template"], ""
+    elif description and not (separator and description.endswith(separator)):
+        raise ConfigError(
+            f"{path}: description is {description!r} and fewshot_delimiter {separator!r}",
+            expected="a description that ends with the fewshot_delimiter, where there are examples",
+            do="write the task as TOML",
+        )
+    elif description:
+        fields["system"] = description.removesuffix(separator)
 
 
 def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[str, Any]) -> None:
@@ -203,7 +211,7 @@ def _template(path: Path, content: Mapping[str, Any], key: str) -> str:
     value = content.get(key)
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{path}: {key} is {value!r}", expected="a template, or the name of a field")
-    return value if "{{" in value or "{%" in value else f"{{{{ {value} }}}}"
+    return f"{{{{ {value} }}}}" if value.isidentifier() else value
 
 
 def _expression(value: Any) -> str:
@@ -220,6 +228,12 @@ def _metrics(path: Path, content: Mapping[str, Any], kind: str) -> list[str]:
     found = []
     for entry in content.get("metric_list") or []:
         name = str(entry.get("metric"))
+        for key in entry:
+            if key not in ("metric", "aggregation", "higher_is_better"):
+                raise ConfigError(
+                    f"{path}: metric_list, {name}: the key {key!r} has no counterpart",
+                    expected="metric, aggregation, higher_is_better", do="write the task as TOML",
+                )  # fmt: skip
         if name not in METRICS[kind]:
             raise ConfigError(
                 f"{path}: metric_list has the metric {name!r}, which has no counterpart",
