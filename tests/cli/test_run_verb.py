@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from whorl.cli.jobs.run import closing_lines
-from whorl.recipes.steps.generations import _nearest_to_real_code
+from whorl.recipes.steps.generations import nearest_to_real_code
 
 
 def artifact(kind: str, name: str, *files: str, **fields: Any) -> Any:
@@ -70,13 +70,17 @@ def test_prose_ends_with_its_first_sample(tmp_path: Path, text: str, shown: list
 
 
 def test_shown_completion_is_the_nearest_to_the_real_code() -> None:
-    def prompt(real: str) -> Any:
-        return SimpleNamespace(header=b"    def f(self):\n", body=real.encode())
+    def shown(*rows: tuple[str, str, str]) -> str | None:
+        items = [
+            SimpleNamespace(fields={"header": "    def f(self):\n", "body": real}) for real, _, _ in rows
+        ]
+        results = [SimpleNamespace(outcome=o, details={"extracted": [body]}) for _, body, o in rows]
+        return nearest_to_real_code(SimpleNamespace(items=items), SimpleNamespace(items=results))  # type: ignore[arg-type]
 
-    bodies = [
-        ("        return self.x\n", b"        pass\n"),
-        ("        return self.y\n", b"        return self.z\n"),
+    rows = [
+        ("        return self.x\n", "        pass\n", "right"),
+        ("        return self.y\n", "        return self.z\n", "right"),
     ]
-    examples = [(prompt(real), body) for real, body in bodies]
-    assert _nearest_to_real_code([(prompt("x"), None), *examples]) == "def f(self):\n    return self.z"
-    assert _nearest_to_real_code([(prompt("x"), None)]) is None
+    wrong = ("x", "", "wrong")
+    assert shown(wrong, *rows) == "def f(self):\n    return self.z"
+    assert shown(wrong) is None

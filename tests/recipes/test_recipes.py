@@ -183,10 +183,10 @@ def test_bad_flags_are_refused(text: str, options: dict[str, Any], message: str)
 
 def test_small_budget_shrinks_all_sizes() -> None:
     usual = load_recipe("quickstart")
-    small = load_recipe("quickstart", budget="20s", sets=["evaluate.completions=50"])
+    small = load_recipe("quickstart", budget="20s", sets=["evaluate.items=50"])
     assert small.shrunk["rl.steps"] == small.steps["rl"].config.model_dump()["steps"] == 3  # 50 * 20 / 300
     assert small.shrunk["tasks.max_test"] == 16  # the minimum: 128 * 20 / 300 is 9
-    assert small.steps["evaluate"].config.model_dump()["completions"] == 50  # --set decides
+    assert small.steps["evaluate"].config.model_dump()["items"] == 50  # --set decides
     assert "steps" not in small.steps["plan"].config.model_fields_set
     for budget in ("5m", "1h", "1e12flops"):
         same = load_recipe("quickstart", budget=budget)

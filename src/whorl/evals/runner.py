@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from whorl.errors import ConfigError, one_of
 from whorl.evals.kinds.kind import MODEL, Answered, Steps
@@ -144,6 +144,6 @@ def run_rounds(client: Client, task: EvalTask) -> list[Answered]:
 def _key(request: Request) -> Hashable:
     """Return a key that equal requests share; messages are mappings, which have no hash."""
     if isinstance(request, GenerateRequest) and not isinstance(request.prompt, str):
-        prompt = tuple(tuple(sorted(message.items())) for message in request.prompt)
-        return (prompt, request.max_tokens, request.stop, request.temperature, request.top_p, request.seed)
+        messages = tuple(tuple(sorted(message.items())) for message in request.prompt)
+        return (messages, replace(request, prompt=""))
     return request

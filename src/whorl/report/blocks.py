@@ -32,11 +32,13 @@ class _Block(_Record):
 
     section: heading of its section; by default the name of the step.
     title: heading of the block; note: a sentence below it.
+    at_end: its section follows all others.
     """
 
     section: str = ""
     title: str = ""
     note: str = ""
+    at_end: bool = False
 
 
 class Line(_Record):
@@ -219,17 +221,17 @@ class StepReport(BaseModel):
 
 
 def sections(reports: Iterable[tuple[str, StepReport]]) -> dict[str, list[Any]]:
-    """Return heading -> blocks, with the sections of the youngest step first.
+    """Return heading -> blocks, with the sections of the youngest step first, and those of `at_end` last.
 
     Args:
         reports: (name of the step, its report), in the order of their making.
     """
     found: dict[str, list[Any]] = {}
-    starts: dict[str, tuple[int, int]] = {}
+    starts: dict[str, tuple[bool, int, int]] = {}
     for age, (name, report) in enumerate(reports):
         for place, block in enumerate(report.blocks):
             heading = block.section or name
-            starts.setdefault(heading, (-age, place))
+            starts.setdefault(heading, (block.at_end, -age, place))
             blocks = found.setdefault(heading, [])
             same = next((i for i, other in enumerate(blocks) if _is_table(other, block.title)), None)
             if isinstance(block, Table) and same is not None:

@@ -1,20 +1,25 @@
-"""The blocks of an evaluation: bits per byte against compressors, completions that parse, coloured samples."""
+"""The blocks of an evaluation: bits per byte against compressors, the table of its tasks, coloured samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from whorl.evals.figures import figure_notes, figure_rows
+from whorl.evals.results import TaskResult
 from whorl.report.blocks import (
+    EMPTY,
     Bar,
     BarStyle,
     Block,
     Card,
+    Cell,
     Column,
     Histogram,
     Sample,
     SampleToken,
     StepReport,
+    Table,
     Text,
 )
 from whorl.report.format import format_number, format_percent, format_si
@@ -30,10 +35,20 @@ _SCORES = (
     "n-gram model read each file separately. A compressor in one stream also adapts to the other held-out files; a primed "
     "one has read {primer} first. "
 ) + BITS_PER_BYTE_FIGURES
+_TABLE_NOTE = (
+    "Intervals are over items, with documents as clusters. Chance is the value of random answers. Figures of two models "
+    "compare if their hashes are equal; whorl eval A --against B states the difference."
+)
 
 
-def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -> StepReport:
-    """Return the report of an evaluation, from the content of `evaluation.json` and the plan's figures, if any."""
+def evaluation_report(
+    found: Mapping[str, Any], expected: Mapping[str, float], tasks: Sequence[TaskResult] = ()
+) -> StepReport:
+    """Return the report of an evaluation.
+
+    Args:
+        found: content of `evaluation.json`. expected: figures of the plan, if any. tasks: results, for the table.
+    """
     ours = found["bits_per_byte"]
     rows = [("this model", "file by file", ours, "model")]
     for baseline in found.get("baselines", []):
@@ -72,18 +87,33 @@ def evaluation_report(found: Mapping[str, Any], expected: Mapping[str, float]) -
             Card(label="Perplexity, test files", value=f"{per_token:.2f}", more="per token of this tokenizer")
         )
     if done := found.get("completions"):
-        n, parsed, real = done["prompts"], done["parsed"], done["real_parsed"]
-        cut = f" ({done['unfinished']} reached the length limit)" if done["unfinished"] else ""
-        line = (
-            f"{n} held-out functions were cut after their header and completed. Python parses {_ratio(parsed, n)} of "
-            f"the completions{cut}. Under the same rule it parses {_ratio(real, n)} of the real functions."
-        )
-        blocks.append(Text(section="Bits per byte", title="Functions that parse", lines=[line]))
-        value, more = format_percent(parsed / n), f"real code: {format_percent(real / n)}"
-        cards.append(Card(label="Completions that parse", value=value, more=more))
+        n, parsed = done["prompts"], done["parsed"]
+        more = f"{parsed} of {n} functions"
+        more += f"; {done['unfinished']} reached the length limit" if done["unfinished"] else ""
+        cards.append(Card(label="Completions that parse", value=format_percent(parsed / n), more=more))
+    if tasks:
+        blocks.append(task_table(tasks))
     if "bits_per_byte" in expected:
         blocks.append(plan_table(expected, {"bits_per_byte": ours}))
     return StepReport(summary=_summary(ours, others, found.get("completions")), cards=cards, blocks=blocks)
+
+
+def task_table(tasks: Sequence[TaskResult]) -> Table:
+    """Return the figures of tasks, for the end of the page."""
+    columns = [
+        Column(name="Task"), Column(name="Measures", optional=True), Column(name="Value", number=True),
+        Column(name="95 % interval", number=True), Column(name="Chance", number=True), Column(name="Items", number=True),
+        Column(name="Hash", optional=True, code=True),
+    ]  # fmt: skip
+    rows: list[list[Cell]] = []
+    for task in tasks:
+        for _, metric, value, interval, chance, n, _ in figure_rows([task]):
+            cells = [f"{task.task}: {metric}", task.about, value, interval, chance, n, task.hash]
+            rows.append([cell or EMPTY for cell in cells])
+    return Table(
+        section="Evaluation", title=tasks[0].model, at_end=True, columns=columns, rows=rows,
+        note=" ".join([_TABLE_NOTE, *figure_notes(tasks)]),
+    )  # fmt: skip
 
 
 def _summary(
@@ -109,10 +139,6 @@ def _nearest(done: Mapping[str, Any] | None) -> Iterator[Text]:
     if done and done.get("nearest"):
         title = f"Of {done['prompts']} completed functions, the one nearest to the real code"
         yield Text(section="Samples", title=title, lines=done["nearest"].split("\n"), style="code")
-
-
-def _ratio(count: int, total: int) -> str:
-    return f"{count} of {total} ({format_percent(count / total)})"
 
 
 def _sample(sample: Mapping[str, Any]) -> Sample:

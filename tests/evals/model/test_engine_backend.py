@@ -178,3 +178,12 @@ def test_address_follows_files_and_settings(folder: Path) -> None:
     config.write_text(before + " ")
     assert EngineBackend.open(folder).address != address
     config.write_text(before)
+
+
+def test_healed_prompt_continues_its_last_token(tmp_path: Path) -> None:
+    backend = EngineBackend.open(make_folder(tmp_path / "m", "whorl"), batch_size=2)
+    plain, healed = (GenerateRequest("the red do", max_tokens=6, heal=heal) for heal in (False, True))
+    assert all(isinstance(response, Completion) for response in answers(backend, [plain, healed]))
+    one, other = (backend._generate(request)[0][0] for request in (plain, healed))  # type: ignore[index]
+    assert one.forced_prefix == b"" and other.forced_prefix and b"the red do".endswith(other.forced_prefix)
+    assert one.ids[: len(other.ids)] == other.ids

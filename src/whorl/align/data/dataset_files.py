@@ -23,7 +23,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whorl.align.data.code.functions import stable_hash
 from whorl.align.data.formats import (
     Conversation,
     Messages,
@@ -33,6 +32,7 @@ from whorl.align.data.formats import (
     UnpairedPreference,
 )
 from whorl.errors import DataError
+from whorl.evals.code.functions import stable_hash
 from whorl.evals.verify.task import VerifiableTask
 from whorl.store.address import file_sha256
 

@@ -58,6 +58,7 @@ SCORES: Mapping[str, Mapping[str, Metric]] = {
         "instructions_loose": Metric("single constraints, loose"),
     },
     "program": {"passed": Metric("programs that pass their tests")},
+    "parses": {"parses": Metric("completed functions that Python parses")},
     "refusal": {
         "over_refusal": Metric("refusals of harmless prompts", higher_is_better=False),
         "compliance": Metric("answers to harmful prompts", higher_is_better=False),
@@ -118,7 +119,7 @@ class Generate(Kind):
     def __init__(self, task: Any) -> None:
         super().__init__(task)
         self.metric_name: str = self.chosen_metric()
-        self._metric = get_metric(self.metric_name, self.metric_options())
+        self._metric = self.load_metric()
         n = self.config.generation.samples
         if n > 1 and not self.config.generation.temperature:
             raise ConfigError(
@@ -142,6 +143,10 @@ class Generate(Kind):
         shares = {name: Metric("of the answers", higher_is_better=False) for name in UNANSWERED}
         self.metrics = {**own, **samples, **{name: m for name, m in shares.items() if name not in own}}
         self.default_metrics = (*own, *samples)
+
+    def load_metric(self) -> Any:
+        """Return the metric. Raises ConfigError: it does not exist, or has no such option."""
+        return get_metric(self.metric_name, self.metric_options())
 
     def chosen_metric(self) -> str:
         """Return the name of the metric."""
@@ -204,7 +209,13 @@ class Generate(Kind):
         each, prompt = self.config.generation, self.prompt(item)
         return [
             GenerateRequest(
-                prompt, each.max_tokens, each.stop, each.temperature, each.top_p, each.seed + SEED_STEP * k
+                prompt,
+                each.max_tokens,
+                each.stop,
+                each.temperature,
+                each.top_p,
+                each.seed + SEED_STEP * k,
+                each.heal,
             )
             for k in range(each.samples)
         ]
@@ -213,13 +224,7 @@ class Generate(Kind):
         """See `Kind`: all answers are graded together."""
         complete = [each for each in answered if each.missing is None]
         pairs = [(each, r) for each in complete for r in each.responses if isinstance(r, Completion)]
-        options = [self._item_options(each.item) for each, _ in pairs]
-        with self.sandbox() or nullcontext() as sandbox:
-            graded = iter(
-                grade_all(
-                    self.metric_name, [self._gold(each.item) for each, _ in pairs], [r for _, r in pairs], options, sandbox
-                )
-            )  # fmt: skip
+        graded = iter(self.grade([each.item for each, _ in pairs], [r for _, r in pairs]))
         found = []
         for each in answered:
             if isinstance(each.missing, Missing):
@@ -227,6 +232,14 @@ class Generate(Kind):
             else:
                 found.append(self._item_result(each, [next(graded) for _ in each.responses]))
         return found
+
+    def grade(self, items: Sequence[Any], completions: Sequence[Completion]) -> list[Graded]:
+        """Return the scores of each completion of the item at the same index."""
+        options = [self._item_options(item) for item in items]
+        with self.sandbox() or nullcontext() as sandbox:
+            return grade_all(
+                self.metric_name, [self._gold(item) for item in items], completions, options, sandbox
+            )
 
     def _item_result(self, answered: Answered, graded: Sequence[Graded]) -> ItemResult:
         texts = [r.text for r in answered.responses if isinstance(r, Completion)]

@@ -31,7 +31,7 @@ from whorl.evals.kinds.kind import Answered, Kind, Metric
 from whorl.evals.model.requests import Request, Score, ScoreRequest, TextRequest
 from whorl.evals.results import ItemResult
 
-_TEXT_METRICS = {
+TEXT_METRICS = {
     "bits_per_byte": Metric("bits per byte of UTF-8", "bits", False, 0.0, None),
     "bits_per_character": Metric("bits per character", "bits", False, 0.0, None),
     "perplexity": Metric("per token", "", False, 0.0, None, "exp"),
@@ -60,7 +60,7 @@ class TextLikelihood(Kind):
 
     def __init__(self, task: Any) -> None:
         super().__init__(task)
-        self.metrics = dict(_TEXT_METRICS)
+        self.metrics = dict(TEXT_METRICS)
         self.default_metrics = ("bits_per_byte", "bits_per_character", "perplexity")
         source = self.options.continuation
         self._continuation = task.template("options.continuation", source) if source else None

@@ -5,6 +5,7 @@
     program                     programs.py         tests of a program, in the sandbox
     refusal                     refusal.py          compliance with harmless prompts, refusal of harmful ones
     grid, patch                 structures.py       grids of ARC-AGI, patches
+    parses                      evals.code          a completed function is valid Python
     safety                      evals.safety        the same under transformations, if the answer is about the request
     repetition                  repetition.py       distinct n-grams and repeated lines
 
@@ -39,6 +40,7 @@ METRICS = Registry(
         "repetition": "whorl.evals.metrics.repetition:repetition",
         "grid": "whorl.evals.metrics.structures:grid",
         "patch": "whorl.evals.metrics.structures:patch",
+        "parses": "whorl.evals.code.parse_rate:parses",
         "safety": "whorl.evals.safety.metric:safety",
     },
 )

@@ -44,7 +44,9 @@ from whorl.evals.model.windows import strided_windows
 from whorl.machine.device_probe import probe
 from whorl.models import load_model
 from whorl.tokens.chat import ChatTemplate, load_chat_template
+from whorl.tokens.healing import HealedPrompt, heal
 from whorl.tokens.hf_tokenizer import load_tokenizer
+from whorl.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -238,7 +240,10 @@ class EngineBackend:
         if not self.engine.token_bytes:
             return Missing("the tokenizer does not spell bytes, so no text can be generated")
         stop, stop_ids = tuple(s.encode() for s in request.stop), frozenset(self.encoder.tokenizer.end_ids)
-        if isinstance(request.prompt, str):
+        forced = b""
+        if isinstance(request.prompt, str) and request.heal:
+            ids, forced, _ = self._heal(request.prompt)
+        elif isinstance(request.prompt, str):
             ids = self.encoder.encode_prompt(request.prompt)
         else:
             ids = self.chat.encode_prompt(request.prompt)
@@ -246,8 +251,16 @@ class EngineBackend:
         max_tokens = min(request.max_tokens, self._length - 1)
         ids = ids[-(self._length - max_tokens) :]
         sampling = SamplingParams(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
-        made = self._request(ids, sampling=sampling, max_tokens=max_tokens, stop=stop, stop_ids=stop_ids)
+        made = self._request(
+            ids, sampling=sampling, max_tokens=max_tokens, stop=stop, stop_ids=stop_ids, forced_prefix=forced
+        )
         return [made], _read_completion
+
+    def _heal(self, text: str) -> HealedPrompt:
+        tokenizer = self.encoder.tokenizer
+        if isinstance(tokenizer, Tokenizer):
+            return heal(tokenizer, text)
+        return tokenizer.heal_prompt(text)
 
     @property
     def _length(self) -> int:

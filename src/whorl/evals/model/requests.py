@@ -43,7 +43,11 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Generate one completion. prompt: a text to continue, or messages to answer. temperature: 0 is greedy."""
+    """Generate one completion.
+
+    prompt: a text to continue, or messages to answer. temperature: 0 is greedy. heal: the last token of a text may be a
+    part of a longer one (`tokens/healing.py`); for texts cut inside a line. An endpoint may not do so.
+    """
 
     prompt: str | tuple[Message, ...]
     max_tokens: int = 256
@@ -51,6 +55,7 @@ class GenerateRequest:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    heal: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
-from whorl.corpus import Corpus
+from whorl.corpus import Corpus, Document
 from whorl.errors import ConfigError
 from whorl.store import Artifact, Store
 
@@ -25,12 +26,18 @@ def held_out_documents(store: Store, ref: str, split: str = "test") -> list[tupl
         if documents is not None:
             documents.check()
             artifact.check()
-            found = Corpus(documents.path, artifact.path).documents(split)
-            return [(document.path, document.text) for document in found]
+            return named_texts(Corpus(documents.path, artifact.path).documents(split))
     raise ConfigError(
         f"{ref} has no corpus among its ancestors in this store", expected="a model of a recipe, or --corpus ARTIFACT",
         do="name the artifact of `curate` with --corpus",
     )  # fmt: skip
+
+
+def named_texts(documents: Iterable[Document]) -> list[tuple[str, str]]:
+    """Return (path, text) of documents; a file with several documents has their offsets in the paths."""
+    found = list(documents)
+    counts = Counter(document.path for document in found)
+    return [(d.path if counts[d.path] == 1 else f"{d.path}#{d.offset}", d.text) for d in found]
 
 
 def _ancestors(store: Store, artifact: Artifact) -> Iterator[Artifact]:

@@ -31,6 +31,7 @@ from whorl.registry import Registry
 SUITES = Registry(
     "suite",
     {
+        "own": "whorl.evals.suites.own:own_suite",
         "safety": "whorl.evals.suites.safety:safety_suite",
         "jailbreak": "whorl.evals.suites.safety:jailbreak_suite",
     },
@@ -45,11 +46,13 @@ class SuiteInputs:
         documents: returns (path, text) of held-out documents, for a suite from a corpus.
         limit: of items per task; None: the suite's own size.
         seed: of the generated items.
+        log: receives a sentence about each task that is left out.
     """
 
     documents: Callable[[], Sequence[tuple[str, str]]] = tuple
     limit: int | None = None
     seed: int = 0
+    log: Callable[[str], None] = lambda _: None
 
 
 class SuiteTask(BaseModel):

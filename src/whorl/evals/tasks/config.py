@@ -69,6 +69,7 @@ class GenerationConfig(BaseModel):
     seed: int = Field(
         default=0, ge=0, description="of the samples; each sample has its own, derived from this one"
     )
+    heal: bool = Field(default=False, description="the last token of the prompt may be part of a longer one")
 
 
 class TaskConfig(BaseModel):

@@ -113,9 +113,10 @@ def _convert(path: Path, content: Mapping[str, Any]) -> TaskConfig:
     if int(content.get("repeats", 1)) != 1:
         raise wrong("repeats", "1")
     kind = KINDS[output]
+    text = "doc_to_target" if output == "loglikelihood_rolling" else "doc_to_text"
     fields: dict[str, Any] = {
         "name": str(content.get("task") or path.stem), "kind": kind, "version": _version(content),
-        "template": _template(path, content, "doc_to_target" if output == "loglikelihood_rolling" else "doc_to_text"), "system": str(content.get("description", "")),
+        "template": _template(path, content, text), "system": str(content.get("description", "")),
         "separator": str(content.get("fewshot_delimiter", "\n\n")), "data": {"test": splits[test]},
     }  # fmt: skip
     _place_description(path, content, fields)

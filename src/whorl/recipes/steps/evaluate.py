@@ -1,6 +1,10 @@
-"""The step `evaluate`: measure a model on the test split and write `evaluation.json`.
+"""The step `evaluate`: measure a model on the test split, and on a suite of tasks.
 
-Neither the tokenizer nor the model has seen the test split. Each file is scored separately.
+    evaluation.json       bits per byte of whole files, compressors on the same files, samples, figures of the tasks
+    suite/                results of the tasks with all items, as of `whorl eval`
+
+Neither the tokenizer nor the model has seen the test split. Each file is scored separately. By default the suite is `own`,
+whose items come from the test split (`evals/suites/own.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.errors import NotApplicableError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
-from whorl.recipes.steps.generations import CHECKED_TEXTS, complete_functions, draw_samples
+from whorl.recipes.steps.generations import CHECKED_TEXTS, draw_samples, nearest_to_real_code
 from whorl.report.scores import BITS_PER_BYTE_FIGURES, evaluation_report
 
 if TYPE_CHECKING:
     from whorl.corpus import Document
+    from whorl.evals.results import TaskResult
 
 
 class EvaluateConfig(BaseModel):
@@ -45,10 +50,13 @@ class EvaluateConfig(BaseModel):
         description="of the training files, that primed compressors and the n-gram model read",
     )  # fmt: skip
     ngram_order: int = Field(default=4, ge=1, le=8)
-    completions: int = Field(
-        default=64, ge=0, description="held-out functions to complete", json_schema_extra={"shrinks_to": 8}
+    suite: str = Field(default="own", description="a suite of tasks: its name, or a TOML file")
+    items: int = Field(
+        default=100,
+        ge=0,
+        description="of each task of the suite; 0: no suite",
+        json_schema_extra={"shrinks_to": 8},
     )
-    completion_tokens: int = Field(default=160, ge=1)
     samples: int = Field(default=4, ge=0, description="samples in the report, with probabilities")
     sample_tokens: int = Field(default=120, ge=1)
     seed: int = Field(default=0, ge=0)
@@ -59,10 +67,10 @@ class EvaluateConfig(BaseModel):
     "evaluation",
     config=EvaluateConfig,
     parents={**CORPUS_PARENTS, "tokens": "tokens", "tokenizer": "tokenizer", "model": "model"},
-    version=4,
+    version=5,
 )
 def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
-    """Measure bits per byte against compressors, completions that parse, and speed."""
+    """Measure bits per byte against compressors, the tasks of a suite, and speed."""
     import torch
 
     from whorl.align.distillation.teacher import check_same_vocabulary
@@ -82,7 +90,6 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
         config = config.model_copy(
             update={
                 "window": window,
-                "completion_tokens": min(config.completion_tokens, model.max_positions // 2),
                 "sample_tokens": min(config.sample_tokens, model.max_positions // 2),
             }
         )
@@ -123,12 +130,9 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
             order=config.ngram_order, workers=ctx.machine.cores, progress=ctx.progress,
         )  # fmt: skip
         result["baseline_train_fraction"] = config.baseline_train_fraction
+    tasks = [_files_result(ctx, held_out, nats), *_run_suite(ctx, config, held_out, result)]
+    result["tasks"] = [_summary(each) for each in tasks]
     with torch.inference_mode():
-        if config.completions:
-            result["completions"] = complete_functions(
-                ctx, model, tokenizer, held_out, n=config.completions, max_tokens=config.completion_tokens,
-                window=config.window, seed=config.seed,
-            )  # fmt: skip
         result["samples"] = draw_samples(
             ctx, tokenizer, [d.text for d in held_out[: max(CHECKED_TEXTS, config.samples)]], n=config.samples,
             max_tokens=config.sample_tokens, seed=config.seed,
@@ -141,10 +145,83 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
         xz, ppmd = best["xz -9e, one stream"], best["PPMd order 10, primed"]
         headline += f" (xz -9e {xz:.3f}, PPMd primed {ppmd:.3f})"
     if parsed := result.get("completions"):
-        headline += f"; {parsed['parsed']} of {parsed['prompts']} completions parse"
+        headline += f"; {parsed['parsed']} of {parsed['prompts']} completed functions parse"
     ctx.summary.update({k: v for k, v in result.items() if k != "samples"}, headline=headline)
     plan = ctx.store.find(ctx.parents["model"].parents.get("plan", ""))
-    ctx.report = evaluation_report(result, plan.summary["expected"] if plan is not None else {})
+    ctx.report = evaluation_report(result, plan.summary["expected"] if plan is not None else {}, tasks)
+
+
+def _files_result(ctx: StepContext, documents: list[Document], nats: list[float]) -> TaskResult:
+    """Return bits per byte of whole files as the result of a task, with an interval over files."""
+    from whorl.evals.kinds.likelihood import TEXT_METRICS
+    from whorl.evals.measures import measure
+    from whorl.evals.results import ItemResult, TaskResult
+
+    name, model = "bits_per_byte", ctx.parents["model"]
+    items = [
+        ItemResult(
+            d.id, {name: cost / math.log(2) / max(1, d.n_bytes)}, "scored", weights={name: float(d.n_bytes)}
+        )
+        for d, cost in zip(documents, nats, strict=True)
+    ]
+    return TaskResult(
+        "whole files", "likelihood", "1", ctx.parents["tokens"].address[:12], "files of the test split", model.name,
+        model.address, metrics=(name,), measures=(measure(name, TEXT_METRICS[name], items),),
+        outcomes={"scored": len(items)}, items=tuple(items),
+    )  # fmt: skip
+
+
+def _run_suite(
+    ctx: StepContext, config: EvaluateConfig, held_out: list[Document], result: dict[str, Any]
+) -> list[TaskResult]:
+    """Return the results of the suite's tasks; add figures of completed functions to `result`."""
+    from whorl.evals.model.engine_backend import EngineBackend
+    from whorl.evals.model.response_cache import CachedBackend, ResponseCache
+    from whorl.evals.results_io import save_results
+    from whorl.evals.runner import evaluate as run_tasks
+    from whorl.evals.suites import SuiteInputs, load_suite
+    from whorl.evals.suites.held_out import named_texts
+
+    if not config.items:
+        return []
+    inputs = SuiteInputs(
+        lambda: named_texts(held_out), config.items, config.seed, lambda line: ctx.progress.log(f"    {line}")
+    )
+    try:
+        tasks = load_suite(config.suite, inputs)
+    except NotApplicableError as error:  # few short documents
+        ctx.progress.log(f"    {error.what}")
+        return []
+    dtype = str(ctx.machine.torch_dtype).removeprefix("torch.")
+    with ResponseCache(ctx.store.root / "responses.sqlite") as responses:
+        opened = EngineBackend.open(ctx.parents["model"].address, store=str(ctx.store.root), dtype=dtype)
+        found = run_tasks(CachedBackend(opened, responses), tasks, progress=ctx.progress)
+    save_results(ctx.out / "suite", found, {"suite": config.suite})
+    for task, each in zip(tasks, found, strict=True):
+        if each.task == "own-functions":
+            counts = each.outcomes
+            result["completions"] = {
+                "prompts": len(each.items), "parsed": counts.get("right", 0), "unfinished": counts.get("truncated", 0),
+                "nearest": nearest_to_real_code(task, each),
+            }  # fmt: skip
+    return found
+
+
+def _summary(result: TaskResult) -> dict[str, Any]:
+    """Return the shown figures of a task as JSON."""
+    figures = [result.measure(name) for name in result.metrics]
+    return {
+        "task": result.task, "hash": result.hash, "outcomes": dict(result.outcomes),
+        "figures": [
+            {"metric": m.metric, "value": _finite(m.value), "low": _finite(m.low), "high": _finite(m.high), "n": m.n,
+             "chance": m.chance}
+            for m in figures
+        ],
+    }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _by_domain(documents: list[Document], nats: list[float]) -> list[dict[str, Any]]:

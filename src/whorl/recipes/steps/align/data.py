@@ -27,8 +27,8 @@ from whorl.errors import ConfigError, DataError, NotApplicableError
 from whorl.recipes.registry import StepContext, step
 
 if TYPE_CHECKING:
-    from whorl.align.data.code.functions import PythonFunction
     from whorl.corpus import Corpus
+    from whorl.evals.code.functions import PythonFunction
 
 OPTIONAL_CORPUS_PARENTS = {"documents?": "documents", "selection?": "selection"}
 BugKind = Literal["syntax", "operator", "variable", "constant", "return"]
@@ -113,7 +113,7 @@ class PreferencesConfig(SetConfig):
     bug_kinds: tuple[BugKind, ...] = Field(
         default=("syntax", "operator", "variable", "constant", "return"),
         min_length=1,
-        description="python: bugs of the rejected body (align/data/code/bug_injection.py)",
+        description="python: bugs of the rejected body (align/data/bug_injection.py)",
     )
     max_pairs_per_function: int = Field(default=1, ge=1, description="python: pairs per function, at most")
 
@@ -239,7 +239,7 @@ def _python_functions(
     ctx: StepContext, config: SetConfig, split: str
 ) -> tuple[list[Any], list[PythonFunction]]:
     """Return (Python files of a split, functions in some of them)."""
-    from whorl.align.data.code.functions import extract_functions, parse_or_none
+    from whorl.evals.code.functions import extract_functions, parse_or_none
     from whorl.tracking.seeds import derive
 
     corpus = _open_parent_corpus(ctx)
@@ -260,8 +260,8 @@ def _python_functions(
 
 def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
     """Make tasks of the functions of the corpus, with their bodies as solutions."""
-    from whorl.align.data.code.tasks import body_tasks, doctest_tasks, filter_solvable
     from whorl.align.data.formats import PromptCompletion
+    from whorl.evals.code.tasks import body_tasks, doctest_tasks, filter_solvable
     from whorl.evals.verify import verify_all
     from whorl.sandbox import Sandbox
 
@@ -291,7 +291,7 @@ def _python_preferences(ctx: StepContext, config: PreferencesConfig) -> dict[str
     """Pair each function body with a copy that contains one bug."""
     from collections import Counter
 
-    from whorl.align.data.code.bug_injection import bug_preferences
+    from whorl.align.data.bug_injection import bug_preferences
 
     made: dict[str, list[Any]] = {}
     bug_kinds = dict[str, dict[str, int]]()

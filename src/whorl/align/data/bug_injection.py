@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from whorl.align.data.code.functions import PythonFunction, parse_or_none, stable_hash
 from whorl.align.data.formats import Preference, UnpairedPreference
 from whorl.errors import ConfigError, one_of
+from whorl.evals.code.functions import PythonFunction, parse_or_none, stable_hash
 
 OPERATOR_SWAPS = {
     "==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">",

@@ -5,9 +5,8 @@
     header   decorators, signature and docstring, as in the file, dedented
     body     the rest, up to the function's last line
 
-header + body is, character for character, a function that parses. The functions give prompt-completion pairs and
-conversations (here), tasks with doctests or the compiler as verifier (`tasks.py`), and preference pairs
-(`bug_injection.py`).
+header + body is, character for character, a function that parses. The functions give tasks with doctests or the compiler
+as verifier (`tasks.py`), and preference pairs (`align/data/bug_injection.py`).
 
 The subtle point is which functions to use. Libraries copy each other's code, so a function whose name and syntax tree
 of the body occurred before is skipped. A hash of the file's path selects train or test. So no file is in both splits,
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
-from whorl.align.data.formats import Conversation, PromptCompletion
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document
 from whorl.corpus.readers import read_documents
@@ -33,7 +31,6 @@ from whorl.corpus.sources import list_files
 
 SplitName = Literal["train", "test"]
 SourceText = tuple[str, str]  # (path, text)
-REQUEST = "Complete this Python function."
 
 
 @dataclass(frozen=True)
@@ -58,16 +55,6 @@ class PythonFunction:
     @property
     def id(self) -> str:
         return f"{self.file}:{self.line}:{self.name}"
-
-    def prompt_completion(self) -> PromptCompletion:
-        """Return training data for a model that continues text: the body follows the header."""
-        return PromptCompletion(self.header, self.body, self.file, self.id)
-
-    def conversation(self) -> Conversation:
-        """Return training data for a chat model: header in the request, whole function in the answer."""
-        request = {"role": "user", "content": f"{REQUEST}\n\n{self.header}"}
-        answer = {"role": "assistant", "content": (self.header + self.body).rstrip("\n")}
-        return Conversation((request, answer), self.file, self.id)
 
 
 def python_files(source: str = "python-stdlib", skipped: Counter[str] | None = None) -> Iterator[SourceText]:

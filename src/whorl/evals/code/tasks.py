@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from whorl.align.data.code.functions import (
+from whorl.evals.code.functions import (
     PythonFunction,
     SourceText,
     extract_functions,

@@ -1,9 +1,7 @@
-"""Parse rate: the fraction of generated functions that Python parses.
+"""Functions to complete, and the metric `parses`: the completion is valid Python.
 
 A held-out file is cut after the header of one of its functions, and the model continues. The continuation is trimmed
-where its indentation closes the function. The score is the fraction of functions that parse. The real code, cut and
-trimmed by the
-same rule, is the reference: it must be near 100 %, otherwise the rule is wrong.
+where its indentation closes the function. Functions whose real code does not parse by the same rule are not used.
 
 The subtle part is the end. A function ends at a line indented no further than its header, but such a line may also be
 inside an open bracket or a triple-quoted string. So these lines are tried in order, and the first prefix that parses is
@@ -11,23 +9,22 @@ the function. A later prefix can only parse if the earlier one failed on somethi
 function, at the generation limit, does not count, so only functions with a short real body are sampled. Parsing is
 `ast.parse`: nothing is compiled, imported or run.
 
-The measure does not check behavior. (`pass` parses; see `median_bytes`.)
+The measure does not check behavior: `pass` parses.
 """
 
 from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
 from whorl.errors import DataError
+from whorl.evals.metrics.result import Graded
 
 END_OF_DOCUMENT = b"\n\0"  # an unindented line that no Python file contains
-Generate = Callable[[list[bytes]], list[bytes]]
 
 
 @dataclass(frozen=True)
@@ -49,29 +46,6 @@ class FunctionPrompt:
     suffix: bytes
     document: str
     name: str
-
-
-@dataclass(frozen=True)
-class ParseRate:
-    """Counts of parsed completions.
-
-    Attributes:
-        n: number of prompts.
-        parsed: completions that end and parse.
-        unfinished: completions that never return to the header's indentation (and so do not parse).
-        median_bytes: median size of the bodies that parsed; 0 if none did.
-        examples: (prompt, trimmed body or None) in the order of the prompts.
-    """
-
-    n: int
-    parsed: int
-    unfinished: int
-    median_bytes: float
-    examples: tuple[tuple[FunctionPrompt, bytes | None], ...]
-
-    @property
-    def rate(self) -> float:
-        return self.parsed / self.n
 
 
 def sample_function_prompts(
@@ -101,7 +75,10 @@ def sample_function_prompts(
         # Line breaks as Python reads them: otherwise a file of another system never ends a line.
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         candidates = [
-            p for p in _find_functions(document, text) if min_body_bytes <= len(p.body) <= max_body_bytes
+            p
+            for p in _find_functions(document, text)
+            if min_body_bytes <= len(p.body) <= max_body_bytes
+            and trim_to_function(p.header, p.body + p.suffix + END_OF_DOCUMENT) is not None
         ]
         order = rng.permutation(len(candidates))[:max_per_document]
         prompts += [candidates[int(i)] for i in order]
@@ -115,39 +92,21 @@ def sample_function_prompts(
     return [prompts[int(i)] for i in order]
 
 
-def parse_rate(prompts: Sequence[FunctionPrompt], generate: Generate) -> ParseRate:
-    """Return the fraction of completions that parse, with counts.
+def parses(gold: str, text: str, *, finish: str = "stop") -> Graded:
+    """Return the score `parses`: the function, from its header and the text up to its end, is valid Python.
 
     Args:
-        prompts: from `sample_function_prompts`; at least one.
-        generate: maps prefixes (it may use only their last part) to completions. A completion that the model ended, not
-            the limit, must end with `END_OF_DOCUMENT`.
-
-    Raises:
-        ValueError: `generate` returned another number of completions.
+        gold: the header. finish: "length" if the limit of tokens cut the text.
     """
-    completions = generate([prompt.prefix for prompt in prompts])
-    if len(completions) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts, but {len(completions)} completions were returned")
-    bodies: list[bytes | None] = []
-    unfinished = 0
-    for prompt, completion in zip(prompts, completions, strict=True):
-        bodies.append(trim_to_function(prompt.header, completion))
-        unfinished += not _possible_ends(prompt.header, completion)
-    sizes = [len(body) for body in bodies if body is not None]
-    return ParseRate(
-        n=len(prompts),
-        parsed=len(sizes),
-        unfinished=unfinished,
-        median_bytes=float(median(sizes)) if sizes else 0.0,
-        examples=tuple(zip(prompts, bodies, strict=True)),
-    )
-
-
-def reference_parse_rate(prompts: Sequence[FunctionPrompt], limit: int = 1_000) -> ParseRate:
-    """Return the parse rate of the real continuation, cut after `limit` bytes like a generation."""
-    rest = [(prompt.body + prompt.suffix + END_OF_DOCUMENT)[:limit] for prompt in prompts]
-    return parse_rate(prompts, lambda _: rest)
+    header, completion = gold.encode(), text.encode("utf-8", "replace")
+    if finish != "length":
+        completion += END_OF_DOCUMENT
+    body = trim_to_function(header, completion)
+    if body is not None:
+        return Graded({"parses": 1.0}, "right", "valid Python", body.decode())
+    if not _possible_ends(header, completion):
+        return Graded({"parses": 0.0}, "truncated", "the function does not end within the limit of tokens")
+    return Graded({"parses": 0.0}, "wrong", "Python does not parse it")
 
 
 def trim_to_function(header: bytes, completion: bytes) -> bytes | None:

@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import DataError
-from whorl.evals.parse_rate import (
+from whorl.evals.code.parse_rate import (
     END_OF_DOCUMENT,
-    FunctionPrompt,
-    parse_rate,
-    reference_parse_rate,
+    parses,
     sample_function_prompts,
     trim_to_function,
 )
@@ -68,17 +66,13 @@ def test_prompt_ends_after_header() -> None:
         assert prompt.prefix.endswith(prompt.header)
 
 
-def test_reference_code_parses() -> None:
-    rate = reference_parse_rate(PROMPTS)
-    assert (rate.parsed, rate.unfinished, rate.rate) == (3, 0, 1.0)
-    for prompt, body in rate.examples:
-        assert body is not None and body.rstrip() == prompt.body.rstrip()
-
-
-@pytest.mark.parametrize("limit", [5, 20])
-def test_limit_inside_body_is_unfinished(limit: int) -> None:
-    rate = reference_parse_rate(PROMPTS, limit=limit)
-    assert (rate.parsed, rate.unfinished) == (0, 3)
+def test_real_code_parses_and_a_cut_one_is_truncated() -> None:
+    for prompt in PROMPTS:
+        header, rest = prompt.header.decode(), (prompt.body + prompt.suffix).decode()
+        graded = parses(header, rest)
+        assert graded.outcome == "right" and graded.answer.rstrip() == prompt.body.decode().rstrip()
+        assert parses(header, rest[:20], finish="length").outcome == "truncated"
+        assert parses(header, "    return (\nx = 1\n").outcome == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -115,17 +109,6 @@ def test_trimmed_function_is_python_and_prefix(completion: bytes, header: bytes)
         assert completion.startswith(body)
         (function,) = ast.parse(textwrap.dedent((header + body).decode())).body
         assert isinstance(function, ast.FunctionDef)
-
-
-def test_parse_rate_counts_each_result() -> None:
-    completions = [b"    return 1\nx\n", b"    return (\nx\n", b"    unfinished"]
-    completions += [b"        return 1\n    y\n"]
-    headers = [b"def f():\n"] * 3 + [b"    def f():\n"]
-    prompts = [FunctionPrompt(b"", header, b"", b"", "d", "f") for header in headers]
-    rate = parse_rate(prompts, lambda _: completions)
-    assert (rate.n, rate.parsed, rate.unfinished, rate.median_bytes) == (4, 2, 1, 15.0)
-    with pytest.raises(ValueError, match="4 prompts, but 1 completions"):
-        parse_rate(prompts, lambda _: [b""])
 
 
 def test_prompts_depend_on_documents_and_seed() -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from whorl.align.data.code.bug_injection import BUG_KINDS, bug_preferences, inject_bug, split_pairs
-from whorl.align.data.code.functions import PythonFunction, extract_functions, python_files, split_of
-from whorl.align.data.code.tasks import CodeTask, compile_tasks, doctest_tasks, filter_solvable
+from whorl.align.data.bug_injection import BUG_KINDS, bug_preferences, inject_bug, split_pairs
 from whorl.errors import ConfigError, DataError
+from whorl.evals.code.functions import PythonFunction, extract_functions, python_files, split_of
+from whorl.evals.code.tasks import CodeTask, compile_tasks, doctest_tasks, filter_solvable
 from whorl.evals.verify.task import Verdict, VerifiableTask
 
 Sources = list[tuple[str, str]]  # name and text of each file
@@ -142,14 +142,6 @@ def test_split_of_is_stable() -> None:
     wider = {f for f in sides if split_of(f, 0.2) == "test"}
     assert {f for f, s in sides.items() if s == "test"} < wider
     assert split_of("a.py", 0.0) == "train" and split_of("a.py", 1.0) == "test"
-
-
-def test_function_as_pair_and_conversation(found: list[PythonFunction]) -> None:
-    wide = named(found, "wide")
-    pair, (asked, said) = wide.prompt_completion(), wide.conversation().messages
-    assert pair.prompt + pair.completion == wide.header + wide.body
-    assert wide.header in asked["content"] and ast.parse(said["content"])
-    assert pair.source == "made.py" and pair.id == "made.py:9:wide"
 
 
 def test_doctest_tasks_include_needed_context() -> None:

@@ -1,1 +1,0 @@
-"""Coding tasks from Python source: functions with doctests, injected bugs."""

@@ -1,0 +1,111 @@
+"""The kind `verify`: a verifier of `whorl.evals.verify` decides, as in training with verifiable rewards.
+
+    kind = "verify"
+    template = "{{ prompt }}"
+    gold = "answer"
+    options.verifier = "{{ verifier }}"        or a name for all items, such as "numeric" or "doctest"
+
+With `trim`, an answer that continues a function ends where its indentation closes the function (`code/parse_rate.py`): a
+model of text writes on after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from whorl.errors import DataError, WhorlError
+from whorl.evals.code.parse_rate import END_OF_DOCUMENT, trim_to_function
+from whorl.evals.kinds.generate import Generate, _SampleOptions
+from whorl.evals.kinds.kind import Metric
+from whorl.evals.metrics import Graded
+from whorl.evals.model.requests import Completion
+from whorl.evals.verify import Verdict, VerifiableTask, needs_sandbox, verify_all
+from whorl.evals.verify.registry import parse_verifiers
+from whorl.sandbox import Sandbox
+
+
+class VerifyOptions(_SampleOptions):
+    """Settings of the kind `verify`."""
+
+    verifier: str = Field(default="{{ verifier }}", description="template of the verifier's name")
+    trim: bool = Field(default=False, description="end an answer with the function that the prompt begins")
+
+
+class Verified(Generate):
+    """See the top of this file."""
+
+    Options = VerifyOptions
+
+    def chosen_metric(self) -> str:
+        """See `Generate`."""
+        return "verified"
+
+    def load_metric(self) -> Any:
+        """See `Generate`: the verifiers are those of the items."""
+        self._verifier = self.task.template("options.verifier", self.options.verifier)
+
+        def verified(gold: Any, text: str) -> Graded:
+            raise NotImplementedError
+
+        verified.scores = {  # type: ignore[attr-defined]
+            "passed": Metric("answers that the verifier accepts"),
+            "reward": Metric("reward of the verifier", "", True, None, None),
+        }
+        return verified
+
+    def check_fields(self, fields: Collection[str]) -> None:
+        """See `Kind`."""
+        super().check_fields(fields)
+        self._verifier.check_fields(fields, required=False)
+
+    def prepare(self, item: Any) -> Any:
+        """See `Kind`: a verifier may need no gold answer."""
+        return item
+
+    def check(self, item: Any) -> None:
+        """Raises DataError: no such verifier, or no prompt."""
+        try:
+            parse_verifiers(self._task_of(item).verifier)
+        except WhorlError as error:
+            raise DataError(
+                f"task {self.config.name}, item {item.id!r}: {error.what}", expected=error.expected, do=error.do
+            ) from error  # fmt: skip
+
+    def _task_of(self, item: Any) -> VerifiableTask:
+        prompt: str = self.template(item.variables, item.id)
+        answer = "" if item.gold is None else str(item.gold)
+        verifier: str = self._verifier(item.variables, item.id)
+        if self.config.chat:
+            messages = ({"role": "user", "content": prompt},)
+            return VerifiableTask(item.id, messages=messages, verifier=verifier, answer=answer)
+        return VerifiableTask(item.id, prompt, verifier=verifier, answer=answer)
+
+    def grade(self, items: Sequence[Any], completions: Sequence[Completion]) -> list[Graded]:
+        """See `Generate`."""
+        tasks = [self._task_of(item) for item in items]
+        texts = [self._trimmed(t, c) for t, c in zip(tasks, completions, strict=True)]
+        if needs_sandbox(tasks):
+            with Sandbox() as sandbox:
+                verdicts = verify_all(tasks, texts, sandbox)
+        else:
+            verdicts = verify_all(tasks, texts)
+        return [_graded(v, t, c) for v, t, c in zip(verdicts, texts, completions, strict=True)]
+
+    def _trimmed(self, task: VerifiableTask, completion: Completion) -> str:
+        if not self.options.trim:
+            return completion.text
+        end = b"" if completion.finish == "length" else END_OF_DOCUMENT
+        body = trim_to_function(task.prompt.encode(), completion.text.encode("utf-8", "replace") + end)
+        return completion.text if body is None else body.decode()
+
+
+def _graded(verdict: Verdict, text: str, completion: Completion) -> Graded:
+    if verdict.failed:
+        return Graded({}, "error", verdict.reason)
+    scores = {"passed": float(verdict.passed), "reward": verdict.reward}
+    if verdict.passed:
+        return Graded(scores, "right", verdict.reason, text)
+    return Graded(scores, "truncated" if completion.finish == "length" else "wrong", verdict.reason, text)
