@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from whorl.cli.jobs.run import closing_lines
-from whorl.recipes.steps.generations import nearest_to_real_code
+from whorl.recipes.steps.evaluation.generations import nearest_to_real_code
 
 
 def artifact(kind: str, name: str, *files: str, **fields: Any) -> Any:

@@ -25,7 +25,7 @@ SMALL = [
     "curate.validation_bytes=40000", "curate.test_bytes=40000",
     "plan.steps=60", "plan.d_model=64", "plan.n_layers=2", "plan.vocab_size=400", "plan.data.seq_len=128",
     "plan.ngram_buckets=4096", "plan.replicas=2", "plan.compile=false", "pretrain.run.checkpoint_seconds=0.4",
-    "evaluate.items=8", "evaluate.samples=1", "evaluate.samples=2", "evaluate.sample_tokens=20",
+    "evaluate.items=8", "evaluate.samples=2", "evaluate.sample_tokens=20",
     "tasks.max_train=64", "tasks.max_test=8", "tasks.max_files=60", "tasks.max_prompt_bytes=160",
     "sft.data.seq_len=256", "sft.data.batch_size=4",
     "rl.steps=2", "rl.prompts_per_step=4", "rl.group_size=4", "rl.max_completion_tokens=24", "rl.max_seq_len=256",

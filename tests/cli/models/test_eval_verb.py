@@ -51,6 +51,7 @@ def test_eval_stores_responses_and_prints_figures(home: Path) -> None:
     again = succeed(home, "eval", "run/first", "--task", "quiz.toml", "--out", "two", "--all")
     second = load_results(home / "two")[0]
     assert (second.requests, second.cached) == (120, 120) and second.items == result.items
+    assert "quiz" in (home / "two" / "page.html").read_text()
     assert "log_score" in again.output and "log_score" not in done.output
 
 

@@ -65,7 +65,9 @@ def eval(
     cache: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Responses; default: responses.sqlite in the store.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the results.")] = Path("evaluation"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of results and page.")] = Path(
+        "evaluation"
+    ),
     all_metrics: Annotated[bool, typer.Option("--all", help="Print all metrics of each task.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the ready tasks and suites.")] = False,
     store: StoreOption = None,
@@ -83,20 +85,18 @@ def eval(
 
         whorl eval http://127.0.0.1:8000/v1 --model-name my-model --task gsm8k --data gsm8k_test.jsonl
     """
+    from whorl.cli.models.eval_output import print_list, print_results
     from whorl.cli.models.eval_tasks import evaluate_model, load_tasks
-    from whorl.cli.text_table import print_table
     from whorl.errors import ConfigError
     from whorl.evals.comparisons import compare_results, summary_sentence
-    from whorl.evals.figures import HEADS, figure_notes, figure_rows, outcome_lines
     from whorl.evals.model.open_model import ModelOptions
     from whorl.evals.results_io import RESULTS_FILE, load_results
-    from whorl.evals.safety.table import HEADS as SAFETY_HEADS
-    from whorl.evals.safety.table import has_twins, safety_cells, safety_table
     from whorl.evals.suites.held_out import held_out_documents
+    from whorl.report.evaluation import write_page
     from whorl.store import Store
 
     if list_:
-        _print_list()
+        print_list()
         return
     if not model:
         raise ConfigError(
@@ -122,24 +122,13 @@ def eval(
         labels.append(found[-1][0].model if found[-1] else ref)
         if against:
             print(f"{label.upper()}: {labels[-1]}")
-        print_table(HEADS, figure_rows(found[-1], all_metrics=all_metrics), left=("metric",))
-        print("\n".join([*outcome_lines(found[-1]), *figure_notes(found[-1])]) + "\n")
-        for result in filter(lambda each: has_twins(each.items), found[-1]):
-            print(f"{result.task}:")
-            print_table(SAFETY_HEADS, safety_cells(safety_table(result.items)))
-            print()
+        print_results(found[-1], all_metrics=all_metrics)
+    verdicts: list[str] = []
     if against:
         pair = (labels[0], labels[1]) if labels[0] != labels[1] else ("A", "B")
         compared = compare_results(found[0], found[1], pair, margin=margin)
         summary = [summary_sentence(compared, pair)] if len(compared) > 1 else []
-        print("\n".join([*summary, *(each.text for each in compared)]))
-
-
-def _print_list() -> None:
-    """Print the ready tasks and suites."""
-    from whorl.cli.text_table import print_table
-    from whorl.evals.suites import SUITES, catalog
-
-    rows = [[name, config.kind, config.about] for name, config in catalog().items()]
-    print_table(("task", "kind", "about"), rows, left=("kind", "about"))
-    print(f"suites: {', '.join(SUITES)}")
+        verdicts = [*summary, *(each.text for each in compared)]
+        print("\n".join(verdicts))
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"wrote {write_page(folders, out / 'page.html', verdicts=verdicts)}: open it in a browser")

@@ -9,7 +9,7 @@
 Items are spread over the documents, in an order by a hash of seed and position, and clustered by document: intervals account
 for texts that share one. A task without items in these documents is left out, with a message.
 
-The subtle point is the indentation of a line of code, which would tell the right choice: it is part of the prompt.
+The subtle point is the indentation of a line of code, by which the right choice could be found: it is part of the prompt.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ _TASKS: Mapping[str, dict[str, Any]] = {
     "own-last-words": {
         "kind": "likelihood", "about": "the last word of a line, which occurs before", "template": "{{ context }}",
         "data": _DATA, "options": {"continuation": " {{ word }}"},
+        "metrics": ("acc", "item_perplexity"),
     },
     "own-continuation": {
         "kind": "choice", "about": "the next line, among four of the document", "template": "{{ context }}",

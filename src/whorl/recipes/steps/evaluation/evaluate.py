@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.errors import NotApplicableError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
-from whorl.recipes.steps.generations import CHECKED_TEXTS, draw_samples, nearest_to_real_code
+from whorl.recipes.steps.evaluation.generations import CHECKED_TEXTS, draw_samples
+from whorl.recipes.steps.evaluation.tasks import files_result, run_suite, summary_of
 from whorl.report.scores import BITS_PER_BYTE_FIGURES, evaluation_report
 
 if TYPE_CHECKING:
     from whorl.corpus import Document
-    from whorl.evals.results import TaskResult
 
 
 class EvaluateConfig(BaseModel):
@@ -130,8 +130,11 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
             order=config.ngram_order, workers=ctx.machine.cores, progress=ctx.progress,
         )  # fmt: skip
         result["baseline_train_fraction"] = config.baseline_train_fraction
-    tasks = [_files_result(ctx, held_out, nats), *_run_suite(ctx, config, held_out, result)]
-    result["tasks"] = [_summary(each) for each in tasks]
+    tasks = [
+        files_result(ctx, held_out, nats),
+        *run_suite(ctx, config.suite, held_out, result, n=config.items, seed=config.seed),
+    ]
+    result["tasks"] = [summary_of(each) for each in tasks]
     with torch.inference_mode():
         result["samples"] = draw_samples(
             ctx, tokenizer, [d.text for d in held_out[: max(CHECKED_TEXTS, config.samples)]], n=config.samples,
@@ -149,79 +152,6 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     ctx.summary.update({k: v for k, v in result.items() if k != "samples"}, headline=headline)
     plan = ctx.store.find(ctx.parents["model"].parents.get("plan", ""))
     ctx.report = evaluation_report(result, plan.summary["expected"] if plan is not None else {}, tasks)
-
-
-def _files_result(ctx: StepContext, documents: list[Document], nats: list[float]) -> TaskResult:
-    """Return bits per byte of whole files as the result of a task, with an interval over files."""
-    from whorl.evals.kinds.likelihood import TEXT_METRICS
-    from whorl.evals.measures import measure
-    from whorl.evals.results import ItemResult, TaskResult
-
-    name, model = "bits_per_byte", ctx.parents["model"]
-    items = [
-        ItemResult(
-            d.id, {name: cost / math.log(2) / max(1, d.n_bytes)}, "scored", weights={name: float(d.n_bytes)}
-        )
-        for d, cost in zip(documents, nats, strict=True)
-    ]
-    return TaskResult(
-        "whole files", "likelihood", "1", ctx.parents["tokens"].address[:12], "files of the test split", model.name,
-        model.address, metrics=(name,), measures=(measure(name, TEXT_METRICS[name], items),),
-        outcomes={"scored": len(items)}, items=tuple(items),
-    )  # fmt: skip
-
-
-def _run_suite(
-    ctx: StepContext, config: EvaluateConfig, held_out: list[Document], result: dict[str, Any]
-) -> list[TaskResult]:
-    """Return the results of the suite's tasks; add figures of completed functions to `result`."""
-    from whorl.evals.model.engine_backend import EngineBackend
-    from whorl.evals.model.response_cache import CachedBackend, ResponseCache
-    from whorl.evals.results_io import save_results
-    from whorl.evals.runner import evaluate as run_tasks
-    from whorl.evals.suites import SuiteInputs, load_suite
-    from whorl.evals.suites.held_out import named_texts
-
-    if not config.items:
-        return []
-    inputs = SuiteInputs(
-        lambda: named_texts(held_out), config.items, config.seed, lambda line: ctx.progress.log(f"    {line}")
-    )
-    try:
-        tasks = load_suite(config.suite, inputs)
-    except NotApplicableError as error:  # few short documents
-        ctx.progress.log(f"    {error.what}")
-        return []
-    dtype = str(ctx.machine.torch_dtype).removeprefix("torch.")
-    with ResponseCache(ctx.store.root / "responses.sqlite") as responses:
-        opened = EngineBackend.open(ctx.parents["model"].address, store=str(ctx.store.root), dtype=dtype)
-        found = run_tasks(CachedBackend(opened, responses), tasks, progress=ctx.progress)
-    save_results(ctx.out / "suite", found, {"suite": config.suite})
-    for task, each in zip(tasks, found, strict=True):
-        if each.task == "own-functions":
-            counts = each.outcomes
-            result["completions"] = {
-                "prompts": len(each.items), "parsed": counts.get("right", 0), "unfinished": counts.get("truncated", 0),
-                "nearest": nearest_to_real_code(task, each),
-            }  # fmt: skip
-    return found
-
-
-def _summary(result: TaskResult) -> dict[str, Any]:
-    """Return the shown figures of a task as JSON."""
-    figures = [result.measure(name) for name in result.metrics]
-    return {
-        "task": result.task, "hash": result.hash, "outcomes": dict(result.outcomes),
-        "figures": [
-            {"metric": m.metric, "value": _finite(m.value), "low": _finite(m.low), "high": _finite(m.high), "n": m.n,
-             "chance": m.chance}
-            for m in figures
-        ],
-    }  # fmt: skip
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _by_domain(documents: list[Document], nats: list[float]) -> list[dict[str, Any]]:
