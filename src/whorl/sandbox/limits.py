@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from whorl.errors import ConfigError
 
@@ -38,7 +39,7 @@ class ResourceLimits:
 
     def __post_init__(self) -> None:
         minimum = {"wall_seconds": 0.001, "cpu_seconds": 0.001, "memory_bytes": 1 << 20, "processes": 1}
-        for name in (field.name for field in fields(self)):
+        for name in (one.name for one in fields(self)):
             value = getattr(self, name)
             if not minimum.get(name, 0) <= value < 2**50:
                 raise ConfigError(
@@ -58,11 +59,15 @@ class Program:
             ran have failed.
         examples: trusted statements that run last, in order. `ProgramResult.example_outputs` has their output, and the
             caller compares it: the expected output never enters the process.
+        files: relative path -> content of files that are in the work folder at the start. They count for `file_bytes`.
+        keep_files: return the files of the work folder after the end, in `ProgramResult.files`.
     """
 
     source: str
     tests: str = ""
     examples: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    keep_files: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class ProgramResult:
         output: standard output and error up to the limit; bytes that are not UTF-8 are replaced.
         seconds: from start to end.
         example_outputs: one per example that ran.
+        files: relative path -> content, if the program keeps its files; up to `file_bytes`, without links and empty folders.
+        files_left_out: files that are not in `files`: beyond the limit, or with a name that UTF-8 cannot spell.
     """
 
     ok: bool
@@ -90,6 +97,8 @@ class ProgramResult:
     output: str
     seconds: float
     example_outputs: tuple[ExampleOutput, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    files_left_out: int = 0
 
     @property
     def kind(self) -> str:

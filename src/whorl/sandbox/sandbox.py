@@ -44,7 +44,7 @@ from whorl.errors import ConfigError, WhorlError, one_of
 from whorl.sandbox.frames import receive_with_deadline, send
 from whorl.sandbox.limits import ExampleOutput, Program, ProgramResult, ResourceLimits
 from whorl.sandbox.unit_tests import compile_tests
-from whorl.sandbox.work_folder import clear
+from whorl.sandbox.work_folder import check_paths, clear
 
 REQUIRED_PROTECTIONS = ("landlock", "seccomp")
 GRACE_SECONDS = 10.0  # time beyond a program's wall_seconds before its worker counts as stuck
@@ -114,7 +114,8 @@ class SandboxWorker:
         parts: list[Any] = [
             {
                 "source": program.source, "limits": dataclasses.asdict(limits),
-                "has_checks": has_checks, "has_tests": bool(program.tests),
+                "has_checks": has_checks, "has_tests": bool(program.tests), "keep_files": program.keep_files,
+                "files": {name: base64.b64encode(data).decode() for name, data in program.files.items()},
             }
         ]  # fmt: skip
         if has_checks:
@@ -198,10 +199,12 @@ class Sandbox:
         affected.
 
         Raises:
-            ConfigError: the sandbox is closed.
+            ConfigError: the sandbox is closed, or a path of a program's files leads out of its folder.
             WhorlError: a worker that ended cannot be restarted.
         """
         jobs = [Program(p) if isinstance(p, str) else p for p in programs]
+        for job in jobs:
+            check_paths(job.files)
         results: list[ProgramResult | None] = [None] * len(jobs)
         pending = deque(range(len(jobs)))
         with self._lock:
@@ -306,4 +309,13 @@ def _missing_protection(name: str, why: str) -> ConfigError:
 def _parse_result(reply: dict[str, Any]) -> ProgramResult:
     printed = tuple(ExampleOutput(text, error) for text, error in reply["example_outputs"])
     reason = reply["reason"]
-    return ProgramResult(reason == "passed", reason, reply["output"], reply["seconds"], printed)
+    files = {name: base64.b64decode(data) for name, data in reply.get("files", {}).items()}
+    return ProgramResult(
+        reason == "passed",
+        reason,
+        reply["output"],
+        reply["seconds"],
+        printed,
+        files,
+        reply.get("left_out", 0),
+    )

@@ -1,4 +1,4 @@
-"""Size and removal of a folder that an untrusted program filled.
+"""Contents, size and removal of a folder that an untrusted program filled.
 
 No function may recurse, follow a link, or rely on short paths: a program can nest folders until their path exceeds the
 kernel's limit, and can remove its read permission.
@@ -6,15 +6,90 @@ kernel's limit, and can remove its read permission.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import itertools
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from whorl.errors import ConfigError
+
 ENTRY_BYTES = 256  # bytes counted per directory entry
 FOLDER_BYTES = 4096  # and in addition per folder: a block on most file systems
+
+
+MAX_FILES = 1000  # that are read
+MAX_PATH = 1000  # characters of a path
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Raise ConfigError for a path that is absolute, leads out of the folder, names no file, or is a folder of another."""
+    names = set(paths)
+    folders = {path[:i] for path in names for i, letter in enumerate(path) if letter == "/"}
+    for path in names:
+        parts = path.split("/")
+        if (
+            len(path) > MAX_PATH
+            or "\0" in path
+            or any(part in ("", ".", "..") or len(part) > 100 for part in parts)
+            or not path.isprintable()
+            or path in folders
+        ):
+            raise ConfigError(
+                f"{path[:100]!r} is no path of a file in the work folder",
+                expected=f"a relative path without . and .., of at most {MAX_PATH} characters, such as data/table.csv",
+            )
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files (path -> base64 of the content) into an empty folder. The paths are checked."""
+    for path, content in files.items():
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(base64.b64decode(content))
+
+
+def read_files(folder: Path, most: float) -> tuple[dict[str, str], int]:
+    """Return path -> base64 of the regular files of a folder, by path, and the number of files left out.
+
+    Args:
+        most: bytes in total. Further files are left out, as are those beyond MAX_FILES or MAX_PATH, and names that are not
+            UTF-8. Links are not followed. No process may run in the folder.
+    """
+    found: dict[str, str] = {}
+    left_out, total, pending = 0, 0, [""]
+    while pending:
+        inside = pending.pop(0)
+        with _open_folder(f"{folder}/{inside}") as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+        for entry in entries:
+            path = f"{inside}/{entry.name}" if inside else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if len(path) <= MAX_PATH:
+                    pending.append(path)
+                continue
+            size = entry.stat(follow_symlinks=False).st_size
+            if not entry.is_file(follow_symlinks=False):
+                continue
+            if (
+                total + size > most
+                or len(found) >= MAX_FILES
+                or len(path) > MAX_PATH
+                or not path.isprintable()
+            ):
+                left_out += 1
+                continue
+            try:
+                content = Path(entry.path).read_bytes()
+            except PermissionError:
+                os.chmod(entry.path, 0o600)  # noqa: PTH101 (a scan's entry is a string)
+                content = Path(entry.path).read_bytes()
+            found[path] = base64.b64encode(content).decode()
+            total += size
+    return found, left_out
 
 
 def used_bytes(folder: Path, most: float = float("inf")) -> float:

@@ -113,6 +113,7 @@ class Zygote:
         pairs = [os.pipe() for _ in range(5 if head["has_tests"] else 3)]
         (output, output_end), (requests_end, requests), (replies, replies_end), *own = pairs
         limits, program_runner, test_runner = head["limits"], self.program_runner, self.test_runner
+        folder.write_files(self.work_folder, head["files"])
         calls = self.confinement.prepare(
             limits["cpu_seconds"], limits["memory_bytes"], limits["file_bytes"], limits["processes"] > 1
         )
@@ -148,8 +149,12 @@ class Zygote:
                 os.close(end)
             if monitor.pids:
                 monitor.kill_all()
+        kept: dict[str, Any] = {}
+        if head["keep_files"]:
+            kept["files"], kept["left_out"] = folder.read_files(self.work_folder, limits["file_bytes"])
         self._clear_folder()
         return {
+            **kept,
             "reason": monitor.reason or reason,
             "example_outputs": [] if monitor.reason else outputs,
             "output": bytes(monitor.output).decode("utf-8", "replace"),
