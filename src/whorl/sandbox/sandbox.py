@@ -203,8 +203,8 @@ class Sandbox:
             WhorlError: a worker that ended cannot be restarted.
         """
         jobs = [Program(p) if isinstance(p, str) else p for p in programs]
-        for job in jobs:
-            check_paths(job.files)
+        for program in jobs:
+            check_paths(program.files)
         results: list[ProgramResult | None] = [None] * len(jobs)
         pending = deque(range(len(jobs)))
         with self._lock:
