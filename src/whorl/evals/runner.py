@@ -45,6 +45,8 @@ class Client:
                 f"{label} needs a model with the role {role!r}", expected=one_of(role, list(self.backends)),
                 do=f"give it, for example with --{role} URL",
             )  # fmt: skip
+        if not requests:  # a round in which an item waits for the others
+            return []
         numbers: dict[Hashable, list[int]] = {}
         for number, request in enumerate(requests):
             numbers.setdefault(_key(request), []).append(number)
