@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.evals.agent.actions import TOOLS, Action, instructions, parse_action
-from whorl.evals.agent.trajectory import AgentRun, Budget, clip, start_messages
+from whorl.evals.agent.trajectory import AgentRun, RunBudget, clip, start_messages
 from whorl.evals.model.requests import Completion, Missing
 from whorl.sandbox import ProgramResult
 
 
 def run(**given: Any) -> AgentRun:
     files = given.pop("files", {})
-    return AgentRun(start_messages("system", "task", files), Budget(**given), files, list(TOOLS))
+    return AgentRun(start_messages("system", "task", files), RunBudget(**given), files, list(TOOLS))
 
 
 def last(one: AgentRun) -> str:

@@ -32,7 +32,7 @@ NO_ACTION = "Your message contains no action. Write one block, such as\n```list\
 
 
 @dataclass(frozen=True)
-class Budget:
+class RunBudget:
     """Limits of one run.
 
     Attributes:
@@ -65,7 +65,7 @@ class AgentRun:
     """
 
     messages: list[Message]
-    budget: Budget
+    budget: RunBudget
     files: dict[str, bytes]
     tools: Collection[str]
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class AgentRun:
         return GenerateRequest(tuple(self.messages), most, **self.sampling)
 
     def receive(self, response: Response) -> Program | None:
-        """Act on a message; return the program to run, or None if there is none."""
+        """Act on a message; return the program to run, or None."""
         if not isinstance(response, Completion):
             self.ended, self.reason = "missing", getattr(response, "reason", "no message")
             return None

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.errors import ConfigError, DataError, WhorlError, shorten
 from whorl.evals.agent.actions import GROUPS, instructions
 from whorl.evals.agent.program_batch import ProgramBatch
-from whorl.evals.agent.trajectory import AgentRun, Budget, clip, start_messages
+from whorl.evals.agent.trajectory import AgentRun, RunBudget, clip, start_messages
 from whorl.evals.kinds.generate import SEED_STEP
 from whorl.evals.kinds.kind import Answered, Kind, Metric, Round, Steps
 from whorl.evals.model.requests import Response
@@ -87,7 +87,7 @@ class Agent(Kind):
             task.template("options.files", options.files, expression=True) if options.files else None
         )
         self.tools = [tool for group in options.tools for tool in GROUPS[group]]
-        self.budget = Budget(
+        self.budget = RunBudget(
             options.steps, options.tokens, options.seconds, self.config.generation.max_tokens, options.observation,
             options.file_bytes,
         )  # fmt: skip
