@@ -1,6 +1,6 @@
 """Replicas of one thread each against one process with all threads: tokens/s of a compiled training step.
 
-    python bench/train/replicas_or_threads.py [--shapes 3x128/1024/8x512,3x192/1024/8x256,6x384/8192/16x256] [--quick]
+    python bench/train/processes/replicas_or_threads.py [--shapes 3x128/1024/8x512,3x192/1024/8x256,6x384/8192/16x256] [--quick]
 
 The planner takes a replica for each core. Bar: at no shape are threads faster than replicas.
 """
@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from bench._run import claim, parse, smoke
 

@@ -1,9 +1,9 @@
 """Seconds of identical training steps in fresh processes, with one cause of variation removed at a time.
 
-    python bench/train/step_variation.py [--shape 3x128/1024/8x512] [--processes 8] [--quick]
+    python bench/train/processes/step_variation.py [--shape 3x128/1024/8x512] [--processes 8] [--quick]
 
 Each process times the same compiled step with a replica for each core. Settings alternate. `defaults` is as in `whorl run`:
-freed memory is kept, and arrays ask for huge pages. The rate of a bf16 product is measured in each process too: what varies
+freed memory is kept, and arrays have huge pages. The rate of a bf16 product is measured in each process too: what varies
 with it comes from the machine, and not from the program. Bar: with the defaults the slowest process takes at most 1.15 times
 the fastest.
 """
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from bench._run import ROOT, claim, parse, smoke
 
 SETTINGS: dict[str, dict[str, str]] = {
