@@ -1,6 +1,6 @@
 """Replicas of one thread each against one process with all threads: tokens/s of a compiled training step.
 
-    python bench/train/processes/replicas_or_threads.py [--shapes 3x128/1024/8x512,3x192/1024/8x256,6x384/8192/16x256] [--quick]
+    python bench/train/processes/replicas_or_threads.py [--shapes 3x128/1024/8x512,6x384/8192/16x256] [--quick]
 
 The planner takes a replica for each core. Bar: at no shape are threads faster than replicas.
 """
