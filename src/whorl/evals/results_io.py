@@ -65,6 +65,16 @@ def load_results(folder: Path) -> list[TaskResult]:
         ) from error  # fmt: skip
 
 
+def load_cost(folder: Path, address: str) -> dict[str, Any]:
+    """Return the cost in a folder's results, if they are of the model at `address`; else an empty mapping."""
+    try:
+        content = json.loads((folder / RESULTS_FILE).read_text("utf-8"))
+        same = all(task["address"] == address for task in content["tasks"])
+        return dict(content.get("cost", {})) if same else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def load_items(path: Path) -> list[ItemResult]:
     """Return the items of a file. Raises OSError, ValueError and TypeError for a missing or damaged file."""
     with path.open(encoding="utf-8") as lines:

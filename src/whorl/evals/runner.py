@@ -27,12 +27,13 @@ class Client:
 
     Attributes:
         backends: role -> back end; "model" is the one under evaluation.
-        n_requests: distinct requests so far.
+        n_requests: distinct requests so far. roles_used: roles of these requests.
     """
 
     backends: Mapping[str, ModelBackend]
     progress: Progress = field(default_factory=Progress.silent)
     n_requests: int = 0
+    roles_used: set[str] = field(default_factory=set)
 
     def respond(self, requests: Sequence[Request], role: str, label: str) -> list[Response]:
         """Return the responses, in order.
@@ -45,6 +46,7 @@ class Client:
                 f"{label} needs a model with the role {role!r}", expected=one_of(role, list(self.backends)),
                 do=f"give it, for example with --{role} URL",
             )  # fmt: skip
+        self.roles_used.add(role)
         if not requests:  # a round in which an item waits for the others
             return []
         numbers: dict[Hashable, list[int]] = {}
@@ -100,6 +102,7 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
     cached = getattr(backend, "n_cached", 0)
     requests = client.n_requests
     kind = task.kind
+    kind.token_texts = getattr(backend, "token_texts", None)
     results = kind.score(run_rounds(client, task))
     cut = sum(1 for result in results if result.details.get("n_cut"))
     notes = []
@@ -108,6 +111,8 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
         notes.append(
             f"{cut:,} of {len(results):,} contexts exceed the window{limit}: their beginning was cut"
         )
+    others = {role: client.backends[role] for role in sorted(client.roles_used - {MODEL})}
+    notes += [f"The {role} is {each.name}, {each.address}" for role, each in others.items()]
     config = task.config
     return TaskResult(
         config.name, config.kind, config.version, task.hash, config.about, backend.name, backend.address,
@@ -115,6 +120,7 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
         outcomes=outcome_counts(results), items=tuple(results), by_group=group_measures(kind, results),
         requests=client.n_requests - requests, cached=getattr(backend, "n_cached", 0) - cached,
         seconds=time.perf_counter() - began, notes=(*notes, *kind.notes(results)),
+        settings={role: each.address for role, each in others.items()},
     )  # fmt: skip
 
 

@@ -48,6 +48,12 @@ def test_eval_stores_responses_and_prints_figures(home: Path) -> None:
     result = load_results(home / "one")[0]
     assert result.hash in done.output and "95 % interval" in done.output and "acc_norm" in done.output
     assert len(result.items) == 30 and (result.requests, result.cached) == (120, 0)
+    first = result.items[0]
+    assert "".join(text for text, _ in first.details["tokens"]) == f" {first.answers[0]}"
+    cost = json.loads((home / "one" / "results.json").read_text())["cost"]
+    assert cost["seconds"] > 0 and cost["tokens_per_second"] > 0 and cost["memory_bytes"] > 1e6
+    succeed(home, *words)  # no request reaches the model: the cost is that of the first run
+    assert json.loads((home / "one" / "results.json").read_text())["cost"] == cost
     again = succeed(home, "eval", "run/first", "--task", "quiz.toml", "--out", "two", "--all")
     second = load_results(home / "two")[0]
     assert (second.requests, second.cached) == (120, 120) and second.items == result.items

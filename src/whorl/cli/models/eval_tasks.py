@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from whorl.errors import ConfigError
-from whorl.evals.model.open_model import ModelOptions, open_backend
+from whorl.evals.model.metered_backend import MeteredBackend
+from whorl.evals.model.open_model import ModelOptions, is_url, open_backend
 from whorl.evals.model.response_cache import CachedBackend, ResponseCache
 from whorl.evals.results import TaskResult
-from whorl.evals.results_io import save_results
+from whorl.evals.results_io import load_cost, save_results
 from whorl.evals.runner import evaluate
 from whorl.evals.suites import SuiteInputs, TaskSources, load_suite
 from whorl.evals.suites import load_tasks as named_tasks
@@ -58,12 +59,14 @@ def evaluate_model(
 ) -> list[TaskResult]:
     """Return the results of one model, and write them after each task."""
     with ResponseCache(cache) as responses:
-        backend = CachedBackend(open_backend(ref, options), responses)
+        metered = MeteredBackend(open_backend(ref, options), local=not is_url(ref))
+        backend = CachedBackend(metered, responses)
         roles = {"judge": CachedBackend(open_backend(*judge), responses)} if judge[0] else {}
         done: list[TaskResult] = []
+        earlier = load_cost(out, backend.address)  # of a run whose responses are used again
 
         def save(result: TaskResult) -> None:
             done.append(result)
-            save_results(out, done)
+            save_results(out, done, {"cost": metered.cost() or earlier})
 
         return evaluate(backend, tasks, roles=roles, progress=Progress(), on_result=save)

@@ -210,6 +210,8 @@ class Choice(Kind):
             ],
             "gold": item.gold, "n_cut": max(s.n_cut for s in rows[0]),
         }  # fmt: skip
+        if tokens := self.tokens(rows[0][pick]):
+            details["tokens"] = tokens  # of the chosen one
         return self.result(
             answered, scores, "right" if pick == item.gold else "wrong", f"by {first}", answers=(item.choices[pick],),
             gold=item.choices[item.gold], details=details,

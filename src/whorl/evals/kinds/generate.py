@@ -258,6 +258,9 @@ class Generate(Kind):
             scores["majority"] = float(majority_at_k(right, votes, [len(graded)], rng)[len(graded)][0])
         order = [name for name in self.metrics if name in scores]
         details: dict[str, Any] = {"extracted": [each.answer for each in graded]}
+        answer = answered.responses[0]
+        if isinstance(answer, Completion) and (tokens := self.tokens(answer)):
+            details["tokens"] = tokens  # of the first answer
         if len(graded) > 1:
             details["outcomes"] = dict(Counter(each.outcome for each in graded))
         weights = {name: w for name, w in first.weights.items() if name in scores}

@@ -24,14 +24,14 @@ a time, so that the back end gets large batches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from whorl.errors import ConfigError, one_of
-from whorl.evals.model.requests import Message, Missing, Request, Response
+from whorl.evals.model.requests import Completion, Message, Missing, Request, Response, Score
 from whorl.evals.results import ItemResult, Outcome, TaskMeasure
 from whorl.evals.tasks.config import settings_error
 
@@ -65,6 +65,7 @@ class Answered:
 
 Steps = Generator[Round, Sequence[Response], Answered]
 Transform = Literal["", "exp"]
+TokenTexts = Callable[[Sequence[int]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Kind:
 
     def __init__(self, task: EvalTask) -> None:
         self.task, self.config = task, task.config
+        self.token_texts: TokenTexts | None = None  # of the model's ids, for a reader
         try:
             self.options: Any = self.Options.model_validate(self.config.options)
         except ValidationError as error:
@@ -202,6 +204,13 @@ class Kind:
             item.id, scores, outcome, reason, item.cluster, item.group, shown_prompt(self.prompt(item)), tuple(answers),
             gold, details or {}, weights or {},
         )  # fmt: skip
+
+    def tokens(self, response: Score | Completion) -> list[tuple[str, float]]:
+        """Return (text, log-probability) of each token of a response, for a reader; empty where the ids have no texts."""
+        if self.token_texts is None or not response.ids or len(response.log_probs) != len(response.ids):
+            return []
+        texts = self.token_texts(response.ids)
+        return [(text, round(p, 4)) for text, p in zip(texts, response.log_probs, strict=bool(texts))]
 
     def missing(self, answered: Answered, reason: str) -> ItemResult:
         """Return the result of an item without a response."""

@@ -124,6 +124,8 @@ class TextLikelihood(Kind):
         details = {
             "token_ids": list(score.ids), "log_probs": [round(p, 4) for p in score.log_probs], "n_cut": score.n_cut,
         }  # fmt: skip
+        if tokens := self.tokens(score):
+            details["tokens"] = tokens
         if self._continuation is None:
             return self.result(answered, scores, "scored", weights=weights, details=details)
         scores = {"acc": float(score.greedy), "item_perplexity": nats, **scores}

@@ -121,6 +121,10 @@ class RequestEncoder:
         ids = self.encode_texts([text])[text]
         return ids if ids[:1] == [self.prefix_id] else [self.prefix_id, *ids]
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each id alone; parts of a character are replaced."""
+        return [self.tokenizer.decode([i]).decode("utf-8", "replace") for i in ids]
+
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text to continue."""
         return self.encode_texts([text])[text] or [self.prefix_id]

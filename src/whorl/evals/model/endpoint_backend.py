@@ -120,6 +120,10 @@ class EndpointBackend:
             extra=extra,
         )
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each id, for a reader; empty without the model's tokenizer."""
+        return self.encoder.token_texts(ids) if self.encoder is not None else []
+
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """See `ModelBackend`. `on_response` is called in the caller's thread."""
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="whorl-endpoint") as pool:

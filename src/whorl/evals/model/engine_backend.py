@@ -151,6 +151,10 @@ class EngineBackend:
             load_chat_template(folder.path, tokenizer), length,
         )  # fmt: skip
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each id, for a reader."""
+        return self.encoder.token_texts(ids)
+
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """See `ModelBackend`. An error of one request is its response; others are answered."""
         order = sorted(range(len(requests)), key=lambda n: _sort_key(requests[n]))

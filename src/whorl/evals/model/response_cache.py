@@ -135,6 +135,11 @@ class CachedBackend:
         self.name, self.address, self.max_length = backend.name, backend.address, backend.max_length
         self.n_sent = self.n_cached = 0
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each id; empty if the back end has none."""
+        texts: list[str] = getattr(self.backend, "token_texts", lambda _: [])(ids)
+        return texts
+
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """See `ModelBackend`. All responses are on disk when it returns."""
         numbers: dict[bytes, list[int]] = {}

@@ -69,6 +69,8 @@ def task_blocks(number: int, models: Sequence[Sequence[Record]]) -> Iterator[tup
 def _side(item: Record) -> dict[str, Any]:
     """Return what one model did with an item."""
     details = dict(item.get("details") or {})
+    if details.get("tokens"):
+        details = {name: value for name, value in details.items() if name not in ("token_ids", "log_probs")}
     if isinstance(tokens := details.get("tokens"), list) and len(tokens) > MAX_TOKENS:
         details["tokens"] = tokens[:MAX_TOKENS]
         details["tokens_left_out"] = len(tokens) - MAX_TOKENS
