@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
+from bench.corpus._debian import word_f1
 
 from whorl.data.extraction import extract
 
@@ -33,12 +32,6 @@ for page in pages:
     texts.append(trafilatura.extract(page) or "")
 print(json.dumps([time.perf_counter() - start, texts[0]]))
 """
-
-
-def word_f1(text: str, reference: str) -> float:
-    """F1 of the words of two texts, as multisets."""
-    found, expected = (Counter(re.findall(r"\w+", t.lower())) for t in (text, reference))
-    return 2 * (found & expected).total() / max(1, found.total() + expected.total())
 
 
 def main() -> None:

@@ -8,14 +8,12 @@ standard library's sources and, with `--pages`, of Debian's `debian-reference` i
 
     apt-get download debian-reference-{de,en,fr,it,ja,zh-cn,zh-tw}; dpkg -x each into FOLDER
 
-These pages are also the test of the language measure. Exits with 77 if datatrove is not installed in PYTHON.
+Exits with 77 if datatrove is not installed in PYTHON.
 """
 
 from __future__ import annotations
 
-import html
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
+from bench.corpus._debian import plain, reference_pages
 
 from whorl.corpus.measures import FILTERS, Texts, measure_texts
 from whorl.corpus.measures.language import measure_language
@@ -66,20 +65,6 @@ print(json.dumps(found))
 """
 
 
-def plain(page: Path) -> str:
-    text = re.sub(r"(?s)<(script|style).*?</\1>", "", page.read_text("utf-8"))
-    return html.unescape(re.sub(r"<[^>]+>", " ", text))
-
-
-def read_pages(folder: Path) -> dict[tuple[str, str], str]:
-    """Return (chapter, language) -> text."""
-    found = {}
-    for path in sorted(folder.rglob("*.html")):
-        if match := re.fullmatch(r"(.+)\.([a-z-]+)\.html", path.name):
-            found[match[1], match[2]] = plain(path)
-    return found
-
-
 def ours(texts: list[str]) -> float:
     """Seconds of all measures, in batches of 500."""
     begin = time.perf_counter()
@@ -88,18 +73,6 @@ def ours(texts: list[str]) -> float:
         measure_rules(batch)
         measure_language(batch)
     return time.perf_counter() - begin
-
-
-def claim_language(pages: dict[tuple[str, str], str]) -> None:
-    found = measure_language(Texts(list(pages.values())))["text_language"]
-    wrong = {key: got for key, got in zip(pages, found, strict=True) if got != key[1][:2]}
-    right = len(pages) - len(wrong)
-    print(f"wrong: {wrong}")
-    claim(
-        "The language of Debian's reference pages in de, en, fr, it, ja and zh is identified",
-        ours=right, peer=len(pages), peer_name="all pages", unit="pages", ratio=right / len(pages), bar=0.98,
-        ok=right / len(pages) >= 0.98, samples=[f"{a}.{b}: {c}" for (a, b), c in wrong.items()], variant="language",
-    )  # fmt: skip
 
 
 def main() -> None:
@@ -119,9 +92,9 @@ def main() -> None:
     if subprocess.run([args.peer, "-c", look], stderr=subprocess.DEVNULL).returncode:
         print(f"datatrove or spaCy is not installed in {args.peer}")
         sys.exit(77)
-    pages = read_pages(args.pages) if args.pages else {}
+    pages = [plain(path) for path in reference_pages(args.pages).values()] if args.pages else []
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    whole = [*(p.read_text("utf-8", "replace") for p in files), *pages.values()]
+    whole = [*(p.read_text("utf-8", "replace") for p in files), *pages]
     pieces = [text[i : i + PIECE] for text in whole for i in range(0, len(text), PIECE)]
     texts = pieces[:: max(1, len(pieces) // args.documents)][: args.documents]
     ours(texts[:50])
@@ -147,8 +120,6 @@ def main() -> None:
             ours=sum(same), peer=len(texts), peer_name="documents", unit="documents", ratio=sum(same) / len(texts),
             bar=0.99, ok=sum(same) / len(texts) >= 0.99, variant=f"verdicts_{name}",
         )  # fmt: skip
-    if pages:
-        claim_language(pages)
     for tokenizer, variant in (("quality", "spaces"), ("default", "")):
         ratio = statistics.median(other[f"seconds_{tokenizer}"] / own for own, other in rounds)
         words = "words by spaCy, its default" if variant == "" else "words by white space"

@@ -245,3 +245,20 @@ def test_query_gives_the_reasons_of_the_plain_functions() -> None:
 def test_language_of_known_texts(language: str, text: str) -> None:
     assert language_of(text) == language
     assert measure_texts("language", ["x", text, "the of and"])[1]["text_language"] == language
+
+
+ENGLISH = "The boot loader is started by the firmware, and it loads the kernel that you have in the image. "
+FRENCH = "Le chargeur est lancé par le système, et il charge le noyau qui est dans une image. "
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("fr", 2 * ENGLISH + FRENCH),  # a page that is half translated
+        ("en", 9 * ENGLISH + FRENCH),  # a quotation
+        ("en", ENGLISH + "La Rue de la Paix, rue de la Gare, les Halles: de la, de la, les."),  # names
+        ("en", ENGLISH + 20 * "que "),  # one word, often
+    ],
+)
+def test_language_with_more_english_than_other_words(language: str, text: str) -> None:
+    assert language_of(text) == language

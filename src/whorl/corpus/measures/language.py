@@ -4,6 +4,10 @@ Identification Schemes).
 Function words are the most frequent words of a language, so they stay countable in pages that are half code or half
 English terms. Scripts are counted in characters: one of Chinese or Japanese stands for about three letters. The words that
 several languages share count less. A text without letters or function words has the language "".
+
+English passages, names and commands are common in technical pages of other languages, and the reverse is rare. So a text
+with more English function words than others has another language if that has a quarter of the English weight, and five
+different words that English lacks. Of 948 English pages of Linux's documentation, none has that.
 """
 
 from __future__ import annotations
@@ -82,6 +86,8 @@ LANGUAGES = tuple(FUNCTION_WORDS)
 LETTERS_PER_CHARACTER = {"zh": 3.0, "ja": 3.0, "ko": 2.0}
 MIN_SCRIPT = 0.15  # share of the letters that decides for a script other than Latin
 MIN_KANA = 0.04  # of the Chinese and Japanese characters
+MIN_BESIDE_ENGLISH = 0.25  # weight over that of English which decides against English
+MIN_WORDS_BESIDE_ENGLISH = 5  # with so many different function words that English lacks
 _BITS = 16
 
 
@@ -130,10 +136,34 @@ def _by_words(scan: Scan, script: list[str]) -> tuple[list[str], NDArray[np.floa
     scores = counts @ weights  # [n_texts, languages]
     cyrillic = np.array([language in ("ru", "uk", "bg") for language in LANGUAGES])
     scores[np.array([s == "Cyrillic" for s in script])[:, None] != cyrillic] = 0
-    best = scores.argmax(axis=1)
+    best = _beside_english(counts, scores, weights)
     share = (counts @ (weights > 0))[np.arange(n_texts), best] / np.maximum(np.diff(scan.first_word), 1)
     found = scores[np.arange(n_texts), best] > 0
     return [LANGUAGES[b] if f else "" for b, f in zip(best, found, strict=True)], share * found
+
+
+def _beside_english(
+    counts: NDArray[np.int64], scores: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Return the number of each text's language: the best score, or what English passages hide.
+
+    Args:
+        counts: [n_texts, n_words] of function words.
+        scores: [n_texts, languages].
+        weights: [n_words, languages].
+    """
+    english = LANGUAGES.index("en")
+    best: NDArray[np.int64] = scores.argmax(axis=1)
+    own = weights * (weights[:, [english]] == 0)
+    texts = np.flatnonzero(best == english)
+    others = counts[texts] @ own
+    second = others.argmax(axis=1)
+    different = ((counts[texts] > 0).astype(np.int64) @ (own > 0).astype(np.int64))[
+        np.arange(len(texts)), second
+    ]
+    enough = others[np.arange(len(texts)), second] >= MIN_BESIDE_ENGLISH * scores[texts, english]
+    best[texts] = np.where(enough & (different >= MIN_WORDS_BESIDE_ENGLISH), second, english)
+    return best
 
 
 @cache
@@ -173,7 +203,7 @@ def language_of(text: str) -> str:
 
 LANGUAGE = Measure(
     "language",
-    1,
+    2,
     "Grefenstette 1995, Comparing Two Language Identification Schemes",
     {"text_language": "string", "text_language_score": "float64"},
     lambda: measure_language,
