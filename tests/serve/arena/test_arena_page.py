@@ -79,7 +79,8 @@ def test_keyboard_votes_and_starts_battles(server: RunningArena, open_page: Any)
         expect(page.locator("#next:not(:disabled)")).to_be_visible()
         page.keyboard.press("2")  # a vote is final
         assert server.arena.log.votes()[-1].choice == choice and server.arena.log.n_votes() == number + 1
-        expect(page.locator(f"[data-choice='{choice}']")).to_have_attribute("aria-pressed", "true")
+        name = page.locator(f"[data-choice='{choice}'] span").text_content()
+        expect(page.locator("#outcome .note")).to_have_text(f"Your vote: {name}.")
         page.keyboard.press("n")
     prompts = [b.turns[0].prompt for b in server.arena.log.battles()]
     assert prompts[0] == "First 1234" and set(prompts[1:]) <= {"Name a river.", "Name a lake."}
@@ -120,6 +121,8 @@ def test_phone_has_answers_below_each_other(server: RunningArena, open_page: Any
         assert box["height"] >= 44 and 0 <= box["y"] <= 740 - box["height"]  # in reach without scrolling
     page.tap("[data-choice=tie]")
     expect(page.locator("#next")).to_be_visible()
+    box = page.locator("#next").bounding_box()
+    assert box["height"] >= 44 and box["y"] <= 740 - box["height"]
     page.goto(server.url + "#ratings")
     expect(page.locator("#ratings tbody tr")).to_have_count(3)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360

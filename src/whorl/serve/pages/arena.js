@@ -1,7 +1,7 @@
 // The arena page: starts battles, shows both answers without names, sends the vote, shows names and ratings.
 //
-// The server names the models only in its response to the vote, so the page cannot show them earlier. A vote that fails on
-// its way is sent again with the same choice: the server counts it once. All texts are inserted as text.
+// The server names the models only in its response to the vote, so the page cannot show them earlier. If no response to a
+// vote arrives, it is sent again with the same choice: the server counts it once. All texts are inserted as text.
 
 import { showRatings } from "./arena_ratings.js";
 import { get, post } from "./client.js";
@@ -58,8 +58,8 @@ function update() {
   const open = battle !== null && !battle.voted;
   document.body.classList.toggle("busy", busy);
   find("#busy").hidden = !answering;
-  choices.hidden = battle === null;
-  for (const button of choices.querySelectorAll("button")) button.disabled = busy || !open;
+  choices.hidden = !open;
+  for (const button of choices.querySelectorAll("button")) button.disabled = busy;
   next.hidden = !battle?.voted;
   next.disabled = busy;
   outcome.hidden = !battle?.voted;
@@ -85,7 +85,6 @@ function showBattle(found) {
   find("#turns").className = "";
   find("#turns").replaceChildren(...found.turns.map(turnNode));
   outcome.replaceChildren();
-  for (const button of choices.querySelectorAll("button")) button.setAttribute("aria-pressed", "false");
   prompt.value = "";
   prompt.blur();
   announce("Both answers are complete.");
@@ -104,20 +103,21 @@ const vote = (choice) =>
   attempt(async () => {
     const found = await post(`v1/arena/battles/${battle.battle}/vote`, { choice, voter: voter() }, { key: key() });
     battle.voted = true;
-    choices.querySelector(`[data-choice="${choice}"]`).setAttribute("aria-pressed", "true");
     find("#turns").className = `voted-${choice.replace(" ", "-")}`;
-    showOutcome(found);
+    showOutcome(found, choice);
     await loadAbout();
   });
 
-function showOutcome(found) {
+function showOutcome(found, choice) {
   const parts = SIDES.map(([side, name]) => {
     const { model, before, after } = found[side];
     const change = Math.round(after) - Math.round(before);
     const moved = `${Math.round(before)} → ${Math.round(after)} (${change < 0 ? "−" : "+"}${Math.abs(change)})`;
-    return createElement("div", { class: side }, `${name}: `, createElement("span", { class: "model" }, model), createElement("div", { class: change > 0 ? "up" : change < 0 ? "down" : "note" }, moved));
+    return createElement("div", { class: side }, `${name}: `, createElement("span", { class: "model" }, model), createElement("div", { class: change > 0 ? "up" : change < 0 ? "down" : "same" }, moved));
   });
-  if (!found.counted) parts.push(createElement("p", { class: "repeated note" }, "This vote had arrived already; it counts once."));
+  const name = find(`[data-choice="${choice}"] span`, choices).textContent;
+  const repeated = found.counted ? "" : " It had arrived already and counts once.";
+  parts.push(createElement("p", { class: "note" }, `Your vote: ${name}.${repeated}`));
   outcome.replaceChildren(...parts);
   announce(`A was ${found.left.model}, B was ${found.right.model}.`);
 }

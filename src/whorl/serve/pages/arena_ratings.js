@@ -4,7 +4,7 @@
 
 import { createElement, find, formatPercent } from "./dom.js";
 
-const points = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en") : "–");
+const points = (value) => (Number.isFinite(value) ? String(Math.round(value)) : "–");
 const cell = (text, name, title) => createElement("td", { class: name, title }, String(text));
 
 /** One line of the ratings' table. */
