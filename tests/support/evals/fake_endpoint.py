@@ -4,7 +4,8 @@
         fake.faults["/v1/completions"] = ["busy", "half"]         of the next answers, in order
         backend = EndpointBackend.open(fake.url, "fake")
 
-A completion repeats the last word of its prompt. The log-probability of a token is -1 / (1 + its id, or its length).
+A completion repeats the last word of its prompt, or is `reply(body)`.
+The log-probability of a token is -1 / (1 + its id, or its length).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -25,6 +27,7 @@ class FakeEndpoint:
     def __init__(self, max_model_len: int | None = None, bos: str = "<s>") -> None:
         self.faults: dict[str, list[str]] = defaultdict(list)
         self.always = ""
+        self.reply: Callable[[dict[str, Any]], str] | None = None
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.max_model_len, self.bos = max_model_len, bos
         fake = self
@@ -117,7 +120,7 @@ def answer(handler: BaseHTTPRequestHandler, fake: FakeEndpoint, body: dict[str, 
         return
     chat = "messages" in body
     prompt = body["messages"][-1]["content"] if chat else body["prompt"]
-    text = prompt.split()[-1]
+    text = prompt.split()[-1] if fake.reply is None else fake.reply(body)
     parts = [text[:1], text[1:]]
     events = [
         {**head, "choices": [{"index": 0, "delta": {"content": p}} if chat else {"index": 0, "text": p}]}

@@ -18,7 +18,8 @@ def eval(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="An artifact, a folder of a model or of results, or the URL of an API."
+            metavar="MODEL",
+            help="An artifact, a folder of a model or of results, the URL of an API, or a system.",
         ),
     ] = "",
     suite: Annotated[

@@ -1,11 +1,13 @@
-"""Open what is evaluated: an artifact, a folder, or an endpoint."""
+"""Open what is evaluated: an artifact, a folder, an endpoint, or a system of a model with retrieval, tools and a guard."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from whorl.errors import ConfigError
 from whorl.evals.model.requests import ModelBackend
+from whorl.evals.system.config import read_system
 from whorl.registry import Registry
 
 BACKENDS = Registry(
@@ -13,6 +15,7 @@ BACKENDS = Registry(
     {
         "endpoint": "whorl.evals.model.endpoint_backend:EndpointBackend",
         "engine": "whorl.evals.model.engine_backend:EngineBackend",
+        "system": "whorl.evals.system.backend:SystemBackend",
     },
 )
 
@@ -46,11 +49,17 @@ def open_backend(ref: str, options: ModelOptions) -> ModelBackend:
     """Return the back end of a model.
 
     Args:
-        ref: name or address of an artifact, path of a folder with config.json, or URL of an OpenAI-compatible API.
+        ref: name or address of an artifact, path of a folder with config.json, URL of an OpenAI-compatible API, or the
+            TOML file of a system (`evals/system/config.py`).
 
     Raises:
         StoreError, ConfigError: no such model. CheckpointError, DataError: damaged files.
     """
+    if ref.endswith(".toml"):
+        system = read_system(Path(ref))
+        inner = replace(options, model_name=system.model_name or options.model_name)
+        found: ModelBackend = BACKENDS.get("system")(open_backend(system.model, inner), system)
+        return found
     if is_url(ref):
         if not options.model_name:
             raise ConfigError(

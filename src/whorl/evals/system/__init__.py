@@ -1,0 +1,1 @@
+"""A system under evaluation: a model with retrieval, tools and a guard."""

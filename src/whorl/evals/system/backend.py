@@ -1,0 +1,188 @@
+"""Answers requests by a system: guard, retrieval, model with tools, guard.
+
+    backend = SystemBackend(EndpointBackend.open(url, name), read_system(Path("support.toml")))
+
+A prompt that the guard blocks gets the guard's answer, and the model receives no request. The documents that match the last
+message of the user are put before it. With tools, the model acts in a folder until it finishes (`evals/agent`), and the
+text of `finish` is the answer. An answer that the guard blocks is replaced.
+
+The address covers the model, the configuration and the documents, but not the code of a guard's function: give it another
+name when it changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+
+from whorl.errors import DataError
+from whorl.evals.agent.actions import GROUPS, instructions
+from whorl.evals.agent.program_batch import ProgramBatch
+from whorl.evals.agent.trajectory import AgentRun, RunBudget, start_messages
+from whorl.evals.model.model_folder import extend_address
+from whorl.evals.model.requests import (
+    Completion,
+    GenerateRequest,
+    Message,
+    Missing,
+    ModelBackend,
+    Request,
+    Response,
+)
+from whorl.evals.system.config import SystemConfig
+from whorl.evals.system.retrieval import Bm25Index
+from whorl.evals.tasks.records import read_records
+from whorl.evals.tasks.template import Template
+from whorl.registry import Registry
+from whorl.sandbox import ResourceLimits
+
+GUARDS = Registry("guard", {})
+Guard = Callable[[str], str]
+
+
+class SystemBackend:
+    """A `ModelBackend`. See the top of this file.
+
+    Attributes:
+        n_blocked: prompts and answers that the guard blocked.
+
+    Raises:
+        ConfigError: no such guard. DataError: a record of the documents has no text.
+    """
+
+    def __init__(self, model: ModelBackend, config: SystemConfig) -> None:
+        self.model, self.config = model, config
+        self.name, self.max_length = config.name, model.max_length
+        self._index: Bm25Index | None = None
+        settings = config.model_dump(mode="json", exclude={"name", "model", "model_name"})
+        if config.retrieval is not None:
+            documents = _documents(config)
+            self._index = Bm25Index(documents)
+            self._prompt = Template(config.retrieval.template, "retrieval.template")
+            settings["retrieval"]["documents"] = hashlib.sha256(
+                "\0".join(documents).encode("utf-8", "replace")
+            ).hexdigest()
+        self._check: Guard | None = (
+            GUARDS.get(config.guard.check) if config.guard and config.guard.check else None
+        )
+        self.address = extend_address(model.address, {"system": settings})
+        self.n_blocked = 0
+
+    def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
+        """See `ModelBackend`. A system has no log-probabilities: such requests are missing."""
+        runs: dict[int, AgentRun] = {}
+        for number, request in enumerate(requests):
+            if not isinstance(request, GenerateRequest):
+                on_response(
+                    number, Missing("a system gives no log-probabilities; evaluate its model for this task")
+                )
+                continue
+            messages: list[Message] = (
+                [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else list(request.prompt)
+            )  # fmt: skip
+            if self._blocks("prompt", messages[-1]["content"]):
+                on_response(number, Completion(self._refusal()))
+            else:
+                runs[number] = self._run(request, messages)
+        if self.config.tools is None:
+            self._answer_once(runs, on_response)
+        else:
+            self._answer_with_tools(runs, on_response)
+
+    def _run(self, request: GenerateRequest, messages: list[Message]) -> AgentRun:
+        """Return a run with the documents before the question; without tools it ends after one message."""
+        config, tools = self.config, self.config.tools
+        names = [tool for group in tools.names for tool in GROUPS[group]] if tools else []
+        if self._index is not None and config.retrieval is not None:
+            question = str(messages[-1]["content"])
+            found = [self._index.documents[n] for n, _ in self._index.search(question, config.retrieval.k)]
+            if found:
+                shown = "\n\n".join(text[: config.retrieval.max_characters] for text in found)
+                prompt = self._prompt({"documents": shown, "question": question}, self.name)
+                messages = [*messages[:-1], {**messages[-1], "content": prompt}]
+        system = "\n\n".join(
+            p for p in (config.system, instructions(names, tools.steps) if tools else "") if p
+        )
+        budget = RunBudget(1, request.max_tokens, message_tokens=request.max_tokens)
+        if tools is not None:
+            budget = RunBudget(
+                tools.steps, tools.tokens, tools.seconds, request.max_tokens, tools.observation
+            )
+        sampling = {
+            "stop": request.stop, "temperature": request.temperature, "top_p": request.top_p, "seed": request.seed,
+        }  # fmt: skip
+        return AgentRun(start_messages(system, messages, {}), budget, {}, names, sampling)
+
+    def _answer_once(self, runs: dict[int, AgentRun], on_response: Callable[[int, Response], None]) -> None:
+        numbers = list(runs)
+
+        def receive(place: int, response: Response) -> None:
+            on_response(numbers[place], self._guarded(response))
+
+        if numbers:
+            self.model.respond([run.request() for run in runs.values()], receive)
+
+    def _answer_with_tools(
+        self, runs: dict[int, AgentRun], on_response: Callable[[int, Response], None]
+    ) -> None:
+        """Advance all runs together, one message at a time."""
+        tools = self.config.tools
+        assert tools is not None
+        batch = ProgramBatch(ResourceLimits(tools.program_seconds, tools.program_seconds), tools.workers)
+        active = dict(runs)
+        while active:
+            numbers = list(active)
+            replies: dict[int, Response] = {}
+            self.model.respond([run.request() for run in active.values()], replies.__setitem__)
+            tickets = []
+            for place, number in enumerate(numbers):
+                reply = replies.get(place, Missing("the back end gave no response"))
+                if (program := active[number].receive(reply)) is not None:
+                    tickets.append((active[number], batch.add(program)))
+            for run, ticket in tickets:
+                run.observe(batch.result(ticket))
+            for number in numbers:
+                if active[number].ended:
+                    on_response(number, self._guarded(_response(active.pop(number))))
+
+    # -- guard ---------------------------------------------------------------------------------------------------------
+
+    def _guarded(self, response: Response) -> Response:
+        if isinstance(response, Completion) and self._blocks("answer", response.text):
+            return Completion(self._refusal())
+        return response
+
+    def _blocks(self, side: str, text: str) -> bool:
+        guard = self.config.guard
+        if guard is None or side not in guard.on:
+            return False
+        blocked = any(re.search(pattern, text) for pattern in guard.patterns)
+        blocked = blocked or (self._check is not None and bool(self._check(text)))
+        self.n_blocked += blocked
+        return blocked
+
+    def _refusal(self) -> str:
+        return self.config.guard.answer if self.config.guard else ""
+
+
+def _response(run: AgentRun) -> Response:
+    """Return the answer of a run with tools; one that used up a budget is cut."""
+    if run.ended == "missing":
+        return Missing(run.reason)
+    return Completion(run.answer, finish="stop" if run.ended == "finished" else "length")
+
+
+def _documents(config: SystemConfig) -> list[str]:
+    retrieval = config.retrieval
+    assert retrieval is not None
+    found = []
+    for number, record in enumerate(read_records(retrieval.documents, f"system {config.name}"), 1):
+        text = record.get(retrieval.text)
+        if not isinstance(text, str):
+            raise DataError(
+                f"system {config.name}: document {number} has no text in the field {retrieval.text!r}",
+                expected=f"one of the fields {', '.join(list(record)[:10])}", do="correct retrieval.text",
+            )  # fmt: skip
+        found.append(text)
+    return found

@@ -1,0 +1,122 @@
+"""Configuration of a system: a TOML file.
+
+name = "support"
+model = "http://127.0.0.1:8000/v1"      # an artifact, a folder (relative to this file), or a URL
+model_name = "my-model"                 # with a URL
+system = "You answer questions of customers."
+
+[retrieval]
+documents = "manual.jsonl"              # records with a text
+k = 3
+
+[tools]
+names = ["python", "finish"]
+
+[guard]
+patterns = ["(?i)credit card number"]
+check = "my_package.guards:is_safe"     # (text) -> why it is blocked, or ""
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from whorl.errors import ConfigError
+from whorl.evals.tasks.config import Paths, read_toml
+from whorl.evals.tasks.template import Template
+
+PROMPT = "These documents may help:\n\n{{ documents }}\n\n{{ question }}"
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RetrievalConfig(_Settings):
+    """Documents before the question."""
+
+    documents: Paths = Field(min_length=1, description="files of records, relative to the file of the system")
+    text: str = Field(default="text", description="field of a record")
+    k: int = Field(default=3, ge=1, description="documents before a question")
+    max_characters: int = Field(default=2000, ge=1, description="of each document")
+    template: str = Field(default=PROMPT, description="with documents and question")
+
+    @field_validator("template")
+    @classmethod
+    def _template(cls, text: str) -> str:
+        names = Template(text, "retrieval.template").names
+        if names != {"documents", "question"}:
+            raise ValueError("expected {{ documents }} and {{ question }}")
+        return text
+
+
+class ToolsConfig(_Settings):
+    """Calls of tools inside the system, as in the kind `agent`. Its folder is empty at the start and is dropped."""
+
+    names: tuple[Literal["python", "files", "finish"], ...] = ("python", "finish")
+    steps: int = Field(default=8, ge=1, description="messages for one answer")
+    tokens: int = Field(default=8192, ge=1, description="of these messages together")
+    seconds: float = Field(default=30.0, gt=0, description="of all programs of one answer")
+    program_seconds: float = Field(default=5.0, gt=0)
+    observation: int = Field(default=4000, ge=100, description="characters of a result that the model sees")
+    workers: int = Field(default=2, ge=1)
+
+
+class GuardConfig(_Settings):
+    """Blocks prompts before the model, and answers after it."""
+
+    patterns: tuple[str, ...] = Field(
+        default=(), description="regular expressions; a text with a match is blocked"
+    )
+    check: str = Field(
+        default="", description='"module:attribute" of a function (text) -> reason, "" to let it pass'
+    )
+    on: tuple[Literal["prompt", "answer"], ...] = ("prompt", "answer")
+    answer: str = Field(default="I cannot help with that.", description="in place of what is blocked")
+
+    @field_validator("patterns")
+    @classmethod
+    def _patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return patterns
+
+
+class SystemConfig(_Settings):
+    """See the top of this file."""
+
+    name: str
+    model: str
+    model_name: str = ""
+    system: str = ""
+    retrieval: RetrievalConfig | None = None
+    tools: ToolsConfig | None = None
+    guard: GuardConfig | None = None
+
+
+def read_system(path: Path) -> SystemConfig:
+    """Return the configuration of a file, with absolute paths.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is wrong.
+    """
+    try:
+        config = SystemConfig.model_validate(read_toml(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {where}: {first['msg']}", do="correct the file of the system") from error
+    changes: dict[str, object] = {}
+    if (path.parent / config.model).is_dir():
+        changes["model"] = str((path.parent / config.model).absolute())
+    if config.retrieval is not None:
+        documents = tuple(str((path.parent / each).absolute()) for each in config.retrieval.documents)
+        changes["retrieval"] = config.retrieval.model_copy(update={"documents": documents})
+    return config.model_copy(update=changes)
