@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cli import refuse, succeed
+from tests.support.evals.fake_endpoint import FakeEndpoint
 from tests.support.tiny import make_byte_tokenizer, make_decoder
 
 from whorl.evals.results_io import load_results
@@ -93,3 +94,23 @@ def test_wrong_words_are_refused(home: Path) -> None:
     assert "which is not evaluated" in refuse(
         home, "eval", "run/first", "--task", "quiz.toml", "--data", "other=quiz.jsonl"
     )
+
+
+def test_eval_with_a_judge_at_an_endpoint(home: Path) -> None:
+    lines = ['name = "pairs"', 'kind = "judge"', 'template = "{{ q }}"', "[data]", 'test = "pairs.jsonl"']
+    (home / "pairs.toml").write_text(
+        "\n".join([*lines, "[options]", 'baseline = "other"', "length_probes = 2"])
+    )
+    (home / "pairs.jsonl").write_text(
+        "".join(json.dumps({"q": f"q{k}", "other": "a"}) + "\n" for k in range(4))
+    )
+    with FakeEndpoint() as fake:
+        fake.reply = lambda body: "[[A]]" if "messages" in body else "an answer"
+        words = ("eval", fake.url, "--model-name", "fake", "--task", "pairs.toml", "--out", "judged")
+        assert "--judge" in refuse(home, *words)
+        done = succeed(home, *words, "--judge", fake.url, "--judge-name", "fake")
+    assert "win_rate_lc" in done.output and "prefers the first answer in 100.0 %" in done.output.replace(
+        "\n", " "
+    )
+    assert load_results(home / "judged")[0].measure("win_rate").value == 0.5
+    assert "position_bias" in (home / "judged" / "page.html").read_text()

@@ -180,3 +180,27 @@ def test_search_before_the_texts_are_read_waits(browser: Any, folders: list[Path
     assert page.inner_text("#count") == "Reading the texts…"
     expect(page.locator("#count")).to_contain_text("1 of 2,000 items")
     page.context.close()
+
+
+def test_trajectories_of_all_runs_are_shown(browser: Any, tmp_path: Path) -> None:
+    def act(number: int, item: dict[str, Any]) -> dict[str, Any]:
+        steps = [
+            {"role": "model", "tool": "python", "content": "print(1)"},
+            {"role": "tool", "content": "1", "seconds": 0.1},
+        ]
+        other = {
+            "ended": "steps",
+            "tests": "failed: no file",
+            "trajectory": [{"role": "model", "content": "second run"}],
+        }
+        return item | {"details": {"trajectory": steps, "other_runs": [other]}}
+
+    opened = ItemsPage(
+        browser, write_page(write_evaluation(tmp_path / "a", "a", 2, change=act), tmp_path / "page.html")
+    )
+    item = opened.page.locator("#item")
+    assert "Trajectory, 2 steps" in item.inner_text() and "print(1)" in item.inner_text()
+    item.locator("summary").first.click()
+    expect(item).to_contain_text("Run 2: steps, tests failed: no file")
+    assert item.locator("details .steps").inner_text().endswith("second run")
+    opened.close()

@@ -190,7 +190,7 @@
     if (data.reason) verdict.append(make("small", "", data.reason));
     const scores = Object.entries(data.scores);
     if (scores.length) card.append(make("p", "note", scores.map(([name, value]) => `${name} ${number(value)}`).join(" · ")));
-    const { tokens, choices, trajectory, ...others } = data.details;
+    const { tokens, choices, trajectory, other_runs: runs, ...others } = data.details;
     data.answers.forEach((answer, n) => {
       if (data.answers.length > 1) card.append(make("h4", "", `Answer ${n + 1}`));
       card.append(answer ? pre(answer) : make("p", "note", "empty"));
@@ -198,6 +198,13 @@
     if (Array.isArray(choices) && choices.length) card.append(make("h4", "", "Choices"), choiceTable(choices));
     if (Array.isArray(tokens) && tokens.length) card.append(make("h4", "", "Tokens"), tokenView(tokens));
     if (Array.isArray(trajectory)) card.append(make("h4", "", `Trajectory, ${trajectory.length} steps`), steps(trajectory));
+    if (Array.isArray(runs)) runs.forEach((run, n) => {
+      const { trajectory: own, ...rest } = Object(run), fold = make("details");
+      fold.append(make("summary", "", `Run ${n + 2}: ${rest.ended}, tests ${rest.tests}`));
+      if (Array.isArray(own)) fold.append(steps(own));
+      fold.append(pre(JSON.stringify(rest, null, 1).slice(0, MAX_SHOWN), "note"));
+      card.append(fold);
+    });
     if (Object.keys(others).length) {
       const fold = make("details");
       fold.append(make("summary", "", "Details"), pre(JSON.stringify(others, null, 1).slice(0, MAX_SHOWN)));
