@@ -17,7 +17,6 @@ from bench.align import _workload as work
 
 from whorl.align.config import SFTConfig, StageTrainConfig
 from whorl.align.data.curriculum import Curriculum
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.policy_config import KLConfig
 from whorl.align.rl.config import PolicyUpdateConfig, RLConfig
@@ -25,6 +24,7 @@ from whorl.align.rl.experience import Experience
 from whorl.align.rl.rollout import Rollouts, RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.evals.verify.registry import VERIFIERS
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.slots import BoardReader, Slot

@@ -38,12 +38,12 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     from whorl.align.config import SFTConfig
     from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic
     from whorl.align.data.curriculum import Curriculum
-    from whorl.align.model.example import ExampleTokenizer
     from whorl.align.rl.config import RLConfig
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import evaluate_tasks, make_policy_model
     from whorl.align.stage.sft import fine_tune
+    from whorl.evals.model.example import ExampleTokenizer
     from whorl.models import make_model, whorl_decoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator, numpy_rng

@@ -32,11 +32,11 @@ from bench.align._ours import CONSTANT, DTYPES, LR_SCALE, DelayedWorker
 
 from whorl.align.config import StageTrainConfig
 from whorl.align.data.curriculum import Curriculum
-from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.config import AsyncRolloutConfig, RLConfig, RLRunConfig
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.train import train_policy
+from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.verify.task import VerifiableTask
 from whorl.tokens.hf_tokenizer import load_tokenizer
 

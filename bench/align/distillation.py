@@ -49,11 +49,11 @@ from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic, ArithmeticPro
 from whorl.align.distillation.student import make_student
 from whorl.align.distillation.teacher import LiveTeacher, sample_teacher_completions
 from whorl.align.distillation.train import train_student
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
 from whorl.engine.sampling_params import SamplingParams
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
+from whorl.evals.model.sampling import rollout_engine, sample_completions
 from whorl.models import LanguageModel, TransformerConfig, load_model, make_model, save_model, whorl_decoder
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator

@@ -66,12 +66,12 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
 
     from whorl.align.config import SFTConfig
     from whorl.align.data.curriculum import Curriculum
-    from whorl.align.model.example import ExampleTokenizer
     from whorl.align.rl.config import RLConfig
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import make_policy_model
     from whorl.align.stage.sft import fine_tune
+    from whorl.evals.model.example import ExampleTokenizer
     from whorl.evals.verify.registry import VERIFIERS
     from whorl.evals.verify.task import Verdict, VerifiableTask
     from whorl.models import make_model, whorl_decoder

@@ -33,7 +33,7 @@ from bench.align.distillation import (
 from torch import Tensor
 
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.models import LanguageModel, make_model
 from whorl.objectives.log_probs import token_log_probs_reference
 from whorl.tracking.seeds import generator

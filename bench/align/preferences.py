@@ -31,19 +31,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
 
 from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig
-from whorl.align.model.example import ExampleTokenizer, LengthFilter, concat
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import (
-    SampledCompletion,
-    policy_sampling,
-    rollout_engine,
-    sample_completions,
-)
 from whorl.align.preference.dpo import train_preferences
 from whorl.align.preference.pairs import PreferencePair, valid_pairs
 from whorl.align.preference.reward_model import RewardModel, train_reward_model
 from whorl.align.preference.reward_report import evaluate_reward_model
 from whorl.align.stage.sft import fine_tune
+from whorl.evals.model.example import ExampleTokenizer, LengthFilter, concat
+from whorl.evals.model.sampling import (
+    SampledCompletion,
+    policy_sampling,
+    rollout_engine,
+    sample_completions,
+)
 from whorl.models import Transformer, whorl_decoder
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator, numpy_rng

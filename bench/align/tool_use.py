@@ -151,13 +151,13 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
     from whorl.align.config import SFTConfig
     from whorl.align.data.curriculum import Curriculum
     from whorl.align.environments import EnvironmentConfig
-    from whorl.align.model.example import ExampleTokenizer
     from whorl.align.rl.config import RLConfig
     from whorl.align.rl.evaluation import evaluate_episodes
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import make_policy_model
     from whorl.align.stage.sft import fine_tune
+    from whorl.evals.model.example import ExampleTokenizer
     from whorl.models import make_model, whorl_decoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator

@@ -4,7 +4,7 @@ A task of questions runs by `whorl eval URL` against an endpoint in this process
 is killed ten times at random moments. Missing are the items without a stored response. The last run must send exactly
 these, and a run after it none.
 
-    python bench/evals/stored_responses.py [--items 6000] [--kills 10]
+    python bench/evals/stored_responses.py [--items 8000] [--kills 10]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ generation.max_tokens = 8
 [data]
 test = "questions.jsonl"
 """
-SLOW_SECONDS = 0.02  # of an answer, so that a kill finds the run in the middle
+SLOW_SECONDS = 0.05  # of an answer, so that a kill finds the run in the middle
 
 
 class Slow(FakeEndpoint):
@@ -91,7 +91,7 @@ def kill_once(fake: FakeEndpoint, folder: Path, rng: random.Random) -> bool:
     )
     while len(fake.bodies) == before and child.poll() is None:
         time.sleep(0.002)
-    time.sleep(rng.uniform(0.0, 0.4))
+    time.sleep(rng.uniform(0.2, 4.0))
     running = child.poll() is None
     child.send_signal(signal.SIGKILL)
     child.wait()
@@ -101,7 +101,7 @@ def kill_once(fake: FakeEndpoint, folder: Path, rng: random.Random) -> bool:
 
 def main() -> None:
     def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--items", type=int, default=6000)
+        parser.add_argument("--items", type=int, default=8000)
         parser.add_argument("--kills", type=int, default=10)
 
     args = parse(__doc__, add, smoke={"items": 300, "kills": 2})

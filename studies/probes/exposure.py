@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.align.model.batch import pad
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.errors import DataError
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample, concat
+from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whorl.align.model.example import ExampleTokenizer, Message
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import rollout_engine, sample_completions
 from whorl.engine.sampling_params import SamplingParams
+from whorl.evals.model.example import ExampleTokenizer, Message
+from whorl.evals.model.sampling import rollout_engine, sample_completions
 
 
 class GreedyAnswers:

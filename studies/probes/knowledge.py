@@ -30,10 +30,10 @@ from studies.probes.biographies import Biographies, FactScores, Question, score_
 from studies.probes.greedy_answers import GreedyAnswers
 
 from whorl.align.config import SFTConfig
-from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import ConfigError
+from whorl.evals.model.example import ExampleTokenizer
 from whorl.tracking.seeds import numpy_rng
 
 Facts = Literal["known", "new"]

@@ -39,9 +39,9 @@ from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 
 from whorl.align.config import LoRAConfig, ModelConfig, SFTConfig
 from whorl.align.data.arithmetic import Arithmetic
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.models import make_model, whorl_decoder
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer

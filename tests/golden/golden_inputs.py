@@ -16,7 +16,7 @@ import torch
 from tests.support.tiny import make_byte_tokenizer, make_decoder
 from tests.support.train.model_shapes import EXPERTS
 
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.models import Transformer
 
 HEADS = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}

@@ -11,11 +11,11 @@ from studies.probes.greedy_answers import GreedyAnswers
 from tests.support.align.byte_model import VOCAB, decoder, network, scribe, sums, tokenizer
 
 from whorl.align.config import LoRAConfig, SFTConfig
-from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
-from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
+from whorl.evals.model.example import TokenizedExample
+from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.models import Transformer
 
 PROSE = ["the cat sat on the mat", "rain falls, and falls", "a" * 70]

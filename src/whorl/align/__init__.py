@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     )
     from whorl.align.distillation.teacher import CachedTeacher, LiveTeacher
     from whorl.align.distillation.train import train_student
-    from whorl.align.model.example import ExampleTokenizer, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel, frozen_reference
-    from whorl.align.model.sampling import SampledCompletion, sample_completions
     from whorl.align.preference.dpo import train_preferences
     from whorl.align.preference.pairs import PreferencePair, UnpairedExample
     from whorl.align.preference.reward_model import RewardModel, score_completions, train_reward_model
@@ -35,9 +33,7 @@ _MODULES = {
     "config": ("DistilConfig", "LoRAConfig", "PreferenceConfig", "RewardConfig", "SFTConfig"),
     "distillation.teacher": ("CachedTeacher", "LiveTeacher"),
     "distillation.train": ("train_student",),
-    "model.example": ("ExampleTokenizer", "TokenizedExample"),
     "model.policy_model": ("PolicyModel", "frozen_reference"),
-    "model.sampling": ("SampledCompletion", "sample_completions"),
     "preference.dpo": ("train_preferences",),
     "preference.pairs": ("PreferencePair", "UnpairedExample"),
     "preference.reward_model": ("RewardModel", "score_completions", "train_reward_model"),
@@ -50,7 +46,6 @@ _MODULES = {
 __all__ = [
     "CachedTeacher",
     "DistilConfig",
-    "ExampleTokenizer",
     "LiveTeacher",
     "LoRAConfig",
     "PolicyModel",
@@ -62,14 +57,11 @@ __all__ = [
     "RewardModel",
     "RolloutWorker",
     "SFTConfig",
-    "SampledCompletion",
     "TextEnv",
-    "TokenizedExample",
     "Turn",
     "UnpairedExample",
     "fine_tune",
     "frozen_reference",
-    "sample_completions",
     "score_completions",
     "train_policy",
     "train_preferences",

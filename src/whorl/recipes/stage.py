@@ -19,8 +19,8 @@ from whorl.recipes.stage_recorder import StageRecorder, last_values
 from whorl.report.stages import stage_report, training_panel
 
 if TYPE_CHECKING:
-    from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel
+    from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample
     from whorl.models import LanguageModel
     from whorl.tokens.shards import TokenSet
 
@@ -121,8 +121,8 @@ def load_sft_examples(
         DataError: the parent has neither solutions nor conversations.
     """
     from whorl.align.data.dataset_files import read_conversations
-    from whorl.align.model.example import LengthFilter
     from whorl.align.stage.io import read_prompt_completions
+    from whorl.evals.model.example import LengthFilter
 
     tasks = ctx.parents["tasks"]
     tasks.check()

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from whorl.align import data
 from whorl.align.data import Conversation, Preference, Quarantine, UnpairedPreference, formats
-from whorl.align.data.formats import to_conversation, to_preference, to_prompt_completion, to_task
-from whorl.align.data.read import records
+from whorl.align.data.formats import to_conversation, to_preference, to_prompt_completion
 from whorl.data.quarantine import REASONS, BadRecordError
+from whorl.data.record_files import records
 from whorl.errors import DataError
+from whorl.evals.verify.read import read_tasks, to_task
 
 U, A = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}
 OTHER = {"role": "assistant", "content": "what?"}
@@ -224,10 +225,10 @@ def test_every_line_is_record_or_rejected(tmp_path: Path, lines: list[bytes]) ->
 
 def test_readers_reject_wrong_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        list(data.tasks(tmp_path / "none.jsonl", Quarantine()))
+        list(read_tasks(tmp_path / "none.jsonl", Quarantine()))
     (tmp_path / "a.csv").write_text("a,b\n")
     with pytest.raises(DataError, match="no readable records"):
-        list(data.tasks(tmp_path / "a.csv", Quarantine()))
+        list(read_tasks(tmp_path / "a.csv", Quarantine()))
     path = write(tmp_path / "j.jsonl", {"question": "x"})
     with pytest.raises(DataError, match=r"unknown_shape 1[\s\S]*j.jsonl, line 1"):
         list(data.unpaired(path, Quarantine()))

@@ -24,9 +24,9 @@ from whorl.align.distillation.teacher import (
     tokenizer_fingerprint,
 )
 from whorl.align.model.batch import pack, pad
-from whorl.align.model.example import TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import CheckpointError, ConfigError, DataError
+from whorl.evals.model.example import TokenizedExample, concat
 from whorl.models import make_model
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator

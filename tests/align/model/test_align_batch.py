@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.align.byte_model import network, sums
 
 from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
-from whorl.align.model.example import TokenizedExample
 from whorl.errors import ConfigError
+from whorl.evals.model.example import TokenizedExample
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.config import RoutingConfig
 from whorl.train.lm.objective import LMObjective

@@ -13,11 +13,11 @@ from tests.support.tiny import make_decoder
 from whorl.align.config import LoRAConfig, StageConfig
 from whorl.align.model import policy_model
 from whorl.align.model.batch import pack, pad
-from whorl.align.model.example import TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
-from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.task import make_learner
 from whorl.errors import ConfigError
+from whorl.evals.model.example import TokenizedExample, concat
+from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.models import Transformer
 from whorl.models.lora import merge_lora
 from whorl.objectives.next_token import Loss

@@ -17,9 +17,9 @@ from whorl.align.config import LoRAConfig
 from whorl.align.model import policy_model
 from whorl.align.model import shared_prefix as room
 from whorl.align.model.batch import pad
-from whorl.align.model.example import concat
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.shared_prefix import find_shared_prefixes, supports_shared_prefix
+from whorl.evals.model.example import concat
 from whorl.models import LanguageModel, make_model
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 

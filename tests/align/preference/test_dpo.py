@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 from whorl.align.config import LoRAConfig, PreferenceConfig
 from whorl.align.data.formats import Preference, UnpairedPreference
-from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference import dpo, pairs
 from whorl.align.preference.dpo import evaluate_preferences, train_preferences
 from whorl.align.preference.pairs import PreferencePair, UnpairedExample, sequence_log_probs
 from whorl.errors import CheckpointError, ConfigError, DataError
+from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.chat import ChatTemplate
 

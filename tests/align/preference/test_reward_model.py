@@ -16,13 +16,13 @@ from tests.support.align.stage_inputs import assert_gradients_close, density_pai
 from torch import Tensor
 
 from whorl.align.config import LoRAConfig, RewardConfig
-from whorl.align.model.example import TokenizedExample
 from whorl.align.preference import reward_model as rewards
 from whorl.align.preference.pairs import PairBatches, PreferencePair
 from whorl.align.preference.reward_model import RewardModel, save_reward_model, train_reward_model
 from whorl.align.preference.reward_report import correlation, evaluate_reward_model, make_reward_report
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import CheckpointError, DataError
+from whorl.evals.model.example import TokenizedExample
 from whorl.evals.verify.task import VerifiableTask
 
 LORA = LoRAConfig(rank=2, alpha=4.0)

@@ -18,8 +18,6 @@ from tests.support.align.text_envs import ShortReplies, config_of
 from tests.support.configs import updated
 
 from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
-from whorl.align.model.example import ExampleTokenizer
-from whorl.align.model.sampling import policy_sampling, rollout_engine
 from whorl.align.rl.advantages import resolve_method
 from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.rl.env_loop import make_env_loop
@@ -27,6 +25,8 @@ from whorl.align.rl.environment import load_environment
 from whorl.align.rl.episodes import EpisodeRunner
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.errors import ConfigError
+from whorl.evals.model.example import ExampleTokenizer
+from whorl.evals.model.sampling import policy_sampling, rollout_engine
 from whorl.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_runner")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.support.tiny import BYTE_VOCAB, make_byte_tokenizer, make_decoder
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.models import LanguageModel, Transformer
 from whorl.tokens.tokenizer import Tokenizer
 

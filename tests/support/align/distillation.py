@@ -14,8 +14,8 @@ from tests.support.configs import nested
 from whorl.align.config import DistilConfig
 from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.distillation.train import train_student
-from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
+from whorl.evals.model.example import TokenizedExample
 from whorl.models import LanguageModel, make_model, whorl_decoder
 from whorl.objectives.distil import divergence
 from whorl.tracking.seeds import generator

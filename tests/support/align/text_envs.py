@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.model.example import Message
 from whorl.align.rl.environment import Reply, TextEnv, Turn
 from whorl.align.rl.rollout import RolloutWorker
+from whorl.evals.model.example import Message
 from whorl.sandbox import Program
 
 LIMITS = ("max_turns", "step_seconds", "reset_seconds", "overlap")

@@ -1,10 +1,7 @@
-"""Training data of alignment: conversations, preferences, labelled completions and tasks.
-
-read, extracted or generated.
-"""
+"""Training data of alignment: conversations, preferences and labelled completions, read, extracted or generated."""
 
 from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
-from whorl.align.data.read import conversations, pairs, preferences, tasks, unpaired
+from whorl.align.data.read import conversations, pairs, preferences, unpaired
 from whorl.data.quarantine import Quarantine, RejectedRecord
 
 __all__ = [
@@ -17,6 +14,5 @@ __all__ = [
     "conversations",
     "pairs",
     "preferences",
-    "tasks",
     "unpaired",
 ]

@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 
 from whorl.align.data.formats import (
     Conversation,
-    Messages,
     Preference,
     PromptCompletion,
     TextOrMessages,
     UnpairedPreference,
 )
+from whorl.data.record_fields import Messages
 from whorl.errors import DataError
 from whorl.evals.code.functions import stable_hash
 from whorl.evals.verify.task import VerifiableTask

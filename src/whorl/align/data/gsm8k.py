@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whorl.align.data.formats import Conversation, PromptCompletion
-from whorl.align.data.read import records
 from whorl.data.quarantine import BadRecordError, Quarantine
+from whorl.data.record_files import records
 from whorl.evals.verify.task import VerifiableTask
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from whorl.align.config import DistilConfig
 from whorl.align.model.batch import pad
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
-from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample, concat
+from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.models import LanguageModel
 from whorl.objectives.distil import distil_full_vocab, distil_top_k
 from whorl.objectives.next_token import Loss

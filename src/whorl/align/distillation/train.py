@@ -31,10 +31,8 @@ from torch import Tensor
 from whorl.align.config import DistilConfig
 from whorl.align.distillation.teacher import CachedTeacher, Teacher, tokenizer_fingerprint
 from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
 from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.task import (
     DatasetTask,
     Log,
@@ -45,6 +43,8 @@ from whorl.align.stage.task import (
 )
 from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample, concat
+from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.objectives.log_probs import token_log_probs
 from whorl.objectives.next_token import Loss
 from whorl.tracking.seeds import derive

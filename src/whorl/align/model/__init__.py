@@ -1,1 +1,1 @@
-"""Policy models for alignment: examples, batches, log-probabilities, sampled completions."""
+"""Policy models for alignment: batches, log-probabilities, types of sampling."""

@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whorl.align.model.example import TokenizedExample
 from whorl.errors import ConfigError
+from whorl.evals.model.example import TokenizedExample
 from whorl.tokens.packing import best_fit_decreasing
 from whorl.train.learner.update import MicroBatch
 

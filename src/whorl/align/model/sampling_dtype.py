@@ -21,12 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.engine.engine import Engine
 from whorl.engine.native.runner import decode_steps, step_shape, timed_rows
 from whorl.errors import ConfigError
+from whorl.evals.model.example import ExampleTokenizer
+from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.machine.kernel_choice import fastest
 from whorl.models import LanguageModel
 

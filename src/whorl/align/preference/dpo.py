@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import PREFERENCE_OBJECTIVES, PreferenceConfig
-from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference.pairs import PairBatches, PreferencePair, UnpairedExample, sequence_log_probs
 from whorl.align.stage.task import (
@@ -41,6 +40,7 @@ from whorl.align.stage.task import (
     run_stage,
 )
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import TokenizedExample
 from whorl.objectives.next_token import Loss
 from whorl.objectives.preference import PairLogProbs, PreferenceObjective, kto, kto_kl
 from whorl.parallel.process_group import ProcessGroup

@@ -27,10 +27,10 @@ from torch import Tensor
 from whorl.align.config import PreferenceStageConfig
 from whorl.align.data.formats import Preference, TextOrMessages, UnpairedPreference
 from whorl.align.model.batch import pack, pad, round_up_8
-from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.align.model.policy_model import PolicyModel
 from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.errors import DataError
+from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.parallel.process_group import ProcessGroup
 
 MAX_SCORED_EXAMPLES = 4096  # examples laid out at a time when scoring

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from whorl.align.config import LoRAConfig, RewardConfig
 from whorl.align.model.batch import micro_batches, pad, sort_by_length
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.align.model.policy_model import SCORE_POSITIONS, PolicyModel
 from whorl.align.preference.pairs import PairBatches, PreferencePair
 from whorl.align.stage.io import COPIED_FILES, load_example_tokenizer
@@ -46,6 +45,7 @@ from whorl.align.stage.task import (
     run_stage,
 )
 from whorl.errors import CheckpointError, DataError
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.objectives.next_token import Loss

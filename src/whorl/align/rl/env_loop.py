@@ -28,7 +28,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.model.example import Message
 from whorl.align.rl.environment import (
     Prompt,
     Reply,
@@ -39,6 +38,7 @@ from whorl.align.rl.environment import (
     load_environment,
 )
 from whorl.errors import ConfigError
+from whorl.evals.model.example import Message
 from whorl.evals.verify import needs_sandbox, verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import Program, ProgramResult, Sandbox

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
-from whorl.align.model.example import Message
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import Message
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import Program, ProgramResult
 

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.model.example import ExampleTokenizer, Message
 from whorl.align.rl.env_loop import GRACE_SECONDS, POLL_SECONDS, EnvLoop, StepError
 from whorl.align.rl.environment import Prompt, Reply, TextEnv, Turn, load_environment
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import ExampleTokenizer, Message
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.tracking.seeds import derive
 

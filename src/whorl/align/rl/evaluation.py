@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.model.example import ExampleTokenizer
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import rollout_engine
 from whorl.align.rl.config import RLConfig
 from whorl.align.rl.env_loop import StepError, make_env_loop
 from whorl.align.rl.environment import Prompt, TextEnv, load_environment
 from whorl.align.rl.episodes import EpisodeRunner
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import ExampleTokenizer
+from whorl.evals.model.sampling import rollout_engine
 from whorl.evals.verify.task import Verdict, VerifiableTask
 
 RESETS = 64  # environments that start at a time

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from whorl.align.data.curriculum import Curriculum, resample
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.model.sampling import policy_sampling
 from whorl.align.model.sampling_dtype import CANDIDATES, RolloutSampler
 from whorl.align.preference.reward_model import load_reward_verifier
 from whorl.align.rl.config import AsyncRolloutConfig, RolloutConfig
@@ -43,6 +42,7 @@ from whorl.align.rl.episodes import Episode, EpisodeRunner
 from whorl.align.rl.replicas import ReplicaGroup
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError
+from whorl.evals.model.sampling import policy_sampling
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import TransformerConfig, make_model
 from whorl.slots import BoardReader, Slot, Spec

@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from whorl.align.model.example import ExampleTokenizer
 from whorl.align.rl.experience import Experience
+from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.verify import pass_criterion
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.tracking.progress import escape_controls

@@ -16,14 +16,14 @@ import torch
 
 from whorl.align.config import StageConfig
 from whorl.align.data.formats import PromptCompletion
-from whorl.align.data.read import pairs, tasks
-from whorl.align.model.example import ExampleTokenizer
+from whorl.align.data.read import pairs
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.model.sampling import rollout_engine, sample_completions
 from whorl.data.quarantine import Quarantine
 from whorl.engine.sampling_params import SamplingParams
-from whorl.evals.verify import pass_criterion, verify_all
-from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.evals import verify
+from whorl.evals.model.example import ExampleTokenizer
+from whorl.evals.model.sampling import rollout_engine, sample_completions
+from whorl.evals.verify import Verdict, VerifiableTask, pass_criterion, verify_all
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.models.lora import load_lora, merge_lora, save_lora
@@ -116,7 +116,7 @@ def save_stage_model(network: PolicyModel, base: Path, out: Path) -> None:
 def read_tasks(folder: Path, split: str) -> list[VerifiableTask]:
     """Return the tasks that a step wrote (`data/dataset_files.py`); empty if there is no file."""
     path = folder / f"tasks.{split}.jsonl"
-    return list(tasks(path, Quarantine())) if path.is_file() else []
+    return list(verify.read_tasks(path, Quarantine())) if path.is_file() else []
 
 
 def read_prompt_completions(folder: Path, split: str) -> list[PromptCompletion]:

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from whorl.align.config import SFTConfig
 from whorl.align.model.batch import micro_batches, pack, pad, round_up_8, sort_by_length
-from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.task import (
     DatasetTask,
@@ -45,6 +44,7 @@ from whorl.align.stage.task import (
 )
 from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import TokenizedExample
 from whorl.objectives.next_token import Loss
 from whorl.tokens.loader import open_batches
 from whorl.train.learner.learner import Learner

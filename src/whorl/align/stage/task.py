@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import StageConfig
-from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.experts import check_expert_settings, stage_param_optims
+from whorl.evals.model.example import TokenizedExample
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, cores_for_replicas
 from whorl.train.learner.learner import Learner, SharedState

@@ -13,7 +13,7 @@ import typer
 from whorl.cli.options import RefArgument, StoreOption
 
 if TYPE_CHECKING:
-    from whorl.align.test_time.scaling import ScalingResult, Scorer
+    from whorl.evals.test_time.scaling import ScalingResult, Scorer
     from whorl.evals.verify import VerifiableTask
     from whorl.models import LanguageModel
 
@@ -81,12 +81,12 @@ def eval_scaling(
     """
     import torch
 
-    from whorl.align.model.example import ExampleTokenizer
-    from whorl.align.model.sampling import rollout_engine
-    from whorl.align.test_time.scaling import CURVES, ScalingConfig, measure_scaling
     from whorl.cli.models.scaling_page import scaling_page, write_atomically
     from whorl.engine import load_for_sampling
     from whorl.errors import ConfigError
+    from whorl.evals.model.example import ExampleTokenizer
+    from whorl.evals.model.sampling import rollout_engine
+    from whorl.evals.test_time.scaling import CURVES, ScalingConfig, measure_scaling
     from whorl.evals.verify import needs_sandbox, verify_all
     from whorl.machine.device_probe import probe
     from whorl.models import load_model
@@ -195,7 +195,7 @@ def _reward_scorer(reward: str, store: str | None, model: LanguageModel) -> Scor
 
 def _summary_lines(scaling: ScalingResult, tasks: str, name: str) -> list[str]:
     """Return the results as sentences."""
-    from whorl.align.test_time.scaling import CURVES
+    from whorl.evals.test_time.scaling import CURVES
 
     best, point = scaling.best()
     lines = [
@@ -229,9 +229,9 @@ def _first_message(error: Any) -> str:
 def _load_tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int) -> list[VerifiableTask]:
     from whorl.align.data.arithmetic import Arithmetic
     from whorl.align.data.gsm8k import gsm8k
-    from whorl.align.data.read import tasks as read_tasks
     from whorl.data.quarantine import Quarantine
     from whorl.errors import ConfigError
+    from whorl.evals.verify import read_tasks
 
     if name == "arithmetic":
         source = Arithmetic(seed=seed, weights={level: 1.0})

@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from whorl.align.test_time.scaling import CURVES, ScalingPoint, ScalingResult
+from whorl.evals.test_time.scaling import CURVES, ScalingPoint, ScalingResult
 from whorl.report.charts import Series, line_chart
 
 COLORS = ("#0f6a73", "#b4471b", "#6a4fa3", "#2e7d32", "#8a6d00", "#1565c0", "#ad1457")

@@ -1,6 +1,7 @@
 """Verifiable tasks and their verifiers, used by rewards and by evaluations."""
 
 from whorl.evals.verify.program_verifiers import needs_sandbox
+from whorl.evals.verify.read import read_tasks
 from whorl.evals.verify.registry import (
     VERIFIERS,
     parse_verifiers,
@@ -13,5 +14,5 @@ from whorl.evals.verify.text_verifiers import extract_answer, extract_choice
 
 __all__ = [
     "VERIFIERS", "Verdict", "VerifiableTask", "extract_answer", "extract_choice", "needs_sandbox", "parse_verifiers",
-    "pass_criterion", "verdict_metrics", "verify_all",
+    "pass_criterion", "read_tasks", "verdict_metrics", "verify_all",
 ]  # fmt: skip

@@ -14,13 +14,13 @@ import pytest
 from tests.support.align.byte_model import decoder
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.model.example import ExampleTokenizer
-from whorl.align.model.sampling import policy_sampling, rollout_engine
 from whorl.align.rl.env_loop import StepError, make_env_loop
 from whorl.align.rl.environment import Reply, load_environment
 from whorl.align.rl.episodes import EpisodeRunner
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.errors import ConfigError
+from whorl.evals.model.example import ExampleTokenizer
+from whorl.evals.model.sampling import policy_sampling, rollout_engine
 from whorl.evals.verify.task import VerifiableTask
 from whorl.tokens.tokenizer import Tokenizer
 

@@ -14,14 +14,14 @@ from tests.support.align.rl_policies import SMALL, train
 from tests.support.align.text_envs import ShortReplies
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.model.example import ExampleTokenizer
-from whorl.align.model.sampling import policy_sampling, rollout_engine
 from whorl.align.rl.env_loop import make_env_loop
 from whorl.align.rl.environment import load_environment
 from whorl.align.rl.environments import verifiers as adapter
 from whorl.align.rl.environments.verifiers import verifiers_tasks
 from whorl.align.rl.episodes import Episode, EpisodeRunner
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import ExampleTokenizer
+from whorl.evals.model.sampling import policy_sampling, rollout_engine
 from whorl.tokens.tokenizer import Tokenizer
 
 CHAT = Tokenizer([bytes([i]) for i in range(256)], special_tokens=["<|im_start|>", "<|im_end|>"])

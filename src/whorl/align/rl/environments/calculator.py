@@ -19,9 +19,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whorl.align.model.example import Message
 from whorl.align.rl.environment import EnvServices, Reply, TextEnv, Turn, verdict_info
 from whorl.align.rl.environments.tool_calls import ParsedToolCall, find_tool_calls
+from whorl.evals.model.example import Message
 
 MAX_CHARACTERS = 200
 MAX_BITS = 4096  # of an integer

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whorl.align.model.example import Message
 from whorl.align.rl.environment import EnvServices, Reply, TextEnv, Turn
 from whorl.errors import ConfigError
+from whorl.evals.model.example import Message
 from whorl.evals.verify.program_verifiers import tests_program
 
 MAX_CHARACTERS = 600  # of the output that the policy sees; the end is kept

@@ -29,11 +29,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from whorl.align.model.example import Message
 from whorl.align.rl.environment import EnvServices, Prompt, Reply, TextEnv, Turn
 from whorl.align.rl.environments._verifiers_endpoint import LocalEndpoint, PendingRequest, completion
 from whorl.align.rl.environments.tool_calls import find_tool_calls
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import Message
 from whorl.evals.verify.task import VerifiableTask
 
 

@@ -43,8 +43,8 @@ from whorl.recipes.stage import (
 
 if TYPE_CHECKING:
     from whorl.align.distillation.teacher import Teacher
-    from whorl.align.model.example import ExampleTokenizer, TokenizedExample
     from whorl.align.model.policy_model import PolicyModel
+    from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
     from whorl.models import LanguageModel
 
 PRUNING_EXAMPLES = 64  # texts that measure the importance of heads and channels
@@ -240,7 +240,7 @@ def _pretraining_examples(
     """Return the first pretraining documents, each cut to one row."""
     import numpy as np
 
-    from whorl.align.model.example import TokenizedExample
+    from whorl.evals.model.example import TokenizedExample
 
     found = []
     for ids in islice(open_token_set(ctx).split("train").iter_documents(), config.texts.max_examples):

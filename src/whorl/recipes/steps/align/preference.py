@@ -38,9 +38,9 @@ from whorl.report.blocks import Text
 from whorl.report.stages import SECTION
 
 if TYPE_CHECKING:
-    from whorl.align.model.example import ExampleTokenizer, LengthFilter
     from whorl.align.model.policy_model import PolicyModel
     from whorl.align.preference.pairs import PreferencePair, UnpairedExample
+    from whorl.evals.model.example import ExampleTokenizer, LengthFilter
 
 PREFERENCE_PARENTS = {"model": "model", "preferences": "preferences"}
 
@@ -157,8 +157,8 @@ def _load_examples(
         DataError: single completions where pairs are needed, or no example is left.
     """
     from whorl.align.data.dataset_files import read_preferences, read_unpaired
-    from whorl.align.model.example import LengthFilter
     from whorl.align.preference.pairs import tokenize_pairs, tokenize_unpaired
+    from whorl.evals.model.example import LengthFilter
 
     given = ctx.parents["preferences"]
     given.check()

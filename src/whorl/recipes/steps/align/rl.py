@@ -28,9 +28,9 @@ from whorl.recipes.stage import (
 )
 
 if TYPE_CHECKING:
-    from whorl.align.model.example import ExampleTokenizer
     from whorl.align.model.policy_model import PolicyModel
     from whorl.align.rl.experience import Experience
+    from whorl.evals.model.example import ExampleTokenizer
     from whorl.evals.verify.task import Verdict, VerifiableTask
 
 

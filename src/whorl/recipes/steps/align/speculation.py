@@ -47,8 +47,8 @@ from whorl.report.blocks import Column, Table
 from whorl.report.stages import SECTION
 
 if TYPE_CHECKING:
-    from whorl.align.model.example import ExampleTokenizer, TokenizedExample
     from whorl.engine.speculation.load import Speculation
+    from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 
 DRAFT_PARENTS = {"model": "model", "tasks?": "tasks", "tokens?": "tokens"}
 PROMPT_IDS = 32  # of a held-out document

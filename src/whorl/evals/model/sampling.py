@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from whorl.align.model.example import ExampleTokenizer
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
+from whorl.evals.model.example import ExampleTokenizer
 from whorl.models import LanguageModel
 from whorl.tracking.seeds import derive
 

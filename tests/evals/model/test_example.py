@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.align.byte_model import scribe
 
-from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.errors import DataError
+from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.tokens.chat import IM_END, IM_START
 from whorl.tokens.tokenizer import Tokenizer
 

@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 from tests.support.align.byte_model import decoder, scribe
 
-from whorl.align.model.example import TokenizedExample
-from whorl.align.model.sampling import SampledCompletion, rollout_engine
-from whorl.align.test_time import scaling
-from whorl.align.test_time.scaling import ScalingConfig, ScalingResult, measure_scaling, vote_key
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import TokenizedExample
+from whorl.evals.model.sampling import SampledCompletion, rollout_engine
+from whorl.evals.test_time import scaling
+from whorl.evals.test_time.scaling import ScalingConfig, ScalingResult, measure_scaling, vote_key
 from whorl.evals.verify import Verdict, VerifiableTask, verify_all
 
 EOS = 257

@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
-from whorl.align.model.sampling import SampledCompletion, sample_completions
 from whorl.engine.engine import Engine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
+from whorl.evals.model.example import ExampleTokenizer, TokenizedExample, concat
+from whorl.evals.model.sampling import SampledCompletion, sample_completions
 from whorl.evals.statistics.pass_at_k import best_of_n, estimate, majority_at_k, pass_at_k
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.evals.verify.text_verifiers import extract_answer, last_number

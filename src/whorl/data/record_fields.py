@@ -1,0 +1,92 @@
+"""Fields of records from JSON and Parquet: texts, messages, names. A wrong field raises `BadRecordError` with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whorl.data.quarantine import BadRecordError
+
+Message = Mapping[str, Any]
+Messages = tuple[Message, ...]
+
+ROLES = {
+    "system": "system", "developer": "developer",
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+def has_field(record: Mapping[str, Any], field: str) -> bool:
+    """Return whether a record has a field with a value."""
+    return record.get(field) is not None  # a Parquet column holds null where a record has no such field
+
+
+def type_name(value: object) -> str:
+    """Return the type of a value, for messages."""
+    return {"NoneType": "missing", "str": "a text", "list": "a list", "dict": "an object"}.get(
+        type(value).__name__, f"a {type(value).__name__}"
+    )
+
+
+def unknown_shape(record: Mapping[str, Any], expected: str) -> BadRecordError:
+    """Return the error of a record whose fields match no format."""
+    fields = ", ".join(str(k)[:40] for k in list(record)[:10]) or "none"
+    return BadRecordError("unknown_shape", "", f"fields: {fields}; expected {expected}")
+
+
+def source_and_id(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the fields `source` and `id` as texts."""
+    source, name = record.get("source"), record.get("id")
+    return ("" if source is None else str(source)), ("" if name is None else str(name))
+
+
+def encodable_text(text: str, field: str) -> str:
+    """Return the text. Raises BadRecordError: it has a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecordError("invalid_utf8", field, f"lone surrogate at character {error.start}") from None
+    return text
+
+
+def text_field(record: Mapping[str, Any], field: str) -> str:
+    """Return a text that is not empty. Raises BadRecordError."""
+    value = record.get(field)
+    if not isinstance(value, str):
+        raise BadRecordError("bad_field", field, f"is {type_name(value)}, not a text")
+    if not value.strip():
+        raise BadRecordError("empty", field, "only white space")
+    return encodable_text(value, field)
+
+
+def messages_of(value: object, field: str) -> Messages:
+    """Return messages of (role, content) or (from, value) with the keys of the former; null fields are dropped."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRecordError("bad_field", field, f"is {type_name(value)}, not a list of messages")
+    if not value:
+        raise BadRecordError("empty", field, "no message")
+    return tuple(_message(m, f"{field}[{i}]") for i, m in enumerate(value))
+
+
+def _message(value: object, field: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadRecordError("bad_field", field, f"is {type_name(value)}, not a message")
+    role_key, content_key = ("role", "content") if has_field(value, "role") else ("from", "value")
+    role = value.get(role_key)
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise BadRecordError("bad_role", f"{field}.{role_key}", f"{role!r} is not one of {', '.join(ROLES)}")
+    rest = {k: v for k, v in value.items() if v is not None and k not in (role_key, content_key)}
+    content = value.get(content_key)
+    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        content = "".join(str(p.get("text") or "") for p in content)
+    if content is None and rest.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise BadRecordError("bad_field", f"{field}.{content_key}", f"is {type_name(content)}, not a text")
+    known_role = ROLES[role.lower()]
+    # A tool may return nothing; an empty user or assistant message is an error.
+    if not content.strip() and known_role in ("user", "assistant") and not rest.get("tool_calls"):
+        raise BadRecordError("empty", f"{field}.{content_key}", "only white space")
+    return {"role": known_role, "content": encodable_text(content, f"{field}.{content_key}"), **rest}
