@@ -34,6 +34,7 @@ SUITES = Registry(
         "own": "whorl.evals.suites.own:own_suite",
         "safety": "whorl.evals.suites.safety:safety_suite",
         "jailbreak": "whorl.evals.suites.safety:jailbreak_suite",
+        "probes": "whorl.evals.probes.suite:probes_suite",
     },
 )
 
