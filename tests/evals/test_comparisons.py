@@ -76,3 +76,19 @@ def test_other_tasks_or_versions_are_refused() -> None:
         compare_results([a], [replace(a, task="other")])
     with pytest.raises(WhorlError, match="the hashes hash and new differ"):
         compare_results([a], [replace(a, hash="new")])
+
+
+def test_items_outside_of_the_metric_are_not_missing() -> None:
+    a, b = result(draws(0.9, 50, 1)), result(draws(0.5, 50, 2))
+    gold = ItemResult("gold", {"agreement": 1.0}, "right")
+    found = compare_results([replace(a, items=(*a.items, gold))], [replace(b, items=(*b.items, gold))])[0]
+    assert found == compare_results([a], [b])[0]
+    lost = replace(a.items[0], scores={}, outcome="missing")
+    assert "Missing values: 1 of A" in compare_results([replace(a, items=(lost, *a.items[1:]))], [b])[0].text
+
+
+def test_verdicts_of_different_judges_are_refused() -> None:
+    a, b = (replace(result(draws(0.5, 20, 1)), settings={"judge": name}) for name in ("x", "y"))
+    with pytest.raises(WhorlError, match="different judges: x and y"):
+        compare_results([a], [b])
+    assert compare_results([a], [a])

@@ -70,6 +70,12 @@ def compare_results(
                 f"task {first.task}: the hashes {first.hash} and {second.hash} differ",
                 expected="the same version, settings and items", do="evaluate both models on the same task",
             )  # fmt: skip
+        judges = [result.settings.get("judge") for result in (first, second)]
+        if judges[0] != judges[1]:
+            raise DataError(
+                f"task {first.task}: {names[0]} and {names[1]} have different judges: {judges[0]} and {judges[1]}",
+                expected="verdicts of one judge", do="evaluate both models with the same --judge",
+            )  # fmt: skip
         found.append(_compare_task(first, second, margin))
     adjusted = holm([each.comparison.paired.p_value for each in found])
     return [
@@ -93,7 +99,12 @@ def summary_sentence(found: Sequence[TaskComparison], names: tuple[str, str] = (
 def _compare_task(first: TaskResult, second: TaskResult, margin: float) -> TaskComparison:
     measure = _compared_measure(first)
     sign = -1.0 if measure.higher_is_better is False else 1.0
-    a, b = (_signed(result.items, measure.metric, sign) for result in (first, second))
+    results = [first.items, second.items]
+    outside = {item.item for items in results for item in items if _lacks(item, measure.metric)}
+    a, b = (
+        _signed([item for item in items if item.item not in outside], measure.metric, sign)
+        for items in results
+    )
     share = measure.unit == "share"
     worst, best = (0.0, 1.0) if sign > 0 else (-1.0, 0.0)
     found = compare(
@@ -105,6 +116,11 @@ def _compare_task(first: TaskResult, second: TaskResult, margin: float) -> TaskC
         best=best if share else math.inf,
     )
     return TaskComparison(first.task, measure.metric, found, 1.0, detectable_by(found.paired), "")
+
+
+def _lacks(item: ItemResult, metric: str) -> bool:
+    """Return whether an item was scored, but not by this metric, such as an item of a judge's gold set."""
+    return item.outcome not in ("missing", "error") and metric not in item.scores
 
 
 def _compared_measure(result: TaskResult) -> TaskMeasure:
