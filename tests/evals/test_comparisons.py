@@ -89,6 +89,6 @@ def test_items_outside_of_the_metric_are_not_missing() -> None:
 
 def test_verdicts_of_different_judges_are_refused() -> None:
     a, b = (replace(result(draws(0.5, 20, 1)), settings={"judge": name}) for name in ("x", "y"))
-    with pytest.raises(WhorlError, match="different judges: x and y"):
+    with pytest.raises(WhorlError, match="the judge of A is x, that of B is y"):
         compare_results([a], [b])
     assert compare_results([a], [a])

@@ -70,10 +70,10 @@ def compare_results(
                 f"task {first.task}: the hashes {first.hash} and {second.hash} differ",
                 expected="the same version, settings and items", do="evaluate both models on the same task",
             )  # fmt: skip
-        judges = [result.settings.get("judge") for result in (first, second)]
-        if judges[0] != judges[1]:
+        both = [result.settings.get("judge") for result in (first, second)]
+        if both[0] != both[1]:
             raise DataError(
-                f"task {first.task}: {names[0]} and {names[1]} have different judges: {judges[0]} and {judges[1]}",
+                f"task {first.task}: the judge of {names[0]} is {both[0]}, that of {names[1]} is {both[1]}",
                 expected="verdicts of one judge", do="evaluate both models with the same --judge",
             )  # fmt: skip
         found.append(_compare_task(first, second, margin))
