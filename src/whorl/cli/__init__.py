@@ -53,6 +53,7 @@ VERBS = {
 GROUPS = {
     "rl": ("jobs", ("train", "environments")),
     "keys": ("serving", ("add", "list", "revoke")),
+    "arena": ("serving", ("serve", "judge", "table", "page", "export")),
     "corpus": (
         "curation",
         (
@@ -170,7 +171,7 @@ def build_app() -> typer.Typer:
         module = importlib.import_module(f"whorl.cli.{folder}.{group}")
         inner = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
         for name in verbs:
-            inner.command(name)(with_error_handling(getattr(module, name.replace("-", "_"))))
+            inner.command(name, cls=_Command)(with_error_handling(getattr(module, name.replace("-", "_"))))
         app.add_typer(inner, name=group)
     return app
 

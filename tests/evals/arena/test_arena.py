@@ -11,7 +11,7 @@ from tests.support.evals.backend import FakeBackend, by_text
 from whorl.errors import ConfigError, DataError
 from whorl.evals.arena.arena import AnswerMissingError, AnswerSettings, ModelArena, current_points
 from whorl.evals.arena.arena_log import ArenaLog, VoteConflictError
-from whorl.evals.arena.judging import judge_battles
+from whorl.evals.arena.judging import BackendJudge, judge_battles
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
 
 
@@ -123,3 +123,20 @@ def test_impossible_arenas_are_refused(tmp_path: Path) -> None:
         one.start("  \n")
     with pytest.raises(ConfigError, match="there are no prompts"):
         judge_battles(one, lambda p, a, b: "tie", [], 3, "j")
+
+
+def test_model_as_judge_reads_both_orders_and_is_reminded() -> None:
+    def reply(text: str) -> str:
+        if text.startswith("Your reply has no verdict"):
+            return "[[A]]"
+        first, second = (
+            len(text.split(f"[Answer {k} begins]\n")[1].split(f"\n[Answer {k}")[0]) for k in "AB"
+        )
+        return "[[A]]" if first > second else "[[B]]" if first < second else "I cannot decide."
+
+    judge = BackendJudge(by_text(reply))
+    assert judge("p", "long answer", "short") == "left" and judge("p", "short", "long answer") == "right"
+    assert judge("p", "equal", "alike") == "tie"  # prefers the first in both orders
+    assert BackendJudge(by_text(lambda text: "prose"))("p", "a", "b") is None
+    assert BackendJudge(by_text(lambda text: Missing("down")))("p", "a", "b") is None
+    assert BackendJudge(by_text(lambda text: "[[tie]]"))("p", "a", "b") == "tie"

@@ -1,7 +1,8 @@
 """Battles with a judge's votes instead of a person's.
 
 The judge is a function (prompt, left answer, right answer) -> choice. The sides are drawn for each battle, so a judge that
-prefers one side favors no model: its votes only add noise, and `Standings.left_share` shows the preference.
+prefers one side favors no model: its votes only add noise, and `Standings.left_share` shows the preference. A model as judge
+(`BackendJudge`) reads both orders of a pair. Verdicts that disagree are a tie.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from whorl.errors import ConfigError
 from whorl.evals.arena.arena import AnswerMissingError, ModelArena
 from whorl.evals.arena.battles import Choice
+from whorl.evals.judge.verdicts import REMINDER, SYSTEM, TEMPLATE, Verdict, parse_verdict
+from whorl.evals.model.requests import Completion, GenerateRequest, Message, ModelBackend, Response
+from whorl.evals.tasks.template import Template
 
 Judge = Callable[
     [str, str, str], Choice | None
@@ -62,3 +66,41 @@ def judge_battles(
                 votes += 1
         on_battle(k + 1)
     return JudgeCounts(votes, no_verdict, missing)
+
+
+class BackendJudge:
+    """A model as judge, with the prompt and the verdicts of the kind `judge`.
+
+    Args:
+        max_tokens: of a reply. retries: further requests after a reply without a verdict.
+    """
+
+    def __init__(self, backend: ModelBackend, max_tokens: int = 512, retries: int = 2) -> None:
+        self.backend, self.max_tokens, self.retries = backend, max_tokens, retries
+        self._template = Template(TEMPLATE, "the judge's prompt")
+
+    def __call__(self, prompt: str, left: str, right: str) -> Choice | None:
+        """Return the choice of both orders; a tie if they disagree; None if one has no verdict."""
+        first, second = self._verdict(prompt, left, right), self._verdict(prompt, right, left)
+        if first is None or second is None:
+            return None
+        choices: dict[tuple[Verdict, Verdict], Choice] = {("A", "B"): "left", ("B", "A"): "right"}
+        return choices.get((first, second), "tie")
+
+    def _verdict(self, prompt: str, first: str, second: str) -> Verdict | None:
+        text = self._template({"question": prompt, "first": first, "second": second}, "battle")
+        talk: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        for _ in range(1 + self.retries):
+            found: list[Response] = []
+            request = GenerateRequest(tuple(talk), self.max_tokens)
+            self.backend.respond([request], lambda _, response, found=found: found.append(response))  # type: ignore[misc]
+            reply = found[0] if found else None
+            if not isinstance(reply, Completion):
+                return None
+            if verdict := parse_verdict(reply.text):
+                return verdict
+            talk += [
+                {"role": "assistant", "content": reply.text or "(empty)"},
+                {"role": "user", "content": REMINDER},
+            ]
+        return None
