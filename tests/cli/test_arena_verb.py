@@ -102,7 +102,9 @@ def test_wrong_use_has_clear_errors(tmp_path: Path) -> None:
         pass
     assert "arena.sqlite has no votes" in refuse(tmp_path, "arena", "table", code=1)
     (tmp_path / "prompts.txt").write_text("One\n")
-    done = refuse(tmp_path, "arena", "serve", "http://127.0.0.1:9/v1", "b=http://127.0.0.1:9/v1#b", "--port", 0)
+    done = refuse(
+        tmp_path, "arena", "serve", "http://127.0.0.1:9/v1", "b=http://127.0.0.1:9/v1#b", "--port", 0
+    )
     assert "has no model" in done and "http://127.0.0.1:9/v1#MODEL" in done
     open_to_all = refuse(tmp_path, "arena", "serve", "a", "b", "--host", "0.0.0.0")
     assert "no keys are required" in open_to_all
