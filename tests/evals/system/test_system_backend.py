@@ -38,6 +38,7 @@ def system(
     """Return a system over a fake model, and the fake model."""
     (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     lines = ['name = "bot"', 'model = "m"', f"system = {json.dumps(tables.pop('system', ''))}"]
+    lines.append(f"trace = {json.dumps(tables.pop('trace', ''))}")
     for name, fields in tables.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in fields.items())]
     (folder / "bot.toml").write_text("\n".join(lines))
@@ -103,6 +104,23 @@ def test_tools_run_inside_the_system(tmp_path: Path) -> None:
         Missing("timed out"),
     ]
     assert "```python" in model.sent[0].prompt[0]["content"]  # type: ignore[index, union-attr]
+
+
+def test_trace_has_documents_blocks_and_answers(tmp_path: Path) -> None:
+    parts = {
+        "retrieval": {"documents": "docs.jsonl", "k": 1},
+        "guard": {"patterns": ["bomb", "leak"], "answer": "No."},
+    }
+    replies = iter([Completion("fine"), Completion("a leak"), Missing("timed out")])
+    backend, _ = system(tmp_path, lambda r: next(replies), trace="trace.jsonl", **parts)
+    for prompt in ("blue door", "second", "third", "bomb"):
+        ask(backend, prompt)
+    traces = [json.loads(line) for line in (tmp_path / "trace.jsonl").open()]
+    found = [(t["blocked"], t["answer"]) for t in traces]
+    assert found == [("", "fine"), ("answer", "No."), ("", None), ("prompt", "No.")]
+    assert "4711" in traces[0]["prompt"][0]["content"] and traces[0]["steps"][0]["content"] == "fine"
+    plain, _ = system(tmp_path, **parts)
+    assert plain.address == backend.address
 
 
 def test_address_covers_configuration_and_documents(tmp_path: Path) -> None:

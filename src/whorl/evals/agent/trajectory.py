@@ -61,7 +61,7 @@ class AgentRun:
         steps: the trajectory: for each message and each result a mapping with role, tool, content and counts.
         ended: why the run is over; "" while it is not.
         answer: of the call `finish`, or the last message without tools.
-        tokens, seconds, errors: used so far; calls that failed.
+        tokens, seconds, errors: used so far; calls that failed. n_given: messages before the first of the model.
     """
 
     messages: list[Message]
@@ -77,6 +77,10 @@ class AgentRun:
     tokens: int = 0
     seconds: float = 0.0
     errors: int = 0
+    n_given: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.n_given = len(self.messages)
 
     def request(self) -> GenerateRequest:
         """Return the request for the next message."""

@@ -6,6 +6,9 @@ A prompt that the guard blocks gets the guard's answer, and the model receives n
 message of the user are put before it. With tools, the model acts in a folder until it finishes (`evals/agent`), and the
 text of `finish` is the answer. An answer that the guard blocks is replaced.
 
+With `trace`, each answer appends a JSON line to a file: the prompt with its documents, messages and calls, what the guard
+blocked, and the answer. Answers from the cache append none.
+
 The address covers the model, the configuration and the documents, but not the code of a guard's function: give it another
 name when it changes.
 """
@@ -13,8 +16,10 @@ name when it changes.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from whorl.errors import DataError
 from whorl.evals.agent.actions import GROUPS, instructions
@@ -55,7 +60,7 @@ class SystemBackend:
         self.model, self.config = model, config
         self.name, self.max_length = config.name, model.max_length
         self._index: Bm25Index | None = None
-        settings = config.model_dump(mode="json", exclude={"name", "model", "model_name"})
+        settings = config.model_dump(mode="json", exclude={"name", "model", "model_name", "trace"})
         if config.retrieval is not None:
             documents = _documents(config)
             self._index = Bm25Index(documents)
@@ -82,6 +87,7 @@ class SystemBackend:
                 [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else list(request.prompt)
             )  # fmt: skip
             if self._blocks("prompt", messages[-1]["content"]):
+                self._trace(messages, "prompt", self._refusal())
                 on_response(number, Completion(self._refusal()))
             else:
                 runs[number] = self._run(request, messages)
@@ -118,7 +124,9 @@ class SystemBackend:
         numbers = list(runs)
 
         def receive(place: int, response: Response) -> None:
-            on_response(numbers[place], self._guarded(response))
+            run = runs[numbers[place]]
+            run.receive(response)
+            on_response(numbers[place], self._guarded(run, response))
 
         if numbers:
             self.model.respond([run.request() for run in runs.values()], receive)
@@ -144,14 +152,33 @@ class SystemBackend:
                 run.observe(batch.result(ticket))
             for number in numbers:
                 if active[number].ended:
-                    on_response(number, self._guarded(_response(active.pop(number))))
+                    run = active.pop(number)
+                    on_response(number, self._guarded(run, _response(run)))
 
     # -- guard ---------------------------------------------------------------------------------------------------------
 
-    def _guarded(self, response: Response) -> Response:
-        if isinstance(response, Completion) and self._blocks("answer", response.text):
-            return Completion(self._refusal())
-        return response
+    def _guarded(self, run: AgentRun, response: Response) -> Response:
+        """Return the response, or the guard's answer in its place."""
+        blocked = isinstance(response, Completion) and self._blocks("answer", response.text)
+        shown = Completion(self._refusal()) if blocked else response
+        text = shown.text if isinstance(shown, Completion) else None
+        self._trace(run.messages[: run.n_given], "answer" if blocked else "", text, run.steps)
+        return shown
+
+    def _trace(
+        self, messages: Sequence[Message], blocked: str, answer: str | None, steps: Sequence[object] = ()
+    ) -> None:
+        """Append a line to the file of traces."""
+        if not self.config.trace:
+            return
+        line = {
+            "prompt": [dict(m) for m in messages],
+            "steps": list(steps),
+            "blocked": blocked,
+            "answer": answer,
+        }
+        with Path(self.config.trace).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _blocks(self, side: str, text: str) -> bool:
         guard = self.config.guard

@@ -4,6 +4,7 @@ name = "support"
 model = "http://127.0.0.1:8000/v1"      # an artifact, a folder (relative to this file), or a URL
 model_name = "my-model"                 # with a URL
 system = "You answer questions of customers."
+trace = "support-trace.jsonl"           # the messages, calls and blocked texts of each answer
 
 [retrieval]
 documents = "manual.jsonl"              # records with a text
@@ -99,6 +100,9 @@ class SystemConfig(_Settings):
     retrieval: RetrievalConfig | None = None
     tools: ToolsConfig | None = None
     guard: GuardConfig | None = None
+    trace: str = Field(
+        default="", description="file of JSON lines: documents, calls and guard decisions of each answer"
+    )
 
 
 def read_system(path: Path) -> SystemConfig:
@@ -119,4 +123,6 @@ def read_system(path: Path) -> SystemConfig:
     if config.retrieval is not None:
         documents = tuple(str((path.parent / each).absolute()) for each in config.retrieval.documents)
         changes["retrieval"] = config.retrieval.model_copy(update={"documents": documents})
+    if config.trace:
+        changes["trace"] = str((path.parent / config.trace).absolute())
     return config.model_copy(update=changes)
