@@ -1,21 +1,28 @@
 """Whole generations on an engine: the bodies of `Engine.stream` and `Engine.generate`.
 
-Among equal prompts, such as the K completions of a task, one is prefilled first, and the others reuse its cached prefix.
+Among prompts with a common prefix, such as the K completions of a task, one is prefilled first, and the others reuse its
+pages (`scheduling/scheduler.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
+from whorl.engine.config import EngineConfig
 from whorl.engine.request import Delta, Generation, Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
+
+QUEUED = 4  # requests in the engine for each one that runs
 
 
 class Steps(Protocol):
     """The part of `Engine` that is used here."""
 
+    @property
+    def config(self) -> EngineConfig: ...
     @property
     def max_positions(self) -> int: ...
     def add(self, request: Request) -> None: ...
@@ -32,31 +39,21 @@ def stream(engine: Steps, requests: Sequence[Request]) -> Iterator[Delta]:
             expected="an engine without unfinished requests",
             do="read the earlier stream to its end or close it; to mix requests use add() and step()",
         )
-    first_of: dict[tuple[int, ...], str] = {}
-    for request in requests:
-        first_of.setdefault(request.ids, request.id)
-    first = set(first_of.values())
-    later = [request for request in requests if request.id not in first]
+    # Requests of one rank are added as others end, so that a step does not sort thousands of them.
+    fed = {(request.priority, request.client) for request in requests}
+    limit = QUEUED * engine.config.max_num_seqs if len(fed) == 1 else len(requests)
     running: set[str] = set()
-    prefilling = set(first)
-
-    def add(request: Request) -> None:
-        engine.add(request)
-        running.add(request.id)
-
+    rest = iter(requests)
     try:
-        for request in requests:
-            if request.id in first:
-                add(request)
-        while running or later:
-            if later and not prefilling:
-                for request in later:
-                    add(request)
-                later = []
+        while True:
+            for request in islice(rest, limit - len(running)):
+                engine.add(request)
+                running.add(request.id)
+            if not running:
+                return
             for delta in engine.step():
                 if delta.request_id not in running:
                     continue
-                prefilling.discard(delta.request_id)
                 if delta.finish_reason is not None:
                     running.discard(delta.request_id)
                 yield delta

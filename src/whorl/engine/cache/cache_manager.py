@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from whorl.engine.cache.block_pool import EVICTED, BlockPool
+from whorl.engine.prefix_hash import PageHash
 from whorl.engine.sequence import Sequence
 
 
@@ -104,6 +105,22 @@ class KVCacheManager:
         if sequence.scores is not None and not sequence.n_output:
             most = min(most, sequence.scores.first + len(sequence.scores.log_probs))
         return most // self.page_size
+
+    def pages_to_commit(self, sequence: Sequence, stop: int) -> list[PageHash]:
+        """Return the hashes of the pages that can be shared after the positions up to `stop` are computed."""
+        full = stop // self.page_size
+        if not self.enable_prefix_caching or full <= sequence.n_computed // self.page_size:
+            return []
+        if not self.cache_outputs:
+            full = min(full, sequence.n_prompt // self.page_size)
+        return sequence.compute_page_hashes(self.page_size)[sequence.n_computed // self.page_size : full]
+
+    def shares_pages(self, sequence: Sequence, pages: set[PageHash]) -> bool:
+        """Whether some of `pages` belong to the prefix that the sequence may take from the cache."""
+        if not pages or not self.enable_prefix_caching:
+            return False
+        hashes = sequence.compute_page_hashes(self.page_size)[: self.max_cached_pages(sequence)]
+        return not pages.isdisjoint(hashes)
 
     def pages_needed(self, sequence: Sequence, stop: int) -> list[int]:
         """Missing pages of each group for the positions up to `stop`."""

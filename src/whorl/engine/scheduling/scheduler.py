@@ -12,15 +12,19 @@ grows with its tokens, and a client that returns from idleness starts at the low
 When pages run out, the last sequence in this order is preempted. Its pages are freed and it is computed again later
 ("recompute"), or its pages are copied out and back ("swap"). The subtle point is progress: a sequence only preempts ones
 that come after it, so the first sequence always advances.
+
+A prefix that several waiting sequences share is computed once: a sequence does not start in a step that computes a page of
+its prompt, and finds that page in the cache one step later.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from whorl.engine.cache.cache_manager import KVCacheManager
+from whorl.engine.prefix_hash import PageHash
 from whorl.engine.scheduling.prefill_budget import PrefillBudget
 from whorl.engine.sequence import Sequence, SequenceStatus
 
@@ -77,19 +81,25 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.virtual_counters: dict[str, float] = defaultdict(float)  # of each active client
         self.n_preemptions = 0
+        self._n_of_client: Counter[str] = Counter()  # unfinished sequences
+        self._computed_pages: set[PageHash] = set()  # that this step fills
         self._slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         client = sequence.request.client
-        active = {s.request.client for s in (*self.waiting, *self.running)}
-        if client not in active:
+        if not self._n_of_client[client]:
+            active = [c for c, n in self._n_of_client.items() if n]
+            self._n_of_client = Counter({c: self._n_of_client[c] for c in active})
             self.virtual_counters = defaultdict(float, {c: self.virtual_counters[c] for c in active})
             self.virtual_counters[client] = min(self.virtual_counters.values(), default=0.0)
+        self._n_of_client[client] += 1
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence in any state; frees its pages and its slot."""
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._n_of_client[sequence.request.client] -= 1
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._free(sequence)
@@ -101,6 +111,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Return the next step; empty if nothing waits or runs."""
         out = Schedule()
+        self._computed_pages.clear()
         budget = self.max_num_batched_tokens
         queue = sorted(self.running, key=self._sort_key)
         self.running = list(queue)
@@ -150,6 +161,7 @@ class Scheduler:
                 if not self._allocate_or_preempt(sequence, sequence.n_computed + n, out):
                     return 0
         out.rows.append((sequence, n))
+        self._computed_pages.update(self.cache.pages_to_commit(sequence, sequence.n_computed + n))
         return n
 
     def _allocatable_positions(self, sequence: Sequence) -> int:
@@ -162,9 +174,14 @@ class Scheduler:
         """Start waiting sequences, as far as the budget, the slots and the pages allow."""
         if not self.waiting or budget < 1:
             return
+        n_reserved = 0  # slots
         for sequence in sorted(self.waiting, key=self._sort_key):
-            if budget < 1 or not self._slots:
+            if budget < 1 or len(self._slots) <= n_reserved:
                 return
+            if sequence.swapped is None and self.cache.shares_pages(sequence, self._computed_pages):
+                # A text to score leaves its slot after its prefill; a completion must not lose its turn.
+                n_reserved += sequence.samples
+                continue
             if sequence.swapped is not None:
                 if not self._resume_swapped(sequence):
                     return

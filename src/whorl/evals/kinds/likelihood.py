@@ -51,6 +51,10 @@ class LikelihoodOptions(BaseModel):
     )
     window: int = Field(default=0, ge=0, description="tokens of context at most; 0: that of the model")
     stride: int = Field(default=0, ge=0, description="tokens between windows; 0: half of the window")
+    score_bos: bool = Field(
+        default=False,
+        description="score a bos that the tokenizer adds, after another one, as lm-evaluation-harness",
+    )
 
 
 class TextLikelihood(Kind):
@@ -101,7 +105,11 @@ class TextLikelihood(Kind):
     def requests(self, item: Any) -> Sequence[Request]:
         """See `Kind`."""
         if self._continuation is None:
-            return [TextRequest(self.target(item), self.options.window, self.options.stride)]
+            return [
+                TextRequest(
+                    self.target(item), self.options.window, self.options.stride, self.options.score_bos
+                )
+            ]
         return [ScoreRequest(str(self.prompt(item)), self.target(item))]
 
     def score_item(self, answered: Answered) -> ItemResult:

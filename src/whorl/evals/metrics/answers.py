@@ -41,6 +41,7 @@ FORMS = {
     "tags": r"<answer>\s*([^<]*?)\s*</answer>",
     "stated": r"(?i:the answer is) ([^\n]+?)\.?[ \t]*(?:\n|\Z)",
 }
+VERBATIM = "verbatim"  # of `exact`
 _OPTION = re.compile(r"\(?([A-Z])\)?")
 
 
@@ -52,7 +53,7 @@ def exact(gold: str, text: str, *, finish: str = "stop", form: str = "bare") -> 
     Args:
         gold: the answer; what follows "####" in it, if anything does.
         finish: "length" if the limit of tokens cut the text.
-        form: the demanded form, a name of FORMS or a pattern with one group.
+        form: the demanded form, a name of FORMS, a pattern with one group, or "verbatim": equal with all white space.
 
     Raises:
         ConfigError: the form is invalid.
@@ -60,7 +61,7 @@ def exact(gold: str, text: str, *, finish: str = "stop", form: str = "bare") -> 
     """
     expected = _gold(gold)
     found = find_final_answer(text)
-    strict = any(answer == expected for answer in _demanded(form, text))
+    strict = text == gold if form == VERBATIM else any(answer == expected for answer in _demanded(form, text))
     option = re.fullmatch(r"\(([A-Z])\)", expected)
     if option:
         letter = _letter(text, found, CHOICE_LETTERS if option[1] in CHOICE_LETTERS else ascii_uppercase)

@@ -116,10 +116,13 @@ class RequestEncoder:
                 out.append(EncodedPair([self.prefix_id], alone[rest]))
         return out
 
-    def encode_document(self, text: str) -> list[int]:
-        """Return the ids of a text to score as a whole; the first one, bos or its substitute, is not scored."""
+    def encode_document(self, text: str, *, score_bos: bool = False) -> list[int]:
+        """Return the ids of a text to score as a whole; the first one, bos or its substitute, is not scored.
+
+        score_bos: put it before a bos that the tokenizer adds, too, which is scored then, as the harness does.
+        """
         ids = self.encode_texts([text])[text]
-        return ids if ids[:1] == [self.prefix_id] else [self.prefix_id, *ids]
+        return ids if ids[:1] == [self.prefix_id] and not score_bos else [self.prefix_id, *ids]
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each id alone; parts of a character are replaced."""

@@ -202,7 +202,7 @@ class EndpointBackend:
     def _score_text(self, request: TextRequest) -> Response:
         if self.encoder is None:
             return self._score_by_offset("", request.text)
-        ids = self.encoder.encode_document(request.text)
+        ids = self.encoder.encode_document(request.text, score_bos=request.score_bos)
         if len(ids) < 2:
             return Missing("the text has no ids")
         limit = (
@@ -211,7 +211,8 @@ class EndpointBackend:
         window = min(request.window or limit, limit)
         log_probs: tuple[float, ...] = ()
         greedy = True
-        for w in strided_windows(len(ids), window, request.stride or max(1, window // 2)):
+        stride = min(request.stride or max(1, window // 2), window)
+        for w in strided_windows(len(ids), window, stride):
             part = self._score_ids(ids[w.start : w.stop], w.first - w.start, 0)
             if isinstance(part, Missing):
                 return part

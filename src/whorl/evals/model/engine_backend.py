@@ -228,11 +228,12 @@ class EngineBackend:
         return [self._request(ids, score_from=n_context)], build
 
     def _text(self, request: TextRequest) -> _Prepared:
-        ids = self.encoder.encode_document(request.text)
+        ids = self.encoder.encode_document(request.text, score_bos=request.score_bos)
         if len(ids) < 2:
             return Missing("the text has no ids")
         window = min(request.window or min(self.engine.model.eval_window, self._length), self._length)
-        windows = list(strided_windows(len(ids), window, request.stride or max(1, window // 2)))
+        stride = min(request.stride or max(1, window // 2), window)
+        windows = list(strided_windows(len(ids), window, stride))
         parts = [self._request(ids[w.start : w.stop], score_from=w.first - w.start) for w in windows]
 
         def build(deltas: list[Delta]) -> Response:

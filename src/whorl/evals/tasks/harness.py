@@ -30,8 +30,9 @@ WITHOUT_EFFECT = {  # on a score
 KEYS = WITHOUT_EFFECT | {
     "dataset_path", "dataset_kwargs", "output_type", "training_split", "validation_split", "test_split", "fewshot_split",
     "doc_to_text", "doc_to_target", "doc_to_choice", "num_fewshot", "fewshot_config", "target_delimiter",
-    "fewshot_delimiter", "description", "generation_kwargs", "repeats",
+    "fewshot_delimiter", "description", "generation_kwargs", "repeats", "filter_list",
 }  # fmt: skip
+MAX_WINDOW = 1 << 30  # reduced to the model's length
 KINDS = {
     "multiple_choice": "choice",
     "loglikelihood": "likelihood",
@@ -159,9 +160,14 @@ def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[
                 f"{path}: doc_to_choice is {choices!r}", expected="an expression, or a list of texts"
             )
         fields["gold"] = _expression(target)
-        fields["options"] = {"delimiter": delimiter}
+        metrics = [entry.get("metric") for entry in content.get("metric_list") or []]
+        fields["options"] = {"delimiter": delimiter, "prior": "acc_mutual_info" in metrics}
     elif output == "loglikelihood":
-        fields["options"] = {"continuation": delimiter + _template(path, content, "doc_to_target")}
+        target = _template(path, content, "doc_to_target")
+        fields["options"] = {"continuation": target}  # the harness puts the delimiter into examples only
+        fields["example_answer"] = delimiter + target
+    elif output == "loglikelihood_rolling":  # windows of the model's length that do not overlap
+        fields["options"] = {"window": MAX_WINDOW, "stride": MAX_WINDOW, "score_bos": True}
     elif output == "generate_until":
         settings = dict(content.get("generation_kwargs") or {})
         until = settings.pop("until", fields["separator"])
@@ -180,7 +186,25 @@ def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[
             )  # fmt: skip
         fields["gold"] = _expression(target)
         fields["example_answer"] = delimiter + _template(path, content, "doc_to_target")
-        fields["options"] = {"metric": "exact"}
+        form = "bare" if _strips(path, content) else "verbatim"
+        fields["options"] = {"metric": "exact", "metric_options": {"form": form}}
+
+
+def _strips(path: Path, content: Mapping[str, Any]) -> bool:
+    """Return whether white space around an answer is removed, by the only filter that has a counterpart."""
+    filters = content.get("filter_list") or [{"filter": [{"function": "take_first"}]}]
+    names = [step.get("function") for each in filters for step in each.get("filter") or []]
+    steps = [step for each in filters for step in each.get("filter") or []]
+    if (
+        len(filters) > 1
+        or not {*names} <= {"remove_whitespace", "take_first"}
+        or any(len(s) > 1 for s in steps)
+    ):
+        raise ConfigError(
+            f"{path}: filter_list is {filters!r}", expected="one filter of remove_whitespace and take_first",
+            do="write the task as TOML, with a metric's form or a pattern (docs/evals/metrics.md)",
+        )  # fmt: skip
+    return "remove_whitespace" in names
 
 
 def _with_examples(
