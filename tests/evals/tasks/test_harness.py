@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from whorl.errors import WhorlError
+from whorl.evals.metrics import get_metric
 from whorl.evals.model.requests import GenerateRequest, ScoreRequest, TextRequest
 from whorl.evals.suites.suite import read_any_task
 from whorl.evals.tasks import EvalTask, load_task
@@ -46,7 +47,9 @@ def test_choices_follow_the_prompt_after_the_delimiter(tmp_path: Path) -> None:
     task = read(tmp_path, CHOICE | {"metadata": {"version": 2.0}})
     requests = task.kind.requests(task.items[0])
     assert requests[:2] == [ScoreRequest("Q: 0+1\nA:", " 0"), ScoreRequest("Q: 0+1\nA:", " 1")]
-    assert ScoreRequest("", " 0") in requests  # acc_mutual_info
+    assert len(requests) == 2
+    more = read(tmp_path, CHOICE | {"metric_list": [{"metric": "acc_mutual_info"}]})
+    assert ScoreRequest("", " 0") in more.kind.requests(more.items[0])
     assert (task.items[0].gold, task.config.version, task.config.metrics) == (1, "2.0", ("acc", "acc_norm"))
 
 
@@ -64,13 +67,32 @@ def test_first_examples_of_the_training_split_follow_the_description(tmp_path: P
 def test_texts_continuations_and_answers(tmp_path: Path) -> None:
     rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"}
     task = read(tmp_path, rolling | {"metric_list": [{"metric": "bits_per_byte"}]})
-    assert task.kind.requests(task.items[0]) == [TextRequest("0+1")]
+    [request] = task.kind.requests(task.items[0])  # windows of the model's length without overlap
+    assert isinstance(request, TextRequest) and request.text == "0+1" and request.score_bos
+    assert request.window == request.stride > 1e6
     last = {"output_type": "loglikelihood", "doc_to_text": "{{q}} =", "doc_to_target": "t"}
     task = read(tmp_path, last | {"metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]})
-    assert task.kind.requests(task.items[0]) == [ScoreRequest("0+1 =", " 1")]
+    assert task.kind.requests(task.items[0]) == [ScoreRequest("0+1 =", "1")]
     task = read(tmp_path, GENERATE)
     assert task.kind.requests(task.items[0]) == [GenerateRequest("0+1", 9, ("\n",))]
     assert task.items[0].gold == "1" and task.config.metrics == ("exact_strict",)
+
+
+def test_delimiter_is_part_of_examples_and_not_of_the_continuation(tmp_path: Path) -> None:
+    shots = {"num_fewshot": 1, "fewshot_config": {"sampler": "first_n"}, "training_split": "train"}
+    last = {"output_type": "loglikelihood", "doc_to_text": "{{q}} =", "doc_to_target": "t"}
+    task = read(tmp_path, last | shots)
+    assert task.kind.requests(task.items[0]) == [ScoreRequest("2+1 = 3\n\n0+1 =", "1")]
+
+
+@pytest.mark.parametrize(("filters", "right"), [([], 0.0), ([{"function": "remove_whitespace"}], 1.0)])
+def test_white_space_counts_unless_a_filter_removes_it(
+    tmp_path: Path, filters: list[Any], right: float
+) -> None:
+    steps = [{"name": "f", "filter": [*filters, {"function": "take_first"}]}]
+    options = read(tmp_path, GENERATE | {"filter_list": steps}).kind.options.metric_options
+    graded = get_metric("exact", options)("1", " 1", **options)
+    assert graded.scores["exact_strict"] == right
 
 
 @pytest.mark.parametrize(
@@ -90,7 +112,7 @@ def test_texts_continuations_and_answers(tmp_path: Path) -> None:
         ({"doc_to_text": "{{nothing}}"}, "names the field 'nothing', which no record has"),
         ({"doc_to_text": "Q:"}, "names no field of the records"),
         ({"doc_to_choice": None}, "doc_to_choice is None"),
-        ({"filter_list": []}, "the key 'filter_list'"),
+        ({"filter_list": [{"filter": [{"function": "regex"}]}]}, "filter_list is"),
     ],
 )
 def test_keys_that_change_a_score_are_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def _place_description(path: Path, content: Mapping[str, Any], fields: dict[str,
 
 def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[str, Any]) -> None:
     delimiter = str(content.get("target_delimiter", " "))
-    target = content.get("doc_to_target")
+    target, strips = content.get("doc_to_target"), _strips(path, content)
     if output == "multiple_choice":
         choices = content.get("doc_to_choice")
         if isinstance(choices, str):
@@ -186,7 +186,7 @@ def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[
             )  # fmt: skip
         fields["gold"] = _expression(target)
         fields["example_answer"] = delimiter + _template(path, content, "doc_to_target")
-        form = "bare" if _strips(path, content) else "verbatim"
+        form = "bare" if strips else "verbatim"
         fields["options"] = {"metric": "exact", "metric_options": {"form": form}}
 
 

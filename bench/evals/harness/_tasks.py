@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 CHOICES = 4
 MARKS = ("naïve café", "Grüße aus Köln", "数据模型", "Привет, мир", "😀 ok", "  two  spaces", "tab\there")

