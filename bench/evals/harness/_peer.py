@@ -24,7 +24,7 @@ def open_model(side: str, arguments: dict[str, Any]) -> Any:
     """Return the harness's model."""
     if side == "whorl":
         return (
-            importlib.import_module("whorl.evals.model.harness_adapter")
+            importlib.import_module("whorl.evals.interchange.harness")
             .adapter_class()
             .create_from_arg_obj(arguments)
         )

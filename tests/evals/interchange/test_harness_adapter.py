@@ -14,8 +14,8 @@ from tests.support.evals.backend import FakeBackend
 from tests.support.evals.hf_folders import make_folder, sentences
 
 from whorl.errors import ConfigError, DataError
+from whorl.evals.interchange.harness import HarnessAdapter, adapt, register
 from whorl.evals.model.engine_backend import EngineBackend
-from whorl.evals.model.harness_adapter import HarnessAdapter, adapt, register
 from whorl.evals.model.requests import (
     Completion,
     GenerateRequest,

@@ -1,6 +1,6 @@
 """Our models under lm-evaluation-harness 0.4: it makes the requests and the figures, a back end answers.
 
-    python -m whorl.evals.model.harness_adapter run --model whorl --model_args pretrained=NAME --tasks hellaswag
+    python -m whorl.evals.interchange.harness run --model whorl --model_args pretrained=NAME --tasks hellaswag
 
     lm = adapt(EngineBackend.open("quickstart/pretrain"))             in Python
     lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])
@@ -114,7 +114,7 @@ class HarnessAdapter:
             "auto",
             1,
             "1",
-        ):  # the harness's default; the engine batches by itself
+        ):  # the harness's default, too small for the engine
             del options["batch_size"]
         elif "batch_size" in options:
             options["batch_size"] = int(options["batch_size"])

@@ -1,0 +1,1 @@
+"""Our models under the evaluators of other projects."""
