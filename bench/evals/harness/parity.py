@@ -11,7 +11,7 @@ Four sides: the harness with its `hf` model; `whorl eval`'s runner on the same Y
 harness with `local-completions` against `whorl serve` (without whole texts: its windows are one id shorter).
 
 Bars: all ids equal; every log-likelihood within 1e-4 per token, and the largest difference of all within 5e-4; the same
-choice wherever the best two differ by more than that; equal figures and standard errors. A perplexity's standard error is a
+choice if the best two differ by more than that; equal figures and standard errors. A perplexity's standard error is a
 bootstrap in the harness, so it is not compared. Generated texts are compared without white space at their ends: the harness
 decodes new tokens alone, which loses the first space of a SentencePiece tokenizer.
 
@@ -127,7 +127,7 @@ def run_harness(
     names: tuple[str, ...],
     bootstrap: int = 100,
 ) -> Side:
-    """Return the answers of the harness, in a process of its own."""
+    """Return the answers of the harness, in another process."""
     job = {
         "side": side,
         "arguments": arguments,

@@ -33,9 +33,8 @@ class ScoreRequest:
 class TextRequest:
     """Score a whole text in windows: each token once, with at least `window - stride` tokens of context where there are.
 
-    window: 0 takes the model's evaluation window; what exceeds the model's length is reduced to it. stride: 0 takes half of
-    the window, and at most the window is used. score_bos: score a bos that the tokenizer adds, after another one, as
-    lm-evaluation-harness does.
+    window: 0 takes the model's evaluation window, and a larger one than the model reads is reduced. stride: 0 takes half of
+    the window. score_bos: score a bos that the tokenizer adds, after another one, as lm-evaluation-harness does.
     """
 
     text: str
