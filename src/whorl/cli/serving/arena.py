@@ -51,7 +51,7 @@ ByVoter = Annotated[
 ]
 Draws = Annotated[int, typer.Option(min=0, help="Draws of the bootstrap; 0 leaves it out.")]
 DEFAULT_LOG = Path("arena.sqlite")
-MIN_VOTERS = 20  # clusters below which the covariance of clusters is unreliable
+DRAWS = 1000
 
 
 def _configs() -> Configs:
@@ -161,12 +161,12 @@ def judge(
         print(
             f"{done.votes:,} votes, {done.no_verdict:,} battles without a verdict, {done.missing:,} without an answer"
         )
-        if found := arena.standings():
+        if found := arena.standings(DRAWS):
             _print(found)
 
 
 def table(
-    votes: VotesArgument = DEFAULT_LOG, length: Length = False, by_voter: ByVoter = None, draws: Draws = 1000
+    votes: VotesArgument = DEFAULT_LOG, length: Length = False, by_voter: ByVoter = None, draws: Draws = DRAWS
 ) -> None:
     """Print the ratings of votes: a log, or records with the fields of Chatbot Arena.
 
@@ -187,7 +187,7 @@ def page(
     out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path("arena.html"),
     length: Length = False,
     by_voter: ByVoter = None,
-    draws: Draws = 1000,
+    draws: Draws = DRAWS,
 ) -> None:
     """Write the ratings as a static page: intervals, ranks, all meetings, first place.
 
@@ -252,9 +252,8 @@ def _standings(
     if not votes:
         raise DataError(f"{path} has no votes", expected="at least one", do="whorl arena serve MODEL MODEL")
     names = sorted({name for vote in votes for name in (vote.left, vote.right)})
-    clusters = len({v.voter for v in votes if v.voter}) >= MIN_VOTERS if by_voter is None else by_voter
     return (
-        standings(votes, names, length=length, by_voter=clusters, draws=draws),
+        standings(votes, names, length=length, by_voter=by_voter, draws=draws),
         repeated,
         load_missing(path),
     )

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -105,7 +104,7 @@ class ModelArena:
         self._rng, self._rng_lock = rng, threading.Lock()
         self._sampling: Sampling = sampling
         self._floor = floor
-        self._cached: tuple[int, Standings | None] = (-1, None)
+        self._cached: tuple[tuple[int, int], Standings | None] = ((-1, 0), None)
         self._cached_votes: tuple[int, list[Vote]] = (-1, [])
         self._drawn(read_votes([], self.names))  # checks the sampling
 
@@ -157,16 +156,16 @@ class ModelArena:
         points = [tuple(values.get(name, CENTER) for name in sides) for values in (old, new)]
         return VoteOutcome(*sides, counted, *points)  # type: ignore[arg-type]
 
-    def standings(self, **options: Any) -> Standings | None:
-        """Return the standings of all votes, or None without votes. options: of `standings`. Kept until the next vote."""
-        n = self.log.n_votes()
-        if not n:
+    def standings(self, draws: int = 0) -> Standings | None:
+        """Return the standings of all votes, or None without votes. They are kept until the next vote.
+
+        draws: of the bootstrap; 0 leaves it out.
+        """
+        key = (self.log.n_votes(), draws)
+        if not key[0]:
             return None
-        if options or self._cached[0] != n:
-            found = standings(self._votes(), self.names, **options)
-            if options:
-                return found
-            self._cached = (n, found)
+        if self._cached[0] != key:
+            self._cached = (key, standings(self._votes(), self.names, draws=draws))
         return self._cached[1]
 
     def _votes(self) -> list[Vote]:

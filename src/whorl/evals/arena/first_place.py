@@ -73,7 +73,7 @@ def _votes_to_overtake(
     battles: Battles, leader: int, challenger: int, limit: int, change: Change
 ) -> int | None:
     """Return the votes after which the challenger is at least level, or None if more than `limit` are needed."""
-    counts, used, portion = battles.count.copy(), 0, 0
+    counts, used = battles.count.copy(), 0
     tied_allowed = 1e-9
     while True:
         ratings = _ratings(battles, counts)
@@ -81,13 +81,13 @@ def _votes_to_overtake(
         if lead <= tied_allowed:
             return used
         effect = _influence(battles, counts, ratings, leader, challenger, change)
-        row = int(np.argmax(np.where(counts > 0, effect, -np.inf)))
-        if counts[row] <= 0 or effect[row] <= 0:
+        rows = np.argsort(-effect, kind="stable")
+        rows = rows[(counts[rows] > 0) & (effect[rows] > 0)]
+        if not len(rows):
             return None
-        needed = lead / effect[row]
-        portion = int(max(1, min(needed / PORTIONS, counts[row])))
+        portion = _votes_for(lead / PORTIONS, effect[rows], counts[rows])
         while True:
-            tried = _changed(battles, counts, row, portion, change)
+            tried = _changed(counts, rows, portion, change)
             after = _ratings(battles, tried)
             if portion == 1 or after[leader] - after[challenger] > tied_allowed:
                 break
@@ -119,14 +119,26 @@ def _influence(
     return np.asarray(toward * w * (battles.score - p) / (1 - np.minimum(leverage, 0.99)))
 
 
+def _votes_for(lead: float, effect: NDArray[np.float64], counts: NDArray[np.float64]) -> int:
+    """Return the number of votes, in the order of the rows, whose influences add up to at most `lead`; at least 1."""
+    total = np.cumsum(effect * counts)
+    whole = int(np.searchsorted(total, lead, side="right"))
+    n = counts[:whole].sum()
+    if whole < len(counts):
+        n += (lead - (total[whole - 1] if whole else 0.0)) // effect[whole]
+    return max(1, int(n))
+
+
 def _changed(
-    battles: Battles, counts: NDArray[np.float64], row: int, n: int, change: Change
+    counts: NDArray[np.float64], rows: NDArray[np.intp], n: int, change: Change
 ) -> NDArray[np.float64]:
+    """Return the counts without the first n votes of `rows`, or with these votes reversed."""
+    before = np.cumsum(counts[rows]) - counts[rows]
+    taken = np.clip(n - before, 0.0, counts[rows])
     found = counts.copy()
-    found[row] -= n
+    found[rows] -= taken
     if change == "reverse":  # rows and their reversals are in two halves
-        half = len(counts) // 2
-        found[(row + half) % len(counts)] += n
+        np.add.at(found, (rows + len(counts) // 2) % len(counts), taken)
     return found
 
 

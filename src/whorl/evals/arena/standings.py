@@ -32,6 +32,7 @@ from whorl.evals.statistics.multiplicity import holm
 PRIOR = 1.0  # penalty of provisional ratings
 DRAWS = 1000
 LEVEL = 0.95
+MIN_VOTERS = 20  # clusters, below which their covariance is unreliable
 
 _Tallies = dict[tuple[str, str], tuple[int, int, int, int]]  # (a, b) -> wins, losses, ties, both bad of a
 
@@ -118,7 +119,7 @@ def standings(
     models: Sequence[str],
     *,
     length: bool = False,
-    by_voter: bool = False,
+    by_voter: bool | None = None,
     level: float = LEVEL,
     draws: int = DRAWS,
     seed: int = 0,
@@ -127,14 +128,16 @@ def standings(
 
     Args:
         length: ratings at equal length; the effect of length is estimated with them.
-        by_voter: votes of one voter are correlated.
+        by_voter: votes of one voter are correlated; None: if there are `MIN_VOTERS` voters or more.
         draws: of the bootstrap; 0 leaves it out.
 
     Raises:
         DataError: as `read_votes`; there are fewer than two models, or no votes.
     """
-    battles = read_votes(votes, models, length=length, by_voter=by_voter)
-    used = [v for v in votes if v.left in battles.models and v.right in battles.models]
+    used = [v for v in votes if v.left in models and v.right in models]
+    if by_voter is None:
+        by_voter = len({v.voter for v in used if v.voter}) >= MIN_VOTERS
+    battles = read_votes(used, models, length=length, by_voter=by_voter)
     apart = unrated(battles)
     provisional = ""
     ratings, quantile = _fit(battles, bool(apart), level)
