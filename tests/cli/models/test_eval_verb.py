@@ -10,9 +10,11 @@ from tests.support.cli import refuse, succeed
 from tests.support.evals.fake_endpoint import FakeEndpoint
 from tests.support.tiny import make_byte_tokenizer, make_decoder
 
+from whorl.corpus.documents import Document
 from whorl.evals.results_io import load_results
 from whorl.models import save_model
 from whorl.store import Store
+from whorl.tokens.shards import write_shards
 
 QUIZ = """
 name = "quiz"
@@ -114,3 +116,28 @@ def test_eval_with_a_judge_at_an_endpoint(home: Path) -> None:
     )
     assert load_results(home / "judged")[0].measure("win_rate").value == 0.5
     assert "position_bias" in (home / "judged" / "page.html").read_text()
+
+
+def test_contamination_is_searched_in_the_tokens_of_the_lineage(home: Path) -> None:
+    store, tokenizer = Store(home / ".whorl"), make_byte_tokenizer()
+    records = [{"q": " ".join(f"{w}{k}" for w in "abcdefghij"), "c": ["yes", "no"], "a": 0} for k in range(9)]
+    (home / "long.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    text = f"Before. {records[4]['q'].upper()}! {records[7]['q']} after."
+    with store.build(kind="tokenizer", name="run/tok", parents={}, config={}, version=1) as build:
+        tokenizer.save(build.path)
+    parents = {"tokenizer": store.open("run/tok")}
+    with store.build(kind="tokens", name="run/tokens", parents=parents, config={}, version=1) as build:
+        write_shards(
+            [Document("d", "s", "leak.txt", None, 0, text, len(text), None)], tokenizer, build.path, "train"
+        )
+    parents["tokens"] = store.open("run/tokens")
+    with store.build(kind="model", name="run/trained", parents=parents, config={}, version=1) as build:
+        save_model(make_decoder(3, n_layers=1, n_heads=1, head_dim=32), build.path)
+        tokenizer.save(build.path)
+    words = ("--task", "quiz.toml", "--data", "long.jsonl", "--contamination", "--out", "lineage")
+    done = succeed(home, "eval", "run/trained", *words)
+    assert "acc clean" in done.output and "2 of 9 items were found in the training tokens" in done.output
+    found = {i.item: i.details.get("contamination") for i in load_results(home / "lineage")[0].items}
+    assert {name for name, place in found.items() if place} == {"5", "8"}
+    assert found["5"] == {"place": "run/tokens: leak.txt", "score": 1.0}
+    assert "has no training tokens among its ancestors" in refuse(home, "eval", "run/first", *words)

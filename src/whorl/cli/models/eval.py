@@ -69,6 +69,9 @@ def eval(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of results and page.")] = Path(
         "evaluation"
     ),
+    contamination: Annotated[
+        bool, typer.Option("--contamination", help="Search the items in the model's training tokens.")
+    ] = False,
     all_metrics: Annotated[bool, typer.Option("--all", help="Print all metrics of each task.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the ready tasks and suites.")] = False,
     store: StoreOption = None,
@@ -119,7 +122,10 @@ def eval(
             if not tasks:
                 tasks = load_tasks(suite, task, data, train, limit=limit, seed=seed, documents=documents)
             folders.append(out / label if against else out)
-            found.append(evaluate_model(ref, options, tasks, cache_path, folders[-1], (judge, judge_options)))
+            found.append(
+                evaluate_model(ref, options, tasks, cache_path, folders[-1], (judge, judge_options),
+                               contamination=contamination)
+            )  # fmt: skip
         labels.append(found[-1][0].model if found[-1] else ref)
         if against:
             print(f"{label.upper()}: {labels[-1]}")

@@ -6,6 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from whorl.errors import ConfigError
+from whorl.evals.contamination import (
+    ContaminatedItems,
+    find_contaminated,
+    training_text,
+    with_contamination,
+)
 from whorl.evals.model.metered_backend import MeteredBackend
 from whorl.evals.model.open_model import ModelOptions, is_url, open_backend
 from whorl.evals.model.response_cache import CachedBackend, ResponseCache
@@ -15,6 +21,7 @@ from whorl.evals.runner import evaluate
 from whorl.evals.suites import SuiteInputs, TaskSources, load_suite
 from whorl.evals.suites import load_tasks as named_tasks
 from whorl.evals.tasks import EvalTask
+from whorl.store import Store
 from whorl.tracking.progress import Progress
 
 
@@ -56,8 +63,14 @@ def evaluate_model(
     cache: Path,
     out: Path,
     judge: tuple[str, ModelOptions],
+    *,
+    contamination: bool = False,
 ) -> list[TaskResult]:
-    """Return the results of one model, and write them after each task."""
+    """Return the results of one model, and write them after each task.
+
+    contamination: search the items in the training tokens of the model's lineage.
+    """
+    found = _search(ref, options, tasks) if contamination else {}
     with ResponseCache(cache) as responses:
         metered = MeteredBackend(open_backend(ref, options), local=not is_url(ref))
         backend = CachedBackend(metered, responses)
@@ -66,7 +79,17 @@ def evaluate_model(
         earlier = load_cost(out, backend.address)  # of a run whose responses are used again
 
         def save(result: TaskResult) -> None:
+            if result.task in found:
+                task = next(each for each in tasks if each.config.name == result.task)
+                result = with_contamination(task, result, found[result.task])
             done.append(result)
             save_results(out, done, {"cost": metered.cost() or earlier})
 
-        return evaluate(backend, tasks, roles=roles, progress=Progress(), on_result=save)
+        evaluate(backend, tasks, roles=roles, progress=Progress(), on_result=save)
+        return done
+
+
+def _search(ref: str, options: ModelOptions, tasks: Sequence[EvalTask]) -> dict[str, ContaminatedItems]:
+    text = training_text(ref, Store(options.store))
+    with Progress().task("Searching training tokens", total=text.n_documents, unit="documents") as bar:
+        return find_contaminated(tasks, text.documents(), advance=bar.advance)

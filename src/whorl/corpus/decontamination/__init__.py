@@ -7,7 +7,7 @@ from whorl.corpus.decontamination.attributes import (
     write_contamination,
 )
 from whorl.corpus.decontamination.items import ItemIndex, TestItem, read_test_set
-from whorl.corpus.decontamination.match import Contamination, find_contamination, score_hits
+from whorl.corpus.decontamination.match import Contamination, find_contamination, find_items, score_hits
 from whorl.corpus.decontamination.words import hash_words, split_words
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ItemIndex",
     "TestItem",
     "find_contamination",
+    "find_items",
     "fingerprint_items",
     "hash_words",
     "read_items",

@@ -16,7 +16,7 @@ follows PaLM (Chowdhery et al. 2022, section 8).
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,12 +141,57 @@ class _GramFinder:
         return hits[first]
 
 
+def find_items(
+    texts: Iterable[str],
+    index: ItemIndex,
+    *,
+    min_score: float = 0.5,
+    advance: Callable[[int], Any] = lambda n: None,
+) -> dict[int, Contamination]:
+    """Return item -> its best match, for the items that some text holds; `row` is the number of the text.
+
+    Args:
+        min_score: the least score of a match, 0 to 1.
+        advance: called with the number of texts of each block that is done.
+    """
+    finder = _GramFinder(np.stack([index.lengths.astype(np.uint64), index.hashes]))
+    hits, begin = [np.empty((0, 3), np.int64)], 0
+    for batch in _batches(texts):
+        for first, block in _blocks(batch):
+            found = finder.find(block)
+            found[:, 0] += begin + first
+            hits.append(found)
+        begin += len(batch)
+        advance(len(batch))
+    return _best(np.concatenate(hits), index, min_score, lambda match: match.item)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield lists of texts with about BLOCK_CHARACTERS."""
+    batch, size = list[str](), 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BLOCK_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
 def score_hits(hits: NDArray[np.int64], index: ItemIndex, min_score: float) -> list[Contamination]:
     """Return the best match of each row whose score reaches `min_score`.
 
     Args:
         hits: [n_hits, 3] row, n-gram, first word; each n-gram at most once per row.
     """
+    return list(_best(hits, index, min_score, lambda match: match.row).values())
+
+
+def _best(
+    hits: NDArray[np.int64], index: ItemIndex, min_score: float, key: Callable[[Contamination], int]
+) -> dict[int, Contamination]:
+    """Return the match with the highest score for each key, of equal ones the first."""
     n_items = np.diff(index.gram_first)
     n_documents = np.maximum(np.bincount(hits[:, 1], minlength=len(n_items)), 1)
     weights = 1 / (n_items * n_documents)  # [n_grams]
@@ -168,7 +213,7 @@ def score_hits(hits: NDArray[np.int64], index: ItemIndex, min_score: float) -> l
         match = Contamination(
             int(rows[i]), int(items[i]), int(begin[i]), int(end[i]), float(min(scores[i], 1.0))
         )
-        best = out.get(match.row)
+        best = out.get(key(match))
         if best is None or match.score > best.score:
-            out[match.row] = match
-    return list(out.values())
+            out[key(match)] = match
+    return out

@@ -19,7 +19,7 @@ def held_out_documents(store: Store, ref: str, split: str = "test") -> list[tupl
     Raises:
         StoreError: no such artifact. ConfigError: it has no corpus.
     """
-    for artifact in _ancestors(store, store.open(ref)):
+    for artifact in ancestors(store, store.open(ref)):
         documents = (
             store.find(artifact.parents.get("documents", "")) if artifact.kind == "selection" else None
         )
@@ -40,7 +40,7 @@ def named_texts(documents: Iterable[Document]) -> list[tuple[str, str]]:
     return [(d.path if counts[d.path] == 1 else f"{d.path}#{d.offset}", d.text) for d in found]
 
 
-def _ancestors(store: Store, artifact: Artifact) -> Iterator[Artifact]:
+def ancestors(store: Store, artifact: Artifact) -> Iterator[Artifact]:
     """Yield the artifact and its ancestors, the nearest first."""
     queue, seen = [artifact], {artifact.address}
     while queue:
