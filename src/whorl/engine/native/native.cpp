@@ -82,7 +82,8 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         larger(y, layer.out.k);
         larger(hidden, layer.down.k);
         larger(room, attention_room(layer.heads, most * group));
-        larger(room, few_attention_room(layer.heads));
+        const int together = heads_together(layer.heads, int64_t(step.pieces.size()), threads, split);
+        larger(room, together * few_attention_room(layer.heads));
         if (attends_by_tiles(layer.heads, layer.qkv)) larger(room, tile_attention_room(layer.heads, most * group));
         branch |= layer.mixer_after.kind || layer.mlp_after.kind;
         input = step.input.reserve(layer.qkv, n);
@@ -98,7 +99,7 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         model, batch, input, second, between, chosen, step.pieces.data(), int64_t(step.pieces.size()), split,
         floats(step.x, n * d), floats(step.normed, threads * normed), floats(step.qkv, n * qkv), floats(step.y, n * y),
         floats(step.hidden, n * hidden), branch ? floats(step.branch, n * d) : nullptr,
-        floats(step.attention, threads * room), d, normed, 0, room, step.seconds,
+        floats(step.attention, threads * room), d, normed, 0, room, threads, step.seconds,
     };
     step.pool.together(threads, size_t(10 * model.n_layers + 4), [one, logits](Team& team) {
         Run<T> mine = one;

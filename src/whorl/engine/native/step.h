@@ -25,6 +25,8 @@
 // Parts of the time of a step, by `whorl_profile`; in Python: layout.PARTS.
 enum Part : int32_t { EMBED, QKV, ATTEND, OUT, UP, DOWN, NORMS, HEAD, N_PARTS };
 
+constexpr int TASKS_PER_THREAD = 8;  // of attention, at least
+
 struct Piece {
     int32_t row;
     int32_t from, to;  // range of the row's tokens in this batch
@@ -38,6 +40,13 @@ struct Step {
     Pool pool;           // last member: its threads end before the data that they read
 };
 
+// Key heads of a task of attention: as many as leave enough tasks, since the heads of a page are adjacent in memory.
+INLINE int heads_together(const Heads& h, int64_t n_pieces, int threads, bool split) {
+    if (split || threads < 2) return split ? 1 : h.n_kv_heads;
+    const int64_t parts = (TASKS_PER_THREAD * threads + n_pieces - 1) / n_pieces;
+    return parts >= h.n_kv_heads ? 1 : int((h.n_kv_heads + parts - 1) / parts);
+}
+
 template <class T>
 struct Run {
     const Model& model;  // owned by the caller, as long as the pool
@@ -49,6 +58,7 @@ struct Run {
     bool split;  // some row has several chunks
     float *x, *normed, *qkv, *y, *hidden, *branch, *attention;
     int64_t d, normed_room, qkv_width, attention_floats;
+    int threads;
     double* seconds;
     std::chrono::steady_clock::time_point since{};
 
@@ -125,14 +135,18 @@ struct Run {
         }
     }
 
-    void attend_piece(const Layer& layer, const LayerCache& kept, const Piece& piece, int64_t kv, float* room) {
+    // Attention of key heads [kv, kv + n_kv).
+    void attend_piece(const Layer& layer, const LayerCache& kept, const Piece& piece, int64_t kv, int n_kv, float* room) {
         const Heads& h = layer.heads;
         const int64_t hd = h.head_dim, group = h.n_heads / h.n_kv_heads, width = h.n_heads * hd;
         const int64_t start = batch.starts[piece.row], tokens = batch.starts[piece.row + 1] - start;
         const int64_t t = start + piece.from, n = piece.to - piece.from;
+        const int64_t position = batch.lengths[piece.row] - tokens + piece.from;
+        const int32_t* pages = kept.pages + piece.row * kept.pages_stride;
+        const float* queries = qkv + t * qkv_width;
         const auto run = [&](auto&& by) {
-            by(h, cache_of(kept), kept.pages + piece.row * kept.pages_stride, kv, batch.lengths[piece.row] - tokens + piece.from, n,
-               qkv + t * qkv_width + kv * group * hd, qkv_width, y + t * width + kv * group * hd, width, room);
+            for (int64_t k = kv, at = kv * group * hd; k < kv + n_kv; k++, at += group * hd)
+                by(h, cache_of(kept), pages, k, position, n, queries + at, qkv_width, y + t * width + at, width, room);
         };
         if constexpr (sizeof(T) < 4) {
             const bool by_tiles = attends_by_tiles(h, layer.qkv) && n * group >= MIN_TILE_QUERIES;
@@ -144,8 +158,9 @@ struct Run {
             if (by_tiles && layer.qkv.method == VECTORS) return run(attend_by_tiles<PairVectors, T>);
 #endif
         }
-        if (n * group <= FEW && attends_in_place(h)) return run(attend_few<T>);
-        run(attend<T>);
+        if (n * group > FEW || !attends_in_place(h)) return run(attend<T>);
+        const int64_t at = kv * group * hd;
+        attend_few<T>(h, cache_of(kept), pages, kv, n_kv, position, n, queries + at, qkv_width, y + t * width + at, width, room);
     }
 
     void operator()(Team& team, float* logits) {
@@ -180,12 +195,22 @@ struct Run {
             product(team, layer.qkv, input.rows(layer.qkv), n, {PUT, qkv, qkv_width});
             count(team, QKV);
             float* room = attention + team.id * attention_floats;
-            const int64_t tasks = n_pieces * h.n_kv_heads;
-            const auto piece = [&](int64_t task) -> const Piece& { return pieces[task / h.n_kv_heads]; };
-            if (split) team.share(tasks, [&](int64_t i) { turn_piece(layer, kept, piece(i), i % h.n_kv_heads); });
-            team.share(tasks, [&](int64_t i) {
-                if (!split) turn_piece(layer, kept, piece(i), i % h.n_kv_heads);
-                attend_piece(layer, kept, piece(i), i % h.n_kv_heads, room);
+            const int together = heads_together(h, n_pieces, threads, split);
+            const int64_t parts = (h.n_kv_heads + together - 1) / together;
+            // work(piece, key head, number of heads) for each piece and some heads.
+            const auto share_heads = [&](auto work) {
+                team.share(n_pieces * parts, [&](int64_t i) {
+                    const int64_t kv = i % parts * together, left = h.n_kv_heads - kv;
+                    work(pieces[i / parts], kv, int(left < together ? left : together));
+                });
+            };
+            const auto turn_heads = [&](const Piece& piece, int64_t kv, int n_kv) {
+                for (int64_t k = kv; k < kv + n_kv; k++) turn_piece(layer, kept, piece, k);
+            };
+            if (split) share_heads(turn_heads);
+            share_heads([&](const Piece& piece, int64_t kv, int n_kv) {
+                if (!split) turn_heads(piece, kv, n_kv);
+                attend_piece(layer, kept, piece, kv, n_kv, room);
             });
             count(team, ATTEND);
             team.share_rows(n, [&](int64_t t) { ready_row(layer.out, between.rows(layer.out), t, y + t * layer.out.k); });
