@@ -42,6 +42,26 @@ def test_native_step_matches_forward_for_shapes(shape: str, page_size: int, thre
     assert texts.compare(NativeStep(model, page_size, threads=threads), most=60) < 1e-4
 
 
+@pytest.mark.parametrize("wanted", [[], [99], [1, 0, 5], [*range(30, 60), 103]])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_wanted_positions_do_not_depend_on_the_others(shape: str, wanted: list[int]) -> None:
+    """The last layer computes the wanted positions only; its keys and values are those of all positions."""
+    model = llama(**SHAPES[shape])
+    texts, step = Texts(model, 16, [4, 70, 30]), NativeStep(model, 16, threads=1 + len(wanted) % 2)
+    layers, group_of = texts.runner.layers, texts.runner.group_of
+    batch = texts.batch_of([0, 1, 2], [slice(0, 4), slice(0, 70), slice(0, 30)])
+    everything = step.run(batch, layers, group_of).log_softmax(-1)
+    kept = [t.clone() for layer in layers for t in layer.tensors]
+    for layer in layers:
+        for t in layer.tensors:
+            t.fill_(float("nan"))
+    some = InputBatch(**{**vars(batch), "logit_indices": torch.tensor(wanted, dtype=torch.long)})
+    found = step.run(some, layers, group_of).log_softmax(-1)
+    torch.testing.assert_close(found, everything[wanted], rtol=0, atol=2e-5)
+    for t, before in zip((t for layer in layers for t in layer.tensors), kept, strict=True):
+        torch.testing.assert_close(t, before, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize("d_model", [65, 128])
 def test_native_step_error_by_weight_dtype(kind: str, d_model: int) -> None:

@@ -56,6 +56,23 @@ static int32_t check(const Model& model, const Batch& batch) {
     return FINE;
 }
 
+// The wanted positions as pieces of at most `most`.
+static void find_last_pieces(const Batch& batch, int64_t most, std::vector<Piece>& pieces) {
+    pieces.clear();
+    int64_t row = 0;
+    for (int64_t i = 0; i < batch.wanted; i++) {
+        const int64_t t = batch.which[i];
+        if (t < batch.starts[row]) row = 0;
+        while (t >= batch.starts[row + 1]) row++;
+        const int32_t at = int32_t(t - batch.starts[row]);
+        Piece* before = pieces.empty() ? nullptr : &pieces.back();
+        if (before && before->row == row && before->to == at && at - before->from < most)
+            before->to++;
+        else
+            pieces.push_back({int32_t(row), at, at + 1});
+    }
+}
+
 template <class T>
 static void run(const Model& model, const Batch& batch, Step& step, float* logits, int threads) {
     const int64_t d = model.d_model, n = batch.n, m = batch.wanted;
@@ -74,6 +91,8 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         for (int64_t from = 0; from < tokens; from += most)
             step.pieces.push_back({int32_t(row), int32_t(from), int32_t(from + most < tokens ? from + most : tokens)});
     }
+    const bool shortens = !batch.hidden && m < n && !model.parallel;
+    if (shortens) find_last_pieces(batch, most, step.last_pieces);
     for (int64_t l = 0; l < model.n_layers; l++) {
         const Layer& layer = model.layers[l];
         const int64_t group = layer.heads.n_heads / layer.heads.n_kv_heads;
@@ -82,8 +101,8 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         larger(y, layer.out.k);
         larger(hidden, layer.down.k);
         larger(room, attention_room(layer.heads, most * group));
-        const int together = heads_together(layer.heads, int64_t(step.pieces.size()), threads, split);
-        larger(room, together * few_attention_room(layer.heads));
+        for (const auto* pieces : {&step.pieces, &step.last_pieces})
+            larger(room, heads_together(layer.heads, int64_t(pieces->size()), threads, split) * few_attention_room(layer.heads));
         if (attends_by_tiles(layer.heads, layer.qkv)) larger(room, tile_attention_room(layer.heads, most * group));
         branch |= layer.mixer_after.kind || layer.mlp_after.kind;
         input = step.input.reserve(layer.qkv, n);
@@ -96,10 +115,11 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
     normed = round_up(normed, 1024);
     const auto floats = [](Room& from, int64_t count) { return (float*)from.at_least(size_t(4 * count)); };
     const Run<T> one{
-        model, batch, input, second, between, chosen, step.pieces.data(), int64_t(step.pieces.size()), split,
+        model, batch, input, second, between, chosen, step.pieces.data(), step.last_pieces.data(),
+        int64_t(step.pieces.size()), int64_t(step.last_pieces.size()), split,
         floats(step.x, n * d), floats(step.normed, threads * normed), floats(step.qkv, n * qkv), floats(step.y, n * y),
         floats(step.hidden, n * hidden), branch ? floats(step.branch, n * d) : nullptr,
-        floats(step.attention, threads * room), d, normed, 0, room, threads, step.seconds,
+        floats(step.attention, threads * room), shortens ? floats(step.last, (m + 1) * d) : nullptr, d, normed, 0, room, threads, step.seconds,
     };
     step.pool.together(threads, size_t(10 * model.n_layers + 4), [one, logits](Team& team) {
         Run<T> mine = one;

@@ -16,6 +16,9 @@
 //     ready(a)                               rows
 //     x += W a                               blocks
 //     h = ready(norm(x)) of the next layer   rows
+//
+// The last layer computes keys and values of all positions, and everything after them only for those whose logits are wanted:
+// for prompts the last position, or none in the first chunks of a long one.
 #pragma once
 
 #include "model.h"
@@ -34,15 +37,15 @@ struct Piece {
 
 struct Step {
     double* seconds = nullptr;  // [N_PARTS], of the calling thread; null: not measured
-    Room x, normed, qkv, y, hidden, branch, attention;
+    Room x, normed, qkv, y, hidden, branch, attention, last;
     ReadyRoom input, second, between, chosen;
-    std::vector<Piece> pieces;
+    std::vector<Piece> pieces, last_pieces;
     Pool pool;           // last member: its threads end before the data that they read
 };
 
 // Key heads of a task of attention: as many as leave enough tasks, since the heads of a page are adjacent in memory.
 INLINE int heads_together(const Heads& h, int64_t n_pieces, int threads, bool split) {
-    if (split || threads < 2) return split ? 1 : h.n_kv_heads;
+    if (split || threads < 2 || !n_pieces) return split ? 1 : h.n_kv_heads;
     const int64_t parts = (TASKS_PER_THREAD * threads + n_pieces - 1) / n_pieces;
     return parts >= h.n_kv_heads ? 1 : int((h.n_kv_heads + parts - 1) / parts);
 }
@@ -53,10 +56,11 @@ struct Run {
     Batch batch;         // a copy
     // Copies: a helper thread that arrives late may still read them.
     Ready input, second, between, chosen;
-    const Piece* pieces;
-    int64_t n_pieces;
+    const Piece *pieces, *last_pieces;  // last: of the wanted positions
+    int64_t n_pieces, n_last_pieces;
     bool split;  // some row has several chunks
     float *x, *normed, *qkv, *y, *hidden, *branch, *attention;
+    float* last;  // [W][d_model], the residual stream of the wanted positions; null if the last layer computes all
     int64_t d, normed_room, qkv_width, attention_floats;
     int threads;
     double* seconds;
@@ -164,7 +168,7 @@ struct Run {
     }
 
     void operator()(Team& team, float* logits) {
-        const int64_t n = batch.n;
+        int64_t n = batch.n;
         const Layer* layers = model.layers;
         // Prepare the rows for the products that read a layer's first norm.
         const auto ready_layer = [&](const Layer& layer, int64_t t) {
@@ -195,25 +199,35 @@ struct Run {
             product(team, layer.qkv, input.rows(layer.qkv), n, {PUT, qkv, qkv_width});
             count(team, QKV);
             float* room = attention + team.id * attention_floats;
-            const int together = heads_together(h, n_pieces, threads, split);
-            const int64_t parts = (h.n_kv_heads + together - 1) / together;
+            const bool shortened = last && l + 1 == model.n_layers;
             // work(piece, key head, number of heads) for each piece and some heads.
-            const auto share_heads = [&](auto work) {
-                team.share(n_pieces * parts, [&](int64_t i) {
+            const auto share_heads = [&](const Piece* of, int64_t count, auto work) {
+                const int together = heads_together(h, count, threads, split);
+                const int64_t parts = (h.n_kv_heads + together - 1) / together;
+                team.share(count * parts, [&](int64_t i) {
                     const int64_t kv = i % parts * together, left = h.n_kv_heads - kv;
-                    work(pieces[i / parts], kv, int(left < together ? left : together));
+                    work(of[i / parts], kv, int(left < together ? left : together));
                 });
             };
             const auto turn_heads = [&](const Piece& piece, int64_t kv, int n_kv) {
                 for (int64_t k = kv; k < kv + n_kv; k++) turn_piece(layer, kept, piece, k);
             };
-            if (split) share_heads(turn_heads);
-            share_heads([&](const Piece& piece, int64_t kv, int n_kv) {
-                if (!split) turn_heads(piece, kv, n_kv);
-                attend_piece(layer, kept, piece, kv, n_kv, room);
-            });
+            const bool separate = split || shortened;
+            if (separate) share_heads(pieces, n_pieces, turn_heads);
+            if (shortened && !batch.wanted) return count(team, ATTEND);
+            share_heads(shortened ? last_pieces : pieces, shortened ? n_last_pieces : n_pieces,
+                        [&](const Piece& piece, int64_t kv, int n_kv) {
+                            if (!separate) turn_heads(piece, kv, n_kv);
+                            attend_piece(layer, kept, piece, kv, n_kv, room);
+                        });
             count(team, ATTEND);
-            team.share_rows(n, [&](int64_t t) { ready_row(layer.out, between.rows(layer.out), t, y + t * layer.out.k); });
+            if (shortened) n = batch.wanted;
+            team.share_rows(n, [&](int64_t t) {
+                const int64_t from = shortened ? batch.which[t] : t;
+                if (shortened) memcpy(last + t * d, x + from * d, size_t(d) * 4);
+                ready_row(layer.out, between.rows(layer.out), t, y + from * layer.out.k);
+            });
+            if (shortened) x = last;
             count(team, NORMS);
             product(team, layer.out, between.rows(layer.out), n,
                     layer.mixer_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
@@ -244,7 +258,7 @@ struct Run {
             team.share_rows(n, [&](int64_t t) { normalise(model.final_norm, x + t * d, d, batch.hidden + t * d); });
         if (!batch.wanted) return;
         team.share(batch.wanted, [&](int64_t i) {
-            normalise(model.final_norm, x + batch.which[i] * d, d, own(team));
+            normalise(model.final_norm, x + (last ? i : batch.which[i]) * d, d, own(team));
             ready_row(model.head, chosen.rows(model.head), i, own(team));
         });
         Target to{PUT, logits, model.vocab};
