@@ -105,16 +105,27 @@ INLINE void clear(Lanes (&acc)[M][P]) {
         UNROLL for (int p = 0; p < P; p++) acc[m][p] = Lanes{};
 }
 
+// Prefetches of a tile: 256 bytes from `at`, which moves by `step` bytes for each 256 bytes of weights that are multiplied.
+struct Ahead {
+    const char* at;
+    int64_t step;
+
+    INLINE void next() {
+        UNROLL for (int line = 0; line < 4; line++) __builtin_prefetch(at + 64 * line);
+        at += step;
+    }
+};
+
 // M rows by P panels of a block -> out[M][64].
 template <int M, int P>
-INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int64_t row, float* out) {
+INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int64_t row, Ahead ahead, float* out) {
     const float* weights = (const float*)block;
     const float* rows[M];
     UNROLL for (int m = 0; m < M; m++) rows[m] = (const float*)(x.data + (row + m) * x.stride);
     Lanes acc[M][P];
     clear(acc);
     for (int64_t k = 0; k < padded(w); k++, weights += BLOCK) {
-        __builtin_prefetch(weights + 1024);
+        ahead.next();
         Lanes wide[P];
         UNROLL for (int p = 0; p < P; p++) wide[p] = load_lanes(weights + p * WIDTH);
         UNROLL for (int m = 0; m < M; m++)
@@ -125,14 +136,14 @@ INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int6
 }
 
 template <int M, int P>
-INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int64_t row, float* out) {
+INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int64_t row, Ahead ahead, float* out) {
     const char* weights = block;
     const BfActivation* rows[M];
     UNROLL for (int m = 0; m < M; m++) rows[m] = (const BfActivation*)(x.data + (row + m) * x.stride);
     Lanes acc[M][P];
     clear(acc);
     for (int64_t k = 0; k < padded(w); k += 2, weights += 4 * BLOCK) {
-        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(weights + 4096 + 64 * p);
+        ahead.next();
         Bits pairs[P];
         UNROLL for (int p = 0; p < P; p++) pairs[p] = load<Bits>(weights + 64 * p);
         UNROLL for (int m = 0; m < M; m++) {
@@ -156,7 +167,7 @@ INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int
 
 // at: of this block's first scale, in the first panel.
 template <int M, int P, bool HALF>
-INLINE void tile_integer(const Matrix& w, const char* block, int64_t at, const Rows& x, int64_t row, float* out) {
+INLINE void tile_integer(const Matrix& w, const char* block, int64_t at, const Rows& x, int64_t row, Ahead ahead, float* out) {
     const int64_t n_groups = groups(w);
     const char* weights = block;
     const char* rows[M];
@@ -171,7 +182,7 @@ INLINE void tile_integer(const Matrix& w, const char* block, int64_t at, const R
                                  : -load<Ints>(w.moved + at + g * BLOCK + p * WIDTH);
         const int64_t first = g * w.group, half = w.group / 2;
         for (int64_t k = 0; k < (HALF ? half : int64_t(w.group)); k += 4, weights += 4 * BLOCK) {
-            UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(weights + 4096 + 64 * p);
+            ahead.next();
             Ints bytes[P];
             UNROLL for (int p = 0; p < P; p++) bytes[p] = load<Ints>(weights + 64 * p);
             UNROLL for (int m = 0; m < M; m++) {
