@@ -12,7 +12,7 @@ from whorl.engine.cache.layer_cache import page_windows
 from whorl.engine.config import EngineConfig
 from whorl.engine.model.multi_lora import Adapters
 from whorl.engine.model.runner import ModelRunner
-from whorl.engine.native.runner import make_runner
+from whorl.engine.native.runner import NativeRunner, make_runner
 from whorl.engine.native.summary import row_summary
 from whorl.engine.sampling.sampler import Sampler
 from whorl.models import LanguageModel
@@ -58,6 +58,8 @@ def make_runner_and_cache(
     return runner, manager
 
 
-def make_sampler(model: LanguageModel, banned_ids: Sequence[int]) -> Sampler:
-    """Return the sampler of a model's logits. `banned_ids`: ids that are never sampled."""
-    return Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device), row_summary())
+def make_sampler(runner: ModelRunner, banned_ids: Sequence[int]) -> Sampler:
+    """Return the sampler of a runner's logits. `banned_ids`: ids that are never sampled."""
+    step = runner.native_step if isinstance(runner, NativeRunner) else None
+    model = runner.model
+    return Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device), row_summary(step))

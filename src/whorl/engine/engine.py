@@ -103,7 +103,7 @@ class Engine:
             self.cache, config.max_num_seqs, config.max_num_batched_tokens, self.prefill_budget, same,
             self.runner.swap_out if swaps else None, self.runner.swap_in if swaps else None,
         )  # fmt: skip
-        self.sampler = make_sampler(model, banned_ids)
+        self.sampler = make_sampler(self.runner, banned_ids)
         self.version = 0
         self.stats = EngineStats()
         self._sequences: dict[str, Sequence] = {}

@@ -137,9 +137,10 @@ class Request(BaseModel):
             )
 
 
-@dataclass(frozen=True)
+# Neither `Token` nor `Delta` is frozen: that makes their construction five times slower, a fifth of the engine's Python.
+@dataclass(slots=True)
 class Token:
-    """One sampled token.
+    """One sampled token; not changed after it is made.
 
     log_prob: under the sampling distribution (temperature, penalties, cuts).
     raw_log_prob: under the model's own distribution.
@@ -154,9 +155,9 @@ class Token:
     version: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
-    """The result of one step for one request.
+    """The result of one step for one request; not changed after it is made.
 
     tokens: new tokens, in order. text: bytes that may be shown now. finish_reason: None while the request runs.
     n_forced: how many of the tokens, the first ones, lie within the forced prefix; `max_tokens` does not count them.

@@ -82,8 +82,10 @@ class Sequence:
     first_token_time: float = 0.0  # seconds, by the engine's clock
 
     n_prompt: int = field(init=False)
+    samples: bool = field(init=False)  # whether it continues its prompt; otherwise it ends with the prompt
 
     def __post_init__(self) -> None:
+        self.samples = self.request.score_from is None
         self.forced_bytes_left = len(self.request.forced_prefix)
         self.n_prompt = self.request.n_prefilled
         first = self.request.first_scored_position
@@ -107,11 +109,6 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         return self.n_uncomputed == 1 and self.n_computed > 0 and self.samples
-
-    @property
-    def samples(self) -> bool:
-        """Whether the request continues its prompt; otherwise it ends once all its positions are computed."""
-        return self.request.score_from is None
 
     def positions_to_score(self, stop: int) -> range:
         """Positions before `stop`, not computed yet, whose logits score an id of the prompt."""

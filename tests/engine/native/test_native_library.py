@@ -244,9 +244,10 @@ def test_failing_compiler_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert [p.name for p in (tmp_path / "kept").iterdir()] == ["native.lock"]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("size", [1, 15, 64, 1000, 8192])
-def test_summary_of_logits_matches_numpy(size: int) -> None:
-    summarize = row_summary()
+def test_summary_of_logits_matches_numpy(size: int, threads: int) -> None:
+    summarize = row_summary(NativeStep(llama(), 16, threads=threads) if threads > 1 else None)
     assert summarize is not None
     logits = torch.randn(9, size, generator=torch.Generator().manual_seed(size)).mul(30).numpy()
     logits[1] = 2.0  # all are equal

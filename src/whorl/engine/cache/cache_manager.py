@@ -129,9 +129,10 @@ class KVCacheManager:
 
     def allocate_slots(self, sequence: Sequence, stop: int) -> bool:
         """Allocate the missing pages for the positions up to `stop`, or none; False if there are too few."""
-        lacking = self.pages_needed(sequence, stop)
-        if not any(lacking):
+        need = -(-stop // self.page_size)
+        if all(len(pages) >= need for pages in sequence.pages):
             return True
+        lacking = self.pages_needed(sequence, stop)
         if any(n > g.pool.n_available for n, g in zip(lacking, self.groups, strict=True)):
             return False
         for table, group, pages, n in zip(

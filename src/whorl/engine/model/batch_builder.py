@@ -97,14 +97,13 @@ def _previous_ids(schedule: Schedule, ngram_context: int, device: torch.device) 
 def _sampler_row(sequence: Sequence, k: int) -> SamplerRow:
     """Return the sampler input for the token after `k` drafts."""
     request = sequence.request
-    if request.sampling.has_penalties and sequence.token_counts is None:
+    penalized = request.sampling.has_penalties
+    if penalized and sequence.token_counts is None:
         sequence.token_counts = TokenCounts(request.ids)
     return SamplerRow(
         sampling=request.sampling,
         prompt=request.ids,
-        output=sequence.ids[sequence.n_prompt :] + sequence.drafts[:k]
-        if request.sampling.has_penalties
-        else (),
+        output=sequence.ids[sequence.n_prompt :] + sequence.drafts[:k] if penalized else (),
         seed=sequence.seed,
         n_drawn=sequence.n_output + k,
         allowed_mask=None if sequence.constraint is None else sequence.constraint.mask(),

@@ -63,7 +63,7 @@ def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
         ("product", i32, [p, p, p, i64, p, i32, ctypes.c_float, i32]),
         ("step", i32, [p, p, p, p, i32]),
         ("read", None, [p, p, i64, i32]),
-        ("summarize", None, [p, i64, i64, i64, p, p]),
+        ("summarize", None, [p, p, i64, i64, i64, p, p, i32]),
     ):
         function = getattr(library, f"whorl_{name}")
         function.restype, function.argtypes = result, arguments

@@ -230,11 +230,18 @@ int32_t whorl_step(void* step, const Model* model, const Batch* batch, float* lo
 }
 
 // logits: [rows][n], `stride` numbers apart -> the index of the largest and log(sum(exp)) of each row; no NaN in a finite one.
-void whorl_summarize(const float* logits, int64_t rows, int64_t n, int64_t stride, int64_t* largest, float* log_sums) {
-    for (int64_t row = 0; row < rows; row++, logits += stride) {
-        largest[row] = argmax(logits, n);
-        log_sums[row] = log_sum_exp(logits, n, logits[largest[row]]);
-    }
+// step: whose threads are used; null: the calling thread.
+void whorl_summarize(void* step, const float* logits, int64_t rows, int64_t n, int64_t stride, int64_t* largest,
+                     float* log_sums, int32_t threads) {
+    const auto summarize = [=](int64_t row) {
+        const float* from = logits + row * stride;
+        largest[row] = argmax(from, n);
+        log_sums[row] = log_sum_exp(from, n, from[largest[row]]);
+    };
+    if (!step || threads < 2 || rows < 2)
+        for (int64_t row = 0; row < rows; row++) summarize(row);
+    else
+        ((Step*)step)->pool.together(threads, 1, [=](Team& team) { team.share(rows, summarize); });
 }
 
 // Uses the instructions of the products once, for a trial in a child process.

@@ -92,8 +92,8 @@ class NativeStep:
         self._bound_layers: Sequence[Any] | None = None
         self._rotary_length = 0
         self._rotary_tables: list[Tensor] = []
-        self._step = library.whorl_open()
-        weakref.finalize(self, library.whorl_close, self._step)
+        self.handle = library.whorl_open()
+        weakref.finalize(self, library.whorl_close, self.handle)
         self._extend_rotary(
             MIN_ROTARY_POSITIONS
             if model.max_positions is None
@@ -159,7 +159,7 @@ class NativeStep:
             None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
         status = self.library.whorl_step(
-            self._step,
+            self.handle,
             ctypes.byref(self.weights.struct),
             ctypes.byref(c_batch),
             logits.data_ptr(),
@@ -176,11 +176,11 @@ class NativeStep:
         """Within the context, measure the parts of the steps; the dict has the seconds of each at its end."""
         seconds = (ctypes.c_double * len(layout.PARTS))()
         found: dict[str, float] = {}
-        self.library.whorl_profile(self._step, ctypes.addressof(seconds))
+        self.library.whorl_profile(self.handle, ctypes.addressof(seconds))
         try:
             yield found
         finally:
-            self.library.whorl_profile(self._step, None)
+            self.library.whorl_profile(self.handle, None)
             found.update(zip(layout.PARTS, seconds, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class NativeStep:
         struct = self.weights.struct
         head, cap = ctypes.addressof(struct) + layout.ModelStruct.head.offset, struct.logit_softcap
         self.library.whorl_product(
-            self._step, head, x.data_ptr(), len(x), logits.data_ptr(), 0, cap, self.threads
+            self.handle, head, x.data_ptr(), len(x), logits.data_ptr(), 0, cap, self.threads
         )
         return logits
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 
 from whorl.engine.native import build
+from whorl.engine.native.step import NativeStep
 from whorl.engine.sampling.cpu_sampler import Floats, Ids, Summarize
 
+MIN_SHARED = 1 << 15  # logits; with fewer, waking a thread takes longer than the work
 
-def row_summary() -> Summarize | None:
-    """Return the function of the library; None if it has not been compiled yet, or is not used."""
+
+def row_summary(step: NativeStep | None = None) -> Summarize | None:
+    """Return the function of the library; None if it has not been compiled yet, or is not used.
+
+    step: whose threads it uses; None for the calling thread.
+    """
     if not build.is_compiled() or (library := build.library()) is None:
         return None
 
@@ -21,8 +25,11 @@ def row_summary() -> Summarize | None:
         if logits.dtype != np.float32 or logits.strides != (4 * size, 4):
             logits = np.ascontiguousarray(logits, np.float32)
         largest, log_sums = np.empty(rows, np.int64), np.empty(rows, np.float32)
-        arrays = (ctypes.c_void_p(x.ctypes.data) for x in (largest, log_sums))
-        library.whorl_summarize(logits.ctypes.data, rows, size, size, *arrays)
+        threads = step.threads if step is not None and rows * size >= MIN_SHARED else 1
+        library.whorl_summarize(
+            None if step is None else step.handle, logits.ctypes.data, rows, size, size,
+            largest.ctypes.data, log_sums.ctypes.data, threads,
+        )  # fmt: skip
         return largest, log_sums
 
     return summarize
