@@ -1,9 +1,8 @@
 // The attention of attention.h for a few queries of one key head, without a copy of the keys: decoding, mostly.
 //
 // Three passes over up to 256 keys: all scores, one update of the running softmax, all values. Rows are read where they lie.
-// A pass goes page by page, and through all key heads of the task in a page, since these are adjacent in memory: so a page is
-// one stream of reads, which the CPU's prefetchers follow. Besides, each block prefetches the next one: the keys of a chunk,
-// its values, the keys of the next chunk.
+// A pass goes page by page, and through all key heads of the task in a page, since these are adjacent in memory. So a page is
+// one stream of reads, which the CPU's prefetchers follow. Each block also prefetches the next one.
 //
 // int8 (cache/kv_int8.py) has one scale per row, a factor of a whole score or weight, so codes are multiplied as integers:
 //

@@ -56,7 +56,7 @@ static int32_t check(const Model& model, const Batch& batch) {
     return FINE;
 }
 
-// The wanted positions as pieces of at most `most`.
+// The positions with logits as pieces of at most `most`.
 static void find_last_pieces(const Batch& batch, int64_t most, std::vector<Piece>& pieces) {
     pieces.clear();
     int64_t row = 0;

@@ -17,8 +17,8 @@
 //     x += W a                               blocks
 //     h = ready(norm(x)) of the next layer   rows
 //
-// The last layer computes keys and values of all positions, and everything after them only for those whose logits are wanted:
-// for prompts the last position, or none in the first chunks of a long one.
+// The last layer computes keys and values of all positions. The steps after them run only at positions with logits:
+// for a prompt the last one, or none in the first chunks of a long prompt.
 #pragma once
 
 #include "model.h"
@@ -56,11 +56,11 @@ struct Run {
     Batch batch;         // a copy
     // Copies: a helper thread that arrives late may still read them.
     Ready input, second, between, chosen;
-    const Piece *pieces, *last_pieces;  // last: of the wanted positions
+    const Piece *pieces, *last_pieces;  // last: of the positions with logits
     int64_t n_pieces, n_last_pieces;
     bool split;  // some row has several chunks
     float *x, *normed, *qkv, *y, *hidden, *branch, *attention;
-    float* last;  // [W][d_model], the residual stream of the wanted positions; null if the last layer computes all
+    float* last;  // [W][d_model], the residual stream of the positions with logits; null if the last layer computes all
     int64_t d, normed_room, qkv_width, attention_floats;
     int threads;
     double* seconds;
