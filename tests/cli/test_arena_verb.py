@@ -14,8 +14,10 @@ import numpy as np
 from tests.support.cli import refuse, succeed
 from tests.support.evals.fake_endpoint import FakeEndpoint
 from tests.support.evals.votes import votes
+from tests.support.tiny import make_byte_tokenizer, make_decoder
 
 from whorl.evals.arena.arena_log import ArenaLog, Battle, BattleTurn
+from whorl.models import save_model
 
 
 def fill(path: Path, n: int) -> None:
@@ -108,3 +110,31 @@ def test_wrong_use_has_clear_errors(tmp_path: Path) -> None:
     assert "has no model" in done and "http://127.0.0.1:9/v1#MODEL" in done
     open_to_all = refuse(tmp_path, "arena", "serve", "a", "b", "--host", "0.0.0.0")
     assert "no keys are required" in open_to_all
+
+
+def test_local_models_continue_texts(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        folder = tmp_path / f"model{seed}"
+        folder.mkdir()
+        save_model(make_decoder(seed, n_layers=1, n_heads=1, head_dim=32), folder)
+        make_byte_tokenizer().save(folder)
+    (tmp_path / "prompts.txt").write_text("def f(\n")
+    with FakeEndpoint() as fake:
+        words = (
+            "--prompts",
+            "prompts.txt",
+            "--by",
+            f"{fake.url}#fake",
+            "-n",
+            3,
+            "--max-tokens",
+            8,
+            "--complete",
+        )
+        printed = succeed(tmp_path, "arena", "judge", "model0", "b=model1", *words).output
+    assert "3 votes" in printed
+    with ArenaLog(tmp_path / "arena.sqlite") as log:
+        for battle in log.battles():
+            assert {battle.left, battle.right} == {"model0", "b"} and battle.settings["complete"]
+            assert battle.addresses[0].startswith("folder-") and len(set(battle.addresses)) == 2
+            assert battle.turns[0].left and battle.turns[0].left_finish in ("length", "stop")

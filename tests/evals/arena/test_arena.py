@@ -140,3 +140,15 @@ def test_model_as_judge_reads_both_orders_and_is_reminded() -> None:
     assert BackendJudge(by_text(lambda text: "prose"))("p", "a", "b") is None
     assert BackendJudge(by_text(lambda text: Missing("down")))("p", "a", "b") is None
     assert BackendJudge(by_text(lambda text: "[[tie]]"))("p", "a", "b") == "tie"
+
+
+def test_votes_of_another_process_count(tmp_path: Path) -> None:
+    one, other = arena(tmp_path, 1, 2), arena(tmp_path, 1, 2)
+    for k in range(6):
+        voting = (one, other)[k % 2]
+        voting.vote(voting.start("Hello").id, "left")
+        assert [len(a._votes()) for a in (one, other)] == [k + 1, k + 1]
+        assert {v.battle for v in one._votes()} == {v.battle for v in one.log.votes()}
+    assert current_points(one._votes(), one.names) == pytest.approx(
+        current_points(other.log.votes(), one.names)
+    )

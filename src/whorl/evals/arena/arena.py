@@ -145,12 +145,14 @@ class ModelArena:
         Raises:
             VoteConflictError: the battle has another vote. DataError: no such battle or choice.
         """
-        before = self._votes()
+        n, before = self.log.n_votes(), self._votes()
         counted = self.log.add_vote(battle, choice, voter)
         found = self.log.battle(battle)
         after = [v for v in before if v.battle != battle]
         old = current_points(after, self.names)
         assert found.vote is not None
+        if counted and self.log.n_votes() == n + 1 == len(before) + 1:  # no other vote arrived meanwhile
+            self._cached_votes = (n + 1, [*before, found.vote])
         new = current_points([*after, found.vote], self.names)
         sides = (found.left, found.right)
         points = [tuple(values.get(name, CENTER) for name in sides) for values in (old, new)]
