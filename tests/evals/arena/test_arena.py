@@ -152,3 +152,15 @@ def test_votes_of_another_process_count(tmp_path: Path) -> None:
     assert current_points(one._votes(), one.names) == pytest.approx(
         current_points(other.log.votes(), one.names)
     )
+
+
+def test_log_of_other_models_gives_no_standings(tmp_path: Path) -> None:
+    one = arena(tmp_path, 1, 2)
+    one.vote(one.start("Hello").id, "left")
+    model = by_text(lambda text: "z")
+    other = ModelArena({"x": model, "y": model}, ArenaLog(tmp_path / "log.sqlite"), np.random.default_rng(0))
+    assert other.standings() is None
+    outcome = other.vote(other.start("Hello").id, "tie")
+    assert outcome.before == (1000, 1000) and outcome.after == pytest.approx((1000, 1000))
+    found = other.standings()
+    assert found is not None and found.votes == 1 and {r.model for r in found.rows} == {"x", "y"}

@@ -159,13 +159,13 @@ class ModelArena:
         return VoteOutcome(*sides, counted, *points)  # type: ignore[arg-type]
 
     def standings(self, draws: int = 0) -> Standings | None:
-        """Return the standings of all votes, or None without votes. They are kept until the next vote.
+        """Return the standings of all votes between the models, or None without any. They are kept until the next vote.
 
         draws: of the bootstrap; 0 leaves it out.
         """
         key = (self.log.n_votes(), draws)
-        if not key[0]:
-            return None
+        if not any(v.left in self.names and v.right in self.names for v in self._votes()):
+            return None  # the log may have votes between other models
         if self._cached[0] != key:
             self._cached = (key, standings(self._votes(), self.names, draws=draws))
         return self._cached[1]
