@@ -43,7 +43,7 @@ def test_verbs_make_and_explain_a_corpus(pages: Path) -> None:
     assert store.open("corpus/ingest").summary["documents"] == 42
     assert "not curated yet" in succeed("corpus", "stats")
     assert "not curated" in succeed("corpus", "why", "short.txt")
-    succeed("corpus", "filter", "--set", "validation_bytes=2000")
+    succeed("corpus", "filter", "--set", "validation_bytes=2000", "--set", "near_duplicates=keep")
     first = store.open("corpus/curate")
     assert first.config["validation_bytes"] == 2000 and "near_duplicate" not in first.summary["dropped"]
     succeed("corpus", "dedup", "--similarity", "0.8")

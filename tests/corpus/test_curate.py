@@ -167,7 +167,10 @@ def test_planted_near_duplicates_stay_in_one_split(tmp_path: Path) -> None:
         words[rng.randrange(len(words))] = "changed"
         texts[f"copies/{name}"] = " ".join(words)
     for seed in range(3):
-        split = {r["path"]: r["split"] for r in CorpusOf(tmp_path / str(seed), texts, seed=seed).rows()}
+        split = {
+            r["path"]: r["split"]
+            for r in CorpusOf(tmp_path / str(seed), texts, seed=seed, near_duplicates="keep").rows()
+        }
         assert Counter(split.values())["test"] >= 3
         assert all(split[name] == split[f"copies/{name}"] for name in planted)
 
@@ -184,7 +187,7 @@ def test_long_lines_drop_code_but_not_prose(tmp_path: Path) -> None:
     texts, paragraph = random_texts(40), prose(random.Random(1), 60).replace("\n", " ") + "\n"
     long = {"a.md": paragraph, "b.js": paragraph, "c.unknown": paragraph + "."}
     kept = dict.fromkeys(texts, "")
-    found = CorpusOf(tmp_path, texts | long).reasons()
+    found = CorpusOf(tmp_path, texts | long, near_duplicates="keep").reasons()
     assert found == kept | {"a.md": "", "b.js": "exact_duplicate", "c.unknown": ""}
     again = CorpusOf(tmp_path / "again", texts | {"b.js": paragraph})
     assert again.reasons() == kept | {"b.js": "long_lines"}
@@ -321,16 +324,17 @@ def test_generated_attribute_from_head(head: bytes, expected: bool) -> None:
     assert text_attributes(head, len(head))["generated"] is expected
 
 
-def test_near_duplicates_are_kept_or_removed_by_exact_similarity(tmp_path: Path) -> None:
+def test_near_duplicates_are_removed_by_default(tmp_path: Path) -> None:
     texts = random_texts(30)
     words = texts["0003.txt"].split(" ")
     near = [*words[: len(words) // 2], "changed", *words[len(words) // 2 :]]
     texts |= {"0003copy.txt": " ".join(near)}
-    kept = CorpusOf(tmp_path / "keep", texts, validation_bytes=0, test_bytes=0)
-    removed = CorpusOf(tmp_path / "remove", texts, validation_bytes=0, test_bytes=0, near_duplicates="remove")
+    kept = CorpusOf(tmp_path / "keep", texts, validation_bytes=0, test_bytes=0, near_duplicates="keep")
+    removed = CorpusOf(tmp_path / "remove", texts, validation_bytes=0, test_bytes=0)
     assert not any(kept.reasons().values())
     assert {p: r for p, r in removed.reasons().items() if r} == {"0003copy.txt": "near_duplicate"}
     assert removed.summary["dropped"]["near_duplicate"]["documents"] == 1
-    strict = {"near_duplicates": "remove", "near_duplicate_similarity": 1.0}
-    alone = CorpusOf(tmp_path / "strict", texts, validation_bytes=0, test_bytes=0, **strict)
+    alone = CorpusOf(
+        tmp_path / "strict", texts, validation_bytes=0, test_bytes=0, near_duplicate_similarity=1.0
+    )
     assert not any(alone.reasons().values())

@@ -156,9 +156,9 @@ class CurateConfig(ExecutorConfig):
         le=1.0,
         description="estimated Jaccard similarity (of five-word shingles) that makes two documents a cluster",
     )
-    near_duplicates: Literal["keep", "remove"] = Field(
-        default="keep",
-        description="remove: keep one of selected documents whose exact similarity reaches that threshold",
+    near_duplicates: Literal["remove", "keep"] = Field(
+        default="remove",
+        description="remove: of selected documents whose exact similarity reaches that threshold, one stays; keep: all",
     )
     near_duplicate_order: str = Field(
         default="",

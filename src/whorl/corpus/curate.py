@@ -5,7 +5,7 @@ Output files are row-aligned with the documents, which are not modified:
 - `attributes-00000.parquet`, ...: one file per `documents-*.parquet`, with the columns of `attribute_schema`.
 - `selection.parquet`: over all document files in order, `split` ("train", "validation", "test" or "") and `reason` (why
   a document was dropped; "" if it was kept).
-- `duplicates-00000.parquet`, ..., with `near_duplicates = "remove"`: the removed documents, and which one stayed for each.
+- `duplicates-00000.parquet`, ..., unless near duplicates are kept: the removed documents, and which one stayed for each.
 - `contamination.parquet`, with `decontaminate`: the documents that hold test items, and which.
 
 Memory grows with the number of documents, not with their text: about 200 bytes per document for ids, hashes, clusters

@@ -85,7 +85,7 @@ def test_documents_of_earlier_corpora_stay_and_are_named(tmp_path: Path) -> None
     assert why.duplicate["similarity"] > 0.8 and why.duplicate["corpus"] == earlier
     assert why.duplicate["id"] == explain("old.txt", tmp_path / "old" / "ingest").id
     with pytest.raises(ConfigError, match="near duplicates are kept"):
-        CurateConfig(earlier=[earlier])
+        CurateConfig(earlier=[earlier], near_duplicates="keep")
     with pytest.raises(ConfigError, match="no-such-corpus has no documents"):
         corpus(tmp_path / "none", others(), near_duplicates="remove", earlier=["no-such-corpus"])
 

@@ -29,6 +29,7 @@ steps.ingest = { sources = ["code"] }
 steps.curate.parents = ["ingest"]
 steps.curate.query = "SELECT row, '' AS reason FROM attributes"
 steps.curate.near_duplicate_similarity = 1.0
+steps.curate.near_duplicates = "keep"
 steps.curate.validation_bytes = 2000
 steps.curate.test_bytes = 2000
 steps.curate.max_held_out_fraction = 0.3

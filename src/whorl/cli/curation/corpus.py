@@ -136,7 +136,7 @@ def dedup(
     corpus: MadeCorpus = "corpus",
     store: StoreOption = None,
 ) -> None:
-    """Also remove near duplicates; every removal is verified against a document that stays.
+    """Remove near duplicates with other settings; every removal is verified against a document that stays.
 
     The other settings of `filter` are kept. Further ones are those of `curate.minhash` (docs/corpus.md).
 
