@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
 
 WORDS = ["".join(random.Random(i).choices("abcdefghij", k=5)) for i in range(500)]
@@ -39,10 +39,20 @@ from whorl.tracking.progress import Progress
 if __name__ == "__main__":
     sys.modules[ingest.__module__].BLOCK_BYTES = 100_000
     source, store, engine, workers = sys.argv[1:]
-    engine = f'engine = "{engine}", workers = {workers}'
     text = f'''
-steps.ingest = {{ sources = ["{source}"], equal_files = "all", {engine} }}
-steps.curate = {{ parents = ["ingest"], filters = ["gopher_repetition"], validation_bytes = 20000, test_bytes = 20000, {engine} }}
+[steps.ingest]
+sources = ["{source}"]
+equal_files = "all"
+engine = "{engine}"
+workers = {workers}
+
+[steps.curate]
+parents = ["ingest"]
+filters = ["gopher_repetition"]
+engine = "{engine}"
+workers = {workers}
+validation_bytes = 20000
+test_bytes = 20000
 '''
     recipe = parse_recipe(text, "resume.toml")
     print("ready", flush=True)
