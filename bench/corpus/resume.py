@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
 
