@@ -71,7 +71,7 @@ class Kill:
 
 
 def write_texts(folder: Path, n: int) -> None:
-    """Files of random words, of which every tenth is a near copy of the one before and every 25th an equal one."""
+    """Files of random words, of which every tenth is a near copy of its predecessor, and every 25th an equal one."""
     rng, text = random.Random(0), ""
     folder.mkdir()
     for i in range(n):
@@ -82,7 +82,7 @@ def write_texts(folder: Path, n: int) -> None:
 
 
 def start(data: Path, store: Path, workers: int, engine: str) -> subprocess.Popen[str]:
-    """A run in a process group of its own, past its imports."""
+    """A run in a new process group, past its imports."""
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(data), str(store), engine, str(workers)],
         start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
