@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from whorl.corpus.deduplication.semantic.settings import SemanticConfig
 from whorl.corpus.deduplication.settings import EarlierConfig, MinHashConfig, SignatureConfig
 from whorl.corpus.mapreduce import ExecutorConfig
 from whorl.corpus.measures import FILTERS, MEASURES, MeasureConfig, check_filter
@@ -172,6 +173,10 @@ class CurateConfig(ExecutorConfig):
         default=[],
         description="earlier corpora: folders of documents, or artifacts as 'web/curate'; their documents stay",
     )
+    semantic: SemanticConfig | None = Field(
+        default=None,
+        description="an encoder: of documents whose embeddings are similar, one stays; the others are dropped",
+    )
     decontaminate: DecontaminationConfig | None = Field(
         default=None, description="test sets; documents that hold their items are dropped as 'contaminated'"
     )
@@ -190,7 +195,7 @@ class CurateConfig(ExecutorConfig):
 
     @model_validator(mode="after")
     def _check_earlier(self) -> CurateConfig:
-        if self.earlier and self.near_duplicates == "keep":
+        if self.earlier and self.near_duplicates == "keep" and self.semantic is None:
             raise ConfigError(
                 "curate.earlier names corpora, but near duplicates are kept",
                 expected='near_duplicates = "remove"',

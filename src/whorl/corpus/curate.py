@@ -5,7 +5,7 @@ Output files are row-aligned with the documents, which are not modified:
 - `attributes-00000.parquet`, ...: one file per `documents-*.parquet`, with the columns of `attribute_schema`.
 - `selection.parquet`: over all document files in order, `split` ("train", "validation", "test" or "") and `reason` (why
   a document was dropped; "" if it was kept).
-- `duplicates-00000.parquet`, ..., unless near duplicates are kept: the removed documents, and which one stayed for each.
+- `duplicates-00000.parquet`, ...: the removed near and semantic duplicates, and which document stayed for each.
 - `contamination.parquet`, with `decontaminate`: the documents that hold test items, and which.
 
 Memory grows with the number of documents, not with their text: about 200 bytes per document for ids, hashes, clusters
@@ -35,11 +35,15 @@ from whorl.corpus.deduplication import find_near_duplicates, write_duplicates
 from whorl.corpus.deduplication.earlier import EarlierCorpus, find_earlier
 from whorl.corpus.deduplication.exact import surviving_copies
 from whorl.corpus.deduplication.near.clusters import first_occurrence
+from whorl.corpus.deduplication.near.outputs import write_removed
 from whorl.corpus.deduplication.near.stages import find_clusters
+from whorl.corpus.deduplication.semantic.remove import KIND as SEMANTIC
+from whorl.corpus.deduplication.semantic.remove import find_semantic_duplicates
+from whorl.corpus.deduplication.semantic.vectors import Encoder
 from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
 from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
-from whorl.errors import DataError
+from whorl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,6 +61,7 @@ def curate(
     units: Path | None = None,
     executor: Executor | None = None,
     earlier: Sequence[EarlierCorpus] | None = None,
+    encoder: Encoder | None = None,
 ) -> dict[str, Any]:
     """Write the attributes and the selection of these document files into `out`.
 
@@ -65,6 +70,7 @@ def curate(
         units: folder of finished measurements, which later runs reuse; default a temporary folder.
         executor: where units run; default a pool of `workers`.
         earlier: those of `config.earlier`; default: it names folders.
+        encoder: that of `config.semantic`.
 
     Returns:
         `funnel` (read, the rest after each reason, train), `dropped` (reason -> documents, bytes), `splits` (name ->
@@ -114,12 +120,8 @@ def curate(
                 config.decontaminate, documents, out, progress, units=units, executor=executor
             )
             reasons[found[reasons[found] == ""]] = "contaminated"
-        if config.near_duplicates == "remove":
-            with progress.task("Removing near duplicates", total=len(documents), unit="files"):
-                removed = _near_duplicates(
-                    config, documents, out, store, executor, earlier, ranks, reasons == ""
-                )
-            reasons[removed] = "near_duplicate"
+        with progress.task("Removing duplicates", total=len(documents), unit="files"):
+            _remove_duplicates(config, documents, out, store, executor, earlier, ranks, reasons, encoder)
     kept = reasons == ""
     if not kept.any():
         names, counts = np.unique(reasons, return_counts=True)
@@ -173,26 +175,39 @@ def _ranks(order: str, attributes: Sequence[Path], ids: Sequence[str]) -> NDArra
     return ranks
 
 
-def _near_duplicates(
+def _remove_duplicates(
     config: CurateConfig, documents: Sequence[Path], out: Path, store: UnitStore, executor: Executor,
-    earlier: Sequence[EarlierCorpus], ranks: NDArray[np.int64] | None, kept: NDArray[Any],
-) -> NDArray[np.int64]:  # fmt: skip
-    """Write the near duplicates among the kept documents, and return their rows."""
+    earlier: Sequence[EarlierCorpus], ranks: NDArray[np.int64] | None, reasons: NDArray[Any], encoder: Encoder | None,
+) -> None:  # fmt: skip
+    """Write the near and the semantic duplicates among the kept documents, and set their reasons."""
     import pyarrow.parquet as pq
 
     files = [path for corpus in earlier for path in corpus.files]
+    names = [corpus.name for corpus in earlier for _ in corpus.files]
     masks = [
         np.ones(sum(pq.read_metadata(path).num_rows for path in corpus.files), bool)
         if corpus.kept is None
         else corpus.kept
         for corpus in earlier
     ]
-    found = find_near_duplicates(
-        documents, config.minhash_config, store, executor, earlier=files, ranks=ranks,
-        candidates=np.asarray(kept, bool), earlier_candidates=np.concatenate(masks) if masks else None,
-    )  # fmt: skip
-    names = [corpus.name for corpus in earlier for _ in corpus.files]
-    return write_duplicates(found, documents, out, earlier=files, names=names)
+    old = np.concatenate(masks) if masks else None
+    if config.near_duplicates == "remove":
+        found = find_near_duplicates(
+            documents, config.minhash_config, store, executor, earlier=files, ranks=ranks,
+            candidates=np.asarray(reasons == "", bool), earlier_candidates=old,
+        )  # fmt: skip
+        reasons[write_duplicates(found, documents, out, earlier=files, names=names)] = "near_duplicate"
+    if config.semantic is not None:
+        if encoder is None:
+            raise ConfigError(
+                f"curate.semantic names the encoder {config.semantic.encoder}, and none is passed",
+                expected="curate(..., encoder=Encoder(...)), as the step does",
+            )
+        similar = find_semantic_duplicates(
+            config.semantic, encoder, documents, np.asarray(reasons == "", bool), store, executor, ranks=ranks,
+            earlier=files, earlier_kept=old,
+        )  # fmt: skip
+        reasons[write_removed(SEMANTIC, similar, documents, out, earlier=files, names=names)] = SEMANTIC
 
 
 def _write_selection(out: Path, split: NDArray[Any], reasons: NDArray[Any]) -> None:

@@ -14,7 +14,7 @@ from whorl.corpus.measures import filtered_query
 from whorl.corpus.mixing import MixConfig, make_mixture
 from whorl.corpus.provenance.tables import CorpusTables
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.corpus_inputs import open_catalog, with_file_hashes, with_fingerprint
+from whorl.recipes.steps.corpus_inputs import find_encoder, open_catalog, with_file_hashes, with_fingerprint
 from whorl.recipes.steps.corpus_page import selection_blocks
 from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
 from whorl.report.format import format_percent, format_si
@@ -80,6 +80,7 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
         executor=config.executor(min(MAX_WORKERS, available_cores())),
         units=ctx.store.root / "units",
         earlier=[find_earlier(e if isinstance(e, str) else e.corpus, ctx.store) for e in config.earlier],
+        encoder=find_encoder(config.semantic.encoder, ctx.store) if config.semantic else None,
     )
     parts = [
         f"{name} {format_counts(split['documents'], split['bytes'])}"

@@ -34,3 +34,17 @@ def read_arrays(path: str | Path) -> list[NDArray[Any]]:
             )
             file.seek(start + size)
     return found
+
+
+def power_of_two(n: float) -> int:
+    """Return the smallest power of two that is at least n, and at least 1."""
+    return 1 << max(int(np.ceil(np.log2(max(n, 1)))), 0)
+
+
+def partitioned(keys: NDArray[np.uint64], partitions: int) -> list[Any]:
+    """Return the positions of each partition's keys, by their upper bits."""
+    if partitions == 1:
+        return [slice(None)]
+    numbers = (keys >> np.uint64(64 - (partitions - 1).bit_length())).astype(np.int64)
+    order = np.argsort(numbers, kind="stable")
+    return np.split(order, np.searchsorted(numbers[order], np.arange(1, partitions)))

@@ -2,14 +2,15 @@
 
     sign        map     a file's texts -> signatures, and the records (key of a band, row) by a range of the keys
     join        reduce  records of a range of keys -> edges between documents whose estimated similarity is high enough
-    components  reduce  all edges -> the component of every document that has a candidate, one file per document file
+    components  reduce  edges of whole components (`stars.py`) -> the component of every document that has a candidate, one
+                        file per document file
     gather      map     a file's texts -> the sets of shingles of such documents, by component
     remove      reduce  the sets of whole components -> which documents are removed, for which one that stays
     rewrite     map     a file's documents -> those that stay (optional; side files suffice)
 
 A document is `file << 32 | row`, so a changed file changes no number of another. Memory: `join` holds the records of its
-range (16 bytes each, about 8 million) and 8 bytes per document; `components` 16 bytes per edge; `remove` reads sets from
-memory maps. Files of earlier corpora come first. Their documents stay, and their units are reused.
+range (16 bytes each, about 8 million) and 8 bytes per document; `components` 16 bytes per edge of its partition; `remove`
+reads sets from memory maps. Files of earlier corpora come first. Their documents stay, and their units are reused.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.near.arrays import read_arrays, write_arrays
+from whorl.corpus.deduplication.near.arrays import partitioned, power_of_two, read_arrays, write_arrays
 from whorl.corpus.deduplication.near.clusters import connected_components, flattened, join_buckets
 from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signatures
+from whorl.corpus.deduplication.near.stars import EDGES, whole_components
 from whorl.corpus.deduplication.near.verify import matches
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import P, TextBlock, mix, unique_shingles
 from whorl.corpus.mapreduce import (
     Executor,
     Input,
-    LocalPool,
     Output,
     Stage,
     Unit,
@@ -93,16 +94,17 @@ def find_near_duplicates(
             for n, mask in ((n_earlier, earlier_candidates), (sum(counts) - n_earlier, candidates))
         ])  # fmt: skip
         ordering = _write_ordering(Path(scratch), ranks, chosen)
+        groups, stars = whole_components(joined, store, executor)
         components = store.run(
             Stage(f"{__name__}:components", VERSION, {"counts": counts, "earlier": len(earlier)}),
-            [Unit((*ordering, *(o.input("edges") for o in joined)), {"ordering": len(ordering)})], LocalPool(),
-        )[0]  # fmt: skip
-    share = components.summary["members"] / max(sum(counts), 1)
+            [Unit((*ordering, *edges), {"ordering": len(ordering)}) for edges in groups], executor,
+        )  # fmt: skip
+    share = sum(o.summary["members"] for o in components) / max(sum(counts), 1)
     shingles = share * sum(o.summary["shingles"] for o in signed)
-    parts = _power_of_two(shingles / SHINGLES_PER_PARTITION)
+    parts = power_of_two(shingles / SHINGLES_PER_PARTITION)
     gathered = store.run(
         Stage(f"{__name__}:gather", VERSION, fields | {"partitions": parts}),
-        [Unit((i, components.input(MEMBERS.format(n)))) for n, i in enumerate(inputs)], executor,
+        [Unit((i, *(o.input(MEMBERS.format(n)) for o in components))) for n, i in enumerate(inputs)], executor,
     )  # fmt: skip
     found = store.run(
         Stage(f"{__name__}:remove", VERSION, config.model_dump(mode="json") | {"earlier": len(earlier)}),
@@ -111,7 +113,7 @@ def find_near_duplicates(
     columns = [read_arrays(o.folder / MATCHES) for o in found]
     removed, matched, similarity = (np.concatenate([c[k] for c in columns]) for k in range(3))
     order = np.argsort(removed)
-    written = sum(_size(o) for o in (*signed, *joined, components, *gathered, *found))
+    written = sum(_size(o) for o in (*signed, *joined, *stars, *components, *gathered, *found))
     return NearDuplicates(removed[order], matched[order], similarity[order], counts, written)
 
 
@@ -141,7 +143,7 @@ def _sign(
     inputs: Sequence[Input], config: MinHashConfig, store: UnitStore, executor: Executor,
     advance: Callable[[Unit], Any] = lambda unit: None,
 ) -> list[Output]:  # fmt: skip
-    partitions = _power_of_two(sum(_count(i.path) for i in inputs) * config.bands / RECORDS_PER_PARTITION)
+    partitions = power_of_two(sum(_count(i.path) for i in inputs) * config.bands / RECORDS_PER_PARTITION)
     stage = Stage(f"{__name__}:sign", VERSION, config.signature_fields() | {"partitions": partitions})
     return store.run(stage, [Unit((i,)) for i in inputs], executor, advance)
 
@@ -185,7 +187,7 @@ def sign(
     all_keys = np.concatenate([np.zeros((0, settings.bands), np.uint64), *keys]).ravel()
     rows = np.repeat(np.arange(len(all_signatures), dtype=np.uint32), settings.bands)
     digests = _signature_digest(all_signatures)
-    for number, selected in enumerate(_partitioned(all_keys, partitions)):
+    for number, selected in enumerate(partitioned(all_keys, partitions)):
         # The digest covers what `join` reads of the signatures, which are not part of its key.
         read = hashlib.blake2b(digests[np.unique(rows[selected])].tobytes(), digest_size=16).digest()
         write_arrays(
@@ -207,14 +209,14 @@ def join(
     parent = flattened(parent)
     children = np.flatnonzero(parent != np.arange(len(parent)))
     ends = [_numbers(some, first) for some in (parent[children], children)]
-    write_arrays(out / "edges", *ends)
+    write_arrays(out / EDGES, *ends)
     return {"edges": len(children)}
 
 
 def components(
     inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Reduce: write, for every document file, its rows with candidates, their components and ranks."""
+    """Reduce whole components: write, for every document file, its rows with candidates, their components and ranks."""
     n_ordering, counts = int(arguments["ordering"]), config["counts"]
     edges = [read_arrays(path) for path in inputs[n_ordering:]]
     ends = [np.concatenate([e[k] for e in edges]) for k in (0, 1)]
@@ -247,7 +249,10 @@ def gather(
     Equal texts share a set.
     """
     settings, partitions = _settings(config), int(config["partitions"])
-    rows, root, rank = read_arrays(inputs[1])
+    members = [read_arrays(path) for path in inputs[1:]]
+    rows, root, rank = (np.concatenate([m[k] for m in members]) for k in range(3))
+    order = np.argsort(rows)
+    rows, root, rank = rows[order], root[order], rank[order]
     shingles, lengths, number = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], []
     for texts, which in _selected_groups(inputs[0], rows, settings):
         number.append(which + sum(map(len, lengths)))
@@ -258,7 +263,7 @@ def gather(
     values, sizes = np.concatenate(shingles), np.concatenate(lengths)
     first = np.cumsum(np.concatenate([[0], sizes]))
     which = np.concatenate([np.zeros(0, np.int64), *number])
-    for part, selected in enumerate(_partitioned(mix(root.astype(np.uint64)), partitions)):
+    for part, selected in enumerate(partitioned(mix(root.astype(np.uint64)), partitions)):
         sets, local = np.unique(which[selected], return_inverse=True)
         taken = values if partitions == 1 else values[_ranges(first[sets], sizes[sets])]
         write_arrays(
@@ -303,19 +308,6 @@ def remove(
 
 def _settings(config: Mapping[str, Any]) -> MinHashConfig:
     return MinHashConfig(**{k: v for k, v in config.items() if k in MinHashConfig.model_fields})
-
-
-def _power_of_two(n: float) -> int:
-    return 1 << max(int(np.ceil(np.log2(max(n, 1)))), 0)
-
-
-def _partitioned(keys: NDArray[np.uint64], partitions: int) -> list[Any]:
-    """Return the positions of each partition's keys, by their upper bits."""
-    if partitions == 1:
-        return [slice(None)]
-    numbers = (keys >> np.uint64(64 - (partitions - 1).bit_length())).astype(np.int64)
-    order = np.argsort(numbers, kind="stable")
-    return np.split(order, np.searchsorted(numbers[order], np.arange(1, partitions)))
 
 
 def _numbers(documents: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:

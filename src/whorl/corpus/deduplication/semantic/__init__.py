@@ -1,6 +1,24 @@
 """Semantic deduplication of embeddings (SemDeDup, Abbas et al. 2023, arXiv:2303.09540)."""
 
 from whorl.corpus.deduplication.semantic.kmeans import train_centroids
-from whorl.corpus.deduplication.semantic.search import SemanticDuplicates, Vectors, semantic_duplicates
+from whorl.corpus.deduplication.semantic.search import (
+    Pairs,
+    SemanticDuplicates,
+    semantic_duplicates,
+    similar_pairs,
+)
+from whorl.corpus.deduplication.semantic.settings import SearchConfig, SemanticConfig
+from whorl.corpus.deduplication.semantic.vectors import Encoder, Vectors, embed_files
 
-__all__ = ["SemanticDuplicates", "Vectors", "semantic_duplicates", "train_centroids"]
+__all__ = [
+    "Encoder",
+    "Pairs",
+    "SearchConfig",
+    "SemanticConfig",
+    "SemanticDuplicates",
+    "Vectors",
+    "embed_files",
+    "semantic_duplicates",
+    "similar_pairs",
+    "train_centroids",
+]
