@@ -1,10 +1,10 @@
-"""The Bloom filter: its measured false-positive rate beside the formula, and copies within a batch.
+"""The Bloom filter: measured false-positive rate and formula, and copies within a batch.
 
     python bench/corpus/bloom.py [--items 1000000] [--save]
 
-Filters of `--items` keys for rates of 10 %, 1 % and 0.1 % are filled in batches, of which every tenth key is a copy of one in
-the same batch, and queried with as many keys that are not in. The figure is the largest difference between the measured rate
-and (1 - e^(-kn/m))^k, in standard errors of the measurement. No copy may be missed.
+Filters for rates of 10 %, 1 % and 0.1 % get `--items` keys in batches. Every tenth key of a batch has a copy in it. As many
+other keys are looked up. The figure is the largest difference between the measured rate and (1 - e^(-kn/m))^k, in standard
+errors of the measurement. No copy may be missed.
 """
 
 from __future__ import annotations

@@ -31,19 +31,16 @@ from whorl.corpus.attributes import (
 )
 from whorl.corpus.config import CurateConfig
 from whorl.corpus.decontamination import write_contamination
-from whorl.corpus.deduplication import find_near_duplicates, write_duplicates
 from whorl.corpus.deduplication.earlier import EarlierCorpus, find_earlier
 from whorl.corpus.deduplication.exact import surviving_copies
 from whorl.corpus.deduplication.near.clusters import first_occurrence
-from whorl.corpus.deduplication.near.outputs import write_removed
 from whorl.corpus.deduplication.near.stages import find_clusters
-from whorl.corpus.deduplication.semantic.remove import KIND as SEMANTIC
-from whorl.corpus.deduplication.semantic.remove import find_semantic_duplicates
-from whorl.corpus.deduplication.semantic.vectors import Encoder
+from whorl.corpus.deduplication.remove import remove_duplicates
+from whorl.corpus.deduplication.semantic.vectors import TextEncoder
 from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
 from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
-from whorl.errors import ConfigError, DataError
+from whorl.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,7 +58,7 @@ def curate(
     units: Path | None = None,
     executor: Executor | None = None,
     earlier: Sequence[EarlierCorpus] | None = None,
-    encoder: Encoder | None = None,
+    encoder: TextEncoder | None = None,
 ) -> dict[str, Any]:
     """Write the attributes and the selection of these document files into `out`.
 
@@ -121,7 +118,10 @@ def curate(
             )
             reasons[found[reasons[found] == ""]] = "contaminated"
         with progress.task("Removing duplicates", total=len(documents), unit="files"):
-            _remove_duplicates(config, documents, out, store, executor, earlier, ranks, reasons, encoder)
+            remove_duplicates(
+                documents, out, store, executor, reasons, ranks=ranks, earlier=earlier, semantic=config.semantic,
+                minhash=config.minhash_config if config.near_duplicates == "remove" else None, encoder=encoder,
+            )  # fmt: skip
     kept = reasons == ""
     if not kept.any():
         names, counts = np.unique(reasons, return_counts=True)
@@ -173,41 +173,6 @@ def _ranks(order: str, attributes: Sequence[Path], ids: Sequence[str]) -> NDArra
     ranks = np.empty(len(ids), np.int64)
     ranks[np.lexsort((np.array(ids), place))] = np.arange(len(ids))
     return ranks
-
-
-def _remove_duplicates(
-    config: CurateConfig, documents: Sequence[Path], out: Path, store: UnitStore, executor: Executor,
-    earlier: Sequence[EarlierCorpus], ranks: NDArray[np.int64] | None, reasons: NDArray[Any], encoder: Encoder | None,
-) -> None:  # fmt: skip
-    """Write the near and the semantic duplicates among the kept documents, and set their reasons."""
-    import pyarrow.parquet as pq
-
-    files = [path for corpus in earlier for path in corpus.files]
-    names = [corpus.name for corpus in earlier for _ in corpus.files]
-    masks = [
-        np.ones(sum(pq.read_metadata(path).num_rows for path in corpus.files), bool)
-        if corpus.kept is None
-        else corpus.kept
-        for corpus in earlier
-    ]
-    old = np.concatenate(masks) if masks else None
-    if config.near_duplicates == "remove":
-        found = find_near_duplicates(
-            documents, config.minhash_config, store, executor, earlier=files, ranks=ranks,
-            candidates=np.asarray(reasons == "", bool), earlier_candidates=old,
-        )  # fmt: skip
-        reasons[write_duplicates(found, documents, out, earlier=files, names=names)] = "near_duplicate"
-    if config.semantic is not None:
-        if encoder is None:
-            raise ConfigError(
-                f"curate.semantic names the encoder {config.semantic.encoder}, and none is passed",
-                expected="curate(..., encoder=Encoder(...)), as the step does",
-            )
-        similar = find_semantic_duplicates(
-            config.semantic, encoder, documents, np.asarray(reasons == "", bool), store, executor, ranks=ranks,
-            earlier=files, earlier_kept=old,
-        )  # fmt: skip
-        reasons[write_removed(SEMANTIC, similar, documents, out, earlier=files, names=names)] = SEMANTIC
 
 
 def _write_selection(out: Path, split: NDArray[Any], reasons: NDArray[Any]) -> None:

@@ -132,10 +132,6 @@ def dedup(
         list[str] | None,
         typer.Option(metavar="CORPUS", help="Earlier documents that stay: a folder, or as web/curate."),
     ] = None,
-    encoder: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="An embedder, as search/embedder: also remove semantic duplicates."),
-    ] = None,
     changes: SetOption = None,
     corpus: MadeCorpus = "corpus",
     store: StoreOption = None,
@@ -166,7 +162,6 @@ def dedup(
     settings = {
         "near_duplicates": "remove", "near_duplicate_similarity": similarity, "minhash": minhash,
         "near_duplicate_order": order, "earlier": earlier or None,
-        "semantic": {"encoder": encoder} if encoder else None,
     }  # fmt: skip
     run_step(opened, corpus, "curate", {k: v for k, v in settings.items() if v is not None}, changes or ())
 

@@ -1,4 +1,4 @@
-"""What a corpus reads beside its parents: sources, test sets, models of measures, earlier corpora, an encoder."""
+"""Inputs of a corpus that are no parents: sources, test sets, models of measures, earlier corpora, an encoder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from whorl.corpus import CurateConfig, IngestConfig, fingerprint
 from whorl.corpus.decontamination import fingerprint_items, read_items
 from whorl.corpus.deduplication.earlier import with_digest
-from whorl.corpus.deduplication.semantic.vectors import Encoder
+from whorl.corpus.deduplication.semantic.vectors import TextEncoder
 from whorl.corpus.measures import with_model_digest
 from whorl.corpus.provenance.catalog import Catalog
 from whorl.corpus.provenance.hashes import ContentHashes
@@ -28,7 +28,7 @@ def content_hashes(store: Store) -> ContentHashes:
     return ContentHashes(open_catalog(store) if os.access(store.root, os.W_OK) else None)
 
 
-def find_encoder(name: str, store: Store) -> Encoder:
+def find_encoder(name: str, store: Store) -> TextEncoder:
     """Return an embedder of the store, for `curate`. Raises ConfigError: the name is unknown, or no embedder's."""
     expected = "the name of an artifact of the step `embedder`"
     try:
@@ -39,7 +39,7 @@ def find_encoder(name: str, store: Store) -> Encoder:
         raise ConfigError(
             f"curate.semantic.encoder: {name} is an artifact of {artifact.kind}", expected=expected
         )
-    return Encoder(artifact.address, f"{__name__}:open_encoder", str(artifact.path))
+    return TextEncoder(artifact.address, f"{__name__}:open_encoder", str(artifact.path))
 
 
 def open_encoder(path: str) -> Callable[[Sequence[str]], Any]:

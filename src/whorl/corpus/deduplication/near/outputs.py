@@ -1,8 +1,10 @@
 """Write the removed duplicates into `duplicates-*.parquet`, and on request the documents that stay.
 
-`duplicates-00000.parquet`, ... are one file per document file. They have a line for each removed document: `row` (over
-all document files), `kind` ("near_duplicate" or "semantic_duplicate"), `matched_id` (of the document that stays), `corpus` (the name of the earlier
-corpus that has it, else "") and `similarity` (exact Jaccard similarity, or cosine).
+`duplicates-00000.parquet`, ... are one file per document file. They have a line for each removed document:
+
+- `row`, over all document files; `kind`, "near_duplicate" or "semantic_duplicate";
+- `matched_id`, of the document that stays; `corpus`, the name of the earlier corpus that has it, else "";
+- `similarity`, exact Jaccard similarity or cosine.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ from whorl.corpus.deduplication.semantic.search import (
     similar_pairs,
 )
 from whorl.corpus.deduplication.semantic.settings import SearchConfig, SemanticConfig
-from whorl.corpus.deduplication.semantic.vectors import Encoder, Vectors, embed_files
+from whorl.corpus.deduplication.semantic.vectors import TextEncoder, Vectors, embed_files
 
 __all__ = [
-    "Encoder",
     "Pairs",
     "SearchConfig",
     "SemanticConfig",
     "SemanticDuplicates",
+    "TextEncoder",
     "Vectors",
     "embed_files",
     "semantic_duplicates",

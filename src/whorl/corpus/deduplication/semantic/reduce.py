@@ -57,19 +57,19 @@ def project(values: Floats, kind: str, dimensions: int, seed: int) -> Projected:
 class Quantized:
     """Vectors as PQ codes.
 
-    codes: [n, M] bytes; books: [M, 256, d / M]. own: [n] 1 - <q, x>; error: [n] |x - q|.
+    codes: [n, M] bytes. codebooks: [M, 256, d / M]. own: [n] 1 - <q, x>; error: [n] |x - q|.
     """
 
     codes: NDArray[np.uint8]
-    books: Floats
+    codebooks: Floats
     own: Floats
     error: Floats
     products: int
 
     def decode(self, rows: NDArray[np.int64]) -> Floats:
         """Return the reconstructions of some vectors: [len(rows), d]."""
-        parts = np.arange(len(self.books))
-        found: Floats = self.books[parts, self.codes[rows]].reshape(len(rows), -1)
+        parts = np.arange(len(self.codebooks))
+        found: Floats = self.codebooks[parts, self.codes[rows]].reshape(len(rows), -1)
         return found
 
 
@@ -85,18 +85,22 @@ def quantize(values: Floats, n_bytes: int, seed: int) -> Quantized:
     parts = values.reshape(n, n_bytes, -1)
     sample = parts[np.sort(rng.choice(n, min(n, SAMPLE), replace=False))]
     count = min(PQ_CENTROIDS, len(sample))
-    books = sample[rng.choice(len(sample), count, replace=False)].transpose(1, 0, 2).copy()  # [M, 256, d / M]
-    for part, book in enumerate(books):
+    codebooks = (
+        sample[rng.choice(len(sample), count, replace=False)].transpose(1, 0, 2).copy()
+    )  # [M, 256, d / M]
+    for part, codebook in enumerate(codebooks):
         for _ in range(PQ_ROUNDS):
-            nearest = _nearest(sample[:, part], book)
+            nearest = _nearest(sample[:, part], codebook)
             sizes = np.bincount(nearest, minlength=count)
             order = np.argsort(nearest, kind="stable")
             used = np.flatnonzero(sizes)
             sums = np.add.reduceat(sample[order, part], (np.cumsum(sizes) - sizes)[used], axis=0)
-            book[used] = sums / sizes[used, None]
-    codes = np.stack([_nearest(parts[:, m], book) for m, book in enumerate(books)], axis=1).astype(np.uint8)
+            codebook[used] = sums / sizes[used, None]
+    codes = np.stack(
+        [_nearest(parts[:, m], codebook) for m, codebook in enumerate(codebooks)], axis=1
+    ).astype(np.uint8)
     own, error = np.empty(n, np.float32), np.empty(n, np.float32)
-    found = Quantized(codes, books, own, error, (n + PQ_ROUNDS * len(sample)) * count)
+    found = Quantized(codes, codebooks, own, error, (n + PQ_ROUNDS * len(sample)) * count)
     for begin in range(0, n, SAMPLE):
         rows = np.arange(begin, min(begin + SAMPLE, n))
         decoded = found.decode(rows)
@@ -105,8 +109,8 @@ def quantize(values: Floats, n_bytes: int, seed: int) -> Quantized:
     return found
 
 
-def _nearest(points: Floats, book: Floats) -> NDArray[np.int64]:
+def _nearest(points: Floats, codebook: Floats) -> NDArray[np.int64]:
     """Return the nearest centroid of each point, by Euclidean distance: [n]."""
-    half = np.square(book).sum(axis=1) / 2
+    half = np.square(codebook).sum(axis=1) / 2
     blocks = np.array_split(points, max(1, len(points) // 8192))
-    return np.concatenate([(block @ book.T - half).argmax(axis=1) for block in blocks])
+    return np.concatenate([(block @ codebook.T - half).argmax(axis=1) for block in blocks])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from whorl.corpus.deduplication.semantic.search import semantic_duplicates
 from whorl.corpus.deduplication.semantic.settings import SemanticConfig
-from whorl.corpus.deduplication.semantic.vectors import Encoder, Vectors, embed_files
+from whorl.corpus.deduplication.semantic.vectors import TextEncoder, Vectors, embed_files
 from whorl.corpus.mapreduce import Executor, UnitStore
 
 KIND = "semantic_duplicate"
@@ -30,7 +30,7 @@ class RemovedDocuments:
 
 
 def find_semantic_duplicates(
-    config: SemanticConfig, encoder: Encoder, documents: Sequence[Path], kept: NDArray[np.bool_], store: UnitStore,
+    config: SemanticConfig, encoder: TextEncoder, documents: Sequence[Path], kept: NDArray[np.bool_], store: UnitStore,
     executor: Executor, *, ranks: NDArray[np.int64] | None = None, earlier: Sequence[Path] = (),
     earlier_kept: NDArray[np.bool_] | None = None,
 ) -> RemovedDocuments:  # fmt: skip

@@ -134,17 +134,22 @@ def _candidates(
     )
     compare, cost, n_products = _comparison(values, config)
     n_products += n * cells if cells > 1 else 0
-    compared, found = 0, [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    is_exact = config.projection == "none" and not config.pq_bytes
+    compared, confirmed, found = 0, 0, [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
     for members, queries in _cells(nearest, cells):
         compared += len(members) * len(queries)
         for part in np.array_split(queries, max(1, len(queries) * len(members) // _BLOCK)):
             at, to = np.nonzero(compare(part, members))
+            if not is_exact:
+                confirmed += len(at)
+                similar = _cosines(values, part[at], members[to]) >= config.similarity - _ROUNDING
+                at, to = at[similar], to[similar]
             i, j = part[at], members[to]
             rank = np.arange(len(at)) - np.searchsorted(at, at)  # members ascend, so the earliest come first
             chosen = (i != j) & (rank < MAX_CANDIDATES)
             found.append((i[chosen], j[chosen]))
     i, j = (np.concatenate(column) for column in zip(*found, strict=True))
-    return i, j, n_products + round(compared * cost)
+    return i, j, n_products + round(compared * cost) + confirmed
 
 
 def _cells(nearest: Rows, cells: int) -> Iterator[tuple[Rows, Rows]]:
@@ -197,10 +202,16 @@ def _confirmed(
     n = len(values)
     index = np.unique(np.maximum(i, j) * n + np.minimum(i, j))
     later, before = index // n, index % n
-    cosine = np.empty(len(index))
-    block = max(1, _BLOCK // values.shape[1])
-    for begin in range(0, len(index), block):
-        some = slice(begin, begin + block)
-        cosine[some] = (values[later[some]] * values[before[some]]).sum(axis=1, dtype=np.float64)
+    cosine = _cosines(values, later, before)
     kept = cosine >= similarity - _ROUNDING
     return later[kept], before[kept], np.minimum(cosine[kept], 1.0), len(index)
+
+
+def _cosines(values: NDArray[np.float32], i: Rows, j: Rows) -> NDArray[np.float64]:
+    """Return the cosine of each pair of unit vectors: [n]."""
+    found = np.empty(len(i))
+    block = max(1, _BLOCK // values.shape[1])
+    for begin in range(0, len(i), block):
+        some = slice(begin, begin + block)
+        found[some] = (values[i[some]] * values[j[some]]).sum(axis=1, dtype=np.float64)
+    return found

@@ -15,11 +15,11 @@ class SearchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    similarity: float = Field(
-        default=0.95, gt=0, le=1, description="cosine from which a document is removed"
-    )
+    similarity: float = Field(default=0.95, gt=0, le=1, description="cosine from which a document is removed")
     cells: int | None = Field(
-        default=None, ge=1, description="centroids of k-means; default: the square root of the number of vectors"
+        default=None,
+        ge=1,
+        description="centroids of k-means; default: the square root of the number of vectors",
     )
     probes: int = Field(default=3, ge=1, description="nearest cells with which a vector is compared")
     points_per_centroid: int = Field(
@@ -30,10 +30,14 @@ class SearchConfig(BaseModel):
     )
     dimensions: int = Field(default=64, ge=1, description="of the projection")
     pq_bytes: int = Field(
-        default=0, ge=0, le=256, description="bytes of a vector's product quantization (PQ); 0: the vector itself"
+        default=0,
+        ge=0,
+        le=256,
+        description="bytes of a vector's product quantization (PQ); 0: the vector itself",
     )
     index: Literal["own", "faiss"] = Field(
-        default="own", description="faiss: its IVF index (pip install 'whorl[faiss]'), with the same centroids"
+        default="own",
+        description="faiss: its IVF index (pip install 'whorl[faiss]'), with the same centroids",
     )
     seed: int = Field(default=0, ge=0)
 

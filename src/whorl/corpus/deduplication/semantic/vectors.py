@@ -22,7 +22,7 @@ Embed = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TextEncoder:
     """A function that embeds texts, given by a higher layer.
 
     address: of the artifact, or name and version of the model. opener: "module:name" of a function of the path that
@@ -75,7 +75,7 @@ class Vectors:
 
 
 def embed_files(
-    documents: Sequence[Path], encoder: Encoder, max_characters: int, store: UnitStore, executor: Executor,
+    documents: Sequence[Path], encoder: TextEncoder, max_characters: int, store: UnitStore, executor: Executor,
     advance: Callable[[Unit], Any] = lambda unit: None,
 ) -> list[NDArray[np.float32]]:  # fmt: skip
     """Return the vectors of each document file [n_documents, d], as memory maps.
