@@ -34,12 +34,13 @@ def measure(n: int, rate: float) -> dict[str, float]:
         found = filled.add(np.concatenate([fresh, again]))
         copies, missed = copies + len(again), missed + int((~found[len(fresh) :]).sum())
     seconds = time.perf_counter() - begin
-    measured, formula = float(filled.contains(keys[n:]).mean()), filled.false_positive_rate()
+    measured = float(filled.contains(keys[n:]).mean())
+    formula = (1 - math.exp(-filled.n_hashes * n / filled.n_bits)) ** filled.n_hashes
     error = math.sqrt(formula * (1 - formula) / n)
     return {
-        "rate": rate, "measured": measured, "formula": formula, "standard_errors": abs(measured - formula) / error,
-        "copies": copies, "missed": missed, "bits_per_key": filled.n_bits / n,
-        "keys_per_second": round((n + copies) / seconds),
+        "rate": rate, "measured": measured, "formula": formula, "by_set_bits": filled.false_positive_rate(),
+        "standard_errors": abs(measured - formula) / error, "copies": copies, "missed": missed,
+        "bits_per_key": filled.n_bits / n, "keys_per_second": round((n + copies) / seconds),
     }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class BloomFilter:
 
         self.n_bits = max(8, math.ceil(-n * math.log(false_positive_rate) / math.log(2) ** 2))
         self.n_hashes = max(1, round(self.n_bits / n * math.log(2)))
-        self.n_added = 0  # keys that were new
+        self.n_added, self._n_set = 0, 0  # keys that were new, and bits
         self._bits = torch.zeros(-(-self.n_bits // 8), dtype=torch.uint8, device=device)
         self._seeds = _mix(torch.arange(1, self.n_hashes + 1, device=device))
         self._lock = threading.Lock()
@@ -72,8 +72,8 @@ class BloomFilter:
         return present
 
     def false_positive_rate(self) -> float:
-        """Return the rate (1 - e^(-k n / m))^k for the keys that are in."""
-        return float((1 - math.exp(-self.n_hashes * self.n_added / self.n_bits)) ** self.n_hashes)
+        """Return the rate for the bits that are set: their share to the power of k. Its expectation is the formula."""
+        return float((self._n_set / self.n_bits) ** self.n_hashes)
 
     def _add(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         import torch
@@ -87,6 +87,7 @@ class BloomFilter:
         # The first key that needs the bit finds it unset.
         present = torch.ones(len(keys), dtype=torch.bool, device=positions.device)
         present[unset[order[is_first]] // self.n_hashes] = False
+        self._n_set += len(fresh)
         self._bits.index_add_(0, fresh >> 3, (1 << (fresh & 7)).to(torch.uint8))
         found: NDArray[np.bool_] = present.cpu().numpy()
         self.n_added += int((~found).sum())
