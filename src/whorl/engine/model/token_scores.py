@@ -68,5 +68,7 @@ def _score_chunk(logits: Tensor, targets: Tensor, n_alternatives: int) -> TokenS
     ties = greedy.nonzero()[:, 0]
     greedy[ties] = logits[ties].argmax(-1) == targets[ties]  # a maximum's index costs more than its value
     log_probs = logits.log_softmax(-1)
-    top, top_ids = log_probs.topk(min(n_alternatives, logits.shape[-1]))
+    k = min(n_alternatives, logits.shape[-1])
+    # Without alternatives topk would still read all logits.
+    top, top_ids = log_probs.topk(k) if k else (log_probs[:, :0], targets[:, None][:, :0])
     return TokenScores(log_probs.gather(-1, targets[:, None])[:, 0], greedy, top_ids, top)

@@ -53,6 +53,7 @@ R = TypeVar("R")
 
 PORTION = 4096  # requests that are encoded together; an id takes up to 40 bytes as a Python integer
 DEFAULT_MAX_LENGTH = 4096  # of a model without a limit or a trained length
+CACHE_POSITIONS = 1 << 15  # of the KV cache: 16 steps; more cost memory and time to allocate
 CACHE_MEMORY_FRACTION = 0.25  # of the free memory
 BLOCK_SIZE = 8  # positions: prefixes are shared by whole pages
 BATCHED_TOKENS = 2048
@@ -128,10 +129,11 @@ class EngineBackend:
         )
         length = max_length or stated
         each = model.kv_bytes_per_token() or 1
+        positions = min(batch_size * length, max(CACHE_POSITIONS, 2 * length))
         room = int(psutil.virtual_memory().available * CACHE_MEMORY_FRACTION) // each
         config = EngineConfig(**{
             "max_num_seqs": batch_size, "max_model_len": length, "block_size": BLOCK_SIZE,
-            "kv_cache_tokens": max(length + BLOCK_SIZE, min(batch_size * length, room)),
+            "kv_cache_tokens": max(length + BLOCK_SIZE, min(positions, room)),
             "max_num_batched_tokens": BATCHED_TOKENS, "max_decode_slowdown": math.inf, "batch_invariant": batch_invariant,
             **engine,
         })  # fmt: skip
