@@ -122,10 +122,16 @@ struct FewQueries {
     // k_scale: of this head.
     INLINE void score(const Block<T>& block, const float* k_scale) {
         for (int u = block.start; u < block.stop; u++) {
-            block.prefetch(u);
+            if (!BY_ROWS<T>) block.prefetch(u);
+            const bool fetches = BY_ROWS<T> && u - block.start < block.next_size;
+            const Unit& ahead = fetches ? block.next_units[u - block.start] : block.units[u];
+            const T* from = fetches ? block.next : block.base;
+            const auto fetch = [&](int j, int64_t c) { __builtin_prefetch(ahead.at(from, d, j) + c); };
+            const auto nothing = [](int, int64_t) {};
             for (int64_t i = 0; i < n; i++) {
                 const Query query{queries + i * d, halves + i * d, codes ? query_codes + i * d : nullptr, query_scale[i]};
-                const Lanes s = unit_scores(query, d, block.base, block.units[u]);
+                const Lanes s = BY_ROWS<T> && i == 0 ? unit_scores(query, d, block.base, block.units[u], fetch)
+                                                     : unit_scores(query, d, block.base, block.units[u], nothing);
                 store(scores + i * CHUNK + u * WIDTH, sizeof(T) == 1 ? s * block.units[u].scales(k_scale) : s);
             }
         }

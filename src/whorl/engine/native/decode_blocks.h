@@ -32,10 +32,8 @@ struct Unit {
     INLINE const T* at(const T* base, int64_t d, int j) const { return base + (row[j / RUN] + j % RUN) * d; }
 
     template <class T>
-    INLINE void prefetch(const T* base, int64_t d) const {
-        for (int64_t from : row)
-            for (int64_t b = 0; b < RUN * d * int64_t(sizeof(T)); b += 64)
-                __builtin_prefetch((const char*)(base + from * d) + b);
+    INLINE void prefetch(const T* base, int64_t d, int j) const {
+        for (int64_t b = 0; b < d * int64_t(sizeof(T)); b += 64) __builtin_prefetch((const char*)at(base, d, j) + b);
     }
 
     INLINE Lanes scales(const float* base) const {
@@ -77,9 +75,10 @@ struct Query {
     float scale;
 };
 
-// The scores of 16 keys: a sum in a register for each, then the sums of their lanes.
-template <class T>
-INLINE Lanes unit_scores(const Query& q, int64_t d, const T* base, const Unit& unit) {
+// The scores of 16 keys: a sum in a register for each, then the sums of their lanes. fetch(j, c) is called where a line of a row
+// begins.
+template <class T, class F>
+INLINE Lanes unit_scores(const Query& q, int64_t d, const T* base, const Unit& unit, F fetch) {
     int64_t c = 0;
 #ifdef WHORL_INTEGER_PRODUCTS
     if (sizeof(T) == 1 && q.codes) {
@@ -107,7 +106,10 @@ INLINE Lanes unit_scores(const Query& q, int64_t d, const T* base, const Unit& u
 #endif
     for (; c < d; c += WIDTH) {
         const Lanes part = load_lanes(q.floats + c);
-        UNROLL16 for (int j = 0; j < WIDTH; j++) sums[j] += load_lanes(unit.at(base, d, j) + c) * part;
+        UNROLL16 for (int j = 0; j < WIDTH; j++) {
+            if (c * sizeof(T) % 64 == 0) fetch(j, c);
+            sums[j] += load_lanes(unit.at(base, d, j) + c) * part;
+        }
     }
     return sums16(sums);
 }
@@ -137,6 +139,11 @@ INLINE void in_order64(Lanes (&v)[4]) {
         }
 }
 
+// Prefetches of fp32 rows are spread over the work, since a burst of them waits for the CPU's few buffers. Those of shorter rows
+// are a burst for each unit: the instructions between the products cost more.
+template <class T>
+constexpr bool BY_ROWS = sizeof(T) == 4;
+
 // Some units of one head, and the block to prefetch meanwhile.
 template <class T>
 struct Block {
@@ -145,8 +152,12 @@ struct Block {
     int start, stop, next_size;  // units of the chunk; number of the next ones
     int64_t d;
 
+    // A row of the unit of the next block that corresponds to unit u.
+    INLINE void prefetch(int u, int j) const {
+        if (u - start < next_size) next_units[u - start].prefetch(next, d, j);
+    }
     INLINE void prefetch(int u) const {
-        if (u - start < next_size) next_units[u - start].prefetch(next, d);
+        for (int j = 0; j < WIDTH; j++) prefetch(u, j);
     }
     INLINE void prefetch_rest() const {
         for (int u = stop; u - start < next_size; u++) prefetch(u);
@@ -186,9 +197,12 @@ struct Range {
     template <class T, class F>
     INLINE void each(const Block<T>& block, bool first_time, F work) const {
         for (int u = block.start; u < block.stop; u++) {
-            if (first_time) block.prefetch(u);
             const int start = u * WIDTH, stop = to - start < WIDTH ? to - start : WIDTH;
-            for (int j = from > start ? from - start : 0; j < stop; j++) work(block.units[u].at(block.base, block.d, j), start + j);
+            if (first_time && !BY_ROWS<T>) block.prefetch(u);
+            for (int j = from > start ? from - start : 0; j < stop; j++) {
+                if (first_time && BY_ROWS<T>) block.prefetch(u, j);
+                work(block.units[u].at(block.base, block.d, j), start + j);
+            }
         }
     }
 };
