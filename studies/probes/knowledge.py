@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from studies.probes.biographies import Biographies, FactScores, Question, score_answers
 from studies.probes.greedy_answers import GreedyAnswers
 
 from whorl.align.config import SFTConfig
@@ -34,6 +33,7 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import ConfigError
 from whorl.evals.model.example import ExampleTokenizer
+from whorl.evals.side_effects.biographies import Biographies, FactScores, Question, score_answers
 from whorl.tracking.seeds import numpy_rng
 
 Facts = Literal["known", "new"]
@@ -108,7 +108,7 @@ def track_sft(
     answerer = GreedyAnswers(
         network, example_tokenizer, [[{"role": "user", "content": q.question}] for q in both]
     )
-    texts = [example_tokenizer.conversation(q.conversation().messages) for q in train_questions]
+    texts = [example_tokenizer.conversation(q.messages()) for q in train_questions]
     found: list[LessonScores] = []
 
     def evaluate(step: int, epoch: float) -> None:

@@ -31,9 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 from bench._run import claim, parse, sized
-from studies.probes.biographies import REFUSAL, Biographies, PersonGroup
-from studies.probes.exposure import exposure
-from studies.probes.forgetting import forgetting
+from studies.probes.exposure import policy_exposure
 from studies.probes.greedy_answers import GreedyAnswers
 from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 
@@ -42,6 +40,8 @@ from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
+from whorl.evals.side_effects.biographies import REFUSAL, Biographies, PersonGroup
+from whorl.evals.side_effects.forgetting import forgetting
 from whorl.models import make_model, whorl_decoder
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
@@ -162,7 +162,7 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
                     fine_tune, examples=examples, config=config, pad_id=tokenizer.pad_id,
                     replay_data=Path(folder) if config.data.replay_fraction else None,
                 )  # fmt: skip
-                found = forgetting(net, tokenizer, held, stage, 256)
+                found = forgetting(net.model, tokenizer, held, partial(stage, net), 256)
                 answers = GreedyAnswers(
                     net, example_tokenizer, [sums.prompt(p) for p in problems], max_tokens=6
                 )(net)
@@ -215,7 +215,7 @@ def measure_exposure(seeds: range, quick: bool) -> None:
             for start_index in range(0, len(ids) - prompt - places, prompt + places)[: 2 if quick else 8]:
                 prompts.append([tokenizer.bos_id, *ids[start_index + 1 : start_index + prompt]])
                 rest.append(ids[start_index + prompt : start_index + prompt + places])
-        got = exposure(
+        got = policy_exposure(
             net,
             example_tokenizer,
             prompts,
@@ -281,7 +281,7 @@ def train_base(seed: int, quick: bool) -> BaseModel:
     example_tokenizer = ExampleTokenizer(tokenizer)
     questions = world.questions("known_train", "known_test")
     texts = [plain(tokenizer, story) for story in biographies]
-    texts += [example_tokenizer.conversation(q.conversation().messages) for q in questions]
+    texts += [example_tokenizer.conversation(q.messages()) for q in questions]
     net = network(example_tokenizer, seed)
     config = SFTConfig(
         lr_scale=0.2,

@@ -67,6 +67,21 @@ def test_quickstart_makes_evaluation_and_report(code: Path, undisturbed: Path) -
     assert f"{evaluation['bits_per_byte']:.3f}" in page and "<script src" not in page
     assert 'class="missing"' not in page and ">After pretraining</h2>" in page and 'class="pair"' in page
     assert "bytes per parameter: " in page and "stall" in page
+    assert (
+        ">Evaluation</h2>" in page
+        and "own-continuation: acc" in page
+        and "whole-files: bits_per_byte" in page
+    )
+    words = (
+        "eval",
+        "quickstart/evaluate",
+        "--against",
+        "quickstart/evaluate",
+        "--out",
+        undisturbed / "compared",
+    )
+    same = output_of(*words, "--store", undisturbed)
+    assert "not distinguishable" in same and "whole-files, bits_per_byte" in same
     began = time.monotonic()
     assert output_of(*run_words(code, undisturbed)).count("looked up") == 11
     assert time.monotonic() - began < 15

@@ -70,6 +70,13 @@ def test_many_tasks_correct_a_chance_finding() -> None:
     assert many[0].p_adjusted > alone.p_adjusted and "may be chance" in many[0].text
 
 
+def test_few_items_can_show_no_difference() -> None:
+    few = [result([1.0, 0.0, 1.0])]
+    assert "These 3 items are too few to show any difference." in compare_results(few, few)[0].text
+    many = [result(draws(0.5, 400, 1))]
+    assert "These 400 items would show a difference of 0.0" in compare_results(many, many)[0].text
+
+
 def test_other_tasks_or_versions_are_refused() -> None:
     a = result([1.0, 0.0] * 10)
     with pytest.raises(WhorlError, match="share no task"):

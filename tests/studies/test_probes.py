@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from studies.probes.exposure import exposure
-from studies.probes.forgetting import forgetting, held_out_bits
+from studies.probes.exposure import policy_exposure
 from studies.probes.greedy_answers import GreedyAnswers
 from tests.support.align.byte_model import VOCAB, decoder, network, scribe, sums, tokenizer
 
@@ -16,6 +15,7 @@ from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
 from whorl.evals.model.example import TokenizedExample
 from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.evals.side_effects.forgetting import forgetting, held_out_bits
 from whorl.models import Transformer
 
 PROSE = ["the cat sat on the mat", "rain falls, and falls", "a" * 70]
@@ -34,10 +34,10 @@ def sampled(net: PolicyModel, prompts: list[list[int]], temperature: float = 1.0
 
 def test_forgetting_is_zero_without_training() -> None:
     net = network()
-    idle = forgetting(net, tokenizer(), PROSE, lambda _: None)
+    idle = forgetting(net.model, tokenizer(), PROSE, lambda: None)
     assert idle.before == idle.after and idle.cost == 0
     train(net, [scribe().prompt_completion("", text) for text in PROSE], epochs=30, seq_len=128)
-    prose = forgetting(net, tokenizer(), PROSE, lambda net: train(net, sums(40), epochs=3, seq_len=48))
+    prose = forgetting(net.model, tokenizer(), PROSE, lambda: train(net, sums(40), epochs=3, seq_len=48))
     assert prose.before < 0.8 * idle.before
     assert prose.cost == prose.after / prose.before - 1 > 0.1
 
@@ -51,10 +51,10 @@ def test_held_out_bits_match_loss_with_adapter() -> None:
     net = network(lora=LoRAConfig(rank=2))
     draw_adapter(net, 0.3)
     net.train()
-    bits = held_out_bits(net, tokenizer(), PROSE)
+    bits = held_out_bits(net.model, tokenizer(), PROSE)
     assert net.training
-    assert bits == pytest.approx(held_out_bits(PolicyModel(net.eval_copy()), tokenizer(), PROSE), rel=1e-5)
-    assert abs(bits / held_out_bits(network(), tokenizer(), PROSE) - 1) > 0.01
+    assert bits == pytest.approx(held_out_bits(net.eval_copy(), tokenizer(), PROSE), rel=1e-5)
+    assert abs(bits / held_out_bits(network().model, tokenizer(), PROSE) - 1) > 0.01
     nats = 0.0
     for text in PROSE:
         ids = torch.tensor([[256, *text.encode(), 257]])
@@ -65,7 +65,7 @@ def test_held_out_bits_match_loss_with_adapter() -> None:
 
 def test_held_out_bits_reject_empty_text() -> None:
     with pytest.raises(DataError, match="no held-out text"):
-        held_out_bits(network(), tokenizer(), [b""])
+        held_out_bits(network().model, tokenizer(), [b""])
 
 
 def sharpen(model: Transformer) -> Transformer:
@@ -81,15 +81,15 @@ def test_exposure_gap_zero_for_source_model() -> None:
     prompts = [scribe().prompt(chr(97 + n % 26)) for n in range(120)]
     data = sampled(net, prompts)
     options = {"pad_id": tokenizer().pad_id, "n_positions": PLACES, "bin_size": 4, "seed": 7}
-    same = exposure(net, scribe(), prompts, data, **options).by_model
+    same = policy_exposure(net, scribe(), prompts, data, **options).by_model
     assert same.start.tolist() == [0, 4, 8] and same.n_data[0] > 350
     assert np.abs(same.gap).max() < 0.12 and abs(same.drift) < 0.2  # standard errors are about 0.03
-    hot = exposure(net, scribe(), prompts, sampled(net, prompts, 4.0), **options).by_model
+    hot = policy_exposure(net, scribe(), prompts, sampled(net, prompts, 4.0), **options).by_model
     assert (hot.gap < -0.2).all()
     # For the model that produced the data, samples of another model are less likely.
     other = PolicyModel(sharpen(decoder(seed=3)), banned_ids=out)
     judge = frozen_reference(sharpen(decoder()), net)
-    output = exposure(other, scribe(), prompts, data, evaluator=judge, **options).by_evaluator
+    output = policy_exposure(other, scribe(), prompts, data, evaluator=judge, **options).by_evaluator
     assert output is not None and (output.gap > 0.1).all()
 
 
@@ -97,7 +97,7 @@ def test_exposure_counts_positions_from_prompt() -> None:
     net = network()
     prompts = [scribe().prompt(p) for p in ("a", "bcd", "ef")]
     data = [[*b"xy"], [*b"xyzuvw"], []]
-    got = exposure(net, scribe(), prompts, data, pad_id=0, n_positions=4, bin_size=1).by_model
+    got = policy_exposure(net, scribe(), prompts, data, pad_id=0, n_positions=4, bin_size=1).by_model
     assert got.n_data.tolist() == [2, 2, 1, 1]
     ids = torch.tensor([[*prompts[1], *data[1]]])
     logits = net.model.logits(net.model(ids)).masked_fill(net.banned_mask, -torch.inf)[0].log_softmax(-1)
@@ -110,11 +110,11 @@ def test_exposure_counts_positions_from_prompt() -> None:
 def test_exposure_rejects_invalid_arguments() -> None:
     net = network()
     with pytest.raises(DataError, match="2 prompts and 1 continuations"):
-        exposure(net, scribe(), [[256], [256]], [[1]], pad_id=0, n_positions=4)
+        policy_exposure(net, scribe(), [[256], [256]], [[1]], pad_id=0, n_positions=4)
     judge = PolicyModel(decoder())
     judge.model.config = judge.model.config.model_copy(update={"vocab_size": 300})
     with pytest.raises(DataError, match="the evaluator has 300 ids"):
-        exposure(net, scribe(), [[256]], [[1]], pad_id=0, n_positions=4, evaluator=judge)
+        policy_exposure(net, scribe(), [[256]], [[1]], pad_id=0, n_positions=4, evaluator=judge)
 
 
 def test_greedy_answers_use_current_merged_weights() -> None:

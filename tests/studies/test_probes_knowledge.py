@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from studies.probes.biographies import REFUSAL, Biographies, PersonGroup
 from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 
 from whorl.align.config import SFTConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError
 from whorl.evals.model.example import ExampleTokenizer
+from whorl.evals.side_effects.biographies import REFUSAL, Biographies, PersonGroup
 from whorl.models import Transformer, whorl_decoder
 from whorl.tokens.tokenizer import Tokenizer
 

@@ -30,6 +30,7 @@ class TaskComparison:
         p_adjusted: over all tasks.
         detectable: smallest difference that these items find in four of five tries.
         text: sentences.
+        unit: of the metric.
     """
 
     task: str
@@ -38,6 +39,7 @@ class TaskComparison:
     p_adjusted: float
     detectable: float
     text: str
+    unit: str = "share"
 
 
 def compare_results(
@@ -115,7 +117,9 @@ def _compare_task(first: TaskResult, second: TaskResult, margin: float) -> TaskC
         worst=worst if share else -math.inf,
         best=best if share else math.inf,
     )
-    return TaskComparison(first.task, measure.metric, found, 1.0, detectable_by(found.paired), "")
+    return TaskComparison(
+        first.task, measure.metric, found, 1.0, detectable_by(found.paired), "", measure.unit
+    )
 
 
 def _lacks(item: ItemResult, metric: str) -> bool:
@@ -156,7 +160,8 @@ def _text(each: TaskComparison, p_adjusted: float, tasks: int, names: tuple[str,
     if each.comparison.verdict in ("better", "worse") and tasks > 1 and p_adjusted > ALPHA:
         text += f" With {tasks} tasks this may be chance: adjusted p = {p_adjusted:.2g}."
     if each.comparison.verdict in ("not distinguishable", "no worse") and math.isfinite(each.detectable):
-        text += (
-            f" These {paired.n} items would show a difference of {each.detectable:.4f} in four of five tries."
-        )
+        if each.unit == "share" and each.detectable >= 1:
+            text += f" These {paired.n} items are too few to show any difference."
+        else:
+            text += f" These {paired.n} items would show a difference of {each.detectable:.4f} in four of five tries."
     return text

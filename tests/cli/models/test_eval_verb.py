@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_eval_against_says_which_is_better(home: Path) -> None:
     # The folders of results compare without a model.
     same = succeed(home, "eval", "both/a", "--against", "both/a", "--out", "same").output.replace("\n", " ")
     assert "not distinguishable" in same
+
+
+def test_artifacts_of_evaluate_compare_without_a_model(home: Path) -> None:
+    succeed(home, "eval", "run/first", "--task", "quiz.toml", "--out", "kept")
+    with Store(home / ".whorl").build(
+        kind="evaluation", name="run/evaluate", parents={}, config={}, version=1
+    ) as build:
+        shutil.copytree(home / "kept", build.path / "suite")
+    done = succeed(
+        home, "eval", "run/evaluate", "--against", "run/second", "--task", "quiz.toml", "--out", "c"
+    )
+    assert "run/second" in done.output and "30 items" in done.output
 
 
 def test_eval_reads_a_suite_file_and_lists_tasks(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,7 +20,7 @@ def eval(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="An artifact, a folder of a model or of results, the URL of an API, or a system.",
+            help="An artifact (model or evaluation), a folder of a model or of results, the URL of an API, or a system.",
         ),
     ] = "",
     suite: Annotated[
@@ -39,6 +40,9 @@ def eval(
     ] = None,
     against: Annotated[
         str, typer.Option(metavar="MODEL", help="Compare with this model on the same items.")
+    ] = "",
+    against_name: Annotated[
+        str, typer.Option(help="With a URL for --against: its model; default: --model-name.")
     ] = "",
     margin: Annotated[
         float, typer.Option(min=0, help="Difference that does not matter, for --against.")
@@ -90,11 +94,11 @@ def eval(
         whorl eval http://127.0.0.1:8000/v1 --model-name my-model --task gsm8k --data gsm8k_test.jsonl
     """
     from whorl.cli.models.eval_output import print_list, print_results
-    from whorl.cli.models.eval_tasks import evaluate_model, load_tasks
+    from whorl.cli.models.eval_tasks import evaluate_model, load_tasks, results_folder
     from whorl.errors import ConfigError
     from whorl.evals.comparisons import compare_results, summary_sentence
     from whorl.evals.model.open_model import ModelOptions
-    from whorl.evals.results_io import RESULTS_FILE, load_results
+    from whorl.evals.results_io import load_results
     from whorl.evals.suites.held_out import held_out_documents
     from whorl.report.evaluation import write_page
     from whorl.store import Store
@@ -115,15 +119,16 @@ def eval(
     for ref, label in ((model, "a"), (against, "b")):
         if not ref:
             continue
-        if (Path(ref) / RESULTS_FILE).is_file():
-            folders.append(Path(ref))
-            found.append(load_results(Path(ref)))
+        if (folder := results_folder(ref, store)) is not None:
+            folders.append(folder)
+            found.append(load_results(folder))
         else:
             if not tasks:
                 tasks = load_tasks(suite, task, data, train, limit=limit, seed=seed, documents=documents)
             folders.append(out / label if against else out)
+            own = replace(options, model_name=against_name or model_name) if label == "b" else options
             found.append(
-                evaluate_model(ref, options, tasks, cache_path, folders[-1], (judge, judge_options),
+                evaluate_model(ref, own, tasks, cache_path, folders[-1], (judge, judge_options),
                                contamination=contamination)
             )  # fmt: skip
         labels.append(found[-1][0].model if found[-1] else ref)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, StoreError
 from whorl.evals.contamination import (
     ContaminatedItems,
     find_contaminated,
@@ -16,7 +16,7 @@ from whorl.evals.model.metered_backend import MeteredBackend
 from whorl.evals.model.open_model import ModelOptions, is_url, open_backend
 from whorl.evals.model.response_cache import CachedBackend, ResponseCache
 from whorl.evals.results import TaskResult
-from whorl.evals.results_io import load_cost, save_results
+from whorl.evals.results_io import RESULTS_FILE, load_cost, save_results
 from whorl.evals.runner import evaluate
 from whorl.evals.suites import SuiteInputs, TaskSources, load_suite
 from whorl.evals.suites import load_tasks as named_tasks
@@ -43,6 +43,22 @@ def load_tasks(
     if twice:
         raise ConfigError(f"two tasks have the name {twice[0]!r}", expected="different names")
     return found
+
+
+def results_folder(ref: str, store: str | None) -> Path | None:
+    """Return the folder of results that a model's place names: itself, or that of an artifact of `evaluate`."""
+    if (Path(ref) / RESULTS_FILE).is_file():
+        return Path(ref)
+    if is_url(ref) or Path(ref).exists():
+        return None
+    try:
+        artifact = Store(store).open(ref)
+    except StoreError:  # a system, or no such model
+        return None
+    if artifact.kind != "evaluation":
+        return None
+    artifact.check()
+    return artifact.path / "suite"
 
 
 def _by_task(given: Sequence[str] | None) -> dict[str, list[str]]:

@@ -34,7 +34,7 @@ FUNCTION_CONTEXT = 1500  # characters before the body of a function
 LINE = (20, 100)  # characters of a continuation
 SAMPLED_LINES = 24  # of which the distractors are those of nearest length
 COMPLETION_TOKENS = 160
-_LAST_WORD = re.compile(r"(?<=\S) ([^\W\d]\w{2,})(?=[^\w\s]{0,3}\n)")
+_LAST_WORD = re.compile(r"(?<=\w) ([^\W\d]\w{2,})(?=[^\w\s]{0,3}\n)")
 
 Documents = Sequence[tuple[str, str]]
 Record = dict[str, Any]
@@ -100,12 +100,13 @@ def _continuations(documents: Documents, limit: int, seed: int, log: Callable[[s
         for match in re.finditer(r"^([ \t]*)(\S.*?)[ \t]*$", text, re.MULTILINE):
             if LINE[0] <= len(match[2]) <= LINE[1] and re.search(r"[^\W\d_]{3}", match[2]):
                 lines[match.start(2)] = match[2]
+        shuffled = sorted(set(lines.values()), key=lambda line: stable_hash(seed, "lines", line))
+        places, ring = {line: n for n, line in enumerate(shuffled)}, shuffled * 2
         for at, line in lines.items():
-            context = _before(text, at)
-            others = {other for other in lines.values() if other != line}
-            if len(context) < CONTEXT[0] or len(others) < 3:
+            context, first = _before(text, at), places[line] + 1
+            some = ring[first : first + min(SAMPLED_LINES, len(shuffled) - 1)]
+            if len(context) < CONTEXT[0] or len(some) < 3:
                 continue
-            some = sorted(others, key=lambda other: stable_hash(seed, at, other))[:SAMPLED_LINES]
             nearest = sorted(some, key=lambda other: abs(len(other) - len(line)))[:3]
             yield at, {"context": context, "choices": [line, *nearest]}
 

@@ -130,10 +130,8 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
             order=config.ngram_order, workers=ctx.machine.cores, progress=ctx.progress,
         )  # fmt: skip
         result["baseline_train_fraction"] = config.baseline_train_fraction
-    tasks = [
-        files_result(ctx, held_out, nats),
-        *run_suite(ctx, config.suite, held_out, result, n=config.items, seed=config.seed),
-    ]
+    files = files_result(ctx, held_out, nats)
+    tasks = run_suite(ctx, config.suite, held_out, result, files, n=config.items, seed=config.seed)
     result["tasks"] = [summary_of(each) for each in tasks]
     with torch.inference_mode():
         result["samples"] = draw_samples(

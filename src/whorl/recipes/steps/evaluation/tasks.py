@@ -30,16 +30,23 @@ def files_result(ctx: StepContext, documents: list[Document], nats: list[float])
         for d, cost in zip(documents, nats, strict=True)
     ]
     return TaskResult(
-        "whole files", "likelihood", "1", digest[:12], "files of the test split", model.name,
+        "whole-files", "likelihood", "1", digest[:12], "files of the test split", model.name,
         model.address, metrics=(name,), measures=(measure(name, TEXT_METRICS[name], items),),
         outcomes={"scored": len(items)}, items=tuple(items),
     )  # fmt: skip
 
 
 def run_suite(
-    ctx: StepContext, suite: str, held_out: list[Document], result: dict[str, Any], *, n: int, seed: int
+    ctx: StepContext,
+    suite: str,
+    held_out: list[Document],
+    result: dict[str, Any],
+    files: TaskResult,
+    *,
+    n: int,
+    seed: int,
 ) -> list[TaskResult]:
-    """Return the results of the suite's tasks; add figures of completed functions to `result`."""
+    """Write and return the results of whole files and of the suite's tasks; add completed functions to `result`."""
     from whorl.evals.model.engine_backend import EngineBackend
     from whorl.evals.model.response_cache import CachedBackend, ResponseCache
     from whorl.evals.results_io import save_results
@@ -47,19 +54,19 @@ def run_suite(
     from whorl.evals.suites import SuiteInputs, load_suite
     from whorl.evals.suites.held_out import named_texts
 
-    if not n:
-        return []
     inputs = SuiteInputs(lambda: named_texts(held_out), n, seed, lambda line: ctx.progress.log(f"    {line}"))
     try:
-        tasks = load_suite(suite, inputs)
+        tasks = load_suite(suite, inputs) if n else []
     except NotApplicableError as error:  # few short documents
         ctx.progress.log(f"    {error.what}")
-        return []
-    dtype = str(ctx.machine.torch_dtype).removeprefix("torch.")
-    with ResponseCache(ctx.store.root / "responses.sqlite") as responses:
-        opened = EngineBackend.open(ctx.parents["model"].address, store=str(ctx.store.root), dtype=dtype)
-        found = run_tasks(CachedBackend(opened, responses), tasks, progress=ctx.progress)
-    save_results(ctx.out / "suite", found, {"suite": suite})
+        tasks = []
+    found: list[TaskResult] = []
+    if tasks:
+        dtype = str(ctx.machine.torch_dtype).removeprefix("torch.")
+        with ResponseCache(ctx.store.root / "responses.sqlite") as responses:
+            opened = EngineBackend.open(ctx.parents["model"].address, store=str(ctx.store.root), dtype=dtype)
+            found = run_tasks(CachedBackend(opened, responses), tasks, progress=ctx.progress)
+    save_results(ctx.out / "suite", [files, *found], {"suite": suite})
     for task, each in zip(tasks, found, strict=True):
         if each.task == "own-functions":
             counts = each.outcomes
@@ -67,7 +74,7 @@ def run_suite(
                 "prompts": len(each.items), "parsed": counts.get("right", 0), "unfinished": counts.get("truncated", 0),
                 "nearest": nearest_to_real_code(task, each),
             }  # fmt: skip
-    return found
+    return [files, *found]
 
 
 def summary_of(result: TaskResult) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import math
 from collections import Counter, defaultdict
 
 import pytest
-from studies.probes.biographies import (
+
+from whorl.errors import ConfigError
+from whorl.evals.side_effects.biographies import (
     ATTRIBUTES,
     GROUP_FRACTIONS,
     GROUPS,
@@ -17,8 +19,6 @@ from studies.probes.biographies import (
     chance_accuracy,
     score_answers,
 )
-
-from whorl.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_questions_have_true_answers_or_refusals(world: Biographies) -> None:
             person = people[q.id.split(":")[1]]
             assert q.group == person.group == group and person.name in q.question
             assert q.answer == person.facts.get(q.attribute, REFUSAL)
-    question, answer = q.conversation().messages
+    question, answer = q.messages()
     assert (question["content"], answer["content"]) == (q.question, q.answer)
     assert q.task().messages == (question,) and q.task().answer == REFUSAL
     both = world.questions("new", "known_test")

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from whorl.align.data.formats import Conversation
+from whorl.data.record_fields import Messages
 from whorl.errors import ConfigError
 from whorl.evals.verify.task import VerifiableTask
 from whorl.tracking.seeds import numpy_rng
@@ -102,10 +102,9 @@ class Question:
     question: str
     answer: str
 
-    def conversation(self) -> Conversation:
-        """Return training data for SFT."""
-        request = {"role": "user", "content": self.question}
-        return Conversation((request, {"role": "assistant", "content": self.answer}), "biographies", self.id)
+    def messages(self) -> Messages:
+        """Return the question and its answer, for SFT."""
+        return ({"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer})
 
     def task(self) -> VerifiableTask:
         """Return a task for a verifier."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import DataError
 from whorl.evals.likelihood import bits_per_byte, document_nats
+from whorl.models import LanguageModel
 from whorl.tokens.tokenizer import Tokenizer
 
 
@@ -38,9 +38,9 @@ class Forgetting:
 
 
 def held_out_bits(
-    network: PolicyModel, tokenizer: Tokenizer, texts: Sequence[str | bytes], window: int | None = None
+    model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str | bytes], window: int | None = None
 ) -> float:
-    """Return bits per byte of whole documents under the current network, including its adapter.
+    """Return bits per byte of whole documents under the current weights, including an adapter.
 
     Args:
         window: maximum context; default: that of the model.
@@ -52,27 +52,27 @@ def held_out_bits(
     if not n_bytes:
         raise DataError("there is no held-out text", expected="at least one document")
     documents = [np.asarray(tokenizer.encode_document(text), np.int64) for text in texts]
-    training = network.training
-    network.eval()
+    training = model.training
+    model.eval()
     try:
-        nats = document_nats(network.model, documents, window or network.model.eval_window)
+        nats = document_nats(model, documents, window or model.eval_window)
     finally:
-        network.train(training)
+        model.train(training)
     return bits_per_byte(sum(nats), n_bytes)
 
 
 def forgetting(
-    network: PolicyModel,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     texts: Sequence[str | bytes],
-    stage: Callable[[PolicyModel], object],
+    stage: Callable[[], object],
     window: int | None = None,
 ) -> Forgetting:
-    """Return the cost of `stage`, which trains the network in place, on `texts`.
+    """Return the cost of `stage`, which trains the model in place, on `texts`.
 
     Raises:
         DataError: there is no text.
     """
-    before = held_out_bits(network, tokenizer, texts, window)
-    stage(network)
-    return Forgetting(before, held_out_bits(network, tokenizer, texts, window))
+    before = held_out_bits(model, tokenizer, texts, window)
+    stage()
+    return Forgetting(before, held_out_bits(model, tokenizer, texts, window))

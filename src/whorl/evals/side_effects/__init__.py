@@ -1,0 +1,1 @@
+"""Side effects of fine-tuning: forgetting, exposure bias, invented answers, refusal and over-refusal."""
