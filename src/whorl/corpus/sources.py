@@ -30,6 +30,7 @@ from pathlib import Path
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.links import find_links
 from whorl.corpus.provenance.hashes import ContentHashes
+from whorl.corpus.provenance.licences import folder_licences, nearest_licence
 from whorl.data.files import compression, filesystem, format_suffix, is_url
 from whorl.data.formats import format_name
 from whorl.errors import ConfigError, DataError, one_of
@@ -204,8 +205,12 @@ def _candidates(source: str, config: IngestConfig) -> tuple[str, list[str], list
     root, globs, never, licence = _resolve_source(source)
     licence = config.licences.get(source, licence)
     single = Path(source).expanduser()
-    found = _walk(root, [*config.exclude, *never]) if globs else [(single.name, single)]
-    files = [_stat_file(source, path, location, licence) for path, location in found]
+    found = list(_walk(root, [*config.exclude, *never])) if globs else [(single.name, single)]
+    licences = folder_licences(found) if licence is None else {}
+    files = [
+        _stat_file(source, path, location, licence or nearest_licence(path, licences))
+        for path, location in found
+    ]
     return str(root.absolute()), globs, files
 
 
@@ -284,6 +289,8 @@ def fingerprint(config: IngestConfig, hashes: ContentHashes | None = None) -> st
     digest = hashlib.blake2b(digest_size=16)
     for file, version in zip(files, file_versions(files, config, hashes), strict=True):
         line = f"{file.source}\0{file.path}\0{file.size}\0{version}\0"
+        if file.licence and file.source not in (*config.licences, *KNOWN_SOURCES):
+            line += f"{file.licence}\0"  # of a licence file, which may not be among the files
         digest.update(line.encode("utf-8", "surrogateescape"))
     for link_file in find_links(config.links):
         digest.update(f"links\0{link_file.digest}\0".encode())

@@ -29,6 +29,7 @@ MEASURES = Registry(
         "text": "whorl.corpus.measures.text:TEXT",
         "rules": "whorl.corpus.measures.rules:RULES",
         "language": "whorl.corpus.measures.language:LANGUAGE",
+        "bad_words": "whorl.corpus.measures.bad_words:BAD_WORDS",
         "personal_data": "whorl.corpus.measures.personal_data:PERSONAL_DATA",
         "classifier": "whorl.corpus.measures.trained.classifier:CLASSIFIER",
         "perplexity": "whorl.corpus.measures.trained.perplexity:PERPLEXITY",
