@@ -1,7 +1,7 @@
 """Bad words of C4: how often words of a list occur in a text.
 
 C4 drops pages with any word of the "List of Dirty, Naughty, Obscene or Otherwise Bad Words" (Raffel et al. 2020, section
-2.2). The list is the measure's model: a file of UTF-8 with a word or phrase per line, such as those lists have for each language.
+2.2). The list is the measure's model: a file of UTF-8 with a word or phrase per line.
 
     measures = [{ name = "bad", measure = "bad_words", model = "en.txt" }]      column bad_words
 
