@@ -130,14 +130,17 @@ def measure(name: str, folder: Path, pythons: dict[str, str], n_items: int, a: A
     """Measure all sides on one task and print the claims."""
     model = folder / "model"
     tasks = write_tasks(folder / "tasks", n_items, names=(name,), n_sentences=2)
-    seconds, figures, bound = time_ours(model, tasks, name, 1 if a.smoke else 3)
+    rounds = 1 if a.smoke else 3
+    seconds, figures, bound = time_ours(model, tasks, name, rounds)
     ours = n_items / min(seconds)
     samples = [{"side": "ours", "seconds": seconds, "figures": figures, "bound": round(bound, 2)}]
     local = {"pretrained": str(model), "dtype": "float32"}
     if "lmeval" in pythons:
         arguments = {**local, "device": "cpu"}
         size = best_batch_size(pythons["lmeval"], arguments, folder, name, max(4, n_items // 10))
-        took, same = time_peer(pythons["lmeval"], "hf", {**arguments, "batch_size": size}, tasks, name, 1)
+        took, same = time_peer(
+            pythons["lmeval"], "hf", {**arguments, "batch_size": size}, tasks, name, rounds
+        )
         peer = n_items / min(took)
         claim(
             f"examples/s of lm-evaluation-harness, {NAMES[name]}; reading shared prefixes once gives at most {bound:.1f} x",
@@ -147,7 +150,7 @@ def measure(name: str, folder: Path, pythons: dict[str, str], n_items: int, a: A
         )  # fmt: skip
     if "vllm" in pythons:
         arguments = {**local, "enable_prefix_caching": True, "max_model_len": 2048, "batch_size": "auto"}
-        took, same = time_peer(pythons["vllm"], "vllm", arguments, tasks, name, 1 if a.smoke else 3)
+        took, same = time_peer(pythons["vllm"], "vllm", arguments, tasks, name, rounds)
         peer = n_items / min(took)
         claim(
             f"examples/s of lm-evaluation-harness on vLLM with prefix caching, {NAMES[name]}",
