@@ -35,6 +35,7 @@ SUITES = Registry(
         "safety": "whorl.evals.suites.safety:safety_suite",
         "jailbreak": "whorl.evals.suites.safety:jailbreak_suite",
         "probes": "whorl.evals.probes.suite:probes_suite",
+        "reasoning-gym": "whorl.evals.suites.reasoning_gym:reasoning_gym_suite",
     },
 )
 

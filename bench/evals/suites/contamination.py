@@ -1,6 +1,6 @@
 """Planted contamination: all planted items are found by lineage, and the clean score is that of a model without them.
 
-    python bench/evals/contamination.py --save
+    python bench/evals/suites/contamination.py --save
 
 Two models of 0.3 M parameters are trained on the same lines of the probes. The training text of one also has 50 items of
 the task, each REPEATS times between other lines. The task is sorting, at levels 3 to 5.
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from _run import claim, parse, sized
 
 import whorl
@@ -42,7 +42,7 @@ def train(lines: list[str], tokenizer: Tokenizer, out: Path, steps: int) -> None
     """Train one model into `out`, with its token set and tokenizer."""
     whorl.train(
         lines, out=out, tokenizer=tokenizer, steps=steps, batch_size=BATCH, seq_len=SEQ_LEN, evaluations=1, quiet=True,
-        model=shape(tokenizer.vocab_size), compile=False,
+        model=shape(tokenizer.vocab_size), compile=False, threads=1,
     )  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""The suite `probes` separates model sizes: 0.3, 1 and 3 M parameters, five seeds each.
+
+    python bench/evals/suites/probes.py --save          about 15 minutes on an idle machine
+    python bench/evals/suites/probes.py --quick         two seeds, a third of the steps
+
+All models are trained on the same number of tokens of training lines. A probe separates the sizes if the mean scores over
+seeds are in the order of the sizes, and the 95 % intervals (Student's t over seeds) of neighbors do not overlap.
+Models that repeat symbols (`whorl.evals.probes.repeaters`) must win no probe: none is above chance, and none above the
+smallest model.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from _run import claim, parse, smoke
+
+import whorl
+from whorl.evals.model.engine_backend import EngineBackend
+from whorl.evals.probes.lines import PROBES
+from whorl.evals.probes.repeaters import REPEATERS, RepeatingModel
+from whorl.evals.probes.suite import probe_tasks, training_lines
+from whorl.evals.runner import evaluate
+from whorl.evals.statistics.intervals import mean_interval
+from whorl.evals.tasks import EvalTask
+from whorl.plan.cost import decoder_config
+from whorl.tokens.tokenizer import Tokenizer
+
+SIZES = {"0.3 M": (96, 2), "1 M": (128, 5), "3 M": (192, 6)}  # width, depth
+BATCH, SEQ_LEN, VOCAB, TOKENS_PER_LINE = 8, 128, 360, 27
+ITEMS = 500
+APART = 4  # probes at least
+
+Scores = dict[str, float]
+
+
+def train_and_score(
+    size: str, seed: int, steps: int, lines: list[str], tokenizer: Tokenizer, tasks: list[EvalTask]
+) -> Scores:
+    """Return probe -> share right of a new model."""
+    width, depth = SIZES[size]
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        model = decoder_config(width, depth, tokenizer.vocab_size, trained_length=SEQ_LEN, ngram_orders=())
+        whorl.train(
+            lines, out=folder, tokenizer=tokenizer, steps=steps, batch_size=BATCH, seq_len=SEQ_LEN, seed=seed,
+            evaluations=1, quiet=True, compile=False, threads=1, model=model,
+        )  # fmt: skip
+        backend = EngineBackend.open(folder)
+        found = {r.task.removeprefix("probe-"): r.measures[0].value for r in evaluate(backend, tasks)}
+        n = sum(p.numel() for p in backend.engine.model.parameters())
+    text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+    print(f"{size}, seed {seed}: {n:,} parameters, {time.perf_counter() - began:.0f} s: {text}", flush=True)
+    return found
+
+
+def main() -> int:
+    """Print the scores of each model and the JSON lines."""
+    args = parse(
+        __doc__,
+        lambda p: (
+            p.add_argument("--quick", action="store_true", help="two seeds, a third of the steps"),
+            p.add_argument("--steps", type=int, default=1000),
+            p.add_argument("--seeds", type=int, default=5),
+        ),
+        smoke={"quick": True, "steps": 12, "seeds": 2},
+    )
+    steps, seeds = args.steps, args.seeds
+    if args.quick and not smoke():
+        steps, seeds = steps // 3, 2
+    tasks = probe_tasks(items=20 if smoke() else ITEMS, shots=0)
+    lines = training_lines(max(steps * BATCH * SEQ_LEN // TOKENS_PER_LINE, 200))
+    tokenizer = Tokenizer.train(lines[:3000], VOCAB)
+    scores = {
+        size: [train_and_score(size, seed, steps, lines, tokenizer, tasks) for seed in range(seeds)]
+        for size in SIZES
+    }
+    apart = []
+    for probe in PROBES:
+        intervals = [mean_interval(np.array([s[probe] for s in scores[size]])) for size in SIZES]
+        separate = all(a.high < b.low for a, b in pairwise(intervals))
+        apart += [probe] * separate
+        shown = "   ".join(f"{i.mean:.3f} ({i.low:.3f} to {i.high:.3f})" for i in intervals)
+        print(f"{probe:<11} {shown}   {'apart' if separate else ''}")
+    claim(
+        f"probes with 0.3, 1 and 3 M parameters in order and intervals apart: {', '.join(apart) or 'none'}; {seeds} seeds",
+        ours=len(apart), peer=len(PROBES), unit="probes", ratio=len(apart) / APART, bar=1.0,
+        ok=smoke() or len(apart) >= APART, quick=args.quick, variant="sizes", peer_name="all probes",
+        samples=[{size: [round(s[probe], 4) for s in scores[size]] for size in SIZES} for probe in PROBES],
+    )  # fmt: skip
+    wins = []
+    for rule in REPEATERS:
+        for result in evaluate(RepeatingModel(rule), tasks):
+            probe, acc = result.task.removeprefix("probe-"), result.measure("acc")
+            limit = 0.25 + 3 * math.sqrt(0.25 * 0.75 / acc.n)  # 21 comparisons
+            wins += [f"{rule} on {probe}"] if acc.value > limit else []
+    claim(
+        f"probes that a model wins by repeating itself, above chance: {', '.join(wins) or 'none'}",
+        ours=len(wins), peer=0, unit="wins", ratio=float(not wins), bar=1.0, ok=not wins, quick=args.quick,
+        variant="repeats", peer_name="none",
+    )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
