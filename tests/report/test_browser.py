@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.report.report_example import example
 
+from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.provenance import SourceCount
 from whorl.recipes.steps.corpus_page import source_blocks, threshold_curve
 from whorl.report import ReportData, render
@@ -79,7 +80,7 @@ def test_corpus_curves_and_samples_open(browser: Any, tmp_path: Path) -> None:
     sources = [SourceCount(name, 4, 4000, 3, size) for name, size in (("a/", 900), ("b/", 300), ("c/", 0))]
     folded = Folded(text="a/x.html", lines=["3f2a", "the beginning"])
     samples = Table(section="Corpus", title="Samples", columns=[Column(name="Document")], rows=[[folded]])
-    blocks = [samples, threshold_curve(0.8), *source_blocks(sources)]
+    blocks = [samples, threshold_curve(MinHashConfig(similarity=0.8)), *source_blocks(sources)]
     data = ReportData(reports=[("curate", StepReport(blocks=blocks))])
     opened = OpenPage(browser, render(data, tmp_path / "report.html"))
     curve, lorenz = opened.page.locator(".chart").all()
