@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
-from bench.corpus._debian import word_f1
+from bench.corpus.support.debian import word_f1
 
 from whorl.data.extraction import extract
 

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
-from bench.corpus._debian import plain, reference_pages
+from bench.corpus.support.debian import plain, reference_pages
 
 from whorl.corpus.measures import FILTERS, Texts, measure_texts
 from whorl.corpus.measures.language import measure_language

@@ -21,9 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
+from bench.corpus.support.processes import start
 
 from whorl.corpus.deduplication import MinHashConfig
 
@@ -192,36 +191,6 @@ def library_sources(folder: Path, n: int) -> Documents:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
     return write(folder, [path.read_text("utf-8", "replace") for path in files[:n]])
-
-
-def start(command: list[str], pause: float) -> dict[str, Any]:
-    """Run a process in a new session; return its last line and the peak of the session's resident memory."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    peak, is_done = [0], threading.Event()
-
-    def watch() -> None:
-        while not is_done.wait(pause):
-            total = 0
-            for entry in Path("/proc").glob("[0-9]*/stat"):
-                with suppress(OSError):
-                    fields = entry.read_text().rpartition(")")[2].split()
-                    if int(fields[3]) == process.pid:
-                        total += int(fields[21]) * 4096
-            peak[0] = max(peak[0], total)
-
-    watcher = threading.Thread(target=watch)
-    if pause:
-        watcher.start()
-    printed, errors = process.communicate()
-    is_done.set()
-    if pause:
-        watcher.join()
-    if process.returncode:
-        raise RuntimeError(errors[-3000:])
-    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return found | {"peak": peak[0]}
 
 
 def ours(documents: Documents, workers: int, pause: float = 0) -> dict[str, Any]:

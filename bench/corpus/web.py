@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
-from bench.corpus._debian import (
+from bench.corpus.support.debian import (
     POLICY,
     REFERENCE,
     body,
