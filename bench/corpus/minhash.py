@@ -50,9 +50,9 @@ from whorl.corpus.mapreduce import LocalPool, UnitStore
 
 class Timed(UnitStore):
     seconds = {}
-    def run(self, stage, units, executor, **more):
+    def run(self, stage, units, executor, *more):
         begin = time.perf_counter()
-        found = super().run(stage, units, executor, **more)
+        found = super().run(stage, units, executor, *more)
         self.seconds[stage.function.split(":")[1]] = round(time.perf_counter() - begin, 4)
         return found
 

@@ -2,10 +2,11 @@
 
     python bench/corpus/pays.py [--docs FOLDER] [--peer PYTHON] [--seeds 5] [--steps 300] [--quick] [--save]
 
-FOLDER holds the unpacked package python3.11-doc, whose pages have their plain sources beside them (`_sources/*.rst.txt`);
-without it the package is fetched. Pages are held out by a hash of their name, and the score is bits per byte of the plain
-sources of these pages. All models have one shape, one tokenizer (of the sources of the training pages), the same number
-of tokens, and per seed the same initial weights. They are trained on these forms of the other pages:
+FOLDER holds the unpacked packages python3.11-doc and linux-doc-6.1, whose pages have their plain sources beside them
+(`_sources/*.rst.txt`); without it they are fetched. Of a sample of the pages, some are held out by a hash of their name. The
+score is bits per byte of the plain sources of these. All models have one shape, one tokenizer (of the sources of the
+training pages), the same number of tokens, and per seed the same initial weights. They are trained on these forms of the
+other pages:
 
 - raw: the pages as files, with their tags.
 - visible: all visible text, as of a WET archive, not filtered.
@@ -24,7 +25,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
-from bench.corpus.support.debian import PYTHON_DOCS, unpacked
+from bench.corpus.support.debian import MANUALS, unpacked
 from bench.corpus.support.training import LENGTH, VOCABULARY, trained, write_tokens
 
-from whorl.corpus import Corpus, CurateConfig, IngestConfig, curate, document_files, ingest
+from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, document_files, ingest
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.recipes.recipe import load_recipe
 from whorl.tokens.tokenizer import Tokenizer
@@ -43,6 +44,8 @@ from whorl.tracking.progress import Progress
 
 KEEP_ALL = "SELECT row, '' AS reason FROM attributes"
 HELD_OUT = 12  # one page of so many
+PAGES = sized(1500, 60)
+READ_BYTES = sized(12_000_000, 500_000)
 SCORED_BYTES = sized(400_000, 20_000)
 TRAFILATURA = """
 import json, sys, trafilatura
@@ -63,8 +66,21 @@ def pages_with_sources(folder: Path) -> dict[Path, Path]:
     return found
 
 
+def digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode()).digest()
+
+
 def is_held_out(page: Path) -> bool:
-    return hashlib.blake2b(page.name.encode()).digest()[0] % HELD_OUT == 0
+    return digest(page.name)[-1] % HELD_OUT == 0
+
+
+def first_bytes(documents: Iterable[Document], limit: int) -> Iterator[Document]:
+    """Yield documents up to so many bytes: far more than the training reads."""
+    for document in documents:
+        limit -= document.n_bytes
+        if limit < 0:
+            return
+        yield document
 
 
 def select(
@@ -105,7 +121,7 @@ def main() -> None:
             parser.add_argument("--docs", type=Path),
             parser.add_argument("--peer", help="interpreter with trafilatura"),
             parser.add_argument("--seeds", type=int, default=5),
-            parser.add_argument("--steps", type=int, default=300),
+            parser.add_argument("--steps", type=int, default=150),
             parser.add_argument("--quick", action="store_true", help="two seeds and a third of the steps"),
         ),
         smoke={"seeds": 1, "steps": 4},
@@ -114,13 +130,13 @@ def main() -> None:
         args.seeds, args.steps = 2, args.steps // 3
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
-        pages = pages_with_sources(unpacked(args.docs, PYTHON_DOCS, scratch))
-        pages = dict(sized([*pages.items()], [*pages.items()][:60]))
+        pages = pages_with_sources(unpacked(args.docs, MANUALS, scratch))
+        pages = dict(sorted(pages.items(), key=lambda pair: digest(pair[0].name))[:PAGES])
         folder = scratch / "pages"
         folder.mkdir()
         training = [page for page in pages if not is_held_out(page)]
-        for number, page in enumerate(training):
-            (folder / f"{number:04d}-{page.name}").write_bytes(page.read_bytes())
+        for page in training:
+            (folder / f"{digest(str(page))[:4].hex()}-{page.name}").write_bytes(page.read_bytes())
         texts = scratch / "texts.jsonl" if args.peer else None
         if texts is not None:
             done = subprocess.run(
@@ -137,10 +153,8 @@ def main() -> None:
                 n_bytes += len(text.encode())
         sizes = {}
         for name, corpus in corpora(folder, texts, scratch / "corpora").items():
-            place_of = scratch / f"tokens-{name}"
-            split = write_tokens(
-                tokenizer, place_of, corpus.documents("train"), corpus.documents("validation")
-            ).split("train")
+            some = (first_bytes(corpus.documents(split), READ_BYTES) for split in ("train", "validation"))
+            split = write_tokens(tokenizer, scratch / f"tokens-{name}", *some).split("train")
             sizes[name] = {"bytes": split.n_bytes, "tokens": len(split)}
         print(
             f"{len(training)} pages for training, {len(held_out)} held out with {n_bytes:,} bytes; {sizes}",

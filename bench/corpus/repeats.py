@@ -9,8 +9,9 @@ only by heart, and 0 times is what the model expects of such words. After one ep
 - bits per byte of the passages.
 - the share of the second half of a passage that greedy decoding repeats after the first half, in tokens from its start.
 
-The claim is the extra saving of bits at four repeats, the limit on epochs of the step `mix` (`max_epochs`, after
-Muennighoff et al. 2023, Scaling Data-Constrained Language Models), as a share of that at 64 repeats.
+The claim is that share at four repeats, the limit on epochs of the step `mix` (`max_epochs`, after Muennighoff et al. 2023,
+Scaling Data-Constrained Language Models), against 64 repeats. Extraction after a prefix is the measure of Carlini et al.
+2023, Quantifying Memorization Across Neural Language Models.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def main() -> None:
         lambda parser: (
             parser.add_argument("--steps", type=int, default=220, help="at most one epoch"),
             parser.add_argument("--passages", type=int, default=12, help="for each number of repeats"),
-            parser.add_argument("--seeds", type=int, default=2),
+            parser.add_argument("--seeds", type=int, default=3),
             parser.add_argument("--quick", action="store_true", help="one seed"),
         ),
         smoke={"steps": 4, "passages": 2, "seeds": 1},
@@ -105,13 +106,11 @@ def main() -> None:
             f"seed {seed}, {seconds:.0f} s: bits per byte { {r: b[-1] for r, b in bits.items()} }", flush=True
         )
         print(f"  repeated by greedy decoding { {r: s[-1] for r, s in shares.items()} }", flush=True)
-    mean = {r: float(np.mean(b)) for r, b in bits.items()}
-    saved = {r: mean[0] - b for r, b in mean.items()}
-    share = saved[4] / max(saved[64], 1e-9)
+    share = {r: float(np.mean(some)) for r, some in shares.items()}
     claim(
-        "Bits saved on passages that are repeated four times, as a share of those saved at 64 times",
-        ours=round(saved[4], 4), peer=round(saved[64], 4), peer_name="64 times", unit="bits per byte", ratio=share, bar=0.25,
-        ok=share <= 0.25 and saved[64] > 0, quick=args.quick, samples=[{"bits": bits, "extracted": shares}],
+        "Share of a passage that greedy decoding repeats, after four repeats in training", ours=round(share[4], 4),
+        peer=round(share[64], 4), peer_name="64 repeats", unit="share of tokens", ratio=share[4] / max(share[64], 1e-9),
+        bar=0.2, ok=share[4] <= 0.2 * share[64], quick=args.quick, samples=[{"bits": bits, "extracted": shares}],
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ POLICY = ("debian-policy",)
 REFERENCE = tuple(
     f"debian-reference-{language}" for language in ("de", "en", "fr", "it", "ja", "zh-cn", "zh-tw")
 )
-PYTHON_DOCS = ("python3.11-doc",)
+MANUALS = ("python3.11-doc", "linux-doc-6.1")  # pages with their plain sources beside them
 SOURCE_HEAD = "WARC-Type: response\r\nWARC-Date: 2026-11-24T00:00:00Z\r\n"
 
 
