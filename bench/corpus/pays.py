@@ -44,7 +44,7 @@ from whorl.tracking.progress import Progress
 
 KEEP_ALL = "SELECT row, '' AS reason FROM attributes"
 HELD_OUT = 12  # one page of so many
-PAGES = sized(1500, 60)
+PAGES = sized(800, 60)
 READ_BYTES = sized(12_000_000, 500_000)
 SCORED_BYTES = sized(400_000, 20_000)
 TRAFILATURA = """
@@ -100,7 +100,7 @@ def select(
 def corpora(pages: Path, texts: Path | None, scratch: Path) -> dict[str, Corpus]:
     """Return every form of the pages below a folder. texts: JSONL of trafilatura."""
     recipe = load_recipe("curate-web")
-    keep = {"query": KEEP_ALL}
+    keep = {"query": KEEP_ALL, "near_duplicates": "keep"}
     settings = recipe.steps["curate"].config
     curated = settings if isinstance(settings, dict) else settings.model_dump(exclude_unset=True)
     found = {
@@ -121,7 +121,7 @@ def main() -> None:
             parser.add_argument("--docs", type=Path),
             parser.add_argument("--peer", help="interpreter with trafilatura"),
             parser.add_argument("--seeds", type=int, default=5),
-            parser.add_argument("--steps", type=int, default=150),
+            parser.add_argument("--steps", type=int, default=120),
             parser.add_argument("--quick", action="store_true", help="two seeds and a third of the steps"),
         ),
         smoke={"seeds": 1, "steps": 4},

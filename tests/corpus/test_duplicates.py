@@ -165,6 +165,32 @@ def test_removals_are_pairs_of_that_exact_similarity(texts: list[bytes], thresho
             kept.append(text)
 
 
+@pytest.mark.parametrize("n", [5, verifying.MAX_COMPARED_ALL, 40])
+def test_native_removal_equals_numpy(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if verifying.library() is None:
+        pytest.skip("no compiler")
+    rng = random.Random(n)
+    texts = []
+    for _ in range(n):
+        original = words(rng, 60)
+        texts += [" ".join(mutate(rng, original, changes)).encode() for changes in (0, 2, 20)]
+    config = MinHashConfig(similarity=0.5)
+    native = verifying.removable(texts, config)
+    monkeypatch.setattr(verifying, "library", lambda: None)
+    assert native.tolist() == verifying.removable(texts, config).tolist()
+    assert n <= sum(native) < 2 * n
+
+
+@pytest.mark.usefixtures("path")
+def test_few_that_stay_are_compared_without_a_common_band() -> None:
+    rng = random.Random(5)
+    original = words(rng, 100)
+    texts = [" ".join(original).encode(), " ".join(mutate(rng, original, 4)).encode()]
+    config = MinHashConfig(similarity=0.5, hashes=64, bands=1, rows=64)  # a band that no other text shares
+    assert jaccard_similarity(*texts) >= 0.5
+    assert verifying.removable(texts, config).tolist() == [False, True]
+
+
 def test_bands_need_hashes() -> None:
     with pytest.raises(ConfigError, match="33 bands of 4 rows need 132 hashes"):
         MinHashConfig(bands=33)

@@ -13,6 +13,7 @@ typedef uint64_t Lanes __attribute__((vector_size(64), aligned(8)));
 constexpr int LANES = 8, BLOCK = 8;  // a pass keeps LANES * BLOCK minima in registers
 constexpr int PASS = LANES * BLOCK;
 constexpr size_t MAX_KEPT_PER_BUCKET = 256;
+constexpr size_t MAX_COMPARED_ALL = 16;
 
 inline uint64_t mix(uint64_t x) {  // finalizer of splitmix64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -201,21 +202,36 @@ void whorl_join(const uint64_t* keys, const int64_t* documents, int64_t n, const
 }
 
 // Greedy removal in the order given. Document i has the sorted set sets[i], of lengths[i]; those with the same number
-// of component[i] follow one another. matched[i]: the document that stays and makes i superfluous, or -1.
+// of component[i] follow one another. matched[i]: the document that stays and makes i superfluous, or -1. Up to
+// MAX_COMPARED_ALL that stay are compared each; of more, those that share a band, whose signatures are computed then.
 void whorl_remove(int64_t n, const uint64_t* const* sets, const int64_t* lengths, const int64_t* component,
                   const uint8_t* stays, const uint64_t* a, const uint64_t* b, int32_t hashes, int32_t bands,
                   int32_t rows, double threshold, int64_t* matched, double* similarity) {
     std::unordered_map<uint64_t, std::vector<int64_t>> buckets;
     std::vector<uint32_t> signature(hashes);
     std::vector<uint64_t> keys(bands);
-    std::vector<int64_t> candidates;
-    for (int64_t i = 0; i < n; i++) {
-        if (i && component[i] != component[i - 1]) buckets.clear();
+    std::vector<int64_t> candidates, kept;
+    bool has_buckets = false;
+    const auto compute_keys = [&](int64_t i) {
         minhash(sets[i], lengths[i], a, b, hashes, signature.data());
         band_keys(signature.data(), bands, rows, keys.data());
+    };
+    const auto add = [&](int64_t i) {
+        for (uint64_t key : keys) {
+            auto& bucket = buckets[key];
+            if (bucket.size() < MAX_KEPT_PER_BUCKET && (bucket.empty() || bucket.back() != i)) bucket.push_back(i);
+        }
+    };
+    for (int64_t i = 0; i < n; i++) {
+        if (i && component[i] != component[i - 1]) {
+            buckets.clear();
+            kept.clear();
+            has_buckets = false;
+        }
         matched[i] = -1;
         similarity[i] = 0;
-        if (!stays[i]) {
+        if (has_buckets) {
+            compute_keys(i);
             candidates.clear();
             for (uint64_t key : keys) {
                 const auto found = buckets.find(key);
@@ -223,21 +239,28 @@ void whorl_remove(int64_t n, const uint64_t* const* sets, const int64_t* lengths
             }
             std::sort(candidates.begin(), candidates.end());
             candidates.erase(std::unique(candidates.begin(), candidates.end()), candidates.end());
-            for (int64_t j : candidates) {
-                const int64_t sum = lengths[i] + lengths[j], most = std::min(lengths[i], lengths[j]);
-                if (double(most) < threshold * double(sum - most)) continue;
-                const int64_t both = sets[i] == sets[j] ? most : common(sets[i], lengths[i], sets[j], lengths[j]);
-                if (double(both) < threshold * double(sum - both)) continue;
-                matched[i] = j;
-                similarity[i] = double(both) / double(sum - both);
-                break;
-            }
         }
-        if (matched[i] < 0)
-            for (uint64_t key : keys) {
-                auto& bucket = buckets[key];
-                if (bucket.size() < MAX_KEPT_PER_BUCKET && (bucket.empty() || bucket.back() != i)) bucket.push_back(i);
+        for (int64_t j : has_buckets ? candidates : kept) {
+            if (stays[i]) break;
+            const int64_t sum = lengths[i] + lengths[j], most = std::min(lengths[i], lengths[j]);
+            if (double(most) < threshold * double(sum - most)) continue;
+            const int64_t both = sets[i] == sets[j] ? most : common(sets[i], lengths[i], sets[j], lengths[j]);
+            if (double(both) < threshold * double(sum - both)) continue;
+            matched[i] = j;
+            similarity[i] = double(both) / double(sum - both);
+            break;
+        }
+        if (matched[i] >= 0) continue;
+        kept.push_back(i);
+        if (has_buckets) {
+            add(i);
+        } else if (kept.size() > MAX_COMPARED_ALL) {
+            for (int64_t j : kept) {
+                compute_keys(j);
+                add(j);
             }
+            has_buckets = true;
+        }
     }
 }
 

@@ -43,7 +43,7 @@ from whorl.corpus.mapreduce import (
     shuffled,
 )
 
-VERSION = 2
+VERSION, REMOVE_VERSION = 2, 3
 RECORDS_PER_PARTITION = 1 << 23  # 128 MB
 SHINGLES_PER_PARTITION = 1 << 25  # 256 MB
 SIGNATURES, MEMBERS, MATCHES = "signatures", "members-{:05d}", "matches"
@@ -107,7 +107,7 @@ def find_near_duplicates(
         [Unit((i, *(o.input(MEMBERS.format(n)) for o in components))) for n, i in enumerate(inputs)], executor,
     )  # fmt: skip
     found = store.run(
-        Stage(f"{__name__}:remove", VERSION, config.model_dump(mode="json") | {"earlier": len(earlier)}),
+        Stage(f"{__name__}:remove", REMOVE_VERSION, config.model_dump(mode="json") | {"earlier": len(earlier)}),
         shuffled(gathered, [partition_name(p) for p in range(parts)]), executor,
     )  # fmt: skip
     columns = [read_arrays(o.folder / MATCHES) for o in found]

@@ -1,7 +1,8 @@
 """Removal of near duplicates: every one is verified by its exact Jaccard similarity with a document that stays.
 
-Documents of a component are visited in the order of preference. One is removed if an earlier one that stays shares a
-band with it and has at least the threshold's similarity; it names the first such. So of a chain a - b - c, in which
+Documents of a component are visited in the order of preference. One is removed if an earlier one that stays has at least
+the threshold's similarity; it names the first such. Up to `MAX_COMPARED_ALL` that stay are compared each, and of more, those
+that share a band with it. So of a chain a - b - c, in which
 only neighbors are similar, a and c stay. Documents of earlier corpora come first and always stay.
 
 The price of exactness is small: two sorted sets of shingles are merged, at about a nanosecond per shingle.
@@ -20,6 +21,9 @@ from whorl.corpus.deduplication.near.minhash import band_keys, hash_functions, p
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import TextBlock, unique_shingles
 
+MAX_COMPARED_ALL = (
+    16  # also in native.cpp: documents of a component that stay, before bands choose among them
+)
 MAX_KEPT_PER_BUCKET = 256  # also in native.cpp: of more, the later ones are not compared
 
 
@@ -55,23 +59,37 @@ def _matches(
     """Compute `matches` in numpy."""
     matched, similarity = np.full(len(sets), -1), np.zeros(len(sets))
     buckets: dict[int, list[int]] = {}
+    kept: list[int] = []
     functions = list(zip(*hash_functions(config.hashes, config.seed), strict=True))
+
+    def keys_of(own: NDArray[np.uint64]) -> list[int]:
+        signature = [np.min((own * a + b) >> np.uint64(32)) for a, b in functions]
+        return [int(key) for key in band_keys(np.array([signature], np.uint32), config)[0]]
+
+    def add(i: int) -> None:
+        for key in set(keys_of(sets[i])):
+            bucket = buckets.setdefault(key, [])
+            if len(bucket) < MAX_KEPT_PER_BUCKET:
+                bucket.append(i)
+
     for i, own in enumerate(sets):
         if i and component[i] != component[i - 1]:
             buckets.clear()
-        signature = [np.min((own * a + b) >> np.uint64(32)) for a, b in functions]
-        keys = band_keys(np.array([signature], np.uint32), config)[0].tolist()
-        for j in sorted({j for key in keys for j in buckets.get(key, ())}) if not stays[i] else ():
+            kept.clear()
+        candidates = sorted({j for key in keys_of(own) for j in buckets.get(key, ())}) if buckets else kept
+        for j in candidates if not stays[i] else ():
             common = len(np.intersect1d(own, sets[j], assume_unique=True))
             union = len(own) + len(sets[j]) - common
             if common >= config.similarity * union:
                 matched[i], similarity[i] = j, common / union
                 break
         else:
-            for key in set(keys):
-                bucket = buckets.setdefault(key, [])
-                if len(bucket) < MAX_KEPT_PER_BUCKET:
-                    bucket.append(i)
+            kept.append(i)
+            if buckets:
+                add(i)
+            elif len(kept) > MAX_COMPARED_ALL:
+                for j in kept:
+                    add(j)
     return matched, similarity
 
 
