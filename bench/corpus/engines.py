@@ -12,7 +12,7 @@ or of the JVM. Also measured, on our units:
 - the price of a rerun: the process of one unit of eight is killed once, at the unit's end.
 - a changed file: one of eight, with the units of the others kept.
 
-Peers that are not installed are left out. PYTHON of Daft and Spark are interpreters of environments of their own; Spark
+Peers that are not installed are left out. PYTHON of Daft and Spark are interpreters of separate environments; Spark
 needs Java 17 (`openjdk-17-jre-headless`).
 """
 
@@ -96,7 +96,7 @@ print(json.dumps({"intermediate": size}))
 def map_lines(
     inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Map: write the hashes of a file's lines and their counts, by partition. Dies once at its end, if asked."""
+    """Map: write the hashes of a file's lines and their counts, by partition. `dies`: killed once at its end."""
     hashes, counts = counted_lines(inputs[0])
     for number, chosen in enumerate(partitioned(hashes)):
         write_arrays(out / partition_name(number), hashes[chosen], counts[chosen])
@@ -145,7 +145,7 @@ def repeated(
 def run_units(
     files: Sequence[str], units: str, engine: str, workers: int, marker: str = ""
 ) -> dict[str, Any]:
-    """Run the job in units of work, and return its figures; called in a process of its own."""
+    """Run the job in units of work, and return its figures; called in a child process."""
     began = time.perf_counter()
     executor = RayTasks(workers) if engine == "ray" else LocalPool(workers)
     store = UnitStore(Path(units))

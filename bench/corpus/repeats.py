@@ -4,7 +4,7 @@
 
 The training text is the standard library's in documents of about 2 kB, each once. Among them are passages of 128 tokens
 that are repeated 0, 1, 2, 4, ... 64 times, in random places. A passage is a chain of made-up words, so it can be learned
-only by heart, and 0 times is what the model expects of such words. After one epoch, for each number of repeats:
+only by heart, and 0 times gives the bits of unseen words. After one epoch, for each number of repeats:
 
 - bits per byte of the passages.
 - the share of the second half of a passage that greedy decoding repeats after the first half, in tokens from its start.
@@ -83,7 +83,7 @@ def main() -> None:
         tokenizer = Tokenizer.train(pieces[:: sized(2, 20)], VOCABULARY)
         planted = {r: [passage(tokenizer, rng) for _ in range(args.passages)] for r in REPEATS}
         copies = [text for r, some in planted.items() for text in some for _ in range(r)]
-        # As many pieces as the steps read beside the copies: all is read about once.
+        # As many pieces as the steps read in addition to the copies: all is read about once.
         n_tokens = args.steps * BATCH * LENGTH - sum(len(tokenizer.encode(text)) + 2 for text in copies)
         chosen, order = list[str](), rng.permutation(len(pieces))
         for i in order[: len(order) - 20]:

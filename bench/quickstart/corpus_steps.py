@@ -2,8 +2,8 @@
 
     python bench/quickstart/corpus_steps.py --before CHECKOUT [--rounds 3] [--save]
 
-CHECKOUT is a checkout of the version to compare with: `git worktree add CHECKOUT 165fbbee`, from before the corpus room
-became units of work. Both run in this interpreter with fresh stores, in turn. The figure is the ratio of the medians of
+CHECKOUT is a checkout of the version to compare with: `git worktree add CHECKOUT 165fbbee`, whose corpus room has no
+units of work. Both run in this interpreter with fresh stores, in turn. The figure is the ratio of the medians of
 what the two artifacts record as their time. The first run of each, which may compile native code, is not counted.
 """
 

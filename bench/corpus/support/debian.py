@@ -19,7 +19,7 @@ POLICY = ("debian-policy",)
 REFERENCE = tuple(
     f"debian-reference-{language}" for language in ("de", "en", "fr", "it", "ja", "zh-cn", "zh-tw")
 )
-MANUALS = ("python3.11-doc", "linux-doc-6.1")  # pages with their plain sources beside them
+MANUALS = ("python3.11-doc", "linux-doc-6.1")  # with the plain sources of their pages
 SOURCE_HEAD = "WARC-Type: response\r\nWARC-Date: 2026-11-24T00:00:00Z\r\n"
 
 

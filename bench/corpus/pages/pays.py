@@ -1,8 +1,8 @@
-"""What curation and the HTML tool are worth: equal models after equal training, on held-out pages.
+"""The effect of curation and of the HTML tool: equal models after equal training, on held-out pages.
 
-    python bench/corpus/pays.py [--docs FOLDER] [--peer PYTHON] [--seeds 5] [--steps 300] [--quick] [--save]
+    python bench/corpus/pages/pays.py [--docs FOLDER] [--peer PYTHON] [--seeds 5] [--steps 300] [--quick] [--save]
 
-FOLDER holds the unpacked packages python3.11-doc and linux-doc-6.1, whose pages have their plain sources beside them
+FOLDER holds the unpacked packages python3.11-doc and linux-doc-6.1, which have the plain sources of their pages
 (`_sources/*.rst.txt`); without it they are fetched. Of a sample of the pages, some are held out by a hash of their name. The
 score is bits per byte of the plain sources of these. All models have one shape, one tokenizer (of the sources of the
 training pages), the same number of tokens, and per seed the same initial weights. They are trained on these forms of the
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from bench._run import claim, parse, sized
 from bench.corpus.support.debian import MANUALS, unpacked
 from bench.corpus.support.training import LENGTH, VOCABULARY, trained, write_tokens

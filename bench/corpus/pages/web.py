@@ -1,6 +1,6 @@
 """`whorl run curate-web` on Debian's documentation, as a folder of pages and as a web archive of them.
 
-    python bench/corpus/web.py [--docs FOLDER] [--save]
+    python bench/corpus/pages/web.py [--docs FOLDER] [--save]
 
 FOLDER holds the unpacked packages debian-policy and debian-reference-{de,en,fr,it,ja,zh-cn,zh-tw}; without it they are
 fetched with `apt-get download` and unpacked with `dpkg -x`. Claims, from the artifacts of both runs:
@@ -25,7 +25,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from bench._run import claim, parse, sized
 from bench.corpus.support.debian import (
     POLICY,
