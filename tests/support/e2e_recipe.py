@@ -24,8 +24,7 @@ mixers.attention = { n_heads = 2, n_kv_heads = 1, head_dim = 32 }
 [steps.evaluate]
 parents = ["ingest", "curate", "tokenizer", "tokens", "pretrain"]
 baselines = false
-completions = 4
-completion_tokens = 20
+items = 4
 samples = 1
 sample_tokens = 10
 """

@@ -68,7 +68,7 @@ def test_mlp_takes_the_selected_path(library: None, monkeypatch: pytest.MonkeyPa
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("rows", "d", "threads"), [(33, 64, 1), (32, 1 << 14, 1), (32, 64, 2)])
+@pytest.mark.parametrize(("rows", "d", "threads"), [(33, 64, 1), (32, 1 << 18, 1), (32, 64, 2)])
 def test_unsupported_shapes_are_left_to_torch(
     library: None, rows: int, d: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,9 +203,10 @@ def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
     from whorl.align.data import read
     from whorl.align.data.dataset_files import split_by_prompt
     from whorl.data.quarantine import Quarantine
+    from whorl.evals.verify import read_tasks
 
     quarantine = Quarantine(ctx.out / "quarantine.jsonl")
-    reader = getattr(read, config.shape)
+    reader = read_tasks if config.shape == "tasks" else getattr(read, config.shape)
     with ctx.progress.task("Reading", total=None, unit="records") as bar:
 
         def items(path: str, split: str) -> list[Any]:
