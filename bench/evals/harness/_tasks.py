@@ -140,13 +140,15 @@ def write_model(
     texts = sentences()
     size = write_tokenizer(folder, kind, texts, vocab_size=4096)
     torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     config = LlamaConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         vocab_size=size, hidden_size=d_model, intermediate_size=3 * d_model, num_hidden_layers=n_layers,
         num_attention_heads=d_model // 32, num_key_value_heads=d_model // 64, max_position_embeddings=length,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     if steps:
-        ids = AutoTokenizer.from_pretrained(folder)(" ".join(texts), return_tensors="pt").input_ids[0]
+        ids = tokenizer(" ".join(texts), return_tensors="pt").input_ids[0]
         optimizer, rng = torch.optim.AdamW(model.parameters(), 2e-3), torch.Generator().manual_seed(0)
         for _ in range(steps):
             starts = torch.randint(len(ids) - 97, (8,), generator=rng)

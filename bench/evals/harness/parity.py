@@ -202,8 +202,8 @@ def served(folder: Path) -> Iterator[str]:
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}/v1/completions"
     finally:
-        process.terminate()
-        process.wait(60)
+        process.kill()
+        process.wait()
 
 
 def compare(name: str, ours: Side, peer: Side, own_ids: Side, names: tuple[str, ...]) -> dict[str, Any]:

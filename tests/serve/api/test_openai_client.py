@@ -104,6 +104,18 @@ def test_completion_echo_scores_the_prompt(server: Any, complete: Any) -> None:
     assert all(score in top.values() for score, top in zip(scores, best, strict=True))
 
 
+def test_echoed_prompt_has_one_token_behind_it_even_if_it_stops(server: Any, complete: Any) -> None:
+    served = server.api.models[0]
+    ids = [int(i) for i in (served.tokenizer.bos_id, *served.tokenizer.encode("return a"))]
+    end = {str(served.tokenizer.end_ids[0]): 100}
+    fields: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "logprobs": 1, "logit_bias": end}
+    (choice,) = complete(echo=True, **fields).choices
+    assert choice.finish_reason == "stop" and choice.text.endswith("return a")
+    assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens) == len(ids) + 1
+    (bare,) = complete(**fields).choices
+    assert bare.text == "" and bare.logprobs.tokens == []
+
+
 def test_completion_text_offsets_with_token_healing(complete: Any) -> None:
     for seed in range(8):
         answer = complete(prompt="    self.items", max_tokens=20, logprobs=2, seed=seed, logit_bias=LETTERS)

@@ -126,7 +126,9 @@ def _completion_choice(
         scores = CompletionLogprobs(served.tokenizer, body.logprobs)
         if body.echo:
             before = scores.prompt_logprobs(prompt.ids, delta)
-            log_probs = concat_logprobs(before, scores.output_logprobs(tokens, delta.prompt_bytes))
+            # With the stop token: clients that score a prompt expect one token behind it for max_tokens=1.
+            end = [delta.end_token] if delta.end_token is not None and body.max_tokens != 0 else []
+            log_probs = concat_logprobs(before, scores.output_logprobs([*tokens, *end], delta.prompt_bytes))
         else:
             log_probs = scores.output_logprobs(tokens, delta.prompt_bytes)
     finish = delta.finish if body.max_tokens != 0 else "length"

@@ -38,7 +38,7 @@ MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 class TextDelta:
     """New output of a sequence: text, tokens, and at the end the finish reason.
 
-    prompt_bytes: bytes of the first token that belong to the prompt.
+    prompt_bytes: bytes of the first token that belong to the prompt. end_token: the stop token, which is not in `tokens`.
     """
 
     text: str = ""
@@ -47,6 +47,7 @@ class TextDelta:
     finish: FinishReason | None = None
     prompt_log_probs: list[float] = field(default_factory=list)
     prompt_alternatives: list[Alternatives] = field(default_factory=list)
+    end_token: Token | None = None
 
 
 class StreamDecoder:
@@ -86,8 +87,9 @@ class StreamDecoder:
             self._forced_bytes_left -= len(_token_bytes(token.id, self.tokenizer))
         if tokens:
             prompt_bytes, self._forced_bytes_left = self._forced_bytes_left, 0
+        end_token = None
         if delta.finish_reason == "stop" and tokens and tokens[-1].id in self.stream.request.stop_ids:
-            del tokens[-1]  # a stop token is not part of the output
+            end_token = tokens.pop()  # a stop token is not part of the output
         return TextDelta(
             text,
             tokens,
@@ -95,6 +97,7 @@ class StreamDecoder:
             delta.finish_reason,
             list(delta.prompt_log_probs),
             list(delta.prompt_alternatives),
+            end_token,
         )
 
     async def read_all(self) -> TextDelta:
@@ -107,7 +110,7 @@ class StreamDecoder:
             full.tokens += delta.tokens
             full.prompt_log_probs += delta.prompt_log_probs
             full.prompt_alternatives += delta.prompt_alternatives
-            full.finish = delta.finish
+            full.finish, full.end_token = delta.finish, delta.end_token
         full.text = "".join(texts)
         return full
 
