@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, document_files, ingest
+from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, document_files, document_writer, ingest
 from whorl.corpus.config import DEFAULT_QUERY
 from whorl.corpus.measures.text import text_attributes
 from whorl.errors import ConfigError, DataError
@@ -279,9 +279,9 @@ def test_curate_rejects_empty_selection(tmp_path: Path) -> None:
 def test_block_sizes_do_not_change_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boundaries of files, row groups and blocks do not change the documents."""
     one = CorpusOf(tmp_path, random_texts(120, seed=4))
-    # By import_module: as attributes of the package, these two names are the functions.
-    monkeypatch.setattr(import_module("whorl.corpus.ingest"), "ROW_GROUP_BYTES", 5_000)
-    monkeypatch.setattr(import_module("whorl.corpus.ingest"), "FILE_BYTES", 30_000)
+    monkeypatch.setattr(document_writer, "ROW_GROUP_BYTES", 5_000)
+    monkeypatch.setattr(document_writer, "FILE_BYTES", 30_000)
+    # By import_module: as an attribute of its package, this name is the function.
     monkeypatch.setattr(import_module("whorl.corpus.measures.run"), "BATCH_CHARACTERS", 2_000)
     many = CorpusOf(tmp_path / "again", {}, source=str(tmp_path / "data"))
     files = document_files(many.ingest)

@@ -29,7 +29,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from whorl.corpus.config import IngestConfig
-from whorl.corpus.documents import Document, RejectedDocument, document_schema
+from whorl.corpus.document_writer import DocumentWriter, document_file
+from whorl.corpus.documents import Document, RejectedDocument
 from whorl.corpus.links import GoodLinks, LinkFile, find_links, good_links
 from whorl.corpus.mapreduce import ENGINE_FIELDS, Executor, Input, LocalPool, Output, Stage, Unit, UnitStore
 from whorl.corpus.mapreduce.units import link_or_copy
@@ -59,9 +60,6 @@ if TYPE_CHECKING:
 
 VERSION = 2  # of `read_block`
 BLOCK_BYTES = 64_000_000
-ROW_GROUP_BYTES = 4_000_000
-ROW_GROUP_ROWS = 4096
-FILE_BYTES = 256_000_000
 LOGGED_DAMAGED_FILES = 5
 COPIES_FILE = "copies.jsonl"
 # Settings that choose the files or the links, whose effect on a block is in its arguments, or the engine, which has none.
@@ -269,7 +267,7 @@ def read_block(
         links = good_links(tuple(link_files), arguments["min_link_score"])
     stats = _IngestStats()
     quarantine = Quarantine(out / "quarantine.jsonl", max_kept=0)
-    with _DocumentWriter(out) as documents:
+    with DocumentWriter(out) as documents:
         for location, part in zip(inputs[:n_parts], arguments["parts"], strict=True):
             path = os.fsdecode(bytes.fromhex(part["file"]["path"]))
             file = SourceFile(**{**part["file"], "path": path}, location=location, modified_ns=0)
@@ -313,13 +311,9 @@ def _collect(blocks: Sequence[Output], out: Path) -> _IngestStats:
                 if name == "quarantine.jsonl":
                     quarantine.write((block.folder / name).read_bytes())
                 else:
-                    link_or_copy(block.folder / name, out / _document_file(n_files))
+                    link_or_copy(block.folder / name, out / document_file(n_files))
                     n_files += 1
     return stats
-
-
-def _document_file(number: int) -> str:
-    return f"documents-{number:05d}.parquet"
 
 
 class _IngestStats:
@@ -378,51 +372,3 @@ class _IngestStats:
             "funnel": [{"stage": "found", **total}, {"stage": "read", **self.accepted}],
             **by,
         }
-
-
-class _DocumentWriter:
-    """Writes Parquet files of documents, with row groups and files bounded in bytes."""
-
-    def __init__(self, out: Path) -> None:
-        self.out, self.schema = out, document_schema()
-        self.rows: list[Document] = []
-        self.row_bytes = self.file_bytes = self.n_files = 0
-        self.file: Any = None
-
-    def __enter__(self) -> _DocumentWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            self._flush()
-        if self.file is not None:
-            self.file.close()
-
-    def write(self, document: Document) -> None:
-        self.rows.append(document)
-        self.row_bytes += document.n_bytes
-        if self.row_bytes >= ROW_GROUP_BYTES or len(self.rows) >= ROW_GROUP_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        if not self.rows:
-            return
-        if self.file is None:
-            name = self.out / _document_file(self.n_files)
-            # No dictionary encoding: it would hold every text of a row group twice, and texts rarely repeat.
-            self.file = pq.ParquetWriter(
-                name, self.schema, compression="zstd", use_dictionary=["source", "licence", "language"]
-            )
-            self.n_files += 1
-        columns = [
-            pa.array([getattr(row, field.name) for row in self.rows], field.type) for field in self.schema
-        ]
-        self.file.write_table(pa.table(columns, schema=self.schema))
-        self.file_bytes += self.row_bytes
-        self.rows, self.row_bytes = [], 0
-        if self.file_bytes >= FILE_BYTES:
-            self.file.close()
-            self.file, self.file_bytes = None, 0

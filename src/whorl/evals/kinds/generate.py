@@ -58,6 +58,10 @@ SCORES: Mapping[str, Mapping[str, Metric]] = {
         "instructions_loose": Metric("single constraints, loose"),
     },
     "program": {"passed": Metric("programs that pass their tests")},
+    "verified": {
+        "passed": Metric("answers that the verifier accepts"),
+        "reward": Metric("reward of the verifier", "", True, None, None),
+    },
     "parses": {"parses": Metric("completed functions that Python parses")},
     "refusal": {
         "over_refusal": Metric("refusals of harmless prompts", higher_is_better=False),

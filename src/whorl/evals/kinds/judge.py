@@ -36,7 +36,7 @@ from whorl.evals.judge.bias import LengthControl, cohen_kappa, control_length
 from whorl.evals.judge.verdicts import REMINDER, SYSTEM, TEMPLATE, Verdict, lengthen, parse_verdict
 from whorl.evals.kinds.kind import Answered, Kind, Metric, Round, Steps
 from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, Request, Response
-from whorl.evals.results import ItemResult, TaskMeasure
+from whorl.evals.results import ItemResult, Outcome, TaskMeasure
 from whorl.evals.statistics.intervals import mean_interval
 from whorl.evals.tasks.task import Item
 
@@ -284,9 +284,14 @@ class Judge(Kind):
         }
         if judged.probe is not None:
             details["length_probe"] = judged.probe.replies
-        gold = {"answers": (judged.answer,), "gold": judged.baseline, "details": details}
+
+        def result(scores: Mapping[str, float], outcome: Outcome, reason: str) -> ItemResult:
+            return self.result(
+                answered, scores, outcome, reason, answers=(judged.answer,), gold=judged.baseline, details=details
+            )
+
         if points is None:
-            return self.result(answered, {}, "missing", judged.pair.reason, **gold)  # type: ignore[arg-type]
+            return result({}, "missing", judged.pair.reason)
         win, shift = sum(points) / 2, (points[0] - points[1]) / 2
         scores = {
             "ties": sum(v == 0.5 for v in points) / 2, "consistency": float(shift == 0), "position_bias": shift,
@@ -301,13 +306,13 @@ class Judge(Kind):
         if self.fixed_answer(answered.item) is not None:
             details["verdict"], details["human"] = verdict, preference
             if preference is None:
-                return self.result(answered, scores, "scored", reason, **gold)  # type: ignore[arg-type]
+                return result(scores, "scored", reason)
             scores["agreement"] = float(verdict == preference)
-            outcome = "right" if verdict == preference else "wrong"
-            return self.result(answered, scores, outcome, f"{reason}; human: {preference}", **gold)  # type: ignore[arg-type]
+            outcome: Outcome = "right" if verdict == preference else "wrong"
+            return result(scores, outcome, f"{reason}; human: {preference}")
         scores = {"win_rate": win, **scores}
-        outcome = {"answer": "right", "baseline": "wrong", "tie": "scored"}[verdict]
-        return self.result(answered, scores, outcome, reason, **gold)  # type: ignore[arg-type]
+        outcome = "right" if win > 0.5 else "wrong" if win < 0.5 else "scored"
+        return result(scores, outcome, reason)
 
     def chance(self, items: Sequence[Item]) -> Mapping[str, float]:
         """See `Kind`: equal answers win half."""

@@ -19,7 +19,6 @@ from pydantic import Field
 from whorl.errors import DataError, WhorlError
 from whorl.evals.code.parse_rate import END_OF_DOCUMENT, trim_to_function
 from whorl.evals.kinds.generate import Generate, _SampleOptions
-from whorl.evals.kinds.kind import Metric
 from whorl.evals.metrics import Graded
 from whorl.evals.model.requests import Completion
 from whorl.evals.verify import Verdict, VerifiableTask, needs_sandbox, verify_all
@@ -39,22 +38,16 @@ class Verified(Generate):
 
     Options = VerifyOptions
 
+    def __init__(self, task: Any) -> None:
+        super().__init__(task)
+        self._verifier = task.template("options.verifier", self.options.verifier)
+
     def chosen_metric(self) -> str:
         """See `Generate`."""
         return "verified"
 
     def load_metric(self) -> Any:
-        """See `Generate`: the verifiers are those of the items."""
-        self._verifier = self.task.template("options.verifier", self.options.verifier)
-
-        def verified(gold: Any, text: str) -> Graded:
-            raise NotImplementedError
-
-        verified.scores = {  # type: ignore[attr-defined]
-            "passed": Metric("answers that the verifier accepts"),
-            "reward": Metric("reward of the verifier", "", True, None, None),
-        }
-        return verified
+        """See `Generate`: none, since `grade` calls the verifiers of the items."""
 
     def check_fields(self, fields: Collection[str]) -> None:
         """See `Kind`."""

@@ -65,10 +65,11 @@ class Vectors:
 
     def check_same(self, other: Vectors) -> None:
         """Raise DataError if the encoder or the width differs."""
-        ours, theirs = ((v.encoder, v.values.shape[1]) for v in (self, other))
-        if theirs != ours:
+        width, other_width = self.values.shape[1], other.values.shape[1]
+        if (other.encoder, other_width) != (self.encoder, width):
             raise DataError(
-                f"vectors of encoder {theirs[0]} (width {theirs[1]}) are compared with those of {ours[0]} (width {ours[1]})",
+                f"vectors of encoder {other.encoder} (width {other_width}) are compared with those of {self.encoder} "
+                f"(width {width})",
                 expected="one encoder",
                 do="embed both corpora with the same encoder",
             )
