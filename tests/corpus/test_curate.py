@@ -16,7 +16,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, document_files, document_writer, ingest
+from whorl.corpus import (
+    Corpus,
+    CurateConfig,
+    Document,
+    IngestConfig,
+    curate,
+    document_files,
+    document_writer,
+    ingest,
+)
 from whorl.corpus.config import DEFAULT_QUERY
 from whorl.corpus.measures.text import text_attributes
 from whorl.errors import ConfigError, DataError

@@ -54,6 +54,15 @@ def test_step_time_is_a_line_in_depth_from_two_timings() -> None:
     assert times.next_width((128, 2)) is None and times.next_width((256, 2)) is None
 
 
+def test_gpu_step_is_launches_or_flops() -> None:
+    flops = {(64, 2): 1.0, (128, 2): 4.0, (128, 4): 8.0, (4096, 2): 4096.0}
+    times = StepTimes(flops, lambda width, depth: 1.0 + depth, flop_rate=100.0, launches=True)
+    assert times.next_width((64, 2)) == 64
+    times.time_width(64)
+    assert times.next_width((128, 2)) is None
+    assert [times.seconds(shape) for shape in flops] == pytest.approx([3.0, 3.0, 5.0, 40.96])
+
+
 def test_noisy_timings_give_positive_times() -> None:
     times = StepTimes({(64, 2): 1.0}, lambda width, depth: 1.0 / depth, flop_rate=1.0)
     times.time_width(64)

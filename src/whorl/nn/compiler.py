@@ -114,8 +114,10 @@ def _settings() -> Iterator[None]:
         autograd_cache_allow_custom_autograd_functions=True, force_non_lazy_backward_lowering=True
     )
     # A CPU's vector instructions are in /proc/cpuinfo. This spares five compilations that test them.
-    cpu = inductor.patch({"cpp.vec_isa_ok": True} if platform.machine() == "x86_64" else {})
-    with key, graphs, cpu:
+    settings = {"cpp.vec_isa_ok": True} if platform.machine() == "x86_64" else {}
+    # All kernels of a graph are launched at once: a small model's step on a GPU is little else than launches (LOG.md).
+    settings["triton.cudagraphs"] = torch.cuda.is_available()
+    with key, graphs, inductor.patch(settings):
         yield
 
 

@@ -27,6 +27,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK_LOGITS = 1 << 20  # logits held at a time: 4 MB in fp32, about the size of a cache
+GPU_CHUNK_LOGITS = (
+    1 << 27
+)  # 256 MB in bf16: each further chunk reads and writes the gradient of the head again
 MIN_CHUNK_TOKENS = 128  # tokens; smaller chunks make inefficient matrix products
 
 # (logits [n, V], targets [n], keep [n], z_loss, softcap) -> (total [], nll [], gradient of total [n, V]).
@@ -130,9 +133,10 @@ class _Fused(torch.autograd.Function):
         return d_hidden * scale.to(d_hidden.dtype), d_head * scale, *[None] * 7
 
 
-def default_chunk_tokens(vocabulary: int) -> int:
-    """Return the tokens whose logits are held at a time, if nothing else was measured."""
-    return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
+def default_chunk_tokens(vocabulary: int, device: str = "cpu") -> int:
+    """Return the tokens whose logits are held at a time, if nothing else was measured. device: its type."""
+    logits = CHUNK_LOGITS if device == "cpu" else GPU_CHUNK_LOGITS
+    return max(MIN_CHUNK_TOKENS, logits // vocabulary)
 
 
 def next_token(
@@ -163,7 +167,7 @@ def next_token(
     """
     keep = mask.float()
     step = logits_step if select_step is None else select_step(hidden, head, softcap, logits_step)
-    chunk = chunk_tokens or default_chunk_tokens(head.shape[0])
+    chunk = chunk_tokens or default_chunk_tokens(head.shape[0], head.device.type)
     product = weight_gradient or plain_weight_gradient
     total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap, step, chunk, product)  # type: ignore[no-untyped-call]
     return Loss(total, keep.sum(), {"nll": nll})

@@ -7,6 +7,9 @@ where 64 does not divide the width (`cost.decoder_config`). The ladder has no en
 The time of a step is linear in the number of layers: t = a + b x layers. So two timings of shallow networks give all
 depths of a width. A width without timings has the FLOP/s of the nearest width that has them. Small networks reach fewer
 FLOP/s, so this overestimates wider shapes and underestimates narrower ones.
+
+On a GPU the line of one width holds for all, since the step of a small model is the time of launches, which have no
+width. The step of a large one is its FLOPs at an assumed rate. The longer of the two is taken.
 """
 
 from __future__ import annotations
@@ -44,12 +47,18 @@ class StepTimes:
         flops: FLOPs of a step of each shape.
         measure: times a step of a shape, in seconds.
         flop_rate: FLOP/s, assumed before the first timing.
+        launches: time one width, whose step is the launches of kernels, as on a GPU.
     """
 
     def __init__(
-        self, flops: Mapping[Shape, float], measure: Callable[[int, int], float], flop_rate: float
+        self,
+        flops: Mapping[Shape, float],
+        measure: Callable[[int, int], float],
+        flop_rate: float,
+        *,
+        launches: bool = False,
     ) -> None:
-        self.flops, self.measure, self.flop_rate = flops, measure, flop_rate
+        self.flops, self.measure, self.flop_rate, self.launches = flops, measure, flop_rate, launches
         self.timed: dict[int, tuple[float, float]] = {}  # width -> seconds apart from layers, and per layer
 
     def time_width(self, width: int) -> None:
@@ -61,6 +70,9 @@ class StepTimes:
     def seconds(self, shape: Shape) -> float:
         """Return the seconds of a step: of a timed width by its line, else by the FLOP/s of the nearest timed shape."""
         width, depth = shape
+        if self.launches and self.timed:
+            [(fixed, per_layer)] = self.timed.values()
+            return max(fixed + depth * per_layer, self.flops[shape] / self.flop_rate)
         if width in self.timed:
             fixed, per_layer = self.timed[width]
             return fixed + depth * per_layer
@@ -72,6 +84,8 @@ class StepTimes:
 
     def next_width(self, best: Shape) -> int | None:
         """Return the width to time next: that of the best shape, then the next wider one; None if both are timed."""
+        if self.launches and self.timed:
+            return None
         widths = sorted({width for width, _ in self.flops})
         wanted = [width for width in widths if width >= best[0]][:2]
         return next((width for width in wanted if width not in self.timed), None)

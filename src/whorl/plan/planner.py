@@ -37,7 +37,8 @@ from whorl.train.config import OptimConfig
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import StepTiming, time_steps
 
-COMPILED_TIME_RATIO = 0.72  # compiled / uncompiled step time, for ranking only; the chosen shape is timed
+# Compiled / uncompiled step time, for ranking only; the chosen shape is timed. On a GPU of launches (LOG.md).
+COMPILED_TIME_RATIO = {"cpu": 0.72, "cuda": 0.28}
 SHAPES_SHARE = 0.03  # of a budget of seconds, after which no further width is timed
 CHOSEN_SHARE = 0.007  # of a budget of seconds, for timed steps of the chosen shape, without its start
 PEAK_SHARE = 0.2  # of the peak, assumed before the first timing; decides only the width that is timed first
@@ -75,7 +76,8 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
     else:
         candidates, is_timed = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress)
         best = min(candidates, key=lambda c: c.bits_per_byte)
-        chosen, uncompiled = best.model, best.step_seconds / COMPILED_TIME_RATIO if is_timed else None
+        ratio = COMPILED_TIME_RATIO[machine.device]
+        chosen, uncompiled = best.model, best.step_seconds / ratio if is_timed else None
     timing: StepTiming | None = None
     if config.deterministic:
         job = _build_job(config, chosen, machine, replicas, 1, compile=bool(config.compile))
@@ -239,10 +241,10 @@ def _rank_candidates(
     def measure(width: int, depth: int) -> float:
         model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
         job = _build_job(share, model, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
-        return time_steps(job, seconds=0.3, warmup=1).step_seconds * COMPILED_TIME_RATIO
+        return time_steps(job, seconds=0.3, warmup=1).step_seconds * COMPILED_TIME_RATIO[machine.device]
 
     flops = {shape: _step_flops(config, cost) for shape, cost in costs.items()}
-    times = StepTimes(flops, measure, PEAK_SHARE * machine.peak_flops)
+    times = StepTimes(flops, measure, PEAK_SHARE * machine.peak_flops, launches=machine.device != "cpu")
     found = rank(config, budget, corpus_bytes, costs, times)
     if budget.seconds is None or config.deterministic:
         return found, False

@@ -287,7 +287,13 @@ class Judge(Kind):
 
         def result(scores: Mapping[str, float], outcome: Outcome, reason: str) -> ItemResult:
             return self.result(
-                answered, scores, outcome, reason, answers=(judged.answer,), gold=judged.baseline, details=details
+                answered,
+                scores,
+                outcome,
+                reason,
+                answers=(judged.answer,),
+                gold=judged.baseline,
+                details=details,
             )
 
         if points is None:

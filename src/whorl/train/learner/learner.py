@@ -256,7 +256,7 @@ class UpdateState:
         """Mark the gradients as empty: the next micro-batch overwrites them."""
         self.no_gradients = True
         self.seen: set[str] = set()  # parameters with a gradient
-        self.metric_sums: dict[str, float] = {}
+        self.metric_sums: dict[str, Tensor] = {}  # float64, on the device: reading one waits for a GPU
         self.row_counts = {name: 0 for name, _ in self.sparse_tables}
 
     def accumulate(self, loss: Loss) -> None:
@@ -292,7 +292,7 @@ class UpdateState:
             p.grad = None
         self.no_gradients = False
         for key, value in (("loss", loss.total), ("loss_tokens", loss.count), *loss.metrics.items()):
-            self.metric_sums[key] = self.metric_sums.get(key, 0.0) + float(value.detach())
+            self.metric_sums[key] = self.metric_sums.get(key, 0.0) + value.detach().double()
 
     @torch.no_grad()
     def step(self, lr_scale: float) -> dict[str, float]:
@@ -312,7 +312,8 @@ class UpdateState:
         if self.process_group.size > 1:
             own_row = self.shared.has_gradient[self.process_group.rank]
             own_row[list(self.columns.values())] = own_row.new_tensor([n in self.seen for n in self.columns])
-        all_values = self.process_group.all_gather_scalars(*self.metric_sums.values(), filled)
+        own_sums = torch.stack([*self.metric_sums.values()]).tolist() if self.metric_sums else []
+        all_values = self.process_group.all_gather_scalars(*own_sums, filled)
         columns = zip(*(each for each in all_values if len(each) > 1), strict=True)
         sums = dict(zip(self.metric_sums or ("loss", "loss_tokens"), map(sum, columns), strict=False))
         divisor = max(sums["loss_tokens"], 1.0)
@@ -375,10 +376,8 @@ class UpdateState:
 
     def _nonfinite_rows(self) -> float:
         """Number of non-finite values in this rank's gradients of lookup tables."""
-        own = (
-            self.shared.row_gradients[n][self.process_group.rank, :filled]
-            for n, filled in self.row_counts.items()
-        )
+        rank = self.process_group.rank
+        own = (self.shared.row_gradients[n][rank, :filled] for n, filled in self.row_counts.items())
         return float(sum((~values.isfinite()).sum() for values in own))
 
     def _step_sparse(

@@ -15,7 +15,10 @@ from whorl.nn.native.update import sum_parts
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:
     """Return the sum of squares over all tensors; 0 for none."""
-    return sum(float(norm) ** 2 for norm in torch._foreach_norm(list(tensors))) if tensors else 0.0
+    if not tensors:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm(list(tensors)))  # read at once: each reading waits for a GPU
+    return sum(norm**2 for norm in norms.tolist())
 
 
 def sum_replicas(gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor], native: bool) -> float | None:

@@ -167,8 +167,7 @@ class Muon(Optimizer):
         turn = self.param_groups[self.steps % turns]
         directions = {shape: self._empty_directions(shape, group) for shape, group in turn}
         into = {n: d for shape, group in turn for (n, _), d in zip(group, directions[shape], strict=True)}
-        for name, moment in self.momentum_buffers.items():
-            self._average(moment, gradients[name], into.get(name))
+        self._average(gradients, into)
         for shape, group in turn:
             for (name, p), direction in zip(group, self._orthogonalize(directions[shape]), strict=True):
                 rows, columns = p.shape
@@ -188,14 +187,19 @@ class Muon(Optimizer):
             return orthogonalize_(directions, POLAR_EXPRESS)
         return orthogonalize(directions)
 
-    def _average(self, moment: Tensor, gradient: Tensor, direction: Tensor | None) -> None:
-        """Average the gradient into its momentum; write Nesterov's direction, transposed where the matrix is tall."""
+    def _average(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor]) -> None:
+        """Average the gradients into their momenta; write Nesterov's directions, transposed where a matrix is tall."""
+        moments = self.momentum_buffers
         if self.native:
-            update.momentum_(moment, gradient, self.momentum, direction)
+            for name, moment in moments.items():
+                update.momentum_(moment, gradients[name], self.momentum, directions.get(name))
             return
-        moment.lerp_(gradient, 1 - self.momentum)
-        if direction is not None:
-            nesterov = gradient.lerp(moment, self.momentum)
+        # All matrices in one call: on a GPU that is one launch. A replica may have no matrix, or none in this turn.
+        given = [[gradients[name] for name in names] for names in (moments, directions)]
+        if moments:
+            torch._foreach_lerp_(list(moments.values()), given[0], 1 - self.momentum)
+        found = given[1] and torch._foreach_lerp(given[1], [moments[n] for n in directions], self.momentum)
+        for direction, nesterov in zip(directions.values(), found, strict=True):
             direction.copy_(nesterov if nesterov.shape[0] == direction.shape[0] else nesterov.mT)
 
     def _apply(self, name: str, p: Tensor, direction: Tensor, decayed: float, scale: float) -> None:
