@@ -18,7 +18,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> float:
     if not tensors:
         return 0.0
     norms = torch.stack(torch._foreach_norm(list(tensors)))  # read at once: each reading waits for a GPU
-    return sum(norm**2 for norm in norms.tolist())
+    squares: list[float] = (norms.double() ** 2).tolist()
+    return sum(squares)
 
 
 def sum_replicas(gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor], native: bool) -> float | None:
