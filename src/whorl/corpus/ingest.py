@@ -32,8 +32,17 @@ from whorl.corpus.config import IngestConfig
 from whorl.corpus.document_writer import DocumentWriter, document_file
 from whorl.corpus.documents import Document, RejectedDocument
 from whorl.corpus.links import GoodLinks, LinkFile, find_links, good_links
-from whorl.corpus.mapreduce import ENGINE_FIELDS, Executor, Input, LocalPool, Output, Stage, Unit, UnitStore
-from whorl.corpus.mapreduce.units import link_or_copy
+from whorl.corpus.mapreduce import (
+    ENGINE_FIELDS,
+    Executor,
+    Input,
+    LocalPool,
+    Output,
+    Stage,
+    Unit,
+    UnitStore,
+    link_or_copy,
+)
 from whorl.corpus.provenance.catalog import Catalog, CatalogFile, media_type
 from whorl.corpus.provenance.hashes import ContentHashes
 from whorl.corpus.readers import read_documents

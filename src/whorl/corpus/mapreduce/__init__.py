@@ -9,7 +9,16 @@ See `docs/corpus.md` for the model (Dean & Ghemawat 2004, MapReduce: Simplified 
 
 from whorl.corpus.mapreduce.executors import Executor, LocalPool, RayTasks
 from whorl.corpus.mapreduce.settings import ENGINE_FIELDS, ExecutorConfig
-from whorl.corpus.mapreduce.units import Input, Output, Stage, Unit, UnitStore, partition_name, shuffled
+from whorl.corpus.mapreduce.units import (
+    Input,
+    Output,
+    Stage,
+    Unit,
+    UnitStore,
+    link_or_copy,
+    partition_name,
+    shuffled,
+)
 
 __all__ = [
     "ENGINE_FIELDS",
@@ -22,6 +31,7 @@ __all__ = [
     "Stage",
     "Unit",
     "UnitStore",
+    "link_or_copy",
     "partition_name",
     "shuffled",
 ]
