@@ -10,6 +10,7 @@ from tests.support.cli import refuse, succeed
 from tests.support.tiny import make_decoder
 
 from whorl.machine import kernel_choice
+from whorl.machine.forced_choices import FORCE
 from whorl.models import save_model
 from whorl.plan.training_plan import TrainingPlan
 from whorl.store import Store
@@ -27,7 +28,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = Bounds(dict.fromkeys(("float32", "bfloat16", "int8"), 1e11), {1 << 20: 1e10})
     monkeypatch.setattr(product_table, "measure_bounds", lambda threads: bounds)
     monkeypatch.setattr(product_table, "DECODING_ROWS", (1,))
-    for variable in (kernel_choice.FORCE, "WHORL_HOME", "WHORL_THREADS"):
+    for variable in (FORCE, "WHORL_HOME", "WHORL_THREADS"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -36,7 +37,7 @@ def test_machine_prints_products_of_a_shape(tmp_path: Path, monkeypatch: pytest.
     assert "usable cores" in printed and "GEMM in GFLOP/s" in printed and "AMX: " in printed
     assert "weight_gradient up 256x" in printed and "decode head 1x64x128 bf16" in printed
     assert "of the bound" in printed and "engine_step 2x64/128" in printed
-    monkeypatch.setenv(kernel_choice.FORCE, "engine_step=looped")
+    monkeypatch.setenv(FORCE, "engine_step=looped")
     assert "'looped' is impossible" in refuse(tmp_path, "machine", "2x64/128/4x32")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import warnings
 from pathlib import Path
 from unittest.mock import Mock
@@ -139,3 +140,10 @@ def test_usable_cores_obey_the_quota(
     monkeypatch.setattr(device_probe, "QUOTAS", ((tmp_path / "absent",), paths))
     monkeypatch.setattr(device_probe.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert device_probe.usable_cores() == cores
+
+
+def test_only_usable_cores_counts_cores() -> None:
+    package = Path(device_probe.__file__).parents[1]
+    counted = re.compile(r"cpu_count\(|len\(os\.sched_getaffinity")
+    found = {path.name for path in package.rglob("*.py") if counted.search(path.read_text())}
+    assert found == {"device_probe.py"}

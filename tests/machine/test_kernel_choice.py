@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,8 @@ import torch
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
 from whorl.machine.choices import recorded_choices
-from whorl.machine.kernel_choice import TimedChoice, fastest, forced_choices, timed_choice
+from whorl.machine.forced_choices import FORCE, force_choices, forced_choices, refuse_forced
+from whorl.machine.kernel_choice import TimedChoice, fastest, timed_choice
 
 
 class Clock:
@@ -40,7 +42,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(kernel_choice.time, "perf_counter", lambda: made.now)
     monkeypatch.setattr(kernel_choice, "available_core_fraction", lambda cores: 1.0)
     monkeypatch.setattr(kernel_choice, "choices_file", lambda: tmp_path / "cache" / "kernels-m-0.json")
-    monkeypatch.delenv(kernel_choice.FORCE, raising=False)
+    monkeypatch.delenv(FORCE, raising=False)
     for memo in ("_chosen", "_required", "_contention"):
         monkeypatch.setattr(kernel_choice, memo, type(getattr(kernel_choice, memo))())
     return made
@@ -163,7 +165,7 @@ def test_candidate_with_another_result_is_dropped(clock: Clock) -> None:
 def test_forced_choice(
     setting: str, name: str, expected: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(kernel_choice.FORCE, setting)
+    monkeypatch.setenv(FORCE, setting)
     ways = {
         way: clock.way(way, 1e-3 * n) for n, way in enumerate(("128", "512", "native, tiles, 2 threads"), 1)
     }
@@ -189,9 +191,47 @@ def test_forced_choice(
 def test_impossible_forced_choice_is_refused(
     setting: str, message: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(kernel_choice.FORCE, setting)
+    monkeypatch.setenv(FORCE, setting)
     ways = {"direct": clock.way("direct", 1e-3), "tiles": clock.way("tiles", 1e-3, OSError("refused"))}
     with pytest.raises(ConfigError, match=message):
         fastest("mlp 1x1", ways)
-    monkeypatch.delenv(kernel_choice.FORCE)
+    monkeypatch.delenv(FORCE)
     assert forced_choices() == {}
+
+
+def test_forced_choice_is_recorded_and_decides_in_a_continued_step(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {name: clock.way(name, 1e-3 * n) for n, name in enumerate("abc", 1)}
+    found = []
+    for forced in ("", "update=c", "", "update=b", ""):
+        monkeypatch.setattr(kernel_choice, "_chosen", {})  # a new process
+        monkeypatch.setenv(FORCE, forced)
+        with recorded_choices(tmp_path / "choices"):
+            found.append(fastest("update 1x1", ways))
+    assert found == ["a", "c", "c", "b", "b"]
+    assert [kept.chosen for kept in kernel_choice._read(kernel_choice.choices_file()).values()] == ["a"]
+
+
+def test_force_choices_adds_to_the_variable_and_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in ("", "mlp=torch,head=512"):
+        monkeypatch.setenv(FORCE, before)
+        with force_choices({"engine_step": "native, vectors, 2 threads", "head": "256 native"}):
+            found = forced_choices()
+            assert found["engine_step"] == "native, vectors, 2 threads" and found["head"] == "256 native"
+            assert found.get("mlp") == ("torch" if before else None)
+        assert os.environ[FORCE] == before
+    monkeypatch.delenv(FORCE)
+    with force_choices({"mlp": "torch"}):
+        assert os.environ[FORCE] == "mlp=torch"
+    assert FORCE not in os.environ
+
+
+def test_forced_choice_without_candidates_is_refused() -> None:
+    with force_choices({"engine_step": "native, vectors, 2 threads", "mlp": "torch"}):
+        refuse_forced(["mlp"], "no choice", allowed="torch")
+        refuse_forced(["head"], "no choice")
+        with pytest.raises(
+            ConfigError, match=r"'native, vectors, 2 threads' is impossible here: no compiler(.|\n)*torch"
+        ):
+            refuse_forced(["mlp", "engine_step"], "no compiler", allowed="torch")

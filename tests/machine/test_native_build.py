@@ -91,3 +91,30 @@ def test_code_that_the_cpu_refuses_is_dropped_with_a_warning(
     monkeypatch.setattr(native_build, "ARCH_FLAGS", (("-DLIAR",),))
     with pytest.warns(RuntimeWarning), pytest.raises(native_build.BuildError, match="SIGILL"):
         native_build.load_library(source, tmp_path)
+
+
+OLD_COMPILER = """#!/bin/sh
+for word; do
+    case $word in -m*) echo "error: bad value ($word)" >&2; exit 1;; esac
+done
+exec {compiler} "$@"
+"""
+
+
+def test_compiler_that_does_not_support_the_cpu_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, source = tmp_path / "old", tmp_path / "a.cpp"
+    old.write_text(OLD_COMPILER.format(compiler=native_build.find_compiler()))
+    old.chmod(0o755)
+    source.write_text('extern "C" int answer() { return 2; }')
+    monkeypatch.setenv("CXX", str(old))
+    with pytest.warns(
+        RuntimeWarning, match=r"a\.cpp is built for any CPU, .*old: error: bad value \(-march=native\)"
+    ):
+        assert native_build.load_library(source, tmp_path).answer() == 2
+    old.write_text(old.read_text().replace("-m*)", "-std=*)"))  # too old for C++17
+    with pytest.raises(
+        native_build.BuildError, match=r"cannot build a\.cpp: error: bad value \(-std=c\+\+17\)"
+    ):
+        native_build.load_library(source, tmp_path / "other")

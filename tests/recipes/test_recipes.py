@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from whorl.errors import ConfigError, DataError, StoreError
 from whorl.machine import identity, native_build
 from whorl.machine.budget import BudgetText
 from whorl.machine.device_probe import Measurement, choose
+from whorl.machine.forced_choices import FORCE, forced_choices
 from whorl.machine.identity import CpuIdentity
 from whorl.nn.native import library
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, step_kinds
@@ -172,6 +174,18 @@ def test_set_values_are_typed() -> None:
         (GOOD, {"sets": ["cat.tags=[1"]}, "--set cat.tags=.*list"),
         (GOOD, {"sets": ["cat.uses=verb"]}, "no setting 'uses'"),
         (GOOD, {"budget": "soon"}, "--budget soon: cat.budget cannot be 'soon'"),
+        (
+            GOOD,
+            {"sets": ["kernels.atention=native"]},
+            "--set kernels.atention=native names 'atention'.*'attention'",
+        ),
+        (
+            GOOD,
+            {"sets": ["kernels.attention="]},
+            "--set kernels.attention= has attention = ''.*NAME=CANDIDATE",
+        ),
+        (GOOD + "[kernels]\nhead = 512", {}, "r.toml:11 has head = 512.*NAME=CANDIDATE"),
+        ("kernels = 1\n" + GOOD, {}, "r.toml:1: kernels is not a table"),
         (ALONE, {"budget": "5m"}, "no step of this recipe takes a budget"),
         (ALONE, {"deterministic": True}, "--deterministic: no step of this recipe takes"),
     ],
@@ -179,6 +193,28 @@ def test_set_values_are_typed() -> None:
 def test_bad_flags_are_refused(text: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         parse_recipe(text, "r.toml", kinds=KINDS, **options)
+
+
+def test_kernels_are_forced_in_each_step_and_in_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[dict[str, str]]()
+
+    def note(ctx: StepContext, config: Word) -> None:
+        seen.append(forced_choices())
+        write_word(ctx, config)
+
+    monkeypatch.setitem(KINDS, "noun", replace(KINDS["noun"], function=note))
+    monkeypatch.delenv(FORCE, raising=False)
+    text = 'name = "k"\n[kernels]\nmlp = "torch"\n[steps.cat]\nuses = "noun"\n'
+    result = run(
+        text, Store(tmp_path), "kernels.engine_step=native, vectors, 2 threads", "kernels.mlp=native"
+    )
+    assert seen == [{"mlp": "native", "engine_step": "native, vectors, 2 threads"}] and forced_choices() == {}
+    settings = json.loads((result.run.dir / "environment.json").read_text())["settings"]
+    assert settings[FORCE] == "mlp=native,engine_step=native, vectors, 2 threads"
+    again = run(text, Store(tmp_path)).artifacts["cat"]
+    assert again.path == result.artifacts["cat"].path and len(seen) == 1
 
 
 def test_small_budget_shrinks_all_sizes() -> None:

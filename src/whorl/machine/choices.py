@@ -44,18 +44,30 @@ def choose_once(name: str, choose: Callable[[], Any]) -> Any:
     if (found := _read(path)) is not None:
         return found
     value = choose()
+    _write_temporary(path, value, os.link)  # fails if another process was first
+    found = _read(path)
+    return value if found is None else found
+
+
+def record_choice(name: str, value: Any) -> None:
+    """Record a choice that was forced, in place of an earlier one; does nothing outside of `recorded_choices`."""
+    folder = os.environ.get(VARIABLE)
+    if folder and _read(Path(folder) / f"{name}.json") != value:
+        _write_temporary(Path(folder) / f"{name}.json", value, Path.replace)
+
+
+def _write_temporary(path: Path, value: Any, publish: Callable[[Path, Path], object]) -> None:
+    """Write a value to a temporary file and publish it at `path`; best effort."""
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(value))
-        os.link(temporary, path)  # fails if another process was first
+        publish(temporary, path)
     except OSError:
         pass
     finally:
         with suppress(OSError):
             temporary.unlink()
-    found = _read(path)
-    return value if found is None else found
 
 
 def _read(path: Path) -> Any:

@@ -2,16 +2,14 @@
 
     way = fastest("attention 8x3x256x64 bf16", {"blocked": blocked, "native": native}, flops=7e8)
 
-    WHORL_CHOOSE=attention=blocked,head=512    forces choices; the part before "=" is one of OPERATIONS, the first
-                                               word of a name, or a pattern of whole names (`fnmatch`)
-
 A table of CPUs cannot replace the timing: hypervisors, sandboxes and clocks make instructions slower than their flags
 suggest, and the best way changes with the shape. The first candidate is the default: another one must be faster by 3 %. A
 candidate that raises, or whose result differs, is dropped with a warning.
 
 Times and choices are kept in `kernels-MACHINE.json` in the cache folder, so that runs on one machine are reproducible;
 MACHINE is the measurement of `device_probe.py`. Processes that time the same product at once all take the choice that was
-written first. Within `recorded_choices` a step that continues takes the ways with which it began.
+written first. Within `recorded_choices` a step that continues takes the ways with which it began, unless others are forced
+(`forced_choices.py`).
 
 The subtle part is when not to time: under torch's deterministic algorithms the default is taken, since timing must not
 decide bits. A choice that was timed under contention expires as a measurement does. Call `fastest` once for each shape and
@@ -29,12 +27,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 
 from whorl.errors import ConfigError, one_of
-from whorl.machine.choices import VARIABLE, choose_once
+from whorl.machine.choices import VARIABLE, choose_once, record_choice
 from whorl.machine.device_probe import (
     CONTENDED_CACHE_SECONDS,
     UNCONTENDED_FRACTION,
@@ -42,13 +39,9 @@ from whorl.machine.device_probe import (
     measured_machine,
     write_atomically,
 )
+from whorl.machine.forced_choices import REMEDY, forced_candidate
 from whorl.machine.gemm_benchmark import available_core_fraction
 
-FORCE = "WHORL_CHOOSE"
-OPERATIONS = (
-    "attention", "mlp", "linear", "cross_entropy", "head", "update", "adamw", "orthogonalize", "engine_step",
-    "rollout_step",
-)  # fmt: skip
 MIN_SPEEDUP = 1.03  # over the default
 SECONDS_PER_CHOICE = 0.2
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
@@ -90,7 +83,7 @@ def fastest(
         name: operation, shape and type, beginning with a word for the operation; torch's number of threads is added.
         candidates: the ways by name, the default first. Each is called several times and must not change its inputs.
         flops: of one call, for the table of choices.
-        forced: a candidate that a setting requires; WHORL_CHOOSE applies where it is None.
+        forced: a candidate that an argument requires; `forced_candidate` applies where it is None.
         mismatch: (the default's result, another's) -> the difference, or None if they agree.
 
     Raises:
@@ -100,9 +93,11 @@ def fastest(
         raise ValueError(f"{name}: no candidates")
     if _requests is not None:
         _requests.append(ChoiceRequest(name, candidates, flops))
+    key = f"kernel-{sha256(_with_threads(name).encode()).hexdigest()[:16]}"
     forced = forced or forced_candidate(name)
     if forced is not None:
         _require(name, forced, candidates)
+        record_choice(key, forced)
         return forced
     default = next(iter(candidates))
     if len(candidates) == 1 or _deterministic():
@@ -113,7 +108,7 @@ def fastest(
         def choose() -> str:
             return timed_choice(name, candidates, flops=flops, mismatch=mismatch).chosen
 
-        recorded = choose_once(f"kernel-{sha256(memo[0].encode()).hexdigest()[:16]}", choose)
+        recorded = choose_once(key, choose)
         _chosen[memo] = recorded if recorded in candidates else choose()
     return _chosen[memo]
 
@@ -225,42 +220,13 @@ def time_candidates(
     )
 
 
-def forced_choices() -> dict[str, str]:
-    """Return the forced choices by operation or pattern of names. A candidate may contain commas.
-
-    Raises:
-        ConfigError: a part of WHORL_CHOOSE is no `NAME=CANDIDATE`, or names no operation.
-    """
-    found, last = dict[str, str](), ""
-    for part in filter(None, os.environ.get(FORCE, "").split(",")):
-        name, equals, way = (text.strip() for text in part.rpartition("="))
-        if last and not equals:
-            found[last] += f", {way}"
-            continue
-        if not (name and equals and way):
-            raise ConfigError(f"{FORCE} has {part!r}", expected="NAME=CANDIDATE, separated by commas")
-        if name.isidentifier() and name not in OPERATIONS:
-            raise ConfigError(f"{FORCE} names {name!r}", expected=one_of(name, OPERATIONS))
-        found[name], last = way, name
-    return found
-
-
-def forced_candidate(name: str) -> str | None:
-    """Return the candidate that WHORL_CHOOSE requires for a product, or None."""
-    for pattern, way in forced_choices().items():
-        if pattern == name.partition(" ")[0] or fnmatchcase(name, pattern):
-            return way
-    return None
-
-
 def _require(name: str, forced: str, candidates: Candidates) -> None:
     """Raise ConfigError unless the forced candidate exists and runs, which is tried once a process."""
-    remedy = f"remove it from the setting or from {FORCE}"
     if forced not in candidates:
         raise ConfigError(
             f"{name}: the choice {forced!r} is impossible",
             expected=one_of(forced, list(candidates)),
-            do=remedy,
+            do=REMEDY,
         )
     if (name, forced) in _required:
         return
@@ -271,7 +237,7 @@ def _require(name: str, forced: str, candidates: Candidates) -> None:
         raise ConfigError(
             f"{name}: the choice {forced!r} is impossible here: {type(error).__name__}: {error}",
             expected=one_of(forced, others),
-            do=remedy,
+            do=REMEDY,
         ) from error
     _required.add((name, forced))
 

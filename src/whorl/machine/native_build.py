@@ -9,7 +9,7 @@ sources, flags, compiler version and CPU, so machines that share a home folder d
 
 The flags of a CPU may list instructions that it, its hypervisor or its emulator refuses. So a new library is tried first
 in a child process, which calls its `whorl_try` if it has one. If a signal ends the child, the next flags are taken, with a
-warning.
+warning. A compiler too old for the CPU gives a warning too, as its code is slower.
 
 Subtle: several processes may start at once. One compiles under a file lock of the source, which the kernel releases if it
 dies; the others wait and find the file. It is written under a temporary name and renamed, so an existing file is always
@@ -219,6 +219,9 @@ def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: P
                 warnings.warn(f"{source.name}: {reason}; it is not used", RuntimeWarning, stacklevel=2)
                 continue
             if done.returncode == 0:
+                if reason and "was killed" not in reason and not any("native" in flag for flag in flags):
+                    built = f"{source.name} is built for {' '.join(flags) or 'any CPU'}"
+                    warnings.warn(f"{built}, {compiler}: {reason}", RuntimeWarning, stacklevel=2)
                 Path(name).replace(target)
                 return
             reason = reason or done.stderr.strip().splitlines()[0] if done.stderr.strip() else "it failed"

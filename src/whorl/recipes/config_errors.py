@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -90,3 +91,16 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
         for part in path:
             value = value[part]
         yield path, value
+
+
+def parse_flag_value(text: str, annotation: Any) -> Any:
+    """Return the value of a flag: lists, tables and quoted text as TOML, the rest as text for pydantic to convert."""
+    text = text.strip()
+    if text.lower() in ("none", "null") and type(None) in typing.get_args(annotation):
+        return None
+    if text[:1] in ("[", "{", '"', "'"):
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return text
+    return text

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whorl.errors import ConfigError, one_of
+from whorl.machine.forced_choices import force_choices
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
 from whorl.recipes.runner import run_recipe
@@ -71,4 +72,5 @@ def profile_recipe(
     path = trace if trace is not None else folder / f"trace-{training.name}.json.gz"
     compiles = ", after compiling" if job.compile else ""
     progress.log(f"{training.name}: {steps} steps timed and {steps} traced{compiles}")
-    return profile(job, path, steps=steps)
+    with force_choices(recipe.kernels):
+        return profile(job, path, steps=steps)

@@ -11,14 +11,14 @@
 
 A mistake raises ConfigError with file, line, the value found and the value expected. For an unknown key or step the error
 gives the nearest known one, for a renamed one the new name. Parents, cycles and values are checked too.
-`--set step.field=value` replaces one value and is checked in the same way.
+`--set step.field=value` replaces one value and is checked in the same way. A table [kernels], or `--set kernels.NAME=WAY`,
+forces choices of kernels in all steps (`machine/forced_choices.py`).
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -29,7 +29,8 @@ from pydantic import BaseModel
 
 from whorl.errors import DOCS_URL, ConfigError, one_of
 from whorl.machine.budget import budget_ratio, shrink_sizes
-from whorl.recipes.config_errors import validated_config
+from whorl.machine.forced_choices import check_forced
+from whorl.recipes.config_errors import parse_flag_value, validated_config
 from whorl.recipes.old_names import leaf_paths, refuse_old_key
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.renamed import ROLES, STEPS
@@ -53,7 +54,7 @@ class RecipeStep:
 class Recipe:
     """A validated recipe; its steps are in topological order, parents first.
 
-    log: metric sinks with their settings; not part of any address.
+    log: metric sinks with their settings. kernels: forced choices. Neither is part of any address.
     shrunk: sizes that a `--budget` below the recipe's has lowered, as "step.field": value.
     """
 
@@ -62,6 +63,7 @@ class Recipe:
     steps: Mapping[str, RecipeStep]
     log: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shrunk: Mapping[str, float] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the resolved recipe with every value, defaults included."""
@@ -174,9 +176,8 @@ class _RecipeParser:
         self, data: dict[str, Any], sets: Iterable[str], budget: str | None, deterministic: bool = False
     ) -> Recipe:
         for key in data:
-            if key not in ("name", "about", "steps", "log"):
-                expected = one_of(key, ("name", "about", "steps", "log"))
-                raise ConfigError(f"{self.location(key)}: unknown key {key!r}", expected=expected)
+            if key not in (keys := ("name", "about", "steps", "log", "kernels")):
+                raise ConfigError(f"{self.location(key)}: unknown key {key!r}", expected=one_of(key, keys))
         tables = data.get("steps")
         if not isinstance(tables, dict) or not tables:
             raise ConfigError(
@@ -198,8 +199,18 @@ class _RecipeParser:
                 shrunk_sizes |= {f"{step}.{name}": value for name, value in lowered.items()}
         if deterministic:
             self.apply_to_all(tables, kinds, "deterministic", True, "--deterministic", "that setting")
+        kernels = data.get("kernels", {})
+        if not isinstance(kernels, dict):
+            raise ConfigError(f"{self.location('kernels')}: kernels is not a table", expected="[kernels]")
         for text in sets:
-            self.apply_set(tables, kinds, text)
+            if text.startswith("kernels.") and "kernels" not in tables:
+                key, _, way = (part.strip() for part in text.removeprefix("kernels.").partition("="))
+                kernels[key] = way
+                self.flag_of_key["kernels", key] = f"--set {text}"
+            else:
+                self.apply_set(tables, kinds, text)
+        for key, way in kernels.items():
+            check_forced(self.location("kernels", key), key, way)
         parents = {step: self.parents_of(step, tables, kinds) for step in tables}
         steps = {
             step: RecipeStep(
@@ -210,7 +221,7 @@ class _RecipeParser:
         log = data.get("log", {})
         if not isinstance(log, dict) or not all(isinstance(table, dict) for table in log.values()):
             raise ConfigError(f"{self.location('log')}: log is not a table of tables", expected="[log.wandb]")
-        return Recipe(name, str(data.get("about", "")), steps, log, shrunk_sizes)
+        return Recipe(name, str(data.get("about", "")), steps, log, shrunk_sizes, kernels)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
         location = self.location("steps", step)
@@ -378,18 +389,5 @@ class _RecipeParser:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"--set {text}: {part!r} is not a table")
-        table[path[-1]] = _parse_value(value, fields[path[0]].annotation if len(path) == 1 else None)
+        table[path[-1]] = parse_flag_value(value, fields[path[0]].annotation if len(path) == 1 else None)
         self.flag_of_key["steps", step, *path] = f"--set {text}"
-
-
-def _parse_value(text: str, annotation: Any) -> Any:
-    """Return the value of a flag: lists, tables and quoted text as TOML, the rest as text for pydantic to convert."""
-    text = text.strip()
-    if text.lower() in ("none", "null") and type(None) in typing.get_args(annotation):
-        return None
-    if text[:1] in ("[", "{", '"', "'"):
-        try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            return text
-    return text

@@ -22,6 +22,7 @@ from pathlib import Path
 from whorl.errors import NotApplicableError, StoreError, WhorlError
 from whorl.machine.choices import recorded_choices
 from whorl.machine.device_probe import restore_threads, usable_cores
+from whorl.machine.forced_choices import force_choices
 from whorl.plan.forecast import RunInputs, forecast
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext, is_deterministic, start_native_builds
@@ -202,15 +203,18 @@ def _run_step(
     config = kind.complete_config(step.config, store) if kind.complete_config is not None else step.config
     parents = {role: artifacts[parent] for role, parent in step.parents.items() if parent in artifacts}
     try:
-        with store.build(
-            kind=kind.output_kind,
-            name=f"{recipe.name}/{step.name}",
-            parents=parents,
-            config=config.model_dump(mode="json", exclude=set(kind.not_hashed)),
-            version=kind.version,
-            step=kind.name,
-            on_message=progress.log,
-        ) as build:
+        with (
+            force_choices(recipe.kernels),
+            store.build(
+                kind=kind.output_kind,
+                name=f"{recipe.name}/{step.name}",
+                parents=parents,
+                config=config.model_dump(mode="json", exclude=set(kind.not_hashed)),
+                version=kind.version,
+                step=kind.name,
+                on_message=progress.log,
+            ) as build,
+        ):
             if build.existing is None:
                 _check_installed(recipe, step.name)
                 start_native_builds(kind.name, {s.kind.name: s.config for s in recipe.steps.values()})

@@ -22,7 +22,6 @@ GPT-2's; then none of this holds, and `regex` splits all text.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +33,7 @@ from multiprocessing import get_context
 import regex
 
 from whorl.errors import ConfigError, DataError
+from whorl.machine.device_probe import usable_cores
 
 # A word with the one character before it | up to three digits
 # | signs with the space before them and the line breaks and blanks after them | line breaks with the
@@ -160,7 +160,7 @@ def count_pretokens(
 
     Special tokens are removed first and are not counted. Memory: the counts, plus a few MB per worker.
     """
-    workers = min(2, available_cores()) if workers is None else workers
+    workers = min(2, usable_cores()) if workers is None else workers
     batches = _batches(texts)
     if workers <= 1:
         return _count_all(batches, special_tokens, pattern)
@@ -183,11 +183,6 @@ def count_pretokens(
         for future in waiting:
             total.update(future.result())
     return _to_bytes(total)
-
-
-def available_cores() -> int:
-    """Cores that this process may run on (its affinity, not the machine's size)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _batches(texts: Iterable[str | bytes]) -> Iterator[list[str | bytes]]:

@@ -30,6 +30,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from whorl.errors import ConfigError, DataError
+from whorl.machine.device_probe import usable_cores
 from whorl.tokens import bpe, pretokens
 
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 while the vocabulary fits, else uint32
@@ -173,7 +174,7 @@ class Tokenizer:
 
     def encode_batch(self, data: Sequence[str | bytes], *, threads: int | None = None) -> list[Ids]:
         """`encode` for many, in threads (the core releases the interpreter lock). None: the available cores."""
-        threads = pretokens.available_cores() if threads is None else threads
+        threads = usable_cores() if threads is None else threads
         if threads <= 1 or len(data) <= 1:
             return [self.encode(item) for item in data]
         with ThreadPoolExecutor(threads) as pool:

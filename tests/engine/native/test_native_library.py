@@ -18,6 +18,7 @@ from whorl.engine.native import NativeStep, build, layout, unsupported_reason
 from whorl.engine.native.runner import make_runner
 from whorl.engine.native.summary import row_summary
 from whorl.errors import ConfigError
+from whorl.machine.forced_choices import force_choices
 from whorl.machine.native_build import BuildError
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import activate
@@ -227,7 +228,13 @@ def test_missing_compiler_warns_and_torch_decodes(monkeypatch: pytest.MonkeyPatc
     try:
         with pytest.warns(RuntimeWarning, match="no-such-compiler"):
             assert unsupported_reason(llama()) == "the native library could not be built"
-        assert type(make_runner(llama(), {None: 4}, 16, 2, 64)) is ModelRunner
+        with force_choices({"engine_step": "torch"}):
+            assert type(make_runner(llama(), {None: 4}, 16, 2, 64)) is ModelRunner
+        with (
+            force_choices({"engine_step": "native, vectors, 1 threads"}),
+            pytest.raises(ConfigError, match=r"impossible here: the native library could not be(.|\n)*torch"),
+        ):
+            make_runner(llama(), {None: 4}, 16, 2, 64)
         with pytest.raises(ConfigError, match="int8"):
             make_runner(llama(), {None: 4}, 16, 2, 64, weight_dtype="int8")
     finally:

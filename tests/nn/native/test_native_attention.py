@@ -10,7 +10,7 @@ from tests.support.nn.checks import gen
 from tests.support.nn.native import VARIANTS, build_variant
 
 from whorl.errors import ConfigError
-from whorl.machine import kernel_choice
+from whorl.machine.forced_choices import FORCE
 from whorl.nn.attention import causal
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.native import attention as native
@@ -90,9 +90,9 @@ def test_attention_takes_the_selected_path(library: None, monkeypatch: pytest.Mo
 
 def test_path_is_never_native_in_deterministic_mode(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_chosen", {})
-    monkeypatch.setenv(kernel_choice.FORCE, "attention=native")
+    monkeypatch.setenv(FORCE, "attention=native")
     assert causal.choose_path(1, 1, 33, 32) == "native"
-    monkeypatch.delenv(kernel_choice.FORCE)
+    monkeypatch.delenv(FORCE)
     torch.use_deterministic_algorithms(True)
     try:
         assert causal.choose_path(1, 1, 33, 32) == "blocked"
@@ -108,7 +108,7 @@ def test_native_attention_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         with pytest.warns(RuntimeWarning, match="no-such-compiler"):
             assert not native.supports(64)
-        monkeypatch.setenv(kernel_choice.FORCE, "attention=native")
+        monkeypatch.setenv(FORCE, "attention=native")
         with pytest.raises(ConfigError, match="native"):
             causal.choose_path(1, 1, 34, 32)
     finally:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.nn.checks import gen
 
-from whorl.machine import kernel_choice
+from whorl.machine.forced_choices import FORCE
 from whorl.nn.kernels import dispatch
 from whorl.nn.native import cross_entropy
 from whorl.nn.native.library import native_library
@@ -62,11 +62,11 @@ def test_native_loss_matches_reference_in_any_chunk(chunk: int | None) -> None:
 
 
 def test_choice_is_never_native_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernel_choice.FORCE, "cross_entropy=native")
+    monkeypatch.setenv(FORCE, "cross_entropy=native")
     assert cross_entropy.choose_logits_step(4, 61) == "native"
     hidden = torch.zeros(4, 8, dtype=torch.bfloat16)
     assert cross_entropy.is_chosen(hidden, 61, None) and not cross_entropy.is_chosen(hidden, 61, 30.0)
-    monkeypatch.delenv(kernel_choice.FORCE)
+    monkeypatch.delenv(FORCE)
     torch.use_deterministic_algorithms(True)
     try:
         assert cross_entropy.choose_logits_step(4, 61) == "compiled"

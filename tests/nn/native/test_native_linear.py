@@ -10,6 +10,7 @@ from tests.support.nn.checks import gen
 from tests.support.nn.native import VARIANTS, build_variant
 
 from whorl.machine import kernel_choice
+from whorl.machine.forced_choices import FORCE
 from whorl.nn import Linear
 from whorl.nn.native import linear as native
 from whorl.objectives.next_token import next_token
@@ -50,7 +51,7 @@ def test_layer_and_head_take_the_selected_kernel(monkeypatch: pytest.MonkeyPatch
 
 
 def test_shapes_that_tiles_cannot_cover_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernel_choice.FORCE, "linear=native")
+    monkeypatch.setenv(FORCE, "linear=native")
     torch.set_num_threads(1)
     assert native.choose_weight_gradient(64, 32, 32) == "native"
     with pytest.raises(kernel_choice.ConfigError, match="native"):

@@ -7,7 +7,7 @@ import torch
 from tests.support.nn.checks import gen
 from tests.support.nn.native import VARIANTS, build_variant
 
-from whorl.machine import kernel_choice
+from whorl.machine.forced_choices import FORCE
 from whorl.nn import mlp
 from whorl.nn.native import mlp as native
 
@@ -51,7 +51,7 @@ def test_mlp_takes_the_selected_path(library: None, monkeypatch: pytest.MonkeyPa
     try:
         for count, way, expected in ((1, "native", [32]), (1, "torch", []), (2, "torch", [])):
             torch.set_num_threads(count)
-            monkeypatch.setenv(kernel_choice.FORCE, f"mlp={way}")
+            monkeypatch.setenv(FORCE, f"mlp={way}")
             assert mlp.choose_path(32, 64, 32) == way
             calls.clear()
             with monkeypatch.context() as patch:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.support.train.tiny import job
 
+from whorl.errors import ConfigError
+from whorl.machine.forced_choices import force_choices
 from whorl.nn.native import attention, cross_entropy, linear, mlp
 from whorl.train.lm import kernels
 from whorl.train.lm.build import build_model
@@ -63,6 +65,12 @@ def test_forced_fused_adamw_is_not_timed(timed: list[str]) -> None:
 def test_fp32_job_times_nothing(timed: list[str]) -> None:
     wanted = job(Path("unused"))
     assert choose_kernels(build_model(wanted), wanted) == Kernels() and not timed
+
+
+def test_fp32_job_refuses_forced_kernels() -> None:
+    wanted = job(Path("unused"))
+    with force_choices({"mlp": "native"}), pytest.raises(ConfigError, match=r"mlp(.|\n)*float32 on cpu"):
+        choose_kernels(build_model(wanted), wanted)
 
 
 def test_deterministic_mode_takes_the_defaults() -> None:

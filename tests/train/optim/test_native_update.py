@@ -7,7 +7,7 @@ import torch
 from tests.support.nn.native import VARIANTS, build_variant
 from torch import Tensor
 
-from whorl.machine import kernel_choice
+from whorl.machine.forced_choices import FORCE
 from whorl.nn.native import orthogonalize as native_orthogonalize
 from whorl.nn.native import update
 from whorl.nn.native.library import native_library
@@ -94,9 +94,9 @@ def test_native_row_adagrad_matches_torch(replicas: int) -> None:
 
 
 def test_update_is_torch_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernel_choice.FORCE, "update=native")
+    monkeypatch.setenv(FORCE, "update=native")
     assert update.choose_update(8, 8)
-    monkeypatch.delenv(kernel_choice.FORCE)
+    monkeypatch.delenv(FORCE)
     torch.use_deterministic_algorithms(True)
     try:
         assert not update.choose_update(8, 8)

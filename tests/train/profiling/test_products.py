@@ -14,6 +14,7 @@ from torch import Tensor
 from whorl.engine.native.candidates import WEIGHT_DTYPES, NativeProducts
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
+from whorl.machine.forced_choices import FORCE
 from whorl.models import make_model
 from whorl.models.transformer_config import AttentionConfig, CustomMixer, MoEConfig, TransformerConfig
 from whorl.models.transformer_cost import linear_shapes, unlisted_parts
@@ -39,7 +40,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "_chosen", {})
     for name in ("MIN_ROUNDS", "MAX_ROUNDS"):
         monkeypatch.setattr(kernel_choice, name, 1)
-    monkeypatch.delenv(kernel_choice.FORCE, raising=False)
+    monkeypatch.delenv(FORCE, raising=False)
     monkeypatch.setattr(product_table, "measure_bounds", lambda threads: BOUNDS)
 
 
@@ -125,9 +126,9 @@ def test_training_table_has_choices_of_training_and_their_parts(monkeypatch: pyt
     assert seconds > 0 and bound == pytest.approx(sum(line.calls * line.bound_seconds for line in lines))
     text = format_products(lines)
     assert len(text.splitlines()) == len(lines) + 1 and "weight_gradient down" in text and "fp32" in text
-    monkeypatch.setenv(kernel_choice.FORCE, "mlp=torch")
+    monkeypatch.setenv(FORCE, "mlp=torch")
     assert next(line.chosen for line in times.training() if line.name.startswith("mlp")) == "torch"
-    monkeypatch.setenv(kernel_choice.FORCE, "mlp=looped")
+    monkeypatch.setenv(FORCE, "mlp=looped")
     with pytest.raises(ConfigError, match="the choice 'looped' is impossible"):
         times.training()
 

@@ -9,7 +9,6 @@ file that was changed twice in one tick may keep its stamp. A hash is therefore 
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.data.files import open_file
+from whorl.machine.device_probe import usable_cores
 
 if TYPE_CHECKING:
     from whorl.corpus.provenance.catalog import Catalog
@@ -64,7 +64,7 @@ class ContentHashes:
     def _hash_all(self, paths: Sequence[str], sizes: dict[str, int]) -> list[str]:
         if sum(sizes[path] for path in paths) < PARALLEL_BYTES:
             return [*map(hash_content, paths)]
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
             return [*pool.map(hash_content, paths)]
 
 

@@ -32,6 +32,7 @@ from whorl.engine.native.summary import row_summary
 from whorl.errors import ConfigError
 from whorl.machine.choices import choose_once
 from whorl.machine.device_probe import usable_cores
+from whorl.machine.forced_choices import refuse_forced
 from whorl.machine.kernel_choice import fastest
 from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
@@ -123,13 +124,15 @@ def make_runner(
     decode_rows: usual rows of a decode step, for the choice by timing. max_threads: of the native step.
 
     Raises:
-        ConfigError: `weight_dtype` is set, and the native step cannot run; only it has weight formats.
+        ConfigError: `weight_dtype` is set, and the native step cannot run; only it has weight formats. Or a forced choice
+            that is impossible.
     """
     setting = choose_once("WHORL_NATIVE", lambda: os.environ.get("WHORL_NATIVE", ""))
     reason = "WHORL_NATIVE=0" if setting == "0" else unsupported_reason(model, compile_native)
     if not setting and weight_dtype is None and torch.are_deterministic_algorithms_enabled():
         reason = reason or "timing must not decide"
     if reason is not None:
+        refuse_forced(["engine_step"], reason, allowed="torch")
         if weight_dtype is not None:
             raise ConfigError(
                 f"weight_dtype is {weight_dtype}, which needs the native step: {reason}",

@@ -8,7 +8,14 @@ import warnings
 from pathlib import Path
 
 from whorl.machine.identity import warn_of_unused_amx
-from whorl.machine.native_build import BuildError, Source, cache_folder, is_enabled, load_library
+from whorl.machine.native_build import (
+    BuildError,
+    Source,
+    build_libraries,
+    cache_folder,
+    is_enabled,
+    load_library,
+)
 
 FLAGS = ("-fopenmp-simd",)
 VECTORS = "-DWHORL_VECTORS"  # products by vectors of bf16 pairs, also on a CPU with tiles
@@ -23,6 +30,11 @@ def source(name: str) -> Path:
 def sources() -> list[Source]:
     """Return every source of this folder with its flags, for `native_build.start_builds`."""
     return [(source(name), FLAGS) for name in NAMES]
+
+
+def build_sources() -> None:
+    """Compile the sources whose libraries are missing (`native_build.build_libraries`)."""
+    build_libraries(sources())
 
 
 @functools.cache

@@ -13,12 +13,12 @@ from whorl.corpus.mapreduce import ENGINE_FIELDS
 from whorl.corpus.measures import filtered_query
 from whorl.corpus.mixing import MixConfig, make_mixture
 from whorl.corpus.provenance.tables import CorpusTables
+from whorl.machine.device_probe import usable_cores
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus_inputs import find_encoder, open_catalog, with_file_hashes, with_fingerprint
 from whorl.recipes.steps.corpus_page import selection_blocks
 from whorl.report import Bar, Cell, Column, Histogram, StepReport, Table
 from whorl.report.format import format_percent, format_si
-from whorl.tokens.pretokens import available_cores
 
 MAX_WORKERS = 8  # processes that read blocks or measure documents
 CORPUS_PARENTS = {"documents": "documents", "selection": "selection"}  # the two parents that form a corpus
@@ -51,7 +51,7 @@ def ingest(ctx: StepContext, config: IngestConfig) -> None:
         config,
         ctx.out,
         ctx.progress,
-        executor=config.executor(min(MAX_WORKERS, available_cores())),
+        executor=config.executor(min(MAX_WORKERS, usable_cores())),
         units=ctx.store.root / "units",
         catalog=open_catalog(ctx.store),
         address=ctx.out.name,
@@ -77,7 +77,7 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
         document_files(documents.path),
         ctx.out,
         ctx.progress,
-        executor=config.executor(min(MAX_WORKERS, available_cores())),
+        executor=config.executor(min(MAX_WORKERS, usable_cores())),
         units=ctx.store.root / "units",
         earlier=[find_earlier(e if isinstance(e, str) else e.corpus, ctx.store) for e in config.earlier],
         encoder=find_encoder(config.semantic.encoder, ctx.store) if config.semantic else None,

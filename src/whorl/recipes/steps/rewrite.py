@@ -10,11 +10,11 @@ from whorl.corpus.mapreduce import LocalPool
 from whorl.corpus.mapreduce.units import link_or_copy
 from whorl.corpus.rewriting import RewriteConfig
 from whorl.corpus.rewriting import rewrite as rewrite_documents
+from whorl.machine.device_probe import usable_cores
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import MAX_WORKERS, format_counts
 from whorl.report import Cell, Column, Table
 from whorl.report.format import format_si
-from whorl.tokens.pretokens import available_cores
 
 
 @step("documents", config=RewriteConfig, parents={"documents": "documents"})
@@ -24,7 +24,7 @@ def rewrite(ctx: StepContext, config: RewriteConfig) -> None:
     documents.check()
     found = rewrite_documents(
         config, document_files(documents.path), ctx.out, ctx.progress,
-        executor=LocalPool(min(MAX_WORKERS, available_cores())), units=ctx.store.root / "units",
+        executor=LocalPool(min(MAX_WORKERS, usable_cores())), units=ctx.store.root / "units",
     )  # fmt: skip
     for name in ("quarantine.jsonl", COPIES_FILE):  # of what was never a document
         if (documents.path / name).is_file():

@@ -9,7 +9,8 @@
     update          the optimizer's passes, in torch or in C++         nn/native/update.py
     adamw           one operation after the other, or torch's fused    train/optim/optimizers.py
 
-Only in bf16: the loops of fp32 are as fast in torch. Under torch's deterministic algorithms the first of each is taken.
+Only in bf16: the loops of fp32 are as fast in torch, and a forced choice is refused there. Under torch's deterministic
+algorithms the first of each is taken.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from whorl.machine.forced_choices import refuse_forced
 from whorl.machine.kernel_choice import fastest
-from whorl.machine.native_build import build_libraries
 from whorl.models import LanguageModel
 from whorl.nn import Linear, mlp
 from whorl.nn.attention.causal import choose_path
@@ -28,7 +29,7 @@ from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.native import linear
 from whorl.nn.native.cross_entropy import choose_logits_step
-from whorl.nn.native.library import sources
+from whorl.nn.native.library import build_sources
 from whorl.nn.native.update import choose_update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job
@@ -36,6 +37,7 @@ from whorl.train.optim.optimizers import AdamW
 
 MAX_LOGITS = 1 << 24  # held at a time: 32 MB in bf16
 MAX_ADAMW_NUMBERS = 1 << 22
+CHOICES = ("attention", "mlp", "linear", "cross_entropy", "head", "update", "adamw")
 CHUNK_FACTORS = (2, 4, 8, 16)  # of the default chunk
 
 
@@ -64,11 +66,19 @@ def choose_step_kernels(
     """Choose the kernels of micro-batches [rows, length], as `choose_kernels`. fused_adamw: as set, None times it.
 
     The weights are not read: they may be on the device "meta".
+
+    Raises:
+        ConfigError: a forced choice that is impossible.
     """
-    if model.embedding.device.type not in ("cpu", "meta") or model.dtype != torch.bfloat16:
+    device = model.embedding.device.type
+    if device not in ("cpu", "meta") or model.dtype != torch.bfloat16:
+        kind = str(model.dtype).removeprefix("torch.")
+        refuse_forced(
+            CHOICES, f"training in {kind} on {device} has none; there are choices in bfloat16 on a CPU"
+        )
         return Kernels()
     if not torch.are_deterministic_algorithms_enabled():
-        build_libraries(sources())
+        build_sources()
     layers = (mixer for mixer in model.layer_mixers() if isinstance(mixer, MultiHeadAttention))
     for heads, head_dim in sorted({(mixer.n_heads, mixer.head_dim) for mixer in layers}):
         choose_path(rows, heads, length, head_dim)

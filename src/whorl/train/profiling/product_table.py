@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 from whorl.engine.native.candidates import NativeProducts
 from whorl.machine.device_probe import measure_peaks
+from whorl.machine.forced_choices import forced_candidate
 from whorl.machine.gemm_benchmark import SHAPES, best_seconds, copy_bandwidth
-from whorl.machine.kernel_choice import ChoiceRequest, TimedChoice, forced_candidate, timed_choice
+from whorl.machine.kernel_choice import ChoiceRequest, TimedChoice, timed_choice
 from whorl.models import TransformerConfig
 from whorl.models.transformer_cost import linear_shapes
 from whorl.train.config import OptimConfig
