@@ -147,7 +147,7 @@ def main() -> None:
     )
     machine = probe()
     machine.apply()
-    torch.set_default_device(machine.device)  # of the peers
+    here = torch.device(machine.device)
     model = decoder_config(width, layers, vocabulary)
     tokens = rows * length
     job = Job(
@@ -161,7 +161,8 @@ def main() -> None:
         for compiled in sized((True,) if a.quick else (False, True), (False,)):
             for who, peer in (("Llama", llama), ("plain GPT", plain)):
                 name = f"{who}, {Setting(kind, compiled)}"
-                peers[name] = tokens / peer(model, rows, length, kind, compiled, a.seconds)
+                with here:
+                    peers[name] = tokens / peer(model, rows, length, kind, compiled, a.seconds)
                 print(f"{name}: {peers[name]:,.0f} tokens/s", flush=True)
     best = {
         who: max((n for n in peers if n.startswith(who)), key=lambda n: peers[n])
@@ -172,9 +173,11 @@ def main() -> None:
         one = {}
         for who, peer in (("Llama", llama), ("plain GPT", plain)):
             _, kind, how = best[who].split(", ")
-            one[who] = tokens / peer(model, rows, length, kind, how == "compiled", a.seconds)
+            with here:
+                one[who] = tokens / peer(model, rows, length, kind, how == "compiled", a.seconds)
         one["ours"] = tokens / time_steps(job, a.seconds).step_seconds
-        one["products"] = tokens / products(model, rows, length, machine.torch_dtype)
+        with here:
+            one["products"] = tokens / products(model, rows, length, machine.torch_dtype)
         rounds.append(one)
         print(", ".join(f"{who}: {speed:,.0f} tokens/s" for who, speed in one.items()), flush=True)
 
