@@ -13,6 +13,7 @@ other pages:
 - main: the main content by resiliparse, not filtered.
 - trafilatura: the main content by trafilatura, not filtered (with an interpreter that has it in `--peer`).
 - curated: the documents that the recipe `curate-web` selects.
+- crawl: the same with the filters c4 and fineweb, which are made for the prose of a crawl.
 
 The first claim is the smaller lead of `curated` over `raw` and `visible` in the worst seed; the second compares the two
 tools for the main content.
@@ -103,11 +104,13 @@ def corpora(pages: Path, texts: Path | None, scratch: Path) -> dict[str, Corpus]
     keep = {"query": KEEP_ALL, "near_duplicates": "keep"}
     settings = recipe.steps["curate"].config
     curated = settings if isinstance(settings, dict) else settings.model_dump(exclude_unset=True)
+    crawl = {**curated, "filters": ["gopher_quality", "gopher_repetition", "c4", "fineweb"]}
     found = {
         "raw": select([pages], scratch / "raw", formats={}, settings=keep),
         "visible": select([pages], scratch / "visible", formats={".html": "html_all"}, settings=keep),
         "main": select([pages], scratch / "main", formats={".html": "html"}, settings=keep),
         "curated": select([pages], scratch / "curated", formats={".html": "html"}, settings=curated),
+        "crawl": select([pages], scratch / "crawl", formats={".html": "html"}, settings=crawl),
     }
     if texts is not None:
         found["trafilatura"] = select([texts], scratch / "trafilatura", formats={}, settings=keep)
