@@ -98,6 +98,9 @@ def best_seconds(work: Any, device: str) -> float:
     """Seconds of the fastest repetition in about SECONDS_PER_TIMING (the cold first one only if it is the only one)."""
     import torch
 
+    if device == "cuda":  # the first product of a process initialises the libraries
+        work()
+        torch.cuda.synchronize()
     best, start = math.inf, time.perf_counter()
     repetitions = 0
     while repetitions < 3 or time.perf_counter() - start < SECONDS_PER_TIMING:
