@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -21,7 +23,7 @@ from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
 from whorl.align.rl.advantages import resolve_method
 from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.rl.env_loop import make_env_loop
-from whorl.align.rl.environment import load_environment
+from whorl.align.rl.environment import Reply, load_environment
 from whorl.align.rl.episodes import EpisodeRunner
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.errors import ConfigError
@@ -49,6 +51,22 @@ def runner_of(config: EnvironmentConfig | None, length: int = 200) -> Iterator[E
     writer.stop_ids |= frozenset(range(0, 256, 2))
     with closing(make_env_loop(config, [])) as loop:
         yield EpisodeRunner(engine, writer, loop, config, 3)
+
+
+def test_stopped_loop_prints_nothing_about_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_env_loop(None, [])
+    env = load_environment(None)(loop)
+    (task,) = tasks(1)
+    loop.reset_all([env], [task], 5.0)
+    loop.submit(0, env, [], Reply("4", True), 5.0)
+    while not loop._requests:  # the step awaits its verdict
+        time.sleep(0.01)
+    thread = next(t for t in threading.enumerate() if t.name == "environments")
+    loop.close()
+    thread.join(5.0)
+    loop._requests.clear()
+    gc.collect()
+    assert not thread.is_alive() and "destroyed" not in caplog.text
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -294,6 +294,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
+        for task in asyncio.all_tasks(loop):  # steps of a stopped run: asyncio would print each of them
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
         loop.close()
 
 
