@@ -1,7 +1,7 @@
 """The server of an arena: a page on which people vote between two unnamed answers, and its API.
 
     GET  /v1/arena                       number of models and votes; whether there are prompts to draw
-    POST /v1/arena/battles               {prompt, voter} -> id and both answers; without a prompt, one is drawn
+    POST /v1/arena/battles               {prompt} -> id and both answers; without a prompt, one is drawn
     POST /v1/arena/battles/ID/turns      {prompt} -> the conversation with one more turn
     POST /v1/arena/battles/ID/vote       {choice, voter} -> names, and ratings before and after
     GET  /v1/arena/standings             ratings, intervals, meetings
@@ -49,7 +49,7 @@ class _Body(BaseModel):
 
 
 class BattleBody(_Body):
-    """A new battle. prompt: None draws one. voter: random text that identifies a browser."""
+    """A new battle. prompt: None draws one."""
 
     prompt: str | None = Field(default=None, max_length=MAX_PROMPT)
 

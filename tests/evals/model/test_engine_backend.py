@@ -53,6 +53,18 @@ def forward(backend: EngineBackend, ids: list[int]) -> torch.Tensor:
     return log_probs[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
+def test_long_prompt_loses_its_beginning_and_keeps_half_of_the_window(backend: EngineBackend) -> None:
+    length = backend.max_length or 0
+    prompt = " ".join(sentences(length, seed=1))
+    n = len(backend.encoder.encode_prompt(prompt))
+    found = answers(
+        backend, [GenerateRequest(prompt, m) for m in (4, 10 * length)] + [GenerateRequest("The", 4)]
+    )
+    few, many, short = (r for r in found if isinstance(r, Completion))
+    assert few.n_cut == n - length + 4 and many.n_cut == n - length + length // 2 and short.n_cut == 0
+    assert len(many.ids) <= length // 2
+
+
 def test_scores_equal_the_forward_in_order_of_requests(backend: EngineBackend) -> None:
     texts = sentences(12, seed=5)
     requests: list[Request] = [

@@ -42,6 +42,9 @@ CREATE INDEX IF NOT EXISTS events_of_battle ON events (battle);
 CREATE UNIQUE INDEX IF NOT EXISTS one_battle ON events (battle) WHERE kind = 'battle';
 CREATE UNIQUE INDEX IF NOT EXISTS one_vote ON events (battle) WHERE kind = 'vote';
 CREATE TRIGGER IF NOT EXISTS no_update BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'events are only appended'); END;
+CREATE TRIGGER IF NOT EXISTS no_late_turn BEFORE INSERT ON events
+    WHEN NEW.kind = 'turn' AND EXISTS (SELECT 1 FROM events WHERE battle = NEW.battle AND kind = 'vote')
+    BEGIN SELECT RAISE(ABORT, 'the battle has a vote'); END;
 CREATE TRIGGER IF NOT EXISTS no_delete BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'events are only appended'); END;
 """
 
@@ -122,10 +125,12 @@ class ArenaLog:
         self._append(battle.id, [("battle", content), *turns])
 
     def add_turn(self, battle: str, turn: BattleTurn) -> None:
-        """Append a turn to a battle without a vote. Raises DataError: it has one."""
-        if self.battle(battle).vote is not None:
-            raise VoteConflictError("the battle has a vote, so its conversation has ended")
-        self._append(battle, [("turn", asdict(turn))])
+        """Append a turn. Raises UnknownBattleError; VoteConflictError: the battle has a vote, from any process."""
+        self.battle(battle)
+        try:
+            self._append(battle, [("turn", asdict(turn))])
+        except sqlite3.IntegrityError:
+            raise VoteConflictError("the battle has a vote, so its conversation has ended") from None
 
     def add_missing(self, battle: str, model: str, reason: str) -> None:
         """Append that an answer did not arrive."""

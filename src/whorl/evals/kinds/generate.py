@@ -265,6 +265,8 @@ class Generate(Kind):
         answer = answered.responses[0]
         if isinstance(answer, Completion) and (tokens := self.tokens(answer)):
             details["tokens"] = tokens  # of the first answer
+        if n_cut := max(r.n_cut for r in answered.responses if isinstance(r, Completion)):
+            details["n_cut"] = n_cut
         if len(graded) > 1:
             details["outcomes"] = dict(Counter(each.outcome for each in graded))
         weights = {name: w for name, w in first.weights.items() if name in scores}

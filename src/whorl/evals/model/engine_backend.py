@@ -8,7 +8,8 @@ behind the same examples, find their context in the KV cache (`engine/generation
 
 A context that is longer than the model reads loses ids at its beginning, as in lm-evaluation-harness: the last
 `max_length + 1` ids of context and continuation stay, of which the last one is only a target. `Score.n_cut` counts the ids
-left out. A prompt to continue loses as many as `max_tokens` needs.
+left out. A prompt to continue loses as many as `max_tokens` needs, but keeps half of what the model reads: then the answer
+has fewer tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -255,13 +257,14 @@ class EngineBackend:
         else:
             ids = self.chat.encode_prompt(request.prompt)
             stop, stop_ids = (*stop, *self.chat.stop), self.chat.stop_ids
-        max_tokens = min(request.max_tokens, self._length - 1)
-        ids = ids[-(self._length - max_tokens) :]
+        room = max(self._length - len(ids), self._length // 2, 1)
+        max_tokens = min(request.max_tokens, room)
+        kept = ids[-(self._length - max_tokens) :]
         sampling = SamplingParams(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
         made = self._request(
-            ids, sampling=sampling, max_tokens=max_tokens, stop=stop, stop_ids=stop_ids, forced_prefix=forced
+            kept, sampling=sampling, max_tokens=max_tokens, stop=stop, stop_ids=stop_ids, forced_prefix=forced
         )
-        return [made], _read_completion
+        return [made], partial(_read_completion, n_cut=len(ids) - len(kept))
 
     def _heal(self, text: str) -> HealedPrompt:
         tokenizer = self.encoder.tokenizer
@@ -298,13 +301,14 @@ def _read_score(deltas: Sequence[Delta], ids: tuple[int, ...], n_context: int, n
     return Score(ids, log_probs, greedy, n_context, n_cut)
 
 
-def _read_completion(deltas: Sequence[Delta]) -> Response:
+def _read_completion(deltas: Sequence[Delta], n_cut: int) -> Response:
     finish = deltas[-1].finish_reason
     if finish == "abort" or finish is None:
         return Missing(deltas[-1].error or "the model returned logits that are not finite")
     tokens = [token for delta in deltas for token in delta.tokens]
     text = b"".join(delta.text for delta in deltas).decode("utf-8", "replace")
-    return Completion(text, tuple(t.id for t in tokens), tuple(t.raw_log_prob for t in tokens), finish)
+    ids, log_probs = tuple(t.id for t in tokens), tuple(t.raw_log_prob for t in tokens)
+    return Completion(text, ids, log_probs, finish, n_cut)
 
 
 def _token_bytes(tokenizer: AnyTokenizer, n_rows: int) -> list[bytes]:

@@ -82,12 +82,16 @@ class Score:
 
 @dataclass(frozen=True)
 class Completion:
-    """A generated text without its stop string. finish: "length" if the limit cut it."""
+    """A generated text without its stop string.
+
+    finish: "length" if the limit cut it. n_cut: ids left out at the beginning of the prompt, because the model reads fewer.
+    """
 
     text: str
     ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     finish: Literal["stop", "length"] = "stop"
+    n_cut: int = 0
 
 
 @dataclass(frozen=True)
