@@ -17,7 +17,11 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from whorl.machine.forced_choices import force_choices
+from whorl.nn.native import linear
 from whorl.objectives.next_token import next_token
+from whorl.plan.cost import decoder_config
+from whorl.train.job import Job
 from whorl.train.lm import objective as language
 from whorl.train.lm.build import build_model
 from whorl.train.profiling import trace
@@ -239,6 +243,28 @@ def test_profile_compiled_kernels(tokens: Path, tmp_path: Path) -> None:
     plain = profile(small.model_copy(update={"compile": False}), tmp_path / "u.json.gz", steps=2)
     for kind in (MATMULS, ATTENTION):  # equal arithmetic
         assert found.classes[kind].flops == pytest.approx(plain.classes[kind].flops, rel=0.02)
+
+
+def test_compiled_step_is_accounted_for(tmp_path: Path) -> None:
+    wide = Job(
+        tokens="", model=decoder_config(128, 1, 512), seq_len=512, batch_size=24, steps=1000, dtype="bfloat16"
+    )
+    with force_choices({"linear": "native"} if linear.supports(12288, 128, 384) else {}):
+        found = profile(wide, tmp_path / "t.json.gz", steps=5)
+    assert found.compiled and found.accounted >= 0.95
+    assert sum(sum(by_class.values()) for by_class in seconds(found).values()) == pytest.approx(
+        found.traced_seconds
+    )
+    for part in trace.UNNAMED:  # no kernel is without a part
+        assert set(seconds(found)[part]) <= {trace.FRAMEWORK}
+    named = seconds(found)
+    assert named["optimizer"].keys() & {POINTWISE, MATMULS} and named["MLP, experts"][MATMULS] > 0
+    assert found.to_json()["accounted"] == found.accounted
+
+
+def seconds(found: Profile) -> dict[str, dict[str, float]]:
+    """Seconds by part and class."""
+    return {part: {kind: cost.seconds for kind, cost in by.items()} for part, by in found.costs.items()}
 
 
 def test_part_of_traces_uses_source_files() -> None:

@@ -97,8 +97,8 @@ def profile_table(found: Profile) -> str:
     if found.compiled:
         lines.append(f"Compilation took {found.compile_seconds:.1f} s and is not included below.")
     lines += [
-        f"Traced, a step took {_format_ms(found.traced_seconds)} ms ({overhead:+.0%}); the tables show traced steps"
-        + (", in GPU time." if found.on_device else "."),
+        f"Traced, a step took {_format_ms(found.traced_seconds)} ms ({overhead:+.0%}); the tables show "
+        + ("traced steps, in GPU time." if found.on_device else "the faster half of the traced steps."),
         "",
         f"{'part of a step':<20}{'forward':>12}{'backward':>12}{'share':>9}",
     ]
@@ -110,6 +110,7 @@ def profile_table(found: Profile) -> str:
                 f"{part:<20}{_format_ms(both['forward']):>9} ms{back:>12}{total / total_seconds:>9.1%}"
             )
     lines += [
+        f"Named parts are {found.accounted:.1%} of a step; dispatch is compiled code outside of its kernels.",
         "",
         f"{'operators':<20}{'time':>12}{'share':>9}{'calls':>7}{'GFLOP':>9}{'MB':>9}{'FLOP/B':>8}{'bound':>12}{'reached':>9}",
     ]

@@ -39,6 +39,7 @@ from whorl.nn.linear import Linear
 
 TIMED_BATCH_SIZES = (1, 1, 1, 1, 8)  # rows of the timed steps: one row and several weigh about the same
 MOST_LOGITS = 1 << 24  # of a step at once: 64 MB
+Setting = tuple[str, int] | None  # method and threads of the native step; None runs torch
 MIN_TIMED_ROWS = 16  # below, the choice is the one for few rows
 
 
@@ -167,26 +168,18 @@ def autotune(
         decode_rows: usual rows of a decode step, rounded down to a power of 2; below 16 and by default one and several.
         max_threads: default all usable cores.
     """
-    step = runner.native_step
-    ways = [
-        (f"native, {method}, {n} threads", (method, n))
-        for method in step.methods
-        for n in _thread_counts(max_threads)
-    ]
-    settings: dict[str, tuple[str, int] | None] = dict(ways)
-    if not native_only:
-        settings["torch"] = None
+    step, settings = runner.native_step, step_ways(runner, native_only, max_threads)
     rows = timed_rows(decode_rows)
     steps = decode_steps(runner, rows)
 
-    def work(setting: tuple[str, int] | None) -> None:
-        _apply(runner, setting)
+    def work(setting: Setting) -> None:
+        apply_way(runner, setting)
         steps()
 
     suffix = "" if rows == TIMED_BATCH_SIZES else f" {rows[0]} rows"
     name = f"engine_step {step_shape(runner, step.group_size)} {step.weight_dtype}{suffix}"
     chosen = fastest(name, {way: partial(work, setting) for way, setting in settings.items()})
-    _apply(runner, settings[chosen])
+    apply_way(runner, settings[chosen])
     return chosen
 
 
@@ -218,7 +211,21 @@ def step_shape(runner: ModelRunner, group_size: int | None = None) -> str:
     return f"{c.n_layers}x{c.d_model}/{c.vocab_size} {digest}"
 
 
-def _apply(runner: NativeRunner, setting: tuple[str, int] | None) -> None:
+def step_ways(
+    runner: NativeRunner, native_only: bool = False, max_threads: int | None = None
+) -> dict[str, Setting]:
+    """Return the settings of the ways to run steps, by name; arguments as of `autotune`."""
+    ways = [
+        (f"native, {method}, {n} threads", (method, n))
+        for method in runner.native_step.methods
+        for n in _thread_counts(max_threads)
+    ]
+    settings: dict[str, Setting] = dict(ways)
+    return settings if native_only else {**settings, "torch": None}
+
+
+def apply_way(runner: NativeRunner, setting: Setting) -> None:
+    """Run the next steps in this way."""
     runner.use_native = setting is not None
     if setting is not None:
         runner.native_step.method, runner.native_step.threads = setting

@@ -2,7 +2,8 @@
 
 `torch.compile` makes a Python module per graph whose `call` runs kernels in a fixed order. On a CPU the profiler does
 not see them. In this context the compiler records the source lines of every kernel (inductor's provenance), and each
-module's kernels are wrapped in ranges. A fused kernel belongs to the part that most of its lines are in.
+module's kernels are wrapped in ranges, and so are the operators that it calls by `torch.ops`. A fused kernel belongs to the
+part that most of its lines are in.
 
 This relies on the internals of one version of torch. If they differ, no kernel is wrapped: compiled code then counts as
 one block, and `kernels` stays empty.
@@ -10,10 +11,11 @@ one block, and `kernels` stays empty.
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -136,6 +138,13 @@ class KernelInstrumentation:
                 if hasattr(held, n)
             }
             module.extern_kernels = _AttributeProxy(held, names)  # type: ignore[attr-defined]
+        if hasattr(module, "torch"):  # operators by name: `torch.ops.whorl.mlp.default`
+            replaced = {
+                name: self._ranged(operator.attrgetter(name.removeprefix("torch."))(torch), calls, True)
+                for name, calls in order.items()
+                if name.startswith("torch.ops.")
+            }
+            module.torch = _with_replaced(torch, "torch", replaced)  # type: ignore[attr-defined]
         for name, calls in order.items():
             kernel = getattr(module, name, None)
             if kernel is None:
@@ -170,6 +179,18 @@ class KernelInstrumentation:
                 return kernel(*arguments, **named)
 
         return run
+
+
+def _with_replaced(held: Any, path: str, replaced: Mapping[str, Any]) -> Any:
+    """Return `held` with some objects below it replaced, by their paths."""
+    below = {name for name in replaced if name.startswith(f"{path}.")}
+    names = {name.removeprefix(f"{path}.").partition(".")[0] for name in below}
+    parts = {
+        name: replaced.get(f"{path}.{name}")
+        or _with_replaced(getattr(held, name), f"{path}.{name}", replaced)
+        for name in names
+    }
+    return _AttributeProxy(held, parts) if parts else held
 
 
 class _AttributeProxy:

@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,10 +32,15 @@ from whorl.machine.kernel_choice import ChoiceRequest, TimedChoice, timed_choice
 from whorl.models import TransformerConfig
 from whorl.models.transformer_cost import linear_shapes
 from whorl.train.config import OptimConfig
-from whorl.train.profiling.products import MatrixProduct, Way, training_products
+from whorl.train.job import Job
+from whorl.train.profiling.decoding_step import decoding_steps
+from whorl.train.profiling.products import Bounds, MatrixProduct, Way, training_products
+from whorl.train.profiling.profiler import profile
 from whorl.train.profiling.step_choices import engine_choices, training_choices
+from whorl.train.profiling.step_parts import StepTable, training_step
 
 DECODING_ROWS = (1, 8, 32, 128)
+PROFILED_STEPS = 8
 DECODING_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "int8": "int8"}
 COPY_BYTES = tuple(1 << power for power in range(15, 26, 2))  # from the first level of caches to memory
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -77,31 +85,6 @@ class TimedProduct:
         return {**asdict(self), "seconds": self.seconds, "rates": self.rates, "share_of_bound": self.share}
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """GEMM rates by type in FLOP/s, and bytes/s of a copy by its bytes (read and written), with a number of threads."""
-
-    flops: dict[str, float]
-    bandwidth: dict[int, float]
-
-    def seconds(self, flops: float, n_bytes: float, dtypes: Iterable[str]) -> float:
-        """Return the least time of a product that may run in any of these types."""
-        return max(
-            flops / max(self.flops[kind] for kind in dtypes), n_bytes / self.bandwidth[self.size(n_bytes)]
-        )
-
-    def size(self, n_bytes: float) -> int:
-        """Return the measured size to use for a product of this many bytes."""
-        return min((size for size in self.bandwidth if size >= n_bytes), default=max(self.bandwidth))
-
-    def at_least(self, other: Bounds) -> Bounds:
-        """Return the better of both: on busy cores several threads may have measured less than one."""
-        flops = {kind: max(rate, other.flops[kind]) for kind, rate in self.flops.items()}
-        return Bounds(
-            flops, {size: max(rate, other.bandwidth[size]) for size, rate in self.bandwidth.items()}
-        )
-
-
 def measure_bounds(threads: int) -> Bounds:
     """Measure GEMM rates (fp32, bf16, int8) and bandwidth now, with this number of threads."""
     with _threads(threads):
@@ -126,7 +109,7 @@ class ProductTimes:
     """Times the products of a model.
 
     rows, length: of one replica's training step. dtype: of its activations. threads: of one replica. cores: the most
-    threads of a decoding step.
+    threads of a decoding step. replicas: of a training step.
     """
 
     model: TransformerConfig
@@ -135,6 +118,7 @@ class ProductTimes:
     dtype: str
     threads: int
     cores: int
+    replicas: int = 1
 
     def training(self, refresh: bool = False) -> list[TimedProduct]:
         """Time a training step: its choices, if it makes any, and its single products.
@@ -162,15 +146,38 @@ class ProductTimes:
         Raises:
             ConfigError: as `training`.
         """
-        bounds = {1: measure_bounds(1)}
-        if self.cores > 1:
-            bounds[self.cores] = measure_bounds(self.cores).at_least(bounds[1])
         with _threads(self.cores):
             found = [
                 _time_choice(request, 0, request.name.rpartition(" ")[2], self.cores, refresh)
                 for request in engine_choices(self.model)
             ]
-        return found + time_decoding(self.model, bounds, DECODING_ROWS, refresh)
+        return found + time_decoding(self.model, self.decoding_bounds, DECODING_ROWS, refresh)
+
+    @cached_property
+    def decoding_bounds(self) -> dict[int, Bounds]:
+        """Bounds with one thread and with all."""
+        bounds = {1: measure_bounds(1)}
+        if self.cores > 1:
+            bounds[self.cores] = measure_bounds(self.cores).at_least(bounds[1])
+        return bounds
+
+    def training_step(self, lines: Iterable[TimedProduct]) -> StepTable:
+        """Profile compiled steps of all replicas on random ids. lines: of `training`, for the choices."""
+        job = Job(
+            tokens="", model=self.model, seq_len=self.length, batch_size=self.rows * self.replicas, steps=1000,
+            replicas=self.replicas, threads=self.threads, dtype=self.dtype,
+        )  # fmt: skip
+        with TemporaryDirectory() as folder:
+            found = profile(job, Path(folder) / "trace.json.gz", steps=PROFILED_STEPS)
+        choices: dict[str, set[str]] = {}
+        for line in lines:
+            choices.setdefault(line.name.partition(" ")[0], set()).add(line.chosen)
+        return training_step(found, choices)
+
+    def decoding_steps(self) -> list[StepTable]:
+        """Time the parts of decoding steps of DECODING_ROWS rows (`decoding_step.py`)."""
+        with _threads(self.cores), torch.inference_mode():
+            return list(decoding_steps(self.model, self.decoding_bounds, DECODING_ROWS))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ to another type, are part of the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -236,3 +236,28 @@ def _muon(count: int, short: int, long: int, dtype: str) -> MatrixProduct:
     shape = f"{count}x{short}x{long}"
     n_bytes = float(kind.itemsize * count * (3 * short * long + 2 * short * short) * len(POLAR_EXPRESS))
     return MatrixProduct(_name("muon", "orthogonalize", shape, dtype), shape, dtype, 1, flops, n_bytes, ways)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """GEMM rates by type in FLOP/s, and bytes/s of a copy by its bytes (read and written), with a number of threads."""
+
+    flops: dict[str, float]
+    bandwidth: dict[int, float]
+
+    def seconds(self, flops: float, n_bytes: float, dtypes: Iterable[str]) -> float:
+        """Return the least time of a product that may run in any of these types."""
+        return max(
+            flops / max(self.flops[kind] for kind in dtypes), n_bytes / self.bandwidth[self.size(n_bytes)]
+        )
+
+    def size(self, n_bytes: float) -> int:
+        """Return the measured size to use for a product of this many bytes."""
+        return min((size for size in self.bandwidth if size >= n_bytes), default=max(self.bandwidth))
+
+    def at_least(self, other: Bounds) -> Bounds:
+        """Return the better of both: on busy cores several threads may have measured less than one."""
+        flops = {kind: max(rate, other.flops[kind]) for kind, rate in self.flops.items()}
+        return Bounds(
+            flops, {size: max(rate, other.bandwidth[size]) for size, rate in self.bandwidth.items()}
+        )

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,20 @@ from whorl.train.lm.pretrain import _batches, _micro_batches
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
 from whorl.train.profiling.inductor import KernelInstrumentation
-from whorl.train.profiling.trace import ATTENTION, MATMULS, PARTS, RANGE, STEP, OpCost, read_trace
+from whorl.train.profiling.native_passes import instrumented_passes
+from whorl.train.profiling.step_timer import random_batch
+from whorl.train.profiling.trace import ATTENTION, MATMULS, PARTS, RANGE, STEP, UNNAMED, OpCost, read_trace
 
 WARMUP_STEPS = 3
+RANDOM_BATCHES = 8  # in turn
 
 
 @dataclass
 class Profile:
     """The result. Times are seconds per step of rank 0, unless noted.
 
-    parts: part -> {"forward", "backward"}; classes: class -> `OpCost`; peak_flops: by dtype, of this replica;
-        machine_flops: of all replicas together, in the job's dtype.
+    parts: part -> {"forward", "backward"}; classes: class -> `OpCost`; costs: part -> class -> `OpCost`;
+        peak_flops: by dtype, of this replica; machine_flops: of all replicas together, in the job's dtype.
     """
 
     steps: int
@@ -70,6 +73,7 @@ class Profile:
     machine_flops: float
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     classes: dict[str, OpCost] = field(default_factory=dict)
+    costs: dict[str, dict[str, OpCost]] = field(default_factory=dict)
     on_device: bool = False
     trace: str = ""
 
@@ -78,9 +82,18 @@ class Profile:
         """Model FLOPs utilization: the model's FLOP/s as a fraction of the peak of all replicas."""
         return self.flops_per_second / self.machine_flops
 
+    @property
+    def accounted(self) -> float:
+        """Fraction of a traced step that is in named parts of the model and the loop."""
+        named = (part for part in self.parts if part not in UNNAMED)
+        return sum(sum(self.parts[part].values()) for part in named) / self.traced_seconds
+
     def roofline_seconds(self, kind: str) -> float:
-        """Roofline bound of a class in seconds: the longer of arithmetic and memory traffic, each at its peak."""
-        cost = self.classes[kind]
+        """Roofline bound of a class in seconds (`bound_seconds`)."""
+        return self.bound_seconds(self.classes[kind])
+
+    def bound_seconds(self, cost: OpCost) -> float:
+        """Roofline bound in seconds: the longer of arithmetic and memory traffic, each at its peak."""
         return max(cost.flops / self.peak_flops[self.dtype], cost.bytes / self.bandwidth)
 
     def to_json(self) -> dict[str, Any]:
@@ -92,11 +105,13 @@ class Profile:
             }
             for kind, cost in self.classes.items()
         }
-        return {**asdict(self), "classes": classes, "mfu": self.mfu}
+        return {**asdict(self), "classes": classes, "mfu": self.mfu, "accounted": self.accounted}
 
 
 def profile(job: Job, trace: Path, *, steps: int = 8) -> Profile:
     """Profile `steps` steps of `job` from its untrained weights; write the trace to `trace` (.json.gz).
+
+    A job without a token set (`tokens` is "") runs on random ids.
 
     Raises:
         the errors of `pretrain`.
@@ -136,7 +151,7 @@ def _run(
     kernels = KernelInstrumentation()
     watching = trace is not None and job.compile
     times: list[float] = []
-    with kernels() if watching else nullcontext():
+    with kernels() if watching else nullcontext(), instrumented_passes(kernels):
         moe = MoEBalancer(model, job.routing, process_group)
         learner = build_learner(model, job, shared, process_group, moe)
         ranges = ProfilerRanges()
@@ -159,7 +174,7 @@ def _run(
         def lr_factor(step: int) -> float:
             return schedule_factor(min(step, job.steps - 1), job.steps, job.schedule)
 
-        with _batches(job, process_group, 0, None) as records:
+        with _open_batches(job, process_group) as records:
             times.append(time.perf_counter())
             waiting = ranges.wrap_batches(records)
             train_loop(
@@ -200,8 +215,23 @@ def _run(
             for part in PARTS
         },
         classes=reading.classes,
+        costs={part: {k: c for (p, k), c in reading.costs.items() if p == part} for part in PARTS},
         on_device=reading.on_device,
         trace=str(trace),
+    )
+
+
+def _open_batches(job: Job, process_group: ProcessGroup) -> Any:
+    """This replica's share of the batches, an iterator and a context."""
+    if job.tokens or job.stream is not None:
+        return _batches(job, process_group, 0, None)
+    rows = job.batch_size // job.replicas
+    made = [
+        random_batch(job.model_copy(update={"seed": RANDOM_BATCHES * process_group.rank + n}), rows)
+        for n in range(RANDOM_BATCHES)
+    ]
+    return nullcontext(
+        cycle({**dict(each), "segment_ids": torch.zeros_like(each["tokens"])} for each in made)
     )
 
 

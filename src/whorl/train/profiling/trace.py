@@ -79,6 +79,7 @@ _WIDTHS = {
     "short": 2, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
 }  # fmt: skip
 _FUSED_ATTENTION = ("scaled_dot_product", "flash_attention", "causal_attention", "rotary_attention")
+UNNAMED = ("dispatch", "other")  # parts without a name in the model
 _NATIVE_PARTS = {
     "whorl::causal_attention": "attention",
     "whorl::causal_attention_backward": "attention",
@@ -97,7 +98,7 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """A compiled kernel, by the name of its range: its part, class, and cost per call."""
+    """A kernel, by the name of its range: its part ("": that of the range around it), class, and cost per call."""
 
     part: str
     kind: str
@@ -114,22 +115,30 @@ class OpCost:
     bytes: float = 0.0
     calls: float = 0.0
 
-    def add(self, seconds: float, flops: float = 0.0, n_bytes: float = 0.0) -> None:
+    def add(self, seconds: float, flops: float = 0.0, n_bytes: float = 0.0, calls: float = 1.0) -> None:
         self.seconds += seconds
         self.flops += flops
         self.bytes += n_bytes
-        self.calls += 1
+        self.calls += calls
 
 
 @dataclass
 class TraceSummary:
-    """Means per step. parts: seconds by (part, is backward)."""
+    """Means per step. parts: seconds by (part, is backward). costs: by (part, class)."""
 
     steps: int
     seconds: float
     parts: dict[tuple[str, bool], float]
-    classes: dict[str, OpCost]
+    costs: dict[tuple[str, str], OpCost]
     on_device: bool = False
+
+    @property
+    def classes(self) -> dict[str, OpCost]:
+        """Costs by class, of all parts."""
+        found: dict[str, OpCost] = defaultdict(OpCost)
+        for (_, kind), cost in self.costs.items():
+            found[kind].add(cost.seconds, cost.flops, cost.bytes, cost.calls)
+        return dict(found)
 
 
 @dataclass
@@ -150,7 +159,7 @@ class _Node:
 def read_trace(
     events: Iterable[Mapping[str, Any]], kernels: Mapping[str, KernelInfo] | None = None
 ) -> TraceSummary:
-    """Summarize the events ("traceEvents") of a trace with ranges RANGE + STEP around its steps.
+    """Summarize the events ("traceEvents") of a trace with ranges RANGE + STEP around its steps, on a CPU the faster half.
 
     kernels: compiled kernels by the name of their ranges.
     """
@@ -163,6 +172,9 @@ def read_trace(
             launched[event["args"].get("External id")] += event["dur"] * 1e-6
         elif event.get("cat") in ("cpu_op", "user_annotation"):
             threads[event["tid"]].append(event)
+    if not launched:  # a step in which another process had the core shows where that happened
+        steps = sorted(steps, key=lambda e: e["dur"])[: (len(steps) + 1) // 2]
+    ends = {e["ts"] + e["dur"] for e in steps}
     reader = _Reader(kernels or {}, on_device=bool(launched))
     main = steps[0]["tid"] if steps else None
     for thread in sorted(
@@ -170,17 +182,17 @@ def read_trace(
     ):  # forward first: its sequence numbers name the backward
         roots = _nested(threads[thread], launched)
         if thread == main:
-            roots = [node for root in roots for node in _steps_in(root)]
+            roots = [node for root in roots for node in _steps_in(root) if node.end in ends]
         for root in roots:
             reader.visit(root, "other", False)
     count = max(1, len(steps))
     total = sum(e["dur"] for e in steps) * 1e-6 / count
-    for cost in reader.classes.values():
+    for cost in reader.costs.values():
         cost.seconds, cost.flops, cost.bytes, cost.calls = (
             x / count for x in (cost.seconds, cost.flops, cost.bytes, cost.calls)
         )
     parts = {key: seconds / count for key, seconds in reader.parts.items()}
-    return TraceSummary(len(steps), total, parts, dict(reader.classes), bool(launched))
+    return TraceSummary(len(steps), total, parts, dict(reader.costs), bool(launched))
 
 
 def _nested(events: list[Mapping[str, Any]], launched: Mapping[Any, float]) -> list[_Node]:
@@ -210,7 +222,7 @@ class _Reader:
     def __init__(self, kernels: Mapping[str, KernelInfo], *, on_device: bool) -> None:
         self.kernels, self.on_device = kernels, on_device
         self.parts: dict[tuple[str, bool], float] = defaultdict(float)
-        self.classes: dict[str, OpCost] = defaultdict(OpCost)
+        self.costs: dict[tuple[str, str], OpCost] = defaultdict(OpCost)
         self.part_by_sequence: dict[int, str] = {}  # by autograd's sequence number
 
     def visit(self, node: _Node, part: str, backward: bool) -> None:
@@ -221,7 +233,7 @@ class _Reader:
             backward = not accumulates
         elif node.name in self.kernels:
             kernel = self.kernels[node.name]
-            self.count(node, kernel.part, backward, kernel.kind, kernel.flops, kernel.bytes)
+            self.count(node, kernel.part or part, backward, kernel.kind, kernel.flops, kernel.bytes)
             return
         elif node.name.startswith(RANGE) and node.name != RANGE + STEP:
             part = node.name.removeprefix(RANGE).partition(" | ")[0]
@@ -239,15 +251,16 @@ class _Reader:
             self.count(node, part, backward, kind, flops, n_bytes)
             return
         seconds = node.device_seconds if self.on_device else node.self_seconds
-        self.parts["dispatch" if node.name.startswith(_COMPILED) else part, backward] += seconds
-        self.classes[WAITING if part in ("data wait", "all-gather") else FRAMEWORK].add(seconds)
+        own = "dispatch" if node.name.startswith(_COMPILED) else part
+        self.parts[own, backward] += seconds
+        self.costs[own, WAITING if part in ("data wait", "all-gather") else FRAMEWORK].add(seconds)
         for child in node.children:
             self.visit(child, part, backward)
 
     def count(self, node: _Node, part: str, backward: bool, kind: str, flops: float, n_bytes: float) -> None:
         seconds = _device_seconds(node) if self.on_device else node.seconds
         self.parts[part, backward] += seconds
-        self.classes[kind].add(seconds, flops, n_bytes)
+        self.costs[part, kind].add(seconds, flops, n_bytes)
 
 
 def _device_seconds(node: _Node) -> float:
