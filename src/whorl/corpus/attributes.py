@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Languages (of `readers.LANGUAGES`) that are not code. A document of unknown language counts as prose.
 PROSE_LANGUAGES = {None, "text", "markdown", "restructuredtext", "html", "latex", "csv"}
 PROVENANCE = ["source", "path", "language", "licence", "url", "time", "media_type"]
+QUERY_BATCH_ROWS, MAX_SHARED = 1 << 16, 1000
 HOST = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#@]*@)?([^/?#:]*)")  # of a URL
 
 
@@ -180,7 +181,17 @@ def query_attributes(
         star = f"* REPLACE ({others})" if others else "*"
         database.execute(f"CREATE TEMP VIEW attributes AS SELECT {star} FROM measured")
         typed = f"coalesce(row::BIGINT, -1) AS row, coalesce(\"{column}\"::VARCHAR, '') AS value"
-        result = database.execute(f"SELECT {typed} FROM ({query})").fetchnumpy()
+        result = database.execute(f"SELECT {typed} FROM ({query})")
+        out, found = np.full(n_rows, "not_selected", dtype=object), np.zeros(n_rows, bool)
+        names, n_found = dict[str, str](), 0
+        while batch := result.fetchmany(QUERY_BATCH_ROWS):
+            rows = np.array([row for row, _ in batch], np.int64)
+            n_found += len(rows)
+            if rows.min() < 0 or rows.max() >= n_rows:
+                break
+            found[rows] = True
+            # Equal values share one string.
+            out[rows] = [names.setdefault(v, v) if len(names) < MAX_SHARED else v for _, v in batch]
     except duckdb.Error as error:
         raise ConfigError(
             f"{step}'s query fails: {str(error).splitlines()[0]}",
@@ -190,13 +201,10 @@ def query_attributes(
         ) from error
     finally:
         database.close()
-    rows = result["row"]
-    if len(np.unique(rows)) != len(rows) or (len(rows) and not 0 <= rows.min() <= rows.max() < n_rows):
+    if n_found != found.sum():
         raise ConfigError(
             f"{step}'s query returns unknown rows, or a row more than once",
             expected=f"each row from 0 to {n_rows - 1} at most once",
             do="pass the column row through unchanged; GROUP BY row after a join",
         )
-    out = np.full(n_rows, "not_selected", dtype=object)
-    out[rows] = result["value"]
     return out

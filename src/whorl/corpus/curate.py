@@ -92,21 +92,15 @@ def curate(
         store = UnitStore(units or Path(scratch, "units"))
         with progress.task("Measuring", total=n_rows * len(measures), unit="documents") as task:
             measured = measure_files(measures, documents, store, executor, advance=task.advance)
-        table = _DocumentTable(documents, measured["text"], n_rows)
         with progress.task("Finding copies", total=len(documents), unit="files") as task:
-            first = first_occurrence(table.hashes)
+            first = first_occurrence(_hashes(measured["text"], n_rows))
             cluster = find_clusters(documents, minhash, first, store, executor, lambda unit: task.advance(1))
-        rows = np.arange(n_rows)
-        of_corpus = {
-            "exact_duplicate": first != rows,
-            "cluster": cluster,
-            "cluster_documents": np.bincount(cluster, minlength=n_rows)[cluster],
-            "near_duplicate": cluster != rows,
-        }
-        write_attributes(documents, measures, measured, of_corpus, out)
+        write_attributes(documents, measures, measured, _of_corpus(first, cluster), out)
+        ids, n_bytes = _ids_and_sizes(documents, measured["text"])
         attributes = [out / attribute_file_name(path) for path in documents]
         query = filtered_query(config.query, config.filters)
-        ranks = _ranks(config.near_duplicate_order, attributes, table.ids)
+        ranks = _ranks(config.near_duplicate_order, attributes, ids)
+        rows = np.arange(n_rows)
         if (first != rows).any():
             no_copies = {"exact_duplicate": "FALSE"}
             kept = query_attributes(query, "reason", attributes, columns, n_rows, replace=no_copies) == ""
@@ -131,29 +125,44 @@ def curate(
             expected="at least one document with an empty reason",
             do="loosen the thresholds in curate's query",
         )
-    split = assign_splits(table.ids, cluster, table.n_bytes, kept, config)
+    split = assign_splits(ids, cluster, n_bytes, kept, config)
     _write_selection(out, split, reasons)
-    return {**_summary(table.n_bytes, reasons, split, cluster), **contamination}
+    return {**_summary(n_bytes, reasons, split, cluster), **contamination}
 
 
-class _DocumentTable:
-    """Per-document data that stays in memory."""
+def _hashes(measured: Sequence[Path], n: int) -> NDArray[np.uint64]:
+    """Return the hash of each document's text: [n, 2]."""
+    hashes, begin = np.empty((n, 2), np.uint64), 0
+    for path in measured:
+        for table in _row_groups(path, ["exact_hash"]):
+            found = np.frombuffer(b"".join(table["exact_hash"].to_pylist()), np.uint64).reshape(-1, 2)
+            hashes[begin : begin + len(found)] = found
+            begin += len(found)
+    return hashes
 
-    def __init__(self, documents: Sequence[Path], measured: Sequence[Path], n: int) -> None:
-        self.ids: list[str] = []
-        self.n_bytes = np.zeros(n, np.int64)
-        self.hashes = np.zeros((n, 2), np.uint64)
-        begin = 0
-        for path, text in zip(documents, measured, strict=True):
-            for ids, columns in zip(
-                _row_groups(path, ["id"]), _row_groups(text, ["n_bytes", "exact_hash"]), strict=True
-            ):
-                end = begin + len(ids)
-                self.ids += ids["id"].to_pylist()
-                self.n_bytes[begin:end] = columns["n_bytes"].to_numpy()
-                digests = b"".join(columns["exact_hash"].to_pylist())
-                self.hashes[begin:end] = np.frombuffer(digests, np.uint64).reshape(-1, 2)
-                begin = end
+
+def _of_corpus(first: NDArray[np.int64], cluster: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Return the attributes that need a pass over all documents: name -> [n_documents]."""
+    rows = np.arange(len(first))
+    return {
+        "exact_duplicate": first != rows,
+        "cluster": cluster,
+        "cluster_documents": np.bincount(cluster, minlength=len(first))[cluster],
+        "near_duplicate": cluster != rows,
+    }
+
+
+def _ids_and_sizes(
+    documents: Sequence[Path], measured: Sequence[Path]
+) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
+    """Return the id of each document in UTF-8, and the bytes of its text: [n_documents], [n_documents]."""
+    ids = [
+        np.array([name.encode() for name in table["id"].to_pylist()], np.bytes_)
+        for path in documents
+        for table in _row_groups(path, ["id"])
+    ]
+    sizes = [table["n_bytes"].to_numpy() for path in measured for table in _row_groups(path, ["n_bytes"])]
+    return np.concatenate(ids), np.concatenate(sizes)
 
 
 def _row_groups(path: Path, columns: list[str]) -> Iterator[Any]:
@@ -164,14 +173,14 @@ def _row_groups(path: Path, columns: list[str]) -> Iterator[Any]:
             yield file.read_row_group(group, columns=columns)
 
 
-def _ranks(order: str, attributes: Sequence[Path], ids: Sequence[str]) -> NDArray[np.int64] | None:
+def _ranks(order: str, attributes: Sequence[Path], ids: NDArray[np.bytes_]) -> NDArray[np.int64] | None:
     """Return each document's place in an SQL ordering of the attributes, ties by id; None without an ordering."""
     if not order:
         return None
     query = f"SELECT row, dense_rank() OVER (ORDER BY {order}) AS reason FROM attributes"
     place = query_attributes(query, "reason", attributes, [], len(ids)).astype(np.int64)
     ranks = np.empty(len(ids), np.int64)
-    ranks[np.lexsort((np.array(ids), place))] = np.arange(len(ids))
+    ranks[np.lexsort((ids, place))] = np.arange(len(ids))
     return ranks
 
 
@@ -179,7 +188,8 @@ def _write_selection(out: Path, split: NDArray[Any], reasons: NDArray[Any]) -> N
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table: pa.Table = pa.table({"split": pa.array(split.tolist()), "reason": pa.array(reasons.tolist())})
+    columns = {"split": pa.array(split, pa.string()), "reason": pa.array(reasons, pa.string())}
+    table: pa.Table = pa.table(columns)
     pq.write_table(table, out / "selection.parquet", compression="zstd")
 
 
@@ -191,7 +201,7 @@ def _summary(
 
     remaining = np.ones(len(n_bytes), bool)
     funnel: list[dict[str, Any]] = [{"stage": "read", **count(remaining)}]
-    dropped = {reason: count(reasons == reason) for reason in sorted(set(reasons.tolist()) - {""})}
+    dropped = {reason: count(reasons == reason) for reason in sorted(set(reasons) - {""})}
     for reason in sorted(dropped, key=lambda r: -dropped[r]["bytes"]):
         remaining = remaining & (reasons != reason)
         funnel.append({"stage": f"without {reason}", **count(remaining)})

@@ -15,7 +15,6 @@ place in the order and the split changes only at its edges.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,13 @@ SPLITS = ("train", "validation", "test")
 
 
 def assign_splits(
-    ids: Sequence[str], cluster: NDArray[np.int64], n_bytes: NDArray[np.int64], kept: NDArray[np.bool_],
+    ids: NDArray[np.bytes_], cluster: NDArray[np.int64], n_bytes: NDArray[np.int64], kept: NDArray[np.bool_],
     config: CurateConfig,
 ) -> NDArray[Any]:  # fmt: skip
     """Return a split for every document: "train", "validation", "test", or "" if it is not kept.
 
     Args:
-        ids: [n_documents]
+        ids: [n_documents] in UTF-8.
         cluster: [n_documents] the row of the first document of each document's cluster.
         n_bytes: [n_documents]
         kept: [n_documents] bool, the selected documents.
@@ -42,10 +41,13 @@ def assign_splits(
     Raises:
         DataError: a held-out split is configured and no cluster is small enough for it.
     """
-    split = np.where(kept, "train", "").astype("U10")
+    split = np.full(len(ids), "", object)  # of four strings: 8 bytes each
+    split[kept] = "train"
     weight = np.bincount(cluster[kept], n_bytes[kept], minlength=len(cluster)).astype(np.int64)
     members = np.unique(cluster[kept])  # the clusters, each as the row of its first document
-    order = sorted(members.tolist(), key=lambda row: _hash_order(config.seed, ids[row]))
+    seed = f"{config.seed}\0".encode()
+    digests = (hashlib.blake2b(seed + ids[row], digest_size=16).digest() for row in members)
+    order = members[np.argsort(np.fromiter(digests, "S16", len(members)), kind="stable")]
     total = int(n_bytes[kept].sum())
     for name, target_bytes in (("test", config.test_bytes), ("validation", config.validation_bytes)):
         if not target_bytes:
@@ -55,23 +57,15 @@ def assign_splits(
         largest = min(
             max_bytes, max(max_bytes * config.max_cluster_fraction, float(np.median(weight[members])))
         )
-        eligible = [row for row in order if weight[row] <= largest]
+        eligible = order[weight[order] <= largest]
         # If few are small enough, each held-out split takes at most a third of them.
-        taken, filled = set[int](), 0
-        for row in eligible[: max(len(eligible) // 3, 1)]:
-            if filled + weight[row] > max_bytes:
-                break
-            taken.add(row)
-            filled += int(weight[row])
-        if not taken:
+        eligible = eligible[: max(len(eligible) // 3, 1)]
+        taken = eligible[np.cumsum(weight[eligible]) <= max_bytes]
+        if not len(taken):
             raise _too_small(name, max_bytes, weight[members])
-        split[kept & np.isin(cluster, list(taken))] = name
-        order = [row for row in order if row not in taken]
+        split[kept & np.isin(cluster, taken)] = name
+        order = order[~np.isin(order, taken)]
     return split
-
-
-def _hash_order(seed: int, name: str) -> bytes:
-    return hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest()
 
 
 def _too_small(name: str, max_bytes: int, weights: NDArray[np.int64]) -> DataError:

@@ -14,7 +14,7 @@ from tests.corpus.test_duplicates import contents, corpus, run, write
 from whorl.corpus.deduplication.near import stars
 from whorl.corpus.deduplication.near.arrays import read_arrays, write_arrays
 from whorl.corpus.deduplication.near.clusters import connected_components
-from whorl.corpus.deduplication.near.stars import whole_components
+from whorl.corpus.deduplication.near.stars import forest, whole_components
 from whorl.corpus.mapreduce import LocalPool, Output, UnitStore
 from whorl.corpus.mapreduce.units import hash_file
 
@@ -25,7 +25,7 @@ def test_components_in_partitions_give_the_same_removals(
     files = write(tmp_path / "in", corpus(120), 3)
     whole = run(files, tmp_path / "whole")
     assert len(whole.removed) > 10
-    monkeypatch.setattr(stars, "EDGES_PER_PARTITION", 20)
+    monkeypatch.setattr(stars, "EDGES_PER_PARTITION", 5)
     for workers in (1, 2):
         parts = run(files, tmp_path / f"parts{workers}", LocalPool(workers))
         for name in ("removed", "matched", "similarity"):
@@ -42,7 +42,7 @@ def test_stars_find_the_components_of_any_edges(pairs: list[tuple[int, int]], ch
     ends = [np.array(column) for column in zip(*pairs, strict=True)]
     expected = connected_components(ends[0], ends[1], 41)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stars, "EDGES_PER_PARTITION", max(len(pairs) / 3, 0.5))
+        patch.setattr(stars, "EDGES_PER_PARTITION", len(pairs) / 3)
         joined = []
         for number, half in enumerate((slice(0, None, 2), slice(1, None, 2))):
             place = Path(folder, f"join{number}")
@@ -50,9 +50,12 @@ def test_stars_find_the_components_of_any_edges(pairs: list[tuple[int, int]], ch
             write_arrays(place / "edges", ends[0][half], ends[1][half])
             files = {"edges": hash_file(place / "edges")}
             joined.append(Output(str(number), place, files, {"edges": len(ends[0][half])}))
-        groups, _ = whole_components(joined, UnitStore(Path(folder, "units")), LocalPool())
+        groups, _ = whole_components(joined, 10**9, UnitStore(Path(folder, "units")), LocalPool())
+        nodes, smallest = forest([str(output.folder / "edges") for output in joined])
         found = [[read_arrays(i.path) for i in group] for group in groups]
         roots = {n: r for g in found for r, m in g for r, n in zip(r.tolist(), m.tolist(), strict=True)}
         where = [{r for r, _ in g for r in r.tolist()} for g in found]
+    assert nodes.tolist() == sorted({n for pair in pairs for n in pair})
+    assert smallest.tolist() == expected[nodes].tolist()
     linked = {n: int(r) for n, r in enumerate(expected) if n != r}
     assert roots == linked and sum(map(len, where)) == len(set(linked.values()))  # no component is divided

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +11,37 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 
-def write_arrays(path: Path, *arrays: NDArray[Any]) -> None:
-    """Write arrays into one file; equal arrays give equal bytes."""
-    with path.open("wb") as out:
+def write_arrays(path: Path, *arrays: NDArray[Any], append: bool = False) -> None:
+    """Write arrays into one file, or add them at its end; equal arrays give equal bytes."""
+    with path.open("ab" if append else "wb") as out:
         for array in arrays:
             npy.write_array(out, np.ascontiguousarray(array), allow_pickle=False)
 
 
+def write_parts(path: Path, shape: tuple[int, ...], dtype: Any, parts: Iterable[NDArray[Any]]) -> None:
+    """Write one array whose parts follow one another, without holding it."""
+    with path.open("wb") as out:
+        header = {"shape": shape, "fortran_order": False, "descr": npy.dtype_to_descr(np.dtype(dtype))}
+        npy.write_array_header_1_0(out, header)
+        for part in parts:
+            np.ascontiguousarray(part, dtype).tofile(out)
+
+
 def read_arrays(path: str | Path) -> list[NDArray[Any]]:
-    """Return the arrays of a file as read-only memory maps."""
+    """Return the arrays of a file as read-only views of one memory map, which takes one file descriptor."""
     found: list[NDArray[Any]] = []
     end = Path(path).stat().st_size
     with Path(path).open("rb") as file:
+        data = np.memmap(file, np.uint8, mode="r") if end else np.zeros(0, np.uint8)
+        file.seek(0)
         while file.tell() < end:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
             shape, _, dtype = read(file)
-            start, size = file.tell(), dtype.itemsize * int(np.prod(shape))
-            found.append(
-                np.memmap(file, dtype, mode="r", offset=start, shape=shape)
-                if size
-                else np.zeros(shape, dtype)
-            )
-            file.seek(start + size)
+            start = file.tell()
+            stop = start + dtype.itemsize * int(np.prod(shape))
+            found.append(data[start:stop].view(dtype).reshape(shape))
+            file.seek(stop)
     return found
 
 

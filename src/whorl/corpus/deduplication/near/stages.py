@@ -8,14 +8,14 @@
     remove      reduce  the sets of whole components -> which documents are removed, for which one that stays
     rewrite     map     a file's documents -> those that stay (optional; side files suffice)
 
-A document is `file << 32 | row`, so a changed file changes no number of another. Memory: `join` holds the records of its
-range (16 bytes each, about 8 million) and 8 bytes per document; `components` 16 bytes per edge of its partition; `remove`
-reads sets from memory maps. Files of earlier corpora come first. Their documents stay, and their units are reused.
+A document is `file << 32 | row`, so a changed file changes no number of another. Memory: `sign` and `gather` hold a row
+group; `join` the records of its range (32 bytes each, about 4 million) and 17 bytes per document; `components` about 100
+bytes per document of its partition that has a candidate; `remove` reads sets from memory maps. Files of earlier corpora come
+first. Their documents stay, and their units are reused.
 """
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +25,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.near.arrays import partitioned, power_of_two, read_arrays, write_arrays
-from whorl.corpus.deduplication.near.clusters import connected_components, flattened, join_buckets
-from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signatures
-from whorl.corpus.deduplication.near.stars import EDGES, whole_components
+from whorl.corpus.deduplication.near.arrays import (
+    partitioned,
+    power_of_two,
+    read_arrays,
+    write_arrays,
+)
+from whorl.corpus.deduplication.near.clusters import flattened, join_buckets
+from whorl.corpus.deduplication.near.sign import (
+    SIGNATURES,
+    count_rows,
+    partition_names,
+    read_records,
+    stage_settings,
+)
+from whorl.corpus.deduplication.near.stars import EDGES, forest, whole_components
 from whorl.corpus.deduplication.near.verify import matches
 from whorl.corpus.deduplication.settings import MinHashConfig
-from whorl.corpus.deduplication.shingles import P, TextBlock, mix, unique_shingles
+from whorl.corpus.deduplication.shingles import TextBlock, mix, unique_shingles
 from whorl.corpus.mapreduce import (
     Executor,
     Input,
@@ -43,10 +54,10 @@ from whorl.corpus.mapreduce import (
     shuffled,
 )
 
-VERSION, REMOVE_VERSION = 2, 3
-RECORDS_PER_PARTITION = 1 << 23  # 128 MB
+VERSION, REMOVE_VERSION = 3, 4
+RECORDS_PER_PARTITION = 1 << 22  # 64 MB, and as much for sorting
 SHINGLES_PER_PARTITION = 1 << 25  # 256 MB
-SIGNATURES, MEMBERS, MATCHES = "signatures", "members-{:05d}", "matches"
+MEMBERS, MATCHES = "members-{:05d}", "matches"
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ def find_near_duplicates(
     signatures = tuple(o.input(SIGNATURES) for o in signed)
     joined = store.run(
         Stage(f"{__name__}:join", VERSION, fields | {"join_similarity": config.join_similarity}),
-        [Unit(unit.inputs, covered=signatures) for unit in shuffled(signed, _partition_names(signed))], executor,
+        [Unit(unit.inputs, covered=signatures) for unit in shuffled(signed, partition_names(signed))], executor,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         n_earlier = sum(counts[: len(earlier)])
@@ -94,7 +105,7 @@ def find_near_duplicates(
             for n, mask in ((n_earlier, earlier_candidates), (sum(counts) - n_earlier, candidates))
         ])  # fmt: skip
         ordering = _write_ordering(Path(scratch), ranks, chosen)
-        groups, stars = whole_components(joined, store, executor)
+        groups, stars = whole_components(joined, sum(counts), store, executor)
         components = store.run(
             Stage(f"{__name__}:components", VERSION, {"counts": counts, "earlier": len(earlier)}),
             [Unit((*ordering, *edges), {"ordering": len(ordering)}) for edges in groups], executor,
@@ -132,10 +143,9 @@ def find_clusters(
     signed = _sign([Input.of(path) for path in documents], config, store, executor, advance)
     signatures = [read_arrays(o.folder / SIGNATURES)[0] for o in signed]
     is_first, parent = first == np.arange(len(first)), first.copy()
-    for name in _partition_names(signed):
-        keys, records = _records([str(o.folder / name) for o in signed], signatures)
-        kept = is_first[records]
-        join_buckets(keys[kept], records[kept], signatures, config.similarity, parent)
+    for name in partition_names(signed):
+        keys, records = read_records([str(o.folder / name) for o in signed], signatures, is_first)
+        join_buckets(keys, records, signatures, config.similarity, parent)
     return flattened(parent)
 
 
@@ -143,57 +153,13 @@ def _sign(
     inputs: Sequence[Input], config: MinHashConfig, store: UnitStore, executor: Executor,
     advance: Callable[[Unit], Any] = lambda unit: None,
 ) -> list[Output]:  # fmt: skip
-    partitions = power_of_two(sum(_count(i.path) for i in inputs) * config.bands / RECORDS_PER_PARTITION)
-    stage = Stage(f"{__name__}:sign", VERSION, config.signature_fields() | {"partitions": partitions})
+    partitions = power_of_two(sum(count_rows(i.path) for i in inputs) * config.bands / RECORDS_PER_PARTITION)
+    stage = Stage(
+        "whorl.corpus.deduplication.near.sign:sign",
+        VERSION,
+        config.signature_fields() | {"partitions": partitions},
+    )
     return store.run(stage, [Unit((i,)) for i in inputs], executor, advance)
-
-
-def _partition_names(signed: Sequence[Output]) -> list[str]:
-    return sorted({name for output in signed for name in output.files} - {SIGNATURES})
-
-
-def _records(
-    paths: Sequence[str], signatures: Sequence[NDArray[np.uint32]]
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Return the keys of bands in a partition, and the document of each, counted over all files: [n], [n]."""
-    records = [read_arrays(path) for path in paths]
-    first = np.cumsum([0, *map(len, signatures)], dtype=np.int64)
-    documents = [r[1] + begin for r, begin in zip(records, first, strict=False)]
-    return np.concatenate([r[0] for r in records]), np.concatenate(documents)
-
-
-def _signature_digest(signatures: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """Return a hash of each signature: [n]."""
-    found = np.zeros(len(signatures), np.uint64)
-    for begin in range(0, signatures.shape[1], 2):
-        pair = signatures[:, begin : begin + 2].astype(np.uint64)
-        found = mix(found ^ (pair[:, 0] | (pair[:, -1] << np.uint64(32)))) * np.uint64(P)
-    return found
-
-
-def sign(
-    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> dict[str, int]:
-    """Map: write the signatures of a document file, and the keys of their bands by partition."""
-    settings, partitions = _settings(config), int(config["partitions"])
-    signatures, keys, shingles = [], [], 0
-    for texts in _text_groups(inputs[0], settings):
-        signatures.append(minhash_signatures(texts, settings))
-        keys.append(band_keys(signatures[-1], settings))
-        shingles += int((texts.ends - texts.starts).sum()) // 6 + len(texts)
-    empty = np.zeros((0, settings.hashes), np.uint32)
-    all_signatures = np.concatenate([empty, *signatures])
-    write_arrays(out / SIGNATURES, all_signatures)
-    all_keys = np.concatenate([np.zeros((0, settings.bands), np.uint64), *keys]).ravel()
-    rows = np.repeat(np.arange(len(all_signatures), dtype=np.uint32), settings.bands)
-    digests = _signature_digest(all_signatures)
-    for number, selected in enumerate(partitioned(all_keys, partitions)):
-        # The digest covers what `join` reads of the signatures, which are not part of its key.
-        read = hashlib.blake2b(digests[np.unique(rows[selected])].tobytes(), digest_size=16).digest()
-        write_arrays(
-            out / partition_name(number), all_keys[selected], rows[selected], np.frombuffer(read, np.uint8)
-        )
-    return {"documents": len(all_signatures), "shingles": shingles}
 
 
 def join(
@@ -203,7 +169,7 @@ def join(
     half = len(inputs) // 2
     signatures = [read_arrays(path)[0] for path in inputs[half:]]
     first = np.cumsum([0, *map(len, signatures)], dtype=np.int64)
-    keys, documents = _records(inputs[:half], signatures)
+    keys, documents = read_records(inputs[:half], signatures)
     parent = np.arange(first[-1])
     join_buckets(keys, documents, signatures, float(config["join_similarity"]), parent)
     parent = flattened(parent)
@@ -218,12 +184,9 @@ def components(
 ) -> dict[str, int]:
     """Reduce whole components: write, for every document file, its rows with candidates, their components and ranks."""
     n_ordering, counts = int(arguments["ordering"]), config["counts"]
-    edges = [read_arrays(path) for path in inputs[n_ordering:]]
-    ends = [np.concatenate([e[k] for e in edges]) for k in (0, 1)]
+    nodes, root = forest(inputs[n_ordering:])
     first = np.cumsum([0, *counts], dtype=np.int64)
     n_earlier = int(first[int(config["earlier"])])
-    nodes, index = np.unique(np.concatenate(ends), return_inverse=True)
-    root = nodes[connected_components(index[: len(ends[0])], index[len(ends[0]) :], len(nodes))]
     if n_ordering:
         ranks, candidates = read_arrays(inputs[0])
         kept = candidates[first[nodes >> 32] + (nodes & 0xFFFFFFFF)]
@@ -246,36 +209,29 @@ def gather(
 ) -> dict[str, int]:
     """Map: write the sets of shingles of a file's documents that have candidates, by the partition of their component.
 
-    Equal texts share a set.
+    Equal texts of a row group share a set. A partition has the six arrays of `remove` for each row group.
     """
-    settings, partitions = _settings(config), int(config["partitions"])
+    settings, partitions = stage_settings(config), int(config["partitions"])
     members = [read_arrays(path) for path in inputs[1:]]
     rows, root, rank = (np.concatenate([m[k] for m in members]) for k in range(3))
     order = np.argsort(rows)
     rows, root, rank = rows[order], root[order], rank[order]
-    shingles, lengths, number = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], []
+    for part in range(partitions):
+        write_arrays(out / partition_name(part))
+    start = total = 0
     for texts, which in _selected_groups(inputs[0], rows, settings):
-        number.append(which + sum(map(len, lengths)))
-        for begin, end in texts.blocks():
-            values, first = unique_shingles(texts.part(begin, end), settings)
-            shingles.append(values.copy())
-            lengths.append(np.diff(first))
-    values, sizes = np.concatenate(shingles), np.concatenate(lengths)
-    first = np.cumsum(np.concatenate([[0], sizes]))
-    which = np.concatenate([np.zeros(0, np.int64), *number])
-    for part, selected in enumerate(partitioned(mix(root.astype(np.uint64)), partitions)):
-        sets, local = np.unique(which[selected], return_inverse=True)
-        taken = values if partitions == 1 else values[_ranges(first[sets], sizes[sets])]
-        write_arrays(
-            out / partition_name(part),
-            rows[selected],
-            root[selected],
-            rank[selected],
-            local,
-            sizes[sets],
-            taken,
-        )
-    return {"shingles": len(values)}
+        sets_of = [unique_shingles(texts.part(a, b), settings) for a, b in texts.blocks()]
+        values = np.concatenate([values for values, _ in sets_of])
+        sizes = np.concatenate([np.diff(bounds) for _, bounds in sets_of])
+        first = np.cumsum(sizes) - sizes
+        own = slice(start, start + len(which))
+        for part, some in enumerate(partitioned(mix(root[own].astype(np.uint64)), partitions)):
+            sets, local = np.unique(which[some], return_inverse=True)
+            taken = values if partitions == 1 else values[_ranges(first[sets], sizes[sets])]
+            columns = rows[own][some], root[own][some], rank[own][some], local, sizes[sets], taken
+            write_arrays(out / partition_name(part), *columns, append=True)
+        start, total = own.stop, total + len(values)
+    return {"shingles": total}
 
 
 def remove(
@@ -284,19 +240,20 @@ def remove(
     """Reduce: write which documents of whole components are removed, for which one, and their exact similarity."""
     earlier = int(config["earlier"])
     settings = MinHashConfig(**{k: v for k, v in config.items() if k != "earlier"})
-    columns: list[list[NDArray[Any]]] = [[], [], [], []]
+    columns: list[list[NDArray[Any]]] = [[np.zeros(0, kind)] for kind in (np.int64, np.int64, np.int64, bool)]
     sets: list[NDArray[np.uint64]] = []
     for file, path in enumerate(inputs):
-        rows, root, rank, local, sizes, values = read_arrays(path)
-        stops = np.cumsum(sizes)
-        own = [values[a:b] for a, b in zip((stops - sizes).tolist(), stops.tolist(), strict=True)]
-        sets += [own[i] for i in local.tolist()]
-        for column, part in zip(
-            columns,
-            (rows + (np.int64(file) << 32), root, rank, np.full(len(rows), file >= earlier)),
-            strict=True,
-        ):
-            column.append(part)
+        arrays = read_arrays(path)
+        for at in range(0, len(arrays), 6):
+            rows, root, rank, local, sizes, values = arrays[at : at + 6]
+            stops = np.cumsum(sizes)
+            own = [values[a:b] for a, b in zip((stops - sizes).tolist(), stops.tolist(), strict=True)]
+            sets += [own[i] for i in local.tolist()]
+            is_new = np.full(len(rows), file >= earlier)
+            for column, part in zip(
+                columns, (rows + (np.int64(file) << 32), root, rank, is_new), strict=True
+            ):
+                column.append(part)
     document, root, rank, is_new = (np.concatenate(c) for c in columns)
     order = np.lexsort((document, rank, is_new, root))
     matched, similarity = matches([sets[i] for i in order.tolist()], root[order], ~is_new[order], settings)
@@ -304,10 +261,6 @@ def remove(
     document = document[order].astype(np.int64)
     write_arrays(out / MATCHES, document[gone], document[matched[gone]], similarity[gone])
     return {"removed": len(gone)}
-
-
-def _settings(config: Mapping[str, Any]) -> MinHashConfig:
-    return MinHashConfig(**{k: v for k, v in config.items() if k in MinHashConfig.model_fields})
 
 
 def _numbers(documents: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -343,23 +296,8 @@ def _write_ordering(
     return (Input.of(path),)
 
 
-def _count(path: str) -> int:
-    import pyarrow.parquet as pq
-
-    return int(pq.read_metadata(path).num_rows)
-
-
 def _size(output: Output) -> int:
     return sum((output.folder / name).stat().st_size for name in output.files)
-
-
-def _text_groups(path: str, config: MinHashConfig) -> Any:
-    """Yield the texts of each row group of a document file."""
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            yield TextBlock.of_column(file.read_row_group(group, columns=["text"])["text"], config)
 
 
 def _selected_groups(path: str, rows: NDArray[np.uint32], config: MinHashConfig) -> Any:

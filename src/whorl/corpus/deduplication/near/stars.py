@@ -5,13 +5,13 @@ by a hash of one end. In a large-star, each node u links its larger neighbors to
 small-star, u links itself and its smaller neighbors to m. Neither changes the components. After O(log^2 n) rounds, in
 practice three to six, every node is linked to the smallest node of its component and to nothing else.
 
-A unit holds the edges of its partition only: memory does not grow with the number of edges. `connected_components` of
-`clusters.py`, over all edges at once, is the reference.
+A unit holds the edges of its partition only: memory does not grow with the number of edges. Up to 2 * EDGES_PER_PARTITION
+nodes are taken at once, by `forest`. `connected_components` of `clusters.py`, over all edges, is the reference of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.corpus.deduplication.near.arrays import partitioned, power_of_two, read_arrays, write_arrays
+from whorl.corpus.deduplication.near.clusters import connected_components
 from whorl.corpus.deduplication.shingles import mix
 from whorl.corpus.mapreduce import Executor, Input, Output, Stage, Unit, UnitStore, partition_name, shuffled
 
 VERSION = 1
 EDGES = "edges"
-EDGES_PER_PARTITION = 1 << 23  # 128 MB
+EDGES_PER_PARTITION = 1 << 21  # 64 MB in both directions, and several times as much for sorting
 Ends = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def whole_components(
-    joined: Sequence[Output], store: UnitStore, executor: Executor
+    joined: Sequence[Output], n_documents: int, store: UnitStore, executor: Executor
 ) -> tuple[list[list[Input]], list[Output]]:
     """Return groups of files of edges, each with whole components only, and the outputs that were written for it.
 
     Args:
         joined: outputs with the file "edges": two arrays of nodes [n], [n], and the summary "edges": n.
     """
-    parts = power_of_two(sum(o.summary["edges"] for o in joined) / EDGES_PER_PARTITION)
-    if parts == 1:
+    edges = sum(o.summary["edges"] for o in joined)
+    parts = power_of_two(edges / EDGES_PER_PARTITION)
+    if min(edges, n_documents) <= 2 * EDGES_PER_PARTITION:
         return [[o.input(EDGES) for o in joined]], []
     names = [partition_name(number) for number in range(parts)]
     written: list[Output] = []
@@ -95,6 +97,20 @@ def by_root(
     """Map: divide the edges (node, smallest node of its component) by the component."""
     node, root = _edges(inputs)
     return _write(out, root, node, config)
+
+
+def forest(paths: Iterable[str]) -> Ends:
+    """Return the nodes of files of edges, sorted, and the smallest node of the component of each.
+
+    One file at a time: memory is that of the nodes, and of the edges of a file.
+    """
+    node = root = np.zeros(0, np.int64)
+    for path in paths:
+        a, b = read_arrays(path)[:2]
+        node, index = np.unique(np.concatenate([root, a, node, b]), return_inverse=True)
+        a, b = np.split(index, 2)
+        root = node[connected_components(a, b, len(node))]
+    return node, root
 
 
 def _smallest(node: NDArray[np.int64], neighbor: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,113 @@
+"""Signatures of documents and the keys of their bands: the map stage `sign`, and what later stages read of it.
+
+A unit writes the signatures of a document file into one array, [n_documents, hashes]. The keys of all bands are divided
+into partitions, each a range of the keys. The file of a partition has two arrays, keys and rows, for each block of texts.
+Its last array is a digest of the signatures that `join` reads. Memory does not grow with the documents of a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whorl.corpus.deduplication.near.arrays import partitioned, read_arrays, write_arrays, write_parts
+from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signatures
+from whorl.corpus.deduplication.settings import MinHashConfig
+from whorl.corpus.deduplication.shingles import P, TextBlock, mix
+from whorl.corpus.mapreduce import Output, partition_name
+
+SIGNATURES = "signatures"
+
+
+def stage_settings(config: Mapping[str, Any]) -> MinHashConfig:
+    """Return the settings that are part of a stage's configuration."""
+    return MinHashConfig(**{k: v for k, v in config.items() if k in MinHashConfig.model_fields})
+
+
+def count_rows(path: str) -> int:
+    """Return the number of documents of a file."""
+    import pyarrow.parquet as pq
+
+    return int(pq.read_metadata(path).num_rows)
+
+
+def sign(
+    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, int]:
+    """Map: write the signatures of a document file, and the keys of their bands by partition."""
+    settings, partitions = stage_settings(config), int(config["partitions"])
+    read = [hashlib.blake2b(digest_size=16) for _ in range(partitions)]
+    documents = shingles = 0
+
+    def signatures() -> Iterator[NDArray[np.uint32]]:
+        nonlocal documents, shingles
+        for texts in _text_blocks(inputs[0], settings):
+            signed = minhash_signatures(texts, settings)
+            keys, digests = band_keys(signed, settings).ravel(), _signature_digest(signed)
+            rows = np.repeat(np.arange(len(texts), dtype=np.uint32), settings.bands)
+            for number, some in enumerate(partitioned(keys, partitions)):
+                own = rows[some]
+                read[number].update(digests[np.unique(own)])
+                path = out / partition_name(number)
+                write_arrays(path, keys[some], own + np.uint32(documents), append=True)
+            documents += len(texts)
+            shingles += int((texts.ends - texts.starts).sum()) // 6 + len(texts)
+            yield signed
+
+    write_parts(out / SIGNATURES, (count_rows(inputs[0]), settings.hashes), np.uint32, signatures())
+    for number, digest in enumerate(read):  # the signatures are not part of the key of `join`
+        write_arrays(out / partition_name(number), np.frombuffer(digest.digest(), np.uint8), append=True)
+    return {"documents": documents, "shingles": shingles}
+
+
+def _signature_digest(signatures: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Return a hash of each signature: [n]."""
+    found = np.zeros(len(signatures), np.uint64)
+    for begin in range(0, signatures.shape[1], 2):
+        pair = signatures[:, begin : begin + 2].astype(np.uint64)
+        found = mix(found ^ (pair[:, 0] | (pair[:, -1] << np.uint64(32)))) * np.uint64(P)
+    return found
+
+
+def partition_names(signed: Sequence[Output]) -> list[str]:
+    """Return the names of all partitions."""
+    return sorted({name for output in signed for name in output.files} - {SIGNATURES})
+
+
+def read_records(
+    paths: Sequence[str], signatures: Sequence[NDArray[np.uint32]], is_chosen: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:  # fmt: skip
+    """Return the keys of bands in a partition, and the document of each, counted over all files: [n], [n].
+
+    Args:
+        is_chosen: [n_documents] whose records are returned; default all.
+    """
+    size = sum(len(keys) for path in paths for keys in read_arrays(path)[:-1:2])
+    keys, documents = np.empty(size, np.uint64), np.empty(size, np.int64)
+    begin = first = 0
+    for path, signed in zip(paths, signatures, strict=True):
+        arrays = read_arrays(path)
+        for own, rows in zip(arrays[:-1:2], arrays[1::2], strict=True):
+            numbers = rows + np.int64(first)
+            some = slice(None) if is_chosen is None else is_chosen[numbers]
+            end = begin + len(numbers[some])
+            keys[begin:end], documents[begin:end] = own[some], numbers[some]
+            begin = end
+        first += len(signed)
+    return keys[:begin], documents[:begin]
+
+
+def _text_blocks(path: str, config: MinHashConfig) -> Iterator[TextBlock]:
+    """Yield the texts of a document file in blocks."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            texts = TextBlock.of_column(file.read_row_group(group, columns=["text"])["text"], config)
+            for begin, end in texts.blocks():
+                yield texts.part(begin, end)
