@@ -8,10 +8,12 @@
     remove      reduce  the sets of whole components -> which documents are removed, for which one that stays
     rewrite     map     a file's documents -> those that stay (optional; side files suffice)
 
-A document is `file << 32 | row`, so a changed file changes no number of another. Memory: `sign` and `gather` hold a row
-group; `join` the records of its range (32 bytes each, about 4 million) and 17 bytes per document; `components` about 100
-bytes per document of its partition that has a candidate; `remove` reads sets from memory maps. Files of earlier corpora come
-first. Their documents stay, and their units are reused.
+A document is `file << 32 | row`, so a changed file changes no number of another. Files of earlier corpora come first. Their
+documents stay, and their units are reused.
+
+Memory: `sign` and `gather` hold a row group. `join` holds the records of its range (32 bytes each, about 4 million) and 17
+bytes per document. `components` needs about 100 bytes per document of its partition that has a candidate. `remove` reads sets
+from memory maps.
 """
 
 from __future__ import annotations
