@@ -12,8 +12,8 @@ A document is `file << 32 | row`, so a changed file changes no number of another
 documents stay, and their units are reused.
 
 Memory: `sign` and `gather` hold a row group. `join` holds the records of its range (32 bytes each, about 4 million) and 17
-bytes per document. `components` needs about 100 bytes per document of its partition that has a candidate. `remove` reads sets
-from memory maps.
+bytes per document. `components` needs about 100 bytes per document of its partition that has a candidate. `remove` reads
+sets from memory maps.
 """
 
 from __future__ import annotations
