@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from whorl.align.data import reasoning_gym as gym
 from whorl.align.data.reasoning_gym import HELD_OUT, reasoning_gym_tasks, score_completion
 from whorl.errors import ConfigError, DataError
+from whorl.evals.verify import reasoning_gym as gym
 from whorl.evals.verify import verify_all
 
 
@@ -110,9 +110,28 @@ def test_unusable_settings_are_refused() -> None:
         ("chain_sum", {0: 1.0}, {"depth": 3}, "rejects level 0"),
         ("chain_sum", {0: 0.0}, {}, "weights of 0 or more"),
         ("composite", {0: 1.0}, {}, "no levels"),
+        ("list_functions", {0: 1.0}, {}, "does not determine the entries of list_functions"),
     ):
         with pytest.raises(ConfigError, match=message):
             reasoning_gym_tasks(name, levels, n_train=2, n_test=2, options=options)
+
+
+@pytest.mark.usefixtures("package")
+def test_entries_in_hash_order_need_a_fixed_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(gym.HASH_SEED, raising=False)
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED=0"):
+        reasoning_gym_tasks("ransom_note", {0: 1.0}, n_train=2, n_test=2)
+
+
+@pytest.mark.usefixtures("package")
+def test_unevaluated_integral_is_no_solution() -> None:
+    """The package gives some as reference answers, and its scorer accepts them."""
+    made = reasoning_gym_tasks("intermediate_integration", {4: 1.0}, n_train=8, n_test=1)
+    solutions = [answer for _, answer in made["train"]]
+    assert None in solutions and not any("Integral" in answer for answer in solutions if answer)
+    unsolved = next(task for task, answer in made["train"] if answer is None)
+    integrand = unsolved.prompt.split("\n")[0].partition("\u222b ")[2].rpartition(" dx")[0]
+    assert verify_all([unsolved], [f"<answer>Integral({integrand}, x) + C</answer>"])[0].reward == 0
 
 
 @pytest.mark.usefixtures("package")

@@ -6,26 +6,20 @@ A level sets every attribute of the generator's curriculum, as `set_global_level
 the sum of the generator's seed and the entry's index. So the held-out seeds begin at 2^31, far above those of training.
 Small generators repeat their questions all the same: a training question that is also held out is dropped.
 
-The verifier calls the package's scorer in the process of custom verifiers, which has a time limit. A task stores how
-its entry is generated, not the entry, because scorers read metadata of types that JSON would change.
-
-The subtle point is a generator that gives another entry in the other process, as another version of the package does. A
-task therefore has a hash of its question, and a difference is an error of the verifier (`failed`), not a wrong answer.
+The verifier calls the package's scorer (`evals/verify/reasoning_gym.py`) in the process of custom verifiers, which has a
+time limit. An error of the scorer, or another question than the task's, is `failed`, not a wrong answer.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from hashlib import blake2b
+from dataclasses import asdict, replace
 from typing import Any
 
-from whorl.errors import ConfigError, DataError, one_of
+from whorl.errors import ConfigError, DataError
+from whorl.evals.verify.reasoning_gym import GymEntry, generator_of, question_hash, score_answer, score_made
 from whorl.evals.verify.task import Verdict, VerifiableTask
 
 VERIFIER = f"custom:{__name__}:score_completion"
@@ -34,19 +28,6 @@ LEVELS = 32
 BLOCK = 1 << 19  # generator seeds of one `seed` and one level
 HELD_OUT = 1 << 31  # first held-out seed; generators of NumPy take seeds below 2^32
 DRAWS = 4  # entries drawn for each task, at most
-
-
-@dataclass(frozen=True)
-class GymEntry:
-    """How an entry is generated. size: of the generator. options: JSON of its settings. question: hash of the text."""
-
-    dataset: str
-    level: int
-    options: str
-    seed: int
-    size: int
-    index: int = 0
-    question: str = ""
 
 
 def reasoning_gym_tasks(
@@ -101,19 +82,9 @@ def score_completion(task: VerifiableTask, completion: str) -> Verdict:
     Raises:
         DataError: the generator gives another question, or the score is not a number in [0, 1].
     """
-    extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
-
-    spec = GymEntry(**json.loads(task.answer))
-    entry = _entry(spec)
-    if _hash(entry["question"]) != spec.question:
-        raise DataError(
-            f"{spec.dataset} gives another question for {task.id}", expected="the package that made it"
-        )
-    answer = extract_answer(completion)
-    reward = _score(
-        _generator(replace(spec, index=0, question="")),
-        completion.strip() if answer is None else answer,
-        entry,
+    answer = importlib.import_module("reasoning_gym.utils").extract_answer(completion)
+    reward = score_answer(
+        GymEntry(**json.loads(task.answer)), completion.strip() if answer is None else answer
     )
     return Verdict(reward, reward >= 1.0, "passed" if reward >= 1.0 else f"wrong: score {reward:.3g}")
 
@@ -122,7 +93,7 @@ def _distinct(
     spec: GymEntry, n: int, known: set[str], *, chat: bool
 ) -> Iterator[tuple[VerifiableTask, str | None]]:
     """Yield up to n tasks of a generator whose questions are not in `known`, and add them."""
-    generator, found = _generator(spec), 0
+    generator, found = generator_of(spec), 0
     for index in range(spec.size):
         if found == n:
             return
@@ -136,89 +107,28 @@ def _distinct(
             continue
         known.add(question)
         found += 1
-        of_entry = replace(spec, index=index, question=_hash(question))
+        of_entry = replace(spec, index=index, question=question_hash(question))
         name = f"{spec.dataset}-{spec.level}-{spec.seed + index}"
         task = VerifiableTask(
             name, prompt="" if chat else f"{question.rstrip()}\n",
             messages=({"role": "user", "content": question},) if chat else (), verifier=VERIFIER,
-            answer=json.dumps(asdict(of_entry)), difficulty=float(spec.level),
+            answer=json.dumps(asdict(of_entry)), difficulty=float(spec.level or 0),
         )  # fmt: skip
-        yield task, _solution(generator, entry)
+        yield task, _solution(spec.dataset, generator, entry)
 
 
-def _solution(generator: Any, entry: Mapping[str, Any]) -> str | None:
+def _solution(dataset: str, generator: Any, entry: Mapping[str, Any]) -> str | None:
     """Return the package's answer, if its scorer accepts it."""
     answer = entry.get("answer")
     if isinstance(answer, bool | int | float):
         answer = str(answer)
     try:
-        accepted = isinstance(answer, str) and bool(answer) and _score(generator, answer, entry) >= 1.0
+        accepted = (
+            isinstance(answer, str) and bool(answer) and score_made(dataset, generator, answer, entry) >= 1
+        )
     except Exception:  # of foreign code
         accepted = False
     return str(answer) if accepted else None
-
-
-def _score(generator: Any, answer: str, entry: Mapping[str, Any]) -> float:
-    """Return the package's score.
-
-    Raises:
-        DataError: it is not a number in [0, 1].
-    """
-    score = generator.score_answer(answer, deepcopy(dict(entry)))
-    try:
-        reward = float(score)
-    except (TypeError, ValueError):
-        reward = math.nan
-    if isinstance(score, str) or not 0.0 <= reward <= 1.0:
-        raise DataError(f"the scorer returned {score!r}"[:200], expected="a number from 0 to 1")
-    return reward
-
-
-@lru_cache(maxsize=1024)
-def _entry(spec: GymEntry) -> Mapping[str, Any]:
-    entry: Mapping[str, Any] = _generator(replace(spec, index=0, question=""))[spec.index]
-    return entry
-
-
-@lru_cache(maxsize=64)
-def _generator(spec: GymEntry) -> Any:
-    """Return a dataset of the package. Raises ConfigError as `reasoning_gym_tasks`."""
-    try:
-        importlib.import_module("reasoning_gym")
-        factory = importlib.import_module("reasoning_gym.factory")
-    except ImportError as error:
-        raise ConfigError(
-            f"reasoning-gym cannot be imported: {error}", expected="the extra 'reasoning-gym'",
-            do="pip install 'whorl[reasoning-gym]'",
-        ) from error  # fmt: skip
-    if spec.dataset not in factory.DATASETS:
-        names = sorted(factory.DATASETS)
-        raise ConfigError(f"reasoning-gym has no {spec.dataset!r}", expected=one_of(spec.dataset, names))
-    options = json.loads(spec.options)
-    try:
-        curriculum = factory.create_curriculum(spec.dataset)
-    except ValueError as error:
-        raise ConfigError(
-            f"{spec.dataset} of reasoning-gym has no levels: {error}", expected="one with a curriculum"
-        ) from error
-    highest = max((len(a.levels) for a in curriculum.attributes.values()), default=1) - 1
-    if not 0 <= spec.level <= highest:
-        raise ConfigError(f"{spec.dataset} has no level {spec.level}", expected=f"0 to {highest}")
-    fields = ("field_name", "lower_field_name", "upper_field_name")
-    by_level = {getattr(a, field, None) for a in curriculum.attributes.values() for field in fields}
-    if taken := sorted(by_level & options.keys()):
-        raise ConfigError(
-            f"{spec.dataset}: the level sets {taken[0]}", do=f"leave {taken[0]} out of the options"
-        )
-    curriculum.set_global_level(spec.level)
-    try:
-        config = curriculum.generate_configuration({**options, "seed": spec.seed, "size": spec.size})
-        generator = factory.DATASETS[spec.dataset][0](config=config)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{spec.dataset} rejects level {spec.level} with the options {options}: {error}"
-        ) from error
-    return generator
 
 
 def _counts(levels: Mapping[int, float], n: int) -> dict[int, int]:
@@ -234,7 +144,3 @@ def _counts(levels: Mapping[int, float], n: int) -> dict[int, int]:
         bounds.append(round(n * reached / total))
     counts = {level: b - a for level, a, b in zip(levels, bounds, bounds[1:], strict=False)}
     return {level: count for level, count in counts.items() if count}
-
-
-def _hash(text: str) -> str:
-    return blake2b(text.encode(), digest_size=8).hexdigest()
