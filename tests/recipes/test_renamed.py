@@ -102,6 +102,7 @@ def test_old_step_is_refused_with_new_name(old: str, new: str) -> None:
         ("sft.schedule.warmup=0.1", "`sft.schedule.warmup` is now `sft.train.schedule.warmup_ratio`"),
         ("sft.replay_fraction=0.5", "`sft.replay_fraction` is now `sft.data.replay_fraction`"),
         ("plan.batch_size=4", "`plan.batch_size` is now `plan.data.batch_size`"),
+        ("evaluate.completions=64", "`evaluate.completions` is now `evaluate.items`"),
         ("rl.update_epochs=2", "`rl.update_epochs` is now `rl.update.epochs`"),
         ("pretrain.checkpoints.keep=3", "`pretrain.checkpoints.keep` is now `pretrain.run.checkpoints.keep`"),
         ("pretrain.watch.spike=9", "`pretrain.watch.spike` is now `pretrain.train.spike_guard.threshold`"),
