@@ -95,6 +95,13 @@ def test_eval_reads_a_suite_file_and_lists_tasks(home: Path) -> None:
     assert len(load_results(home / "suite")[0].items) == 7
     listed = succeed(home, "eval", "--list").output
     assert "mmlu-pro" in listed and "arc-agi" in listed
+    rows = {line.split()[0]: line.split()[1:6] for line in listed.splitlines() if line[:1].isalpha()}
+    assert rows["safety"] == ["1", "60", "60", "1", "15,360"] and rows["probes"][:3] == [
+        "7",
+        "3,413",
+        "13,652",
+    ]
+    assert rows["own"] == ["-"] * 5 and "held-out documents" in listed
 
 
 def test_wrong_words_are_refused(home: Path) -> None:

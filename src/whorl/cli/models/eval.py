@@ -77,7 +77,9 @@ def eval(
         bool, typer.Option("--contamination", help="Search the items in the model's training tokens.")
     ] = False,
     all_metrics: Annotated[bool, typer.Option("--all", help="Print all metrics of each task.")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="List the ready tasks and suites.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the ready tasks, and suites with their sizes.")
+    ] = False,
     store: StoreOption = None,
 ) -> None:
     """Evaluate a model on tasks, or compare two models on the same items.
@@ -99,12 +101,15 @@ def eval(
     from whorl.evals.comparisons import compare_results, summary_sentence
     from whorl.evals.model.open_model import ModelOptions
     from whorl.evals.results_io import load_results
+    from whorl.evals.suites import SuiteInputs
     from whorl.evals.suites.held_out import held_out_documents
     from whorl.report.evaluation import write_page
     from whorl.store import Store
 
     if list_:
-        print_list()
+        corpus_of = corpus or model
+        held_out = partial(held_out_documents, Store(store), corpus_of) if corpus_of else tuple
+        print_list(SuiteInputs(held_out, limit, seed, run_programs=False))
         return
     if not model:
         raise ConfigError(
