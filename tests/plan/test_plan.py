@@ -160,6 +160,22 @@ def test_forecast_is_near_a_measured_run() -> None:
     assert forecast({"rl": ("rl", RECIPE.steps["rl"].config)}, half)["rl"] > 1.9 * found["rl"]
 
 
+@pytest.mark.parametrize(("suite", "measured"), [("probes", 1.7), ("jailbreak", 11.0)])
+def test_forecast_counts_what_a_suite_sends(suite: str, measured: float) -> None:
+    """Seconds of 100 items of each task on two cores, in a quickstart with a budget of 20 s."""
+    known = replace(KNOWN, expected={"seconds": 20.0, "tokens_per_second": 60_800.0})
+    config = RECIPE.steps["evaluate"].config
+
+    def seconds(**settings: Any) -> float:
+        return float(forecast({"it": ("evaluate", config.model_copy(update=settings))}, known)["it"] or 0)
+
+    without = seconds(items=0)
+    found = seconds(suite=suite, items=100) - without
+    assert measured / 1.5 < found < 1.5 * measured
+    assert seconds(suite=suite, items=10) - without < 0.2 * found
+    assert seconds(suite="no-such-suite") == without
+
+
 def test_forecast_names_what_it_cannot_estimate() -> None:
     config = RECIPE.steps["report"].config
     assert forecast({"mine": ("mine", config)}, KNOWN) == {"mine": None}

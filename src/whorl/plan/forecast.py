@@ -1,26 +1,31 @@
 """How long the steps after the plan will take, from the speed that the plan has measured.
 
 The plan contains the seconds of pretraining and the tokens per second of a training step. Another step is estimated as a
-number of tokens at a multiple of that speed. Compressors and the tokenizer, which do not depend on the model, take a time
+number of tokens at a multiple of that speed. The tokens of a suite of tasks are those of its items, which are drawn for the
+estimate. Compressors and the tokenizer, which do not depend on the model, take a time
 per megabyte. The multiples were fitted to one quickstart on two cores (4 x 192, 30,000 tokens/s), to about a third. A step
 of any other kind has no estimate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
+
+from whorl.errors import WhorlError
+
+if TYPE_CHECKING:
+    from whorl.evals.suites.cost import SuiteCost
 
 BYTES_PER_TOKEN = 2.8
 STEP_SECONDS = 2.0  # of every step that loads a model
 # Per megabyte of training text and core: xz and PPMd, both primed, and the n-gram model.
 BASELINE_SECONDS = 1.35
-SUITE_TOKENS = (
-    1600.0  # per item of each task of the suite own: 160 generated ones at 7 times the cost, and scored ones
-)
+READ_COST, GENERATED_COST = 0.5, 4.0  # of a token of a suite that the engine reads, or generates in a batch
+REQUEST_SECONDS = 0.0005  # added for each request
 TOKENIZE_SECONDS = 0.1  # per megabyte: learn merges, encode all splits
 
 
@@ -29,7 +34,7 @@ class RunInputs:
     """Inputs of the estimates, at the time of the plan.
 
     expected: figures of the plan. train_bytes, test_bytes: of the splits. task_bytes: of the texts that `sft` trains on.
-    test_tasks: held-out tasks.
+    test_tasks: held-out tasks. documents: returns (path, text) of the test split.
     """
 
     expected: Mapping[str, float]
@@ -38,6 +43,7 @@ class RunInputs:
     task_bytes: float
     test_tasks: float
     cores: int
+    documents: Callable[[], Sequence[tuple[str, str]]] = tuple
 
     def seconds(self, tokens: float) -> float:
         """Return the seconds in which training passes over so many tokens."""
@@ -45,10 +51,31 @@ class RunInputs:
 
 
 def _evaluate(config: Any, known: RunInputs) -> float:
-    tokens = 1.2 * known.test_bytes * config.held_out_fraction / BYTES_PER_TOKEN
-    tokens += SUITE_TOKENS * config.items
+    from whorl.evals.suites.cost import SuiteCost
+
+    tokens = 1.45 * known.test_bytes * config.held_out_fraction / BYTES_PER_TOKEN
+    cost = _suite_cost(config, known) if config.items else SuiteCost()
+    tokens += READ_COST * cost.read_bytes / BYTES_PER_TOKEN + GENERATED_COST * cost.generated_tokens
     read = known.train_bytes * config.baseline_train_fraction if config.baselines else 0.0
-    return STEP_SECONDS + known.seconds(tokens) + BASELINE_SECONDS * read / 1e6 / known.cores
+    fixed = STEP_SECONDS + REQUEST_SECONDS * cost.requests
+    return fixed + known.seconds(tokens) + BASELINE_SECONDS * read / 1e6 / known.cores
+
+
+def _suite_cost(config: Any, known: RunInputs) -> SuiteCost:
+    """Return the size of the suite of `evaluate`; zeros if it cannot be made, which the step reports."""
+    from whorl.evals.baselines import spread
+    from whorl.evals.suites import SuiteInputs, load_suite
+    from whorl.evals.suites.cost import SuiteCost, suite_cost
+
+    def documents() -> Sequence[tuple[str, str]]:
+        return spread(known.documents(), config.held_out_fraction)
+
+    try:
+        return suite_cost(
+            load_suite(config.suite, SuiteInputs(documents, config.items, config.seed, run_programs=False))
+        )
+    except WhorlError:
+        return SuiteCost()
 
 
 def _sft(config: Any, known: RunInputs) -> float:

@@ -95,7 +95,10 @@ KEYS: dict[str, dict[str, str]] = {
         "spike_guard": "train.spike_guard",
         "window": "max_length",
     },
-    "EvaluateConfig": {"completion_tokens": "suite", "completions": "items"},  # tokens: a setting of its tasks
+    "EvaluateConfig": {
+        "completion_tokens": "suite",
+        "completions": "items",
+    },  # tokens: a setting of its tasks
     "KLConfig": {"place": "apply_to", "target": "target_kl", "weight": "coef"},
     "LoRAConfig": {"layers": "target_modules"},
     "OptimConfig": {

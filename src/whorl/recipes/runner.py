@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from whorl.errors import NotApplicableError, StoreError, WhorlError
@@ -117,7 +118,7 @@ def run_recipe(
             records.set_artifact(step.name, artifact, state)
             if artifact.kind == "plan" and state == MADE:
                 later = {n: s for n, s in selected.steps.items() if n not in {*artifacts, *left_out}}
-                if text := _forecast(later, artifacts.values(), artifact):
+                if text := _forecast(later, artifacts.values(), artifact, store):
                     progress.log(text)
     except WhorlError as error:
         is_refused = is_new and error.exit_code <= 128 and MADE not in states and not run.has_metrics
@@ -130,10 +131,15 @@ def run_recipe(
     return RunResult(run, artifacts, time.monotonic() - start)
 
 
-def _forecast(later: Mapping[str, RecipeStep], made: Collection[Artifact], plan: Artifact) -> str:
+def _forecast(
+    later: Mapping[str, RecipeStep], made: Collection[Artifact], plan: Artifact, store: Store
+) -> str:
     """Return a line with the expected time of the steps after the plan, or "" if the plan has timed nothing."""
-    splits: Mapping[str, Mapping[str, float]] = next(
-        (a.summary.get("splits", {}) for a in made if a.kind == "selection"), {}
+    from whorl.evals.suites.held_out import held_out_documents
+
+    selection = next((a for a in made if a.kind == "selection"), None)
+    splits: Mapping[str, Mapping[str, float]] = (
+        {} if selection is None else selection.summary.get("splits", {})
     )
     tasks = next((a for a in made if a.kind == "tasks"), None)
     texts = "pairs.train.jsonl" if tasks is not None and "pairs.train.jsonl" in tasks.files else None
@@ -144,6 +150,7 @@ def _forecast(later: Mapping[str, RecipeStep], made: Collection[Artifact], plan:
         task_bytes=tasks.file(texts).stat().st_size if tasks is not None and texts is not None else 0,
         test_tasks=tasks.summary.get("counts", {}).get("test", 0) if tasks is not None else 0,
         cores=usable_cores(),
+        documents=tuple if selection is None else partial(held_out_documents, store, selection.address),
     )
     seconds = forecast({name: (step.kind.name, step.config) for name, step in later.items()}, known)
     parts = [

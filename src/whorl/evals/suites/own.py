@@ -45,13 +45,13 @@ def own_suite(inputs: SuiteInputs) -> list[EvalTask]:
     documents = [(path, text.replace("\r\n", "\n")) for path, text in inputs.documents()]
     documents.sort(key=lambda document: derive(inputs.seed, "documents", document[0]))
     limit = inputs.limit or N_ITEMS
-    makers: Mapping[str, Callable[[Documents, int, int, Callable[[str], None]], list[Record]]] = {
+    makers: Mapping[str, Callable[[Documents, int, SuiteInputs], list[Record]]] = {
         "own-last-words": _last_words, "own-continuation": _continuations, "own-functions": _functions,
         "own-doctests": _doctests,
     }  # fmt: skip
     made = []
     for name, maker in makers.items():
-        records = maker(documents, limit, inputs.seed, inputs.log)
+        records = maker(documents, limit, inputs)
         if records:
             made.append(make_task(TaskConfig(name=name, **_TASKS[name]), records))
         else:
@@ -84,23 +84,23 @@ _TASKS: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _last_words(documents: Documents, limit: int, seed: int, log: Callable[[str], None]) -> list[Record]:
+def _last_words(documents: Documents, limit: int, inputs: SuiteInputs) -> list[Record]:
     def candidates(text: str) -> Iterator[tuple[int, Record]]:
         for match in _LAST_WORD.finditer(text):
             context, word = _before(text, match.start()), match[1]
             if len(context) >= CONTEXT[0] and re.search(rf"\b{re.escape(word)}\b", context):
                 yield match.start(), {"context": context, "word": word}
 
-    return _spread(documents, candidates, limit, seed)
+    return _spread(documents, candidates, limit, inputs.seed)
 
 
-def _continuations(documents: Documents, limit: int, seed: int, log: Callable[[str], None]) -> list[Record]:
+def _continuations(documents: Documents, limit: int, inputs: SuiteInputs) -> list[Record]:
     def candidates(text: str) -> Iterator[tuple[int, Record]]:
         lines = {}
         for match in re.finditer(r"^([ \t]*)(\S.*?)[ \t]*$", text, re.MULTILINE):
             if LINE[0] <= len(match[2]) <= LINE[1] and re.search(r"[^\W\d_]{3}", match[2]):
                 lines[match.start(2)] = match[2]
-        shuffled = sorted(set(lines.values()), key=lambda line: stable_hash(seed, "lines", line))
+        shuffled = sorted(set(lines.values()), key=lambda line: stable_hash(inputs.seed, "lines", line))
         places, ring = {line: n for n, line in enumerate(shuffled)}, shuffled * 2
         for at, line in lines.items():
             context, first = _before(text, at), places[line] + 1
@@ -110,14 +110,14 @@ def _continuations(documents: Documents, limit: int, seed: int, log: Callable[[s
             nearest = sorted(some, key=lambda other: abs(len(other) - len(line)))[:3]
             yield at, {"context": context, "choices": [line, *nearest]}
 
-    return _spread(documents, candidates, limit, seed)
+    return _spread(documents, candidates, limit, inputs.seed)
 
 
-def _functions(documents: Documents, limit: int, seed: int, log: Callable[[str], None]) -> list[Record]:
+def _functions(documents: Documents, limit: int, inputs: SuiteInputs) -> list[Record]:
     texts = {path: text for path, text in documents if _is_python(path, text)}
     try:
         prompts = sample_function_prompts(
-            ((path, text.encode()) for path, text in texts.items()), limit, seed
+            ((path, text.encode()) for path, text in texts.items()), limit, inputs.seed
         )
     except DataError:
         return []  # no function of a fitting size
@@ -133,17 +133,21 @@ def _functions(documents: Documents, limit: int, seed: int, log: Callable[[str],
     return found
 
 
-def _doctests(documents: Documents, limit: int, seed: int, log: Callable[[str], None]) -> list[Record]:
+def _doctests(documents: Documents, limit: int, inputs: SuiteInputs) -> list[Record]:
     files = [(path, text) for path, text in documents if ">>>" in text and _is_python(path, text)]
-    candidates = [c for c in doctest_tasks(files, seed=seed) if len(c.task.prompt) <= 2 * FUNCTION_CONTEXT]
+    candidates = [
+        c for c in doctest_tasks(files, seed=inputs.seed) if len(c.task.prompt) <= 2 * FUNCTION_CONTEXT
+    ]
     if not candidates:
         return []
-    try:
-        with Sandbox() as sandbox:
-            kept, _ = filter_solvable(candidates[: 2 * limit], lambda t, texts: verify_all(t, texts, sandbox))
-    except WhorlError as error:  # a protection is missing on this machine
-        log(f"suite own: own-doctests is left out: {error.what}")
-        return []
+    kept = candidates[: 2 * limit]
+    if inputs.run_programs:
+        try:
+            with Sandbox() as sandbox:
+                kept, _ = filter_solvable(kept, lambda t, texts: verify_all(t, texts, sandbox))
+        except WhorlError as error:  # a protection is missing on this machine
+            inputs.log(f"suite own: own-doctests is left out: {error.what}")
+            return []
     return [
         {"id": one.task.id, "path": one.file, "prompt": one.task.prompt, "answer": one.task.answer, "body": one.solution}
         for one in kept[:limit]

@@ -39,6 +39,14 @@ SUITES = Registry(
     },
 )
 
+ABOUT: Mapping[str, str] = {
+    "own": "last words, next lines, functions and doctests of the held-out documents of the model's corpus",
+    "safety": "refusal of harmful requests, and of harmless ones that resemble them",
+    "jailbreak": "the same requests under role play, encodings and other transformations",
+    "probes": "induction, recall, copying, sorting, brackets, arithmetic and state tracking, by difficulty",
+    "reasoning-gym": "algebra, games, logic and further families of the package reasoning-gym",
+}
+
 
 @dataclass(frozen=True)
 class SuiteInputs:
@@ -49,12 +57,14 @@ class SuiteInputs:
         limit: of items per task; None: the suite's own size.
         seed: of the generated items.
         log: receives a sentence about each task that is left out.
+        run_programs: an item whose solution does not pass its own tests is left out; False to count items only.
     """
 
     documents: Callable[[], Sequence[tuple[str, str]]] = tuple
     limit: int | None = None
     seed: int = 0
     log: Callable[[str], None] = lambda _: None
+    run_programs: bool = True
 
 
 class SuiteTask(BaseModel):

@@ -1,4 +1,4 @@
-"""Entries of the package reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), and the scores of its own scorers.
+"""Entries of the package reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), and the scores of its scorers.
 
     entry = GymEntry("chain_sum", level=0, seed=7, size=10, index=3)
     score_answer(replace(entry, question=question_hash(text)), "42")      1.0 for a right answer
@@ -43,7 +43,7 @@ _PLAIN = re.compile(r"[\w\s.,_-]{0,4000}")
 _FUNCTION = r"(?:a?(?:sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|[aA]bs|pi)"
 _EXPRESSION = re.compile(rf"(?:\d+\.?\d*|[\s+*/^(),=-]|\b[a-zA-Z]\b|\b{_FUNCTION}\b){{1,1000}}")
 _POWER = r"(?:\*\*|\^)"
-_LARGE_POWER = re.compile(  # an exponent of three digits, or one with a power of its own
+_LARGE_POWER = re.compile(  # an exponent of three digits, or one that has a power
     rf"{_POWER}\s*-?\s*(?:\d{{3}}|[\w.]+\s*{_POWER}|\([^()]*{_POWER}|[^\s\w(])"
 )
 
