@@ -1,4 +1,4 @@
-"""Changes of the texts themselves: repeated lines and substrings removed, personal data masked, each change recorded."""
+"""Changes of the texts themselves, each recorded: lines and substrings removed, personal data masked."""
 
 from whorl.corpus.rewriting.rewrite import RewriteConfig, edits_of, rewrite
 

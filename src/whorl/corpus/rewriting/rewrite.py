@@ -1,4 +1,4 @@
-"""Rewrite documents: mask personal data, then remove lines that repeat, then substrings that repeat.
+"""Rewrite documents: mask personal data, then remove bad lines, lines that repeat, and substrings that repeat.
 
     rewrite(RewriteConfig(lines=LineConfig(), substrings=200, mask=True), document_files(ingest), out, progress)
 
@@ -24,12 +24,14 @@ from whorl.corpus.deduplication.lines import LineConfig, repeated_lines
 from whorl.corpus.deduplication.substrings import MAX_BYTES, repeated_spans
 from whorl.corpus.mapreduce import Executor, Input, Output, Stage, Unit, UnitStore
 from whorl.corpus.mapreduce.units import link_or_copy
+from whorl.corpus.rewriting.c4_lines import C4LineConfig
 from whorl.corpus.rewriting.stages import DOCUMENTS, EDITS, FIRST, HASHES
 from whorl.errors import DataError
 
 if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
+STAGES = "whorl.corpus.rewriting.stages"
 LINES_PER_PARTITION = 1 << 24
 VERSION = 1
 
@@ -43,6 +45,10 @@ class RewriteConfig(BaseModel):
         default=True,
         description="replace e-mail and IP addresses, phone and card numbers, and keys by <KIND>",
     )
+    c4_lines: C4LineConfig | None = Field(
+        default=None,
+        description="remove lines by the rules of C4: no terminal punctuation, few words, Javascript, policies",
+    )
     lines: LineConfig | None = Field(default=None, description="remove lines that repeat in the corpus")
     substrings: int | None = Field(
         default=None,
@@ -52,8 +58,8 @@ class RewriteConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_some(self) -> RewriteConfig:
-        if not self.mask and self.lines is None and self.substrings is None:
-            raise ValueError("nothing to change; set mask, lines or substrings")
+        if not self.mask and self.c4_lines is None and self.lines is None and self.substrings is None:
+            raise ValueError("nothing to change; set mask, c4_lines, lines or substrings")
         return self
 
 
@@ -74,25 +80,25 @@ def rewrite(
     """
     store, current, made = UnitStore(units), [Input.of(path) for path in files], list[list[Output]]()
     plans = out / "plans"
-    passes = [
-        n for n, on in (("mask", config.mask), ("line", config.lines), ("substring", config.substrings)) if on
-    ]
+    single: dict[str, Stage] = {}  # passes that read one file at a time, without a plan
+    if config.mask:
+        single["mask"] = Stage(f"{STAGES}:mask_documents", VERSION)
+    if config.c4_lines is not None:
+        single["c4_lines"] = Stage(f"{STAGES}:drop_c4_lines", VERSION, config.c4_lines.model_dump())
+    passes = [*single, *(n for n, on in (("line", config.lines), ("substring", config.substrings)) if on)]
     with progress.task("Rewriting", total=len(passes) * len(files), unit="files") as task:
         for kind in passes:
-            if kind == "mask":
-                stage = Stage("whorl.corpus.rewriting.stages:mask_documents", VERSION)
-                made.append(
-                    store.run(stage, [Unit((one,)) for one in current], executor, lambda _: task.advance())
-                )
+            if kind in single:
+                stage, work = single[kind], [Unit((one,)) for one in current]
             else:
                 plan = (
                     _plan_lines(config.lines, current, plans, store, executor)
                     if kind == "line" and config.lines is not None
                     else _plan_substrings(config.substrings or 0, current, plans)
                 )
-                stage = Stage("whorl.corpus.rewriting.stages:cut_documents", VERSION, {"kind": kind})
+                stage = Stage(f"{STAGES}:cut_documents", VERSION, {"kind": kind})
                 work = [Unit((one, Input.of(path))) for one, path in zip(current, plan, strict=True)]
-                made.append(store.run(stage, work, executor, lambda _: task.advance()))
+            made.append(store.run(stage, work, executor, lambda _: task.advance()))
             current = [output.input(DOCUMENTS) for output in made[-1]]
     shutil.rmtree(plans, ignore_errors=True)
     counts: dict[str, dict[str, int]] = {}
@@ -124,7 +130,7 @@ def _plan_lines(
     config: LineConfig, documents: Sequence[Input], folder: Path, store: UnitStore, executor: Executor
 ) -> list[Path]:
     """Write which lines go, a file for each document file, and return the files."""
-    stage = Stage("whorl.corpus.rewriting.stages:hash_lines", VERSION, config.model_dump(exclude={"keep"}))
+    stage = Stage(f"{STAGES}:hash_lines", VERSION, config.model_dump(exclude={"keep"}))
     outputs = store.run(stage, [Unit((one,)) for one in documents], executor)
     hashes = [np.load(output.folder / HASHES, mmap_mode="r") for output in outputs]
     firsts = [np.load(output.folder / FIRST) for output in outputs]

@@ -11,6 +11,7 @@ import numpy as np
 from whorl.corpus.deduplication.lines import LineConfig, line_hashes
 from whorl.corpus.measures.personal_data import mask
 from whorl.corpus.measures.run import text_batches
+from whorl.corpus.rewriting.c4_lines import C4LineConfig, without_bad_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,6 +42,20 @@ def mask_documents(
         lost = _size(text) - _size(masked)
         found = [(kind, n) for kind, n in counts.items() if n]
         return masked, [(name, kind, n, lost if i == 0 else 0, None) for i, (kind, n) in enumerate(found)]
+
+    return _rewrite_file(Path(inputs[0]), out, change)
+
+
+def drop_c4_lines(
+    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the documents of a file without the lines that C4's rules remove."""
+    settings = C4LineConfig(**config)
+
+    def change(row: int, name: str, text: str) -> tuple[str, Iterable[Edit]]:
+        changed, gone = without_bad_lines(text, settings)
+        edits = [(name, f"c4_{rule}", len(some), _size("".join(some)), None) for rule, some in gone.items()]
+        return changed, edits
 
     return _rewrite_file(Path(inputs[0]), out, change)
 

@@ -19,7 +19,7 @@ from whorl.report.format import format_si
 
 @step("documents", config=RewriteConfig, parents={"documents": "documents"})
 def rewrite(ctx: StepContext, config: RewriteConfig) -> None:
-    """Mask personal data, and remove lines and substrings that repeat in the corpus."""
+    """Mask personal data, and remove bad lines, and lines and substrings that repeat in the corpus."""
     documents = ctx.parents["documents"]
     documents.check()
     found = rewrite_documents(
