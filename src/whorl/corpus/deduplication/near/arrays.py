@@ -32,7 +32,8 @@ def read_arrays(path: str | Path) -> list[NDArray[Any]]:
     found: list[NDArray[Any]] = []
     end = Path(path).stat().st_size
     with Path(path).open("rb") as file:
-        data = np.memmap(file, np.uint8, mode="r") if end else np.zeros(0, np.uint8)
+        # As a plain array, since slices of a memmap are slow.
+        data = np.asarray(np.memmap(file, np.uint8, mode="r")) if end else np.zeros(0, np.uint8)
         file.seek(0)
         while file.tell() < end:
             version = npy.read_magic(file)

@@ -42,7 +42,7 @@ from whorl.corpus.deduplication.near.sign import (
     stage_settings,
 )
 from whorl.corpus.deduplication.near.stars import EDGES, forest, whole_components
-from whorl.corpus.deduplication.near.verify import matches
+from whorl.corpus.deduplication.near.verify import ShingleSets, matches
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import TextBlock, mix, unique_shingles
 from whorl.corpus.mapreduce import (
@@ -242,23 +242,23 @@ def remove(
     """Reduce: write which documents of whole components are removed, for which one, and their exact similarity."""
     earlier = int(config["earlier"])
     settings = MinHashConfig(**{k: v for k, v in config.items() if k != "earlier"})
-    columns: list[list[NDArray[Any]]] = [[np.zeros(0, kind)] for kind in (np.int64, np.int64, np.int64, bool)]
-    sets: list[NDArray[np.uint64]] = []
+    columns: list[list[NDArray[Any]]] = [[np.zeros(0, kind)] for kind in (*[np.int64] * 6, bool)]
+    values: list[NDArray[np.uint64]] = []
     for file, path in enumerate(inputs):
         arrays = read_arrays(path)
         for at in range(0, len(arrays), 6):
-            rows, root, rank, local, sizes, values = arrays[at : at + 6]
-            stops = np.cumsum(sizes)
-            own = [values[a:b] for a, b in zip((stops - sizes).tolist(), stops.tolist(), strict=True)]
-            sets += [own[i] for i in local.tolist()]
-            is_new = np.full(len(rows), file >= earlier)
-            for column, part in zip(
-                columns, (rows + (np.int64(file) << 32), root, rank, is_new), strict=True
-            ):
-                column.append(part)
-    document, root, rank, is_new = (np.concatenate(c) for c in columns)
+            rows, root, rank, local, sizes, taken = arrays[at : at + 6]
+            begin = (np.cumsum(sizes) - sizes)[local]
+            part, is_new = np.full(len(rows), len(values)), np.full(len(rows), file >= earlier)
+            values.append(taken)
+            document = rows + (np.int64(file) << 32)
+            found = document, root, rank, part, begin, sizes[local], is_new
+            for column, some in zip(columns, found, strict=True):
+                column.append(some)
+    document, root, rank, part, begin, length, is_new = (np.concatenate(c) for c in columns)
     order = np.lexsort((document, rank, is_new, root))
-    matched, similarity = matches([sets[i] for i in order.tolist()], root[order], ~is_new[order], settings)
+    sets = ShingleSets(values, part[order], begin[order], length[order])
+    matched, similarity = matches(sets, root[order], ~is_new[order], settings)
     gone = np.flatnonzero(matched >= 0)
     document = document[order].astype(np.int64)
     write_arrays(out / MATCHES, document[gone], document[matched[gone]], similarity[gone])

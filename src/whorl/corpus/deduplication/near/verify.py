@@ -10,8 +10,8 @@ The price of exactness is small: two sorted sets of shingles are merged, at abou
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,40 @@ MAX_COMPARED_ALL = (
 MAX_KEPT_PER_BUCKET = 256  # also in native.cpp: of more, the later ones are not compared
 
 
+@dataclass(frozen=True)
+class ShingleSets:
+    """Sorted sets of shingles in a few arrays: set i is values[part[i]][begin[i] : begin[i] + length[i]]."""
+
+    values: list[NDArray[np.uint64]]
+    part: NDArray[np.int64]
+    begin: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, sets: Sequence[NDArray[np.uint64]]) -> ShingleSets:
+        """Return sets that are arrays."""
+        n, lengths = len(sets), np.array([len(s) for s in sets], np.int64)
+        return cls(list(sets), np.arange(n), np.zeros(n, np.int64), lengths)
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, i: int) -> NDArray[np.uint64]:
+        begin = self.begin[i]
+        return self.values[self.part[i]][begin : begin + self.length[i]]
+
+    def addresses(self) -> NDArray[np.uint64]:
+        """Return where each set begins in memory."""
+        return pointers(self.values)[self.part] + self.begin.astype(np.uint64) * np.uint64(8)
+
+
 def matches(
-    sets: Sequence[NDArray[np.uint64]], component: NDArray[np.int64], stays: NDArray[np.bool_], config: MinHashConfig
+    sets: ShingleSets, component: NDArray[np.int64], stays: NDArray[np.bool_], config: MinHashConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
     """Return which document makes each superfluous, or -1 if it stays, and their similarity.
 
     Args:
-        sets: [n] sorted sets of shingles, in the order of preference within a component.
+        sets: [n] in the order of preference within a component.
         component: [n] documents of a component follow one another.
         stays: [n] documents of earlier corpora, which are never removed.
     """
@@ -42,7 +69,7 @@ def matches(
     if native is None:
         return _matches(sets, component, stays, config)
     functions = padded_functions(config)
-    addresses, lengths = pointers(list(sets)), np.array([len(s) for s in sets], np.int64)
+    addresses, lengths = sets.addresses(), np.ascontiguousarray(sets.length, np.int64)
     component = np.ascontiguousarray(component, np.int64)
     fixed = np.ascontiguousarray(stays, np.uint8)
     native.whorl_remove(
@@ -54,7 +81,7 @@ def matches(
 
 
 def _matches(
-    sets: Sequence[NDArray[np.uint64]], component: NDArray[np.int64], stays: NDArray[np.bool_], config: MinHashConfig
+    sets: ShingleSets, component: NDArray[np.int64], stays: NDArray[np.bool_], config: MinHashConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
     """Compute `matches` in numpy."""
     matched, similarity = np.full(len(sets), -1), np.zeros(len(sets))
@@ -72,7 +99,8 @@ def _matches(
             if len(bucket) < MAX_KEPT_PER_BUCKET:
                 bucket.append(i)
 
-    for i, own in enumerate(sets):
+    for i in range(len(sets)):
+        own = sets[i]
         if i and component[i] != component[i - 1]:
             buckets.clear()
             kept.clear()
@@ -96,6 +124,6 @@ def _matches(
 def removable(texts: Sequence[bytes], config: MinHashConfig) -> NDArray[np.bool_]:
     """Return which of these documents are near duplicates of an earlier one that stays."""
     shingles, first = unique_shingles(TextBlock.of(texts), config)
-    sets = [shingles[a:b] for a, b in itertools.pairwise(first)]
-    component = np.zeros(len(texts), np.int64)
-    return matches(sets, component, np.zeros(len(texts), bool), config)[0] >= 0
+    n, sizes = len(texts), np.diff(first)
+    sets = ShingleSets([shingles], np.zeros(n, np.int64), first[:-1], sizes)
+    return matches(sets, np.zeros(n, np.int64), np.zeros(n, bool), config)[0] >= 0
