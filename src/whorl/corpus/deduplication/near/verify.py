@@ -51,7 +51,10 @@ class ShingleSets:
 
     def addresses(self) -> NDArray[np.uint64]:
         """Return where each set begins in memory."""
-        return pointers(self.values)[self.part] + self.begin.astype(np.uint64) * np.uint64(8)
+        found: NDArray[np.uint64] = pointers(self.values)[self.part] + self.begin.astype(
+            np.uint64
+        ) * np.uint64(8)
+        return found
 
 
 def matches(
