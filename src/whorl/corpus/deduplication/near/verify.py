@@ -47,7 +47,8 @@ class ShingleSets:
 
     def __getitem__(self, i: int) -> NDArray[np.uint64]:
         begin = self.begin[i]
-        return self.values[self.part[i]][begin : begin + self.length[i]]
+        found: NDArray[np.uint64] = self.values[self.part[i]][begin : begin + self.length[i]]
+        return found
 
     def addresses(self) -> NDArray[np.uint64]:
         """Return where each set begins in memory."""
