@@ -67,6 +67,20 @@ def test_minhash_block_equals_reference(texts: list[bytes], config: MinHashConfi
     assert np.array_equal(minhash_signatures(texts, config), want)
 
 
+@pytest.mark.usefixtures("path")
+def test_shingle_sets_are_sorted_and_distinct() -> None:
+    rng = random.Random(3)
+    texts = ["", "one", "a b " * 500, *(" ".join(words(rng, n)) for n in (1, 2, 7, 300, 5000))]
+    block = shingling.TextBlock.of([text.encode() for text in texts])
+    for size in (1, 3):
+        config = MinHashConfig(shingle=size)
+        found, first = shingling.unique_shingles(block, config)
+        assert first[-1] == len(found)
+        for text, begin, end in zip(texts, first, first[1:], strict=False):
+            want = sorted(shingling.shingle_hashes(text.encode(), config))
+            assert found[begin:end].tolist() == want
+
+
 def words(rng: random.Random, n: int) -> list[str]:
     return [f"w{rng.randrange(10**6)}" for _ in range(n)]
 

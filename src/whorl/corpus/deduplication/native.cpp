@@ -79,6 +79,24 @@ int64_t common(const uint64_t* a, int64_t n, const uint64_t* b, int64_t m) {
     return count;
 }
 
+// Sort hashes by their upper bits into about as many buckets as there are hashes, then each bucket. Hashes are nearly
+// uniform, so a bucket has one or two. `ends` is scratch.
+void sort_hashes(const uint64_t* hashes, int64_t n, std::vector<uint64_t>& sorted, std::vector<int64_t>& ends) {
+    int bits = 1;
+    while (bits < 20 && int64_t(1) << bits < n) bits++;
+    const int shift = 64 - bits;
+    sorted.resize(n);
+    ends.assign((int64_t(1) << bits) + 1, 0);
+    for (int64_t i = 0; i < n; i++) ends[(hashes[i] >> shift) + 1]++;
+    for (size_t k = 1; k < ends.size(); k++) ends[k] += ends[k - 1];
+    for (int64_t i = 0; i < n; i++) sorted[ends[hashes[i] >> shift]++] = hashes[i];
+    int64_t begin = 0;
+    for (size_t k = 0; k + 1 < ends.size(); k++) {
+        if (ends[k] - begin > 1) std::sort(sorted.begin() + begin, sorted.begin() + ends[k]);
+        begin = ends[k];
+    }
+}
+
 struct Files {  // the signatures of all files; a document is a number over all of them
     const uint32_t* const* signatures;
     const int64_t* first;  // [n + 1]
@@ -144,11 +162,12 @@ void whorl_band_keys(const uint32_t* signatures, int64_t n, int32_t hashes, int3
 // Sort each document's shingles and remove repetitions, in place; `first` is updated.
 void whorl_unique(uint64_t* shingles, int64_t* first, int64_t n) {
     int64_t written = 0, begin = first[0];
+    std::vector<uint64_t> sorted;
+    std::vector<int64_t> ends;
     for (int64_t d = 0; d < n; d++) {
         const int64_t end = first[d + 1];
-        std::sort(shingles + begin, shingles + end);
-        const int64_t count = std::unique(shingles + begin, shingles + end) - (shingles + begin);
-        std::memmove(shingles + written, shingles + begin, size_t(count) * 8);
+        sort_hashes(shingles + begin, end - begin, sorted, ends);
+        const int64_t count = std::unique_copy(sorted.begin(), sorted.end(), shingles + written) - (shingles + written);
         first[d] = written;
         written += count;
         begin = end;

@@ -52,9 +52,8 @@ class ShingleSets:
 
     def addresses(self) -> NDArray[np.uint64]:
         """Return where each set begins in memory."""
-        found: NDArray[np.uint64] = pointers(self.values)[self.part] + self.begin.astype(
-            np.uint64
-        ) * np.uint64(8)
+        offset = self.begin.astype(np.uint64) * np.uint64(8)
+        found: NDArray[np.uint64] = pointers(self.values)[self.part] + offset
         return found
 
 
