@@ -65,8 +65,10 @@ class Registry:
         """Return the implementation.
 
         Raises:
-            ConfigError: it cannot be imported.
+            ConfigError: no such name, or it cannot be imported.
         """
+        if name not in self.entries and ":" not in name:
+            raise ConfigError(f"no {self.kind} {name!r}", expected=self.expected(name))
         try:
             return import_attribute(self.entries.get(name, name))
         except (ImportError, AttributeError, ValueError) as error:

@@ -108,6 +108,7 @@ def test_wrong_words_are_refused(home: Path) -> None:
     assert "no model is given" in refuse(home, "eval")
     assert "no task is given" in refuse(home, "eval", "run/first")
     assert "no task 'arcc'" in refuse(home, "eval", "run/first", "--task", "arcc")
+    assert "no suite 'ownn'" in refuse(home, "eval", "run/first", "--suite", "ownn")
     assert "task arc has no data" in refuse(home, "eval", "run/first", "--task", "arc")
     assert "two tasks have the name 'quiz'" in refuse(
         home, "eval", "run/first", "--task", "quiz.toml", "--suite", "suite.toml"

@@ -11,6 +11,7 @@ from tests.support.evals.fake_endpoint import FakeEndpoint
 from tests.support.evals.hf_folders import sentences, write_tokenizer
 
 from whorl.errors import ConfigError
+from whorl.evals.model import endpoint_client
 from whorl.evals.model.encoding import RequestEncoder
 from whorl.evals.model.endpoint_backend import EndpointBackend
 from whorl.evals.model.endpoint_client import DEAD_AFTER
@@ -70,6 +71,11 @@ def test_streams_of_both_routes_are_read(fake: FakeEndpoint) -> None:
         and "seed" not in plain
     )
     assert chat_body["messages"] == list(chat) and chat_body["max_tokens"] == 7 and "stop" not in chat_body
+
+
+def test_page_as_error_is_shown_as_its_text() -> None:
+    page = "<html><style>a {}</style>\n <h1>Not\n permitted</h1></html>"
+    assert "status 401: Not permitted" in str(endpoint_client._status_fault(401, {}, page))
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,10 @@ def evaluate_model(
             done.append(result)
             save_results(out, done, {"cost": metered.cost() or earlier})
 
-        evaluate(backend, tasks, roles=roles, progress=Progress(), on_result=save)
+        progress = Progress()
+        evaluate(backend, tasks, roles=roles, progress=progress, on_result=save)
+        if metered.cost() and metered.local and metered.no_energy:
+            progress.log(f"energy is not measured: {metered.no_energy}")
         return done
 
 

@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ REQUEST_STATUS = frozenset({400, 413, 422})  # the next request may succeed
 DEAD_AFTER = 20  # calls in a row
 MAX_WAIT = 60.0  # seconds
 MAX_ANSWER_CHARACTERS = 1 << 26
+_TAG = re.compile(r"<(?:style|script)\b.*?</(?:style|script)>|<[^>]*>", re.DOTALL)
 
 
 class Fault(Exception):
@@ -194,7 +196,7 @@ def _status_fault(status: int, headers: Mapping[str, str], text: str) -> Fault:
     try:
         message = _message(json.loads(text))
     except (ValueError, AttributeError):
-        message = shorten(text)
+        message = shorten(" ".join(_TAG.sub(" ", text).split()))  # often a page of HTML
     try:
         wait = float(headers.get("retry-after", ""))
     except ValueError:

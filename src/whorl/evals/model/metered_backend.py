@@ -8,9 +8,11 @@
     seconds             in which requests were answered
     tokens_per_second   scored and generated tokens / seconds
     memory_bytes        largest resident set of this process, or memory of the GPU where one is used
-    joules              energy of the processor packages (RAPL, Linux's powercap), where it can be read
+    joules              energy of the processor packages (RAPL, Linux's powercap), where all of them can be read
 
 Memory and energy are those of the whole process and machine. They are left out for an endpoint, which runs elsewhere.
+A part of the energy would look like a saving. Where one package cannot be read, and with a GPU, whose energy these counters
+do not include, the figure is left out for a reason (`no_energy`).
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ class MeteredBackend:
         self.backend, self.local = backend, local
         self.name, self.address, self.max_length = backend.name, backend.address, backend.max_length
         self.seconds, self.n_tokens, self.joules = 0.0, 0, 0.0
-        self._counters = energy_counters(powercap) if local else []
-        self._has_energy = bool(self._counters)
+        self._counters: list[EnergyCounter] = []
+        self.no_energy = "the model runs elsewhere"  # why there is no figure; "" if there is one
+        if local:
+            self._counters, self.no_energy = energy_counters(powercap)
 
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """See `ModelBackend`."""
@@ -73,14 +77,14 @@ class MeteredBackend:
         if self.local:
             gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             found["memory_bytes"] = float(gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        if self._has_energy:
+        if not self.no_energy:
             found["joules"] = self.joules
         return found
 
     def _add_energy(self, counter: EnergyCounter, start: int | None) -> None:
         end = counter.read()
         if start is None or end is None:
-            self._has_energy = False
+            self.no_energy = f"{counter.file} cannot be read any more"
         else:
             self.joules += ((end - start) % counter.wraps_at) / 1e6
 
@@ -89,27 +93,39 @@ class EnergyCounter:
     """One package's energy in microjoules. It starts again from 0 at `wraps_at`."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "energy_uj"
+        self.file = folder / "energy_uj"
         self.wraps_at = int((folder / "max_energy_range_uj").read_text()) + 1
 
     def read(self) -> int | None:
         """Return the counter, or None if it cannot be read."""
         try:
-            return int(self._file.read_text())
+            return int(self.file.read_text())
         except (OSError, ValueError):
             return None
 
 
-def energy_counters(powercap: Path = POWERCAP) -> list[EnergyCounter]:
-    """Return the counters of the processor packages that this process may read."""
+def energy_counters(powercap: Path = POWERCAP) -> tuple[list[EnergyCounter], str]:
+    """Return the counters of all processor packages; or none, and why the energy cannot be measured."""
+    if torch.cuda.is_available():
+        return [], "the energy of the GPU is not counted"
     found = []
     for folder in sorted(powercap.glob("intel-rapl:*")):  # also the name of AMD's
-        if folder.name.count(":") != 1:  # a part of a package
+        if folder.name.count(":") != 1 or not _is_package(
+            folder
+        ):  # a part of a package, or the whole platform
             continue
         try:
             counter = EnergyCounter(folder)
         except (OSError, ValueError):
-            continue
-        if counter.read() is not None:
-            found.append(counter)
-    return found
+            return [], f"{folder} has no readable counter"
+        if counter.read() is None:
+            return [], f"{counter.file} cannot be read; Linux permits it to root"
+        found.append(counter)
+    return found, "" if found else f"no counters (RAPL) in {powercap}"
+
+
+def _is_package(folder: Path) -> bool:
+    try:
+        return (folder / "name").read_text().startswith("package")
+    except OSError:
+        return True
