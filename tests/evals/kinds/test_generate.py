@@ -109,7 +109,7 @@ def test_metric_of_a_user_and_conversations() -> None:
         ([{"q": "a", "a": None}], {}, "item '1' has no gold answer"),
         ([{"q": "a", "a": ["1", "2"]}], {}, "item '1' has 2 gold answers"),
         ([{"q": "a", "a": "many"}], {}, "item '1': the gold answer 'many' has no number"),
-        (SUMS, {"options": {"metric": "numerical"}}, "the metric 'numerical'"),
+        (SUMS, {"options": {"metric": "numerical"}}, "no metric 'numerical'"),
         (SUMS, {"options": {"metric": "numeric", "metric_options": {"shape": 1}}}, "has no option 'shape'"),
         (SUMS, {"generation": {"samples": 4}}, "4 samples at temperature 0 are equal"),
         (SUMS, {"options": {"metric": "numeric", "k": [2]}}, "pass@2 of 1 samples"),

@@ -87,7 +87,7 @@ def test_hash_covers_content_configuration_and_version() -> None:
         ({"data": {"where": "a > 100"}}, ["no records", "keeps none"]),
         ({"metrics": ["scores"]}, ["has no metric 'scores'", "did you mean 'score'"]),
         ({"options": {"forms": 1}}, ["options of the kind", "forms is no setting"]),
-        ({"kind": "quiz"}, ["the kind of task 'quiz'", "choice"]),
+        ({"kind": "quiz"}, ["no kind of task 'quiz'", "choice"]),
         ({"templates": "x"}, ["test.toml: templates is no setting", "settings of a task: name"]),
         ({"generation": {"top_p": 2}}, ["test.toml: generation.top_p is wrong"]),
     ],
