@@ -128,7 +128,7 @@ def elements(stream: BinaryIO, names: Collection[str], longest: int) -> Iterator
                     f"a tag at byte {parser.expat.CurrentByteIndex:,} is longer than {longest:,} bytes"
                 )
         parser.expat.Parse(b"", True)
-    except (expat.ExpatError, LookupError) as error:  # LookupError: an encoding that Python does not know
+    except (expat.ExpatError, LookupError) as error:  # LookupError: an unknown encoding
         yield from parser.found
         raise ValueError(f"XML: {error}") from error
     except ValueError:
