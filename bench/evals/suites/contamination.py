@@ -2,8 +2,10 @@
 
     python bench/evals/suites/contamination.py --save
 
-Two models of 0.3 M parameters are trained on the same lines of the probes. The training text of one also has 50 items of
-the task, each REPEATS times between other lines. The task is sorting, at levels 3 to 5.
+Two models of 0.3 M parameters are trained on the same lines of the probes, in the same order. The training text of one also
+has 50 items of the task between other lines, each REPEATS times; that of the other has lines of no item in their places. Five
+seeds of training, since scores of single models of this size differ by more than the effect. The task is sorting, at levels
+3 to 5.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from statistics import mean, stdev
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from _run import claim, parse, sized
@@ -21,14 +24,14 @@ from whorl.evals.model.engine_backend import EngineBackend
 from whorl.evals.probes.suite import probe_task, training_lines
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.statistics.comparison import compare
+from whorl.evals.statistics.distributions import t_quantile
 from whorl.evals.tasks import EvalTask
 from whorl.models import TransformerConfig
 from whorl.plan.cost import decoder_config
 from whorl.store import Store
 from whorl.tokens.tokenizer import Tokenizer
 
-ITEMS, PLANTED, REPEATS = 300, 50, 40
+ITEMS, PLANTED, REPEATS, SEEDS = 300, 50, 40, 5
 STEPS, BATCH, SEQ_LEN, WIDTH, DEPTH, VOCAB = 900, 8, 128, 96, 2, 360
 LEVELS = (3, 4, 5)
 TOKENS_PER_LINE = 33
@@ -38,11 +41,11 @@ def shape(vocab_size: int) -> TransformerConfig:
     return decoder_config(WIDTH, DEPTH, vocab_size, trained_length=SEQ_LEN, ngram_orders=())
 
 
-def train(lines: list[str], tokenizer: Tokenizer, out: Path, steps: int) -> None:
+def train(lines: list[str], tokenizer: Tokenizer, out: Path, steps: int, seed: int) -> None:
     """Train one model into `out`, with its token set and tokenizer."""
     whorl.train(
         lines, out=out, tokenizer=tokenizer, steps=steps, batch_size=BATCH, seq_len=SEQ_LEN, evaluations=1, quiet=True,
-        model=shape(tokenizer.vocab_size), compile=False, threads=1,
+        seed=seed, model=shape(tokenizer.vocab_size), compile=False, threads=1,
     )  # fmt: skip
 
 
@@ -64,36 +67,44 @@ def main() -> int:
     tokenizer = Tokenizer.train(lines[:3000], VOCAB)
     planted = task.items[:: ITEMS // PLANTED][:PLANTED]
     every = max(1, len(lines) // (PLANTED * REPEATS))
-    leaked = list(lines)
+    texts = {"without": list(lines), "planted": list(lines)}
     for number in range(PLANTED * REPEATS):  # a line in the middle of a document with other lines
         place, item = (number * every) % len(lines), planted[number % PLANTED]
-        leaked[place] += f"\n{item.fields['text']}\n{lines[place - 1]}"
-    with tempfile.TemporaryDirectory() as scratch:
+        for name, text in (("without", lines[place - 2]), ("planted", item.fields["text"])):
+            texts[name][place] += f"\n{text}\n{lines[place - 1]}"
+    ids, n_found, others = {item.id for item in planted}, [], 0
+    scores: dict[str, list[float]] = {"clean": [], "unseen": [], "found": []}
+    for seed in range(sized(SEEDS, 2)):
         results = {}
-        for name, text in (("without", lines), ("planted", leaked)):
-            train(text, tokenizer, Path(scratch, name), steps)
-            results[name] = measured(task, Path(scratch, name))
-            for m in results[name].measures:
-                if m.metric.startswith("acc") and m.metric.split()[0] == "acc":
-                    print(f"{name:<8} {m.metric:<10} {m.value:.3f} ({m.low:.3f} to {m.high:.3f}) of {m.n}")
-            print(f"{name:<8} {results[name].notes[-1]}")
-    found = {item.item for item in results["planted"].items if "contamination" in item.details}
-    ids = {item.id for item in planted}
+        with tempfile.TemporaryDirectory() as scratch:
+            for name, text in texts.items():
+                train(text, tokenizer, Path(scratch, name), steps, seed)
+                results[name] = measured(task, Path(scratch, name))
+        found = {item.item for item in results["planted"].items if "contamination" in item.details}
+        n_found.append(len(found & ids))
+        others += len(found - ids) + ("contamination" in str([i.details for i in results["without"].items]))
+        rest = [r.scores["acc"] for r in results["without"].items if r.item not in ids]
+        scores["unseen"].append(mean(rest))
+        scores["clean"].append(results["planted"].measure("acc clean").value)
+        scores["found"].append(results["planted"].measure("acc found").value)
+        print(
+            f"seed {seed}: " + ", ".join(f"{name} {each[-1]:.3f}" for name, each in scores.items()),
+            flush=True,
+        )
     claim(
-        f"planted items that are found in the training tokens; {len(found - ids)} others are",
-        ours=len(found & ids), peer=PLANTED, unit="items", ratio=len(found & ids) / PLANTED, bar=1.0,
-        ok=found == ids, variant="found", peer_name="planted",
+        f"planted items that are found in the training tokens, the fewest of {len(n_found)} models; {others} others",
+        ours=min(n_found), peer=PLANTED, unit="items", ratio=min(n_found) / PLANTED, bar=1.0,
+        ok=set(n_found) == {PLANTED} and not others, variant="found", peer_name="planted",
     )  # fmt: skip
-    clean = results["planted"].measure("acc clean") if found else results["planted"].measure("acc")
-    rest = [[r for r in results[name].items if r.item not in ids] for name in ("planted", "without")]
-    difference = compare(rest[0], rest[1], "acc").paired
-    unseen = sum(r.scores["acc"] for r in rest[1]) / len(rest[1])
+    leads = [a - b for a, b in zip(scores["clean"], scores["unseen"], strict=True)]
+    half = t_quantile(0.95, len(leads) - 1) * stdev(leads) / len(leads) ** 0.5
+    low, high = mean(leads) - half, mean(leads) + half
     claim(
-        "clean score of the contaminated model, against a model that never saw the items; difference "
-        f"{difference.difference:.3f} ({difference.low:.3f} to {difference.high:.3f})",
-        ours=round(clean.value, 4), peer=round(unseen, 4), unit="share right", bar=1.0, ratio=clean.value / (unseen or 1),
-        ok=args.smoke or (clean.low <= unseen <= clean.high and difference.low <= 0 <= difference.high),
-        variant="clean", peer_name="never saw them", samples=[m.value for m in results["planted"].measures[-2:]],
+        f"clean score of contaminated models, against models that never saw the items; difference {mean(leads):.3f} "
+        f"({low:.3f} to {high:.3f}) over {len(leads)} seeds",
+        ours=round(mean(scores["clean"]), 4), peer=round(mean(scores["unseen"]), 4), unit="share right", bar=1.0,
+        ratio=mean(scores["clean"]) / mean(scores["unseen"]), ok=args.smoke or low <= 0 <= high,
+        variant="clean", peer_name="never saw them", samples=[scores],
     )  # fmt: skip
     return 0
 
