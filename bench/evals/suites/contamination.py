@@ -3,9 +3,9 @@
     python bench/evals/suites/contamination.py --save
 
 Two models of 0.3 M parameters are trained on the same lines of the probes, in the same order. The training text of one also
-has 50 items of the task between other lines, each REPEATS times; that of the other has lines of no item in their places. Five
-seeds of training, since scores of single models of this size differ by more than the effect. The task is sorting, at levels
-3 to 5.
+has 50 items of the task between other lines, each REPEATS times; that of the other has lines of no item in their places.
+Five seeds of training, since scores of single models of this size differ by more than the effect.
+The task is sorting, at levels 3 to 5.
 """
 
 from __future__ import annotations
