@@ -1,10 +1,12 @@
 """Time and memory of ingest and curate at three sizes: JSONL to a selection, with all filters, without near duplicates.
 
-    python bench/corpus/scale.py [--gigabytes 0.1 1 10] [--workers 2] [--folder SCRATCH] [--save]
+    python bench/corpus/scale.py [--gigabytes 0.1 1 10] [--short 2000000] [--equal 1000000] [--workers 2] [--save]
+        [--folder SCRATCH]
 
 Documents have about 450 words of a Zipf distribution over made-up words and English function words, in lines and sentences.
 One of ten is a copy of an earlier one with a few other words. Files of 100 MB are made in the scratch folder, which needs
-about three times the largest size. The settings are those of the recipe `curate-web`.
+about three times the largest size. The settings are those of the recipe `curate-web`. Two further corpora have
+documents of 12 words, all different or all equal, of which only near duplicates are removed.
 
 The time is linear if the CPU time per byte, of all processes, of each size is at most 1.2 times that of the size before.
 Memory is that of all processes together, without the pages of mapped files.
@@ -18,6 +20,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from bench._run import claim, parse
 from bench.corpus.support.processes import start
 
 FILE_BYTES = 100_000_000
+KEEP_ALL = "SELECT row, '' AS reason FROM attributes"
 WORDS = 450
 FUNCTION_WORDS = (
     "the",
@@ -53,7 +57,7 @@ from whorl.recipes.recipe import load_recipe
 from whorl.tracking.progress import Progress
 
 def main():
-    data, out, workers = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    data, out, workers, query = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     documents, selection, quiet = out / "documents", out / "selection", Progress.silent()
     documents.mkdir(parents=True)
     selection.mkdir()
@@ -61,6 +65,8 @@ def main():
     ingest(IngestConfig(sources=[data]), documents, quiet, workers=workers)
     read = time.perf_counter()
     settings = load_recipe("curate-web").steps["curate"].config
+    if query:
+        settings = CurateConfig(query=query, validation_bytes=0, test_bytes=0)
     found = curate(settings, document_files(documents), selection, quiet, workers=workers)
     end = time.perf_counter()
     size = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
@@ -99,33 +105,54 @@ def write_documents(folder: Path, n_bytes: float) -> int:
     return written
 
 
+def write_short(folder: Path, n: int, equal: bool) -> int:
+    """Write n documents of 12 words into one file, and return its size in bytes."""
+    folder.mkdir()
+    with (folder / "short.jsonl").open("w", encoding="utf-8") as out:
+        for number in range(n):
+            word = "word" if equal else f"{number:x}"
+            out.write(json.dumps({"text": " ".join(f"{word}{place}" for place in range(12))}) + "\n")
+    return (folder / "short.jsonl").stat().st_size
+
+
+def measured(scratch: Path, n_bytes: int, workers: int, query: str = "") -> dict[str, Any]:
+    """Return the figures of one corpus in `scratch`/data, and remove it."""
+    command = [sys.executable, "-c", OWN, str(scratch / "data"), str(scratch / "out"), str(workers), query]
+    found = {"bytes": n_bytes, **start(command, 0.05)}
+    print(found, flush=True)
+    shutil.rmtree(scratch / "data")
+    shutil.rmtree(scratch / "out")
+    return found
+
+
 def main() -> None:
     args = parse(
         __doc__,
         lambda parser: (
-            parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.1, 1.0, 10.0]),
+            parser.add_argument(
+                "--gigabytes", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="0: none"
+            ),
+            parser.add_argument("--short", type=int, default=2_000_000, help="different documents; 0: none"),
+            parser.add_argument("--equal", type=int, default=1_000_000, help="equal documents; 0: none"),
             parser.add_argument("--workers", type=int, default=2),
             parser.add_argument("--folder", type=Path, help="scratch folder; default a temporary one"),
         ),
-        smoke={"gigabytes": [0.002, 0.004]},
+        smoke={"gigabytes": [0.002, 0.004], "short": 2000, "equal": 1000},
     )
     found = []
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
         scratch = Path(place)
-        for size in args.gigabytes:
+        for size in filter(None, args.gigabytes):
             n_bytes = write_documents(scratch / "data", size * 1e9)
-            command = [
-                sys.executable,
-                "-c",
-                OWN,
-                str(scratch / "data"),
-                str(scratch / "out"),
-                str(args.workers),
-            ]
-            found.append({"bytes": n_bytes, **start(command, 0.05)})
-            print(found[-1], flush=True)
-            shutil.rmtree(scratch / "data")
-            shutil.rmtree(scratch / "out")
+            found.append(measured(scratch, n_bytes, args.workers))
+        for name, n in (("different", args.short), ("equal", args.equal)):
+            if n:
+                short = measured(
+                    scratch, write_short(scratch / "data", n, name == "equal"), args.workers, KEEP_ALL
+                )
+                claim_memory(f"{n:,} {name} documents of 12 words", name, [short])
+    if not found:
+        return
     rates = [f["cpu_seconds"] / f["bytes"] * 1e9 for f in found]
     growth = max((b / a for a, b in itertools.pairwise(rates)), default=1.0)
     claim(
@@ -133,10 +160,15 @@ def main() -> None:
         ours=round(rates[-1], 1), peer=round(rates[0], 1), peer_name="the smallest size", unit="s/GB", ratio=growth,
         bar=1.2, ok=growth <= 1.2, variant="linear", samples=found,
     )  # fmt: skip
+    claim_memory(f"{args.gigabytes[-1]:g} GB", "memory", found)
+
+
+def claim_memory(what: str, variant: str, found: list[dict[str, Any]]) -> None:
+    """Print the claim for the last of these figures."""
     peak = found[-1]["anonymous"] / 2**30
     claim(
-        f"Peak memory of ingest and curate at {args.gigabytes[-1]:g} GB, of all processes", ours=round(peak, 3),
-        peer=2, peer_name="the limit", unit="GiB", ratio=peak, bar=2, ok=peak <= 2, variant="memory",
+        f"Peak memory of ingest and curate at {what}, of all processes", ours=round(peak, 3), peer=2,
+        peer_name="the limit", unit="GiB", ratio=peak, bar=2, ok=peak <= 2, variant=variant,
         samples=[{"resident": f["peak"], "anonymous": f["anonymous"], "bytes": f["bytes"]} for f in found],
     )  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_step_time_is_a_line_in_depth_from_two_timings() -> None:
 
 def test_gpu_step_is_launches_or_flops() -> None:
     flops = {(64, 2): 1.0, (128, 2): 4.0, (128, 4): 8.0, (4096, 2): 4096.0}
-    times = StepTimes(flops, lambda width, depth: 1.0 + depth, flop_rate=100.0, launches=True)
+    times = StepTimes(flops, lambda width, depth: 1.0 + depth, flop_rate=100.0, launch_bound=True)
     assert times.next_width((64, 2)) == 64
     times.time_width(64)
     assert times.next_width((128, 2)) is None

@@ -1,6 +1,6 @@
 """The effect of curation and of the HTML tool: equal models after equal training, on held-out pages.
 
-    python bench/corpus/pages/pays.py [--docs FOLDER] [--peer PYTHON] [--seeds 5] [--steps 300] [--quick] [--save]
+    python bench/corpus/pages/pays.py [--docs FOLDER] [--peer PYTHON] [--seeds 5] [--steps 120] [--quick] [--save]
 
 FOLDER holds the unpacked packages python3.11-doc and linux-doc-6.1, which have the plain sources of their pages
 (`_sources/*.rst.txt`); without it they are fetched. Of a sample of the pages, some are held out by a hash of their name. The
@@ -15,7 +15,7 @@ other pages:
 - curated: the documents that the recipe `curate-web` selects.
 - crawl: the same with the filters c4 and fineweb, which are made for the prose of a crawl.
 
-The first claim is the smaller lead of `curated` over `raw` and `visible` in the worst seed; the second compares the two
+The first two claims are the share of seeds in which `curated` is ahead of `raw` and of `visible`; the third compares the two
 tools for the main content.
 """
 

@@ -82,7 +82,7 @@ def main() -> int:
                 results[name] = measured(task, Path(scratch, name))
         found = {item.item for item in results["planted"].items if "contamination" in item.details}
         n_found.append(len(found & ids))
-        others += len(found - ids) + ("contamination" in str([i.details for i in results["without"].items]))
+        others += len(found - ids) + sum("contamination" in i.details for i in results["without"].items)
         rest = [r.scores["acc"] for r in results["without"].items if r.item not in ids]
         scores["unseen"].append(mean(rest))
         scores["clean"].append(results["planted"].measure("acc clean").value)

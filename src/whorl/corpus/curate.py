@@ -162,7 +162,7 @@ def _ids_and_sizes(
         for table in _row_groups(path, ["id"])
     ]
     sizes = [table["n_bytes"].to_numpy() for path in measured for table in _row_groups(path, ["n_bytes"])]
-    return np.concatenate(ids), np.concatenate(sizes)
+    return np.concatenate([np.zeros(0, np.bytes_), *ids]), np.concatenate([np.zeros(0, np.int64), *sizes])
 
 
 def _row_groups(path: Path, columns: list[str]) -> Iterator[Any]:

@@ -205,7 +205,7 @@ def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: P
     Raises:
         BuildError: the compiler fails with all flags.
     """
-    reason = ""
+    reason, is_too_old = "", False
     for flags in ARCH_FLAGS:
         descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
@@ -219,12 +219,13 @@ def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: P
                 warnings.warn(f"{source.name}: {reason}; it is not used", RuntimeWarning, stacklevel=2)
                 continue
             if done.returncode == 0:
-                if reason and "was killed" not in reason and not any("native" in flag for flag in flags):
+                if is_too_old and not any("native" in flag for flag in flags):
                     built = f"{source.name} is built for {' '.join(flags) or 'any CPU'}"
                     warnings.warn(f"{built}, {compiler}: {reason}", RuntimeWarning, stacklevel=2)
                 Path(name).replace(target)
                 return
-            reason = reason or done.stderr.strip().splitlines()[0] if done.stderr.strip() else "it failed"
+            reason = reason or next(iter(done.stderr.strip().splitlines()), "it failed")
+            is_too_old = True  # for these flags
         except (OSError, subprocess.TimeoutExpired) as error:
             reason = reason or str(error)
         finally:

@@ -47,7 +47,7 @@ class StepTimes:
         flops: FLOPs of a step of each shape.
         measure: times a step of a shape, in seconds.
         flop_rate: FLOP/s, assumed before the first timing.
-        launches: time one width, whose step is the launches of kernels, as on a GPU.
+        launch_bound: time one width, whose step is the launches of kernels, as on a GPU.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class StepTimes:
         measure: Callable[[int, int], float],
         flop_rate: float,
         *,
-        launches: bool = False,
+        launch_bound: bool = False,
     ) -> None:
-        self.flops, self.measure, self.flop_rate, self.launches = flops, measure, flop_rate, launches
+        self.flops, self.measure, self.flop_rate, self.launch_bound = flops, measure, flop_rate, launch_bound
         self.timed: dict[int, tuple[float, float]] = {}  # width -> seconds apart from layers, and per layer
 
     def time_width(self, width: int) -> None:
@@ -70,7 +70,7 @@ class StepTimes:
     def seconds(self, shape: Shape) -> float:
         """Return the seconds of a step: of a timed width by its line, else by the FLOP/s of the nearest timed shape."""
         width, depth = shape
-        if self.launches and self.timed:
+        if self.launch_bound and self.timed:
             [(fixed, per_layer)] = self.timed.values()
             return max(fixed + depth * per_layer, self.flops[shape] / self.flop_rate)
         if width in self.timed:
@@ -84,7 +84,7 @@ class StepTimes:
 
     def next_width(self, best: Shape) -> int | None:
         """Return the width to time next: that of the best shape, then the next wider one; None if both are timed."""
-        if self.launches and self.timed:
+        if self.launch_bound and self.timed:
             return None
         widths = sorted({width for width, _ in self.flops})
         wanted = [width for width in widths if width >= best[0]][:2]

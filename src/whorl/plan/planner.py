@@ -244,7 +244,7 @@ def _rank_candidates(
         return time_steps(job, seconds=0.3, warmup=1).step_seconds * COMPILED_TIME_RATIO[machine.device]
 
     flops = {shape: _step_flops(config, cost) for shape, cost in costs.items()}
-    times = StepTimes(flops, measure, PEAK_SHARE * machine.peak_flops, launches=machine.device != "cpu")
+    times = StepTimes(flops, measure, PEAK_SHARE * machine.peak_flops, launch_bound=machine.device != "cpu")
     found = rank(config, budget, corpus_bytes, costs, times)
     if budget.seconds is None or config.deterministic:
         return found, False

@@ -110,9 +110,8 @@ def energy_counters(powercap: Path = POWERCAP) -> tuple[list[EnergyCounter], str
         return [], "the energy of the GPU is not counted"
     found = []
     for folder in sorted(powercap.glob("intel-rapl:*")):  # also the name of AMD's
-        if folder.name.count(":") != 1 or not _is_package(
-            folder
-        ):  # a part of a package, or the whole platform
+        # "intel-rapl:0:1" is a part of a package.
+        if folder.name.count(":") != 1 or not _is_package(folder):
             continue
         try:
             counter = EnergyCounter(folder)
@@ -125,6 +124,7 @@ def energy_counters(powercap: Path = POWERCAP) -> tuple[list[EnergyCounter], str
 
 
 def _is_package(folder: Path) -> bool:
+    """Return whether a counter is that of a package, not of the whole platform ("psys"), which has the packages in it."""
     try:
         return (folder / "name").read_text().startswith("package")
     except OSError:

@@ -194,13 +194,18 @@ class Muon(Optimizer):
             for name, moment in moments.items():
                 update.momentum_(moment, gradients[name], self.momentum, directions.get(name))
             return
-        # All matrices in one call: on a GPU that is one launch. A replica may have no matrix, or none in this turn.
-        given = [[gradients[name] for name in names] for names in (moments, directions)]
+
+        def lists(names: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            return [gradients[name] for name in names], [moments[name] for name in names]
+
+        # All matrices in one call, which is one launch on a GPU. A replica may have no matrix, or none in this turn.
         if moments:
-            torch._foreach_lerp_(list(moments.values()), given[0], 1 - self.momentum)
-        found = given[1] and torch._foreach_lerp(given[1], [moments[n] for n in directions], self.momentum)
-        for direction, nesterov in zip(directions.values(), found, strict=True):
-            direction.copy_(nesterov if nesterov.shape[0] == direction.shape[0] else nesterov.mT)
+            own, averages = lists(moments)
+            torch._foreach_lerp_(averages, own, 1 - self.momentum)
+        if directions:
+            nesterov = torch._foreach_lerp(*lists(directions), self.momentum)
+            for direction, one in zip(directions.values(), nesterov, strict=True):
+                direction.copy_(one if one.shape[0] == direction.shape[0] else one.mT)
 
     def _apply(self, name: str, p: Tensor, direction: Tensor, decayed: float, scale: float) -> None:
         if self.native:
