@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from tests.support.train.pretraining import assert_equal, train, train_notes, we
 from tests.support.train.tiny import Notes, job
 
 from whorl.models import Transformer
+from whorl.nn.native.library import native_library
 from whorl.parallel.process_group import ProcessGroup
+from whorl.train.lm import build
+from whorl.train.lm.kernels import Kernels
 from whorl.train.metrics import layer_stats as figures
 from whorl.train.metrics.layer_stats import layer_group
 from whorl.train.metrics.validation import Validator
+from whorl.train.optim.optimizers import SparseAdagrad
 
 
 @pytest.fixture
@@ -35,10 +40,21 @@ def test_layer_group_from_parameter_name() -> None:
         assert layer_group(f"blocks.3.{norm}.weight") == "blocks.3.norms"
 
 
+@pytest.mark.parametrize("native", [False, True])
 def test_layer_stats_do_not_change_training(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
-    models, notes = [], [Notes(), Notes()]
+    models, notes, tables = [], [Notes(), Notes()], list[str]()
+    if native and native_library("update") is None:
+        pytest.skip("there is no C++ compiler here")
+    monkeypatch.setattr(build, "choose_kernels", lambda *_: Kernels(native_update=native))
+    step_native = SparseAdagrad.step_native
+
+    def spied(self: SparseAdagrad, name: str, *rest: Any) -> None:
+        tables.append(name)
+        step_native(self, name, *rest)
+
+    monkeypatch.setattr(SparseAdagrad, "step_native", spied)
     for every, seen in zip((1, 1000), notes, strict=True):
         monkeypatch.setattr(figures, "MIN_INTERVAL", every)
         models.append(train(job(tokens), tmp_path / str(every), seen))
@@ -47,6 +63,8 @@ def test_layer_stats_do_not_change_training(
     assert len(looks(rarely)) == 1  # the last one
     assert [m["loss"] for m in often.steps] == [m["loss"] for m in rarely.steps]
     assert_equal(*models)
+    steps = sum(len(seen.steps) for seen in notes)
+    assert len(tables) == (2 * steps if native else 0)  # two tables, in measured steps too
 
 
 def test_layer_stats_norms_match_weights_and_gradient(tokens: Path, tmp_path: Path, often: None) -> None:

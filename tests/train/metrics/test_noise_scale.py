@@ -76,6 +76,9 @@ class Listener:
     def __init__(self) -> None:
         self.noise, self.found = NoiseScale(), list[tuple[float, float]]()
 
+    def is_due(self) -> bool:
+        return True
+
     def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
         self.noise.add(gradients, count, scale)
 

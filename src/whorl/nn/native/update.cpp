@@ -7,6 +7,7 @@
 #include <vector>
 
 constexpr int64_t SIDE = 32;  // of the blocks of a transposition
+constexpr size_t AHEAD = 8;   // entries between the row that is updated and the one that is fetched
 
 extern "C" {
 
@@ -107,6 +108,11 @@ void whorl_row_adagrad(float* table, float* squares, int64_t d, const int64_t* i
     std::vector<float> sum(d);
     for (size_t i = 0; i < found.size();) {
         const int64_t row = found[i].first;
+        if (i + AHEAD < found.size()) {  // rows lie far apart in a table that no cache holds
+            const int64_t next = found[i + AHEAD].first;
+            __builtin_prefetch(squares + next, 1);
+            for (int64_t c = 0; c < d; c += 16) __builtin_prefetch(table + next * d + c, 1);
+        }
         std::fill(sum.begin(), sum.end(), 0.0f);
         for (; i < found.size() && found[i].first == row; i++)
             for (int64_t c = 0; c < d; c++) sum[c] += found[i].second[c];

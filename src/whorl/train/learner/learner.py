@@ -281,10 +281,8 @@ class UpdateState:
                 self.shared.row_gradients[name][self.process_group.rank, begin:end] = values
                 self.row_counts[name] = end
         if gradients:
-            if self.grad_hook is not None:
-                self.grad_hook.on_micro_batch(
-                    gradients, float(loss.count), 1.0 if scaler is None else scaler.scale
-                )
+            if (hook := self._due_hook()) is not None:
+                hook.on_micro_batch(gradients, float(loss.count), 1.0 if scaler is None else scaler.scale)
             torch._foreach_copy_(buffers, gradients) if self.no_gradients else torch._foreach_add_(
                 buffers, gradients
             )
@@ -342,8 +340,8 @@ class UpdateState:
             return {**metrics, "skipped": 1.0}
         clipped = clip_scale(norm, self.update.clip_norm)
         torch._foreach_mul_(dense, clipped / divisor)
-        if self.grad_hook is not None:
-            self.grad_hook.on_gradients(gradients, clipped)
+        if (hook := self._due_hook()) is not None:
+            hook.on_gradients(gradients, clipped)
         for optimizer in self.optimizers:
             optimizer.step(gradients, lr_scale)
         for tensor, value in kept:
@@ -356,6 +354,9 @@ class UpdateState:
             scaler.on_step_end()
         self.process_group.all_gather_scalars()
         return metrics
+
+    def _due_hook(self) -> GradHook | None:
+        return self.grad_hook if self.grad_hook is not None and self.grad_hook.is_due() else None
 
     def _hold(self) -> list[tuple[Tensor, Tensor]]:
         """Return (tensor, copy) of the values and moments of this rank's parameters that the step must not move.
@@ -388,12 +389,14 @@ class UpdateState:
             [t[rank, :n] for rank, n in enumerate(counts)]
             for t in (self.shared.row_ids[name], self.shared.row_gradients[name])
         )
-        if self.update.native and self.grad_hook is None:
+        hook = self._due_hook()
+        if hook is not None:
+            ids, values = own_rows(rows, gradients, rank)
+            if len(ids):
+                hook.on_sparse_gradients(name, table, ids, values / divisor)
+        if self.update.native:
             self.sparse_adagrad.step_native(name, table, rows, gradients, rank, divisor, lr_scale)
             return
         ids, values = own_rows(rows, gradients, rank)
-        if len(ids):
-            values = values.div_(divisor)  # in place: the next step overwrites the buffer
-            if self.grad_hook is not None:
-                self.grad_hook.on_sparse_gradients(name, table, ids, values)
-            self.sparse_adagrad.step(name, table, ids, values, lr_scale)
+        if len(ids):  # divided in place: the next step overwrites the buffer
+            self.sparse_adagrad.step(name, table, ids, values.div_(divisor), lr_scale)

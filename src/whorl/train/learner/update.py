@@ -58,6 +58,9 @@ MicroBatch = Mapping[str, Tensor]  # tensors by field name
 class GradHook(Protocol):
     """Observer of the gradients of an update on this rank. Implementations must not change the tensors."""
 
+    def is_due(self) -> bool:
+        """Whether the step in progress is observed; in other steps nothing is called."""
+
     def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
         """Called per micro-batch of this rank with the gradients of its summed loss times `scale`, and its count."""
 

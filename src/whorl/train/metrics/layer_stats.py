@@ -97,25 +97,25 @@ class LayerStats:
 
     # GradHook: called after each backward, then between clipping and the step.
 
+    def is_due(self) -> bool:
+        return self._measured_at(self.steps_done + 1)
+
     def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
-        if self._measured_at(self.steps_done + 1):
-            with self._timed():
-                self.noise_scale.add(gradients, count, scale)
+        with self._timed():
+            self.noise_scale.add(gradients, count, scale)
 
     def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
-        if self._measured_at(self.steps_done + 1):
-            with self._timed():
-                self._whole = self._add_squares(
-                    "gradient", dict(gradients), 1.0 / clipped if clipped else math.nan
-                )
+        with self._timed():
+            self._whole = self._add_squares(
+                "gradient", dict(gradients), 1.0 / clipped if clipped else math.nan
+            )
 
     def on_sparse_gradients(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
-        if self._measured_at(self.steps_done + 1):
-            with self._timed():
-                touched, where = torch.unique(ids, return_inverse=True)
-                total = gradients.new_zeros(len(touched), gradients.shape[1]).index_add_(0, where, gradients)
-                self._add_squares("gradient", {name: total})
-                self._rows.append((name, table, touched, table[touched]))
+        with self._timed():
+            touched, where = torch.unique(ids, return_inverse=True)
+            total = gradients.new_zeros(len(touched), gradients.shape[1]).index_add_(0, where, gradients)
+            self._add_squares("gradient", {name: total})
+            self._rows.append((name, table, touched, table[touched]))
 
     # Called by the training loop, between steps.
 
@@ -159,7 +159,8 @@ class LayerStats:
             )  # of one step; dense changes span several
             self._add_squares("from", {name: old})
         for name, table in self.tables.items():
-            self._add_squares("weight", {name: table[self.process_group.rank :: self.process_group.size]})
+            shares = table.tensor_split(self.process_group.size)  # views: runs of rows are not copied
+            self._add_squares("weight", {name: shares[self.process_group.rank]})
         kinds = ("gradient", "weight", "way", "from")
         mine = [self._squares.get((kind, group), 0.0) for group in self.layer_groups for kind in kinds]
         seen = self._activation_stats()
