@@ -223,7 +223,7 @@ def test_workers_and_files_do_not_change_matches(tmp_path: Path) -> None:
     assert [m.row for m in whole] == list(range(0, 40, 2))
     files = [document_file(tmp_path / f"{i}.parquet", texts[i : i + 9]) for i in range(0, 40, 9)]
     units = tmp_path / "units"
-    assert find_contamination(files, index, units=units, executor=LocalPool(2)) == whole
+    assert find_contamination(files, index, units=units, executor=LocalPool(2, isolate=True)) == whole
     before = {path.name: path.stat().st_ino for path in units.iterdir()}
     seen: list[int] = []
     assert find_contamination(files, index, units=units, advance=seen.append) == whole

@@ -323,7 +323,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     files = write(tmp_path / "in", corpus())
     for workers in (1, 2, 3):
-        run(files, tmp_path / f"units{workers}", LocalPool(workers))
+        run(files, tmp_path / f"units{workers}", LocalPool(workers, isolate=True))
         assert contents(tmp_path / f"units{workers}") == contents(tmp_path / "units1")
 
 
@@ -342,7 +342,7 @@ def test_kill_and_resume_with_other_workers_is_identical(tmp_path: Path) -> None
     run(files, tmp_path / "whole")
     script = (
         "import sys; from pathlib import Path; from tests.corpus.test_duplicates import run, LocalPool\n"
-        "run(sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]), LocalPool(int(sys.argv[3])))"
+        "run(sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]), LocalPool(int(sys.argv[3]), isolate=True))"
     )
     generator, units = random.Random(5), tmp_path / "units"
     for workers in (1, 2, 3):
@@ -356,5 +356,5 @@ def test_kill_and_resume_with_other_workers_is_identical(tmp_path: Path) -> None
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-    run(files, units, LocalPool(2))
+    run(files, units, LocalPool(2, isolate=True))
     assert contents(units) == contents(tmp_path / "whole")

@@ -100,7 +100,8 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
     files = texts(tmp_path / "in")
     expected = Counter(" ".join(f.read_text() for f in files).split())
     for workers in (1, 2, 3):
-        counts, ran = word_count(UnitStore(tmp_path / f"units{workers}"), files, LocalPool(workers))
+        pool = LocalPool(workers, isolate=True)
+        counts, ran = word_count(UnitStore(tmp_path / f"units{workers}"), files, pool)
         assert counts == expected and ran == [12, PARTITIONS]
         assert contents(tmp_path / f"units{workers}") == contents(tmp_path / "units1")
 
@@ -135,14 +136,14 @@ def test_key_has_everything_that_the_result_depends_on() -> None:
 def test_killed_worker_costs_its_unit_only_and_a_raised_error_arrives(tmp_path: Path) -> None:
     files, deaths = texts(tmp_path / "in", 4), tmp_path / "deaths"
     units = [Unit((Input.of(f),)) for f in files]
-    stage = Stage(f"{HERE}:fail", 1, {"deaths": str(deaths)})
+    stage = Stage(f"{HERE}:fail", 1, {"deaths": str(deaths)}, isolate=True)
     deaths.write_bytes(b"xx")
     assert len(UnitStore(tmp_path / "units").run(stage, units, LocalPool(2))) == 4
     deaths.write_bytes(b"x" * 100)
     with pytest.raises(DataError, match=r"in.0\d.txt was ended 3 times: .*SIGKILL"):
         UnitStore(tmp_path / "other").run(stage, units, LocalPool(2))
     deaths.write_bytes(b"")
-    raising = Stage(f"{HERE}:fail", 1, {"deaths": str(deaths), "raises": True})
+    raising = Stage(f"{HERE}:fail", 1, {"deaths": str(deaths), "raises": True}, isolate=True)
     for workers in (1, 2):
         with pytest.raises(DataError, match="cannot read 0"):
             UnitStore(tmp_path / "raised").run(raising, units, LocalPool(workers))
@@ -155,7 +156,8 @@ def test_kill_of_the_whole_job_keeps_finished_units(tmp_path: Path) -> None:
     script = (
         f"import sys; from pathlib import Path; from {HERE} import *\n"
         "from whorl.corpus.mapreduce import *\n"
-        "word_count(UnitStore(Path(sys.argv[1])), sorted(Path(sys.argv[2]).iterdir()), LocalPool(int(sys.argv[3])))"
+        "pool = LocalPool(int(sys.argv[3]), isolate=True)\n"
+        "word_count(UnitStore(Path(sys.argv[1])), sorted(Path(sys.argv[2]).iterdir()), pool)"
     )
     generator, killed = random.Random(3), 0
     for workers in (1, 2, 3, 2):
@@ -175,7 +177,7 @@ def test_kill_of_the_whole_job_keeps_finished_units(tmp_path: Path) -> None:
             os.killpg(job.pid, signal.SIGKILL)
         killed += job.wait() == -signal.SIGKILL
     assert killed
-    assert word_count(UnitStore(tmp_path / "units"), files, LocalPool(2))[0] == expected
+    assert word_count(UnitStore(tmp_path / "units"), files, LocalPool(2, isolate=True))[0] == expected
     assert contents(tmp_path / "units") == contents(tmp_path / "whole")
 
 
@@ -201,8 +203,8 @@ def test_ray_gives_the_same_bytes_and_survives_a_dead_worker(
         assert contents(tmp_path / f"ray{workers}") == contents(tmp_path / "local")
     units = [Unit((Input.of(f),)) for f in files[:3]]
     deaths.write_bytes(b"x")
-    stage = Stage(f"{HERE}:fail", 1, {"deaths": str(deaths)})
+    stage = Stage(f"{HERE}:fail", 1, {"deaths": str(deaths)}, isolate=True)
     assert len(UnitStore(tmp_path / "dead").run(stage, units, RayTasks(2))) == 3
-    raising = Stage(f"{HERE}:fail", 1, {"deaths": str(deaths), "raises": True})
+    raising = Stage(f"{HERE}:fail", 1, {"deaths": str(deaths), "raises": True}, isolate=True)
     with pytest.raises(DataError, match="cannot read 0"):
         UnitStore(tmp_path / "dead").run(raising, units, RayTasks(2))

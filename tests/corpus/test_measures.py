@@ -109,7 +109,10 @@ def test_curate_selects_by_the_columns_of_measures(tmp_path: Path) -> None:
 def test_workers_give_equal_bytes(tmp_path: Path) -> None:
     files = [write_documents(tmp_path / f"documents-0000{k}.parquet", numbered(7, 10 * k)) for k in range(4)]
     config = [MeasureConfig(name=name, measure=name) for name in ("text", "language")]
-    one, two = (measure_files(config, files, UnitStore(tmp_path / f"units{n}"), LocalPool(n)) for n in (1, 2))
+    one, two = (
+        measure_files(config, files, UnitStore(tmp_path / f"units{n}"), LocalPool(n, isolate=True))
+        for n in (1, 2)
+    )
     for name in one:
         assert [p.read_bytes() for p in one[name]] == [p.read_bytes() for p in two[name]]
         assert [p.parent.name for p in one[name]] == [p.parent.name for p in two[name]]

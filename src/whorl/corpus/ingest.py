@@ -59,7 +59,7 @@ from whorl.corpus.sources import (
     with_split_size,
 )
 from whorl.data.files import is_url
-from whorl.data.formats import open_format
+from whorl.data.formats import format_name, open_format
 from whorl.data.formats.format import DAMAGE
 from whorl.data.quarantine import BadRecordError, Quarantine
 from whorl.errors import DataError
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 VERSION = 2  # of `read_block`
 BLOCK_BYTES = 64_000_000
 LOGGED_DAMAGED_FILES = 5
+PLAIN_FORMATS = {"text", "jsonl", "gutenberg"}  # their readers are Python, which does not crash
 COPIES_FILE = "copies.jsonl"
 # Settings that choose the files or the links, whose effect on a block is in its arguments, or the engine, which has none.
 CHOICE_OF_FILES = {
@@ -128,7 +129,7 @@ def ingest(
     temporary = tempfile.TemporaryDirectory(dir=out, prefix="units-") if units is None else nullcontext(units)
     with temporary as folder, progress.task("Reading", total=total / 1e6, unit="MB") as task:
         found = UnitStore(Path(folder)).run(
-            _stage(config), _units(blocks, files, versions, config), executor or LocalPool(workers),
+            _stage(config, files), _units(blocks, files, versions, config), executor or LocalPool(workers),
             advance=lambda unit: task.advance(sum(part["size"] for part in unit.arguments["parts"]) / 1e6),
         )  # fmt: skip
         stats = _collect(found, out)
@@ -233,8 +234,12 @@ def _parts(file: SourceFile, config: IngestConfig) -> list[FilePart]:
     return found if len(found) > 1 else whole
 
 
-def _stage(config: IngestConfig) -> Stage:
-    return Stage(f"{__name__}:read_block", VERSION, config.model_dump(mode="json", exclude=CHOICE_OF_FILES))
+def _stage(config: IngestConfig, files: Sequence[SourceFile]) -> Stage:
+    kept_apart = {format_name(file.location, config.formats) for file in files} - PLAIN_FORMATS
+    return Stage(
+        f"{__name__}:read_block", VERSION, config.model_dump(mode="json", exclude=CHOICE_OF_FILES),
+        isolate=bool(kept_apart),
+    )  # fmt: skip
 
 
 def _units(

@@ -27,7 +27,7 @@ def test_components_in_partitions_give_the_same_removals(
     assert len(whole.removed) > 10
     monkeypatch.setattr(stars, "EDGES_PER_PARTITION", 5)
     for workers in (1, 2):
-        parts = run(files, tmp_path / f"parts{workers}", LocalPool(workers))
+        parts = run(files, tmp_path / f"parts{workers}", LocalPool(workers, isolate=True))
         for name in ("removed", "matched", "similarity"):
             assert np.array_equal(getattr(whole, name), getattr(parts, name))
     assert contents(tmp_path / "parts1") == contents(tmp_path / "parts2")

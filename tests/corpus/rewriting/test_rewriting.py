@@ -61,7 +61,12 @@ def run(
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     made = rewrite(
-        config, files, out, Progress.silent(), executor=LocalPool(workers), units=folder / f"units{workers}"
+        config,
+        files,
+        out,
+        Progress.silent(),
+        executor=LocalPool(workers, isolate=True),
+        units=folder / f"units{workers}",
     )
     return texts_of(document_files(out)), made
 

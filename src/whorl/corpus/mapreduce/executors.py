@@ -8,19 +8,23 @@ that raises ends it at once: it would raise again.
 from __future__ import annotations
 
 import os
-import pickle
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, Protocol
 
 from whorl.corpus.mapreduce.units import Call
+from whorl.corpus.mapreduce.workers import CREW, new_worker
 from whorl.errors import DataError
-from whorl.machine.process import Channel, Child
+from whorl.machine.process import Child
 from whorl.slots.ray import init_ray
 
 ATTEMPTS = 3
+START_BYTES = 16_000_000  # of a stage's inputs, from which workers are started at once
+START_SECONDS = 0.5  # that the rest of a stage takes in this process, from which they are started later
 
 
 class Executor(Protocol):
@@ -38,21 +42,40 @@ class Executor(Protocol):
 class LocalPool:
     """Child processes, each with one thread; with one worker, this process.
 
+    The processes are shared and outlive a stage (`workers.py`). A stage whose inputs are small runs in this process, and
+    so do the first units of a larger one while its workers start: two workers never take longer than one.
+
     Args:
         workers: number of processes.
+        isolate: run no unit in this process, unless there is one worker; see `Stage.isolate`.
     """
 
-    def __init__(self, workers: int = 1) -> None:
-        self.workers = workers
+    def __init__(self, workers: int = 1, *, isolate: bool = False) -> None:
+        self.workers, self.isolate = workers, isolate
 
     def execute(self, calls: Sequence[Call]) -> Iterator[int]:
         """See `Executor`."""
-        if min(self.workers, len(calls)) <= 1:
-            for number, call in enumerate(calls):
-                call()
-                yield number
-            return
-        waiting, attempts = deque(range(len(calls))), [0] * len(calls)
+        workers, waiting = min(self.workers, len(calls)), deque(range(len(calls)))
+        isolate = workers > 1 and (self.isolate or any(call.stage.isolate for call in calls))
+        modules = _modules(calls)
+        if workers > 1 and (isolate or _has_bytes(calls, START_BYTES)):
+            CREW.start(workers, modules)
+        crew, began = list[Child](), time.perf_counter()
+        while waiting and not isolate and not (workers > 1 and (crew := CREW.take(workers))):
+            number = waiting.popleft()
+            calls[number]()
+            yield number
+            left = (time.perf_counter() - began) / (len(calls) - len(waiting)) * len(waiting)
+            if workers > 1 and left > START_SECONDS:
+                CREW.start(workers, modules)
+        if waiting:
+            yield from self._in_children(calls, waiting, workers, crew)
+
+    def _in_children(
+        self, calls: Sequence[Call], waiting: deque[int], workers: int, crew: list[Child]
+    ) -> Iterator[int]:
+        """Run the waiting calls in children: those of `crew`, and more as they start."""
+        attempts = [0] * len(calls)
         running: dict[Any, tuple[Child, int]] = {}  # channel -> child, number of its call
 
         def start(child: Child) -> None:
@@ -63,10 +86,15 @@ class LocalPool:
                 child.channel.send(calls[number])
 
         try:
-            for _ in range(min(self.workers, len(calls))):
-                start(_worker())
-            while running:
-                ready: list[Any] = wait(list(running))
+            while waiting or running:
+                crew += CREW.take(min(workers, len(waiting) + len(running)) - len(running) - len(crew))
+                while crew and waiting:
+                    start(crew.pop())
+                if not running and not CREW.is_starting:
+                    crew.append(new_worker(_modules(calls)))
+                    continue
+                is_short = len(running) < workers and waiting and CREW.is_starting
+                ready: list[Any] = wait(list(running), 0.01 if is_short else None)
                 for channel in ready:
                     child, number = running.pop(channel)
                     try:
@@ -75,17 +103,19 @@ class LocalPool:
                         child.close()
                         _check_attempts(calls[number], attempts[number], child.exit_description())
                         waiting.appendleft(number)
-                        start(_worker())
+                        start(new_worker(_modules(calls)))
                         continue
                     if error is not None:
-                        child.close()
+                        CREW.give(child)
                         raise error
                     if waiting:
                         start(child)
                     else:
-                        child.close()
+                        CREW.give(child)
                     yield number
         finally:
+            for child in crew:
+                CREW.give(child)
             for child, _ in running.values():
                 child.kill()
                 child.close()
@@ -132,20 +162,23 @@ class RayTasks:
                 ray.cancel(reference, force=True)
 
 
-def serve_calls(channel: Channel) -> None:
-    """Run calls from the channel until it closes; answer each with None or its error."""
-    while True:
-        call: Call = channel.recv()
+def _modules(calls: Sequence[Call]) -> list[str]:
+    """Return the modules of this package that the calls need: a fork server may import them, and Parquet, once."""
+    found = {call.stage.function.partition(":")[0] for call in calls}
+    return ["pyarrow.parquet", *sorted(name for name in found if name.startswith("whorl."))]
+
+
+def _has_bytes(calls: Sequence[Call], least: int) -> bool:
+    """Return whether the inputs together have at least so many bytes; true for those that are no local files."""
+    total = 0
+    for path in (i.path for call in calls for i in call.unit.inputs):
         try:
-            call()
-        except Exception as error:
-            channel.send(_picklable(error))
-        else:
-            channel.send(None)
-
-
-def _worker() -> Child:
-    return Child("whorl.corpus.mapreduce.executors:serve_calls", name="corpus worker", preload=(__name__,))
+            total += Path(path).stat().st_size
+        except OSError:
+            return True
+        if total >= least:
+            return True
+    return False
 
 
 def _run(call: Call) -> None:
@@ -159,11 +192,3 @@ def _check_attempts(call: Call, attempts: int, reason: str) -> None:
             f"{call.stage.function} of {inputs} was ended {attempts} times: {reason}",
             do="give it more memory, fewer workers, or smaller documents; finished units are kept",
         )
-
-
-def _picklable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

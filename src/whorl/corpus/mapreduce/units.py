@@ -68,11 +68,14 @@ class Stage:
     function: "module:name" of `f(inputs, out, config, arguments) -> summary`, which reads the files of the list `inputs`,
     writes files into the empty folder `out`, and returns JSON values. Equal arguments must give equal bytes.
     version: to be raised when the function's results change.
+    isolate: a local pool of several workers runs the function in a child process always: it may crash on foreign bytes, or
+        load a model. Not part of the key.
     """
 
     function: str
     version: int
     config: Mapping[str, Any] = field(default_factory=dict)
+    isolate: bool = False
 
     def key(self, unit: Unit) -> str:
         """Return the key of a unit in this stage: 32 hex digits."""

@@ -43,7 +43,12 @@ def measure_files(
     found = {}
     for config in measures:
         model = (_model_input(config.model),) if config.model is not None else ()
-        stage = Stage(f"{__name__}:measure_file", config.resolve().version, {"measure": config.measure})
+        stage = Stage(
+            f"{__name__}:measure_file",
+            config.resolve().version,
+            {"measure": config.measure},
+            isolate=bool(model),
+        )
         outputs = units.run(
             stage, [Unit((path, *model)) for path in inputs], executor,
             advance=lambda unit: advance(rows[unit.inputs[0].digest]),

@@ -87,7 +87,8 @@ def embed_files(
     settings = {"encoder": encoder.address, "opener": encoder.opener, "max_characters": max_characters}
     model = Input(encoder.path, encoder.address)  # in the key by its address
     units = [Unit((Input.of(path),), covered=(model,)) for path in documents]
-    found = store.run(Stage(f"{__name__}:embed_file", VERSION, settings), units, executor, advance)
+    stage = Stage(f"{__name__}:embed_file", VERSION, settings, isolate=True)
+    found = store.run(stage, units, executor, advance)
     return [np.load(output.folder / FILE, mmap_mode="r") for output in found]
 
 
