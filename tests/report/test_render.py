@@ -95,7 +95,7 @@ def test_page_contains_figures(full_page: str) -> None:
     assert [figure for figure in re.split(r"\s*\|\s*", FIGURES) if figure not in page] == []
     # Sorted by score; the row of the model is marked.
     bits = [float(b) for b in re.findall(r'<td class="n">(\d\.\d{3})</td><td class="n optional">', page)]
-    assert bits == sorted(bits) and len(bits) == 6
+    assert bits == sorted(bits) and len(bits) == 5
     assert page.count('<tr class="model">') == 1
 
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 BYTES_PER_TOKEN = 2.8
 STEP_SECONDS = 2.0  # of every step that loads a model
-# Per megabyte of training text and core: xz and PPMd, both primed, and the n-gram model.
-BASELINE_SECONDS = 1.35
+BASELINE_SECONDS = 0.4  # per megabyte of training text and core: primed PPMd and the n-gram model
 READ_COST, GENERATED_COST = 0.5, 4.0  # of a token of a suite that the engine reads, or generates in a batch
 REQUEST_SECONDS = 0.0005  # added for each request
 TOKENIZE_SECONDS = 0.1  # per megabyte: learn merges, encode all splits

@@ -99,7 +99,6 @@ EXPECTED = {
 SCORES = [
     ("n-gram, order 6", 1.262, "ngram"),
     ("gzip -9, file by file", 1.729, "compressor"),
-    ("xz -9e, primed", 1.016, "compressor"),
     ("zstd -19, dictionary", 1.372, "compressor"),
     ("PPMd order 10, primed", 1.020, "compressor"),
 ]
