@@ -30,6 +30,7 @@ from whorl.evals.code.functions import (
     SourceText,
     extract_functions,
     parse_or_none,
+    rare_garbage_collection,
     source_lines,
 )
 from whorl.evals.verify.task import Verdict, VerifiableTask
@@ -200,6 +201,7 @@ def _examples(docstring: str) -> list[doctest.Example]:
     return examples
 
 
+@rare_garbage_collection()
 def _context(text: str, function: PythonFunction, examples: list[doctest.Example], limit: int) -> str | None:
     """Return the module statements that function and examples need, in order; None if they exceed the limit."""
     tree = parse_or_none(text)
