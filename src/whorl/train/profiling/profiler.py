@@ -43,11 +43,10 @@ from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
 from whorl.train.profiling.inductor import KernelInstrumentation
 from whorl.train.profiling.native_passes import instrumented_passes
-from whorl.train.profiling.step_timer import random_batch
+from whorl.train.profiling.step_timer import BATCHES, random_batch
 from whorl.train.profiling.trace import ATTENTION, MATMULS, PARTS, RANGE, STEP, UNNAMED, OpCost, read_trace
 
 WARMUP_STEPS = 3
-RANDOM_BATCHES = 8  # in turn
 
 
 @dataclass
@@ -226,10 +225,7 @@ def _open_batches(job: Job, process_group: ProcessGroup) -> Any:
     if job.tokens or job.stream is not None:
         return _batches(job, process_group, 0, None)
     rows = job.batch_size // job.replicas
-    made = [
-        random_batch(job.model_copy(update={"seed": RANDOM_BATCHES * process_group.rank + n}), rows)
-        for n in range(RANDOM_BATCHES)
-    ]
+    made = [random_batch(job, rows, BATCHES * process_group.rank + n) for n in range(BATCHES)]
     return nullcontext(
         cycle({**dict(each), "segment_ids": torch.zeros_like(each["tokens"])} for each in made)
     )

@@ -22,6 +22,7 @@ from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.resilience.oom_advice import is_out_of_memory, suggest
 
 WARMUP_STEPS = 3
+BATCHES = 16  # in turn, so that rows of look-up tables come from memory, as in training
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,15 @@ def _measure_steps(
     with deterministic(job.deterministic):
         (update,) = build_learner(build_model(job), job, shared, process_group).updates
         rows = job.batch_size // job.replicas
-        part = random_batch(job, rows)
-        update.accumulate(update.objective(part))
+        parts = [random_batch(job, rows, BATCHES * process_group.rank + n) for n in range(BATCHES)]
+        update.accumulate(update.objective(parts[0]))
         # All ranks compile at once. In a run that does not compile, the slowest of them without it decides.
         own = time.perf_counter() - began - (seconds_in_backend() - compiling)
         slowest = max(rank[0] for rank in process_group.all_gather_scalars(own))
         compile_seconds = time.perf_counter() - began - slowest
         update.step(1e-3)
-        for _ in range(warmup - 1):
-            update.accumulate(update.objective(part))
+        for n in range(warmup - 1):
+            update.accumulate(update.objective(parts[n % BATCHES]))
             update.step(1e-3)
         times: list[float] = []
         started = time.perf_counter()
@@ -108,7 +109,7 @@ def _measure_steps(
             process_group.all_gather_scalars(time.perf_counter() - started)[0][0] < seconds or len(times) < 3
         ):
             begin = time.perf_counter()
-            update.accumulate(update.objective(part))
+            update.accumulate(update.objective(parts[len(times) % BATCHES]))
             update.step(1e-3)
             if job.device != "cpu":
                 torch.cuda.synchronize()
@@ -117,10 +118,10 @@ def _measure_steps(
     return StepTiming(startup, sorted(times)[len(times) // 2], compile_seconds)
 
 
-def random_batch(job: Job, rows: int) -> MicroBatch:
-    """Return a batch of random ids in the loop's format, one document per row."""
+def random_batch(job: Job, rows: int, number: int = 0) -> MicroBatch:
+    """Return a batch of random ids in the loop's format, one document per row. number: seeds it."""
     ids = torch.randint(
-        0, job.model.vocab_size, (rows, job.seq_len + 1), generator=generator(job.seed, "timing")
+        0, job.model.vocab_size, (rows, job.seq_len + 1), generator=generator(job.seed, "timing", number)
     ).to(job.device)
     mask = torch.ones(rows, job.seq_len, dtype=torch.bool, device=job.device)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "loss_mask": mask}
