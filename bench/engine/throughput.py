@@ -33,12 +33,13 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -172,18 +173,21 @@ def claims(cell: Cell, found: Sequence[Result], quick: bool) -> None:
 
 
 def product_rate(kind: str) -> float:
-    """FLOP/s of a square product of this type on all threads: torch's, int8 with int32 sums."""
+    """FLOP/s of a square product of this type on all threads: torch's, int8 with int32 sums; in fp32 the faster of its MKL,
+    which has no AVX-512 for AMD, and numpy's OpenBLAS."""
     torch.set_num_threads(THREADS)
     n = sized(2048, 256)
     if kind.startswith("int8"):
         a, b = (torch.randint(-9, 9, (n, n), dtype=torch.int8) for _ in range(2))
-        multiply = partial(torch._int_mm, a, b)
+        ways: list[Callable[[], object]] = [partial(torch._int_mm, a, b)]
     else:
         dtype = torch.float32 if kind == "fp32" else torch.bfloat16
         a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
-        multiply = partial(torch.mm, a, b)
+        ways = [partial(torch.mm, a, b)]
+        if kind == "fp32":
+            ways.append(partial(np.matmul, a.numpy(), b.numpy()))
     best = math.inf
-    for _ in range(8):
+    for multiply in ways * 8:
         began = time.perf_counter()
         multiply()
         best = min(best, time.perf_counter() - began)
@@ -191,21 +195,35 @@ def product_rate(kind: str) -> float:
 
 
 def bound_claims(cell: Cell, found: Sequence[Result], quick: bool) -> None:
-    """Print the share of the GEMM bound of 32 rows of the larger model: its products alone, at torch's rate of the type."""
-    if (cell.model, cell.name) != ("109M", "32"):
+    """Print the larger model's share of the bound of its products alone, with 32 rows and in prefill.
+
+    A prefill's bar is the share at which its ratio to the best peer is met, which may be above 1.
+    """
+    if cell.model != "109M" or cell.name not in ("32", "prefill"):
         return
     shape = models.config(cell.model)
     head = shape.vocab_size * shape.d_model
     layer = 4 * shape.d_model**2 + 3 * shape.d_model * shape.mlp_hidden
     positions = cell.rows * (cell.prompt + cell.n_new)
     flops = 2 * (positions * shape.n_layers * layer + cell.rows * cell.n_new * head)
-    bar = 0.5 if torch.cpu._is_amx_tile_supported() else 0.7  # type: ignore[attr-defined]
-    for own, _ in by_kind(found):
+    flops += (
+        2 * cell.rows * cell.prompt**2 * shape.d_model * shape.n_layers
+    )  # scores and values of earlier keys
+    amx = torch.cpu._is_amx_tile_supported()  # type: ignore[attr-defined]
+    for own, peers in by_kind(found):
         bound = cell.tokens * product_rate(own.kind) / flops
+        bar, what = 0.5 if amx else 0.7, f"{cell.rows} rows"
+        if cell.name == "prefill":
+            if not peers:
+                continue
+            bar, what = (
+                (1.2 if amx else 1.3) * peers[0].best / bound,
+                f"prefill of {cell.rows} x {cell.prompt:,}",
+            )
         claim(
-            f"engine, {NAMES[cell.model]} parameters, {own.kind}, {cell.rows} rows: share of the GEMM bound",
-            ours=round(own.best, 1), peer=round(bound, 1), unit="tokens/s", ratio=own.best / bound, bar=bar,
-            ok=own.best >= bar * bound, quick=quick, variant=f"110M-32-{own.kind}-gemm",
+            f"engine, {NAMES[cell.model]} parameters, {own.kind}, {what}: share of the GEMM bound",
+            ours=round(own.best, 1), peer=round(bound, 1), unit="tokens/s", ratio=own.best / bound, bar=round(bar, 2),
+            ok=own.best >= bar * bound, quick=quick, variant=f"110M-{cell.name}-{own.kind}-gemm",
             peer_name="products of prompts and new tokens alone",
         )  # fmt: skip
 
