@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -98,20 +99,101 @@ void sort_hashes(const uint64_t* hashes, int64_t n, std::vector<uint64_t>& sorte
 }
 
 struct Files {  // the signatures of all files; a document is a number over all of them
-    const uint32_t* const* signatures;
+    const uint16_t* const* signatures;
     const int64_t* first;  // [n + 1]
     int64_t n;
     int hashes;
-    const uint32_t* at(int64_t document) const {
+    const uint16_t* at(int64_t document) const {
         const int64_t file = std::upper_bound(first, first + n + 1, document) - first - 1;
         return signatures[file] + (document - first[file]) * hashes;
     }
 };
 
-int agreement(const uint32_t* a, const uint32_t* b, int hashes) {
+int agreement(const uint16_t* a, const uint16_t* b, int hashes) {
     int equal = 0;
     for (int k = 0; k < hashes; k++) equal += a[k] == b[k];
     return equal;
+}
+
+int64_t hash_characters(const uint8_t* p, const uint8_t* end, const uint8_t* table, uint64_t* out) {
+    int64_t count = 0;
+    while (p < end) {
+        if (!table[*p] || (*p & 0xC0) == 0x80) { p++; continue; }
+        uint64_t hash = 0;
+        int64_t at = 0;
+        do {
+            hash += table[*p++] * power(at++);
+        } while (p < end && (*p & 0xC0) == 0x80);
+        out[count++] = mix(hash);
+    }
+    return count;
+}
+
+struct Scratch {
+    std::vector<uint8_t> hashed;  // the value of each byte in the table, and zeros at the end
+    std::vector<std::pair<int64_t, uint64_t>> longer;  // words of more than eight bytes, and the sum of the others
+};
+
+// The words are found eight bytes at a time, then hashed eight at a time. out: has space for seven words more.
+int64_t hash_words(const uint8_t* p, const uint8_t* end, const uint8_t* table, Scratch& scratch, uint64_t* out) {
+    constexpr uint64_t HIGH = 0x8080808080808080ull;
+    const int64_t size = end - p;
+    if (int64_t(scratch.hashed.size()) < size + 16) scratch.hashed.resize(size + 16);
+    scratch.longer.clear();
+    uint8_t* bytes = scratch.hashed.data();
+    for (int64_t i = 0; i < size; i++) bytes[i] = table[p[i]];
+    std::memset(bytes + size, 0, 16);
+    int64_t count = 0;
+    for (int64_t i = 0; i < size;) {
+        uint64_t x;
+        std::memcpy(&x, bytes + i, 8);
+        if (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__) x = __builtin_bswap64(x);
+        const uint64_t full = (((x & ~HIGH) + ~HIGH) | x) & HIGH;  // the high bit of each byte that is not zero
+        if (full == HIGH) {
+            uint64_t more = 0;
+            int64_t at = 8;
+            for (; bytes[i + at]; at++) more += bytes[i + at] * power(at);
+            if (at > 8) scratch.longer.emplace_back(count, more);
+            out[count++] = x;
+            i += at;
+            continue;
+        }
+        const int length = __builtin_ctzll(~full & HIGH) >> 3;
+        out[count] = x & ((1ull << 8 * length) - 1);
+        count += length > 0;
+        const uint64_t rest = full >> 8 * length;
+        i += rest ? length + (__builtin_ctzll(rest) >> 3) : 8;
+    }
+    for (int64_t i = 0; i < count; i += LANES) {
+        Lanes x, sum = {};
+        std::memcpy(&x, out + i, sizeof x);
+        for (int j = 0; j < 8; j++, x >>= 8) sum += (x & 0xFF) * power.of[j];
+        std::memcpy(out + i, &sum, sizeof sum);
+    }
+    for (const auto& [word, more] : scratch.longer) out[word] += more;
+    for (int64_t i = 0; i < count; i++) out[i] = mix(out[i]);
+    return count;
+}
+
+void hash_windows(const uint64_t* words, int64_t n, int32_t size, uint64_t* out) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        Lanes x, word;
+        std::memcpy(&x, words + i, sizeof x);
+        for (int32_t j = 1; j < size; j++) {
+            std::memcpy(&word, words + i + j, sizeof word);
+            x = x * P + word;
+        }
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+        x = x ^ (x >> 31);
+        std::memcpy(out + i, &x, sizeof x);
+    }
+    for (; i < n; i++) {
+        uint64_t x = words[i];
+        for (int32_t j = 1; j < size; j++) x = x * P + words[i + j];
+        out[i] = mix(x);
+    }
 }
 
 }  // namespace
@@ -123,24 +205,18 @@ extern "C" {
 void whorl_shingles(const uint8_t* data, const int64_t* starts, const int64_t* ends, int64_t n, const uint8_t* table,
                     int32_t characters, int32_t size, uint64_t* words, uint64_t* out, int64_t* first) {
     int64_t written = 0;
+    Scratch scratch;
     for (int64_t d = 0; d < n; d++) {
         first[d] = written;
         const uint8_t *p = data + starts[d], *end = data + ends[d];
-        int64_t count = 0;
-        while (p < end) {
-            if (!table[*p] || (characters && (*p & 0xC0) == 0x80)) { p++; continue; }
-            uint64_t hash = 0;
-            int64_t at = 0;
-            do {
-                hash += table[*p++] * power(at++);
-            } while (p < end && (characters ? (*p & 0xC0) == 0x80 : table[*p] != 0));
-            words[count++] = mix(hash);
-        }
+        const int64_t count = characters ? hash_characters(p, end, table, words) : hash_words(p, end, table, scratch, words);
         const int64_t shingles = std::max<int64_t>(count - size + 1, 1);
-        for (int64_t i = 0; i < shingles; i++) {
+        if (count < size) {
             uint64_t shingle = 0;
-            for (int32_t j = 0; j < size; j++) shingle = shingle * P + (i + j < count ? words[i + j] : 0);
-            out[written + i] = mix(shingle);
+            for (int32_t j = 0; j < size; j++) shingle = shingle * P + (j < count ? words[j] : 0);
+            out[written] = mix(shingle);
+        } else {
+            hash_windows(words, shingles, size, out + written);
         }
         written += shingles;
     }
@@ -176,15 +252,13 @@ void whorl_unique(uint64_t* shingles, int64_t* first, int64_t n) {
 }
 
 // Order records by key; records of equal keys keep their order. The arrays `other_*` are scratch.
-void whorl_sort(uint64_t* keys, int64_t* documents, int64_t n, uint64_t* other_keys, int64_t* other_documents) {
-    std::vector<int64_t> counts(1 << 11);
-    for (int shift = 0; shift < 66; shift += 11) {  // six passes: the result is back in `keys`
-        std::fill(counts.begin(), counts.end(), 0);
-        for (int64_t i = 0; i < n; i++) counts[keys[i] >> shift & 0x7FF]++;
-        int64_t sum = 0;
+void whorl_sort(uint32_t* keys, int64_t* documents, int64_t n, uint32_t* other_keys, int64_t* other_documents) {
+    for (int shift = 0; shift < 32; shift += 8) {  // four passes: the result is back in `keys`
+        int64_t counts[256] = {}, sum = 0;
+        for (int64_t i = 0; i < n; i++) counts[keys[i] >> shift & 0xFF]++;
         for (auto& count : counts) { const int64_t here = count; count = sum; sum += here; }
         for (int64_t i = 0; i < n; i++) {
-            const int64_t at = counts[keys[i] >> shift & 0x7FF]++;
+            const int64_t at = counts[keys[i] >> shift & 0xFF]++;
             other_keys[at] = keys[i];
             other_documents[at] = documents[i];
         }
@@ -193,8 +267,35 @@ void whorl_sort(uint64_t* keys, int64_t* documents, int64_t n, uint64_t* other_k
     }
 }
 
+// Divide keys [n, bands] by their upper bits. out: the lower halves, by partition. counts: [2^bits, n] how many each document
+// has. first: [2^bits + 1].
+void whorl_partition(const uint64_t* keys, int64_t n, int32_t bands, int32_t bits, uint32_t* out, uint16_t* counts,
+                     int64_t* first) {
+    const int64_t partitions = int64_t(1) << bits;
+    const auto number = [&](uint64_t key) { return bits ? int64_t(key >> (64 - bits)) : 0; };
+    std::fill(counts, counts + partitions * n, 0);
+    for (int64_t d = 0; d < n; d++)
+        for (int32_t b = 0; b < bands; b++) counts[number(keys[d * bands + b]) * n + d]++;
+    std::vector<int64_t> at(partitions);
+    first[0] = 0;
+    for (int64_t p = 0; p < partitions; p++) {
+        at[p] = first[p];
+        first[p + 1] = first[p];
+        for (int64_t d = 0; d < n; d++) first[p + 1] += counts[p * n + d];
+    }
+    for (int64_t i = 0; i < n * bands; i++) out[at[number(keys[i])]++] = uint32_t(keys[i]);
+}
+
+// Write a hash of each row of numbers [n, width].
+void whorl_digest(const uint64_t* rows, int64_t n, int64_t width, uint64_t* out) {
+    for (int64_t d = 0; d < n; d++) {
+        out[d] = 0;
+        for (int64_t k = 0; k < width; k++) out[d] = mix(out[d] ^ rows[d * width + k]) * P;
+    }
+}
+
 // Join documents of a bucket that agree in at least `least` numbers. keys: sorted. parent: [documents].
-void whorl_join(const uint64_t* keys, const int64_t* documents, int64_t n, const uint32_t* const* signatures,
+void whorl_join(const uint32_t* keys, const int64_t* documents, int64_t n, const uint16_t* const* signatures,
                 const int64_t* first, int64_t files, int32_t hashes, int32_t least, int64_t all_pairs, int64_t* parent) {
     const Files from{signatures, first, files, hashes};
     std::vector<int64_t> rest, next;
@@ -205,7 +306,7 @@ void whorl_join(const uint64_t* keys, const int64_t* documents, int64_t n, const
         const bool all = end - begin <= all_pairs;
         for (int64_t leaders = 0; rest.size() > 1 && leaders < all_pairs; leaders++) {
             const int64_t leader = rest[0];
-            const uint32_t* own = from.at(leader);
+            const uint16_t* own = from.at(leader);
             next.clear();
             for (size_t i = 1; i < rest.size(); i++) {
                 const int64_t other = rest[i], x = find(parent, leader), y = find(parent, other);

@@ -32,6 +32,8 @@ def library() -> ctypes.CDLL | None:
         ("shingles", [p, p, p, i64, p, i32, i32, p, p, p]),
         ("minhash", [p, p, i64, p, p, i32, p]),
         ("band_keys", [p, i64, i32, i32, i32, p]),
+        ("partition", [p, i64, i32, i32, p, p, p]),
+        ("digest", [p, i64, i64, p]),
         ("unique", [p, p, i64]),
         ("sort", [p, p, i64, p, p]),
         ("join", [p, p, i64, p, p, i64, i32, i32, i64, p]),

@@ -21,7 +21,7 @@ MAX_ALL_PAIRS_BUCKET = 256
 
 
 def join_buckets(
-    keys: NDArray[np.uint64], documents: NDArray[np.int64], signatures: Sequence[NDArray[np.uint32]], threshold: float,
+    keys: NDArray[np.uint32], documents: NDArray[np.int64], signatures: Sequence[NDArray[np.uint16]], threshold: float,
     parent: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """Join, in `parent`, documents of equal keys that agree in at least `threshold` of their signatures.
@@ -49,7 +49,7 @@ def join_buckets(
 
 
 def _join(
-    keys: NDArray[np.uint64], documents: NDArray[np.int64], signatures: Sequence[NDArray[np.uint32]], least: int,
+    keys: NDArray[np.uint32], documents: NDArray[np.int64], signatures: Sequence[NDArray[np.uint16]], least: int,
     parent: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """Compute `join_buckets` in numpy, from sorted keys."""

@@ -85,6 +85,48 @@ def band_keys(signatures: NDArray[np.uint32], config: MinHashConfig) -> NDArray[
     return out
 
 
+def divided_keys(
+    keys: NDArray[np.uint64], partitions: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.int64]]:
+    """Return the lower halves of keys by partition, a range of the keys, and in a partition by document.
+
+    Args:
+        keys: [n, bands].
+        partitions: a power of two.
+
+    Returns:
+        keys [n * bands]; how many of each document are in each partition [partitions, n]; where each begins, and the end.
+    """
+    n, bands = keys.shape
+    bits = partitions.bit_length() - 1
+    counts, first = np.empty((partitions, n), np.uint16), np.zeros(partitions + 1, np.int64)
+    native = library()
+    if native is not None:
+        out = np.empty(keys.size, np.uint32)
+        native.whorl_partition(pointer(keys), n, bands, bits, pointer(out), pointer(counts), pointer(first))
+        return out, counts, first
+    numbers = (keys >> np.uint64(64 - bits)).astype(np.int64) if bits else np.zeros(keys.shape, np.int64)
+    order = np.argsort(numbers.ravel(), kind="stable")
+    for number in range(partitions):
+        counts[number] = (numbers == number).sum(axis=1)
+    np.cumsum(counts.sum(axis=1), out=first[1:])
+    return keys.ravel()[order].astype(np.uint32), counts, first
+
+
+def signature_digests(signatures: NDArray[np.uint16]) -> NDArray[np.uint64]:
+    """Return a hash of each signature: [n]."""
+    padded = np.pad(signatures, ((0, 0), (0, -signatures.shape[1] % 4)))
+    rows = np.ascontiguousarray(padded).view(np.uint64)
+    native = library()
+    found = np.zeros(len(rows), np.uint64)
+    if native is not None:
+        native.whorl_digest(pointer(rows), len(rows), rows.shape[1], pointer(found))
+        return found
+    for column in rows.T:
+        found = mix(found ^ column) * np.uint64(P)
+    return found
+
+
 def minhash_signature_reference(text: bytes, config: MinHashConfig | None = None) -> NDArray[np.uint32]:
     """Reference: return one document's signature, [hashes]."""
     config = config or MinHashConfig()

@@ -136,5 +136,7 @@ def keep_rows(
                 mask[removed[(removed >= begin) & (removed < begin + len(table))] - begin] = False
                 begin += len(table)
                 kept += int(mask.sum())
-                writer.write_table(table.filter(pa.array(mask)))
+                bits = pa.py_buffer(np.packbits(mask, bitorder="little"))  # `pa.array` would import pandas
+                some = pa.Array.from_buffers(pa.bool_(), len(mask), [None, bits])
+                writer.write_table(table if mask.all() else table.filter(some))
     return {"documents": kept}

@@ -1,8 +1,10 @@
 """Signatures of documents and the keys of their bands: the map stage `sign`, and what later stages read of it.
 
-A unit writes the signatures of a document file into one array, [n_documents, hashes]. The keys of all bands are divided
-into partitions, each a range of the keys. The file of a partition has two arrays, keys and rows, for each block of texts.
-Its last array is a digest of the signatures that `join` reads. Memory does not grow with the documents of a file.
+A unit writes the signatures of a document file into one array, [n_documents, hashes]. Of each hash it has the lower 16
+bits (b-bit minwise hashing, Li & König 2010), which agree by chance once in 65,536. The keys of all bands are divided into
+partitions, each a range of the keys. The file of a partition has two arrays for each block of texts: the lower 32 bits of
+the keys, by document, and how many each document has. Its last array is a digest of the signatures that `join` reads. Keys
+that differ in the other bits only cost a comparison of signatures. Memory does not grow with the documents of a file.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.near.arrays import partitioned, read_arrays, write_arrays, write_parts
-from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signatures
+from whorl.corpus.deduplication.near.arrays import read_arrays, write_arrays, write_parts
+from whorl.corpus.deduplication.near.minhash import (
+    band_keys,
+    divided_keys,
+    minhash_signatures,
+    signature_digests,
+)
 from whorl.corpus.deduplication.settings import MinHashConfig
-from whorl.corpus.deduplication.shingles import P, TextBlock, mix
+from whorl.corpus.deduplication.shingles import TextBlock
 from whorl.corpus.mapreduce import Output, partition_name
 
 SIGNATURES = "signatures"
@@ -43,35 +50,27 @@ def sign(
     settings, partitions = stage_settings(config), int(config["partitions"])
     read = [hashlib.blake2b(digest_size=16) for _ in range(partitions)]
     documents = shingles = 0
+    kind = np.uint8 if settings.bands < 256 else np.uint16
 
-    def signatures() -> Iterator[NDArray[np.uint32]]:
+    def signatures() -> Iterator[NDArray[np.uint16]]:
         nonlocal documents, shingles
         for texts in _text_blocks(inputs[0], settings):
             signed = minhash_signatures(texts, settings)
-            keys, digests = band_keys(signed, settings).ravel(), _signature_digest(signed)
-            rows = np.repeat(np.arange(len(texts), dtype=np.uint32), settings.bands)
-            for number, some in enumerate(partitioned(keys, partitions)):
-                own = rows[some]
-                read[number].update(digests[np.unique(own)])
-                path = out / partition_name(number)
-                write_arrays(path, keys[some], own + np.uint32(documents), append=True)
+            keys, counts, first = divided_keys(band_keys(signed, settings), partitions)
+            lower = signed.astype(np.uint16)
+            digests = signature_digests(lower)
+            for number, own in enumerate(counts.astype(kind)):
+                read[number].update(digests[own > 0].tobytes())
+                some = keys[first[number] : first[number + 1]]
+                write_arrays(out / partition_name(number), some, own, append=True)
             documents += len(texts)
             shingles += int((texts.ends - texts.starts).sum()) // 6 + len(texts)
-            yield signed
+            yield lower
 
-    write_parts(out / SIGNATURES, (count_rows(inputs[0]), settings.hashes), np.uint32, signatures())
+    write_parts(out / SIGNATURES, (count_rows(inputs[0]), settings.hashes), np.uint16, signatures())
     for number, digest in enumerate(read):  # the signatures are not part of the key of `join`
         write_arrays(out / partition_name(number), np.frombuffer(digest.digest(), np.uint8), append=True)
     return {"documents": documents, "shingles": shingles}
-
-
-def _signature_digest(signatures: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """Return a hash of each signature: [n]."""
-    found = np.zeros(len(signatures), np.uint64)
-    for begin in range(0, signatures.shape[1], 2):
-        pair = signatures[:, begin : begin + 2].astype(np.uint64)
-        found = mix(found ^ (pair[:, 0] | (pair[:, -1] << np.uint64(32)))) * np.uint64(P)
-    return found
 
 
 def partition_names(signed: Sequence[Output]) -> list[str]:
@@ -80,24 +79,25 @@ def partition_names(signed: Sequence[Output]) -> list[str]:
 
 
 def read_records(
-    paths: Sequence[str], signatures: Sequence[NDArray[np.uint32]], is_chosen: NDArray[np.bool_] | None = None
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:  # fmt: skip
+    paths: Sequence[str], signatures: Sequence[NDArray[np.uint16]], is_chosen: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:  # fmt: skip
     """Return the keys of bands in a partition, and the document of each, counted over all files: [n], [n].
 
     Args:
         is_chosen: [n_documents] whose records are returned; default all.
     """
     size = sum(len(keys) for path in paths for keys in read_arrays(path)[:-1:2])
-    keys, documents = np.empty(size, np.uint64), np.empty(size, np.int64)
+    keys, documents = np.empty(size, np.uint32), np.empty(size, np.int64)
     begin = first = 0
     for path, signed in zip(paths, signatures, strict=True):
-        arrays = read_arrays(path)
-        for own, rows in zip(arrays[:-1:2], arrays[1::2], strict=True):
-            numbers = rows + np.int64(first)
+        arrays, at = read_arrays(path), first
+        for own, counts in zip(arrays[:-1:2], arrays[1::2], strict=True):
+            numbers = np.repeat(np.arange(at, at + len(counts), dtype=np.int64), counts)
             some = slice(None) if is_chosen is None else is_chosen[numbers]
             end = begin + len(numbers[some])
             keys[begin:end], documents[begin:end] = own[some], numbers[some]
             begin = end
+            at += len(counts)
         first += len(signed)
     return keys[:begin], documents[:begin]
 

@@ -11,7 +11,7 @@
 A document is `file << 32 | row`, so a changed file changes no number of another. Files of earlier corpora come first. Their
 documents stay, and their units are reused.
 
-Memory: `sign` and `gather` hold a row group. `join` holds the records of its range (32 bytes each, about 4 million) and 17
+Memory: `sign` and `gather` hold a row group. `join` holds the records of its range (24 bytes each, about 4 million) and 17
 bytes per document. `components` needs about 100 bytes per document of its partition that has a candidate. `remove` reads
 sets from memory maps.
 """
@@ -56,8 +56,8 @@ from whorl.corpus.mapreduce import (
     shuffled,
 )
 
-VERSION, REMOVE_VERSION = 3, 4
-RECORDS_PER_PARTITION = 1 << 22  # 64 MB, and as much for sorting
+VERSION, REMOVE_VERSION = 4, 4
+RECORDS_PER_PARTITION = 1 << 22  # 48 MB, and as much for sorting
 SHINGLES_PER_PARTITION = 1 << 25  # 256 MB
 MEMBERS, MATCHES = "members-{:05d}", "matches"
 
@@ -314,9 +314,11 @@ def _selected_groups(path: str, rows: NDArray[np.uint32], config: MinHashConfig)
             inside = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, end)].astype(np.int64) - begin
             if len(inside):
                 column = file.read_row_group(group, columns=["text"])["text"].cast(pa.large_string())
-                encoded = column.take(pa.array(inside)).combine_chunks().dictionary_encode()
+                # `pa.array` of a numpy array would import pandas.
+                chosen = pa.Array.from_buffers(pa.int64(), len(inside), [None, pa.py_buffer(inside)])
+                encoded = column.take(chosen).combine_chunks().dictionary_encode()
                 yield (
                     TextBlock.of_column(encoded.dictionary, config),
-                    encoded.indices.to_numpy().astype(np.int64),
+                    np.frombuffer(encoded.indices.buffers()[1], np.int32, len(inside)).astype(np.int64),
                 )
             begin = end
