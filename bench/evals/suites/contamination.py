@@ -5,7 +5,7 @@
 Two models of 0.3 M parameters are trained on the same lines of the probes, in the same order. The training text of one also
 has 50 items of the task between other lines, each REPEATS times; that of the other has lines of no item in their places.
 Five seeds of training, since scores of single models of this size differ by more than the effect.
-The task is sorting, at levels 3 to 5.
+The task is sorting, at levels 2 to 4.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from whorl.tokens.tokenizer import Tokenizer
 
 ITEMS, PLANTED, REPEATS, SEEDS = 300, 50, 40, 5
 STEPS, BATCH, SEQ_LEN, WIDTH, DEPTH, VOCAB = 900, 8, 128, 96, 2, 360
-LEVELS = (3, 4, 5)
-TOKENS_PER_LINE = 33
+LEVELS = (2, 3, 4)
+TOKENS_PER_LINE = 38
 
 
 def shape(vocab_size: int) -> TransformerConfig:

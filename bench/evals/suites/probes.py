@@ -1,10 +1,11 @@
 """The suite `probes` separates model sizes: 0.3, 1 and 3 M parameters, five seeds each.
 
-    python bench/evals/suites/probes.py --save          about 15 minutes on an idle machine
+    python bench/evals/suites/probes.py --save          about 40 minutes on two idle cores
     python bench/evals/suites/probes.py --quick         two seeds, a third of the steps
 
-All models are trained on the same number of tokens of training lines. A probe separates the sizes if the mean scores over
-seeds are in the order of the sizes, and the 95 % intervals (Student's t over seeds) of neighbors do not overlap.
+All models are trained on the same lines, in the same number of steps, with the same learning rates; each core trains one
+model at a time. A probe separates the sizes if the mean scores over seeds are in the order of the sizes, and the 95 %
+intervals (Student's t over seeds) of neighbors do not overlap.
 Models that repeat symbols (`whorl.evals.probes.repeaters`) must win no probe: none is above chance, and none above the
 smallest model.
 """
@@ -15,10 +16,13 @@ import math
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from _run import claim, parse, smoke
@@ -30,24 +34,26 @@ from whorl.evals.probes.repeaters import REPEATERS, RepeatingModel
 from whorl.evals.probes.suite import probe_tasks, training_lines
 from whorl.evals.runner import evaluate
 from whorl.evals.statistics.intervals import mean_interval
-from whorl.evals.tasks import EvalTask
 from whorl.plan.cost import decoder_config
 from whorl.tokens.tokenizer import Tokenizer
 
-SIZES = {"0.3 M": (96, 2), "1 M": (128, 5), "3 M": (192, 6)}  # width, depth
-BATCH, SEQ_LEN, VOCAB, TOKENS_PER_LINE = 8, 128, 360, 27
+SIZES = {"0.3 M": (96, 2), "1 M": (144, 4), "3 M": (192, 7)}  # width, depth
+BATCH, SEQ_LEN, VOCAB = 16, 128, 360
+SYMBOLS_PER_LINE = 25
 ITEMS = 500
 APART = 4  # probes at least
+WORKERS = 2  # models at a time, one thread each
 
 Scores = dict[str, float]
 
 
-def train_and_score(
-    size: str, seed: int, steps: int, lines: list[str], tokenizer: Tokenizer, tasks: list[EvalTask]
-) -> Scores:
+def train_and_score(size: str, seed: int, steps: int, items: int) -> Scores:
     """Return probe -> share right of a new model."""
+    torch.set_num_threads(1)
     width, depth = SIZES[size]
     began = time.perf_counter()
+    lines = training_lines(max(steps * BATCH * SEQ_LEN // SYMBOLS_PER_LINE, 200))
+    tokenizer = Tokenizer.train(lines[:3000], VOCAB)
     with tempfile.TemporaryDirectory() as folder:
         model = decoder_config(width, depth, tokenizer.vocab_size, trained_length=SEQ_LEN, ngram_orders=())
         whorl.train(
@@ -55,11 +61,23 @@ def train_and_score(
             evaluations=1, quiet=True, compile=False, threads=1, model=model,
         )  # fmt: skip
         backend = EngineBackend.open(folder)
-        found = {r.task.removeprefix("probe-"): r.measures[0].value for r in evaluate(backend, tasks)}
+        results = evaluate(backend, probe_tasks(items=items, shots=0))
+        found = {r.task.removeprefix("probe-"): r.measures[0].value for r in results}
         n = sum(p.numel() for p in backend.engine.model.parameters())
     text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
     print(f"{size}, seed {seed}: {n:,} parameters, {time.perf_counter() - began:.0f} s: {text}", flush=True)
     return found
+
+
+def train_all(steps: int, seeds: int, items: int) -> dict[str, list[Scores]]:
+    """Return size -> scores of each seed."""
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        running = {
+            (size, seed): pool.submit(train_and_score, size, seed, steps, items)
+            for seed in range(seeds)
+            for size in reversed(SIZES)
+        }
+        return {size: [running[size, seed].result() for seed in range(seeds)] for size in SIZES}
 
 
 def main() -> int:
@@ -68,7 +86,7 @@ def main() -> int:
         __doc__,
         lambda p: (
             p.add_argument("--quick", action="store_true", help="two seeds, a third of the steps"),
-            p.add_argument("--steps", type=int, default=1000),
+            p.add_argument("--steps", type=int, default=1800),
             p.add_argument("--seeds", type=int, default=5),
         ),
         smoke={"quick": True, "steps": 12, "seeds": 2},
@@ -76,13 +94,8 @@ def main() -> int:
     steps, seeds = args.steps, args.seeds
     if args.quick and not smoke():
         steps, seeds = steps // 3, 2
-    tasks = probe_tasks(items=20 if smoke() else ITEMS, shots=0)
-    lines = training_lines(max(steps * BATCH * SEQ_LEN // TOKENS_PER_LINE, 200))
-    tokenizer = Tokenizer.train(lines[:3000], VOCAB)
-    scores = {
-        size: [train_and_score(size, seed, steps, lines, tokenizer, tasks) for seed in range(seeds)]
-        for size in SIZES
-    }
+    items = 20 if smoke() else ITEMS
+    scores, tasks = train_all(steps, seeds, items), probe_tasks(items=items, shots=0)
     apart = []
     for probe in PROBES:
         intervals = [mean_interval(np.array([s[probe] for s in scores[size]])) for size in SIZES]

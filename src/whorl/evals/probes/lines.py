@@ -1,6 +1,6 @@
 """The seven probes: each writes one line of text at a difficulty level, with a question whose answer the line contains.
 
-    induction   induction c q f c t q t f q t f                    what followed two letters the last time
+    induction   induction c q f c t q t f then q t f               what followed two letters the last time
     recall      recall a b K a c Q d b M then a c Q a b K ...      the value of a key of two letters
     copying     copying f q q f t t to f q q f t t                 the letter at the same place
     sorting     sorting t q c f to c f q t                         the next letter in order
@@ -90,12 +90,12 @@ def _choices(rng: Rng, gold: str, others: Sequence[str]) -> tuple[str, ...]:
 
 
 def induction(rng: Rng, level: int) -> ProbeLine:
-    """Letters, then a stretch of them again. level: each letter occurs 1, 2, 3, 4, 4 times, before different ones.
+    """Letters, then a stretch of them again. level: each letter occurs 1, 2, 3, 3, 4 times, before different ones.
 
     With 4 occurrences the choices are the 4 letters that follow the letter before the question, so one letter of
     context is not enough: the stretch is found by two.
     """
-    n, times, length = ((9, 1, 4), (8, 2, 4), (7, 3, 5), (6, 4, 5), (8, 4, 6))[level - 1]
+    n, times, length = ((12, 1, 6), (9, 2, 8), (8, 3, 10), (7, 3, 10), (6, 4, 12))[level - 1]
     letters = _trail(rng, _letters(rng, n), times)
     begin = int(rng.integers(0, len(letters) - length))
     asked = int(rng.integers(2, length + 1))  # letters of the stretch before the question
@@ -105,8 +105,8 @@ def induction(rng: Rng, level: int) -> ProbeLine:
     mixed = [letters[i] for i in rng.permutation(len(letters)) if letters[i] != gold]
     mixed.sort(key=lambda y: (y not in followers, y in shown))  # the ones that are harder to exclude first
     others = list(dict.fromkeys(mixed))[: CHOICES - 1]
-    symbols = ("induction", *letters, *letters[begin : begin + length + 1])
-    return ProbeLine(symbols, 1 + len(letters) + asked, 1, _choices(rng, gold, others))
+    symbols = ("induction", *letters, "then", *letters[begin : begin + length + 1])
+    return ProbeLine(symbols, 2 + len(letters) + asked, 1, _choices(rng, gold, others))
 
 
 def _trail(rng: Rng, letters: Sequence[str], times: int) -> list[str]:
@@ -130,7 +130,7 @@ def _trail(rng: Rng, letters: Sequence[str], times: int) -> list[str]:
 
 
 def recall(rng: Rng, level: int) -> ProbeLine:
-    """Keys of two letters with values, then four of the keys. level: 4 keys without a common letter; 4, 6, 8, 12 with."""
+    """Keys of two letters with values, then 8 or all keys. level: 4 keys without a common letter; 4, 6, 8, 12 with."""
     n, side = ((4, 4), (4, 2), (6, 3), (8, 3), (12, 4))[level - 1]
     first, second = _letters(rng, side), _letters(rng, side)
     cells = (
@@ -139,7 +139,7 @@ def recall(rng: Rng, level: int) -> ProbeLine:
         else [divmod(int(c), side) for c in rng.permutation(side * side)[:n]]
     )
     keys, values = [(first[i], second[j]) for i, j in cells], _letters(rng, n, ascii_uppercase)
-    order = [int(i) for i in rng.permutation(n)[:CHOICES]]
+    order = [int(i) for i in rng.permutation(n)[: 2 * CHOICES]]
     asked = int(rng.integers(0, n - CHOICES + 1 if n < 2 * CHOICES else CHOICES))
     symbols = ["recall", *(x for i in range(n) for x in (*keys[i], values[i]))]
     symbols += ["then", *(x for i in order for x in (*keys[i], values[i]))]
@@ -156,9 +156,13 @@ def _share(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 
 def copying(rng: Rng, level: int) -> ProbeLine:
-    """Letters, each twice, in random order, and a copy. level: 4, 5, 6, 7, 8 distinct letters."""
-    distinct = _letters(rng, 3 + level)
-    letters = [(2 * distinct)[i] for i in rng.permutation(2 * len(distinct))]
+    """Four letters, each several times, in random order, and a copy. level: each letter occurs 4, 6, 8, 10, 12 times.
+
+    The choices are the four letters. The longer the line, the more letters of context distinguish the places in it.
+    """
+    distinct = _letters(rng, CHOICES)
+    times = 2 + 2 * level
+    letters = [(times * distinct)[i] for i in rng.permutation(times * CHOICES)]
     asked = int(rng.integers(0, len(letters)))
     gold = letters[asked]
     symbols = ["copying", *letters, "to", *letters]
@@ -167,23 +171,25 @@ def copying(rng: Rng, level: int) -> ProbeLine:
 
 
 def sorting(rng: Rng, level: int) -> ProbeLine:
-    """Words of two letters of six, then the same in alphabetical order. level: 4, 6, 8, 10, 12 words."""
-    n = 2 + 2 * level
+    """Words of two letters of six, then the same in alphabetical order. level: 4, 7, 10, 13, 16 words.
+
+    The wrong choices are the neighbors of the correct word in the order.
+    """
+    n = 1 + 3 * level
     words = [f"{WORD_LETTERS[i // 6]} {WORD_LETTERS[i % 6]}" for i in rng.permutation(36)[:n]]
     ordered = sorted(words)
     below = int(rng.integers(0, CHOICES))  # wrong choices that precede the correct one
     asked = int(rng.integers(below, n - (CHOICES - 1 - below)))
-    smaller = [ordered[i] for i in rng.permutation(asked)[:below]]
-    larger = [ordered[asked + 1 + i] for i in rng.permutation(n - asked - 1)[: CHOICES - 1 - below]]
+    near = ordered[asked - below : asked] + ordered[asked + 1 : asked + CHOICES - below]
     symbols = " ".join(["sorting", *words, "to", *ordered]).split()
-    return ProbeLine(tuple(symbols), 2 * (n + 1 + asked), 2, _choices(rng, ordered[asked], smaller + larger))
+    return ProbeLine(tuple(symbols), 2 * (n + 1 + asked), 2, _choices(rng, ordered[asked], near))
 
 
 def brackets(rng: Rng, level: int) -> ProbeLine:
-    """Nested brackets of four kinds (Dyck-4). level: 1, 3, 6, 9, 12 pairs inside the one to close."""
+    """Nested brackets of four kinds (Dyck-4). level: 4, 10, 18, 26, 36 pairs inside the one to close."""
     outer = [int(k) for k in rng.integers(0, CHOICES, int(rng.integers(2, 5)))]  # kinds, outermost first
     kind = outer[-1]
-    inner = _balanced(rng, (1, 3, 6, 9, 12)[level - 1])
+    inner = _balanced(rng, (4, 10, 18, 26, 36)[level - 1])
     symbols = ["brackets", *(OPENING[k] for k in outer), *inner]
     cut = len(symbols)
     symbols += [CLOSING[k] for k in reversed(outer)]
@@ -206,12 +212,12 @@ def _balanced(rng: Rng, pairs: int) -> list[str]:
 
 
 def arithmetic(rng: Rng, level: int) -> ProbeLine:
-    """A sum. level: one digit, +; one digit, -; three terms of one digit; two digits, +; two digits, -."""
-    digits, terms, operators = ((1, 2, "+"), (1, 2, "-"), (1, 3, "+-"), (2, 2, "+"), (2, 2, "-"))[level - 1]
+    """A sum or difference. level: terms of one digit: 2, 3; of two digits: 2, 3; two terms of three digits."""
+    digits, terms = ((1, 2), (1, 3), (2, 2), (2, 3), (3, 2))[level - 1]
     low, below = 10 ** (digits - 1), int(rng.integers(0, CHOICES))  # wrong choices that are smaller
     while True:
         numbers = [int(x) for x in rng.integers(low, 10 * low, terms)]
-        signs = [operators[int(i)] for i in rng.integers(0, len(operators), terms - 1)]
+        signs = ["+-"[int(i)] for i in rng.integers(0, 2, terms - 1)]
         value = numbers[0] + sum(x if s == "+" else -x for s, x in zip(signs, numbers[1:], strict=True))
         sides = [(below, -1), (CHOICES - 1 - below, 1)]
         offsets = [side * int(x) for count, side in sides for x in _offsets(rng, count, digits)]
