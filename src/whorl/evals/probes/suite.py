@@ -7,8 +7,8 @@
 Few-shot lines precede an item, because a model of other text has to see the form. A model that was trained on single
 lines is evaluated with `shots=0`.
 
-Items and training lines come from different random streams. Equal lines occur only where few are possible: in arithmetic
-(about 100 at level 1, 2,000 at level 2, 10,000 at level 3) and at level 1 of state (about 1,000), which therefore measure
+Items and training lines come from different random streams. Equal lines occur where few are possible: in arithmetic
+about 100 at level 1, 2,000 at level 2 and 10,000 at level 3, and about 1,000 at level 1 of state. These levels measure
 memory too. A level has fewer items than requested if there are not as many different ones.
 """
 
