@@ -162,6 +162,20 @@ def test_training_lines_are_no_items_where_many_are_possible() -> None:
     assert sum(t.startswith(prompts) for t in text) == 0
 
 
+def test_training_lines_give_probes_equal_symbols() -> None:
+    symbols = dict.fromkeys(PROBES, 0)
+    for text in training_lines(3_000):
+        symbols[text.split()[0]] += len(text.split())
+    assert max(symbols.values()) - min(symbols.values()) < 100
+
+
+@pytest.mark.parametrize("level", range(1, LEVELS + 1))
+def test_induction_repeats_a_stretch_after_then(level: int) -> None:
+    for line in lines("induction", level, 30):
+        letters, stretch = (part.split() for part in line.text.removeprefix("induction ").split(" then "))
+        assert _places(letters, " ".join(stretch))
+
+
 def test_few_possible_lines_give_fewer_items() -> None:
     records = probe_records("arithmetic", 900, 0)
     assert len(records) < 900 and len({r["prompt"] for r in records}) == len(records)

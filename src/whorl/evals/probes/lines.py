@@ -19,8 +19,8 @@ The subtle point is the score of a model without the skill. The choices are draw
 and repetition least of all: all choices of recall and state occur once before the question, those of induction about
 equally often. In sorting and arithmetic the rank of the correct choice is uniform, so neither the smallest nor the
 largest nor the middle is right more often. A cup has its first content as often as each other one. So chance is
-1 / choices. Parts of a skill give more: in copying and sorting, a model that only avoids symbols that it has written
-reaches about 1 / 2.
+1 / choices. Parts of a skill give more: a model that only counts what it still has to write reaches 0.38 in copying and 0.53
+in sorting.
 
 Sources: induction: Olsson et al. 2022, arXiv:2209.11895. Recall: Arora et al. 2023, arXiv:2312.04927. Copying: Jelassi
 et al. 2024, arXiv:2402.01032. Brackets (Dyck-k): Hewitt et al. 2020, arXiv:2010.07515. State: Li et al. 2021,
