@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -201,3 +202,13 @@ def test_units_do_not_run_again_for_a_copy(tmp_path: Path) -> None:
     assert [line["path"] for line in lines] == ["b.txt", "c.txt"]
     with pytest.raises(DataError, match="no document"):
         explain("d.txt", tmp_path / "two")
+
+
+def test_catalog_after_a_kill_between_two_tables_is_completed(tmp_path: Path) -> None:
+    path = tmp_path / "half.sqlite"
+    Catalog(f"sqlite:///{path}")
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE files")
+    Catalog(f"sqlite:///{path}")
+    with sqlite3.connect(path) as connection:
+        assert ("files",) in connection.execute("SELECT name FROM sqlite_master").fetchall()

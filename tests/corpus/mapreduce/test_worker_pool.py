@@ -52,6 +52,14 @@ def test_stages_share_their_workers(tmp_path: Path) -> None:
     assert processes(run(tmp_path, "third", pool=LocalPool(3, isolate=True), seconds=0.02)) & first
 
 
+def test_pool_uses_no_more_workers_than_it_has(tmp_path: Path) -> None:
+    many = processes(run(tmp_path, "many", pool=LocalPool(4, isolate=True), seconds=0.1))
+    assert len(many) == 4
+    for n in (2, 3, 6):  # with idle workers left over
+        found = processes(run(tmp_path, f"few{n}", n, pool=LocalPool(2, isolate=True), seconds=0.02))
+        assert len(found) <= 2 and found < many
+
+
 def test_small_stage_runs_in_this_process(tmp_path: Path) -> None:
     assert processes(run(tmp_path, "small", pool=LocalPool(2))) == {os.getpid()}
     assert not workers.CREW.is_starting and not workers.CREW.take(1)

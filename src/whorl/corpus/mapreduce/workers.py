@@ -68,6 +68,7 @@ class Crew:
 
     def take(self, n: int) -> list[Child]:
         """Return at most n idle workers, which belong to the caller until it returns them with `give`."""
+        n = max(n, 0)
         with self._lock:
             self._check_setting()
             found = [child for child in self._idle if child.poll() is None]
@@ -88,8 +89,10 @@ class Crew:
             self._idle.append(child)
 
     def close(self) -> None:
-        """End the idle workers."""
+        """End the idle workers, and first those that start."""
         if self._owner == os.getpid():
+            if self._starter is not None:
+                self._starter.join(5.0)
             with self._lock:
                 idle, self._idle = self._idle, []
             for child in idle:

@@ -124,7 +124,8 @@ class Catalog:
             sa.Column("hash", sa.String(32), nullable=False),
         )  # fmt: skip
         with self._begin() as connection:
-            if not sa.inspect(connection).has_table("hashes"):
+            # SQLite commits each CREATE TABLE separately: after a kill some may be missing.
+            if not set(tables.tables) <= set(sa.inspect(connection).get_table_names()):
                 if self.dialect == "postgresql":  # CREATE TABLE IF NOT EXISTS fails if two run it at once
                     connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATION_LOCK)))
                 for table in tables.sorted_tables:
