@@ -37,7 +37,9 @@ from whorl.machine.fork_server import main
 from whorl.machine.process import run_child
 main(int(sys.argv[1]), run_child)
 """
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {
+    "JE_ARROW_MALLOC_CONF": "background_thread:false"  # of pyarrow's allocator
+}
 
 
 def available() -> bool:

@@ -71,8 +71,9 @@ class Crew:
         n = max(n, 0)
         with self._lock:
             self._check_setting()
-            found = [child for child in self._idle if child.poll() is None]
-            gone = [child for child in self._idle if child.poll() is not None]
+            found, gone = list[Child](), list[Child]()
+            for child in self._idle:  # one poll each: a worker may end between two
+                (found if child.poll() is None else gone).append(child)
             taken, self._idle = found[:n], found[n:]
         for child in gone:
             child.close()
