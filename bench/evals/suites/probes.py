@@ -75,7 +75,7 @@ def train_all(steps: int, seeds: int, items: int) -> dict[str, list[Scores]]:
         running = {
             (size, seed): pool.submit(train_and_score, size, seed, steps, items)
             for seed in range(seeds)
-            for size in reversed(SIZES)
+            for size in SIZES
         }
         return {size: [running[size, seed].result() for seed in range(seeds)] for size in SIZES}
 
