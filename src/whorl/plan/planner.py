@@ -42,7 +42,7 @@ COMPILED_TIME_RATIO = {"cpu": 0.72, "cuda": 0.28}
 SHAPES_SHARE = 0.03  # of a budget of seconds, after which no further width is timed
 CHOSEN_SHARE = 0.007  # of a budget of seconds, for timed steps of the chosen shape, without its start
 PEAK_SHARE = 0.2  # of the peak, assumed before the first timing; decides only the width that is timed first
-EVAL_OVERHEAD = 0.025  # evaluation, samples and checkpoints, relative to training time
+LOOP_OVERHEAD = 0.055  # evaluation, samples, statistics and checkpoints, relative to steps (0.056 in a quickstart)
 MIN_STEPS = 20
 MIN_LADDER_STEPS = 400  # of a shape that is a candidate
 MIN_COMPILE_BUDGET = 120.0  # seconds; in a shorter run compiling takes longer than it saves
@@ -86,7 +86,7 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
     step_flops = _step_flops(config, _cost(config, chosen, replicas))
     if budget.seconds is not None and timing is not None:
         usable = budget.seconds - timing.startup_seconds
-        steps = int(usable / (timing.step_seconds * (1 + EVAL_OVERHEAD)))
+        steps = int(usable / (timing.step_seconds * (1 + LOOP_OVERHEAD)))
     else:
         steps = int((budget.flops or 0.0) / step_flops)
     if steps < MIN_STEPS:
@@ -330,7 +330,7 @@ def _build_plan(
     }
     if timing is not None:
         expected |= {"compile_seconds": timing.compile_seconds, "startup_seconds": timing.startup_seconds}
-        expected["seconds"] = timing.startup_seconds + job.steps * timing.step_seconds * (1 + EVAL_OVERHEAD)
+        expected["seconds"] = timing.startup_seconds + job.steps * timing.step_seconds * (1 + LOOP_OVERHEAD)
         expected["tokens_per_second"] = job.batch_size * job.seq_len / timing.step_seconds
         expected["mfu"] = expected["tokens_per_second"] * flops / machine.peak_flops
     lines = [
@@ -356,7 +356,7 @@ def _build_plan(
     if timing is not None:
         lines.append(
             f"time: {timing.startup_seconds:.1f} s to start + {job.steps:,} x {timing.step_seconds * 1e3:.1f} ms "
-            f"x {1 + EVAL_OVERHEAD:.3f} = {expected['seconds']:.0f} s of {config.budget}"
+            f"x {1 + LOOP_OVERHEAD:.3f} = {expected['seconds']:.0f} s of {config.budget}"
         )
         lines.append(
             f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['mfu']:.0%} of "
