@@ -42,7 +42,9 @@ COMPILED_TIME_RATIO = {"cpu": 0.72, "cuda": 0.28}
 SHAPES_SHARE = 0.03  # of a budget of seconds, after which no further width is timed
 CHOSEN_SHARE = 0.007  # of a budget of seconds, for timed steps of the chosen shape, without its start
 PEAK_SHARE = 0.2  # of the peak, assumed before the first timing; decides only the width that is timed first
-LOOP_OVERHEAD = 0.055  # evaluation, samples, statistics and checkpoints, relative to steps (0.056 in a quickstart)
+LOOP_OVERHEAD = (
+    0.055  # evaluation, samples, statistics and checkpoints, relative to steps (0.056 in a quickstart)
+)
 MIN_STEPS = 20
 MIN_LADDER_STEPS = 400  # of a shape that is a candidate
 MIN_COMPILE_BUDGET = 120.0  # seconds; in a shorter run compiling takes longer than it saves
