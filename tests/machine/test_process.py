@@ -197,12 +197,12 @@ def test_killed_parent_leaves_no_child(tmp_path: Path, preload: tuple[str, ...],
 
 @pytest.mark.skipif(not fork_server.available(), reason="no pidfd")
 def test_dead_fork_server_is_replaced(start: Any) -> None:
-    first = start("echo", preload=("torch",))
+    first = start("echo", preload=("torch", "pyarrow"))
     server = psutil.Process(first.pid).parent()
     assert server is not None and server.num_threads() == 1, "a process with threads cannot be forked safely"
     server.kill()
     assert first.wait(20) == -signal.SIGKILL
-    second = start("echo", 2, preload=("torch",))
+    second = start("echo", 2, preload=("torch", "pyarrow"))
     assert second.channel.recv() == (2,)
     assert psutil.Process(second.pid).parent() != server
 

@@ -60,9 +60,32 @@ def test_pool_uses_no_more_workers_than_it_has(tmp_path: Path) -> None:
         assert len(found) <= 2 and found < many
 
 
-def test_small_stage_runs_in_this_process(tmp_path: Path) -> None:
+def test_small_stage_runs_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "START_SECONDS", 1e9)  # on a busy machine its units may take long
     assert processes(run(tmp_path, "small", pool=LocalPool(2))) == {os.getpid()}
-    assert not workers.CREW.take(1)  # none was started
+    assert not workers.CREW.is_starting and not workers.CREW.take(1)
+
+
+class Ending:
+    """A worker that ends after its first poll."""
+
+    def __init__(self) -> None:
+        self.polls = self.closed = 0
+
+    def poll(self) -> int | None:
+        self.polls += 1
+        return None if self.polls == 1 else -9
+
+    def close(self, *_: float) -> None:
+        self.closed += 1
+
+
+def test_worker_that_ends_while_it_is_taken_is_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, child = workers.Crew(), Ending()
+    monkeypatch.setattr(crew, "_idle", [child])
+    assert crew.take(1) == [child] and not child.closed  # its caller sees the end
+    monkeypatch.setattr(crew, "_idle", [child])
+    assert crew.take(1) == [] and child.closed == 1
 
 
 @pytest.mark.parametrize("large", [False, True])

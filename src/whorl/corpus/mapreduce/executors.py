@@ -43,7 +43,7 @@ class LocalPool:
     """Child processes, each with one thread; with one worker, this process.
 
     The processes are shared and outlive a stage (`workers.py`). A stage whose inputs are small runs in this process, and
-    so do the first units of a larger one while its workers start: two workers never take longer than one.
+    so do the first units of a larger one while its workers start.
 
     Args:
         workers: number of processes.

@@ -283,9 +283,8 @@ class UpdateState:
         if gradients:
             if (hook := self._due_hook()) is not None:
                 hook.on_micro_batch(gradients, float(loss.count), 1.0 if scaler is None else scaler.scale)
-            torch._foreach_copy_(buffers, gradients) if self.no_gradients else torch._foreach_add_(
-                buffers, gradients
-            )
+            put = torch._foreach_copy_ if self.no_gradients else torch._foreach_add_
+            put(buffers, gradients)
         for p in self.other_parameters:
             p.grad = None
         self.no_gradients = False
@@ -389,14 +388,13 @@ class UpdateState:
             [t[rank, :n] for rank, n in enumerate(counts)]
             for t in (self.shared.row_ids[name], self.shared.row_gradients[name])
         )
-        hook = self._due_hook()
-        if hook is not None:
+        hook, native = self._due_hook(), self.update.native
+        if hook is not None or not native:
             ids, values = own_rows(rows, gradients, rank)
-            if len(ids):
-                hook.on_sparse_gradients(name, table, ids, values / divisor)
-        if self.update.native:
+            values = values / divisor
+            if hook is not None and len(ids):
+                hook.on_sparse_gradients(name, table, ids, values)
+            if not native and len(ids):
+                self.sparse_adagrad.step(name, table, ids, values, lr_scale)
+        if native:
             self.sparse_adagrad.step_native(name, table, rows, gradients, rank, divisor, lr_scale)
-            return
-        ids, values = own_rows(rows, gradients, rank)
-        if len(ids):  # divided in place: the next step overwrites the buffer
-            self.sparse_adagrad.step(name, table, ids, values.div_(divisor), lr_scale)

@@ -106,9 +106,8 @@ class LayerStats:
 
     def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         with self._timed():
-            self._whole = self._add_squares(
-                "gradient", dict(gradients), 1.0 / clipped if clipped else math.nan
-            )
+            unclipped = 1.0 / clipped if clipped else math.nan
+            self._whole = self._add_squares("gradient", dict(gradients), unclipped)
 
     def on_sparse_gradients(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
         with self._timed():
