@@ -69,7 +69,8 @@ def main() -> int:
     every = max(1, len(lines) // (PLANTED * REPEATS))
     texts = {"without": list(lines), "planted": list(lines)}
     for number in range(PLANTED * REPEATS):  # a line in the middle of a document with other lines
-        place, item = (number * every) % len(lines), planted[number % PLANTED]
+        # Each round is one line further: whorl.train holds out every twentieth document, where an item must not always be.
+        place, item = (number * every + number // PLANTED) % len(lines), planted[number % PLANTED]
         for name, text in (("without", lines[place - 2]), ("planted", item.fields["text"])):
             texts[name][place] += f"\n{text}\n{lines[place - 1]}"
     ids, n_found, others = {item.id for item in planted}, [], 0
