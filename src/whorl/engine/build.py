@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from whorl.engine.burst import DecodeBurst
 from whorl.engine.cache.block_pool import BlockPool
 from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
 from whorl.engine.cache.layer_cache import page_windows
@@ -13,6 +14,7 @@ from whorl.engine.config import EngineConfig
 from whorl.engine.model.multi_lora import Adapters
 from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native.runner import NativeRunner, make_runner
+from whorl.engine.native.sampling import row_sampler
 from whorl.engine.native.summary import row_summary
 from whorl.engine.sampling.sampler import Sampler
 from whorl.models import LanguageModel
@@ -62,4 +64,15 @@ def make_sampler(runner: ModelRunner, banned_ids: Sequence[int]) -> Sampler:
     """Return the sampler of a runner's logits. `banned_ids`: ids that are never sampled."""
     step = runner.native_step if isinstance(runner, NativeRunner) else None
     model = runner.model
-    return Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device), row_summary(step))
+    sampler = Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device), row_summary(step))
+    sampler.draw_plain = row_sampler(step, sampler.is_banned)
+    return sampler
+
+
+def make_burst(
+    runner: ModelRunner, cache: KVCacheManager, config: EngineConfig, sampler: Sampler, max_positions: int
+) -> DecodeBurst | None:
+    """Return what runs several decode steps at once, or None if the settings or the runner exclude it."""
+    if config.decode_burst < 2 or not isinstance(runner, NativeRunner) or sampler.draw_plain is None:
+        return None
+    return DecodeBurst(runner, cache, config.decode_burst, sampler.is_banned, max_positions)

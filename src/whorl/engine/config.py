@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 BATCH_BLOCK_SIZE = 8  # positions
+BATCH_BURST = 16  # tokens
 
 
 class EngineConfig(BaseModel):
@@ -43,6 +44,9 @@ class EngineConfig(BaseModel):
     decode_rows: int | None = Field(
         default=None, ge=1, description="usual rows of a decode step, for the choice by timing; default: few"
     )
+    decode_burst: int = Field(
+        default=1, ge=1, description="tokens of a row that a step may draw in the native library"
+    )
     max_threads: int | None = Field(
         default=None, ge=1, description="threads of the native step, at most; default: all usable cores"
     )
@@ -66,5 +70,5 @@ class EngineConfig(BaseModel):
         return cls(
             max_num_seqs=sequences, max_model_len=max_length, kv_cache_tokens=sequences * row_length,
             block_size=BATCH_BLOCK_SIZE, max_num_batched_tokens=max(2048, 2 * sequences), max_decode_slowdown=math.inf,
-            **{"decode_rows": sequences, **options},
+            **{"decode_rows": sequences, "decode_burst": BATCH_BURST, **options},
         )  # fmt: skip

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.engine.build import make_runner_and_cache, make_sampler
+from whorl.engine.build import make_burst, make_runner_and_cache, make_sampler
 from whorl.engine.config import EngineConfig
 from whorl.engine.generation import generate, stream
 from whorl.engine.model.batch_builder import build_batch
@@ -111,6 +111,7 @@ class Engine:
         self._n_added = self._n_generated = 0
         self._board: Board | None = None
         self._max_positions = self.cache.longest_sequence()
+        self.burst = make_burst(self.runner, self.cache, config, self.sampler, self._max_positions)
 
     @cached_property
     def _sorted_vocabulary(self) -> SortedVocabulary:
@@ -186,27 +187,31 @@ class Engine:
         schedule = self.scheduler.schedule()
         if not schedule.rows:
             return deltas
-        batch, rows = build_batch(
-            schedule, self.cache, self.runner.ngram_context, self.model.embedding.device
-        )
+        batch, rows = build_batch(schedule, self.cache, self.runner.ngram_context)
         batch.adapter_indices = self.adapters.indices_of(s.request.adapter for s, _ in schedule.rows)
         ready = self.clock()
+        several = None
+        if self.burst is not None and self.proposer is None and self._board is None:
+            several = self.burst.run(schedule, batch, rows, self.scheduler)
         needs_hidden = self.proposer is not None and self.proposer.needs_hidden_states
-        out = self.runner.run_step(batch, needs_hidden=needs_hidden)
+        out = None if several else self.runner.run_step(batch, needs_hidden=needs_hidden)
         model_done = self.clock()
-        sampled_tokens = self.sampler.sample_or_none(out.logits, rows) if rows else []
-        store_scores(schedule, out.scores)
+        sampled_tokens = several or []
+        if out is not None:
+            sampled_tokens = self.sampler.sample_or_none(out.logits, rows) if rows else []
+            store_scores(schedule, out.scores)
         sample_done = self.clock()
         before = [(sequence, sequence.n_computed) for sequence, _ in schedule.rows]
         deltas += self._process_outputs(schedule, sampled_tokens)
-        if out.hidden is not None and self.proposer is not None:
+        if out is not None and out.hidden is not None and self.proposer is not None:
             with self.stats.timed_drafts(self.clock):
                 for (sequence, first), at in zip(before, batch.starts, strict=False):
                     if sequence.finish_reason is None:
                         self.proposer.observe(sequence, out.hidden[at : at + sequence.n_computed - first])
         n_decode = schedule.decode_tokens
         done = self.clock()
-        self.prefill_budget.record_step(n_decode, schedule.tokens - n_decode, done - started)
+        if not several:
+            self.prefill_budget.record_step(n_decode, schedule.tokens - n_decode, done - started)
         self.stats.record_step(
             started, schedule, n_decode, model_seconds=model_done - ready, sample_seconds=sample_done - model_done,
             seconds=done - started, running=len(self.scheduler.running), waiting=len(self.scheduler.waiting),
@@ -327,7 +332,7 @@ class Engine:
             sequence, sampled_tokens, self.token_bytes, self._max_positions, self.version
         )
         self.stats.output_tokens += len(accepted)
-        if n_drafts:
+        if n_drafts and self.proposer is not None:
             self.stats.drafted_tokens += n_drafts
             self.stats.accepted_tokens += max(0, len(accepted) - 1)
         failed = sequence.constraint.failed if finish == "abort" and sequence.constraint is not None else None

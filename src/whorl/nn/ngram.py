@@ -46,7 +46,8 @@ def ngram_bucket_ids(
         prefix_ids = ids.new_full((ids.shape[0], reach), -1, dtype=torch.int64)
     padded = torch.cat([prefix_ids[:, prefix_ids.shape[1] - reach :], ids.long()], dim=1)  # [B, reach + T]
     length = ids.shape[1]
-    if padded.shape == (1, reach + 1):  # decoding: Python integers replace thirty tiny tensor operations
+    # Decoding on a CPU: Python integers replace thirty tiny tensor operations.
+    if padded.shape == (1, reach + 1) and padded.device.type == "cpu":
         *earlier, last = padded[0].tolist()
         return [
             ids.new_tensor([[row]], dtype=torch.int64) for row in _hash(last, earlier[::-1], orders, buckets)

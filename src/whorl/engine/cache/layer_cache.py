@@ -6,7 +6,7 @@ keep tensors per token, `StateCacheSpec` those with a state per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,13 +118,19 @@ class LayerCaches:
 
     def start_step(self, batch: InputBatch) -> None:
         """Point every layer to the pages or slots of the batch's rows."""
-        indices = [
-            PageIndex(batch, g, self.page_size, window, self.device) for g, window in enumerate(self.windows)
-        ]
-        for layer, group in self.paged:
-            layer.page_index = indices[group]
+        self.use_pages(
+            [
+                PageIndex.of_batch(batch, g, self.page_size, window, self.device)
+                for g, window in enumerate(self.windows)
+            ]
+        )
         for states in self.recurrent:
             states.batch = batch
+
+    def use_pages(self, indices: Sequence[PageIndex]) -> None:
+        """Point every layer with pages to the index of its group."""
+        for layer, group in self.paged:
+            layer.page_index = indices[group]
 
     def page_tensors(self, group: int) -> list[Tensor]:
         """Page tensors of all layers of a group; the first dimension is the page."""

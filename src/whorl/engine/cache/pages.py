@@ -38,6 +38,8 @@ MAX_DISTINCT_LENGTH = 64  # longer recurrent rows need not be grouped by length
 class InputBatch:
     """The rows of one step.
 
+    All tensors are on the CPU.
+
     ids, positions: [N].
     starts: R + 1 borders of the rows among the N positions.
     lengths: [R] positions of each row after this step.
@@ -93,24 +95,39 @@ class AttentionGroup:
     n_keys: int  # number of keys, in a group of one row
 
 
+@dataclass
 class PageIndex:
     """Page and offset of a step's positions for one layer group; made once per step and shared by its layers."""
 
-    def __init__(
-        self, batch: InputBatch, group: int, page_size: int, window: int | None, device: str
-    ) -> None:
+    page: Tensor  # [N] page of each new position
+    page_offset: Tensor
+    previous_page: Tensor  # of the position before each
+    previous_page_offset: Tensor
+    is_first: Tensor  # [N] whether a position is the first of its row
+    groups: list[AttentionGroup]
+
+    @classmethod
+    def _locate(cls, table: Tensor, rows: Tensor, positions: Tensor, page_size: int) -> PageIndex:
+        """Return the index of `positions` [N] in `rows` [N] of `table` [R, P], without groups, on their device."""
+        previous = (positions - 1).clamp_min(0)
+        return cls(
+            table[rows, positions // page_size], positions % page_size, table[rows, previous // page_size],
+            previous % page_size, positions == 0, [],
+        )  # fmt: skip
+
+    @classmethod
+    def of_batch(
+        cls, batch: InputBatch, group: int, page_size: int, window: int | None, device: str
+    ) -> PageIndex:
+        """Return the index of a batch, whose tensors are on the CPU; the result is on `device`."""
         table = torch.from_numpy(batch.pages[group].astype(np.int64))
         starts = torch.tensor(batch.starts)
         rows = torch.repeat_interleave(torch.arange(len(table)), starts.diff())
-        positions = batch.positions.cpu()
-        self.page = table[rows, positions // page_size].to(device)  # [N] page of each new position
-        self.page_offset = (positions % page_size).to(device)
-        previous = (positions - 1).clamp_min(0)
-        self.previous_page = table[rows, previous // page_size].to(device)
-        self.previous_page_offset = (previous % page_size).to(device)
-        self.is_first = (positions == 0).to(device)
-        self.groups: list[AttentionGroup] = []
-        n = batch.n_single
+        positions = batch.positions
+        found = cls._locate(table, rows, positions, page_size)
+        for name, t in vars(found).items():
+            if isinstance(t, Tensor):
+                setattr(found, name, t.to(device))
 
         def add_group(
             a: int, b: int, queries: Tensor, query_indices: Tensor, longest: int, shortest: int
@@ -119,7 +136,7 @@ class PageIndex:
             stop = -(-longest // page_size)
             pages = table[a:b, first:stop].to(device)
             key_positions = torch.arange(first * page_size, stop * page_size, device=device)
-            self.groups.append(
+            found.groups.append(
                 AttentionGroup(
                     query_indices.to(device),
                     pages,
@@ -129,6 +146,7 @@ class PageIndex:
                 )
             )
 
+        n = batch.n_single
         if n:
             lengths = batch.lengths[:n]
             add_group(0, n, positions[:n, None], torch.arange(n)[:, None], max(lengths), min(lengths))
@@ -136,6 +154,20 @@ class PageIndex:
             a, b = batch.starts[r], batch.starts[r + 1]
             length = batch.lengths[r]
             add_group(r, r + 1, positions[None, a:b], torch.arange(a, b)[None], length, length - (b - a) + 1)
+        return found
+
+    @classmethod
+    def of_decode_rows(cls, table: Tensor, positions: Tensor, page_size: int) -> PageIndex:
+        """Return the index of rows of one position each, computed on the device of the tensors without waiting for it.
+
+        table: [R, P] int64 pages; those that no query may see need only be valid. positions: [R].
+        """
+        n_rows, n_keys = len(table), table.shape[1] * page_size
+        rows = torch.arange(n_rows, device=table.device)
+        found = cls._locate(table, rows, positions, page_size)
+        keys = torch.arange(n_keys, device=table.device).expand(n_rows, -1)
+        found.groups.append(AttentionGroup(rows[:, None], table, keys, positions[:, None], n_keys))
+        return found
 
 
 class KVPages(PagedState):

@@ -19,7 +19,7 @@ from whorl.engine.sequence import Sequence
 
 
 def build_batch(
-    schedule: Schedule, cache: KVCacheManager, ngram_context: int, device: torch.device
+    schedule: Schedule, cache: KVCacheManager, ngram_context: int
 ) -> tuple[InputBatch, list[SamplerRow]]:
     """Return the rows as one batch, rows of one position first (sorts `schedule.rows`), and the sampler rows.
 
@@ -63,24 +63,24 @@ def build_batch(
     slot_index = np.array(slots)
     n_pages = -(-max(lengths) // cache.page_size)
     batch = InputBatch(
-        torch.tensor(ids, device=device),
-        torch.tensor(positions, device=device),
+        torch.tensor(ids),
+        torch.tensor(positions),
         starts,
         lengths,
         slots,
         [table[slot_index, :n_pages] for table in cache.page_tables],
-        torch.tensor(logit_indices, dtype=torch.long, device=device),
+        torch.tensor(logit_indices, dtype=torch.long),
         n_single,
-        _previous_ids(schedule, ngram_context, device) if ngram_context else None,
+        _previous_ids(schedule, ngram_context) if ngram_context else None,
     )
     if score_indices:
-        batch.score_indices = torch.tensor(score_indices, device=device)
-        batch.score_targets = torch.tensor(score_targets, device=device)
+        batch.score_indices = torch.tensor(score_indices)
+        batch.score_targets = torch.tensor(score_targets)
         batch.n_alternatives = n_alternatives
     return batch, rows
 
 
-def _previous_ids(schedule: Schedule, ngram_context: int, device: torch.device) -> Tensor:
+def _previous_ids(schedule: Schedule, ngram_context: int) -> Tensor:
     """[N, ngram_context] ids before each position, -1 where there are none."""
     out = []
     for sequence, n in schedule.rows:
@@ -91,7 +91,7 @@ def _previous_ids(schedule: Schedule, ngram_context: int, device: torch.device) 
             + sequence.drafts
         )
         out += [context[k : k + ngram_context] for k in range(n)]
-    return torch.tensor(out, device=device)
+    return torch.tensor(out)
 
 
 def _sampler_row(sequence: Sequence, k: int) -> SamplerRow:

@@ -60,7 +60,9 @@ def score_tokens(
     """
     if batch.score_indices is None or batch.score_targets is None:
         return None
-    where, targets = (torch.split(t, CHUNK_ROWS) for t in (batch.score_indices, batch.score_targets))
+    where, targets = (
+        torch.split(t.to(hidden.device), CHUNK_ROWS) for t in (batch.score_indices, batch.score_targets)
+    )
     parts = [
         score_logits(logits_of(hidden[rows]), ids, batch.n_alternatives, summarize)
         for rows, ids in zip(where, targets, strict=True)

@@ -62,6 +62,8 @@ def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
         ("profile", None, [p, p]),
         ("product", i32, [p, p, p, i64, p, i32, ctypes.c_float, i32]),
         ("step", i32, [p, p, p, p, i32]),
+        ("sample", i32, [p, p, i64, i64, p, i32]),
+        ("decode", i32, [p, p, p, p, p, i32]),
         ("read", None, [p, p, i64, i32]),
         ("summarize", None, [p, p, i64, i64, i64, p, p, i32]),
     ):

@@ -96,7 +96,24 @@ class Batch(Structure):
     ]
 
 
-ABI_STRUCTURES = (Matrix, Norm, Layer, ModelStruct, LayerCache, Batch)  # in the order of `whorl_sizeof`
+class Sampling(Structure):
+    _fields_: ClassVar[Fields] = [
+        ("most", c_int64),
+        *((name, c_void_p) for name in ("u", "temperature", "limits", "banned", "stops")),
+        ("until_ended", c_int64),
+        *((name, c_void_p) for name in ("ids", "log_probs", "raw", "counts")),
+    ]
+
+
+ABI_STRUCTURES = (
+    Matrix,
+    Norm,
+    Layer,
+    ModelStruct,
+    LayerCache,
+    Batch,
+    Sampling,
+)  # in the order of `whorl_sizeof`
 
 
 def check_sizes(library: ctypes.CDLL) -> None:

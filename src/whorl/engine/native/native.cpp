@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "sampling.h"
 #include "step.h"
 #include "summary.h"
 
@@ -146,7 +147,7 @@ int32_t whorl_features() {
 }
 
 int64_t whorl_sizeof(int32_t what) {
-    const int64_t sizes[] = {sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model), sizeof(LayerCache), sizeof(Batch)};
+    const int64_t sizes[] = {sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model), sizeof(LayerCache), sizeof(Batch), sizeof(Sampling)};
     return sizes[what];
 }
 
@@ -225,6 +226,36 @@ int32_t whorl_step(void* step, const Model* model, const Batch* batch, float* lo
             run<float>(*model, *batch, *(Step*)step, logits, threads);
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;
+    }
+    return FINE;
+}
+
+// Draws one token from each row of logits [rows][n].
+int32_t whorl_sample(void* step, const float* logits, int64_t rows, int64_t n, const Sampling* to, int32_t threads) {
+    try {
+        sample_rows(*(Step*)step, logits, rows, n, *to, nullptr, 0, threads);
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+    return FINE;
+}
+
+// Decode steps of rows of one position, and the tokens drawn from them, until each row has ended or has its limit of tokens.
+// The arrays of the batch are overwritten. logits: room for [rows][vocab].
+int32_t whorl_decode(void* step, const Model* model, const Batch* batch, const Sampling* to, float* logits, int32_t threads) {
+    Batch now = *batch;
+    std::vector<int64_t> number(size_t(now.rows));
+    for (int64_t row = 0; row < now.rows; row++) number[size_t(row)] = row;
+    for (int64_t at = 0; at < to->most && now.rows; at++) {
+        const int32_t answer = whorl_step(step, model, &now, logits, threads);
+        if (answer != FINE) return answer;
+        try {
+            sample_rows(*(Step*)step, logits, now.rows, model->vocab, *to, number.data(), at, threads);
+        } catch (const std::bad_alloc&) {
+            return NO_MEMORY;
+        }
+        next_inputs(*model, now, *to, number, (int64_t*)now.ids, (int32_t*)now.lengths, (int64_t*)now.before, at);
+        if (to->until_ended && batch->rows - now.rows >= to->until_ended) break;
     }
     return FINE;
 }

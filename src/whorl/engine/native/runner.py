@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from whorl.engine.cache.pages import InputBatch
+from whorl.engine.model.cuda_graphs import GraphRunner
 from whorl.engine.model.runner import ModelRunner, StepOutput
 from whorl.engine.model.token_scores import score_logits
+from whorl.engine.native.sampling import Draws, decode
 from whorl.engine.native.step import NativeStep, unsupported_reason
 from whorl.engine.native.summary import row_summary
 from whorl.errors import ConfigError
@@ -79,6 +81,14 @@ class NativeRunner(ModelRunner):
             return super().run_step(batch)
         logits = self.native_step.run(replace(batch, logit_indices=where), self.layers, self.group_of)
         return StepOutput(logits[:0], score_logits(logits, ids, batch.n_alternatives, self.summarize))
+
+    def can_decode(self, batch: InputBatch) -> bool:
+        """Whether `decode` runs the batch."""
+        return not self._needs_torch(batch)
+
+    def decode(self, batch: InputBatch, draws: Draws) -> None:
+        """Run several decode steps at once (`native/sampling.py`)."""
+        decode(self.native_step, batch, self.layers, self.group_of, draws)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -139,7 +149,8 @@ def make_runner(
                 f"weight_dtype is {weight_dtype}, which needs the native step: {reason}",
                 expected="a model that the native step supports",
             )
-        return ModelRunner(model, *args, **kwargs)
+        graphs = model.embedding.is_cuda and not kwargs.get("invariant")
+        return (GraphRunner if graphs else ModelRunner)(model, *args, **kwargs)
     runner = NativeRunner(
         model,
         *args,

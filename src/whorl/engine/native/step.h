@@ -37,7 +37,7 @@ struct Piece {
 
 struct Step {
     double* seconds = nullptr;  // [N_PARTS], of the calling thread; null: not measured
-    Room x, normed, qkv, y, hidden, branch, attention, last;
+    Room x, normed, qkv, y, hidden, branch, attention, last, weights;
     ReadyRoom input, second, between, chosen;
     std::vector<Piece> pieces, last_pieces;
     Pool pool;           // last member: its threads end before the data that they read

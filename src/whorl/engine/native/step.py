@@ -136,12 +136,29 @@ class NativeStep:
         Raises:
             ConfigError: an id or a page does not exist; nothing has been written then.
         """
+        with self.prepared(batch, layers, group_of, max(batch.lengths), hidden) as c_batch:
+            logits = torch.empty(c_batch.wanted, self.vocab_size)
+            status = self.library.whorl_step(
+                self.handle, ctypes.byref(self.weights.struct), ctypes.byref(c_batch), logits.data_ptr(), self.threads
+            )  # fmt: skip
+        self.check(status)
+        return logits
+
+    @contextmanager
+    def prepared(
+        self,
+        batch: InputBatch,
+        layers: Sequence[KVPages],
+        group_of: Sequence[int],
+        longest: int,
+        hidden: Tensor | None = None,
+    ) -> Iterator[layout.Batch]:
+        """Yield the structure of a batch; `longest`: positions of a row, at most."""
         if self._bound_layers is not layers:
             self._bind_cache(layers)
-        longest = max(batch.lengths)
         if longest > self._rotary_length:
             self._extend_rotary(longest)
-        # Named, because tensors that a structure points to must outlive the call.
+        # Named, because arrays that a structure points to must outlive the call.
         pages = [np.ascontiguousarray(table, dtype=np.int32) for table in batch.pages]
         addresses = [table.ctypes.data for table in pages]
         for cache, group in zip(self._caches, group_of, strict=True):
@@ -151,25 +168,20 @@ class NativeStep:
         previous_ids = (
             batch.previous_ids.contiguous() if self.uses_ngrams and batch.previous_ids is not None else None
         )
-        logits = torch.empty(len(logit_indices), self.vocab_size)
-        c_batch = layout.Batch(
+        yield layout.Batch(
             len(ids), len(lengths), len(logit_indices), layout.KINDS[str(layers[0].k.dtype).removeprefix("torch.")],
             ids.data_ptr(), starts.ctypes.data, lengths.ctypes.data, logit_indices.data_ptr(),
             None if previous_ids is None else previous_ids.data_ptr(), ctypes.addressof(self._caches),
             None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
-        status = self.library.whorl_step(
-            self.handle,
-            ctypes.byref(self.weights.struct),
-            ctypes.byref(c_batch),
-            logits.data_ptr(),
-            self.threads,
-        )
+
+    @staticmethod
+    def check(status: int) -> None:
+        """Raise ConfigError for a result code of the library."""
         if status:
             raise ConfigError(
                 f"the native step was given {ERROR_MESSAGES[status]}", expected="a batch of this engine"
             )
-        return logits
 
     @contextmanager
     def profiled(self) -> Iterator[dict[str, float]]:

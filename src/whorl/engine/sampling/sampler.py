@@ -27,6 +27,7 @@ from torch import Tensor
 from whorl.engine.request import Token
 from whorl.engine.sampling.cpu_sampler import (
     CPUSampler,
+    DrawPlain,
     Summarize,
     clamped_temperature,
     normalize,
@@ -166,6 +167,9 @@ class Sampler:
         device: of the logits. On other devices than a CPU the reference runs; its tokens equal those of the CPU up to the
             rounding of sums.
         summarize: as of `CPUSampler`.
+
+    Attributes:
+        draw_plain: a faster way for rows with a temperature and no other option on a CPU, or None.
     """
 
     def __init__(
@@ -178,6 +182,12 @@ class Sampler:
         self.vocab_size, self.device = vocab_size, torch.device(device)
         banned = np.unique(np.asarray(list(banned_ids), np.int64))
         self._cpu_sampler = CPUSampler(vocab_size, banned, summarize)
+        self.draw_plain: DrawPlain | None = None
+
+    @property
+    def is_banned(self) -> NDArray[np.bool_]:
+        """[V], whether an id is never sampled."""
+        return self._cpu_sampler.is_banned
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Token]:
         """Return the next token of each of W rows, given logits [W, V] fp32 (not changed). The caller sets `version`.
@@ -226,6 +236,22 @@ class Sampler:
     def _sample_cpu(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Array, Array, Array, Array]:
         """Return (ids, log-probabilities, raw log-probabilities, log-sum-exp of the raw logits), each [W]."""
         told = logits.numpy()
+        plain = np.array([self.draw_plain is not None and not r.top_log_probs and is_plain(r) for r in rows])
+        found = None if plain.all() else self._sample_others(told, rows)
+        if self.draw_plain is None or not plain.any():
+            return found or self._sample_others(told, rows)
+        some = [row for row, one in zip(rows, plain, strict=True) if one]
+        temperatures = [row.sampling.temperature for row in some]
+        drawn = self.draw_plain(told if found is None else told[plain], _row_uniforms(some), temperatures)
+        _check_finite(np.where(drawn[0] < 0, np.nan, 0.0), np.flatnonzero(plain))
+        if found is None:
+            return *drawn, np.zeros(0)  # the log-sum-exp is needed for alternatives only
+        for whole, part in zip(found, drawn, strict=False):
+            whole[plain] = part
+        return found
+
+    def _sample_others(self, told: Floats, rows: Sequence[SamplerRow]) -> tuple[Array, Array, Array, Array]:
+        """The same by numpy, for any options."""
         z, ids, highest, log_sums = self._process_logits(told, rows)
         log_probs, sampled = np.zeros(len(rows)), _non_greedy_rows(rows)
         if len(sampled):
@@ -243,6 +269,8 @@ class Sampler:
         self, logits: Tensor, rows: Sequence[SamplerRow]
     ) -> tuple[Array, Array, Array, Array]:
         """The same for logits on any device."""
+        if all(is_plain(row) for row in rows):
+            return self._sample_plain(logits, rows)
         probabilities = distribution(logits, rows, self._cpu_sampler.banned_ids)
         log_sums = logits.logsumexp(dim=-1)
         cumulative = probabilities.double().cumsum(dim=-1)
@@ -252,6 +280,34 @@ class Sampler:
         parts = (ids, probabilities.gather(-1, ids).log(), logits.gather(-1, ids) - log_sums[:, None])
         found = [part[:, 0].cpu().numpy() for part in parts]
         return found[0], found[1], found[2], log_sums.cpu().numpy()
+
+    def _sample_plain(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Array, Array, Array, Array]:
+        """The same for rows with a temperature and no other option: without a sort, and with one copy each way."""
+        settings = [row.sampling for row in rows]
+        values = (
+            _row_uniforms(rows),
+            [clamped_temperature(s) for s in settings],
+            [s.temperature for s in settings],
+        )
+        u, divisor, temperature = torch.from_numpy(np.array(values)).to(logits.device)[..., None].unbind()
+        banned = torch.from_numpy(self.is_banned).to(logits.device)
+        z = logits.masked_fill(banned, -torch.inf)
+        highest, best = z.max(dim=-1, keepdim=True)
+        scaled = (z - highest) / divisor.float()
+        cumulative = scaled.exp().double().cumsum(dim=-1)
+        total = cumulative[:, -1:]
+        target = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
+        sampled = torch.searchsorted(cumulative, target, right=True)
+        greedy = temperature <= 0
+        ids = torch.where(greedy, best, sampled)
+        log_probs = torch.where(greedy, 0.0, scaled.gather(-1, ids) - total.log())
+        log_sums = logits.logsumexp(dim=-1, keepdim=True)
+        raw = logits.gather(-1, ids) - log_sums
+        found = (
+            torch.cat([ids.double(), log_probs, raw.double(), log_sums.double(), total], dim=1).cpu().numpy()
+        )
+        _check_finite(found[:, 3] + found[:, 4])
+        return found[:, 0].astype(np.int64), found[:, 1], found[:, 2], found[:, 3].astype(np.float32)
 
     def _process_logits(
         self, logits: Floats, rows: Sequence[SamplerRow]
@@ -280,6 +336,13 @@ class Sampler:
         return tuple(zip(ids.tolist(), raw[ids].tolist(), strict=True))
 
 
+def is_plain(row: SamplerRow) -> bool:
+    """Whether a row has no option that changes the distribution, other than its temperature."""
+    s = row.sampling
+    cuts = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+    return not (cuts or row.allowed_mask is not None or s.logit_bias or s.has_penalties)
+
+
 def _non_greedy_rows(rows: Sequence[SamplerRow]) -> Array:
     """Indices of the rows that are not greedy."""
     return np.flatnonzero([row.sampling.temperature > 0 for row in rows])
@@ -289,9 +352,10 @@ def _row_uniforms(rows: Sequence[SamplerRow]) -> NDArray[np.float64]:
     return uniforms([row.seed for row in rows], [row.n_drawn for row in rows])
 
 
-def _check_finite(values: Array) -> None:
-    """Raise if a value of `values` [W] is not finite."""
-    dead = tuple(np.flatnonzero(~np.isfinite(values)).tolist())
+def _check_finite(values: Array, numbers: Array | None = None) -> None:
+    """Raise if a value of `values` [W] is not finite. numbers: of these rows in the batch, by default 0 .. W - 1."""
+    bad = np.flatnonzero(~np.isfinite(values))
+    dead = tuple((bad if numbers is None else numbers[bad]).tolist())
     if dead:
         error = NoValidTokenError(
             f"nothing can be drawn from row {', '.join(map(str, dead))} of the batch",

@@ -141,6 +141,12 @@ class Scheduler:
             )
         return out
 
+    def count_burst(self, schedule: Schedule) -> None:
+        """Count the tokens of a step that drew several of each row, of which `schedule` counted one."""
+        schedule.decode_tokens = schedule.tokens
+        for sequence, n in schedule.rows:
+            self.virtual_counters[sequence.request.client] += (n - 1) * OUTPUT_WEIGHT
+
     def _schedule_prefill(self, sequence: Sequence, budget: int, out: Schedule) -> int:
         """Assign prefill positions to `sequence`; returns how many."""
         n = min(sequence.n_uncomputed, budget)

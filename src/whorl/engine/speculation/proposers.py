@@ -227,9 +227,7 @@ class DraftModel:
     def _draft_tokens(self, draft_sequences: list[Sequence]) -> list[int]:
         schedule = Schedule([(t, t.n_uncomputed) for t in draft_sequences])
         order = {id(t): n for n, t in enumerate(draft_sequences)}
-        batch, rows = build_batch(
-            schedule, self.cache, self.runner.ngram_context, self.model.embedding.device
-        )
+        batch, rows = build_batch(schedule, self.cache, self.runner.ngram_context)
         sampled = self.sampler(self.runner.run(batch), rows)
         out = [0] * len(draft_sequences)
         for (draft, _), token in zip(schedule.rows, sampled, strict=True):
