@@ -153,7 +153,7 @@ class Transformer(LanguageModel):
         if not self.config.embedding_norm:
             x = x.to(self.dtype)
         if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=x.device)
+            x = x * torch.full((), self.config.embedding_scale, dtype=self.dtype, device=x.device)
         if self.positions is not None:
             if positions is None:
                 stop = start + ids.shape[1]
