@@ -9,9 +9,9 @@ matrix-vector product over 512 MB, which no cache holds. Bar: at least 60 %.
 With 32 sequences, the overhead is the share of a decoding step outside the model and the sampler (scheduling, building
 the batch, storing tokens), by the engine's own timers. Bar: under 10 % of the step.
 
-Batches of completions (`EngineConfig.for_batch`, as evaluation and rollouts use it) draw several tokens of a row in one native
-call. The last claims compare this with single steps: the quickstart's shape, prompts of 32 ids and up to 64 sampled tokens.
-On a GPU only this part runs. Bar: 1.3.
+Batches of completions (`EngineConfig.for_batch`, as evaluation and rollouts use it) draw several tokens of a row in one
+native call. The last claims compare this with single steps: the quickstart's shape, prompts of 32 ids and up to 64 sampled
+tokens. On a GPU only this part runs. Bar: 1.3.
 """
 
 from __future__ import annotations
