@@ -17,14 +17,20 @@ TITLES = {
     "llama": "llama.cpp",
     "hf": "Hugging Face generate",
     "lmeval": "lm-evaluation-harness",
+    "lmeval_vllm": "lm-evaluation-harness on vLLM",
 }
 MODULES = {
-    "vllm": "vllm",
-    "openvino": "openvino_genai",
-    "llama": "llama_cpp",
-    "hf": "transformers",
-    "lmeval": "lm_eval",
+    "vllm": ("vllm",),
+    "openvino": ("openvino_genai",),
+    "llama": ("llama_cpp",),
+    "hf": ("transformers",),
+    "lmeval": ("lm_eval",),
+    "lmeval_vllm": ("lm_eval", "vllm"),
 }
+ENGINES = ("vllm", "openvino", "llama", "hf")
+FIND = (
+    "import sys, importlib.util as u; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None], sep=', ')"
+)
 
 
 def interpreters(given: Sequence[str], names: Sequence[str], threads: int) -> dict[str, str]:
@@ -43,13 +49,16 @@ def interpreters(given: Sequence[str], names: Sequence[str], threads: int) -> di
         chosen[name] = python
     found = {}
     for name, python in chosen.items():
-        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULES[name]!r}) is None)"
         try:
-            missing = subprocess.run([python, "-c", look], env=environment(python, threads)).returncode
+            looked = subprocess.run(
+                [python, "-c", FIND, *MODULES[name]], env=environment(python, threads), capture_output=True, text=True
+            )  # fmt: skip
         except OSError as error:
             sys.exit(f"--peer {name}={python}: {error.strerror}; expected an interpreter")
-        if missing:
-            print(f"left out: {TITLES[name]}, no module {MODULES[name]} in {python}")
+        if looked.returncode:
+            sys.exit(f"--peer {name}={python}: no interpreter: {looked.stderr.strip()[-300:]}")
+        if missing := looked.stdout.strip():
+            print(f"left out: {TITLES[name]}, no module {missing} in {python}")
         else:
             found[name] = python
     return found

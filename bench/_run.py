@@ -18,11 +18,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from whorl.store import Store
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-SMOKE = "WHORL_BENCH_SMOKE"
+SMOKE, STORE, DATA = "WHORL_BENCH_SMOKE", "WHORL_BENCH_STORE", "WHORL_DATA"  # environment variables
+SKIPPED = 77  # exit code
+PRETRAINED = "quickstart/pretrain"
 
 
 def parse(
@@ -59,6 +64,45 @@ def parse_quick(doc: str | None) -> bool:
 def smoke() -> bool:
     """Whether `--smoke` was given to this process or to the one that started it."""
     return os.environ.get(SMOKE) == "1" or "--smoke" in sys.argv
+
+
+def skip(reason: str) -> NoReturn:
+    """Exit as skipped: one line with what is missing and how to get it."""
+    print(f"skipped: {reason}")
+    sys.exit(SKIPPED)
+
+
+def data_path(name: str, source: str) -> Path:
+    """A file or folder of public data; exits as skipped where it is absent.
+
+    Args:
+        name: in the folder $WHORL_DATA; default ../shared/data of the checkout.
+        source: where it can be downloaded.
+    """
+    path = Path(os.environ.get(DATA) or ROOT.parent / "shared" / "data") / name
+    if not path.exists():
+        skip(f"no {path}: get {name} from {source}; {DATA} names its folder")
+    return path
+
+
+def quickstart_store(path: str | Path | None, *names: str) -> Store:
+    """The store at `path`, else of $WHORL_BENCH_STORE (see run_all.py), else the default; exits as skipped without `names`.
+
+    Args:
+        names: artifacts that the script needs; default quickstart/pretrain.
+    """
+    from whorl.errors import StoreError
+    from whorl.store import Store
+
+    store = Store(path or os.environ.get(STORE))
+    for name in names or (PRETRAINED,):
+        try:
+            store.open(name)
+        except StoreError:
+            skip(
+                f"no {name} in the store {store.location}: make it by `whorl run quickstart`, or give --store"
+            )
+    return store
 
 
 def sized(full: Any, small: Any) -> Any:

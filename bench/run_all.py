@@ -4,13 +4,15 @@
     python bench/run_all.py --smoke --slice 2/8   every eighth script, beginning with the second
     python bench/run_all.py --quick               the quick form of each within an hour, and what fell since the last time
     python bench/run_all.py --only engine,train   full sizes, hours
-    python bench/run_all.py --quick --peer vllm=/PATH/bin/python --peer openvino=/PATH/bin/python
+    python bench/run_all.py --quick --peer vllm=/PATH/bin/python --peer lmeval_vllm=/PATH/bin/python
 
-A script passes if it exits with 0 and its last line is a JSON record. A script whose peer is not installed exits with 77.
+A script passes if it exits with 0 and its last line is a JSON record. If its peer, data or model is absent, it exits with 77
+and prints one line: what is missing and how to get it.
 
 `--quick` gives `--quick` to the scripts that have it; the others run at full size, within the time limit. Scripts that
 passed the last time on this kind of machine run first. When the hour is over, the rest is named as not run. Records go into
-`bench/results/quick/KIND.jsonl` (`bench/_guard.py`).
+`bench/results/quick/KIND.jsonl` (`bench/_guard.py`). Scripts that need a trained model read the default store; if it has
+no quickstart/pretrain, a small one is made in a scratch folder for this run.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +37,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import _guard
 from bench._peers import VARIABLE
+from bench._run import PRETRAINED, SKIPPED, STORE
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {"claim", "ours", "peer", "unit", "ratio", "bar", "ok", "machine", "samples"}
-SKIPPED = 77
 SMOKE_SECONDS, QUICK_SECONDS, FULL_SECONDS = 180, 150, 7200  # time limits of one script
 QUICK_TOTAL = 3500.0  # seconds of all scripts with --quick
+# The quickstart of a quick run: the planner's budget, at a fixed shape whose columns are divided by every group of int4.
+QUICKSTART = (
+    "--budget",
+    "20s",
+    "--until",
+    "pretrain",
+    "--no-live",
+    "--set",
+    "plan.d_model=128",
+    "--set",
+    "plan.n_layers=3",
+)
 
 
 @dataclass(frozen=True)
@@ -62,25 +80,44 @@ def has_quick_form(script: Path) -> bool:
     return '"--quick"' in text or "parse_quick(" in text or "trl.parse_options(" in text
 
 
-def run(script: Path, options: list[str], timeout: float) -> Outcome:
-    """Run a script; its process group is killed after `timeout` seconds, and if this process is interrupted."""
+def needs_store(script: Path) -> bool:
+    """Whether the script reads the artifacts of a quickstart."""
+    text = script.read_text(encoding="utf-8")
+    return "open_store(" in text or "quickstart_store(" in text
+
+
+def execute(command: list[str], timeout: float) -> tuple[int, str, str]:
+    """Run Python and return (exit code, output, errors).
+
+    Its process group is killed after `timeout` seconds, and if this process is interrupted.
+
+    Raises:
+        TimeoutExpired: it was killed.
+    """
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
-        [sys.executable, str(script), *options], cwd=ROOT, env=environment, text=True,
+        [sys.executable, *command], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
         printed, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return Outcome("failed", f"no result after {timeout:.0f} s")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+    return process.returncode, printed, errors
+
+
+def run(script: Path, options: list[str], timeout: float) -> Outcome:
+    """Run a script for at most `timeout` seconds."""
+    try:
+        code, printed, errors = execute([str(script), *options], timeout)
+    except subprocess.TimeoutExpired:
+        return Outcome("failed", f"no result after {timeout:.0f} s")
     lines = [line for line in printed.splitlines() if line.strip()]
-    if process.returncode == SKIPPED:
+    if code == SKIPPED:
         return Outcome("skipped", lines[-1] if lines else errors.strip().split("\n")[-1])
-    if process.returncode:
+    if code:
         return Outcome("failed", errors.strip().split("\n")[-1][:200])
     records = [json.loads(line) for line in lines if line.startswith("{") and '"claim"' in line]
     if not records or not lines[-1].startswith("{"):
@@ -97,33 +134,72 @@ def report(script: Path, outcome: Outcome, seconds: float) -> None:
     print(f"{outcome.result:8} {seconds:6.1f} s  {script.relative_to(ROOT)}{reason}", flush=True)
 
 
-def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> int:
-    """Run the quick forms, keep their records, and print what fell; return the number of failed scripts."""
-    path = _guard.quick_file(_guard.kind_of_machine())
+@contextmanager
+def quickstart(timeout: float) -> Iterator[None]:
+    """Within it, scripts find a trained model: in the store that they would use, or in a new one of a scratch folder."""
+    from whorl.errors import StoreError
+    from whorl.store import Store
+
+    location = os.environ.get(STORE) or os.environ.get("WHORL_HOME") or ".whorl"
+    with suppress(StoreError):
+        Store(location if "://" in location else ROOT / Path(location).expanduser()).open(PRETRAINED)
+        timeout = 0
+    before = os.environ.pop(STORE, "")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if timeout:
+            make_quickstart(folder, timeout)
+        try:
+            os.environ[STORE] = folder if timeout else before
+            yield
+        finally:
+            os.environ[STORE] = before  # "" as unset
+
+
+def make_quickstart(folder: str, timeout: float) -> None:
+    """Make a small quickstart in `folder`, and print a line."""
+    options = ["run", "quickstart", *QUICKSTART]
+    print(f"no {PRETRAINED} in the store; making a small one: whorl {' '.join(options)}", flush=True)
+    began = time.monotonic()
+    try:
+        code, _, errors = execute(["-m", "whorl.cli", *options, "--store", folder], timeout)
+        ended = f"failed: {errors.strip()[-200:]}" if code else "made"
+    except subprocess.TimeoutExpired:
+        ended = f"no result after {timeout:.0f} s"
+    print(f"{ended:8} {time.monotonic() - began:6.1f} s  {PRETRAINED}", flush=True)
+
+
+def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> Counter[str]:
+    """Run the quick forms, keep their records, and print what fell; return the number of scripts by result."""
+    print(
+        f"{len(chosen)} scripts, at most {min(total, limit * (len(chosen) + 2)) / 60:.0f} minutes", flush=True
+    )
+    path, end = _guard.quick_file(_guard.kind_of_machine()), time.monotonic() + total
     last = _guard.read_quick(path)
     passed = {record["script"] for record in last.values()}
     order = sorted(chosen, key=lambda script: str(script.relative_to(ROOT)) not in passed)
-    began, made, failed = time.monotonic(), dict[str, dict[str, Any]](), 0
-    before = _guard.current_rates()
-    for number, script in enumerate(order):
-        left = total - (time.monotonic() - began)
-        if left < 1:
-            print(f"not run, the time is over: {', '.join(str(s.relative_to(ROOT)) for s in order[number:])}")
-            break
-        started = time.monotonic()
-        outcome = run(script, ["--quick"] * has_quick_form(script), min(limit, left))
-        seconds = time.monotonic() - started
-        report(script, outcome, seconds)
-        failed += outcome.result == "failed"
-        after = _guard.current_rates()
-        for record in outcome.records:
-            made[record["id"]] = {
-                **record,
-                "rates": _guard.mean_rates(before, after),
-                "seconds": round(seconds, 1),
-            }
-        before = after
-        _guard.write_quick(path, {**last, **made})
+    made, counts = dict[str, dict[str, Any]](), Counter[str]()
+    with quickstart(min(2 * limit, total)) if any(map(needs_store, chosen)) else nullcontext():
+        before = _guard.current_rates()
+        for script in order:
+            left = end - time.monotonic()
+            if left < 1:
+                counts["not run"] += 1
+                print(f"not run, the time is over: {script.relative_to(ROOT)}")
+                continue
+            started = time.monotonic()
+            outcome = run(script, ["--quick"] * has_quick_form(script), min(limit, left))
+            seconds = time.monotonic() - started
+            report(script, outcome, seconds)
+            counts[outcome.result] += 1
+            after = _guard.current_rates()
+            for record in outcome.records:
+                made[record["id"]] = {
+                    **record,
+                    "rates": _guard.mean_rates(before, after),
+                    "seconds": round(seconds, 1),
+                }
+            before = after
+            _guard.write_quick(path, {**last, **made})
     fell = _guard.falls(last, made.values())
     print(
         f"{len(made)} figures in {path.name}, {len(made.keys() & last.keys())} of them compared with the last ones"
@@ -131,20 +207,20 @@ def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> i
     for line in fell:
         print(f"fell: {line}")
     print("`python bench/report.py` writes them into docs/benchmarks.md")
-    return failed
+    return counts
 
 
-def run_others(chosen: list[Path], smoke: bool, limit: float) -> int:
-    """Run at full sizes or with `--smoke`; return the number of failed scripts."""
+def run_others(chosen: list[Path], smoke: bool, limit: float) -> Counter[str]:
+    """Run at full sizes or with `--smoke`; return the number of scripts by result."""
 
-    def one(script: Path) -> bool:
+    def one(script: Path) -> str:
         started = time.monotonic()
         outcome = run(script, ["--smoke"] * smoke, limit)
         report(script, outcome, time.monotonic() - started)
-        return outcome.result == "failed"
+        return outcome.result
 
     with ThreadPoolExecutor(2 if smoke else 1) as pool:
-        return sum(pool.map(one, chosen))
+        return Counter(pool.map(one, chosen))
 
 
 def main() -> None:
@@ -179,14 +255,16 @@ def main() -> None:
     if args.only:
         names = set(args.only.split(","))
         chosen = [p for p in chosen if names & {*p.relative_to(ROOT).parts, p.stem}]
+    began = time.monotonic()
     if args.quick:
-        failed = run_quick(chosen, args.timeout or QUICK_SECONDS)
+        counts = run_quick(chosen, args.timeout or QUICK_SECONDS)
     else:
-        failed = run_others(
+        counts = run_others(
             chosen, args.smoke, args.timeout or (SMOKE_SECONDS if args.smoke else FULL_SECONDS)
         )
-    print(f"{len(chosen) - failed} passed, skipped or not run, {failed} failed")
-    sys.exit(bool(failed))
+    results = ", ".join(f"{counts[name]} {name}" for name in ("passed", "skipped", "failed", "not run"))
+    print(f"{results}; {time.monotonic() - began:.0f} s")
+    sys.exit(bool(counts["failed"]))
 
 
 if __name__ == "__main__":

@@ -145,9 +145,12 @@ def repeated(
 def run_units(
     files: Sequence[str], units: str, engine: str, workers: int, marker: str = ""
 ) -> dict[str, Any]:
-    """Run the job in units of work, and return its figures; called in a child process."""
+    """Run the job in units of work, and return its figures; called in a child process.
+
+    marker: file that exists once the first unit was killed. All units then run in workers, never in this process.
+    """
     began = time.perf_counter()
-    executor = RayTasks(workers) if engine == "ray" else LocalPool(workers)
+    executor = RayTasks(workers) if engine == "ray" else LocalPool(workers, isolate=bool(marker))
     store = UnitStore(Path(units))
     inputs = [
         Unit((Input.of(Path(path)),), {"dies": bool(marker) and i == 0}) for i, path in enumerate(files)

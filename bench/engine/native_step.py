@@ -139,6 +139,7 @@ def main() -> None:
     for n, k in ((2 * hidden, d), (vocab, d)):
         products(library, n, k, threads, seconds / 4)
     model = llama(options.model)
+    handle = library.whorl_open()
     steps = {kind: NativeStep(model, PAGE, kind, threads=threads) for kind in ("bfloat16", "int8", "int4")}
     shares: dict[str, float] = {}
     samples: list[str] = []
@@ -150,9 +151,7 @@ def main() -> None:
             contenders[kind] = lambda s=step, b=batch, r=runner: s.run(b, r.layers, r.group_of)  # type: ignore[misc]
             if n == tokens == 1:
                 at, size = step.weights.arena.address, step.weights.arena.n_bytes
-                contenders[f"reading {kind}"] = lambda a=at, s=size, h=step._step: library.whorl_read(
-                    h, a, s, threads
-                )  # type: ignore[misc]
+                contenders[f"reading {kind}"] = lambda a=at, s=size: library.whorl_read(handle, a, s, threads)  # type: ignore[misc]
         contenders["torch"] = lambda b=batch, r=runner: r.run(b)  # type: ignore[misc]
         times = {name: statistics.median(each) for name, each in in_turn(contenders, seconds).items()}
         text = f"{n} rows, {tokens} new: " + ", ".join(

@@ -16,7 +16,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
-from bench._run import claim, parse, smoke
+from bench._run import PRETRAINED, claim, parse, quickstart_store, smoke
 from bench.engine.support import models
 
 from whorl.engine import SamplingParams, load_for_sampling
@@ -26,7 +26,6 @@ from whorl.engine.request import Request
 from whorl.engine.speculation.proposers import PromptLookup
 from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel
-from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 
 PROMPT = 128
@@ -36,7 +35,7 @@ def main() -> None:
     given = parse(
         __doc__,
         lambda p: (
-            p.add_argument("--model", default="quickstart/pretrain"),
+            p.add_argument("--model", default=PRETRAINED),
             p.add_argument("--token-set", default="quickstart/tokens"),
             p.add_argument("--tokens", type=int, default=256),
             p.add_argument("--prompts", type=int, default=8),
@@ -52,7 +51,7 @@ def main() -> None:
         model = models.model("4M")
         prompts = [tuple(ids) for ids in models.prompts("4M", n_prompts, PROMPT)]
     else:
-        store = Store(given.store)
+        store = quickstart_store(given.store, given.model, given.token_set)
         model = load_for_sampling(store.open(given.model).path, probe())
         documents = TokenSet(store.open(given.token_set).path).split("validation").iter_documents()
         prompts = [tuple(int(i) for i in d[:PROMPT]) for d in documents if len(d) > PROMPT][:n_prompts]

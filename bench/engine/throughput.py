@@ -43,7 +43,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._peers import TITLES, environment, interpreters
+from bench._peers import ENGINES, TITLES, environment, interpreters
 from bench._run import claim, parse, sized, smoke
 from bench.engine.support import contender, models
 from bench.engine.support.contender import Job, Outcome
@@ -240,7 +240,7 @@ def main() -> None:
     if given.quick:
         given.models, given.rounds = "14M", 1
         given.cells = given.cells if given.cells != ",".join(CELLS) else "8"
-    pythons = {"ours": sys.executable} | interpreters(given.peer, list(TITLES), THREADS)
+    pythons = {"ours": sys.executable} | interpreters(given.peer, ENGINES, THREADS)
     if len(pythons) == 1 and not smoke():
         print("skipped: no peer is installed (--peer NAME=PYTHON)")
         sys.exit(77)

@@ -12,7 +12,6 @@ The data: bbh/*.json of suzgunmirac/BIG-Bench-Hard and gsm8k_*.jsonl of openai/g
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import sys
@@ -20,12 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _run import claim, parse, sized
+from _run import claim, data_path, parse, sized
 
 from whorl.evals.metrics import grade_all
 from whorl.evals.verify.final_answer import same_answer
 
-DATA = Path(os.environ.get("WHORL_DATA", Path(__file__).parents[3] / "shared" / "data"))
+BBH, GSM8K = "https://github.com/suzgunmirac/BIG-Bench-Hard", "https://github.com/openai/grade-school-math"
 BACKSLASH = r"\\\1"
 THOUGHT = (
     "Let's think step by step.\n1. First, I read the question again. Option (A) seems wrong, since 3 + 4 = 7.\n"
@@ -66,15 +65,15 @@ FORMS: dict[str, Callable[[str], str]] = {
 }
 
 
-def bbh_tasks(folder: Path = DATA / "bbh") -> Iterator[tuple[str, list[str]]]:
+def bbh_tasks(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (task, gold answers)."""
     for path in sorted(folder.glob("*.json")):
         yield path.stem, [example["target"] for example in json.loads(path.read_text("utf-8"))["examples"]]
 
 
-def gsm8k_golds(folder: Path = DATA) -> list[str]:
+def gsm8k_golds(paths: list[Path]) -> list[str]:
     """Return the worked answers of both splits."""
-    lines = [line for path in sorted(folder.glob("gsm8k_*.jsonl")) for line in path.open(encoding="utf-8")]
+    lines = [line for path in paths for line in path.open(encoding="utf-8")]
     return [json.loads(line)["answer"] for line in lines]
 
 
@@ -92,12 +91,11 @@ def shares(metric: str, golds: list[str], answers: list[str]) -> tuple[float, li
 def main() -> int:
     """Print a table of tasks and forms, and the JSON lines."""
     parse(__doc__)
-    if not (DATA / "bbh").is_dir():
-        print(f"skipped: no {DATA / 'bbh'}")
-        return 0
+    bbh = data_path("bbh", BBH)
+    gsm8k = [data_path(f"gsm8k_{split}.jsonl", GSM8K) for split in ("test", "train")]
     rng = random.Random(0)
     lowest, tasks, gaps, chance_rows = 1.0, 0, [], []
-    for task, golds in bbh_tasks():
+    for task, golds in bbh_tasks(bbh):
         golds = golds[: sized(None, 20)]
         row = {}
         for form, write in FORMS.items():
@@ -125,7 +123,7 @@ def main() -> int:
         "answers shuffled among the items of a task: largest difference to the share that is equal by chance",
         ours=max(gaps), peer=0.0, unit="share", ratio=max(gaps), bar=0.0, ok=max(gaps) == 0.0, variant="shuffled",
     )  # fmt: skip
-    golds = gsm8k_golds()[: sized(None, 50)]
+    golds = gsm8k_golds(gsm8k)[: sized(None, 50)]
     finals = [gold.rpartition("#### ")[2] for gold in golds]
     texts = {
         "as given": golds,

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _peers import environment, interpreters
-from _run import claim, parse, sized
+from _run import claim, parse, sized, skip
 
 from whorl.evals.metrics.constraints import CHECKS, read_constraints, satisfies
 
@@ -178,8 +178,7 @@ def main() -> int:
     )
     found = interpreters(args.peer, ["lmeval"], 1)
     if not found:
-        print("skipped: the peer is not installed")
-        return 0
+        skip("needs lm-evaluation-harness (--peer lmeval=PYTHON)")
     rng = random.Random(0)
     cases = []
     for _ in range(args.texts):

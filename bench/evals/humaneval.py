@@ -12,29 +12,22 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _run import claim, parse, sized
+from _run import claim, data_path, parse, sized
 
 from whorl.evals.metrics import grade_all
 from whorl.sandbox import ResourceLimits, Sandbox
-
-PATH = (
-    Path(os.environ.get("WHORL_DATA", Path(__file__).parents[3] / "shared" / "data")) / "human_eval.jsonl.gz"
-)
 
 
 def main() -> int:
     """Print the shares by form and the JSON lines."""
     parse(__doc__)
-    if not PATH.exists():
-        print(f"skipped: no {PATH}")
-        return 0
-    tasks = [json.loads(line) for line in gzip.decompress(PATH.read_bytes()).splitlines()][: sized(None, 10)]
+    path = data_path("human_eval.jsonl.gz", "https://github.com/openai/human-eval (folder data)")
+    tasks = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()][: sized(None, 10)]
     bodies = [task["canonical_solution"] for task in tasks]
     whole = [task["prompt"] + task["canonical_solution"] for task in tasks]
     forms = {

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _run import claim, parse
+from _run import claim, parse, skip
 from tests.support.report.evaluation_example import write_evaluation
 
 from whorl.report.evaluation import write_page
@@ -112,11 +112,9 @@ def main() -> int:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        print("skipped: playwright is not installed")
-        return 0
+        skip("needs playwright (pip install playwright)")
     if chromium is None:
-        print("skipped: no Chromium on this machine")
-        return 0
+        skip("needs Chromium (package chromium)")
     flags = FLAGS + ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium refuses its sandbox to root
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)

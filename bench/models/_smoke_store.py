@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from bench._run import smoke
+from bench._run import quickstart_store, smoke
 
 from whorl.corpus.documents import Document, document_id
 from whorl.models import Transformer, save_model, whorl_decoder
@@ -23,9 +23,9 @@ SEQ_LEN = 32
 
 
 def open_store(path: str | Path | None) -> Store:
-    """The store at `path`; under `--smoke` a new one with a tiny quickstart, removed at exit."""
+    """The quickstart's store (`quickstart_store`); under `--smoke` a new one with a tiny quickstart, removed at exit."""
     if not smoke():
-        return Store(path)
+        return quickstart_store(path)
     top = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, top, ignore_errors=True)
     store, tokenizer = Store(top / "store"), Tokenizer([bytes([i]) for i in range(256)])

@@ -8,7 +8,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench._run import smoke
+from bench._run import quickstart_store, smoke
 
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store
@@ -54,9 +54,9 @@ def small_sources(folder: Path, total_bytes: int = 120_000) -> Path:
 
 
 def open_store(path: str | Path | None) -> Store:
-    """The store at `path`; under `--smoke` a new one with a tiny quickstart, removed at exit."""
+    """The quickstart's store (`quickstart_store`); under `--smoke` a new one with a tiny quickstart, removed at exit."""
     if not smoke():
-        return Store(path)
+        return quickstart_store(path, "quickstart/tokens")
     top = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, top, ignore_errors=True)
     store = Store(top / "store")

@@ -26,7 +26,7 @@ from bench.plan.scaling_sweep import run, token_set
 from whorl.machine.device_probe import probe
 from whorl.plan.cost import decoder_config
 from whorl.plan.ladder import ladder
-from whorl.plan.planner import EVAL_OVERHEAD
+from whorl.plan.planner import LOOP_OVERHEAD
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import time_steps
 
@@ -58,7 +58,7 @@ def main() -> None:
         candidate = job.model_copy(update={"model": decoder_config(w, d, v), "dtype": machine.dtype})
         timing = time_steps(candidate, sized(2.0, 0.05))
         steps[name] = max(
-            2, int((seconds - timing.startup_seconds) / (timing.step_seconds * (1 + EVAL_OVERHEAD)))
+            2, int((seconds - timing.startup_seconds) / (timing.step_seconds * (1 + LOOP_OVERHEAD)))
         )
         steps[name] = sized(steps[name], 2)
         print(f"{name:22} {d} x {w}, {v:6,}: {timing.step_seconds * 1e3:5.1f} ms a step", flush=True)

