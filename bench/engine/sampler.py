@@ -22,8 +22,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse_quick, sized
+from bench.engine.support import models
 
 from whorl.engine import Sampler, SamplerRow, SamplingParams
+from whorl.engine.native import NativeStep, unsupported_reason
+from whorl.engine.native.sampling import row_sampler
 from whorl.engine.sampling.penalties import TokenCounts
 from whorl.tracking.seeds import generator
 
@@ -111,9 +114,12 @@ def main() -> None:
     vocabs = sized((8_192, 32_000), (256, 512))
     torch.set_num_threads(1)
     g, found = generator(0, "bench"), []
+    model = models.model("4M")
+    step = None if unsupported_reason(model) else NativeStep(model, 32, threads=1)
     print(f"{ROWS} rows: milliseconds per step, ours | row by row in torch")
     for vocab in vocabs:
         logits, sampler = logits_of(vocab, g), Sampler(vocab)
+        sampler.draw_plain = row_sampler(step, sampler.is_banned)  # as the engine's sampler
         for kind in KINDS:
             rows = rows_of(kind, vocab)
 

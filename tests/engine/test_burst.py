@@ -30,7 +30,8 @@ def requests(n: int = 7, **fields: Any) -> list[Request]:
     made = []
     for k in range(n):
         ids = torch.randint(0, 50, (3 + 2 * k,), generator=torch.Generator().manual_seed(k)).tolist()
-        sampling = SamplingParams(temperature=[0, 0.7, 1.0, 3.0][k % 4], top_p=1, seed=k)
+        cuts = [{"top_p": 1}, {"top_p": 0.9}, {"top_p": 1, "top_k": 12}, {"min_p": 0.1}][k % 4]
+        sampling = SamplingParams(temperature=[1.0, 0.7, 3.0, 2.0, 0][k % 5], seed=k, **cuts)
         made.append(request(str(k), ids, sampling=sampling, max_tokens=5 + 3 * k, **fields))
     return made
 
@@ -96,7 +97,6 @@ def test_burst_continues_cached_prefixes() -> None:
     [
         {"stop": (b"x",)},
         {"top_log_probs": 2},
-        {"sampling": SamplingParams(top_p=0.5)},
         {"sampling": SamplingParams(temperature=1, top_p=1, presence_penalty=0.5)},
     ],
 )

@@ -93,6 +93,15 @@ def test_code_that_the_cpu_refuses_is_dropped_with_a_warning(
         native_build.load_library(source, tmp_path)
 
 
+def test_error_names_the_line_of_an_included_file(tmp_path: Path) -> None:
+    """Not the first line of the compiler's output, which says where the file was included."""
+    (tmp_path / "b.h").write_text("int wrong(\n")
+    source = tmp_path / "a.cpp"
+    source.write_text('#include "b.h"\n')
+    with pytest.raises(native_build.BuildError, match=r"cannot build a\.cpp: .*error"):
+        native_build.load_library(source, tmp_path)
+
+
 OLD_COMPILER = """#!/bin/sh
 for word; do
     case $word in -m*) echo "error: bad value ($word)" >&2; exit 1;; esac

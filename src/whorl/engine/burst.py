@@ -5,8 +5,8 @@ In a step of a small model, Python's part (schedule, batch, sampler) takes as lo
 waits for a slot, the burst ends when a quarter of the rows has ended. The scheduler and the accounting of pages then see
 a step with several tokens. Random numbers are those of single steps, and so are the tokens.
 
-A burst needs rows that all decode, with a temperature and no other option, equal stop ids, and no stop strings, grammar,
-adapter or alternatives; no drafts and no weights that change between steps.
+A burst needs rows that all decode, with equal stop ids, and without penalties, biases, stop strings, grammar, adapter and
+alternatives. There are no drafts, and no weights that change between steps.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class DecodeBurst:
         most = int(limits.max())
         seeds = [row.seed for row in rows for _ in range(most)]
         counters = [row.n_drawn + k for row in rows for k in range(most)]
-        temperature = np.array([row.sampling.temperature for row in rows], np.float32)
         draws = Draws(
-            uniforms(seeds, counters).reshape(-1, most), temperature, limits, self.banned,
+            uniforms(seeds, counters).reshape(-1, most), [row.sampling for row in rows], limits, self.banned,
             self._stop_table(sequences[0].request.stop_ids), max(1, len(rows) // ENDED_FRACTION) if scheduler.waiting else 0,
         )  # fmt: skip
         slots = np.array(batch.slots)

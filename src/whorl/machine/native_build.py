@@ -224,7 +224,10 @@ def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: P
                     warnings.warn(f"{built}, {compiler}: {reason}", RuntimeWarning, stacklevel=2)
                 Path(name).replace(target)
                 return
-            reason = reason or next(iter(done.stderr.strip().splitlines()), "it failed")
+            lines = done.stderr.strip().splitlines()
+            reason = reason or next(
+                (one for one in lines if "error" in one), lines[0] if lines else "it failed"
+            )
             is_too_old = True  # for these flags
         except (OSError, subprocess.TimeoutExpired) as error:
             reason = reason or str(error)

@@ -29,14 +29,18 @@ def samplers(step: NativeStep, size: int, banned: list[int]) -> tuple[Sampler, S
     return plain, native
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     size=st.integers(2, 700), rows=st.integers(1, 60), seed=st.integers(0, 1000), scale=st.sampled_from([0.1, 3, 60]),
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 8.0]), n_banned=st.integers(0, 5),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 8.0]), n_banned=st.integers(0, 5), rounded=st.booleans(),
+    top_k=st.sampled_from([0, 0, 1, 5, 400]), top_p=st.sampled_from([1.0, 1.0, 0.95, 0.3, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.9]),
 )  # fmt: skip
 def test_rows_equal_numpys(
-    step: NativeStep, size: int, rows: int, seed: int, scale: float, temperature: float, n_banned: int
-) -> None:
+    step: NativeStep, size: int, rows: int, seed: int, scale: float, temperature: float, n_banned: int, rounded: bool,
+    top_k: int, top_p: float, min_p: float,
+) -> None:  # fmt: skip
+    """`rounded`: many equal logits, of which the first ids are kept."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, size, generator=generator) * scale
     banned = torch.randperm(size, generator=generator)[: min(n_banned, size - 1)].tolist()
@@ -75,7 +79,9 @@ def test_ends_of_the_unit_interval(step: NativeStep, u: float) -> None:
     banned[[0, 259]] = True
     draw = row_sampler(step, banned)
     assert draw is not None
-    ids, log_probs, _ = draw(np.zeros((1, 260), np.float32), np.array([u]), [1.0])
+    ids, log_probs, _ = draw(
+        np.zeros((1, 260), np.float32), np.array([u]), [SamplingParams(temperature=1, top_p=1)]
+    )
     assert ids[0] == {0.0: 1, 0.5: 130, 1 - 2.0**-53: 258}[u]
     assert log_probs[0] == pytest.approx(-np.log(258))
 
@@ -97,8 +103,17 @@ def test_rows_with_other_options_are_numpys(step: NativeStep) -> None:
     plain, native = samplers(step, 50, [])
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     made = [
-        SamplerRow(SamplingParams(temperature=1, top_p=p), seed=n) for n, p in enumerate((1, 0.3, 1, 0.5))
+        SamplerRow(SamplingParams(temperature=1, presence_penalty=p), seed=n)
+        for n, p in enumerate((0, 1, 0, 2))
     ]
     a, b = plain(logits, made), native(logits, made)
     assert [t.id for t in a] == [t.id for t in b]
     assert [a[1], a[3]] == [b[1], b[3]]
+
+
+def test_dead_rows_of_both_kinds_keep_their_numbers(step: NativeStep) -> None:
+    _, native = samplers(step, 40, [])
+    logits = torch.zeros(5, 40)
+    logits[3, 5] = logits[4, 5] = float("nan")
+    made = [SamplerRow(SamplingParams(presence_penalty=p)) for p in (0.0, 0.5, 0.0, 0.5, 0.0)]
+    assert [t is None for t in native.sample_or_none(logits, made)] == [False, False, False, True, True]

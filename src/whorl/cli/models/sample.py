@@ -79,7 +79,9 @@ def sample(
     rows = model.config.vocab_size
     engine = Engine(
         model,
-        EngineConfig.for_batch(1, min(healed.n_tokens + max_tokens, model.max_positions or sys.maxsize)),
+        EngineConfig.for_batch(  # single steps, so that each token is shown at once
+            1, min(healed.n_tokens + max_tokens, model.max_positions or sys.maxsize), decode_burst=1
+        ),
         token_bytes=tokenizer.text_bytes(rows),
         banned_ids=tokenizer.banned_ids(rows),
         compile_native=False,  # the first token does not wait for a compiler

@@ -99,7 +99,10 @@ class Batch(Structure):
 class Sampling(Structure):
     _fields_: ClassVar[Fields] = [
         ("most", c_int64),
-        *((name, c_void_p) for name in ("u", "temperature", "limits", "banned", "stops")),
+        *(
+            (name, c_void_p)
+            for name in ("u", "temperature", "top_k", "top_p", "min_p", "limits", "banned", "stops")
+        ),
         ("until_ended", c_int64),
         *((name, c_void_p) for name in ("ids", "log_probs", "raw", "counts")),
     ]

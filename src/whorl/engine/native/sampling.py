@@ -1,4 +1,4 @@
-"""Sampling in C++ (`sampling.h`), of rows with a temperature and no other option: one step's, or several steps at once."""
+"""Sampling in C++ (`sampling.h`), of rows without masks, biases and penalties: one step's, or several steps at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from whorl.engine.native import build, layout
 from whorl.engine.native.step import NativeStep
-from whorl.engine.sampling.cpu_sampler import Doubles, DrawPlain, Floats, Ids
+from whorl.engine.sampling.cpu_sampler import (
+    Doubles,
+    DrawPlain,
+    Floats,
+    Ids,
+    clamped_temperature,
+    top_p_bound,
+)
+from whorl.engine.sampling_params import SamplingParams
 
 
 class Draws:
@@ -20,7 +28,7 @@ class Draws:
     A call fills ids [R, most] (-1 where nothing can be drawn), their log_probs and raw, and counts [R] of tokens.
 
     Args:
-        u: [R, most] fp64 in [0, 1). temperature: [R] fp32, 0 is greedy. limits: [R] tokens of each row, 1 to `most`.
+        u: [R, most] fp64 in [0, 1). settings: of each row. limits: [R] tokens of each row, 1 to `most`.
         banned: [V] ids that are never drawn. stops: [V] ids that end a row.
         until_ended: rows that end before all others stop; 0 lets each row run to its end.
     """
@@ -28,7 +36,7 @@ class Draws:
     def __init__(
         self,
         u: Doubles,
-        temperature: Floats,
+        settings: Sequence[SamplingParams],
         limits: Ids,
         banned: NDArray[np.bool_],
         stops: NDArray[np.bool_],
@@ -38,7 +46,13 @@ class Draws:
         self.ids, self.counts = np.empty((rows, most), np.int64), np.zeros(rows, np.int64)
         self.log_probs, self.raw = np.empty((rows, most)), np.empty((rows, most), np.float32)
         self.limits = limits
-        self._kept = [np.ascontiguousarray(array) for array in (u, temperature, limits, banned, stops)]
+        columns = (
+            np.array([clamped_temperature(s) if s.temperature > 0 else 0 for s in settings], np.float32),
+            np.array([s.top_k for s in settings], np.int64),
+            np.array([top_p_bound(s) for s in settings], np.float64),
+            np.array([s.min_p for s in settings], np.float32),
+        )
+        self._kept = [np.ascontiguousarray(array) for array in (u, *columns, limits, banned, stops)]
         out = (array.ctypes.data for array in (self.ids, self.log_probs, self.raw, self.counts))
         addresses = (array.ctypes.data for array in self._kept)
         self.struct = layout.Sampling(most, *addresses, until_ended, *out)
@@ -58,11 +72,11 @@ def row_sampler(step: NativeStep | None, banned: NDArray[np.bool_]) -> DrawPlain
         return None
     nothing = np.zeros(len(banned), np.bool_)
 
-    def sample(logits: Floats, u: Doubles, temperature: Sequence[float]) -> tuple[Ids, Doubles, Floats]:
+    def sample(logits: Floats, u: Doubles, settings: Sequence[SamplingParams]) -> tuple[Ids, Doubles, Floats]:
         """Return ids, log-probabilities and raw log-probabilities [W] of rows of logits [W, V] fp32."""
         logits = np.ascontiguousarray(logits, np.float32)
         limits = np.ones(len(u), np.int64)
-        draws = Draws(u[:, None], np.array(temperature, np.float32), limits, banned, nothing)
+        draws = Draws(u[:, None], settings, limits, banned, nothing)
         status = library.whorl_sample(
             step.handle, logits.ctypes.data, *logits.shape, draws.address, step.threads
         )

@@ -32,8 +32,8 @@ Doubles = NDArray[np.float64]
 Ids = NDArray[np.int64]
 # Logits [W, V] -> index of the largest [W], log-sum-exp [W].
 Summarize = Callable[[Floats], tuple[Ids, Floats]]
-# Logits [W, V], u [W], temperatures [W] -> ids (-1: none), log-probabilities, raw log-probabilities.
-DrawPlain = Callable[[Floats, Doubles, Sequence[float]], tuple[Ids, Doubles, Floats]]
+# Logits [W, V], u [W], settings [W] -> ids (-1: none), log-probabilities, raw log-probabilities.
+DrawPlain = Callable[[Floats, Doubles, Sequence[SamplingParams]], tuple[Ids, Doubles, Floats]]
 
 BLOCK = 128
 PARTIAL_SORT_SIZE = 512  # weights in the first partial sort

@@ -169,7 +169,7 @@ class Sampler:
         summarize: as of `CPUSampler`.
 
     Attributes:
-        draw_plain: a faster way for rows with a temperature and no other option on a CPU, or None.
+        draw_plain: a faster way for rows without masks, biases and penalties on a CPU, or None.
     """
 
     def __init__(
@@ -237,18 +237,26 @@ class Sampler:
         """Return (ids, log-probabilities, raw log-probabilities, log-sum-exp of the raw logits), each [W]."""
         told = logits.numpy()
         plain = np.array([self.draw_plain is not None and not r.top_log_probs and is_plain(r) for r in rows])
-        found = None if plain.all() else self._sample_others(told, rows)
         if self.draw_plain is None or not plain.any():
-            return found or self._sample_others(told, rows)
-        some = [row for row, one in zip(rows, plain, strict=True) if one]
-        temperatures = [row.sampling.temperature for row in some]
-        drawn = self.draw_plain(told if found is None else told[plain], _row_uniforms(some), temperatures)
-        _check_finite(np.where(drawn[0] < 0, np.nan, 0.0), np.flatnonzero(plain))
-        if found is None:
+            return self._sample_others(told, rows)
+        numbers, others = np.flatnonzero(plain), np.flatnonzero(~plain)
+        some = [rows[n] for n in numbers.tolist()]
+        settings = [row.sampling for row in some]
+        drawn = self.draw_plain(told[numbers] if len(others) else told, _row_uniforms(some), settings)
+        values = np.zeros(len(rows))
+        values[numbers[drawn[0] < 0]] = np.nan
+        if not len(others):
+            _check_finite(values)
             return *drawn, np.zeros(0)  # the log-sum-exp is needed for alternatives only
-        for whole, part in zip(found, drawn, strict=False):
-            whole[plain] = part
-        return found
+        try:
+            rest = self._sample_others(told[others], [rows[n] for n in others.tolist()])
+        except NoValidTokenError as error:
+            values[others[list(error.rows)]] = np.nan
+        _check_finite(values)
+        found = tuple(np.zeros(len(rows), part.dtype) for part in rest)
+        for whole, part, other in zip(found, (*drawn, 0), rest, strict=True):
+            whole[numbers], whole[others] = part, other
+        return found[0], found[1], found[2], found[3]
 
     def _sample_others(self, told: Floats, rows: Sequence[SamplerRow]) -> tuple[Array, Array, Array, Array]:
         """The same by numpy, for any options."""
@@ -269,7 +277,7 @@ class Sampler:
         self, logits: Tensor, rows: Sequence[SamplerRow]
     ) -> tuple[Array, Array, Array, Array]:
         """The same for logits on any device."""
-        if all(is_plain(row) for row in rows):
+        if all(is_plain(row) and not _has_cuts(row.sampling) for row in rows):
             return self._sample_plain(logits, rows)
         probabilities = distribution(logits, rows, self._cpu_sampler.banned_ids)
         log_sums = logits.logsumexp(dim=-1)
@@ -337,10 +345,14 @@ class Sampler:
 
 
 def is_plain(row: SamplerRow) -> bool:
-    """Whether a row has no option that changes the distribution, other than its temperature."""
+    """Whether a row's logits are used as they are: no mask, biases and penalties."""
     s = row.sampling
-    cuts = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-    return not (cuts or row.allowed_mask is not None or s.logit_bias or s.has_penalties)
+    return not (row.allowed_mask is not None or s.logit_bias or s.has_penalties)
+
+
+def _has_cuts(s: SamplingParams) -> bool:
+    """Whether top-k, top-p or min-p leave out ids."""
+    return s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
 
 
 def _non_greedy_rows(rows: Sequence[SamplerRow]) -> Array:
@@ -352,10 +364,9 @@ def _row_uniforms(rows: Sequence[SamplerRow]) -> NDArray[np.float64]:
     return uniforms([row.seed for row in rows], [row.n_drawn for row in rows])
 
 
-def _check_finite(values: Array, numbers: Array | None = None) -> None:
-    """Raise if a value of `values` [W] is not finite. numbers: of these rows in the batch, by default 0 .. W - 1."""
-    bad = np.flatnonzero(~np.isfinite(values))
-    dead = tuple((bad if numbers is None else numbers[bad]).tolist())
+def _check_finite(values: Array) -> None:
+    """Raise if a value of `values` [W] is not finite."""
+    dead = tuple(np.flatnonzero(~np.isfinite(values)).tolist())
     if dead:
         error = NoValidTokenError(
             f"nothing can be drawn from row {', '.join(map(str, dead))} of the batch",

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from whorl.engine.config import EngineConfig
+from whorl.engine.config import BATCH_BURST, EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta
 from whorl.engine.request import Request as EngineRequest
@@ -137,7 +137,7 @@ class EngineBackend:
             "max_num_seqs": batch_size, "max_model_len": length, "block_size": BLOCK_SIZE,
             "kv_cache_tokens": max(length + BLOCK_SIZE, min(positions, room)),
             "max_num_batched_tokens": BATCHED_TOKENS, "max_decode_slowdown": math.inf, "batch_invariant": batch_invariant,
-            **engine,
+            "decode_burst": BATCH_BURST, **engine,
         })  # fmt: skip
         rows = model.config.vocab_size
         running = Engine(
