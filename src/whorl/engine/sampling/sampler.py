@@ -345,7 +345,7 @@ class Sampler:
 
 
 def is_plain(row: SamplerRow) -> bool:
-    """Whether a row's logits are used as they are: no mask, biases and penalties."""
+    """Whether nothing changes a row's logits: no mask, biases and penalties."""
     s = row.sampling
     return not (row.allowed_mask is not None or s.logit_bias or s.has_penalties)
 
