@@ -113,6 +113,16 @@ def test_other_options_take_single_steps(fields: dict[str, Any]) -> None:
     assert not calls
 
 
+def test_a_burst_starts_behind_a_forced_prefix() -> None:
+    table = [bytes([65 + i]) for i in range(50)]
+    engines = [Engine(decoder(), config(decode_burst=burst), token_bytes=table) for burst in (1, 8)]
+    calls = counted(engines[1])
+    one = request("a", [1, 2, 3], max_tokens=12, forced_prefix=b"ABCA")
+    found = [tokens_of(drain(engine, [one])["a"]) for engine in engines]
+    assert found[0] == found[1] and [t.id for t in found[0][:4]] == [0, 1, 2, 0]
+    assert calls
+
+
 def test_a_row_that_cannot_be_drawn_ends_alone() -> None:
     """NaN in the embedding of one id: the row that draws it is aborted, in the middle of a burst too."""
     model = decoder(tie_embeddings=False)

@@ -350,7 +350,7 @@ def test_native_code_is_compiled_during_the_steps_before_training(
     quickstart = load_recipe("quickstart", budget="1e14flops")
     deterministic = load_recipe("quickstart", budget="1e14flops", deterministic=True)
     for recipe, first, expected in (
-        (quickstart, "ingest", [*training, "native"]),
+        (quickstart, "ingest", ["native", *training]),
         (quickstart.with_ancestors("plan"), "ingest", training),
         (quickstart.with_ancestors("tasks"), "ingest", []),
         (quickstart, "plan", []),  # it measures the machine

@@ -90,7 +90,7 @@ class DecodeBurst:
             return False
         stop_ids = sequences[0].request.stop_ids
         return all(
-            s.decoding and s.constraint is None and not s.request.stop and not s.request.forced_prefix
+            s.decoding and s.constraint is None and not s.request.stop and not s.forced_bytes_left
             and not row.top_log_probs and s.request.stop_ids == stop_ids and is_plain(row)
             for s, row in zip(sequences, rows, strict=True)
         )  # fmt: skip
