@@ -30,9 +30,10 @@ def test_libraries_are_compiled_two_at_a_time_and_once(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    sources = [(tmp_path / f"{name}.cpp", ("-g",)) for name in "ab"]
+    sources = [(tmp_path / folder / "same.cpp", ("-g",)) for folder in "ab"]  # one name is no reason to wait
     for source, _ in sources:
-        source.write_text("")
+        source.parent.mkdir()
+        source.write_text(f"// {source.parent.name}")
     monkeypatch.setenv("WHORL_NATIVE", "0")
     native_build.build_libraries(sources)
     assert not [*started.iterdir()]

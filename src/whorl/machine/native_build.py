@@ -177,14 +177,14 @@ def cpu_description() -> str:
 
 
 def _compile_once(compiler: str, source: Path, flags: tuple[str, ...], target: Path) -> None:
-    """Compile under the lock of the source, unless another process does it first.
+    """Compile under a lock, unless another process does it first. Each library has its own: two sources may have one name.
 
     Raises:
         BuildError: the compiler fails.
         OSError: the folder cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f"{source.stem}.lock").open("w") as lock:
+    with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released on close or when the process dies
         if not target.exists():
             _compile_into(compiler, source, flags, target)
