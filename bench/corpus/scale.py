@@ -135,10 +135,15 @@ def main() -> None:
             parser.add_argument("--short", type=int, default=2_000_000, help="different documents; 0: none"),
             parser.add_argument("--equal", type=int, default=1_000_000, help="equal documents; 0: none"),
             parser.add_argument("--workers", type=int, default=2),
+            parser.add_argument(
+                "--quick", action="store_true", help="0.02 and 0.06 GB, 100,000 short documents"
+            ),
             parser.add_argument("--folder", type=Path, help="scratch folder; default a temporary one"),
         ),
         smoke={"gigabytes": [0.002, 0.004], "short": 2000, "equal": 1000},
     )
+    if args.quick:
+        args.gigabytes, args.short, args.equal = [0.02, 0.06], 100_000, 100_000
     found = []
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
         scratch = Path(place)
@@ -150,7 +155,7 @@ def main() -> None:
                 short = measured(
                     scratch, write_short(scratch / "data", n, name == "equal"), args.workers, KEEP_ALL
                 )
-                claim_memory(f"{n:,} {name} documents of 12 words", name, [short])
+                claim_memory(f"{n:,} {name} documents of 12 words", name, [short], args.quick)
     if not found:
         return
     rates = [f["cpu_seconds"] / f["bytes"] * 1e9 for f in found]
@@ -158,18 +163,18 @@ def main() -> None:
     claim(
         f"CPU time per GB of ingest and curate at {', '.join(f'{g:g}' for g in args.gigabytes)} GB, largest growth",
         ours=round(rates[-1], 1), peer=round(rates[0], 1), peer_name="the smallest size", unit="s/GB", ratio=growth,
-        bar=1.2, ok=growth <= 1.2, variant="linear", samples=found,
+        bar=1.2, ok=growth <= 1.2, variant="linear", samples=found, quick=args.quick,
     )  # fmt: skip
-    claim_memory(f"{args.gigabytes[-1]:g} GB", "memory", found)
+    claim_memory(f"{args.gigabytes[-1]:g} GB", "memory", found, args.quick)
 
 
-def claim_memory(what: str, variant: str, found: list[dict[str, Any]]) -> None:
+def claim_memory(what: str, variant: str, found: list[dict[str, Any]], quick: bool) -> None:
     """Print the claim for the last of these figures."""
     peak = found[-1]["anonymous"] / 2**30
     claim(
         f"Peak memory of ingest and curate at {what}, of all processes", ours=round(peak, 3), peer=2,
         peer_name="the limit", unit="GiB", ratio=peak, bar=2, ok=peak <= 2, variant=variant,
-        samples=[{"resident": f["peak"], "anonymous": f["anonymous"], "bytes": f["bytes"]} for f in found],
+        samples=[{"resident": f["peak"], "anonymous": f["anonymous"], "bytes": f["bytes"]} for f in found], quick=quick,
     )  # fmt: skip
 
 

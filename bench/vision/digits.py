@@ -65,12 +65,15 @@ def main() -> None:
         lambda p: (
             p.add_argument("--seeds", type=int, default=5),
             p.add_argument("--only", choices=list(NETWORKS)),
+            p.add_argument("--quick", action="store_true", help="one seed of the first network"),
         ),
         smoke={"seeds": 1},
     )
     if not find_spec("sklearn"):
         print("skipped: needs scikit-learn (pip install scikit-learn)")
         sys.exit(77)
+    if a.quick:
+        a.seeds, a.only = 1, a.only or next(iter(NETWORKS))
     chosen = {name: sets for name, sets in NETWORKS.items() if a.only in (None, name)}
     found: dict[str, list[float]] = {}
     for seed in range(a.seeds):

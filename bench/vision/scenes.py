@@ -39,7 +39,15 @@ BARS = {
 
 
 def main() -> None:
-    a = parse(__doc__, lambda p: p.add_argument("--seeds", type=int, default=3), smoke={"seeds": 1})
+    a = parse(
+        __doc__,
+        lambda p: (
+            p.add_argument("--seeds", type=int, default=3),
+            p.add_argument("--quick", action="store_true", help="one seed"),
+        ),
+        smoke={"seeds": 1},
+    )
+    a.seeds = 1 if a.quick else a.seeds
     found: dict[tuple[str, str], list[float]] = {}
     for seed in range(a.seeds):
         began = time.perf_counter()

@@ -12,7 +12,7 @@ from whorl.machine.budget import Budget
 from whorl.plan import planner
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import decoder_config, training_cost
-from whorl.plan.ladder import StepTimes, ladder, rank
+from whorl.plan.ladder import Candidate, StepTimes, best_candidate, ladder, rank
 from whorl.tracking.progress import Progress
 
 __all__ = ["fake_timing"]
@@ -80,6 +80,19 @@ def test_flops_of_a_vocabulary_are_those_of_the_network() -> None:
     found = rank(config, Budget(flops=1e14), 10**7, {shape: cost[1024]}, times)
     (candidate,) = [c for c in found if c.model.vocab_size == 4096]
     assert candidate.steps == int(1e14 / (cost[4096].token_flops * tokens))
+
+
+def test_of_candidates_that_the_law_cannot_tell_apart_the_largest_is_chosen() -> None:
+    """A timing that is off by a few percent then chooses the same shape."""
+
+    def candidate(width: int, depth: int, vocabulary: int, bits: float) -> Candidate:
+        return Candidate(decoder_config(width, depth, vocabulary), 0.04, 7000, bits)
+
+    near = [candidate(128, 4, 512, 0.9109), candidate(192, 3, 512, 0.9081), candidate(192, 3, 1024, 0.9091)]
+    assert best_candidate(near) is near[2]
+    wider = [*near, candidate(192, 4, 1024, 0.9117), candidate(256, 4, 1024, 0.92)]
+    assert best_candidate(wider) is best_candidate(wider[::-1]) is wider[3]
+    assert best_candidate(wider[4:]) is wider[4]
 
 
 BUDGETS = (

@@ -1,7 +1,7 @@
 """The suite `probes` separates model sizes: 0.3, 1 and 3 M parameters, five seeds each.
 
     python bench/evals/suites/probes.py --save          22 minutes of two Zen 5 cores
-    python bench/evals/suites/probes.py --quick         two seeds, a third of the steps
+    python bench/evals/suites/probes.py --quick         two seeds, a twelfth of the steps, fewer items
 
 All models are trained on the same lines, in the same number of steps, with the same learning rates; each core trains one
 model at a time. A probe separates the sizes if the mean scores over seeds are in the order of the sizes, and the 95 %
@@ -85,7 +85,9 @@ def main() -> int:
     args = parse(
         __doc__,
         lambda p: (
-            p.add_argument("--quick", action="store_true", help="two seeds, a third of the steps"),
+            p.add_argument(
+                "--quick", action="store_true", help="two seeds, a twelfth of the steps, fewer items"
+            ),
             p.add_argument("--steps", type=int, default=1800),
             p.add_argument("--seeds", type=int, default=5),
         ),
@@ -93,8 +95,8 @@ def main() -> int:
     )
     steps, seeds = args.steps, args.seeds
     if args.quick and not smoke():
-        steps, seeds = steps // 3, 2
-    items = 20 if smoke() else ITEMS
+        steps, seeds = steps // 12, 2
+    items = 20 if smoke() else ITEMS // 5 if args.quick else ITEMS
     scores, tasks = train_all(steps, seeds, items), probe_tasks(items=items, shots=0)
     apart = []
     for probe in PROBES:

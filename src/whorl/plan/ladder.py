@@ -15,7 +15,7 @@ width. The step of a large one is its FLOPs at an assumed rate. The longer of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whorl.machine.budget import Budget
@@ -91,6 +91,9 @@ class StepTimes:
         return next((width for width in wanted if width not in self.timed), None)
 
 
+TIE = 0.005  # relative difference of expected bits per byte; the law errs by up to 0.025
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A shape with a vocabulary, and its expected result."""
@@ -125,3 +128,14 @@ def rank(
             bits = expected_bits_per_byte(cost.block_params, effective, vocabulary)
             found.append(Candidate(model, step, steps, bits))
     return found
+
+
+def best_candidate(found: Sequence[Candidate]) -> Candidate:
+    """Return the candidate with the lowest expected bits per byte, and of those within TIE of it the largest.
+
+    The law cannot tell them apart, and a measurement of step times varies by more. Those with few weights or a small
+    vocabulary see more text than the runs that the law was fitted on, and it overrates them (LOG.md).
+    """
+    lowest = min(c.bits_per_byte for c in found)
+    tied = [c for c in found if c.bits_per_byte <= lowest * (1 + TIE)]
+    return max(tied, key=lambda c: (c.model.n_layers * c.model.d_model**2, c.model.vocab_size))

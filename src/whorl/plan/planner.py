@@ -4,7 +4,7 @@
 2. Time two shallow networks of one width on this machine (uncompiled, one replica's share), which gives its step at any
    depth. Start at the width that looks best. Then time the best one by these timings and the next wider one.
 3. For each shape and vocabulary, compute the text seen within the budget, and the expected bits per byte by the fitted
-   scaling law. Choose the lowest.
+   scaling law. Choose the lowest, and of those that the law cannot tell apart the largest.
 4. Time the chosen shape as it will run, with all replicas, compiled; uncompiled where that may be faster. The number of
    steps fills the budget, including start-up, evaluation and checkpoints.
 
@@ -29,7 +29,7 @@ from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import TransformerConfig
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import TrainingCost, decoder_config, training_cost
-from whorl.plan.ladder import VOCAB_SIZES, Candidate, Shape, StepTimes, ladder, rank
+from whorl.plan.ladder import VOCAB_SIZES, Candidate, Shape, StepTimes, best_candidate, ladder, rank
 from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bits_per_byte
 from whorl.plan.training_plan import TrainingPlan
 from whorl.tracking.progress import Progress
@@ -77,7 +77,7 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         _check_budget(config, budget, machine, chosen, replicas)
     else:
         candidates, is_timed = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress)
-        best = min(candidates, key=lambda c: c.bits_per_byte)
+        best = best_candidate(candidates)
         ratio = COMPILED_TIME_RATIO[machine.device]
         chosen, uncompiled = best.model, best.step_seconds / ratio if is_timed else None
     timing: StepTiming | None = None
@@ -252,7 +252,7 @@ def _rank_candidates(
         return found, False
     with progress.task("Timing shapes", total=None) as task:
         while True:
-            best = min(found, key=lambda c: c.bits_per_byte).model
+            best = best_candidate(found).model
             width = times.next_width((best.d_model, best.n_layers))
             if width is None or (times.timed and task.seconds > SHAPES_SHARE * budget.seconds):
                 return found, True
