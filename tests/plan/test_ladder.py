@@ -82,7 +82,7 @@ def test_flops_of_a_vocabulary_are_those_of_the_network() -> None:
     assert candidate.steps == int(1e14 / (cost[4096].token_flops * tokens))
 
 
-def test_of_candidates_that_the_law_cannot_tell_apart_the_largest_is_chosen() -> None:
+def test_of_candidates_that_the_law_cannot_distinguish_a_larger_vocabulary_is_chosen() -> None:
     """A timing that is off by a few percent then chooses the same shape."""
 
     def candidate(width: int, depth: int, vocabulary: int, bits: float) -> Candidate:
@@ -91,7 +91,7 @@ def test_of_candidates_that_the_law_cannot_tell_apart_the_largest_is_chosen() ->
     near = [candidate(128, 4, 512, 0.9109), candidate(192, 3, 512, 0.9081), candidate(192, 3, 1024, 0.9091)]
     assert best_candidate(near) is near[2]
     wider = [*near, candidate(192, 4, 1024, 0.9117), candidate(256, 4, 1024, 0.92)]
-    assert best_candidate(wider) is best_candidate(wider[::-1]) is wider[3]
+    assert best_candidate(wider) is best_candidate(wider[::-1]) is wider[2]
     assert best_candidate(wider[4:]) is wider[4]
 
 
@@ -108,7 +108,7 @@ def test_larger_budgets_give_larger_and_better_plans(budgets: tuple[str, ...]) -
         planner.make_plan(PlanConfig(budget=budget), machine, 10**14, Progress.silent()) for budget in budgets
     ]
     sizes, bits = ([p.expected[key] for p in plans] for key in ("matrix_parameters", "bits_per_byte"))
-    assert sizes == sorted(sizes) and sizes[-1] > 10 * sizes[0]
+    assert sizes == sorted(sizes) and sizes[-1] > 5 * sizes[0]
     assert bits == sorted(bits, reverse=True) and len({*bits}) == len(bits)
     if budgets[-1] == "1e21flops":
         assert plans[-1].job.model.d_model > 768

@@ -131,11 +131,11 @@ def rank(
 
 
 def best_candidate(found: Sequence[Candidate]) -> Candidate:
-    """Return the candidate with the lowest expected bits per byte, and of those within TIE of it the largest.
+    """Return the best of the candidates with the largest vocabulary, among those within TIE of the lowest bits per byte.
 
-    The law cannot tell them apart, and a measurement of step times varies by more. Those with few weights or a small
-    vocabulary see more text than the runs that the law was fitted on, and it overrates them (LOG.md).
+    The law cannot distinguish them, and a measurement of step times varies by more. It was fitted in windows of 512 tokens. A
+    model reads longer ones, in which a small vocabulary sees less text, so the law overrates it (LOG.md).
     """
     lowest = min(c.bits_per_byte for c in found)
     tied = [c for c in found if c.bits_per_byte <= lowest * (1 + TIE)]
-    return max(tied, key=lambda c: (c.model.n_layers * c.model.d_model**2, c.model.vocab_size))
+    return min(tied, key=lambda c: (-c.model.vocab_size, c.bits_per_byte))

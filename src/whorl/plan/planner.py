@@ -4,7 +4,7 @@
 2. Time two shallow networks of one width on this machine (uncompiled, one replica's share), which gives its step at any
    depth. Start at the width that looks best. Then time the best one by these timings and the next wider one.
 3. For each shape and vocabulary, compute the text seen within the budget, and the expected bits per byte by the fitted
-   scaling law. Choose the lowest, and of those that the law cannot tell apart the largest.
+   scaling law. Choose the lowest; of those that the law cannot distinguish, one with the largest vocabulary.
 4. Time the chosen shape as it will run, with all replicas, compiled; uncompiled where that may be faster. The number of
    steps fills the budget, including start-up, evaluation and checkpoints.
 
