@@ -133,8 +133,8 @@ def rank(
 def best_candidate(found: Sequence[Candidate]) -> Candidate:
     """Return the best of the candidates with the largest vocabulary, among those within TIE of the lowest bits per byte.
 
-    The law cannot distinguish them, and a measurement of step times varies by more. It was fitted in windows of 512 tokens. A
-    model reads longer ones, in which a small vocabulary sees less text, so the law overrates it (LOG.md).
+    The law cannot distinguish them, and a measurement of step times varies by more. It was fitted in windows of 512 tokens.
+    A model reads longer ones, in which a small vocabulary sees less text, so the law overrates it (LOG.md).
     """
     lowest = min(c.bits_per_byte for c in found)
     tied = [c for c in found if c.bits_per_byte <= lowest * (1 + TIE)]
