@@ -26,6 +26,7 @@ from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bi
 
 Shape = tuple[int, int]  # width, depth
 TIMED_DEPTHS = (1, 3)
+TIE = 0.005  # relative difference of expected bits per byte; the law errs by up to 0.025
 VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -89,9 +90,6 @@ class StepTimes:
         widths = sorted({width for width, _ in self.flops})
         wanted = [width for width in widths if width >= best[0]][:2]
         return next((width for width in wanted if width not in self.timed), None)
-
-
-TIE = 0.005  # relative difference of expected bits per byte; the law errs by up to 0.025
 
 
 @dataclass(frozen=True)

@@ -248,3 +248,24 @@ def test_sampling_params_reject_invalid_values() -> None:
     SamplingParams(logit_bias={6: 1}).check_ids(7)
     with pytest.raises(ConfigError, match="id 7"):
         SamplingParams(logit_bias={6: 1, 7: 1}).check_ids(7)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 5.0])
+def test_rows_with_a_temperature_alone_need_no_sort(temperature: float) -> None:
+    """The path of a GPU for such rows, on the CPU, against the reference's distribution and its draws."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(300, 97, generator=generator) * 3
+    logits[:, 5] = 50.0  # banned
+    rows = [SamplerRow(SamplingParams(temperature=temperature, top_p=1), seed=n) for n in range(300)]
+    sampler = Sampler(97, [5, 60])
+    ids, log_probs, raw, log_sums = sampler._sample_plain(logits, rows)
+    p = distribution(logits, rows, [5, 60]).double()
+    u = torch.from_numpy(uniforms([row.seed for row in rows], [0] * 300))[:, None]
+    expected = torch.searchsorted(p.cumsum(-1), u * p.sum(-1, keepdim=True), right=True)
+    assert ids.tolist() == expected[:, 0].tolist() and not {5, 60} & set(ids.tolist())
+    np.testing.assert_allclose(log_probs, p.gather(-1, expected)[:, 0].log().numpy(), atol=1e-5)
+    np.testing.assert_allclose(raw, logits.log_softmax(-1).gather(-1, expected)[:, 0].numpy(), atol=1e-5)
+    np.testing.assert_allclose(log_sums, logits.logsumexp(-1).numpy(), rtol=1e-6)
+    logits[7] = float("nan")
+    with pytest.raises(NoValidTokenError, match="row 7 of"):
+        sampler._sample_plain(logits, rows)

@@ -1,7 +1,8 @@
 """From logits to tokens, for a batch of rows with their own settings.
 
 `distribution` defines the sampling distribution in a few lines of torch: sort, mask, cut, normalize. `Sampler` samples from
-it. On a GPU it uses `distribution`; on a CPU, `cpu_sampler.py` computes the same without the sort.
+it. On a GPU it uses `distribution`, without the sort where rows have only a temperature. On a CPU, `cpu_sampler.py` computes
+the same without the sort, and `native/sampling.h` in C++ for rows without masks, biases and penalties.
 
 The subtle point is batch invariance. The random number u of a row is a hash of (seed, number of tokens drawn), not the next
 number of a shared stream (counters as in Salmon et al. 2011, doi:10.1145/2063384.2063405). The hash is SplitMix64 (Steele
@@ -306,6 +307,7 @@ class Sampler:
         total = cumulative[:, -1:]
         target = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
         sampled = torch.searchsorted(cumulative, target, right=True)
+        sampled = sampled.clamp_max(self.vocab_size - 1)  # of NaN, which is found below
         greedy = temperature <= 0
         ids = torch.where(greedy, best, sampled)
         log_probs = torch.where(greedy, 0.0, scaled.gather(-1, ids) - total.log())
