@@ -131,6 +131,16 @@ def test_weighted_mean_and_bounds_of_a_metric() -> None:
     assert measure("m", share, [item("a", 1.0), item("b", None, outcome="error")]).bounds == (0.5, 1.0)
 
 
+def test_equal_scores_of_all_items_keep_an_interval() -> None:
+    def half(low: float | None) -> tuple[float, float]:
+        items = [ItemResult(str(i), {"m": 0.5}, "scored") for i in range(6)]
+        found = measure("m", Metric("m", low=low, high=1.0), items)
+        return found.low, found.high
+
+    assert half(0.0) == pytest.approx((0.188, 0.812), abs=1e-3)  # Wilson's of 3 of 6
+    assert half(None) == (0.5, 0.5)
+
+
 def test_equal_prompts_as_messages_are_sent_once() -> None:
     records = [{"id": str(i), "q": "same", "a": "1"} for i in range(3)]
     config = {"name": "c", "kind": "generate", "template": "{{ q }}", "gold": "a", "chat": True}

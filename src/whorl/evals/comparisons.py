@@ -98,6 +98,14 @@ def summary_sentence(found: Sequence[TaskComparison], names: tuple[str, str] = (
     return f"Of {len(found)} task{'s' if len(found) > 1 else ''}{correction}: {'; '.join(parts)}."
 
 
+def unshared_sentence(a: Sequence[TaskResult], b: Sequence[TaskResult], names: tuple[str, str]) -> str:
+    """Return a sentence with the tasks that only one model has, which no comparison covers; "" if there are none."""
+    tasks = [[result.task for result in results] for results in (a, b)]
+    alone = [[name for name in own if name not in other] for own, other in (tasks, tasks[::-1])]
+    parts = [f"{', '.join(own)} (only {name})" for own, name in zip(alone, names, strict=True) if own]
+    return f"Not compared: {'; '.join(parts)}." if parts else ""
+
+
 def _compare_task(first: TaskResult, second: TaskResult, margin: float) -> TaskComparison:
     measure = _compared_measure(first)
     sign = -1.0 if measure.higher_is_better is False else 1.0

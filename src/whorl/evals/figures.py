@@ -49,7 +49,8 @@ def figure_notes(results: Sequence[TaskResult]) -> list[str]:
             low, high = (format_value(end, measure) for end in measure.bounds)
             missing = result.outcomes.get("missing", 0) + result.outcomes.get("error", 0)
             lines.append(
-                f"{result.task}: {missing:,} items have no score; {measure.metric} is between {low} and {high}"
+                f"{result.task}: {missing:,} {'item has' if missing == 1 else 'items have'} no score; "
+                f"{measure.metric} is between {low} and {high}"
             )
             reasons = {item.reason for item in result.items if item.outcome in ("missing", "error")}
             lines += [f"    {reason}" for reason in sorted(reasons)[:SHOWN_REASONS]]

@@ -5,7 +5,7 @@
                                                           standard error is that of the ratio (delta method)
 
 Intervals are those of `statistics.intervals`: Wilson's for shares, Student's t otherwise, with clusters. A perplexity is
-exp of its mean and of both ends of the interval.
+exp of its mean and of both ends of the interval. Equal scores of all items, within a bounded range, have Wilson's interval.
 
 An item without a score (no response, or a metric that failed) is left out of the mean, never a silent zero. `bounds` are
 the mean with all such items at the metric's least and at its greatest value.
@@ -22,7 +22,8 @@ import numpy as np
 
 from whorl.evals.kinds.kind import Kind, Metric
 from whorl.evals.results import OUTCOMES, ItemResult, TaskMeasure
-from whorl.evals.statistics.intervals import mean_interval
+from whorl.evals.statistics.distributions import normal_quantile
+from whorl.evals.statistics.intervals import Interval, mean_interval, wilson
 
 
 def task_measures(kind: Kind, results: Sequence[ItemResult]) -> list[TaskMeasure]:
@@ -69,6 +70,8 @@ def measure(
         low = high = math.nan
     elif interval.method == "t":
         low, high = _limited(low, metric), _limited(high, metric)
+        if not interval.se and uniform:
+            low, high = _without_variation(interval, metric)
     shown = _exp if metric.transform == "exp" else float
     method = (
         f"{interval.method}, {interval.clusters} clusters"
@@ -102,6 +105,19 @@ def outcome_counts(results: Sequence[ItemResult]) -> dict[str, int]:
     """Return outcome -> number of items, for those that occur."""
     counts = Counter(result.outcome for result in results)
     return {name: counts[name] for name in OUTCOMES if counts[name]}
+
+
+def _without_variation(interval: Interval, metric: Metric) -> tuple[float, float]:
+    """Return the interval of equal scores: Wilson's, over the range of the metric; as it is if the range is unbounded.
+
+    The variance of scores in a range is largest for the two ends alone, so the interval is no shorter than the true one.
+    """
+    if metric.low is None or metric.high is None:
+        return interval.low, interval.high
+    span = metric.high - metric.low
+    share = (interval.mean - metric.low) / span
+    ends = wilson(share, interval.clusters, normal_quantile(interval.level))
+    return metric.low + span * ends[0], metric.low + span * ends[1]
 
 
 def _limited(value: float, metric: Metric) -> float:

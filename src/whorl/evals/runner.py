@@ -87,9 +87,18 @@ def evaluate(
         ConfigError: a task needs a role that has no back end.
     """
     progress = progress or Progress.silent()
+    backends = {MODEL: backend, **(roles or {})}
+    tasks = list(tasks)
+    for task in tasks:
+        for role in task.kind.roles:
+            if role not in backends:
+                raise ConfigError(
+                    f"task {task.config.name} needs a model with the role {role!r}", expected=f"--{role} MODEL",
+                    do=f"give an artifact, a folder or a URL with --{role}; in Python in `roles`",
+                )  # fmt: skip
     found = []
     for task in tasks:
-        client = Client({MODEL: backend, **(roles or {})}, progress)
+        client = Client(backends, progress)
         found.append(evaluate_task(client, task))
         on_result(found[-1])
     return found

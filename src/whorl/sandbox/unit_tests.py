@@ -20,6 +20,7 @@ import itertools
 import marshal
 import sys
 import unittest
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import CodeType, CoroutineType, GeneratorType, ModuleType
@@ -54,6 +55,18 @@ def _is_check(statement: ast.stmt) -> bool:
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
         return name.lower().startswith("assert")
     return isinstance(statement, _COMPOUND) and any(isinstance(n, ast.Raise) for n in _walk_scope(statement))
+
+
+def syntax_error(source: str) -> str:
+    """Return why source does not compile; "" if it does. Tests that do not compile fail every program."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes
+            ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        return f"{getattr(error, 'msg', error) or type(error).__name__}{line}"
+    return ""
 
 
 def has_check(source: str) -> bool:

@@ -119,6 +119,25 @@ def test_wrong_words_are_refused(home: Path) -> None:
     )
 
 
+def test_errors_come_before_the_work(home: Path) -> None:
+    words = ("eval", "run/first", "--task", "quiz.toml", "--out", "early")
+    assert "no artifact 'run/thrid'" in refuse(home, *words, "--against", "run/thrid", code=1)
+    assert "--against-name" in refuse(home, *words, "--against", "http://127.0.0.1:1/v1")
+    assert not (home / "early").exists()
+    for out in ("quiz.toml", "quiz.toml/inside"):
+        assert "quiz.toml is a file, so no results" in refuse(home, *words[:-1], out)
+
+
+def test_tasks_of_one_model_alone_are_named(home: Path) -> None:
+    (home / "more.toml").write_text(QUIZ.replace('"quiz"', '"more"'))
+    tasks = ("--task", "quiz.toml", "--task", "more.toml")
+    succeed(home, "eval", "run/first", *tasks, "--out", "two-tasks")
+    words = ("eval", "two-tasks", "--against", "run/second", "--task", "quiz.toml", "--out", "alone")
+    done = succeed(home, *words).output.replace("\n", " ")
+    assert "Not compared: more (only run/first)." in done
+    assert "two-tasks has earlier results, so --suite and --task do not apply to it" in done
+
+
 def test_eval_with_a_judge_at_an_endpoint(home: Path) -> None:
     lines = ['name = "pairs"', 'kind = "judge"', 'template = "{{ q }}"', "[data]", 'test = "pairs.jsonl"']
     (home / "pairs.toml").write_text(
@@ -131,6 +150,8 @@ def test_eval_with_a_judge_at_an_endpoint(home: Path) -> None:
         fake.reply = lambda body: "[[A]]" if "messages" in body else "an answer"
         words = ("eval", fake.url, "--model-name", "fake", "--task", "pairs.toml", "--out", "judged")
         assert "--judge" in refuse(home, *words)
+        assert not fake.bodies  # no request before the error
+        assert "--judge-name" in refuse(home, *words, "--judge", fake.url)
         done = succeed(home, *words, "--judge", fake.url, "--judge-name", "fake")
     assert "win_rate_lc" in done.output and "prefers the first answer in 100.0 %" in done.output.replace(
         "\n", " "

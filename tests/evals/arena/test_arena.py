@@ -137,8 +137,12 @@ def test_model_as_judge_reads_both_orders_and_is_reminded() -> None:
     judge = BackendJudge(by_text(reply))
     assert judge("p", "long answer", "short") == "left" and judge("p", "short", "long answer") == "right"
     assert judge("p", "equal", "alike") == "tie"  # prefers the first in both orders
-    assert BackendJudge(by_text(lambda text: "prose"))("p", "a", "b") is None
-    assert BackendJudge(by_text(lambda text: Missing("down")))("p", "a", "b") is None
+    for reply_text, reason in (
+        ("prose", "no verdict in 3 replies: 'prose'"),
+        (Missing("down"), "no reply: down"),
+    ):
+        silent = BackendJudge(by_text(lambda text, found=reply_text: found))  # type: ignore[misc]
+        assert silent("p", "a", "b") is None and reason in silent.reason
     assert BackendJudge(by_text(lambda text: "[[tie]]"))("p", "a", "b") == "tie"
 
 

@@ -58,6 +58,22 @@ def test_equal_models_are_not_distinguishable() -> None:
     assert [(r.rank_low, r.rank_high) for r in found.rows] == [(1, 2), (1, 2)]
 
 
+def test_votes_that_are_all_ties_have_wide_intervals() -> None:
+    found = standings([Vote(str(i), "a", "b", "tie") for i in range(3)], ["a", "b"], draws=20)
+    assert found.provisional == "no votes but ties: a, b"
+    assert found.rows[0].high - found.rows[0].low > 100 and found.rows[0].bootstrap_low is None
+
+
+def test_equal_points_share_first_place() -> None:
+    found = standings(
+        [Vote(str(i), "a", "b", "left" if i % 2 else "right") for i in range(10)], ["a", "b"], draws=0
+    )
+    assert (
+        found.text.endswith("b has as many points, so first place is shared.")
+        and "0 votes removed" not in found.text
+    )
+
+
 def test_position_bias_is_named() -> None:
     biased = [Vote(str(i), "ab"[i % 2], "ba"[i % 2], "left" if i % 5 else "right") for i in range(200)]
     found = standings(biased, ["a", "b"], draws=0)

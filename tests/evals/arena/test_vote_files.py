@@ -60,15 +60,17 @@ def test_votes_that_are_twice_count_once() -> None:
     assert ([v.battle for v in votes], repeated) == (["q", "r"], 1)
     without = {name: value for name, value in RECORD.items() if name != "question_id"}
     assert len(parse_votes([without, without], "file")[0]) == 2  # nothing says that they are one
+    assert len(parse_votes([without, {**RECORD, "question_id": "1"}], "file")[0]) == 2  # a number is no id
+    assert parse_votes([{**RECORD, "weight": 0}], "file")[0][0].weight == 0  # which `read_votes` refuses
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"winner": "a"}, "record 1: the winner is 'a'"),
-        ({"winner": "tie"}, "record 1: the battle 'q' has another vote before"),
-        ({"model_b": None}, "record 1 has no models"),
-        ({"tstamp": "noon"}, "record 1: could not convert"),
+        ({"winner": "a"}, "record 2: the winner is 'a'"),
+        ({"winner": "tie"}, "record 2: the battle 'q' has another vote before"),
+        ({"model_b": None}, "record 2 has no models"),
+        ({"tstamp": "noon"}, "record 2: could not convert"),
     ],
 )
 def test_bad_records_are_named(change: dict[str, Any], message: str) -> None:
@@ -114,7 +116,9 @@ def test_prompts_are_lines_or_fields(tmp_path: Path) -> None:
     text.write_text("One\n\n Two\n")
     records.write_text('{"prompt": "One"}\n{"question": "Two"}\n')
     assert read_prompts(text) == ["One", " Two"]
-    with pytest.raises(DataError, match="record 1: the field 'prompt' is None"):
+    with pytest.raises(
+        DataError, match=r"record 2: the field 'prompt' is None[\s\S]*fields question[\s\S]*--field"
+    ):
         read_prompts(records)
     text.write_text("\n")
     with pytest.raises(DataError, match="has no prompt"):

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from tests.support.evals.backend import by_log_prob
+from tests.support.evals.backend import FakeBackend, by_log_prob
 
 from whorl.errors import WhorlError
+from whorl.evals.model.requests import Missing, Request, Response, ScoreRequest
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
 from whorl.evals.tasks import EvalTask, make_task
@@ -51,6 +52,23 @@ def test_normalizations_choose_by_their_formulas_in_one_pass() -> None:
     assert result.items[0].details["confidence"] == pytest.approx(1 - p)
     assert result.measure("ece").n == 2 and result.outcomes == {"right": 1, "wrong": 1}
     assert result.items[0].answers == ("no",) and result.items[0].gold == "certainly"
+
+
+def test_choices_without_a_prior_keep_their_other_figures() -> None:
+    table = by_log_prob({("Q?", " certainly"): -1.0, ("R?", " yes"): -1.0})
+
+    def answer(request: Request) -> Response:
+        assert isinstance(request, ScoreRequest)
+        return table.answer(request) if request.context else Missing("no bos")
+
+    result = evaluate(FakeBackend(answer), [task()])[0]
+    assert value(result, "acc") == 1 and result.outcomes == {"right": 2}
+    assert result.measure("acc_prior").n == 0 and "acc_mutual_info" not in result.items[0].scores
+    assert result.notes == (
+        "2 of 2 items have no score without the question, and are left out of acc_prior and acc_mutual_info: no bos",
+    )
+    first = evaluate(FakeBackend(answer), [task(metrics=["acc_mutual_info"])])[0]
+    assert first.outcomes == {"missing": 2}  # the deciding figure is not replaced by another one
 
 
 def test_letters_and_cloze_together_and_prior_of_the_last_line() -> None:

@@ -53,9 +53,10 @@ def test_program_outcomes(sandbox: Sandbox) -> None:
 
 
 def test_bad_items_are_errors(sandbox: Sandbox) -> None:
-    golds = ["", "x = 1", {"test": ""}, "assert double(2) == 4"]
-    graded = grade_all("program", golds, [PROMPT + RIGHT[0]] * 4, sandbox=sandbox)
-    assert [g.outcome for g in graded] == ["error", "error", "error", "right"]
+    golds = ["", "x = 1", {"test": ""}, "assert double(2) == 4", "assert double(2 == 4"]
+    graded = grade_all("program", golds, [PROMPT + RIGHT[0]] * 5, sandbox=sandbox)
+    assert [g.outcome for g in graded] == ["error", "error", "error", "right", "error"]
+    assert graded[4].reason == "the tests do not parse: '(' was never closed (line 1)"
     assert "no tests" in graded[0].reason and "check nothing" in graded[1].reason
     with pytest.raises(ConfigError, match="runs programs"):
         grade_all("program", [GOLD], [""])

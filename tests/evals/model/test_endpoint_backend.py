@@ -78,6 +78,20 @@ def test_page_as_error_is_shown_as_its_text() -> None:
     assert "status 401: Not permitted" in str(endpoint_client._status_fault(401, {}, page))
 
 
+def test_refused_key_states_its_variable(fake: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, words in (("", "no key was sent: set SOME_KEY"), ("x", "the key of SOME_KEY was sent")):
+        monkeypatch.setenv("SOME_KEY", key)
+        fake.faults[COMPLETIONS] = ["no key"]
+        [response] = answers(open_fake(fake, api_key_env="SOME_KEY"), [GenerateRequest("a")])
+        assert response == Missing(f"status 401: no access ({words})")
+
+
+def test_fewer_tokens_than_the_endpoint_counts_are_missing(fake: FakeEndpoint) -> None:
+    fake.always = "few tokens"
+    [response] = answers(open_fake(fake), [ScoreRequest("The red dog", " runs")])
+    assert isinstance(response, Missing) and "do not spell the continuation" in response.reason
+
+
 @pytest.mark.parametrize(
     "fault",
     ["busy", "down", "hangs", "prose", "truncated", "half", "no finish", "error event", "other model"],
@@ -203,6 +217,7 @@ def test_scores_without_tokenizer_use_the_endpoints_tokens(fake: FakeEndpoint) -
         ("nan", "NaN"),
         ("no logprobs", "does not return the prompt's"),
         ("no top", "does not return the prompt's"),
+        ("other form", "does not have the form of the API: AttributeError"),
     ],
 )
 def test_unusable_scores_are_missing(fake: FakeEndpoint, tokenizer: Path, fault: str, reason: str) -> None:

@@ -92,6 +92,10 @@ def test_verdicts_follow_the_interval() -> None:
 def test_equal_scores_on_few_items_are_no_proof() -> None:
     got = compare(results([1, 0, 1, 1]), results([1, 0, 1, 1]), "acc", margin=0.01)
     assert got.verdict == "not distinguishable" and got.paired.low < -0.3 and got.paired.p_value == 1
+    halves = compare(
+        results([0.5] * 3), results([0.0] * 3), "acc"
+    )  # scores between 0 and 1, equal differences
+    assert halves.verdict == "not distinguishable" and halves.paired.p_value > 0.1
     four_to_none = compare(results([1] * 50), results([0] * 4 + [1] * 46), "acc")
     assert four_to_none.verdict == "not distinguishable"  # McNemar's exact test: p = 0.125
 

@@ -113,6 +113,15 @@ def test_white_space_counts_unless_a_filter_removes_it(
         ({"doc_to_text": "Q:"}, "names no field of the records"),
         ({"doc_to_choice": None}, "doc_to_choice is None"),
         ({"filter_list": [{"filter": [{"function": "regex"}]}]}, "filter_list is"),
+        ({"filter_list": ["strict"]}, "filter_list is ['strict']"),
+        ({"filter_list": [{"filter": "take_first"}]}, "filter_list is"),
+        ({"metric_list": ["acc"]}, "metric_list is ['acc']"),
+        ({"dataset_kwargs": ["test.jsonl"]}, "dataset_kwargs is ['test.jsonl']"),
+        ({"num_fewshot": "five"}, "num_fewshot is 'five'"),
+        ({"repeats": 1.5}, "repeats is 1.5"),
+        ({"generation_kwargs": {"max_gen_toks": "many"}}, "generation_kwargs.max_gen_toks is 'many'"),
+        ({"generation_kwargs": {"until": 3}}, "generation_kwargs.until is 3"),
+        ({"metadata": "1.0"}, "metadata is '1.0'"),
     ],
 )
 def test_keys_that_change_a_score_are_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:

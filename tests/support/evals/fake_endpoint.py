@@ -86,6 +86,8 @@ def broken(handler: BaseHTTPRequestHandler, fault: str) -> bool:
         send(handler, 503, b"overloaded")
     elif fault == "unknown model":
         send(handler, 404, {"error": {"message": "no model 'fake'"}})
+    elif fault == "no key":
+        send(handler, 401, {"error": {"message": "no access"}})
     elif fault == "too long":
         send(handler, 400, {"error": {"message": "the context is 5 tokens"}})
     elif fault == "hangs":
@@ -114,9 +116,9 @@ def broken(handler: BaseHTTPRequestHandler, fault: str) -> bool:
 def answer(handler: BaseHTTPRequestHandler, fake: FakeEndpoint, body: dict[str, Any], fault: str) -> None:
     head = {"id": "1", "model": "other" if fault == "other model" else body["model"]}
     if body.get("echo"):
-        send(
-            handler, 200, {**head, "choices": [{"index": 0, "text": "", "logprobs": echo(fake, body, fault)}]}
-        )
+        found = ["?"] if fault == "other form" else echo(fake, body, fault)
+        usage = {"usage": {"prompt_tokens": 99}} if fault == "few tokens" else {}
+        send(handler, 200, {**head, **usage, "choices": [{"index": 0, "text": "", "logprobs": found}]})
         return
     chat = "messages" in body
     prompt = body["messages"][-1]["content"] if chat else body["prompt"]

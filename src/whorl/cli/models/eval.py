@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,10 +97,10 @@ def eval(
         whorl eval http://127.0.0.1:8000/v1 --model-name my-model --task gsm8k --data gsm8k_test.jsonl
     """
     from whorl.cli.models.eval_output import print_list, print_results
-    from whorl.cli.models.eval_tasks import evaluate_model, load_tasks, results_folder
+    from whorl.cli.models.eval_tasks import check_output, evaluate_model, load_tasks, results_folder
     from whorl.errors import ConfigError
-    from whorl.evals.comparisons import compare_results, summary_sentence
-    from whorl.evals.model.open_model import ModelOptions
+    from whorl.evals.comparisons import compare_results, summary_sentence, unshared_sentence
+    from whorl.evals.model.open_model import ModelOptions, check_model
     from whorl.evals.results_io import load_results
     from whorl.evals.suites import SuiteInputs
     from whorl.evals.suites.held_out import held_out_documents
@@ -116,12 +117,17 @@ def eval(
             "no model is given", expected="an artifact, a folder or a URL", do="whorl eval MODEL --task NAME"
         )
     options = ModelOptions(model_name, tokenizer, dtype, batch_size, batch_invariant, max_length, store)
-    judge_options = ModelOptions(judge_name, store=store)
+    judge_options = ModelOptions(judge_name, store=store, name_option="--judge-name")
+    against_options = replace(options, model_name=against_name or model_name, name_option="--against-name")
+    check_output(out)
+    for ref, own in ((model, options), (against, against_options)):  # before the work on the first one
+        if ref and results_folder(ref, store) is None:
+            check_model(ref, own)
     cache_path = cache or Store(store).root / "responses.sqlite"
     documents = partial(held_out_documents, Store(store), corpus or model)
     tasks: list[EvalTask] = []
     folders, found, labels = [], [], []
-    for ref, label in ((model, "a"), (against, "b")):
+    for ref, label, own in ((model, "a", options), (against, "b", against_options)):
         if not ref:
             continue
         if (folder := results_folder(ref, store)) is not None:
@@ -131,11 +137,12 @@ def eval(
             if not tasks:
                 tasks = load_tasks(suite, task, data, train, limit=limit, seed=seed, documents=documents)
             folders.append(out / label if against else out)
-            own = replace(options, model_name=against_name or model_name) if label == "b" else options
             found.append(
                 evaluate_model(ref, own, tasks, cache_path, folders[-1], (judge, judge_options),
                                contamination=contamination)
             )  # fmt: skip
+        if folder is not None and (suite or task):
+            print(f"{ref} has earlier results, so --suite and --task do not apply to it", file=sys.stderr)
         labels.append(found[-1][0].model if found[-1] else ref)
         if against:
             print(f"{label.upper()}: {labels[-1]}")
@@ -146,6 +153,8 @@ def eval(
         compared = compare_results(found[0], found[1], pair, margin=margin)
         summary = [summary_sentence(compared, pair)] if len(compared) > 1 else []
         verdicts = [*summary, *(each.text for each in compared)]
+        if alone := unshared_sentence(found[0], found[1], pair):
+            verdicts.append(alone)
         print("\n".join(verdicts))
     out.mkdir(parents=True, exist_ok=True)
     print(f"wrote {write_page(folders, out / 'page.html', verdicts=verdicts)}: open it in a browser")

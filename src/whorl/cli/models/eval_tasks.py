@@ -45,6 +45,16 @@ def load_tasks(
     return found
 
 
+def check_output(out: Path) -> None:
+    """Raises ConfigError: a file is where the folder of results, or one of its parents, would be."""
+    nearest = next((each for each in (out, *out.parents) if each.exists()), Path())
+    if not nearest.is_dir():
+        raise ConfigError(
+            f"{nearest} is a file, so no results can be written to {out}", expected="a folder, or a new path",
+            do="give another --out",
+        )  # fmt: skip
+
+
 def results_folder(ref: str, store: str | None) -> Path | None:
     """Return the folder of results that a model's place names: itself, or that of an artifact of `evaluate`."""
     if (Path(ref) / RESULTS_FILE).is_file():

@@ -161,6 +161,11 @@ def judge(
         print(
             f"{done.votes:,} votes, {done.no_verdict:,} battles without a verdict, {done.missing:,} without an answer"
         )
+        if done.reason:
+            print(f"last battle without a verdict: {done.reason}")
+        if done.missing:
+            for reason, n in arena.log.missing_reasons().most_common(3):
+                print(f"{n:,} missing answers of {reason}")
         if found := arena.standings(DRAWS):
             _print(found)
 

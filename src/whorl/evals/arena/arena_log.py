@@ -187,6 +187,13 @@ class ArenaLog:
             rows = self._database.execute("SELECT content FROM events WHERE kind = 'missing'").fetchall()
         return Counter(json.loads(content)["model"] for (content,) in rows)
 
+    def missing_reasons(self) -> Counter[str]:
+        """Return why answers are missing, with their numbers."""
+        with self._lock:
+            rows = self._database.execute("SELECT content FROM events WHERE kind = 'missing'").fetchall()
+        found = (json.loads(content) for (content,) in rows)
+        return Counter(f"{each['model']}: {each['reason']}" for each in found)
+
     def close(self) -> None:
         """Close the file."""
         with self._lock:

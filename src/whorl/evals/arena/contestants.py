@@ -90,12 +90,13 @@ def read_prompts(path: Path, field: str = "prompt") -> list[str]:
             ) from error
     else:
         found = []
-        for number, record in enumerate(read_records([str(path)], "prompts")):
+        for number, record in enumerate(read_records([str(path)], "prompts"), 1):
             value = record.get(field)
             if not isinstance(value, str) or not value.strip():
                 raise DataError(
-                    f"{path}, record {number}: the field {field!r} is {shorten(repr(value), 60)}", expected="a text",
-                    do="name the field of the prompts",
+                    f"{path}, record {number}: the field {field!r} is {shorten(repr(value), 60)}",
+                    expected=f"a text; the record has the fields {', '.join(list(record)[:10])}",
+                    do="name the field of the prompts with --field",
                 )  # fmt: skip
             found.append(value)
     if not found:

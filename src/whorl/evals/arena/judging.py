@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, shorten
 from whorl.evals.arena.arena import AnswerMissingError, ModelArena
 from whorl.evals.arena.battles import Choice
 from whorl.evals.judge.verdicts import REMINDER, SYSTEM, TEMPLATE, Verdict, parse_verdict
-from whorl.evals.model.requests import Completion, GenerateRequest, Message, ModelBackend, Response
+from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, ModelBackend, Response
 from whorl.evals.tasks.template import Template
 
 Judge = Callable[
@@ -24,11 +24,15 @@ Judge = Callable[
 
 @dataclass(frozen=True)
 class JudgeCounts:
-    """Results of a judge's battles: votes, battles without a verdict, and battles without an answer."""
+    """Results of a judge's battles: votes, battles without a verdict, and battles without an answer.
+
+    reason: why the last battle without a verdict has none; "" for a judge without an attribute `reason`.
+    """
 
     votes: int
     no_verdict: int
     missing: int
+    reason: str = ""
 
 
 def judge_battles(
@@ -51,6 +55,7 @@ def judge_battles(
     if not prompts:
         raise ConfigError("there are no prompts", expected="at least one")
     votes = no_verdict = missing = 0
+    reason = ""
     for k in range(n):
         try:
             battle = arena.start(prompts[k % len(prompts)])
@@ -61,11 +66,12 @@ def judge_battles(
             choice = judge(turn.prompt, turn.left, turn.right)
             if choice is None:
                 no_verdict += 1
+                reason = str(getattr(judge, "reason", ""))
             else:
                 arena.vote(battle.id, choice, voter)
                 votes += 1
         on_battle(k + 1)
-    return JudgeCounts(votes, no_verdict, missing)
+    return JudgeCounts(votes, no_verdict, missing, reason)
 
 
 class BackendJudge:
@@ -78,6 +84,7 @@ class BackendJudge:
     def __init__(self, backend: ModelBackend, max_tokens: int = 512, retries: int = 2) -> None:
         self.backend, self.max_tokens, self.retries = backend, max_tokens, retries
         self._template = Template(TEMPLATE, "the judge's prompt")
+        self.reason = ""  # of the last pair without a verdict
 
     def __call__(self, prompt: str, left: str, right: str) -> Choice | None:
         """Return the choice of both orders; a tie if they disagree; None if one has no verdict."""
@@ -96,9 +103,11 @@ class BackendJudge:
             self.backend.respond([request], lambda _, response, found=found: found.append(response))  # type: ignore[misc]
             reply = found[0] if found else None
             if not isinstance(reply, Completion):
+                self.reason = f"the judge gave no reply: {reply.reason if isinstance(reply, Missing) else ''}"
                 return None
             if verdict := parse_verdict(reply.text):
                 return verdict
+            self.reason = f"no verdict in {1 + self.retries} replies: {shorten(reply.text, 80)!r}"
             talk += [
                 {"role": "assistant", "content": reply.text or "(empty)"},
                 {"role": "user", "content": REMINDER},

@@ -6,8 +6,9 @@
     ranks       1 + models that are better for certain, to M - models that are worse for certain: the differences of all
                 pairs, with p-values corrected by Holm
 
-Until every model has scored against the rest, no finite rating without a prior exists. The standings are then
-provisional: ratings with a normal prior of standard deviation 1 in log odds, and its posterior's intervals.
+Until every model has scored against the rest, no finite rating without a prior exists. Votes that are all ties have no
+variation, so the sandwich would state no uncertainty. The standings are then provisional: ratings with a normal prior of
+standard deviation 1 in log odds, and its posterior's intervals.
 """
 
 from __future__ import annotations
@@ -143,9 +144,12 @@ def standings(
     ratings, quantile = _fit(battles, bool(apart), level)
     if apart:
         provisional = "no finite rating: " + ", ".join(battles.models[k] for k in apart)
+    elif equal := _without_variation(ratings):
+        provisional = "no votes but ties: " + ", ".join(equal)
+        ratings, quantile = _fit(battles, True, level)
     se = np.sqrt(np.maximum(np.diag(ratings.covariance), 0.0))
     boot = None
-    if draws and not apart:
+    if draws and not provisional:
         boot = bootstrap(battles, np.random.default_rng(seed), draws)
     tallies = _tallies(used)
     meetings, better = _meetings(tallies, ratings, quantile, level)
@@ -193,11 +197,22 @@ def describe(found: Standings) -> str:
     if open_:
         text += f" Not distinguishable from {', '.join(open_)}."
     for change, verb in ((found.remove, "removed"), (found.reverse, "reversed")):
+        if change is not None and not change.votes:
+            text += f" {change.challenger} has as many points, so first place is shared."
+            break
         if change is not None:
-            text += f" {change.votes} votes {verb} ({change.share:.1%}) would put {change.challenger} first."
+            votes = "1 vote" if change.votes == 1 else f"{change.votes:,} votes"
+            text += f" {votes} {verb} ({change.share:.1%}) would put {change.challenger} first."
     if not found.left_low <= 0.5 <= found.left_high:
         text += f" Position bias: the left answer won {found.left_share:.0%} of decided votes."
     return text
+
+
+def _without_variation(ratings: Ratings) -> list[str]:
+    """Return the models of pairs with a standard error of 0: all votes agree with the ratings exactly, as ties do."""
+    exact = ratings.difference_se() < 1e-9
+    np.fill_diagonal(exact, False)
+    return [ratings.models[k] for k in np.flatnonzero(exact.any(1))]
 
 
 def _fit(battles: Battles, provisional: bool, level: float) -> tuple[Ratings, float]:

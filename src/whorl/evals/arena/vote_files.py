@@ -59,7 +59,7 @@ def parse_votes(records: Iterable[Mapping[str, Any]], where: str) -> tuple[list[
     """Return the votes of records, and the number that were there twice. Raises DataError: as `load_votes`."""
     found: dict[str, Vote] = {}
     repeated = 0
-    for number, record in enumerate(records):
+    for number, record in enumerate(records, 1):
         vote = _parse(record, number, f"{where}, record {number}")
         same = found.setdefault(vote.battle, vote)
         if same is vote:
@@ -83,12 +83,13 @@ def _parse(record: Mapping[str, Any], number: int, where: str) -> Vote:
             f"{where}: the winner is {shorten(winner)!r}", expected=one_of(winner, tuple(WINNERS))
         )
     left, right = (_length(record.get(name)) for name in ("conversation_a", "conversation_b"))
+    id_, given = record.get("question_id"), record.get("weight")
     try:
-        weight, time = float(record.get("weight") or 1.0), float(record.get("tstamp") or 0.0)
+        weight, time = 1.0 if given is None else float(given), float(record.get("tstamp") or 0.0)
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: {error}", expected="numbers in the fields weight and tstamp") from error
     return Vote(
-        str(record.get("question_id") or number), str(models[0]), str(models[1]), WINNERS[winner], weight,
+        f"record {number}" if id_ in (None, "") else str(id_), str(models[0]), str(models[1]), WINNERS[winner], weight,
         str(record.get("judge") or ""), left, right, time,
     )  # fmt: skip
 

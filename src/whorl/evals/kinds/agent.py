@@ -39,7 +39,7 @@ from whorl.evals.results import ItemResult, Outcome
 from whorl.evals.statistics.pass_at_k import pass_at_k
 from whorl.evals.tasks.task import Item
 from whorl.sandbox import Program, ProgramResult, ResourceLimits, Sandbox
-from whorl.sandbox.unit_tests import has_check
+from whorl.sandbox.unit_tests import has_check, syntax_error
 from whorl.sandbox.work_folder import check_paths
 
 ANSWER_FILE = "answer.txt"  # of the tests' folder: the text of `finish`
@@ -125,6 +125,12 @@ class Agent(Kind):
                 f"{where}: {'the tests check nothing' if item.gold else 'there are no tests'}",
                 expected="source with an assert or a test function as gold", do="correct the record, or `gold`",
             )  # fmt: skip
+        if reason := syntax_error(item.gold):
+            raise DataError(
+                f"{where}: the tests do not parse: {reason}",
+                expected="Python source",
+                do="correct or remove the record",
+            )
         try:
             check_paths([*self.first_files(item), self.options.program or ANSWER_FILE])
         except WhorlError as error:

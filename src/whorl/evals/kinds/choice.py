@@ -186,15 +186,21 @@ class Choice(Kind):
     def score_item(self, answered: Answered) -> ItemResult:
         """See `Kind`."""
         item, n = answered.item, len(answered.item.choices)
-        if answered.missing is not None:
-            return self.missing(answered, answered.missing.reason)
-        responses = [r for r in answered.responses if isinstance(r, Score)]
-        rows = [responses[i : i + n] for i in range(0, len(responses), n)]
-        step = 1 + self.options.prior
+        responses, step = answered.responses, 1 + self.options.prior
+        rows = [
+            [r for r in responses[i : i + n] if isinstance(r, Score)] for i in range(0, len(responses), n)
+        ]
+        lacks = answered.missing.reason if answered.missing is not None else ""
+        if any(len(row) < n for row in rows[::step]):
+            return self.missing(answered, lacks)
         picks: dict[str, int] = {}
         for number, form in enumerate(self.options.forms):
             own = rows[number * step : (number + 1) * step]
-            picks |= _picks(form, item.choices, own[0], own[1] if self.options.prior else None)
+            alone = own[1] if self.options.prior and len(own[1]) == n else None
+            picks |= _picks(form, item.choices, own[0], alone)
+        first_metric = self.chosen_metrics()[0]
+        if first_metric.endswith(tuple(_PRIOR)) and first_metric not in picks:
+            return self.missing(answered, lacks)
         scores = {name: float(pick == item.gold) for name, pick in picks.items()}
         chosen = {name: index for name, index in picks.items() if name in self.metrics}
         first = next((name for name in self.chosen_metrics() if name in chosen), next(iter(chosen)))
@@ -210,6 +216,8 @@ class Choice(Kind):
             ],
             "gold": item.gold, "n_cut": max(s.n_cut for s in rows[0]),
         }  # fmt: skip
+        if lacks:
+            details["no_prior"] = lacks
         if tokens := self.tokens(rows[0][pick]):
             details["tokens"] = tokens  # of the chosen one
         return self.result(
@@ -226,6 +234,16 @@ class Choice(Kind):
         found = {name: right for name in self.metrics if "acc" in name}
         uniform = {"brier": [1 - 1 / n for n in sizes], "log_score": [math.log(n) for n in sizes]}
         return found | {name: sum(values) / len(values) for name, values in uniform.items()}
+
+    def notes(self, results: Sequence[ItemResult]) -> list[str]:
+        """See `Kind`: items whose choices alone were not scored."""
+        reasons = [r.details["no_prior"] for r in results if "no_prior" in r.details]
+        if not reasons:
+            return []
+        return [
+            f"{len(reasons):,} of {len(results):,} items have no score without the question, and are left out of "
+            f"acc_prior and acc_mutual_info: {reasons[0]}"
+        ]
 
     def more_measures(self, results: Sequence[ItemResult]) -> list[TaskMeasure]:
         """See `Kind`: calibration errors."""

@@ -150,7 +150,12 @@ class Generate(Kind):
 
     def load_metric(self) -> Any:
         """Return the metric. Raises ConfigError: it does not exist, or has no such option."""
-        return get_metric(self.metric_name, self.metric_options())
+        try:
+            return get_metric(self.metric_name, self.metric_options())
+        except ConfigError as error:
+            raise ConfigError(
+                f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do
+            ) from error
 
     def chosen_metric(self) -> str:
         """Return the name of the metric."""

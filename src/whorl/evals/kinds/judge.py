@@ -108,6 +108,7 @@ class Judge(Kind):
     """See the top of this file."""
 
     Options = JudgeOptions
+    roles = (JUDGE,)
     metrics: Mapping[str, Metric] = {
         "win_rate_lc": Metric("wins against the other answer, without the judge's length bias; a tie is half a win"),
         "win_rate": Metric("wins against the other answer, of both orders"),

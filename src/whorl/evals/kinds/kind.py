@@ -102,12 +102,14 @@ class Kind:
         Options: model of the table [options].
         metrics: name -> metric. Those that depend on the options are set in `__init__`.
         default_metrics: shown if the task names none; empty for all.
+        roles: of the further models that it needs, such as "judge".
     """
 
     version: ClassVar[int] = 1
     Options: ClassVar[type[BaseModel]] = NoOptions
     metrics: Mapping[str, Metric] = {}
     default_metrics: Sequence[str] = ()
+    roles: ClassVar[Sequence[str]] = ()
 
     def __init__(self, task: EvalTask) -> None:
         self.task, self.config = task, task.config
@@ -115,9 +117,8 @@ class Kind:
         try:
             self.options: Any = self.Options.model_validate(self.config.options)
         except ValidationError as error:
-            raise settings_error(
-                error, f"task {self.config.name}: options of the kind {self.config.kind}"
-            ) from error
+            where = f"task {self.config.name}: options of the kind {self.config.kind}"
+            raise settings_error(error, where, self.Options) from error
         self.template = task.template("template", self.config.template)
         source = self.config.example_answer
         self._example_answer = task.template("example_answer", source) if source else None

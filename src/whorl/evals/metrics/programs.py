@@ -25,7 +25,7 @@ from whorl.evals.metrics.registry import ProgramMetric
 from whorl.evals.metrics.result import Graded
 from whorl.evals.verify.text_verifiers import after_thinking
 from whorl.sandbox import Program, ProgramResult
-from whorl.sandbox.unit_tests import has_check
+from whorl.sandbox.unit_tests import has_check, syntax_error
 
 _FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PRELUDE = re.compile(r"^(?:@|def |async def |class )", re.MULTILINE)
@@ -45,7 +45,7 @@ def build(
         entry_point: name of the requested function.
 
     Raises:
-        DataError: there are no tests, or they check nothing.
+        DataError: there are no tests, they do not parse, or they check nothing.
     """
     if isinstance(gold, Mapping):
         entry_point = str(gold.get("entry_point", "")) or entry_point
@@ -57,6 +57,10 @@ def build(
         raise DataError(
             "the item has no tests" if not gold else "the tests check nothing",
             expected="source with an assert, a test function, or a function check(candidate) and entry_point",
+        )
+    if reason := syntax_error(gold):
+        raise DataError(
+            f"the tests do not parse: {reason}", expected="Python source", do="correct or remove the record"
         )
     source = program_source(text, prompt, entry_point)
     if source is not None:

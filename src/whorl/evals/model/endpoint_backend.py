@@ -241,7 +241,7 @@ class EndpointBackend:
         def read(events: Events) -> Score:
             texts, log_probs, best = self._echoed(events)
             usage: dict[str, Any] = next((e["usage"] for e in events if e.get("usage")), {})
-            end = int(usage.get("prompt_tokens") or len(texts) - 1)
+            end = min(int(usage.get("prompt_tokens") or len(texts) - 1), len(texts))
             start, covered = end, ""
             while start and len(covered) < len(continuation):
                 start -= 1

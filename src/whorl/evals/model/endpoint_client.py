@@ -32,6 +32,7 @@ Events = list[dict[str, Any]]
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429})
 REQUEST_STATUS = frozenset({400, 413, 422})  # the next request may succeed
+KEY_STATUS = frozenset({401, 403})
 DEAD_AFTER = 20  # calls in a row
 MAX_WAIT = 60.0  # seconds
 MAX_ANSWER_CHARACTERS = 1 << 26
@@ -87,6 +88,9 @@ class EndpointClient:
             deadline,
         )
         key = os.environ.get(api_key_env, "")
+        self._key_hint = (
+            f"the key of {api_key_env} was sent" if key else f"no key was sent: set {api_key_env}"
+        )
         self._client = self._httpx.Client(
             timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=self._httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
@@ -102,7 +106,7 @@ class EndpointClient:
                     f"not requested: the endpoint failed {DEAD_AFTER} times in a row, last with {self._last_reason}"
                 )
             try:
-                out = parse(self._attempt(path, body))
+                out = _parsed(parse, self._attempt(path, body))
             except Fault as fault:
                 reason = shorten(str(fault), 300)
                 if not fault.retry or attempt == self.max_retries:
@@ -143,7 +147,7 @@ class EndpointClient:
             with self._client.stream("POST", self.url + path, json=dict(body)) as answer:
                 if answer.status_code != 200:
                     answer.read()
-                    raise _status_fault(answer.status_code, answer.headers, answer.text)
+                    raise _status_fault(answer.status_code, answer.headers, answer.text, self._key_hint)
                 lines = _bounded(answer.iter_lines(), time.monotonic() + self.deadline)
                 if answer.headers.get("content-type", "").startswith("text/event-stream"):
                     return list(_parse_stream(lines))
@@ -156,6 +160,16 @@ class EndpointClient:
             raise Fault(f"the URL is wrong: {error}", retry=False) from error
         except httpx.HTTPError as error:
             raise Fault(f"no answer: {error or type(error).__name__}") from error
+
+
+def _parsed(parse: Callable[[Events], T], events: Events) -> T:
+    """Return parse(events). Raises Fault: also for events of another form than the API's."""
+    try:
+        return parse(events)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Fault(
+            f"the answer does not have the form of the API: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _bounded(lines: Iterator[str], deadline: float) -> Iterator[str]:
@@ -192,7 +206,7 @@ def _parse_object(text: str) -> dict[str, Any]:
     return content
 
 
-def _status_fault(status: int, headers: Mapping[str, str], text: str) -> Fault:
+def _status_fault(status: int, headers: Mapping[str, str], text: str, key_hint: str = "") -> Fault:
     try:
         message = _message(json.loads(text))
     except (ValueError, AttributeError):
@@ -201,6 +215,8 @@ def _status_fault(status: int, headers: Mapping[str, str], text: str) -> Fault:
         wait = float(headers.get("retry-after", ""))
     except ValueError:
         wait = None
+    if key_hint and status in KEY_STATUS:
+        message = f"{message} ({key_hint})"
     retry = status in RETRIED_STATUS or status >= 500
     of_request = status in REQUEST_STATUS
     return Fault(

@@ -9,6 +9,7 @@ from whorl.errors import ConfigError
 from whorl.evals.model.requests import ModelBackend
 from whorl.evals.system.config import read_system
 from whorl.registry import Registry
+from whorl.store import Store
 
 BACKENDS = Registry(
     "back end",
@@ -29,6 +30,7 @@ class ModelOptions:
         dtype, batch_size, batch_invariant: of a local engine; see `EngineBackend.open`.
         max_length: positions of a request at most; None for the model's own.
         store: of artifacts.
+        name_option: the option of the command line that gives model_name, for messages.
     """
 
     model_name: str = ""
@@ -38,11 +40,31 @@ class ModelOptions:
     batch_invariant: bool = False
     max_length: int | None = None
     store: str | None = None
+    name_option: str = "--model-name"
 
 
 def is_url(ref: str) -> bool:
     """Return whether a model is an endpoint."""
     return ref.startswith(("http://", "https://"))
+
+
+def check_model(ref: str, options: ModelOptions) -> None:
+    """Check that a model exists, without loading it: before the work on another one. Raises: as `open_backend`."""
+    if ref.endswith(".toml"):
+        system = read_system(Path(ref))
+        check_model(system.model, replace(options, model_name=system.model_name or options.model_name))
+    elif is_url(ref):
+        _check_named(ref, options)
+    elif not (Path(ref).expanduser() / "config.json").is_file():
+        Store(options.store).open(ref)
+
+
+def _check_named(ref: str, options: ModelOptions) -> None:
+    if not options.model_name:
+        raise ConfigError(
+            f"{ref} is an endpoint", expected="the name of its model",
+            do=f"give {options.name_option}; GET /models lists them",
+        )  # fmt: skip
 
 
 def open_backend(ref: str, options: ModelOptions) -> ModelBackend:
@@ -61,10 +83,7 @@ def open_backend(ref: str, options: ModelOptions) -> ModelBackend:
         found: ModelBackend = BACKENDS.get("system")(open_backend(system.model, inner), system)
         return found
     if is_url(ref):
-        if not options.model_name:
-            raise ConfigError(
-                f"{ref} is an endpoint", expected="the name of its model", do="give --model-name; GET /models lists them"
-            )  # fmt: skip
+        _check_named(ref, options)
         made: ModelBackend = BACKENDS.get("endpoint").open(
             ref, options.model_name, tokenizer=options.tokenizer or None, max_length=options.max_length
         )

@@ -108,11 +108,18 @@ class Comparison:
 
 
 def paired_difference(
-    a: ArrayLike, b: ArrayLike, clusters: Sequence[str] | None = None, *, level: float = 0.95
+    a: ArrayLike,
+    b: ArrayLike,
+    clusters: Sequence[str] | None = None,
+    *,
+    level: float = 0.95,
+    shares: bool = False,
 ) -> PairedDifference:
     """Return the difference of two models' scores [N] on the same items in the same order.
 
-    clusters: name per item; "" is a cluster of one item.
+    Args:
+        clusters: name per item; "" is a cluster of one item.
+        shares: scores are between 0 and 1. Equal differences of all items then count as those of scores of 0 and 1.
 
     Raises:
         DataError: lengths differ, there are no items, or a score is not finite.
@@ -124,7 +131,7 @@ def paired_difference(
     error = standard_error(difference, clusters)
     unpaired = sqrt(standard_error(first, clusters).se ** 2 + standard_error(second, clusters).se ** 2)
     se = error.se
-    if is_binary(first) and is_binary(second):
+    if (is_binary(first) and is_binary(second)) or (shares and not se):
         se = _binary_se(difference, error, clusters)
     mean = float(difference.mean())
     half = t_quantile(level, error.df) * se if se < inf else inf
@@ -179,7 +186,8 @@ def compare(
     if not both.any():
         raise DataError(f"no item has a value of {metric} from both models", expected="at least one")
     used = [name for name, ok in zip(clusters, both, strict=True) if ok]
-    paired = paired_difference(first[both], second[both], used, level=level)
+    shares = best - worst == 1
+    paired = paired_difference(first[both], second[both], used, level=level, shares=shares)
     verdict = verdict_of(paired.low, paired.high, margin)
     lowest, highest = (
         float((np.where(np.isfinite(first), first, x) - np.where(np.isfinite(second), second, y)).mean())

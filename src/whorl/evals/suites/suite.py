@@ -24,7 +24,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from whorl.errors import ConfigError, NotApplicableError
 from whorl.evals.suites.catalog import catalog_file
 from whorl.evals.tasks import EvalTask, load_task
-from whorl.evals.tasks.config import Paths, TaskConfig, absolute, parse_task, read_task_file, read_toml
+from whorl.evals.tasks.config import (
+    Paths,
+    TaskConfig,
+    absolute,
+    parse_task,
+    read_task_file,
+    read_toml,
+    settings_error,
+)
 from whorl.evals.tasks.harness import read_harness_file
 from whorl.registry import Registry
 
@@ -151,9 +159,7 @@ def _load_file(path: Path, inputs: SuiteInputs, sources: TaskSources) -> list[Ev
     try:
         suite = SuiteConfig.model_validate(read_toml(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {name}: {first['msg']}", do="correct the suite file") from error
+        raise settings_error(error, str(path), SuiteConfig, "correct the suite file") from error
     configs = [_configured(each, path) for each in suite.tasks]
     _check_sources(sources, [config.name for config in configs])
     limits = [_least(each.limit, inputs.limit) for each in suite.tasks]
@@ -161,7 +167,10 @@ def _load_file(path: Path, inputs: SuiteInputs, sources: TaskSources) -> list[Ev
 
 
 def _configured(each: SuiteTask, path: Path) -> TaskConfig:
-    config = read_any_task(each.task, path.parent)
+    try:
+        config = read_any_task(each.task, path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.what}", expected=error.expected, do=error.do) from error
     given = {"test": each.test or config.data.test, "train": each.train or config.data.train}
     config = config.model_copy(update={"data": absolute(config.data.model_copy(update=given), path.parent)})
     return parse_task({**config.model_dump(), **each.set}, f"{path}: {each.task}") if each.set else config

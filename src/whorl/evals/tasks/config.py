@@ -25,12 +25,14 @@ and `item.id`, `item.gold`, `item.choices`, `item.letters` and `item.fields`.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, one_of
 
 
 def _listed(value: Any) -> Any:
@@ -116,17 +118,40 @@ def parse_task(fields: dict[str, Any], where: str) -> TaskConfig:
         raise settings_error(error, where) from error
 
 
-def settings_error(error: ValidationError, where: str) -> ConfigError:
-    """Return the error for the first wrong setting of a task."""
+def settings_error(
+    error: ValidationError,
+    where: str,
+    model: type[BaseModel] = TaskConfig,
+    do: str = "correct the task file; docs/evals.md lists the settings",
+) -> ConfigError:
+    """Return the error for the first wrong setting of `model`. where: file or task, for the message."""
     first = error.errors()[0]
+    *place, last = first["loc"] or ("",)
     name = ".".join(str(part) for part in first["loc"])
-    known = ", ".join(TaskConfig.model_fields)
-    unknown = first["type"] == "extra_forbidden"
-    return ConfigError(
-        f"{where}: {name} {'is no setting' if unknown else 'is wrong: ' + first['msg']}",
-        expected=f"settings of a task: {known}" if unknown and len(first["loc"]) == 1 else "",
-        do="correct the task file; docs/evals.md lists the settings",
-    )
+    fields = _fields_at(model, place)
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"{where}: {name} is no setting", expected=one_of(str(last), list(fields)), do=do)
+    field = fields.get(str(last))
+    expected = (field.description or "") if field is not None else ""
+    if first["type"] == "missing":
+        return ConfigError(f"{where}: {name} is missing", expected=expected, do=do)
+    return ConfigError(f"{where}: {name} is wrong: {first['msg']}", expected=expected, do=do)
+
+
+def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> Mapping[str, FieldInfo]:
+    """Return the fields of the table at a place of a configuration; empty if it is no table of settings."""
+    for part in place:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        annotation = field.annotation if field is not None else None
+        inner = [
+            t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)
+        ]
+        if not inner:
+            return {}
+        model = inner[0]
+    return model.model_fields
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -33,6 +33,9 @@ KEYS = WITHOUT_EFFECT | {
     "fewshot_delimiter", "description", "generation_kwargs", "repeats", "filter_list",
 }  # fmt: skip
 MAX_WINDOW = 1 << 30  # reduced to the model's length
+MAPPINGS = ("dataset_kwargs", "fewshot_config", "generation_kwargs", "metadata")
+LISTS = ("metric_list", "filter_list")  # of mappings
+NUMBERS = ("num_fewshot", "repeats")
 KINDS = {
     "multiple_choice": "choice",
     "loglikelihood": "likelihood",
@@ -71,7 +74,38 @@ def read_harness_file(path: Path) -> TaskConfig:
                 f"{path}: the key {key!r}{function} has no counterpart", expected=f"keys: {', '.join(sorted(KEYS))}",
                 do="write the task as TOML (docs/evals.md), or convert the records before",
             )  # fmt: skip
+    _check_types(path, content)
     return _convert(path, content)
+
+
+def _check_types(path: Path, content: Mapping[str, Any]) -> None:
+    """Raises ConfigError: a value has another type than its key needs. An absent or empty value is right."""
+
+    def require(ok: bool, key: str, value: Any, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{path}: {key} is {value!r}", expected=expected, do="correct the task file")
+
+    for key in MAPPINGS:
+        require(isinstance(content.get(key) or {}, Mapping), key, content.get(key), "a mapping")
+    for key in LISTS:
+        entries = content.get(key) or []
+        ok = isinstance(entries, list) and all(isinstance(entry, Mapping) for entry in entries)
+        require(ok, key, entries, "a list of mappings, such as - metric: acc")
+    for each in content.get("filter_list") or []:
+        steps = each.get("filter") or []
+        ok = isinstance(steps, list) and all(isinstance(step, Mapping) for step in steps)
+        require(ok, "filter_list", [each], "entries with a list of mappings as filter")
+    for key in NUMBERS:
+        value = content.get(key) or 0
+        require(isinstance(value, int) and value >= 0, key, value, "a whole number, at least 0")
+    settings = content.get("generation_kwargs") or {}
+    for key, kinds in (("temperature", (int, float)), ("top_p", (int, float)), ("max_gen_toks", int)):
+        value = settings.get(key, 0)
+        ok = isinstance(value, kinds) and not isinstance(value, bool)
+        require(ok, f"generation_kwargs.{key}", value, "a number")
+    until = settings.get("until", "")
+    ok = isinstance(until, str) or (isinstance(until, list) and all(isinstance(text, str) for text in until))
+    require(ok, "generation_kwargs.until", until, "a text, or a list of texts")
 
 
 class _Function:

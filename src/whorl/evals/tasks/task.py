@@ -79,7 +79,13 @@ class EvalTask:
     @cached_property
     def kind(self) -> Kind:
         """The kind, which makes requests of items and scores responses."""
-        made: Kind = KINDS.get(self.config.kind)(self)
+        try:
+            found = KINDS.get(self.config.kind)
+        except ConfigError as error:
+            raise ConfigError(
+                f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do
+            ) from error
+        made: Kind = found(self)
         return made
 
     def template(self, setting: str, source: str, *, expression: bool = False) -> Template:
@@ -223,7 +229,12 @@ def _select(task: EvalTask, records: Sequence[Fields], split: str) -> dict[str, 
 def _examples(task: EvalTask, test: Mapping[str, Fields], train: Mapping[str, Fields]) -> dict[str, Fields]:
     """Return the few-shot examples. Raises DataError: one is in the test split, or not in the training split."""
     label = f"task {task.config.name}"
-    for name in task.config.examples:
+    for place, name in enumerate(task.config.examples):
+        if name in task.config.examples[:place]:
+            raise ConfigError(
+                f"{label}: the few-shot example {name!r} is named twice", expected="different ids",
+                do="correct `examples`",
+            )  # fmt: skip
         # Ids that number records are those of a position in their own file.
         numbered = not task.config.data.id and "id" not in next(iter(test.values()))
         if name in test and not (numbered and name in train):
