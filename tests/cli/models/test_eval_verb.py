@@ -128,6 +128,12 @@ def test_errors_come_before_the_work(home: Path) -> None:
         assert "quiz.toml is a file, so no results" in refuse(home, *words[:-1], out)
 
 
+def test_suite_own_needs_a_corpus(home: Path) -> None:
+    folder = Store(home / ".whorl").open("run/first").path  # a folder has no lineage
+    message = refuse(home, "eval", folder, "--suite", "own", "--out", "own")
+    assert "so it has no corpus" in message and "--corpus" in message
+
+
 def test_tasks_of_one_model_alone_are_named(home: Path) -> None:
     (home / "more.toml").write_text(QUIZ.replace('"quiz"', '"more"'))
     tasks = ("--task", "quiz.toml", "--task", "more.toml")

@@ -11,8 +11,9 @@ from tests.support.evals.backend import FakeBackend, by_text
 from whorl.errors import WhorlError
 from whorl.evals.kinds.kind import Metric
 from whorl.evals.metrics import Graded
-from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request
+from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
 from whorl.evals.runner import evaluate
+from whorl.evals.statistics.seeds import variance_components
 from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
 
@@ -62,6 +63,28 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
         subsets = list(combinations(pattern, k))
         assert result.measure(f"pass@{k}").value == pytest.approx(sum(map(any, subsets)) / len(subsets))
     assert result.items[0].scores["majority"] == 0.0 and len(result.items[0].answers) == 5
+
+
+def test_samples_and_items_are_separate_sources_of_error() -> None:
+    table = {"0": [1, 1, 1], "1": [0, 0, 0], "2": [1, 0, 1], "3": [0, 1, 1]}  # right or not, of each sample
+    asked: dict[str, int] = {}
+
+    def answer(request: Request) -> Response:
+        assert isinstance(request, GenerateRequest)
+        number = str(request.prompt).split()[0]
+        sample = asked[number] = asked.get(number, -1) + 1
+        return Completion(str(2 * int(number) if table[number][sample] else 99))
+
+    made = task(SUMS[:4], generation={"samples": 3, "temperature": 1.0})
+    result = evaluate(FakeBackend(answer), [made])[0]
+    assert [list(item.details["samples"]) for item in result.items] == [
+        table[item.item] for item in result.items
+    ]
+    expected = variance_components([*table.values()])
+    assert len(result.notes) == 1 and result.notes[0].startswith(
+        f"numeric_lenient: the standard error is {expected.se:.2%} for new items and samples, {expected.se_rerun:.2%} for"
+    )
+    assert not evaluate(FakeBackend(lambda _: Completion("1")), [task(SUMS)])[0].notes
 
 
 def test_programs_run_with_their_tests() -> None:

@@ -33,6 +33,7 @@ from whorl.evals.metrics import Graded, ProgramMetric, get_metric, grade_all
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request
 from whorl.evals.results import ItemResult
 from whorl.evals.statistics.pass_at_k import majority_at_k, pass_at_k
+from whorl.evals.statistics.seeds import variance_components
 from whorl.evals.tasks.task import LETTERS
 from whorl.sandbox import ResourceLimits, Sandbox
 
@@ -274,11 +275,25 @@ class Generate(Kind):
             details["n_cut"] = n_cut
         if len(graded) > 1:
             details["outcomes"] = dict(Counter(each.outcome for each in graded))
+            details["samples"] = [
+                each.scores.get(self.primary) for each in graded
+            ]  # None: without this score
         weights = {name: w for name, w in first.weights.items() if name in scores}
         return self.result(
             answered, {name: scores[name] for name in order}, first.outcome, first.reason, answers=texts,
             gold=shown_gold(answered.item.gold), details=details, weights=weights,
         )  # fmt: skip
+
+    def notes(self, results: Sequence[ItemResult]) -> list[str]:
+        """See `Kind`: with several samples, the parts of the uncertainty from items and from samples."""
+        rows = [r.details["samples"] for r in results if None not in r.details.get("samples", [None])]
+        if len(rows) < 2 or self.metrics[self.primary].unit != "share":
+            return []
+        found = variance_components(rows)
+        return [
+            f"{self.primary}: the standard error is {found.se:.2%} for new items and samples, {found.se_rerun:.2%} for a "
+            f"rerun of these items, and {found.se_one_sample:.2%} with one sample of each item"
+        ]
 
 
 class ProgramOptions(_SampleOptions):

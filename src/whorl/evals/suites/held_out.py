@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from whorl.corpus import Corpus, Document
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, StoreError
 from whorl.store import Artifact, Store
 
 
@@ -17,9 +18,18 @@ def held_out_documents(store: Store, ref: str, split: str = "test") -> list[tupl
         ref: a model, or the selection of a corpus itself.
 
     Raises:
-        StoreError: no such artifact. ConfigError: it has no corpus.
+        StoreError: no such artifact. ConfigError: it has no corpus, as a folder or an endpoint.
     """
-    for artifact in ancestors(store, store.open(ref)):
+    try:
+        given = store.open(ref)
+    except StoreError:
+        if not Path(ref).is_dir() and "://" not in ref:
+            raise
+        raise ConfigError(
+            f"{ref} is no artifact of the store {store.root}, so it has no corpus", expected="--corpus ARTIFACT",
+            do="name the artifact of `curate` with --corpus; `whorl ls` lists all",
+        ) from None  # fmt: skip
+    for artifact in ancestors(store, given):
         documents = (
             store.find(artifact.parents.get("documents", "")) if artifact.kind == "selection" else None
         )
