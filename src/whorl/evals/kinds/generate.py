@@ -275,9 +275,7 @@ class Generate(Kind):
             details["n_cut"] = n_cut
         if len(graded) > 1:
             details["outcomes"] = dict(Counter(each.outcome for each in graded))
-            details["samples"] = [
-                each.scores.get(self.primary) for each in graded
-            ]  # None: without this score
+            details["samples"] = [each.scores.get(self.primary, np.nan) for each in graded]
         weights = {name: w for name, w in first.weights.items() if name in scores}
         return self.result(
             answered, {name: scores[name] for name in order}, first.outcome, first.reason, answers=texts,
@@ -286,7 +284,7 @@ class Generate(Kind):
 
     def notes(self, results: Sequence[ItemResult]) -> list[str]:
         """See `Kind`: with several samples, the parts of the uncertainty from items and from samples."""
-        rows = [r.details["samples"] for r in results if None not in r.details.get("samples", [None])]
+        rows = [r.details["samples"] for r in results if np.isfinite(r.details.get("samples", np.nan)).all()]
         if len(rows) < 2 or self.metrics[self.primary].unit != "share":
             return []
         found = variance_components(rows)
