@@ -66,7 +66,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
 
 
 def test_samples_and_items_are_separate_sources_of_error() -> None:
-    table = {"0": [1, 1, 1], "1": [0, 0, 0], "2": [1, 0, 1], "3": [0, 1, 1]}  # right or not, of each sample
+    table = {"0": [1, 1, 1], "1": [0, 0, 0], "2": [1, 0, 1], "3": [1, 0, 1]}  # right or not, of each sample
     asked: dict[str, int] = {}
 
     def answer(request: Request) -> Response:
