@@ -144,15 +144,18 @@ def quickstart(timeout: float) -> Iterator[None]:
     with suppress(StoreError):
         Store(location if "://" in location else ROOT / Path(location).expanduser()).open(PRETRAINED)
         timeout = 0
-    before = os.environ.pop(STORE, "")
+    before = os.environ.pop(STORE, None)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if timeout:
             make_quickstart(folder, timeout)
         try:
-            os.environ[STORE] = folder if timeout else before
+            if found := folder if timeout else before:
+                os.environ[STORE] = found
             yield
         finally:
-            os.environ[STORE] = before  # "" as unset
+            os.environ.pop(STORE, None)
+            if before is not None:
+                os.environ[STORE] = before
 
 
 def make_quickstart(folder: str, timeout: float) -> None:

@@ -51,6 +51,18 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def same_settings() -> Iterator[None]:
+    """Fail a test that leaves a setting of Whorl in the environment, where it decides later tests of its worker."""
+    before = _settings()
+    yield
+    assert _settings() == before, "restore os.environ, with monkeypatch for one"
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("WHORL_")}
+
+
 @pytest.fixture(scope="session")
 def tiny_decoder() -> Transformer:
     """A `whorl_decoder` over bytes: 2 layers, width 32, in eval mode. `tests.support.tiny` makes variants."""

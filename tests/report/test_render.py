@@ -351,9 +351,11 @@ def test_expert_loads_are_drawn_and_described() -> None:
     assert "equal loads would be 25 %" in plain and "Dropped assignments: at most 2.0 %" in plain
 
 
-def test_environment_is_in_words() -> None:
+def test_environment_is_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHORL_HOME", "store")
     found = step_environment()
-    assert found["memory"].endswith("B") and "torch" in found and not any("_" in key for key in found)
+    assert found["memory"].endswith("B") and "torch" in found and found["settings WHORL_HOME"] == "store"
+    assert not any("_" in key for key in found if not key.startswith("settings "))
 
 
 def test_plan_and_outcome_lists_what_may_differ() -> None:
