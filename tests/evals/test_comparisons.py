@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from whorl.errors import WhorlError
-from whorl.evals.comparisons import compare_results, summary_sentence
+from whorl.evals.comparisons import compare_results, summary_sentence, unshared_sentence
 from whorl.evals.results import ItemResult, TaskMeasure, TaskResult
 
 
@@ -99,3 +99,46 @@ def test_verdicts_of_different_judges_are_refused() -> None:
     with pytest.raises(WhorlError, match="the judge of A is x, that of B is y"):
         compare_results([a], [b])
     assert compare_results([a], [a])
+
+
+def test_one_item_or_cluster_gives_no_interval() -> None:
+    one = compare_results([result([1.0])], [result([0.0])])[0].text
+    assert "(1 item; one item gives no interval)" in one and "inf" not in one
+    pair = [
+        replace(r, items=tuple(replace(i, cluster="c") for i in r.items)) for r in (result([1.0, 0.0]),) * 2
+    ]
+    text = compare_results([pair[0]], [pair[1]])[0].text
+    assert "(2 items in 1 cluster; items of one cluster give no interval)" in text and "inf" not in text
+
+
+def test_perplexity_is_compared_by_its_logarithm() -> None:
+    first, second = (
+        replace(
+            result([value] * 40),
+            metrics=("perplexity",),
+            measures=(TaskMeasure("perplexity", math.exp(value), 1, 9, 40, unit="", higher_is_better=False),),
+        )
+        for value in (1.0, 1.5)
+    )
+    first, second = (
+        replace(
+            r,
+            items=tuple(
+                replace(i, scores={"perplexity": i.scores["acc"] + int(i.item) % 3 / 100}) for i in r.items
+            ),
+        )
+        for r in (first, second)
+    )
+    text = compare_results([first], [second], ("new", "old"))[0].text
+    assert "new is better than old by 0.5000" in text
+    assert "logarithms, in nats per token: the perplexity of old is 1.649 times that of new" in text
+
+
+def test_task_without_pairs_is_named_and_others_compare() -> None:
+    good, bad = result(draws(0.9, 50, 1), "good"), result(draws(0.5, 50, 2), "bad")
+    lost = replace(bad, items=tuple(replace(i, scores={}, outcome="missing") for i in bad.items))
+    assert [each.task for each in compare_results([good, lost], [good, bad])] == ["good"]
+    sentence = unshared_sentence([good, lost], [good, bad], ("A", "B"))
+    assert sentence == "Not compared: bad (no item has a score from both)."
+    with pytest.raises(WhorlError, match="no item has a value of acc from both models"):
+        compare_results([lost], [bad])

@@ -18,6 +18,12 @@ from whorl.evals.statistics.multiplicity import holm
 from whorl.evals.statistics.power import detectable_by
 
 ALPHA = 0.05
+LOGARITHMS = {
+    "perplexity": "token",
+    "word_perplexity": "word",
+    "byte_perplexity": "byte",
+    "item_perplexity": "item",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ def compare_results(
             f"{names[0]} and {names[1]} share no task", expected=f"one of: {', '.join(r.task for r in a)}",
             do="evaluate both models on the same tasks",
         )  # fmt: skip
+    shared = [pair for pair in shared if _has_pairs(*pair)] or shared[:1]  # the latter raises
     found = []
     for first, second in shared:
         if first.hash != second.hash:
@@ -99,10 +106,13 @@ def summary_sentence(found: Sequence[TaskComparison], names: tuple[str, str] = (
 
 
 def unshared_sentence(a: Sequence[TaskResult], b: Sequence[TaskResult], names: tuple[str, str]) -> str:
-    """Return a sentence with the tasks that only one model has, which no comparison covers; "" if there are none."""
+    """Return a sentence with the tasks that no comparison covers: those of one model, and those without pairs; or ""."""
     tasks = [[result.task for result in results] for results in (a, b)]
     alone = [[name for name in own if name not in other] for own, other in (tasks, tasks[::-1])]
     parts = [f"{', '.join(own)} (only {name})" for own, name in zip(alone, names, strict=True) if own]
+    others = {result.task: result for result in b}
+    empty = [r.task for r in a if r.task in others and not _has_pairs(r, others[r.task])]
+    parts += [f"{', '.join(empty)} (no item has a score from both)"] if empty else []
     return f"Not compared: {'; '.join(parts)}." if parts else ""
 
 
@@ -128,6 +138,16 @@ def _compare_task(first: TaskResult, second: TaskResult, margin: float) -> TaskC
     return TaskComparison(
         first.task, measure.metric, found, 1.0, detectable_by(found.paired), "", measure.unit
     )
+
+
+def _has_pairs(first: TaskResult, second: TaskResult) -> bool:
+    """Return whether an item has a value of the compared metric from both models."""
+    metric = _compared_measure(first).metric
+    a, b = (
+        {item.item for item in result.items if math.isfinite(item.scores.get(metric, math.nan))}
+        for result in (first, second)
+    )
+    return not a.isdisjoint(b)
 
 
 def _lacks(item: ItemResult, metric: str) -> bool:
@@ -165,6 +185,10 @@ def _signed(items: Sequence[ItemResult], metric: str, sign: float) -> list[ItemR
 def _text(each: TaskComparison, p_adjusted: float, tasks: int, names: tuple[str, str]) -> str:
     text = f"{each.task}, {each.metric}: {describe(each.comparison, *names)}"
     paired = each.comparison.paired
+    if part := LOGARITHMS.get(each.metric):
+        ratio = math.exp(min(paired.difference, 700.0))  # a float ends at e^709
+        text += f" All differences are of logarithms, in nats per {part}:"
+        text += f" the perplexity of {names[1]} is {ratio:.4g} times that of {names[0]}."
     if each.comparison.verdict in ("better", "worse") and tasks > 1 and p_adjusted > ALPHA:
         text += f" With {tasks} tasks this may be chance: adjusted p = {p_adjusted:.2g}."
     if each.comparison.verdict in ("not distinguishable", "no worse") and math.isfinite(each.detectable):

@@ -14,7 +14,7 @@ from tests.support.evals.backend import FakeBackend
 from tests.support.evals.hf_folders import make_folder, sentences
 
 from whorl.errors import ConfigError, DataError
-from whorl.evals.interchange.harness import HarnessAdapter, adapt, register
+from whorl.evals.interchange.harness import HarnessAdapter, adapt, main, register
 from whorl.evals.model.engine_backend import EngineBackend
 from whorl.evals.model.requests import (
     Completion,
@@ -118,5 +118,7 @@ def test_registered_model_opens_a_folder(harness: dict[str, Any], tmp_path: Path
 
 def test_without_the_harness_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(SystemExit, match="needs the package lm_eval"):  # a message, no traceback
+        main()
     with pytest.raises(ConfigError, match="needs the package lm_eval"):
         adapt(FakeBackend(answer))

@@ -19,7 +19,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whorl.errors import ConfigError, DataError, one_of
+from whorl.errors import ConfigError, DataError, WhorlError, one_of
 from whorl.evals.model.engine_backend import EngineBackend
 from whorl.evals.model.requests import (
     Completion,
@@ -171,9 +171,12 @@ def _generation(context: str, settings: Mapping[str, Any]) -> GenerateRequest:
 
 
 def main() -> None:
-    """Run the harness's command line with the model "whorl"."""
-    register()
-    importlib.import_module("lm_eval.__main__").cli_evaluate()
+    """Run the harness's command line with the model "whorl". Raises SystemExit: with the message of a `WhorlError`."""
+    try:
+        register()
+        importlib.import_module("lm_eval.__main__").cli_evaluate()
+    except WhorlError as error:
+        raise SystemExit(f"whorl: {error}") from error
 
 
 if __name__ == "__main__":

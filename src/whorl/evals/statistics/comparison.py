@@ -204,8 +204,12 @@ def compare(
 def describe(found: Comparison, name_a: str = "A", name_b: str = "B") -> str:
     """Return the verdict as sentences with the interval, and what missing items could change."""
     p = found.paired
-    span = f"({p.level:.0%} interval {p.low:+.4f} to {p.high:+.4f}, {p.n} items"
-    span += f" in {p.clusters} clusters)" if p.clusters < p.n else ")"
+    of = f"{p.n} item{'' if p.n == 1 else 's'}"
+    of += f" in {p.clusters} cluster{'' if p.clusters == 1 else 's'}" if p.clusters < p.n else ""
+    single = "one item gives" if p.n == 1 else "items of one cluster give"
+    span = f"({p.level:.0%} interval {p.low:+.4f} to {p.high:+.4f}, {of})"
+    if p.clusters < 2:
+        span = f"({of}; {single} no interval)"
     d = f"{found.margin:g}"
     text = {
         "better": f"{name_a} is better than {name_b} by {p.difference:.4f} {span}.",
