@@ -45,13 +45,13 @@ def figure_notes(results: Sequence[TaskResult]) -> list[str]:
     lines = []
     for result in results:
         measure = next((m for m in result.measures if m.metric == result.metrics[0]), None)
-        if measure is not None and measure.bounds is not None:
-            low, high = (format_value(end, measure) for end in measure.bounds)
-            missing = result.outcomes.get("missing", 0) + result.outcomes.get("error", 0)
-            lines.append(
-                f"{result.task}: {missing:,} {'item has' if missing == 1 else 'items have'} no score; "
-                f"{measure.metric} is between {low} and {high}"
-            )
+        missing = result.outcomes.get("missing", 0) + result.outcomes.get("error", 0)
+        if missing:
+            line = f"{result.task}: {missing:,} {'item has' if missing == 1 else 'items have'} no score"
+            if measure is not None and measure.bounds is not None:
+                low, high = (format_value(end, measure) for end in measure.bounds)
+                line += f"; {measure.metric} is between {low} and {high}"
+            lines.append(line)
             reasons = {item.reason for item in result.items if item.outcome in ("missing", "error")}
             lines += [f"    {reason}" for reason in sorted(reasons)[:SHOWN_REASONS]]
         lines += [f"{result.task}: {note}" for note in result.notes]

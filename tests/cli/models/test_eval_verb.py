@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
-from tests.support.cli import refuse, succeed
+import torch
+from tests.support.cli import invoke, refuse, succeed
 from tests.support.evals.fake_endpoint import FakeEndpoint
 from tests.support.tiny import make_byte_tokenizer, make_decoder
 
@@ -189,3 +191,62 @@ def test_contamination_is_searched_in_the_tokens_of_the_lineage(home: Path) -> N
     assert {name for name, place in found.items() if place} == {"5", "8"}
     assert found["5"] == {"place": "run/tokens: leak.txt", "score": 1.0}
     assert "has no training tokens among its ancestors" in refuse(home, "eval", "run/first", *words)
+
+
+GENERATE = """
+name = "echo"
+kind = "generate"
+template = "{{ q }}"
+gold = "a"
+[data]
+test = "echo.jsonl"
+"""
+
+
+def test_run_without_any_answer_fails_and_names_the_cause(home: Path) -> None:
+    (home / "echo.toml").write_text(GENERATE)
+    (home / "echo.jsonl").write_text(
+        "".join(json.dumps({"q": f"say {k}", "a": str(k)}) + "\n" for k in range(3))
+    )
+    with FakeEndpoint() as fake:
+        words = ("eval", fake.url, "--model-name", "fake", "--task", "echo.toml", "--out", "none")
+        fake.always = "too long"
+        message = refuse(home, *words, code=1).replace("\n", " ")
+        assert (
+            "fake was not evaluated: all 3 items have no score: status 400: the context is 5 tokens"
+            in message
+        )
+        assert (home / "none" / "page.html").is_file()
+        refuse(home, *words, "--against", "run/first", code=1)
+        fake.always, fake.faults["/v1/completions"] = "", ["too long"]
+        done = succeed(home, *words).output  # one of three is missing
+        assert "1 item has no score" in done and "between 66.7% and 100.0%" in done
+
+
+def test_model_with_nan_weights_is_not_evaluated(home: Path) -> None:
+    model = make_decoder(0, n_layers=1, n_heads=1, head_dim=32)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    (home / "nan").mkdir()
+    save_model(model, home / "nan")
+    make_byte_tokenizer().save(home / "nan")
+    lines = ['name = "text"', 'kind = "likelihood"', 'template = "{{ q }}"', "[data]", 'test = "quiz.jsonl"']
+    (home / "text.toml").write_text("\n".join(lines))
+    done = invoke(home, "eval", "nan", "--task", "text.toml", "--out", "nan-text")
+    lines = done.output.replace("\n", " ")
+    assert done.exit_code == 1 and "nan was not evaluated: all 30 items have no score" in lines
+    assert "text: 30 items have no score     the model returned NaN log-probabilities" in lines
+
+
+def test_timeout_and_concurrency_reach_the_endpoint(home: Path) -> None:
+    (home / "echo.toml").write_text(GENERATE)
+    (home / "echo.jsonl").write_text(json.dumps({"q": "say late", "a": "late"}) + "\n")
+    with FakeEndpoint() as fake:
+        words = ("eval", fake.url, "--model-name", "fake", "--task", "echo.toml", "--out", "slow")
+        fake.faults["/v1/completions"] = ["hangs"]
+        began = time.monotonic()
+        succeed(home, *words, "--timeout", "0.2", "--concurrency", "1", "--cache", "slow.sqlite")
+        assert time.monotonic() - began < 10 and len(fake.bodies) == 2  # the second attempt is answered
+    for value in ("0", "-1", "nan", "inf"):
+        assert "the timeout is" in refuse(home, *words, "--timeout", value)
+    refuse(home, *words, "--concurrency", "0")

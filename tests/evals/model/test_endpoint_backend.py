@@ -107,7 +107,7 @@ def test_passing_fault_is_retried(fake: FakeEndpoint, fault: str) -> None:
     [
         ("busy", "status 429: too many requests; 3 attempts", 3),
         ("down", "status 503: overloaded; 3 attempts", 3),
-        ("hangs", "timed out (ReadTimeout); 3 attempts", 3),
+        ("hangs", "timed out after 0.3 s without a byte (ReadTimeout); 3 attempts", 3),
         ("prose", "the answer is no JSON: '<html>welcome</html>'; 3 attempts", 3),
         ("truncated", "the answer ended early", 3),
         ("half", "the stream ended without [DONE]; 3 attempts", 3),

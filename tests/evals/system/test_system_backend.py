@@ -177,3 +177,19 @@ def test_documents_without_text_and_unknown_guards(tmp_path: Path) -> None:
         system(tmp_path, retrieval={"documents": "docs.jsonl", "text": "body"})
     with pytest.raises(WhorlError, match="guard"):
         system(tmp_path, guard={"check": "nowhere"})
+
+
+def test_timeout_and_concurrency_of_a_file_go_before_the_options(tmp_path: Path) -> None:
+    with FakeEndpoint() as fake:
+        (tmp_path / "bot.toml").write_text(
+            f'name = "b"\nmodel = "{fake.url}"\nmodel_name = "fake"\ntimeout = 7.0\n'
+        )
+        made: Any = open_backend(str(tmp_path / "bot.toml"), ModelOptions(timeout=5.0, concurrency=3))
+        assert (made.model.client.timeout, made.model.concurrency) == (7.0, 3)
+        (tmp_path / "bot.toml").write_text(f'name = "b"\nmodel = "{fake.url}"\nmodel_name = "fake"\n')
+        plain: Any = open_backend(str(tmp_path / "bot.toml"), ModelOptions(timeout=5.0, concurrency=3))
+        assert plain.model.client.timeout == 5.0 and plain.address == made.address
+    for line in ("timeout = 0.0", "timeout = nan", "concurrency = 0"):
+        (tmp_path / "bad.toml").write_text(f'name = "b"\nmodel = "m"\n{line}\n')
+        with pytest.raises(WhorlError, match=line.split()[0]):
+            read_system(tmp_path / "bad.toml")

@@ -60,6 +60,18 @@ def eval(
     tokenizer: Annotated[
         str, typer.Option(metavar="FOLDER", help="With a URL: the model's tokenizer, to score by ids.")
     ] = "",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            help="With a URL: seconds without a byte before an attempt is given up. It is retried 4 times."
+        ),
+    ] = 60.0,
+    concurrency: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With a URL: requests at once. More load a server better, until they time out."
+        ),
+    ] = 16,
     judge: Annotated[str, typer.Option(metavar="MODEL", help="The judge of tasks that have one.")] = "",
     judge_name: Annotated[str, typer.Option(help="With a URL: the judge's model.")] = "",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
@@ -97,7 +109,13 @@ def eval(
         whorl eval http://127.0.0.1:8000/v1 --model-name my-model --task gsm8k --data gsm8k_test.jsonl
     """
     from whorl.cli.models.eval_output import print_list, print_results
-    from whorl.cli.models.eval_tasks import check_output, evaluate_model, load_tasks, results_folder
+    from whorl.cli.models.eval_tasks import (
+        check_output,
+        evaluate_model,
+        load_tasks,
+        results_folder,
+        without_scores,
+    )
     from whorl.errors import ConfigError
     from whorl.evals.comparisons import compare_results, summary_sentence, unshared_sentence
     from whorl.evals.model.open_model import ModelOptions, check_model
@@ -116,8 +134,13 @@ def eval(
         raise ConfigError(
             "no model is given", expected="an artifact, a folder or a URL", do="whorl eval MODEL --task NAME"
         )
-    options = ModelOptions(model_name, tokenizer, dtype, batch_size, batch_invariant, max_length, store)
-    judge_options = ModelOptions(judge_name, store=store, name_option="--judge-name")
+    options = ModelOptions(
+        model_name, tokenizer, dtype, batch_size, batch_invariant, max_length, store,
+        timeout=timeout, concurrency=concurrency,
+    )  # fmt: skip
+    judge_options = ModelOptions(
+        judge_name, store=store, name_option="--judge-name", timeout=timeout, concurrency=concurrency
+    )
     against_options = replace(options, model_name=against_name or model_name, name_option="--against-name")
     check_output(out)
     for ref, own in ((model, options), (against, against_options)):  # before the work on the first one
@@ -148,7 +171,8 @@ def eval(
             print(f"{label.upper()}: {labels[-1]}")
         print_results(found[-1], all_metrics=all_metrics)
     verdicts: list[str] = []
-    if against:
+    unscored = without_scores(labels, found)
+    if against and unscored is None:
         pair = (labels[0], labels[1]) if labels[0] != labels[1] else ("A", "B")
         compared = compare_results(found[0], found[1], pair, margin=margin)
         summary = [summary_sentence(compared, pair)] if len(compared) > 1 else []
@@ -158,3 +182,5 @@ def eval(
         print("\n".join(verdicts))
     out.mkdir(parents=True, exist_ok=True)
     print(f"wrote {write_page(folders, out / 'page.html', verdicts=verdicts)}: open it in a browser")
+    if unscored is not None:
+        raise unscored

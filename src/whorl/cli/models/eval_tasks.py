@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from whorl.errors import ConfigError, StoreError
+from whorl.errors import ConfigError, DataError, StoreError
 from whorl.evals.contamination import (
     ContaminatedItems,
     find_contaminated,
@@ -69,6 +69,21 @@ def results_folder(ref: str, store: str | None) -> Path | None:
         return None
     artifact.check()
     return artifact.path / "suite"
+
+
+def without_scores(labels: Sequence[str], found: Sequence[Sequence[TaskResult]]) -> DataError | None:
+    """Return the error that ends the run if no item of a model has a score, so that nothing was evaluated; else None."""
+    for label, results in zip(labels, found, strict=True):
+        items = [item for result in results for item in result.items]
+        if any(item.outcome not in ("missing", "error") for item in items):
+            continue
+        reason = f": {items[0].reason}" if items and items[0].reason else ""
+        count = "the only item has" if len(items) == 1 else f"all {len(items):,} items have"
+        return DataError(
+            f"{label} was not evaluated: {count} no score{reason}", expected="a score of at least one item",
+            do="remove the cause and run the command again: it requests what is missing",
+        )  # fmt: skip
+    return None
 
 
 def _by_task(given: Sequence[str] | None) -> dict[str, list[str]]:

@@ -55,8 +55,8 @@ class EndpointClient:
     Args:
         url: with the version, such as http://127.0.0.1:8000/v1.
         api_key_env: environment variable with the key; no key is sent where it is unset.
-        timeout: seconds without a byte. deadline: seconds of one attempt. max_retries: after the first attempt.
-        backoff: seconds before the first retry.
+        timeout: seconds without a byte. deadline: seconds of one attempt, at least the timeout.
+        max_retries: after the first attempt. backoff: seconds before the first retry.
 
     Raises:
         ConfigError: no URL of HTTP, or httpx is not installed.
@@ -81,12 +81,8 @@ class EndpointClient:
             self._httpx: Any = importlib.import_module("httpx")
         except ImportError as error:
             raise ConfigError("endpoints need httpx", do="pip install 'whorl[serve]'") from error
-        self.url, self.max_retries, self.backoff, self.deadline = (
-            url.rstrip("/"),
-            max_retries,
-            backoff,
-            deadline,
-        )
+        self.url, self.max_retries, self.backoff = url.rstrip("/"), max_retries, backoff
+        self.timeout, self.deadline = timeout, max(deadline, timeout)
         key = os.environ.get(api_key_env, "")
         self._key_hint = (
             f"the key of {api_key_env} was sent" if key else f"no key was sent: set {api_key_env}"
@@ -153,7 +149,9 @@ class EndpointClient:
                     return list(_parse_stream(lines))
                 return [_parse_object("\n".join(lines))]
         except httpx.TimeoutException as error:
-            raise Fault(f"timed out ({type(error).__name__})") from error
+            raise Fault(
+                f"timed out after {self.timeout:g} s without a byte ({type(error).__name__})"
+            ) from error
         except httpx.RemoteProtocolError as error:
             raise Fault(f"the answer ended early: {error}") from error
         except httpx.InvalidURL as error:

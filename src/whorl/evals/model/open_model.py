@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whorl.errors import ConfigError
 from whorl.evals.model.requests import ModelBackend
-from whorl.evals.system.config import read_system
+from whorl.evals.system.config import SystemConfig, read_system
 from whorl.registry import Registry
 from whorl.store import Store
 
+DEFAULT_TIMEOUT = 60.0  # seconds
+DEFAULT_CONCURRENCY = 16
 BACKENDS = Registry(
     "back end",
     {
@@ -31,6 +34,11 @@ class ModelOptions:
         max_length: positions of a request at most; None for the model's own.
         store: of artifacts.
         name_option: the option of the command line that gives model_name, for messages.
+        timeout: seconds without a byte of an endpoint's answer before the attempt is given up.
+        concurrency: requests to an endpoint at once.
+
+    Raises:
+        ConfigError: timeout or concurrency is not above 0.
     """
 
     model_name: str = ""
@@ -41,6 +49,16 @@ class ModelOptions:
     max_length: int | None = None
     store: str | None = None
     name_option: str = "--model-name"
+    timeout: float = DEFAULT_TIMEOUT
+    concurrency: int = DEFAULT_CONCURRENCY
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"the timeout is {self.timeout}", expected="seconds above 0, such as 60")
+        if self.concurrency < 1:
+            raise ConfigError(
+                f"the concurrency is {self.concurrency}", expected="requests at once, such as 16"
+            )
 
 
 def is_url(ref: str) -> bool:
@@ -52,11 +70,19 @@ def check_model(ref: str, options: ModelOptions) -> None:
     """Check that a model exists, without loading it: before the work on another one. Raises: as `open_backend`."""
     if ref.endswith(".toml"):
         system = read_system(Path(ref))
-        check_model(system.model, replace(options, model_name=system.model_name or options.model_name))
+        check_model(system.model, _of_system(options, system))
     elif is_url(ref):
         _check_named(ref, options)
     elif not (Path(ref).expanduser() / "config.json").is_file():
         Store(options.store).open(ref)
+
+
+def _of_system(options: ModelOptions, system: SystemConfig) -> ModelOptions:
+    """Return the options of a system's model: what its file states goes before the command line."""
+    return replace(
+        options, model_name=system.model_name or options.model_name,
+        timeout=system.timeout or options.timeout, concurrency=system.concurrency or options.concurrency,
+    )  # fmt: skip
 
 
 def _check_named(ref: str, options: ModelOptions) -> None:
@@ -79,14 +105,15 @@ def open_backend(ref: str, options: ModelOptions) -> ModelBackend:
     """
     if ref.endswith(".toml"):
         system = read_system(Path(ref))
-        inner = replace(options, model_name=system.model_name or options.model_name)
-        found: ModelBackend = BACKENDS.get("system")(open_backend(system.model, inner), system)
+        inner = open_backend(system.model, _of_system(options, system))
+        found: ModelBackend = BACKENDS.get("system")(inner, system)
         return found
     if is_url(ref):
         _check_named(ref, options)
         made: ModelBackend = BACKENDS.get("endpoint").open(
-            ref, options.model_name, tokenizer=options.tokenizer or None, max_length=options.max_length
-        )
+            ref, options.model_name, tokenizer=options.tokenizer or None, max_length=options.max_length,
+            concurrency=options.concurrency, timeout=options.timeout,
+        )  # fmt: skip
         return made
     local: ModelBackend = BACKENDS.get("engine").open(
         ref, store=options.store, dtype=options.dtype, batch_size=options.batch_size, max_length=options.max_length,

@@ -43,6 +43,14 @@ from whorl.registry import Registry
 from whorl.sandbox import ResourceLimits
 
 GUARDS = Registry("guard", {})
+NOT_IN_ADDRESS = {
+    "name",
+    "model",
+    "model_name",
+    "trace",
+    "timeout",
+    "concurrency",
+}  # no answer depends on them
 Guard = Callable[[str], str]
 
 
@@ -60,7 +68,7 @@ class SystemBackend:
         self.model, self.config = model, config
         self.name, self.max_length = config.name, model.max_length
         self._index: Bm25Index | None = None
-        settings = config.model_dump(mode="json", exclude={"name", "model", "model_name", "trace"})
+        settings = config.model_dump(mode="json", exclude=NOT_IN_ADDRESS)
         if config.retrieval is not None:
             documents = _documents(config)
             self._index = Bm25Index(documents)

@@ -3,6 +3,8 @@
 name = "support"
 model = "http://127.0.0.1:8000/v1"      # an artifact, a folder (relative to this file), or a URL
 model_name = "my-model"                 # with a URL
+timeout = 120.0                         # with a URL: seconds without a byte; default: --timeout
+concurrency = 4                         # with a URL: requests at once; default: --concurrency
 system = "You answer questions of customers."
 trace = "support-trace.jsonl"           # the messages, calls and blocked texts of each answer
 
@@ -96,6 +98,10 @@ class SystemConfig(_Settings):
     name: str
     model: str
     model_name: str = ""
+    timeout: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="with a URL: seconds without a byte"
+    )
+    concurrency: int | None = Field(default=None, ge=1, description="with a URL: requests at once")
     system: str = ""
     retrieval: RetrievalConfig | None = None
     tools: ToolsConfig | None = None
