@@ -142,3 +142,8 @@ def test_task_without_pairs_is_named_and_others_compare() -> None:
     assert sentence == "Not compared: bad (no item has a score from both)."
     with pytest.raises(WhorlError, match="no item has a value of acc from both models"):
         compare_results([lost], [bad])
+
+
+def test_interval_of_shares_ends_at_one() -> None:
+    text = compare_results([result([1.0, 1.0, 1.0])], [result([0.0, 1.0, 0.0])])[0].text
+    assert "to +1.0000, 3 items" in text and "interval -1.0000" in text

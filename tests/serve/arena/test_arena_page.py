@@ -88,7 +88,8 @@ def test_keyboard_votes_and_starts_battles(server: RunningArena, open_page: Any)
 
 def test_sides_are_drawn(server: RunningArena, open_page: Any) -> None:
     page = open_page(server.url)
-    page.click(".draw")
+    expect(page.locator("#about")).to_have_text("3 models, 0 votes")
+    page.keyboard.press("n")  # the first battle, with a drawn prompt
     for _ in range(14):
         expect(page.locator("#choices button:not(:disabled)")).to_have_count(4)
         page.keyboard.press("3")

@@ -119,7 +119,8 @@ def paired_difference(
 
     Args:
         clusters: name per item; "" is a cluster of one item.
-        shares: scores are between 0 and 1. Equal differences of all items then count as those of scores of 0 and 1.
+        shares: scores are between 0 and 1. Equal differences of all items then count as those of scores of 0 and 1, and
+            the interval ends at -1 and 1.
 
     Raises:
         DataError: lengths differ, there are no items, or a score is not finite.
@@ -135,12 +136,13 @@ def paired_difference(
         se = _binary_se(difference, error, clusters)
     mean = float(difference.mean())
     half = t_quantile(level, error.df) * se if se < inf else inf
+    low, high = (max(-1.0, mean - half), min(1.0, mean + half)) if shares else (mean - half, mean + half)
     p_value = 1.0 if se == inf or mean == 0 else (t_two_sided(mean / se, error.df) if se > 0 else 0.0)
     varied = float(first.std()) > 0 and float(second.std()) > 0
     correlation = float(np.corrcoef(first, second)[0, 1]) if varied else float("nan")
     wins = int((difference > 0).sum()), int((difference < 0).sum())
     return PairedDifference(
-        float(first.mean()), float(second.mean()), mean, se, mean - half, mean + half, p_value,
+        float(first.mean()), float(second.mean()), mean, se, low, high, p_value,
         len(first), error.clusters, error.df, level, unpaired, correlation, *wins,
     )  # fmt: skip
 

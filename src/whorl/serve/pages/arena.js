@@ -172,7 +172,7 @@ addEventListener("keydown", (event) => {
   if (event.key in KEYS && battle && !battle.voted && !busy) {
     event.preventDefault();
     vote(KEYS[event.key]);
-  } else if (event.key.toLowerCase() === "n" && battle?.voted && !busy) {
+  } else if (event.key.toLowerCase() === "n" && (battle ? battle.voted : about?.prompts) && !busy) {
     event.preventDefault(); // otherwise the letter appears in the prompt, which gets the focus
     nextBattle();
   }
