@@ -99,7 +99,11 @@ def test_no_point_is_above_the_pareto_hull(values: list[tuple[int, int]]) -> Non
 def test_several_models_get_cost_charts(tmp_path: Path) -> None:
     folders = [write_evaluation(tmp_path / str(s), f"m{s}", 10, seed=s) for s in range(3)]
     text = write_page(folders, tmp_path / "page.html").read_text()
-    assert "On the Pareto hull: m" in text and text.count('class="scatter"') == 3  # time, speed, memory
+    assert text.count('class="scatter"') == 3  # time, speed, memory
+    notes = re.findall(r"On the Pareto hull: ([^.]*)\.(?: At the same \w+, ([^.]*) costs more)?", text)
+    parts = [(hull.split(", "), others.split(", ") if others else []) for hull, others in notes]
+    assert len(parts) == 3 and all(sorted(hull + others) == ["m0", "m1", "m2"] for hull, others in parts)
+    assert any(others for _, others in parts)
 
 
 def test_markup_of_models_never_reaches_the_page(tmp_path: Path) -> None:

@@ -104,7 +104,11 @@ def cost_charts(task: str, models: Sequence[EvaluatedModel]) -> Iterator[tuple[s
         if len(points) < 2:
             continue
         hull = pareto_hull(points)
-        note = f"On the Pareto hull: {', '.join(hull)}. The others cost more at the same {name}, or more than a mixture."
+        note = f"On the Pareto hull: {', '.join(hull)}."
+        if others := [label for label in points if label not in hull]:
+            note += (
+                f" At the same {name}, {', '.join(others)} costs more than one of these or a mixture of two."
+            )
         yield title, note, _scatter(points, hull, (sign, better), axis, f"{task}, {name}")
 
 
